@@ -1,0 +1,1 @@
+"""Forked decoding itself: tree, scheduler, engine, training."""

@@ -1,0 +1,36 @@
+"""The errors of this project, as one tree."""
+
+
+class AparError(Exception):
+    """Base of every error that this project raises on purpose."""
+
+
+class RequestError(AparError):
+    """The client asked for something that cannot be: HTTP 400.
+
+    `param` names the field of the request, as in OpenAI's error body.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class CapacityError(AparError):
+    """No replica has room now and the client may retry: HTTP 503 with Retry-After."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineError(AparError):
+    """The engine failed under a request that was in order: HTTP 500."""
+
+
+class CheckpointError(AparError):
+    """A checkpoint cannot be served as it is: refuse to start."""
+
+
+class TreeError(AparError):
+    """A paragraph tree's invariant was broken: a bug, never the client's fault."""

@@ -1,0 +1,1 @@
+"""What is decided across replicas, and the `apar` command."""

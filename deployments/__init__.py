@@ -1,0 +1,1 @@
+"""The processes that a request passes: gateway and replica on Ray Serve."""
