@@ -1,0 +1,27 @@
+"""The paragraph tree of a request: how forked threads become one text (APAR, arXiv 2401.06761)."""
+
+from apar_core.tree.paragraph import (
+    ROOT_THREAD,
+    ParagraphNode,
+    ParagraphTree,
+    ThreadId,
+    ThreadRecord,
+)
+from apar_core.tree.restore import restore
+from apar_core.tree.separator import Edge, Separator
+from apar_core.tree.statistics import TreeStatistics, tree_statistics
+from apar_core.tree.stream import TreeStream
+
+__all__ = [
+    "ROOT_THREAD",
+    "Edge",
+    "ParagraphNode",
+    "ParagraphTree",
+    "Separator",
+    "ThreadId",
+    "ThreadRecord",
+    "TreeStatistics",
+    "TreeStream",
+    "restore",
+    "tree_statistics",
+]

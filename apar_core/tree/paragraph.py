@@ -1,0 +1,134 @@
+"""Paragraphs as a tree with first-child and next-sibling links, grown by threads.
+
+Source: APAR (arXiv 2401.06761), section 2.2 and algorithm 1. Items are opaque: a token id, or a
+token together with its log-probabilities. Control tokens are no items; what the statistics need
+to know of them is kept in the thread records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Generic, NewType, TypeVar
+
+from apar_core.errors import TreeError
+
+Item = TypeVar("Item")
+
+ThreadId = NewType("ThreadId", str)
+
+ROOT_THREAD = ThreadId("root")
+
+
+# Equality stays identity: comparing linked nodes would recurse through the tree.
+@dataclass(slots=True, eq=False)
+class ParagraphNode(Generic[Item]):
+    """A paragraph: the items of one thread between two of its forks.
+
+    A closed node gets no more items. It has both links if its thread forked at its end, and
+    neither if its thread finished in it.
+    """
+
+    items: list[Item] = field(default_factory=list)
+    first_child: ParagraphNode[Item] | None = field(default=None, repr=False)
+    next_sibling: ParagraphNode[Item] | None = field(default=None, repr=False)
+    closed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class ThreadRecord(Generic[Item]):
+    """What one thread has generated so far.
+
+    `fork_index` is how many tokens (text and fork tokens) the parent had generated before the fork
+    token that opened this thread. `ended` tells whether a finished thread closed itself with its
+    end-of-thread token.
+    """
+
+    current_node: ParagraphNode[Item] = field(repr=False)
+    parent: ThreadId | None
+    depth: int
+    fork_index: int
+    num_items: int = 0
+    children: list[ThreadId] = field(default_factory=list)
+    finished: bool = False
+    ended: bool = False
+
+
+class ParagraphTree(Generic[Item]):
+    """All paragraphs of one request; grows with the outputs of its threads, in any interleaving."""
+
+    def __init__(self) -> None:
+        self.root: ParagraphNode[Item] = ParagraphNode()
+        self._threads: dict[ThreadId, ThreadRecord[Item]] = {
+            ROOT_THREAD: ThreadRecord(self.root, parent=None, depth=0, fork_index=0)
+        }
+        self._num_live = 1
+
+    @property
+    def threads(self) -> Mapping[ThreadId, ThreadRecord[Item]]:
+        """Every thread that ever was, parents before their children."""
+        return MappingProxyType(self._threads)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every thread has finished, so that nothing can be added any more."""
+        return self._num_live == 0
+
+    def append(self, thread: ThreadId, items: Iterable[Item]) -> None:
+        """Add text to the paragraph that a thread is writing."""
+        record = self._live_record(thread, "append to")
+        node_items = record.current_node.items
+        num_before = len(node_items)
+        node_items.extend(items)
+        record.num_items += len(node_items) - num_before
+
+    def fork(self, parent: ThreadId, child: ThreadId) -> None:
+        """Close the parent's paragraph; the child writes its detail, the parent its successor.
+
+        Raises TreeError if the parent is unknown or finished, or if the child exists already.
+        """
+        record = self._live_record(parent, "fork")
+        if child in self._threads:
+            raise TreeError(
+                f"thread {parent!r} cannot fork {child!r}: it is already one of "
+                f"{len(self._threads)} threads"
+            )
+        node = record.current_node
+        node.first_child = ParagraphNode()
+        node.next_sibling = ParagraphNode()
+        node.closed = True
+        self._threads[child] = ThreadRecord(
+            node.first_child,
+            parent=parent,
+            depth=record.depth + 1,
+            fork_index=record.num_items + len(record.children),
+        )
+        record.current_node = node.next_sibling
+        record.children.append(child)
+        self._num_live += 1
+
+    def finish(self, thread: ThreadId, *, ended: bool = True) -> None:
+        """Close a thread for good.
+
+        `ended` is false where a limit, a stop string or an abort cut the thread off, so that it
+        generated no end-of-thread token of its own.
+        """
+        record = self._live_record(thread, "finish")
+        record.current_node.closed = True
+        record.finished = True
+        record.ended = ended
+        self._num_live -= 1
+
+    def _live_record(self, thread: ThreadId, action: str) -> ThreadRecord[Item]:
+        record = self._threads.get(thread)
+        if record is None:
+            raise TreeError(
+                f"cannot {action} thread {thread!r}: unknown among {len(self._threads)} threads"
+            )
+        if record.finished:
+            raise TreeError(
+                f"cannot {action} thread {thread!r}: it finished after {record.num_items} items "
+                f"and {len(record.children)} forks"
+            )
+        return record
