@@ -1,0 +1,150 @@
+"""The fork and the child token of a checkpoint, and how user text is kept from becoming one.
+
+A tokenizer turns the text "[Fork]" into the control token, wherever it comes from. In a prompt no
+control token is ever right, since restored answers are plain text; so their ids are replaced by
+those of the same characters before the engine sees them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from apar_core.errors import CheckpointError, RequestError
+
+SPELLINGS = (
+    ("[Fork]", "[Child]"),
+    # The released checkpoints THUDM/apar-7b and THUDM/apar-13b.
+    ("[SplitMask]", "[SplitSop]"),
+)
+"""Fork and child token as checkpoints spell them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlTokens:
+    """The two control tokens of one checkpoint. Every thread ends with the tokenizer's EOS."""
+
+    fork_id: int
+    child_id: int
+    fork_text: str
+    child_text: str
+
+    @property
+    def texts(self) -> dict[int, str]:
+        """The spelling of each control token by its id."""
+        return {self.fork_id: self.fork_text, self.child_id: self.child_text}
+
+
+def find_control_tokens(vocabulary: Mapping[str, int]) -> ControlTokens | None:
+    """The control tokens in a vocabulary that includes added tokens; None in an ordinary one.
+
+    Raises CheckpointError if only one token of a pair is there, or if both pairs are.
+    """
+    complete = [pair for pair in SPELLINGS if all(text in vocabulary for text in pair)]
+    if len(complete) > 1:
+        raise CheckpointError(
+            f"the vocabulary has {len(complete)} pairs of control tokens: {complete}"
+        )
+    if complete:
+        fork_text, child_text = complete[0]
+        return ControlTokens(vocabulary[fork_text], vocabulary[child_text], fork_text, child_text)
+    for pair in SPELLINGS:
+        present = [text for text in pair if text in vocabulary]
+        missing = [text for text in pair if text not in vocabulary]
+        if present:
+            raise CheckpointError(
+                f"the vocabulary has {present[0]!r} (id {vocabulary[present[0]]}) "
+                f"but not {missing[0]!r}: forking needs both"
+            )
+    return None
+
+
+class Tokenizer(Protocol):
+    """What is asked of a transformers tokenizer."""
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool, split_special_tokens: bool
+    ) -> list[int]: ...
+
+    def decode(self, token_ids: list[int]) -> str | list[str]: ...
+
+    def get_vocab(self) -> dict[str, int]: ...
+
+
+PlainSpellings = Mapping[int, Sequence[int]]
+"""For each control id the ids of its characters."""
+
+
+def plain_spellings(control_tokens: ControlTokens, tokenizer: Tokenizer) -> PlainSpellings:
+    """For each control id the ids of its text as plain characters.
+
+    Raises CheckpointError if the tokenizer has no way to spell one.
+    """
+    return {
+        control_id: _plain_spelling(text, control_tokens, tokenizer)
+        for control_id, text in control_tokens.texts.items()
+    }
+
+
+def neutralise(prompt_token_ids: Sequence[int], spellings: PlainSpellings) -> list[int]:
+    """The prompt with every control token replaced by its characters."""
+    if spellings.keys().isdisjoint(prompt_token_ids):
+        return list(prompt_token_ids)
+    plain: list[int] = []
+    for token_id in prompt_token_ids:
+        plain.extend(spellings.get(token_id, (token_id,)))
+    return plain
+
+
+def refuse_control_tokens(prompt_token_ids: Sequence[int], control_tokens: ControlTokens) -> None:
+    """Raise RequestError if a prompt that came as token ids holds a control token."""
+    texts = control_tokens.texts
+    for position, token_id in enumerate(prompt_token_ids):
+        if token_id in texts:
+            raise RequestError(
+                f"token {position} of the prompt is the control token {texts[token_id]!r} "
+                f"(id {token_id}), which only the model may emit",
+                param="prompt",
+            )
+
+
+def _plain_spelling(text: str, control_tokens: ControlTokens, tokenizer: Tokenizer) -> list[int]:
+    for candidate in (_natural_spelling(text, tokenizer), _spelling_by_character(text, tokenizer)):
+        if candidate and _spells(candidate, text, control_tokens, tokenizer):
+            return candidate
+    raise CheckpointError(f"the tokenizer cannot spell {text!r} without a control token")
+
+
+# Sentencepiece tokenizers put a space before the first word, so a text is spelled behind a letter.
+_CONTEXT = "a"
+
+
+def _encode_plain(text: str, tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+
+def _natural_spelling(text: str, tokenizer: Tokenizer) -> list[int]:
+    """As the tokenizer splits the text where it takes no notice of special tokens."""
+    context_ids = _encode_plain(_CONTEXT, tokenizer)
+    token_ids = _encode_plain(_CONTEXT + text, tokenizer)
+    if token_ids[: len(context_ids)] != context_ids:
+        return []
+    return token_ids[len(context_ids) :]
+
+
+def _spelling_by_character(text: str, tokenizer: Tokenizer) -> list[int]:
+    """One token a character, or a byte token where the vocabulary lacks it.
+
+    For tokens that were added as ordinary ones: no option of the tokenizer splits those. In
+    byte-level and in sentencepiece vocabularies alike a printable ASCII character is itself.
+    """
+    vocabulary = tokenizer.get_vocab()
+    token_ids = [vocabulary.get(c, vocabulary.get(f"<0x{ord(c):02X}>")) for c in text]
+    return [token_id for token_id in token_ids if token_id is not None]
+
+
+def _spells(
+    token_ids: list[int], text: str, control_tokens: ControlTokens, tokenizer: Tokenizer
+) -> bool:
+    if not control_tokens.texts.keys().isdisjoint(token_ids):
+        return False
+    return tokenizer.decode(_encode_plain(_CONTEXT, tokenizer) + token_ids) == _CONTEXT + text
