@@ -1,0 +1,129 @@
+"""What a checkpoint is, read from its files without loading a weight."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from vllm.tokenizers import get_tokenizer
+from vllm.transformers_utils.config import get_config, get_hf_text_config
+
+from apar_core.control_tokens import (
+    ControlTokens,
+    PlainSpellings,
+    find_control_tokens,
+    plain_spellings,
+)
+from apar_core.errors import CheckpointError
+
+_HEADER_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointReport:
+    """Facts about a checkpoint; `control_tokens` is None for an ordinary model.
+
+    `vocabulary_size` counts the tokenizer's entries and `num_embeddings` the model's rows.
+    `weights_bytes` is None where the weights are not on this machine, and `num_parameters` also
+    where they are not in safetensors format.
+    """
+
+    name_or_path: str
+    architecture: str
+    model_type: str
+    dtype: str
+    num_parameters: int | None
+    weights_bytes: int | None
+    max_positions: int
+    vocabulary_size: int
+    num_embeddings: int
+    control_tokens: ControlTokens | None
+    spellings: PlainSpellings
+
+    @property
+    def is_apar(self) -> bool:
+        """Whether the model was trained to fork, as far as its vocabulary tells."""
+        return self.control_tokens is not None
+
+
+def inspect_checkpoint(name_or_path: str) -> CheckpointReport:
+    """Read configuration and tokenizer of a directory or of a model on the Hugging Face hub.
+
+    Raises CheckpointError if they cannot be read, if one control token of a pair is missing, or
+    if a control token lies beyond the model's embeddings.
+    """
+    config = _load_config(name_or_path)
+    tokenizer = _load_tokenizer(name_or_path)
+    text_config = get_hf_text_config(config)
+    vocabulary = tokenizer.get_vocab()
+    control_tokens = find_control_tokens(vocabulary)
+    if control_tokens is not None:
+        _check_embeddings(control_tokens, text_config.vocab_size)
+    weights = _weight_files(name_or_path)
+    return CheckpointReport(
+        name_or_path=name_or_path,
+        architecture=", ".join(config.architectures or ["unknown"]),
+        model_type=config.model_type,
+        dtype=str(text_config.dtype).removeprefix("torch."),
+        num_parameters=_num_parameters(weights),
+        weights_bytes=sum(file.stat().st_size for file in weights) if weights else None,
+        max_positions=text_config.max_position_embeddings,
+        vocabulary_size=len(vocabulary),
+        num_embeddings=text_config.vocab_size,
+        control_tokens=control_tokens,
+        spellings=plain_spellings(control_tokens, tokenizer) if control_tokens else {},
+    )
+
+
+def _load_config(name_or_path: str) -> Any:
+    try:
+        return get_config(name_or_path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"no model configuration in {name_or_path!r}: {error}") from error
+
+
+def _load_tokenizer(name_or_path: str) -> Any:
+    try:
+        return get_tokenizer(name_or_path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"no tokenizer in {name_or_path!r}: {error}") from error
+
+
+def _check_embeddings(control_tokens: ControlTokens, num_embeddings: int) -> None:
+    for token_id, text in control_tokens.texts.items():
+        if token_id >= num_embeddings:
+            raise CheckpointError(
+                f"control token {text!r} has id {token_id}, but the model has only "
+                f"{num_embeddings} embeddings"
+            )
+
+
+def _weight_files(name_or_path: str) -> list[Path]:
+    """The checkpoint's weight files on this machine; the hub is not asked."""
+    directory = Path(name_or_path)
+    if not directory.is_dir():
+        try:
+            directory = Path(snapshot_download(name_or_path, local_files_only=True))
+        except OSError:
+            return []
+    safetensors = sorted(directory.glob("*.safetensors"))
+    return safetensors or sorted(directory.glob("pytorch_model*.bin"))
+
+
+def _num_parameters(weights: Iterable[Path]) -> int | None:
+    """Elements of all tensors by the headers of safetensors files (JSON behind its length)."""
+    num_parameters = 0
+    for file in weights:
+        if file.suffix != ".safetensors":
+            return None
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(_HEADER_LENGTH_BYTES), "little")
+            header = json.loads(stream.read(length))
+        tensors = (entry for name, entry in header.items() if name != "__metadata__")
+        num_parameters += sum(prod(tensor["shape"]) for tensor in tensors)
+    return num_parameters or None
