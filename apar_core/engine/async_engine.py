@@ -1,0 +1,46 @@
+"""The engine of a server: vLLM's AsyncLLM, which forks and tells about it."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from apar_core.control_tokens import ControlTokens
+from apar_core.engine import plugin
+from apar_core.engine.core_state import CORE_STATE_CALL
+from apar_core.engine.input_processor import ForkInputProcessor
+from apar_core.engine.output_processor import ForkOutputProcessor
+from apar_core.engine.request_record import RequestRecord
+
+# Before any engine is built: AsyncLLM looks its processors up by name.
+plugin.register()
+
+SCHEDULER_CLS = "apar_core.scheduler.fork_scheduler.ForkScheduler"
+"""Value of vLLM's `scheduler_cls` with which an engine forks."""
+
+
+class AparAsyncLLM(AsyncLLM):
+    """An AsyncLLM whose requests fork; build it with `scheduler_cls=SCHEDULER_CLS`."""
+
+    @property
+    def control_tokens(self) -> ControlTokens | None:
+        """The checkpoint's control tokens; None if it is an ordinary model."""
+        return self._input.control_tokens
+
+    def take_statistics(self, request_id: str) -> RequestRecord | None:
+        """Statistics and trees of a finished request, once, by its external request id."""
+        return self._output.records.take(request_id)
+
+    @property
+    def _input(self) -> ForkInputProcessor:
+        return cast(ForkInputProcessor, self.input_processor)
+
+    @property
+    def _output(self) -> ForkOutputProcessor:
+        return cast(ForkOutputProcessor, self.output_processor)
+
+    async def core_state(self) -> dict[str, Any]:
+        """Threads alive, KV blocks free and fork counters of the engine core at this moment."""
+        state: dict[str, Any] = await self.engine_core.call_utility_async(CORE_STATE_CALL)
+        return state

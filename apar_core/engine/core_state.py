@@ -1,0 +1,47 @@
+"""A look into the engine core: threads alive, KV blocks free, what forks have cost."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from vllm.v1.engine.core import EngineCore
+
+from apar_core.scheduler.fork_scheduler import ForkMixin
+
+CORE_STATE_CALL = "apar_core_state"
+
+
+def core_state(scheduler: Any) -> dict[str, Any]:
+    """Counts of the moment, as plain values.
+
+    `requests` counts client requests with a thread alive, `threads` all threads, running or
+    waiting; `kv_blocks` is what the cache has, `free_blocks` what no thread holds.
+    """
+    pool = scheduler.kv_cache_manager.block_pool
+    num_running, num_waiting = scheduler.get_request_counts()
+    state: dict[str, Any] = {
+        "threads": len(scheduler.requests),
+        "running_threads": num_running,
+        "waiting_threads": num_waiting,
+        # One block is vLLM's null block, which is never free and never holds anything.
+        "kv_blocks": pool.num_gpu_blocks - 1,
+        "free_blocks": pool.get_num_free_blocks(),
+        "requests": len(scheduler.requests),
+    }
+    if isinstance(scheduler, ForkMixin):
+        groups = scheduler.threads.groups
+        num_forked = sum(len(group.live) for group in groups)
+        state["requests"] = len(groups) + len(scheduler.requests) - num_forked
+        state["deferred_threads"] = sum(len(group.deferred) for group in groups)
+        state["fork_counters"] = asdict(scheduler.block_sharing.counters)
+    return state
+
+
+def install_core_state() -> None:
+    """Make `core_state` callable across processes, as an engine-core utility."""
+
+    def apar_core_state(self: Any) -> dict[str, Any]:
+        return core_state(self.scheduler)
+
+    setattr(EngineCore, CORE_STATE_CALL, apar_core_state)

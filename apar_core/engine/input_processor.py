@@ -1,0 +1,170 @@
+"""vLLM's input processor, which decides whether a request forks and keeps prompts free of control
+tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.input_processor import InputProcessor
+
+from apar_core.control_tokens import (
+    ControlTokens,
+    find_control_tokens,
+    neutralise,
+    plain_spellings,
+    refuse_control_tokens,
+)
+from apar_core.engine import engine_config
+from apar_core.engine.fork_bans import bad_words
+from apar_core.engine.fork_settings import ForkSettings, fork_settings
+from apar_core.errors import RequestError
+from apar_core.fork_parameters import EXTRA_ARG, ForkParameters
+from apar_core.logs import get_logger
+
+logger = get_logger(__name__)
+
+RELEASED_FORK_TEXT = "[SplitMask]"
+"""Fork token of the released checkpoints, whose training text lacks line breaks."""
+
+ENABLED_ARG = "apar_enabled"
+MAX_THREADS_ARG = "apar_max_threads"
+
+
+class ForkInputProcessor(InputProcessor):
+    """Writes each request's `ForkParameters`; acts as vLLM's own where the engine does not fork."""
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
+        tokenizer: Any = self.tokenizer
+        self.control_tokens = _control_tokens(vllm_config, tokenizer)
+        if self.control_tokens is None:
+            return
+        self._settings: ForkSettings = fork_settings(vllm_config)
+        self._spellings = plain_spellings(self.control_tokens, tokenizer)
+        self._bans_as_bad_words = not engine_config.bans_by_logits_processor(vllm_config)
+        self._parameters = ForkParameters(
+            fork_id=self.control_tokens.fork_id,
+            child_id=self.control_tokens.child_id,
+            enabled=self._settings.enabled,
+            max_threads=self._settings.max_threads,
+            max_forks=self._settings.max_forks,
+            end_ids=self._end_ids(),
+            separated=_separated(self._settings, self.control_tokens),
+        )
+
+    def process_inputs(
+        self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> EngineCoreRequest:
+        """As in vLLM. Raises VLLMValidationError for what a client may not ask for (HTTP 400)."""
+        request = super().process_inputs(request_id, prompt, params, *args, **kwargs)
+        if self.control_tokens is None:
+            return request
+        self._clean_prompt(request, prompt, self.control_tokens)
+        if request.sampling_params is not None:
+            self._set_parameters(request, request.sampling_params)
+        return request
+
+    def _clean_prompt(
+        self, request: EngineCoreRequest, prompt: Any, control_tokens: ControlTokens
+    ) -> None:
+        """Turn control tokens that came from text into their characters; refuse all others."""
+        token_ids = request.prompt_token_ids
+        if token_ids is None or self._spellings.keys().isdisjoint(token_ids):
+            return
+        is_text = isinstance(prompt, str) or bool(prompt.get("prompt"))
+        if not is_text or request.mm_features:
+            try:
+                refuse_control_tokens(token_ids, control_tokens)
+            except RequestError as error:
+                raise VLLMValidationError(str(error), parameter="prompt") from error
+        plain = neutralise(token_ids, self._spellings)
+        limit = self.model_config.max_model_len
+        if len(plain) >= limit:
+            raise VLLMValidationError(
+                f"The prompt holds {len(plain)} tokens once control tokens are spelled out, which "
+                f"leaves no room in a context of {limit} tokens.",
+                parameter="prompt",
+            )
+        request.prompt_token_ids = plain
+        params = request.sampling_params
+        if params is not None and params.max_tokens is not None:
+            params.max_tokens = min(params.max_tokens, limit - len(plain))
+
+    def _set_parameters(self, request: EngineCoreRequest, params: SamplingParams) -> None:
+        extra_args = dict(params.extra_args or {})
+        wanted = _choice(extra_args, ENABLED_ARG, bool, self._settings.enabled)
+        max_threads = _choice(extra_args, MAX_THREADS_ARG, int, self._settings.max_threads)
+        if max_threads < 1:
+            raise VLLMValidationError(
+                f"apar.max_threads must be at least 1, got {max_threads}.",
+                parameter="apar.max_threads",
+                value=max_threads,
+            )
+        parameters = replace(
+            self._parameters,
+            enabled=bool(wanted) and _can_fork(request, params),
+            max_threads=min(max_threads, self._settings.max_threads),
+        )
+        extra_args[EXTRA_ARG] = parameters.to_extra_arg()
+        params.extra_args = extra_args
+        if self._bans_as_bad_words:
+            params._bad_words_token_ids = [
+                *(params._bad_words_token_ids or []),
+                *bad_words(parameters),
+            ]
+
+    def _end_ids(self) -> tuple[int, ...]:
+        generation_ids = self.generation_config_fields.get("eos_token_id")
+        ids = [generation_ids] if isinstance(generation_ids, int) else list(generation_ids or ())
+        eos_token_id = self.renderer.get_eos_token_id()
+        return tuple(sorted({*ids, *([] if eos_token_id is None else [eos_token_id])}))
+
+
+def _control_tokens(vllm_config: VllmConfig, tokenizer: Any) -> ControlTokens | None:
+    """Control tokens of the checkpoint of a forking engine; None where nothing forks."""
+    if not engine_config.forks(vllm_config) or tokenizer is None:
+        return None
+    control_tokens = find_control_tokens(tokenizer.get_vocab())
+    if control_tokens is None:
+        logger.warning(
+            "the checkpoint has no control tokens: it is served as an ordinary model, unforked",
+            extra={"model": vllm_config.model_config.model},
+        )
+    return control_tokens
+
+
+def _separated(settings: ForkSettings, control_tokens: ControlTokens) -> bool:
+    if settings.separators == "auto":
+        return control_tokens.fork_text == RELEASED_FORK_TEXT
+    return settings.separators == "on"
+
+
+def _can_fork(request: EngineCoreRequest, params: SamplingParams) -> bool:
+    """Whether forking leaves the meaning of every sampling parameter of the request intact.
+
+    Grammars and forced lengths hold for one sequence of tokens; a tree of threads has no such.
+    """
+    return not (
+        params.structured_outputs is not None
+        or params.max_tokens == 1
+        or params.min_tokens > 0
+        or params.ignore_eos
+        or request.prompt_embeds is not None
+        or request.resumable
+    )
+
+
+def _choice(extra_args: dict[str, Any], name: str, kind: type, default: Any) -> Any:
+    value = extra_args.pop(name, default)
+    # HTTP's `vllm_xargs` carries booleans as numbers.
+    if isinstance(value, (kind, int)) and not (kind is int and isinstance(value, bool)):
+        return value
+    field = name.replace("apar_", "apar.")
+    raise VLLMValidationError(
+        f"{field} must be of type {kind.__name__}, got {value!r}.", parameter=field, value=value
+    )

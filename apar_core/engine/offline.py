@@ -1,0 +1,109 @@
+"""Forked generation in this process, without a server: for the command line, tests, benchmarks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from apar_core.control_tokens import ControlTokens
+from apar_core.engine.request_record import RequestRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One generated text; `record` holds its tree and statistics, None if it could not fork.
+
+    `finish_reason` is vLLM's: "stop", "length" and so on.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    record: RequestRecord | None
+
+
+class OfflineEngine:
+    """vLLM's `LLM` with the forking scheduler, engine core and model in this process."""
+
+    def __init__(self, model: str | Path, **engine_args: Any) -> None:
+        """Load a checkpoint. `engine_args` are those of `vllm.LLM` and overrule the defaults."""
+        # Read by vLLM when it builds the engine; with one process the engine core can be looked at.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        from vllm import LLM
+
+        from apar_core.engine.async_engine import SCHEDULER_CLS
+
+        defaults: dict[str, Any] = {
+            "model": str(model),
+            "scheduler_cls": SCHEDULER_CLS,
+            "enable_prefix_caching": True,
+            "distributed_executor_backend": "uni",
+        }
+        self.llm = LLM(**{**defaults, **engine_args})
+        # Not LLMEngine: its processors are ours, and its engine core lives in this process.
+        self._engine: Any = self.llm.llm_engine
+
+    @property
+    def control_tokens(self) -> ControlTokens | None:
+        """The checkpoint's control tokens; None if it is an ordinary model."""
+        control_tokens: ControlTokens | None = self._engine.input_processor.control_tokens
+        return control_tokens
+
+    @property
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer, a transformers one."""
+        return self.llm.get_tokenizer()
+
+    @property
+    def scheduler(self) -> Any:
+        """The engine core's scheduler."""
+        return self._engine.engine_core.engine_core.scheduler
+
+    def chat_prompt(self, user: str, *, system: str | None = None) -> str:
+        """Text of a chat with one question, as the checkpoint's chat template writes it."""
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        messages.append({"role": "user", "content": user})
+        prompt: str = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        return prompt
+
+    def generate(
+        self,
+        prompts: Sequence[Any],
+        sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        *,
+        show_progress: bool = False,
+    ) -> list[Answer]:
+        """Answers to the prompts (vLLM prompts: texts or token ids), in their order.
+
+        `sampling` are arguments of vLLM's `SamplingParams`, for all prompts or one for each. With
+        n > 1 the answers of a prompt follow each other, and share one record.
+        """
+        from vllm import SamplingParams
+
+        if sampling is None or isinstance(sampling, Mapping):
+            sampling = [sampling or {}] * len(prompts)
+        params = [SamplingParams(**arguments) for arguments in sampling]
+        outputs = self.llm.generate(list(prompts), params, use_tqdm=show_progress)
+        records = self._engine.output_processor.records
+        answers: list[Answer] = []
+        for output in outputs:
+            record = records.take(output.request_id)
+            answers.extend(
+                Answer(
+                    text=completion.text,
+                    token_ids=tuple(completion.token_ids),
+                    finish_reason=str(completion.finish_reason),
+                    record=record,
+                )
+                for completion in output.outputs
+            )
+        return answers
+
+    def shutdown(self) -> None:
+        """End the engine and free its memory."""
+        self._engine.engine_core.shutdown()

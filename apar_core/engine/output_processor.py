@@ -1,0 +1,98 @@
+"""vLLM's output processor, which sees one growing text where the engine runs many threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
+
+from apar_core.engine.request_record import RequestRecords
+from apar_core.engine.separators import separators
+from apar_core.engine.thread_outputs import RequestThreads, TextToken
+from apar_core.fork_parameters import ForkParameters
+from apar_core.tree.separator import Separator
+
+
+class ForkOutputProcessor(OutputProcessor):
+    """Turns the outputs of threads into outputs of their requests; passes all others through.
+
+    Detokenising, stop strings, log-probabilities, usage and vLLM's statistics happen behind it, on
+    the restored text.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.records = RequestRecords()
+        # By engine request id: a request's root and, once opened, each of its threads.
+        self._threads: dict[str, RequestThreads] = {}
+
+    def add_request(self, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
+        """Register a request; one that may fork gets a paragraph tree."""
+        super().add_request(request, *args, **kwargs)
+        params = request.sampling_params
+        parameters = None if params is None else ForkParameters.from_extra_args(params.extra_args)
+        if parameters is not None and parameters.enabled:
+            separator = self._separator() if parameters.separated else None
+            threads = RequestThreads(request.request_id, parameters, separator)
+            self._threads[request.request_id] = threads
+
+    def process_outputs(
+        self, engine_core_outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any
+    ) -> OutputProcessorOutput:
+        """As in vLLM, after the outputs of threads have been joined to those of their requests."""
+        if not self._threads:
+            return super().process_outputs(engine_core_outputs, *args, **kwargs)
+        joined, unfinished = self._join(engine_core_outputs)
+        processed = super().process_outputs(joined, *args, **kwargs)
+        processed.reqs_to_abort.extend(unfinished)
+        return processed
+
+    def abort_requests(self, request_ids: Iterable[str], internal: bool) -> list[str]:
+        """As in vLLM. The engine ends all threads of a request with its root."""
+        states = dict(self.request_states)
+        aborted = super().abort_requests(request_ids, internal)
+        for request_id in aborted:
+            if request_id in states:
+                self._forget(states[request_id])
+        return aborted
+
+    def _join(
+        self, engine_core_outputs: list[EngineCoreOutput]
+    ) -> tuple[list[EngineCoreOutput], list[str]]:
+        """Outputs by request, and requests that a stop token ended before all their threads."""
+        joined: list[EngineCoreOutput] = []
+        fed: dict[str, RequestThreads] = {}
+        for output in engine_core_outputs:
+            threads = self._threads.get(output.request_id)
+            if threads is None:
+                joined.append(output)
+                continue
+            for child_id in threads.feed(output):
+                self._threads[child_id] = threads
+            fed[threads.request_id] = threads
+        unfinished: list[str] = []
+        for threads in fed.values():
+            outputs = threads.take()
+            joined.extend(outputs)
+            if outputs and outputs[-1].finished and not threads.tree.finished:
+                unfinished.append(threads.request_id)
+        return joined, unfinished
+
+    def _finish_request(self, req_state: RequestState) -> None:
+        super()._finish_request(req_state)
+        self._forget(req_state)
+
+    def _forget(self, req_state: RequestState) -> None:
+        """Drop a request's threads; what the engine still sends of them is ignored."""
+        threads = self._threads.get(req_state.request_id)
+        if threads is None:
+            return
+        for request_id in threads.thread_request_ids:
+            self._threads.pop(request_id, None)
+        threads.cut()
+        self.records.add(req_state.external_req_id, threads.tree, req_state.prompt_len)
+
+    def _separator(self) -> Separator[TextToken]:
+        return separators(self.tokenizer)

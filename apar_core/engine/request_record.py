@@ -1,0 +1,53 @@
+"""What is kept of a finished request for whoever asks next: its statistics and its trees."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from apar_core.engine.thread_outputs import TextToken
+from apar_core.tree.paragraph import ParagraphTree
+from apar_core.tree.statistics import TreeStatistics, tree_statistics
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One or more finished trees (`n`, several prompts) that answered one request."""
+
+    statistics: TreeStatistics
+    trees: tuple[ParagraphTree[TextToken], ...]
+
+    def __add__(self, other: RequestRecord) -> RequestRecord:
+        return RequestRecord(self.statistics + other.statistics, self.trees + other.trees)
+
+
+class RequestRecords:
+    """Records of the last finished requests, by the request id that the client's side knows.
+
+    Bounded: a record that nobody takes is dropped when `capacity` newer ones have come.
+    """
+
+    def __init__(self, capacity: int = 4096) -> None:
+        self._capacity = capacity
+        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+
+    def add(self, request_id: str, tree: ParagraphTree[TextToken], num_prompt_tokens: int) -> None:
+        """Keep a finished tree, beside others of the same request."""
+        record = RequestRecord(tree_statistics(tree, num_prompt_tokens), (tree,))
+        known = self._records.pop(request_id, None)
+        self._records[request_id] = record if known is None else known + record
+        if len(self._records) > self._capacity:
+            self._records.popitem(last=False)
+
+    def take(self, request_id: str) -> RequestRecord | None:
+        """Remove and return the record of a request; None if there is none.
+
+        A completion with several prompts runs as the requests `ID-0`, `ID-1`, ...: their records
+        come as one.
+        """
+        record = self._records.pop(request_id, None)
+        index = 0
+        while (part := self._records.pop(f"{request_id}-{index}", None)) is not None:
+            record = part if record is None else record + part
+            index += 1
+        return record

@@ -1,0 +1,72 @@
+"""What the engine needs to know of one request in order to fork it.
+
+The API process decides, once, whether and how a request may fork, and writes it into the request's
+`SamplingParams.extra_args`; the scheduler, the logits processor and the output processor all read
+it from there. So no process-wide state has to agree, and forked and ordinary requests mix freely.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+EXTRA_ARG = "apar"
+"""Key under which the parameters travel in `SamplingParams.extra_args`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForkParameters:
+    """Control tokens of the checkpoint and the limits on the threads of one request.
+
+    `enabled` false means that the checkpoint has control tokens but this request may not use
+    them: the engine then never samples one. `max_threads` counts threads alive at once; a fork
+    beyond it waits. `max_forks` counts all forks of a request; beyond it no thread is opened and
+    the answer ends with finish reason "length". `end_ids` are the tokens that end a thread.
+    `separated` asks for line breaks between paragraphs whose text lacks them. `thread_path` is the
+    place of a thread: the fork ordinals from the root thread, whose path is empty, down to it.
+    """
+
+    fork_id: int
+    child_id: int
+    enabled: bool
+    max_threads: int
+    max_forks: int
+    end_ids: tuple[int, ...]
+    separated: bool = False
+    thread_path: tuple[int, ...] = ()
+
+    def to_extra_arg(self) -> dict[str, Any]:
+        """The parameters as plain values, fit for msgpack."""
+        return asdict(self)
+
+    @classmethod
+    def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> ForkParameters | None:
+        """The parameters of a request, or None where the checkpoint has no control tokens."""
+        values = extra_args.get(EXTRA_ARG) if extra_args else None
+        if values is None:
+            return None
+        return cls(
+            **{
+                **values,
+                "end_ids": tuple(values["end_ids"]),
+                "thread_path": tuple(values["thread_path"]),
+            }
+        )
+
+
+def child_request_id(parent_request_id: str, ordinal: int) -> str:
+    """Engine request id of a thread's `ordinal`-th child, counted from 0.
+
+    The engine and the API process both derive it, so a fork needs no message of its own.
+    """
+    return f"{parent_request_id}~{ordinal}"
+
+
+def child_seed(parent_seed: int | None, ordinal: int) -> int | None:
+    """Seed of a child's random numbers: its own, and the same in every run of a seeded request."""
+    if parent_seed is None:
+        return None
+    digest = hashlib.blake2b(f"{parent_seed}~{ordinal}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")

@@ -1,0 +1,141 @@
+"""Hands a parent's KV blocks to its child, and keeps them alive while the child has to wait.
+
+A fork at n tokens shares every full block among the first n and copies the one that is half full:
+the paper's fork (section 2.3, "copies at most 1 KV cache block"). The copy itself is vLLM's
+copy-on-write for prefix hits that end inside a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.request import Request, RequestStatus
+
+
+@dataclass(slots=True)
+class ForkCounters:
+    """What forks have cost since the engine started.
+
+    `shared_tokens` had their KV taken from the parent, `computed_tokens` of the children's prompts
+    had not. `fallbacks` are forks whose parent had no KV to share any more, or whose reference was
+    given up because memory was short.
+    """
+
+    forks: int = 0
+    shared_tokens: int = 0
+    computed_tokens: int = 0
+    copied_blocks: int = 0
+    fallbacks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """A reference on the blocks with the first `num_tokens` tokens of a child that waits."""
+
+    blocks: KVCacheBlocks
+    num_tokens: int
+
+
+class BlockSharing:
+    """Shares blocks between the threads of one engine's KV cache manager.
+
+    Takes over the manager's `allocate_slots`: a child's reference on shared blocks is dropped when
+    the child has got its own, or when memory is short.
+    """
+
+    def __init__(self, manager: KVCacheManager, num_running: Callable[[], int]) -> None:
+        self.counters = ForkCounters()
+        self._manager = manager
+        self._num_running = num_running
+        self._prefixes: dict[str, SharedPrefix] = {}
+        self._unscheduled: set[str] = set()
+        single_managers = manager.coordinator.single_type_managers
+        self._block_sizes = [single.block_size for single in single_managers]
+        # Other kinds of attention drop or relocate blocks; their children use the prefix cache.
+        self._supported = all(type(single) is FullAttentionManager for single in single_managers)
+        self._allocate = manager.allocate_slots
+        vars(manager)["allocate_slots"] = self._allocate_slots
+
+    def share(self, parent: Request, child: Request) -> None:
+        """Keep what the parent has computed of the child's prompt, until the child takes it."""
+        # The last prompt token is the child token, which no parent has.
+        num_tokens = min(child.num_prompt_tokens - 1, parent.num_computed_tokens)
+        self.counters.forks += 1
+        self._unscheduled.add(child.request_id)
+        if num_tokens <= 0 or not self._supported:
+            return
+        groups = self._manager.get_blocks(parent.request_id).blocks
+        kept = tuple(
+            list(blocks[: cdiv(num_tokens, block_size)])
+            for blocks, block_size in zip(groups, self._block_sizes, strict=True)
+        )
+        for blocks in kept:
+            self._manager.block_pool.touch(blocks)
+        prefix = SharedPrefix(self._manager.create_kv_cache_blocks(kept), num_tokens)
+        self._prefixes[child.request_id] = prefix
+
+    def prefix(self, request_id: str) -> SharedPrefix | None:
+        """The shared prefix that a child has not taken yet."""
+        return self._prefixes.get(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Drop all that is held for a thread that has ended or will not start."""
+        self._unscheduled.discard(request_id)
+        self._release(request_id)
+
+    def release_all(self) -> None:
+        """Drop every reference; the children will look for their prefix in the prefix cache."""
+        for request_id in list(self._prefixes):
+            self._release(request_id)
+
+    def _release(self, request_id: str) -> None:
+        prefix = self._prefixes.pop(request_id, None)
+        if prefix is None:
+            return
+        for blocks in prefix.blocks.blocks:
+            # The tail is evicted first, as vLLM does when it frees a request.
+            self._manager.block_pool.free_blocks(reversed(blocks))
+
+    def _allocate_slots(self, request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
+        new_blocks = self._allocate(request, *args, **kwargs)
+        if new_blocks is None and self._prefixes:
+            new_blocks = self._allocate_without_waiting_prefixes(request, args, kwargs)
+        if new_blocks is not None and request.request_id in self._unscheduled:
+            self._count(request, **kwargs)
+            self.forget(request.request_id)
+        return new_blocks
+
+    def _allocate_without_waiting_prefixes(
+        self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> KVCacheBlocks | None:
+        """Give up prefixes of waiting children, youngest first, where the request cannot wait.
+
+        A running request would otherwise preempt another; with nothing running, nobody else would
+        ever free a block.
+        """
+        nothing_runs = self._num_running() == 0
+        if request.status != RequestStatus.RUNNING and not nothing_runs:
+            return None
+        for other_id in list(reversed(self._prefixes)):
+            if other_id == request.request_id:
+                continue
+            self._release(other_id)
+            new_blocks = self._allocate(request, *args, **kwargs)
+            if new_blocks is not None:
+                return new_blocks
+        if nothing_runs:
+            self._release(request.request_id)
+        return None
+
+    def _count(self, request: Request, *, num_new_computed_tokens: int = 0, **_: Any) -> None:
+        self.counters.fallbacks += request.request_id not in self._prefixes
+        self.counters.shared_tokens += num_new_computed_tokens
+        self.counters.computed_tokens += request.num_prompt_tokens - num_new_computed_tokens
+        self.counters.copied_blocks += sum(
+            num_new_computed_tokens % block_size != 0 for block_size in self._block_sizes
+        )

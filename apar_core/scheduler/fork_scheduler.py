@@ -1,0 +1,201 @@
+"""vLLM's schedulers with forks: the part of APAR that runs in the engine-core process.
+
+Source: APAR (arXiv 2401.06761), algorithm 1. A thread is one vLLM request; the threads of a
+client's request form a group that shares its token budget, its limits and its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from apar_core.errors import EngineError
+from apar_core.fork_parameters import ForkParameters
+from apar_core.scheduler.block_sharing import BlockSharing
+from apar_core.scheduler.child_request import build_child_request
+from apar_core.scheduler.thread_table import ThreadGroup, ThreadTable
+
+
+class ForkMixin(Scheduler):
+    """Opens a thread at every fork token that a forking request samples.
+
+    Every fork token leads to one child id, and every child id to one output with a finish reason,
+    also where no thread could be opened: so the API process can follow the tree by itself.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        if not vllm_config.cache_config.enable_prefix_caching:
+            raise EngineError(
+                "forking needs prefix caching: children share their parent's KV blocks through it. "
+                "Set enable_prefix_caching=True (it is off in this configuration)."
+            )
+        # Order by arrival: children before newer requests, the youngest family preempted first.
+        vllm_config.scheduler_config.policy = "priority"
+        super().__init__(vllm_config, *args, **kwargs)
+        self.threads: ThreadTable[Request] = ThreadTable()
+        self.block_sharing = BlockSharing(self.kv_cache_manager, lambda: len(self.running))
+        self._exhausted: list[ThreadGroup[Request]] = []
+        # (client index, request id) of threads that end without having been scheduled.
+        self._unopened: list[tuple[int, str]] = []
+
+    def add_request(self, request: Request) -> None:
+        """Add a client's request; one that may fork becomes the root thread of a group."""
+        is_new = request.request_id not in self.requests
+        super().add_request(request)
+        parameters = _fork_parameters(request)
+        if is_new and parameters is not None and parameters.enabled:
+            self.threads.open_group(request.request_id, parameters, request.max_tokens)
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
+        """End requests from outside, each with all its threads; None ends everything."""
+        if request_ids is None:
+            for group in self.threads.groups:
+                self._close(group)
+            return super().finish_requests(None, finished_status)
+        wanted = {request_ids} if isinstance(request_ids, str) else set(request_ids)
+        for request_id in tuple(wanted):
+            ended = self.threads.group_of_root(request_id)
+            if ended is not None:
+                wanted |= ended.live
+                self._close(ended)
+        return super().finish_requests(wanted, finished_status)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """As in vLLM, with an output for each thread that a limit has ended."""
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for group in self._exhausted:
+            for child in self._close(group):
+                self._unopened.append((child.client_index, child.request_id))
+            ended = super().finish_requests(set(group.live), RequestStatus.FINISHED_LENGTH_CAPPED)
+            self._unopened.extend((thread.client_index, thread.request_id) for thread in ended)
+        self._exhausted.clear()
+        for client_index, request_id in self._unopened:
+            client_outputs = outputs.setdefault(client_index, EngineCoreOutputs())
+            client_outputs.outputs.append(
+                EngineCoreOutput(request_id, [], finish_reason=FinishReason.LENGTH)
+            )
+        self._unopened.clear()
+        return outputs
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """As in vLLM; children that wait give up their blocks and are computed anew."""
+        self.block_sharing.release_all()
+        return super().reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
+        prefix = self.block_sharing.prefix(request.request_id)
+        if prefix is not None:
+            return prefix.blocks, prefix.num_tokens, 0, False
+        return super()._get_local_prefix_cache_hit(request)
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        group = self.threads.group(request.request_id)
+        if group is None:
+            return super()._update_request_with_output(request, new_token_ids, is_stale)
+        tokens = group.within_budget(new_token_ids)
+        # Control tokens are no text: each raises the thread's own limit by itself.
+        request.max_tokens += sum(group.is_control(token_id) for token_id in tokens)
+        stopped = False
+        if tokens:
+            tokens, stopped = super()._update_request_with_output(request, tokens, is_stale)
+        group.count_text(tokens, ended=stopped and _ended_itself(request, group.parameters))
+        self._fork_at_fork_tokens(group, request, tokens)
+        if group.exhausted and not group.closed:
+            self._exhausted.append(group)
+            group.closed = True
+        if group.closed and not stopped:
+            request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+            stopped = True
+        return tokens, stopped
+
+    def _fork_at_fork_tokens(
+        self, group: ThreadGroup[Request], parent: Request, tokens: list[int]
+    ) -> None:
+        first = parent.num_tokens - len(tokens)
+        for offset, token_id in enumerate(tokens):
+            if token_id == group.parameters.fork_id:
+                self._fork(group, parent, fork_index=first + offset)
+
+    def _fork(self, group: ThreadGroup[Request], parent: Request, *, fork_index: int) -> None:
+        ordinal = group.num_children.get(parent.request_id, 0)
+        child_request_id = group.next_child_id(parent.request_id)
+        # The child needs room for its child token and at least one token of its own.
+        has_room = fork_index + 2 < self.max_model_len
+        if not has_room or not group.may_fork():
+            self._unopened.append((parent.client_index, child_request_id))
+            return
+        child = build_child_request(
+            parent,
+            request_id=child_request_id,
+            ordinal=ordinal,
+            fork_index=fork_index,
+            child_id=group.parameters.child_id,
+            max_tokens=group.remaining_tokens,
+        )
+        group.num_forks += 1
+        self.block_sharing.share(parent, child)
+        if group.has_place():
+            self._start(group, child)
+        else:
+            group.deferred.append(child)
+
+    def _start(self, group: ThreadGroup[Request], child: Request) -> None:
+        self.threads.add_thread(group, child.request_id)
+        super().add_request(child)
+
+    def _close(self, group: ThreadGroup[Request]) -> list[Request]:
+        """Open no further thread for a group; returns the children that had been waiting."""
+        group.closed = True
+        deferred = list(group.deferred)
+        group.deferred.clear()
+        for child in deferred:
+            self.block_sharing.forget(child.request_id)
+        self.threads.drop_if_ended(group)
+        return deferred
+
+    def _free_request(
+        self, request: Request, delay_free_blocks: bool = False
+    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        freed = super()._free_request(request, delay_free_blocks)
+        self.block_sharing.forget(request.request_id)
+        group = self.threads.end_thread(request.request_id)
+        while group is not None and group.deferred and group.has_place():
+            self._start(group, group.deferred.popleft())
+        return freed
+
+
+class ForkScheduler(ForkMixin, Scheduler):
+    """The forking scheduler for `scheduler_cls`, where vLLM schedules step by step (CPU)."""
+
+
+class ForkAsyncScheduler(ForkMixin, AsyncScheduler):
+    """The forking scheduler for `scheduler_cls`, where vLLM schedules ahead (GPU)."""
+
+
+def _fork_parameters(request: Request) -> ForkParameters | None:
+    if request.sampling_params is None:
+        return None
+    return ForkParameters.from_extra_args(request.sampling_params.extra_args)
+
+
+def _ended_itself(request: Request, parameters: ForkParameters) -> bool:
+    if request.status != RequestStatus.FINISHED_STOPPED:
+        return False
+    return request.all_token_ids[-1] in parameters.end_ids
