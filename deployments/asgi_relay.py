@@ -1,0 +1,187 @@
+"""Runs an ASGI application in process and hands its answer on in few, larger pieces."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+# After a disconnect the application cleans up by itself; this is for one that hangs.
+DISCONNECT_GRACE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class RelayedRequest:
+    """An HTTP request on its way from the gateway to a replica."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: Headers
+    body: bytes
+
+    def scope(self) -> Scope:
+        """The ASGI scope of this request.
+
+        The version below 2.4 makes Starlette listen for `http.disconnect` during a stream.
+        """
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": self.method,
+            "scheme": "http",
+            "path": self.path,
+            "raw_path": self.path.encode(),
+            "query_string": self.query,
+            "root_path": "",
+            "headers": self.headers,
+            "client": None,
+            "server": None,
+            "state": {},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerStart:
+    """Status, headers and the first piece of the body."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+class _Exchange:
+    """One request inside the application; owns the task that runs it."""
+
+    def __init__(self, request: RelayedRequest) -> None:
+        self._request = request
+        self._body_sent = False
+        self._gone = asyncio.Event()
+        self._wake = asyncio.Event()
+        # While a window is open, pieces do not wake the reader one by one.
+        self._held = False
+        self._pieces: list[bytes] = []
+        self.status: int | None = None
+        self.headers: Headers = []
+        self.complete = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, app: AsgiApp) -> None:
+        """Run the application on this request."""
+        self._task = asyncio.create_task(self._run(app))
+
+    async def _run(self, app: AsgiApp) -> None:
+        try:
+            await app(self._request.scope(), self._receive, self._send)
+        finally:
+            self.complete = True
+            self._release()
+
+    async def _receive(self) -> Message:
+        if not self._body_sent:
+            self._body_sent = True
+            return {"type": "http.request", "body": self._request.body, "more_body": False}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.headers = list(message["headers"])
+            return
+        if body := message.get("body", b""):
+            self._pieces.append(body)
+        if not message.get("more_body", False):
+            self.complete = True
+            self._held = False
+        if not self._held:
+            self._wake.set()
+
+    def _release(self) -> None:
+        self._held = False
+        self._wake.set()
+
+    async def next_piece(self, window_s: float) -> bytes:
+        """What the application has sent after at most `window_s`, sooner if it has finished.
+
+        Waits for as long as there is nothing at all.
+        """
+        timer: asyncio.TimerHandle | None = None
+        if window_s > 0 and not self.complete:
+            self._held = True
+            timer = asyncio.get_running_loop().call_later(window_s, self._release)
+        try:
+            while self._held or not (self._pieces or self.complete):
+                self._wake.clear()
+                await self._wake.wait()
+        finally:
+            if timer is not None:
+                timer.cancel()
+        piece = b"".join(self._pieces)
+        self._pieces.clear()
+        return piece
+
+    async def close(self) -> None:
+        """Tell the application that the client has gone, and wait until it has cleaned up.
+
+        A cancelled task would leave vLLM's own handler task running; a disconnect does not.
+        """
+        self._gone.set()
+        if self._task is None:
+            return
+        done, _ = await asyncio.wait([self._task], timeout=DISCONNECT_GRACE_S)
+        if not done:
+            logger.warning("application ignored a disconnect", extra={"path": self._request.path})
+            self._task.cancel()
+        elif not self._task.cancelled() and (error := self._task.exception()) is not None:
+            raise error
+
+
+async def relay(
+    app: AsgiApp, request: RelayedRequest, window_s: float
+) -> AsyncIterator[AnswerStart | bytes]:
+    """The application's answer: its start with the first piece at once, then the rest.
+
+    Pieces that follow within `window_s` of each other travel together. Closing the
+    iterator, or cancelling it, is the client's disconnect.
+    """
+    exchange = _Exchange(request)
+    exchange.start(app)
+    try:
+        first = await exchange.next_piece(0.0)
+        if exchange.status is None:
+            await exchange.close()
+            raise RuntimeError("the application ended without an answer")
+        yield AnswerStart(exchange.status, exchange.headers, first)
+        while not exchange.complete:
+            if piece := await exchange.next_piece(window_s):
+                yield piece
+        if rest := await exchange.next_piece(0.0):
+            yield rest
+    finally:
+        await exchange.close()
+
+
+async def relay_whole(app: AsgiApp, request: RelayedRequest) -> AnswerStart:
+    """The application's whole answer in one piece."""
+    start: AnswerStart | None = None
+    pieces: list[bytes] = []
+    async for part in relay(app, request, 0.0):
+        if isinstance(part, AnswerStart):
+            start = part
+            pieces.append(part.body)
+        else:
+            pieces.append(part)
+    if start is None:
+        raise RuntimeError("the application ended without an answer")
+    return AnswerStart(start.status, start.headers, b"".join(pieces))

@@ -1,0 +1,57 @@
+"""Builds the engine of a replica, and vLLM's HTTP application over it."""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any, cast
+
+from fastapi import FastAPI
+from vllm import AsyncEngineArgs
+from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from apar_core.engine.async_engine import SCHEDULER_CLS, AparAsyncLLM
+from apar_core.errors import CheckpointError
+
+
+def server_arguments(model: str, served_name: str, engine: Mapping[str, Any]) -> Namespace:
+    """vLLM's server arguments with its own defaults, but for ours and the given engine ones.
+
+    Raises CheckpointError for an engine argument that vLLM does not know.
+    """
+    args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    values = {
+        "model": model,
+        "served_model_name": [served_name],
+        "scheduler_cls": SCHEDULER_CLS,
+        "enable_prefix_caching": True,
+        "disable_fastapi_docs": True,
+        "disable_uvicorn_access_log": True,
+        **engine,
+    }
+    for name, value in values.items():
+        if not hasattr(args, name):
+            raise CheckpointError(f"vLLM has no engine argument {name!r}")
+        setattr(args, name, value)
+    return args
+
+
+def build_engine(args: Namespace) -> AparAsyncLLM:
+    """The engine; starts its process. Must run inside the event loop that will use it."""
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
+        usage_context=UsageContext.OPENAI_API_SERVER
+    )
+    engine = AparAsyncLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
+    return cast(AparAsyncLLM, engine)
+
+
+async def build_http_application(engine: EngineClient, args: Namespace) -> FastAPI:
+    """vLLM's OpenAI server over the engine, to be run in process."""
+    tasks = await engine.get_supported_tasks()
+    app = build_app(args, tasks, engine.model_config)
+    await init_app_state(engine, app.state, args, tasks)
+    app.state.server = Namespace()  # vLLM's error handler looks for its uvicorn server here.
+    return app

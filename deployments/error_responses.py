@@ -1,0 +1,111 @@
+"""Errors as HTTP status and OpenAI error body."""
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from apar_core.errors import AparError, CapacityError, RequestError
+
+JSON_TYPE = (b"content-type", b"application/json")
+DONE_EVENT = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorAnswer:
+    """One error, ready to be sent whole or as an event of a stream."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: float | None = None
+
+    @property
+    def body(self) -> bytes:
+        """The OpenAI error body."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {
+            "message": self.message,
+            "type": kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        return json.dumps({"error": error}).encode()
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Response headers, `Retry-After` among them where the client may retry."""
+        headers = [JSON_TYPE, (b"content-length", str(len(self.body)).encode())]
+        if self.retry_after_s is not None:
+            seconds = max(1, math.ceil(self.retry_after_s))
+            headers.append((b"retry-after", str(seconds).encode()))
+        return headers
+
+    @property
+    def events(self) -> bytes:
+        """The last events of a stream that cannot go on."""
+        return b"data: " + self.body + b"\n\n" + DONE_EVENT
+
+
+def answer_for(error: AparError) -> ErrorAnswer:
+    """The answer that a client gets for one of our errors."""
+    if isinstance(error, RequestError):
+        return ErrorAnswer(400, str(error), param=error.param)
+    if isinstance(error, CapacityError):
+        return ErrorAnswer(503, str(error), code="overloaded", retry_after_s=error.retry_after_s)
+    return ErrorAnswer(500, str(error), code="internal_error")
+
+
+def unknown_model(name: str) -> ErrorAnswer:
+    """The answer for a `model` that is not served here."""
+    message = f"The model `{name}` does not exist or is not served here."
+    return ErrorAnswer(404, message, param="model", code="model_not_found")
+
+
+def unknown_route(method: str, path: str) -> ErrorAnswer:
+    """The answer for a path that is not served."""
+    return ErrorAnswer(404, f"Unknown route: {method} {path}", code="unknown_url")
+
+
+def wrong_method(method: str, path: str) -> ErrorAnswer:
+    """The answer for a known path asked for with another method."""
+    return ErrorAnswer(405, f"{path} does not accept {method}", code="method_not_allowed")
+
+
+def engine_lost() -> ErrorAnswer:
+    """The answer when a replica dies under a request: the client may send it again."""
+    message = "The engine that served this request stopped; please send the request again."
+    return ErrorAnswer(503, message, code="engine_lost", retry_after_s=5.0)
+
+
+def no_replica() -> ErrorAnswer:
+    """The health answer while no replica can serve."""
+    return ErrorAnswer(503, "No replica is ready.", code="not_ready", retry_after_s=5.0)
+
+
+def normalised(status: int, body: bytes) -> bytes:
+    """vLLM's error body with OpenAI's four keys and types.
+
+    vLLM names the status in `code` and Python exceptions in `type`; the place of a wrong
+    field comes as `body.prompt`.
+    """
+    try:
+        answer: Any = json.loads(body)
+    except ValueError:
+        answer = None
+    error = answer.get("error") if isinstance(answer, dict) else None
+    if not isinstance(error, dict):
+        detail = answer.get("detail") if isinstance(answer, dict) else None
+        text = detail if isinstance(detail, str) else body.decode(errors="replace")
+        return ErrorAnswer(status, text or f"HTTP {status}").body
+    param = error.get("param")
+    if isinstance(param, str):
+        param = param.removeprefix("body.") or None
+    code = error.get("code")
+    return ErrorAnswer(
+        status,
+        str(error.get("message", f"HTTP {status}")),
+        param=param if isinstance(param, str) else None,
+        code=code if isinstance(code, str) else None,
+    ).body

@@ -1,0 +1,81 @@
+"""One engine and vLLM's HTTP application in one Ray Serve replica."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat
+
+from apar_core.errors import EngineError
+from deployments.apar_extension import AparExtension
+from deployments.asgi_relay import AnswerStart, AsgiApp, RelayedRequest, relay, relay_whole
+from deployments.watchdog import watch
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicaSettings(BaseModel):
+    """What a replica serves and how it sends on its streams."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    served_name: str
+    engine: dict[str, Any]
+    coalesce_s: NonNegativeFloat
+
+
+class Replica:
+    """Runs requests through vLLM's application in process; the gateway is its only caller."""
+
+    async def __init__(self, settings: ReplicaSettings) -> None:  # type: ignore[misc] # Ray Serve awaits it.
+        # vLLM takes seconds to import; the process that composes the application need not.
+        from deployments.engine_factory import (
+            build_engine,
+            build_http_application,
+            server_arguments,
+        )
+
+        self._settings = settings
+        args = server_arguments(settings.model, settings.served_name, settings.engine)
+        self._engine = build_engine(args)
+        tokens = self._engine.control_tokens
+        self._app: AsgiApp = AparExtension(
+            await build_http_application(self._engine, args),
+            control_token_ids=frozenset(tokens.texts if tokens else ()),
+            take_statistics=self._take_statistics,
+        )
+        self._watchdog = asyncio.create_task(watch(lambda: self._engine.errored))
+
+    def _take_statistics(self, request_id: str) -> Mapping[str, Any] | None:
+        record = self._engine.take_statistics(request_id)
+        return None if record is None else asdict(record.statistics)
+
+    async def stream(self, request: RelayedRequest) -> AsyncIterator[AnswerStart | bytes]:
+        """The answer, piece by piece."""
+        async for part in relay(self._app, request, self._settings.coalesce_s):
+            yield part
+
+    async def whole(self, request: RelayedRequest) -> AnswerStart:
+        """The answer in one piece."""
+        return await relay_whole(self._app, request)
+
+    async def load(self) -> dict[str, Any]:
+        """Requests and threads alive, KV blocks in all and free, at this moment.
+
+        `requests_inside` counts what the HTTP side holds, the rest comes from the engine core.
+        """
+        return {"requests_inside": self._engine.get_num_unfinished_requests()} | (
+            await self._engine.core_state()
+        )
+
+    async def check_health(self) -> None:
+        """Ray Serve's health check; raises when the engine is dead."""
+        if self._engine.errored:
+            raise EngineError("the engine process has died")
+
+    async def __del__(self) -> None:
+        self._watchdog.cancel()
+        self._engine.shutdown()
