@@ -1,0 +1,253 @@
+"""An engine whose model is a script: vLLM's real scheduler and KV cache manager, no weights.
+
+Each thread generates given tokens. The KV cache is an array that remembers, for every slot, the
+prefix whose key was written there; each step reads back all that its sequences attend to. So a
+wrong, stale or unshared block shows at once, whatever the schedule was.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig
+from vllm import SamplingParams
+from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from apar_core.engine.thread_outputs import RequestThreads
+from apar_core.fork_parameters import EXTRA_ARG, ForkParameters
+from apar_core.scheduler.fork_scheduler import ForkAsyncScheduler, ForkMixin, ForkScheduler
+
+FORK, CHILD, END = 1, 2, 3
+FIRST_TEXT_ID = 10
+VOCABULARY_SIZE = 4096
+
+Script = Mapping[str, list[int]]
+"""Tokens of each thread by its path: "" for the root, "0.1" for its first child's second child."""
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """Sizes of a scripted engine, in tokens and blocks."""
+
+    num_blocks: int = 200
+    block_size: int = 4
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 64
+    max_model_len: int = 256
+    run_ahead: bool = False
+
+
+def fork_parameters(*, max_threads: int = 16, max_forks: int = 100) -> ForkParameters:
+    return ForkParameters(FORK, CHILD, True, max_threads, max_forks, (END,))
+
+
+@dataclass
+class _Step:
+    """One scheduled step on its way to its output."""
+
+    scheduler_output: SchedulerOutput
+    sampled: dict[str, list[int]] = field(default_factory=dict)
+
+
+class ScriptedEngine:
+    """Runs requests to their end and keeps the trees that they grew."""
+
+    def __init__(self, shape: EngineShape, model_dir: Path) -> None:
+        self.shape = shape
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(shape.block_size, sha256)
+        self.scheduler: ForkMixin = _build_scheduler(shape, model_dir)
+        self.threads: dict[str, RequestThreads] = {}
+        self.finish_reasons: dict[str, str] = {}
+        self.texts: dict[str, list[int]] = {}
+        self._scripts: dict[str, Script] = {}
+        self._generated: dict[str, list[int]] = {}
+        self._slots: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._in_flight: deque[_Step] = deque()
+
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        script: Script,
+        *,
+        max_tokens: int = 200,
+        parameters: ForkParameters | None = None,
+        arrival_time: float = 0.0,
+    ) -> None:
+        parameters = parameters or fork_parameters()
+        sampling = SamplingParams(
+            max_tokens=max_tokens, extra_args={EXTRA_ARG: parameters.to_extra_arg()}
+        )
+        sampling._eos_token_id = END
+        request = Request(
+            request_id,
+            prompt,
+            sampling,
+            None,
+            arrival_time=arrival_time,
+            block_hasher=self._hasher,
+        )
+        self._scripts[request_id] = script
+        self.threads[request_id] = RequestThreads(request_id, parameters, None)
+        self.texts[request_id] = []
+        self.scheduler.add_request(request)
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> bool:
+        """One step of the engine loop; false when there is nothing left to do."""
+        lag = 1 if self.shape.run_ahead else 0
+        if self.scheduler.has_requests():
+            self._in_flight.append(self._execute(self.scheduler.schedule()))
+        elif not self._in_flight:
+            return False
+        while len(self._in_flight) > lag or (
+            self._in_flight and not self.scheduler.has_requests()
+        ):
+            self._update(self._in_flight.popleft())
+        return True
+
+    def run(self, *, max_steps: int = 5000) -> int:
+        """Step until everything has finished; returns the number of steps."""
+        steps = 0
+        while self.step():
+            steps += 1
+            assert steps < max_steps, f"no end after {steps} steps"
+        return steps
+
+    def assert_nothing_is_left(self) -> None:
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == self.shape.num_blocks - 1
+        assert not self.scheduler.requests
+        assert not self.scheduler.threads.groups
+        assert self.scheduler.threads.num_live == 0
+
+    def _execute(self, scheduled: SchedulerOutput) -> _Step:
+        for copy in scheduled.kv_cache_block_copies or ():
+            self._copy_block(*copy[:2])
+        step = _Step(scheduled)
+        for request_id, num_scheduled in scheduled.num_scheduled_tokens.items():
+            request = self.scheduler.requests[request_id]
+            end = request.num_computed_tokens
+            self._write_and_read(request, end - num_scheduled, end)
+            if not request.is_prefill_chunk:
+                step.sampled[request_id] = [self._sample(request)]
+        return step
+
+    def _sequence(self, request: Request) -> list[int]:
+        """Prompt and generated tokens as the model has them, ahead of the scheduler's view."""
+        generated = self._generated.get(request.request_id, [])
+        return [*(request.prompt_token_ids or ()), *generated]
+
+    def _write_and_read(self, request: Request, start: int, end: int) -> None:
+        tokens = self._sequence(request)
+        (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        size = self.shape.block_size
+        for position in range(start, end):
+            slot = (blocks[position // size], position % size)
+            self._slots[slot] = tuple(tokens[: position + 1])
+        for position in range(end):
+            written = self._slots.get((blocks[position // size], position % size))
+            assert written == tuple(tokens[: position + 1]), (
+                f"{request.request_id}: position {position} of {end} holds {written}"
+            )
+
+    def _copy_block(self, source: int, target: int) -> None:
+        for offset in range(self.shape.block_size):
+            if (source, offset) in self._slots:
+                self._slots[target, offset] = self._slots[source, offset]
+
+    def _sample(self, request: Request) -> int:
+        root_id = request.request_id.split("~")[0]
+        assert request.sampling_params is not None
+        parameters = ForkParameters.from_extra_args(request.sampling_params.extra_args)
+        assert parameters is not None
+        script = self._scripts[root_id][".".join(map(str, parameters.thread_path))]
+        generated = self._generated.setdefault(request.request_id, [])
+        # Past its end, a thread that runs ahead of its own end token gets anything.
+        token_id = script[len(generated)] if len(generated) < len(script) else END
+        generated.append(token_id)
+        return token_id
+
+    def _update(self, step: _Step) -> None:
+        request_ids = list(step.scheduler_output.num_scheduled_tokens)
+        output = ModelRunnerOutput(
+            req_ids=request_ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
+            sampled_token_ids=[step.sampled.get(request_id, []) for request_id in request_ids],
+        )
+        for client_outputs in self.scheduler.update_from_output(
+            step.scheduler_output, output
+        ).values():
+            for thread_output in client_outputs.outputs:
+                root = self.threads[thread_output.request_id.split("~")[0]]
+                root.feed(thread_output)
+                for request_output in root.take():
+                    self.texts[root.request_id].extend(request_output.new_token_ids)
+                    if request_output.finish_reason is not None:
+                        reason = str(request_output.finish_reason)
+                        assert root.request_id not in self.finish_reasons
+                        self.finish_reasons[root.request_id] = reason
+
+
+def write_model_config(directory: Path) -> Path:
+    """A checkpoint folder with a configuration and no weights."""
+    LlamaConfig(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=4096,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(directory)
+    return directory
+
+
+def _build_scheduler(shape: EngineShape, model_dir: Path) -> ForkMixin:
+    model_config = ModelConfig(
+        model=str(model_dir),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=shape.max_model_len,
+    )
+    scheduler_config = SchedulerConfig(
+        max_num_seqs=shape.max_num_seqs,
+        max_num_batched_tokens=shape.max_num_batched_tokens,
+        max_model_len=shape.max_model_len,
+        enable_chunked_prefill=True,
+        is_encoder_decoder=False,
+    )
+    cache_config = CacheConfig(block_size=shape.block_size, enable_prefix_caching=True)
+    vllm_config = VllmConfig(
+        model_config=model_config, scheduler_config=scheduler_config, cache_config=cache_config
+    )
+    vllm_config.cache_config.block_size = shape.block_size
+    vllm_config.cache_config.num_gpu_blocks = shape.num_blocks
+    spec = FullAttentionSpec(
+        block_size=shape.block_size, num_kv_heads=1, head_size=32, dtype=torch.float32
+    )
+    kv_cache_config = KVCacheConfig(
+        num_blocks=shape.num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+    )
+    scheduler_cls = ForkAsyncScheduler if shape.run_ahead else ForkScheduler
+    return scheduler_cls(
+        vllm_config,
+        kv_cache_config=kv_cache_config,
+        structured_output_manager=StructuredOutputManager(vllm_config),
+        block_size=shape.block_size,
+        log_stats=True,
+    )

@@ -1,0 +1,126 @@
+"""Properties of forked decoding under any schedule: memory short or not, chunked or whole prompts,
+step by step or ahead, with requests aborted at any time."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.fakes.scripted_engine import (
+    END,
+    FIRST_TEXT_ID,
+    FORK,
+    EngineShape,
+    Script,
+    ScriptedEngine,
+    fork_parameters,
+    write_model_config,
+)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_config(tmp_path_factory.mktemp("model"))
+
+
+@st.composite
+def scripts(draw: st.DrawFn) -> tuple[Script, list[int]]:
+    """Threads of a random tree up to three deep, and the text that they restore to."""
+    script: dict[str, list[int]] = {}
+    next_id = iter(range(FIRST_TEXT_ID, 4000))
+
+    def thread(path: str, depth: int) -> list[int]:
+        tokens: list[int] = []
+        text: list[int] = []
+        num_forks = draw(st.integers(0, 3 - depth)) if depth < 3 else 0
+        for ordinal in range(num_forks + 1):
+            own = [next(next_id) for _ in range(draw(st.integers(0, 9)))]
+            tokens += own
+            text += own
+            if ordinal < num_forks:
+                tokens.append(FORK)
+                text += thread(f"{path}.{ordinal}" if path else str(ordinal), depth + 1)
+        script[path] = [*tokens, END]
+        return text
+
+    return script, thread("", 0)
+
+
+shapes = st.builds(
+    EngineShape,
+    # The longest path of a script with its prompt fits into 28 blocks of four tokens.
+    num_blocks=st.integers(30, 90),
+    max_num_seqs=st.integers(1, 12),
+    max_num_batched_tokens=st.integers(13, 48),
+    run_ahead=st.booleans(),
+)
+requests = st.lists(
+    st.tuples(scripts(), st.integers(1, 40), st.integers(1, 6)), min_size=1, max_size=5
+)
+any_schedule = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@any_schedule
+@given(shape=shapes, wanted=requests)
+def test_every_text_is_whole_and_every_block_is_free_again(
+    model_dir: Path, shape: EngineShape, wanted: list[tuple[tuple[Script, list[int]], int, int]]
+) -> None:
+    engine = ScriptedEngine(shape, model_dir)
+    for number, ((script, _), prompt_length, max_threads) in enumerate(wanted):
+        engine.add(
+            f"r{number}",
+            [1000 + number] * prompt_length,
+            script,
+            parameters=fork_parameters(max_threads=max_threads),
+            arrival_time=float(number),
+        )
+
+    engine.run()
+
+    for number, ((_, text), _, _) in enumerate(wanted):
+        assert engine.texts[f"r{number}"] == text
+        assert engine.finish_reasons[f"r{number}"] == "stop"
+    engine.assert_nothing_is_left()
+
+
+@any_schedule
+@given(
+    shape=shapes,
+    wanted=requests,
+    aborts=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 4)), max_size=4),
+    max_tokens=st.integers(1, 60),
+)
+def test_aborts_and_budgets_leave_nothing_behind(
+    model_dir: Path,
+    shape: EngineShape,
+    wanted: list[tuple[tuple[Script, list[int]], int, int]],
+    aborts: list[tuple[int, int]],
+    max_tokens: int,
+) -> None:
+    engine = ScriptedEngine(shape, model_dir)
+    for number, ((script, _), prompt_length, max_threads) in enumerate(wanted):
+        engine.add(
+            f"r{number}",
+            [1000 + number] * prompt_length,
+            script,
+            max_tokens=max_tokens,
+            parameters=fork_parameters(max_threads=max_threads, max_forks=5),
+            arrival_time=float(number),
+        )
+    for step in range(41):
+        for at_step, number in aborts:
+            if at_step == step:
+                engine.abort(f"r{number}")
+        engine.step()
+
+    engine.run()
+
+    for number, ((_, text), _, _) in enumerate(wanted):
+        produced = engine.texts[f"r{number}"]
+        remaining = iter(text)
+        assert all(token_id in remaining for token_id in produced)
+        assert len(produced) <= max_tokens
+    engine.assert_nothing_is_left()
