@@ -59,7 +59,7 @@ def with_control_tokens(tokenizer: Tokenizer, *, special: bool) -> PreTrainedTok
         tokenizer.add_special_tokens(CONTROL_TEXTS)
     else:
         tokenizer.add_tokens(CONTROL_TEXTS)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 TOKENIZERS = {

