@@ -1,0 +1,1 @@
+"""Training data: answers as paragraph trees, and the corpus of the embedded model."""

@@ -1,0 +1,96 @@
+"""An answer as a tree of paragraphs, and a chat that ends with such an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from apar_core.errors import TreeError
+
+
+@dataclass(frozen=True, slots=True)
+class ParagraphRecord:
+    """One paragraph, with the detail that it leads to and the paragraph after it.
+
+    A paragraph with a `first_child` ends with a fork; what follows it in the same thread is its
+    `next_sibling`, or nothing. Texts carry their own blanks and line breaks, so that the whole
+    answer is their plain concatenation: root, first child, next sibling. Source: APAR
+    (arXiv 2401.06761), section 2.2.
+    """
+
+    text: str
+    first_child: ParagraphRecord | None = None
+    next_sibling: ParagraphRecord | None = None
+
+    def __post_init__(self) -> None:
+        if self.next_sibling is not None and self.first_child is None:
+            raise TreeError("a paragraph without a fork has a next sibling: they are one paragraph")
+        if self.first_child is not None and not self.text:
+            raise TreeError("a paragraph that forks is empty: two forks would stand in a row")
+        if self.first_child is not None and not self.first_child.text:
+            raise TreeError(f"the detail of {self.text!r} is empty")
+
+
+def thread_paragraphs(first: ParagraphRecord) -> Iterator[ParagraphRecord]:
+    """Yield the paragraphs of one thread: the first and its siblings in order."""
+    paragraph: ParagraphRecord | None = first
+    while paragraph is not None:
+        yield paragraph
+        paragraph = paragraph.next_sibling
+
+
+def flat_text(answer: ParagraphRecord) -> str:
+    """Return the answer as a reader sees it, without any mark of its forks."""
+    parts: list[str] = []
+    for paragraph in thread_paragraphs(answer):
+        parts.append(paragraph.text)
+        if paragraph.first_child is not None:
+            parts.append(flat_text(paragraph.first_child))
+    return "".join(parts)
+
+
+def count_forks(answer: ParagraphRecord) -> int:
+    """Return the number of forks in all threads of the answer."""
+    return sum(
+        1 + count_forks(paragraph.first_child)
+        for paragraph in thread_paragraphs(answer)
+        if paragraph.first_child is not None
+    )
+
+
+def chain(paragraphs: Sequence[tuple[str, ParagraphRecord]], closing: str = "") -> ParagraphRecord:
+    """Return one thread: each (text, detail) forks, then `closing` ends it (it may be empty).
+
+    Raises TreeError without any paragraph.
+    """
+    if not paragraphs:
+        raise TreeError("a chain of paragraphs needs at least one")
+    last = ParagraphRecord(closing) if closing else None
+    for text, detail in reversed(paragraphs):
+        last = ParagraphRecord(text, first_child=detail, next_sibling=last)
+    return last if last is not None else ParagraphRecord(closing)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a chat, as plain text."""
+
+    role: str
+    content: str
+
+    def as_dict(self) -> dict[str, str]:
+        """Return the form that chat templates read."""
+        return {"role": self.role, "content": self.content}
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleRecord:
+    """A prompt and the answer to learn.
+
+    `raw_prompt` replaces the chat for plain completions, which have no roles.
+    """
+
+    kind: str
+    messages: tuple[ChatMessage, ...]
+    answer: ParagraphRecord
+    raw_prompt: bool = False

@@ -1,0 +1,1 @@
+"""Checks and measurements of checkpoints: whether a model forks where it should."""

@@ -1,0 +1,147 @@
+"""Greedy decoding of forking answers with plain transformers, one row a thread.
+
+The reference for every faster decoder: no thread reads anything but its own path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import LlamaForCausalLM
+
+from apar_core.training.packing import TreeTokens
+from apar_core.tree.paragraph import ROOT_THREAD, ParagraphTree, ThreadId
+from apar_core.tree.restore import restore
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedThread:
+    """What one thread sampled, fork tokens included, the end of thread left out.
+
+    `parent` opened it with its fork number `fork_ordinal` (from 0). `ended` is false where the
+    length limit cut the thread off.
+    """
+
+    thread: ThreadId
+    parent: ThreadId | None
+    fork_ordinal: int
+    token_ids: tuple[int, ...]
+    ended: bool
+
+
+# Prompts as token ids in, the threads of each answer out, parents before their children.
+DecodeAnswers = Callable[[Sequence[Sequence[int]]], list[list[DecodedThread]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingThread:
+    answer: int
+    thread: ThreadId
+    parent: ThreadId | None
+    fork_ordinal: int
+    prefix: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersThreadDecoder:
+    """Decodes threads in waves: all roots, then all their children, and so on.
+
+    No token is banned, so that a check sees every mistake of the model. Call it with prompts.
+    """
+
+    model: LlamaForCausalLM
+    tokens: TreeTokens
+    pad_id: int
+    max_thread_tokens: int = 256
+    batch_size: int = 64
+
+    def __call__(self, prompts: Sequence[Sequence[int]]) -> list[list[DecodedThread]]:
+        """Return the threads of each prompt's answer."""
+        answers: list[list[DecodedThread]] = [[] for _ in prompts]
+        wave = [
+            _PendingThread(answer, ROOT_THREAD, None, 0, tuple(prompt))
+            for answer, prompt in enumerate(prompts)
+        ]
+        while wave:
+            following: list[_PendingThread] = []
+            # Rows of like length waste little padding.
+            wave.sort(key=lambda pending: len(pending.prefix))
+            for start in range(0, len(wave), self.batch_size):
+                batch = wave[start : start + self.batch_size]
+                for pending, (token_ids, ended) in zip(batch, self._decode(batch), strict=True):
+                    answers[pending.answer].append(
+                        DecodedThread(
+                            pending.thread, pending.parent, pending.fork_ordinal, token_ids, ended
+                        )
+                    )
+                    following.extend(self._children(pending, token_ids))
+            wave = following
+        return answers
+
+    def _decode(self, batch: Sequence[_PendingThread]) -> list[tuple[tuple[int, ...], bool]]:
+        """Return what each row samples up to its end of thread, and whether it ended."""
+        width = max(len(pending.prefix) for pending in batch)
+        padded = [
+            [self.pad_id] * (width - len(pending.prefix)) + list(pending.prefix)
+            for pending in batch
+        ]
+        attention = [
+            [0] * (width - len(pending.prefix)) + [1] * len(pending.prefix) for pending in batch
+        ]
+        with torch.inference_mode():
+            rows = self.model.generate(
+                torch.tensor(padded),
+                attention_mask=torch.tensor(attention),
+                max_new_tokens=self.max_thread_tokens,
+                do_sample=False,
+                eos_token_id=self.tokens.end_id,
+                pad_token_id=self.pad_id,
+            )
+        return [self._cut(row) for row in rows[:, width:].tolist()]
+
+    def _cut(self, sampled: list[int]) -> tuple[tuple[int, ...], bool]:
+        if self.tokens.end_id in sampled:
+            return tuple(sampled[: sampled.index(self.tokens.end_id)]), True
+        return tuple(sampled), False
+
+    def _children(
+        self, pending: _PendingThread, token_ids: tuple[int, ...]
+    ) -> list[_PendingThread]:
+        forks = [i for i, token_id in enumerate(token_ids) if token_id == self.tokens.fork_id]
+        return [
+            _PendingThread(
+                pending.answer,
+                ThreadId(f"{pending.thread}.{ordinal}"),
+                pending.thread,
+                ordinal,
+                (*pending.prefix, *token_ids[: index + 1], self.tokens.child_id),
+            )
+            for ordinal, index in enumerate(forks)
+        ]
+
+
+def paragraph_tree(threads: Sequence[DecodedThread], fork_id: int) -> ParagraphTree[int]:
+    """Return the paragraph tree that the threads, parents first, have written."""
+    tree: ParagraphTree[int] = ParagraphTree()
+    children = {
+        (thread.parent, thread.fork_ordinal): thread.thread
+        for thread in threads
+        if thread.parent is not None
+    }
+    for thread in threads:
+        ordinal = 0
+        for token_id in thread.token_ids:
+            if token_id == fork_id:
+                tree.fork(thread.thread, children[(thread.thread, ordinal)])
+                ordinal += 1
+            else:
+                tree.append(thread.thread, [token_id])
+        tree.finish(thread.thread, ended=thread.ended)
+    return tree
+
+
+def restored_ids(threads: Sequence[DecodedThread], fork_id: int) -> list[int]:
+    """Return the answer's tokens in reading order."""
+    return restore(paragraph_tree(threads, fork_id))

@@ -1,0 +1,1 @@
+"""Training of APAR models: tree packing, the tokenizer and the embedded model's recipe."""

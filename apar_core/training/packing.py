@@ -1,0 +1,149 @@
+"""A paragraph tree as one row of tokens, each token once, each thread reading its own path.
+
+Dimensions: B rows, T tokens of the longest row, L tokens of one row, S segments of one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from apar_core.data.records import ParagraphRecord
+
+IGNORED_TARGET = -100
+
+EncodeText = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class TreeTokens:
+    """The tokens that give a tree its shape."""
+
+    fork_id: int
+    child_id: int
+    end_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTree:
+    """One example as a row.
+
+    `positions[i]` is the number of tokens before i on its path from the root. `targets[i]` is the
+    token that i has to predict, or IGNORED_TARGET. `segments[i]` is the stretch between forks
+    that i belongs to, and `segment_parents[s]` the stretch before s on its path.
+    """
+
+    token_ids: list[int]
+    positions: list[int]
+    targets: list[int]
+    segments: list[int]
+    segment_parents: list[int | None]
+
+
+@dataclass
+class _Row:
+    """A packed row while it grows."""
+
+    tokens: TreeTokens
+    encode: EncodeText
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    segments: list[int] = field(default_factory=list)
+    segment_parents: list[int | None] = field(default_factory=list)
+
+    def open_segment(self, parent: int | None) -> int:
+        self.segment_parents.append(parent)
+        return len(self.segment_parents) - 1
+
+    def add(self, token_id: int, segment: int, before: int | None, *, learn: bool) -> int:
+        """Append a token whose path continues from row index `before`; return its row index."""
+        index = len(self.token_ids)
+        self.token_ids.append(token_id)
+        self.positions.append(0 if before is None else self.positions[before] + 1)
+        self.targets.append(IGNORED_TARGET)
+        self.segments.append(segment)
+        if learn and before is not None:
+            self.targets[before] = token_id
+        return index
+
+    def add_thread(self, first: ParagraphRecord, segment: int, before: int | None) -> None:
+        """Append a thread and, after each of its forks, the thread of the detail."""
+        paragraph: ParagraphRecord | None = first
+        while paragraph is not None:
+            for token_id in self.encode(paragraph.text):
+                before = self.add(token_id, segment, before, learn=True)
+            if paragraph.first_child is None:
+                break
+            before = self.add(self.tokens.fork_id, segment, before, learn=True)
+            inner = self.open_segment(segment)
+            # [Child] is injected by the server, so it is read but never learned.
+            child = self.add(self.tokens.child_id, inner, before, learn=False)
+            self.add_thread(paragraph.first_child, inner, child)
+            segment = self.open_segment(segment)
+            paragraph = paragraph.next_sibling
+        self.add(self.tokens.end_id, segment, before, learn=True)
+
+
+def pack_tree(
+    prompt_ids: Sequence[int], answer: ParagraphRecord, encode: EncodeText, tokens: TreeTokens
+) -> PackedTree:
+    """Return the example as one row: prompt, then the threads in reading order.
+
+    The prompt and [Child] are not predicted by any token. [Fork] predicts what its own thread
+    goes on with, so each token has at most one target.
+    """
+    row = _Row(tokens, encode)
+    segment = row.open_segment(None)
+    before: int | None = None
+    for token_id in prompt_ids:
+        before = row.add(token_id, segment, before, learn=False)
+    row.add_thread(answer, segment, before)
+    return PackedTree(row.token_ids, row.positions, row.targets, row.segments, row.segment_parents)
+
+
+def tree_attention_mask(packed: PackedTree) -> Tensor:
+    """Let each token attend to itself and to the tokens before it on its path from the root.
+
+    Returns bool [L, L], row = query, column = key, true = attend.
+    """
+    num_segments = len(packed.segment_parents)
+    visible_SS = torch.eye(num_segments, dtype=torch.bool)
+    for segment, parent in enumerate(packed.segment_parents):
+        if parent is not None:
+            visible_SS[segment] |= visible_SS[parent]
+    segments_L = torch.tensor(packed.segments)
+    return visible_SS[segments_L][:, segments_L].tril()
+
+
+@dataclass(frozen=True, slots=True)
+class TreeBatch:
+    """Packed trees, padded to one length.
+
+    `token_ids_BT`, `positions_BT` and `targets_BT` are int64; `mask_B1TT` is bool for SDPA.
+    """
+
+    token_ids_BT: Tensor
+    positions_BT: Tensor
+    targets_BT: Tensor
+    mask_B1TT: Tensor
+
+
+def batch_trees(trees: Sequence[PackedTree], pad_id: int) -> TreeBatch:
+    """Pad the rows on the right; padding attends only to itself and has no target."""
+    width = max(len(tree.token_ids) for tree in trees)
+    shape = (len(trees), width)
+    token_ids_BT = torch.full(shape, pad_id)
+    positions_BT = torch.zeros(shape, dtype=torch.int64)
+    targets_BT = torch.full(shape, IGNORED_TARGET)
+    mask_B1TT = torch.eye(width, dtype=torch.bool).repeat(len(trees), 1, 1, 1)
+    for row, tree in enumerate(trees):
+        length = len(tree.token_ids)
+        token_ids_BT[row, :length] = torch.tensor(tree.token_ids)
+        positions_BT[row, :length] = torch.tensor(tree.positions)
+        targets_BT[row, :length] = torch.tensor(tree.targets)
+        mask_B1TT[row, 0, :length, :length] = tree_attention_mask(tree)
+    return TreeBatch(token_ids_BT, positions_BT, targets_BT, mask_B1TT)
