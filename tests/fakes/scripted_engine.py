@@ -112,9 +112,7 @@ class ScriptedEngine:
             self._in_flight.append(self._execute(self.scheduler.schedule()))
         elif not self._in_flight:
             return False
-        while len(self._in_flight) > lag or (
-            self._in_flight and not self.scheduler.has_requests()
-        ):
+        while len(self._in_flight) > lag or (self._in_flight and not self.scheduler.has_requests()):
             self._update(self._in_flight.popleft())
         return True
 

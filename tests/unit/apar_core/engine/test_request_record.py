@@ -1,0 +1,56 @@
+from apar_core.engine.request_record import RequestRecords
+from apar_core.engine.thread_outputs import TextToken
+from apar_core.tree.paragraph import ROOT_THREAD, ParagraphTree
+
+
+def tree(*token_ids: int) -> ParagraphTree[TextToken]:
+    grown: ParagraphTree[TextToken] = ParagraphTree()
+    grown.append(ROOT_THREAD, [TextToken(token_id, None) for token_id in token_ids])
+    grown.finish(ROOT_THREAD)
+    return grown
+
+
+def test_record_is_taken_once() -> None:
+    records = RequestRecords()
+    records.add("a", tree(1, 2), num_prompt_tokens=3)
+
+    record = records.take("a")
+
+    assert record is not None
+    assert record.statistics.text_tokens == 2
+    assert records.take("a") is None
+
+
+def test_choices_of_one_request_are_summed() -> None:
+    records = RequestRecords()
+    records.add("a", tree(1, 2), num_prompt_tokens=3)
+    records.add("a", tree(1), num_prompt_tokens=3)
+
+    record = records.take("a")
+
+    assert record is not None
+    assert (record.statistics.text_tokens, record.statistics.threads) == (3, 2)
+    assert len(record.trees) == 2
+
+
+def test_prompts_of_one_completion_are_taken_together() -> None:
+    records = RequestRecords()
+    for index in range(3):
+        records.add(f"cmpl-{index}", tree(*range(index)), num_prompt_tokens=1)
+    records.add("cmpl-x", tree(1), num_prompt_tokens=1)
+
+    record = records.take("cmpl")
+
+    assert record is not None
+    assert record.statistics.text_tokens == 0 + 1 + 2
+    assert records.take("cmpl-x") is not None
+
+
+def test_records_that_nobody_takes_are_dropped() -> None:
+    records = RequestRecords(capacity=2)
+    for name in "abc":
+        records.add(name, tree(1), num_prompt_tokens=1)
+
+    assert records.take("a") is None
+    assert records.take("b") is not None
+    assert records.take("c") is not None

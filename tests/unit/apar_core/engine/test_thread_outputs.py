@@ -1,0 +1,172 @@
+import numpy as np
+import pytest
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.outputs import LogprobsLists
+
+from apar_core.engine.thread_outputs import RequestThreads, TextToken
+from apar_core.tree.separator import Edge
+from tests.fakes.scripted_engine import CHILD, END, FORK, fork_parameters
+
+
+def threads() -> RequestThreads:
+    return RequestThreads("r", fork_parameters(), None)
+
+
+def output(
+    request_id: str,
+    tokens: list[int],
+    finish: FinishReason | None = None,
+    *,
+    stop_reason: int | None = None,
+    logprobs: LogprobsLists | None = None,
+) -> EngineCoreOutput:
+    return EngineCoreOutput(
+        request_id, tokens, finish_reason=finish, stop_reason=stop_reason, new_logprobs=logprobs
+    )
+
+
+def rows(*values: float) -> LogprobsLists:
+    """One row per token with its log-probability and that of one alternative."""
+    number = len(values)
+    return LogprobsLists(
+        np.arange(2 * number, dtype=np.int32).reshape(number, 2),
+        np.array([[value, value - 1] for value in values], dtype=np.float32),
+        np.ones(number, dtype=np.int32),
+        None,
+    )
+
+
+def text_of(outputs: list[EngineCoreOutput]) -> list[int]:
+    return [token_id for each in outputs for token_id in each.new_token_ids]
+
+
+def test_text_after_a_fork_waits_for_the_child() -> None:
+    request = threads()
+    assert request.feed(output("r", [10, FORK])) == ["r~0"]
+    assert text_of(request.take()) == [10]
+
+    request.feed(output("r", [11]))
+    assert request.take() == []
+
+    request.feed(output("r~0", [20, END], FinishReason.STOP))
+    assert text_of(request.take()) == [20, 11]
+
+
+def test_fork_in_the_midst_of_accepted_tokens_splits_them() -> None:
+    request = threads()
+
+    children = request.feed(output("r", [10, FORK, 11, FORK, 12, END], FinishReason.STOP))
+    request.feed(output("r~1", [30, END], FinishReason.STOP))
+    request.feed(output("r~0", [20, END], FinishReason.STOP))
+
+    assert children == ["r~0", "r~1"]
+    assert text_of(request.take()) == [10, 20, 11, 30, 12]
+
+
+def test_finish_comes_in_an_output_of_its_own_without_tokens() -> None:
+    request = threads()
+    request.feed(output("r", [10, END], FinishReason.STOP))
+
+    text, end = request.take()
+
+    assert (text.new_token_ids, text.finish_reason) == ([10], None)
+    assert (end.new_token_ids, end.finish_reason) == ([], FinishReason.STOP)
+
+
+def test_finish_waits_for_every_thread() -> None:
+    request = threads()
+    request.feed(output("r", [10, FORK, END], FinishReason.STOP))
+    assert not any(each.finished for each in request.take())
+
+    request.feed(output("r~0", [20, END], FinishReason.STOP))
+
+    assert [each.finish_reason for each in request.take()] == [None, FinishReason.STOP]
+
+
+def test_length_of_one_thread_is_the_reason_of_the_request() -> None:
+    request = threads()
+    request.feed(output("r", [10, FORK, END], FinishReason.STOP))
+    request.feed(output("r~0", [], FinishReason.LENGTH))
+
+    assert request.take()[-1].finish_reason == FinishReason.LENGTH
+
+
+def test_stop_token_of_the_client_ends_the_answer_where_it_stands() -> None:
+    request = threads()
+    request.feed(output("r", [10, FORK, 11]))
+    request.feed(output("r~0", [20, 99], FinishReason.STOP, stop_reason=99))
+
+    (end,) = request.take()
+
+    # 11 stands behind the stop token; the token itself is passed on, as vLLM does.
+    assert end.new_token_ids == [10, 20, 99]
+    assert (end.finish_reason, end.stop_reason) == (FinishReason.STOP, 99)
+
+
+def test_error_of_one_thread_ends_the_request() -> None:
+    request = threads()
+    request.feed(output("r", [10, FORK, 11]))
+
+    request.feed(output("r~0", [], FinishReason.ERROR))
+
+    assert request.take()[-1].finish_reason == FinishReason.ERROR
+    assert request.tree.finished
+
+
+def test_logprobs_follow_the_restored_order() -> None:
+    request = threads()
+    request.feed(output("r", [10, FORK, 11], logprobs=rows(-1.0, -9.0, -2.0)))
+    request.feed(output("r~0", [20, END], FinishReason.STOP, logprobs=rows(-3.0, -9.0)))
+
+    (text,) = request.take()
+
+    assert text.new_token_ids == [10, 20, 11]
+    assert text.new_logprobs is not None
+    assert text.new_logprobs.logprobs[:, 0].tolist() == [-1.0, -3.0, -2.0]
+
+
+def test_separator_among_logprobs_counts_as_certain() -> None:
+    def line_break(_: TextToken, __: TextToken, edge: Edge) -> list[TextToken]:
+        return [TextToken(7, None)] if edge is Edge.FIRST_CHILD else []
+
+    request = RequestThreads("r", fork_parameters(), line_break)
+    request.feed(output("r", [10, FORK], logprobs=rows(-1.0, -9.0)))
+    request.feed(output("r~0", [20, END], FinishReason.STOP, logprobs=rows(-3.0, -9.0)))
+
+    (text,) = request.take()
+
+    assert text.new_token_ids == [10, 7, 20]
+    assert text.new_logprobs is not None
+    assert text.new_logprobs.logprobs[:, 0].tolist() == [-1.0, 0.0, -3.0]
+
+
+def test_child_token_that_a_model_samples_is_no_text() -> None:
+    request = threads()
+    request.feed(output("r", [10, CHILD, 11, END], FinishReason.STOP))
+
+    assert text_of(request.take()) == [10, 11]
+
+
+def test_cut_request_counts_its_open_threads_as_not_ended() -> None:
+    request = threads()
+    request.feed(output("r", [10, FORK, 11]))
+
+    request.cut()
+
+    assert request.tree.finished
+    assert [record.ended for record in request.tree.threads.values()] == [False, False]
+
+
+@pytest.mark.parametrize("first", [[10], [FORK]])
+def test_facts_of_the_first_output_travel_with_the_first_text(first: list[int]) -> None:
+    request = threads()
+    request.feed(EngineCoreOutput("r", first, events=["queued"], trace_headers={"a": "b"}))
+    request.feed(output("r", [11, END], FinishReason.STOP))
+    if first == [FORK]:
+        request.feed(output("r~0", [20, END], FinishReason.STOP))
+
+    outputs = request.take()
+
+    assert outputs[0].events == ["queued"]
+    assert outputs[1].events is None
+    assert outputs[-1].trace_headers == {"a": "b"}

@@ -1,0 +1,85 @@
+import pytest
+
+from apar_core.errors import TreeError
+from apar_core.scheduler.thread_table import ThreadGroup, ThreadTable
+from tests.fakes.scripted_engine import CHILD, END, FORK, fork_parameters
+
+
+def group(*, budget: int = 10, max_threads: int = 2, max_forks: int = 3) -> ThreadGroup[str]:
+    parameters = fork_parameters(max_threads=max_threads, max_forks=max_forks)
+    return ThreadTable[str]().open_group("r", parameters, budget)
+
+
+def test_budget_lets_control_tokens_pass_beside_the_text() -> None:
+    threads = group(budget=2)
+
+    assert threads.within_budget([10, FORK, 11, FORK, 12]) == [10, FORK, 11]
+
+
+def test_budget_counts_neither_control_nor_end_tokens() -> None:
+    threads = group(budget=10)
+
+    threads.count_text([10, FORK, 11, CHILD, END], ended=True)
+
+    assert threads.used_tokens == 2
+
+
+def test_exhausted_group_may_not_fork() -> None:
+    threads = group(budget=1)
+    assert threads.may_fork()
+
+    threads.count_text([10], ended=False)
+
+    assert threads.exhausted
+    assert not threads.may_fork()
+
+
+def test_refused_children_take_a_name_too() -> None:
+    threads = group()
+
+    assert [threads.next_child_id("r") for _ in range(2)] == ["r~0", "r~1"]
+    assert threads.next_child_id("r~0") == "r~0~0"
+
+
+def test_place_is_free_again_when_a_thread_ends() -> None:
+    table: ThreadTable[str] = ThreadTable()
+    threads = table.open_group("r", fork_parameters(max_threads=1), 10)
+    assert not threads.has_place()
+
+    table.end_thread("r")
+
+    assert threads.has_place()
+
+
+def test_group_outlives_its_root_thread_until_the_last_thread_ends() -> None:
+    table: ThreadTable[str] = ThreadTable()
+    threads = table.open_group("r", fork_parameters(), 10)
+    table.add_thread(threads, "r~0")
+
+    table.end_thread("r")
+    assert table.group_of_root("r") is threads
+
+    table.end_thread("r~0")
+    assert table.group_of_root("r") is None
+    assert table.groups == []
+
+
+def test_group_with_deferred_children_is_kept() -> None:
+    table: ThreadTable[str] = ThreadTable()
+    threads = table.open_group("r", fork_parameters(), 10)
+    threads.deferred.append("child")
+
+    table.end_thread("r")
+    assert table.groups == [threads]
+
+    threads.deferred.clear()
+    table.drop_if_ended(threads)
+    assert table.groups == []
+
+
+def test_request_cannot_be_added_twice() -> None:
+    table: ThreadTable[str] = ThreadTable()
+    table.open_group("r", fork_parameters(), 10)
+
+    with pytest.raises(TreeError, match="'r' was added twice"):
+        table.open_group("r", fork_parameters(), 10)

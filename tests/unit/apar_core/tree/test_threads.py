@@ -1,0 +1,58 @@
+from apar_core.tree.paragraph import ROOT_THREAD, ParagraphTree, ThreadId
+from apar_core.tree.threads import thread_prefix, thread_texts
+
+FORK, CHILD = -1, -2
+FIRST, NESTED, SECOND = ThreadId("first"), ThreadId("nested"), ThreadId("second")
+
+
+def nested_tree() -> ParagraphTree[int]:
+    """Root 1 2 | 3 | 4, its first child 10 | 11, that one's child 20, its second child 30 31."""
+    tree: ParagraphTree[int] = ParagraphTree()
+    tree.append(ROOT_THREAD, [1, 2])
+    tree.fork(ROOT_THREAD, FIRST)
+    tree.append(ROOT_THREAD, [3])
+    tree.append(FIRST, [10])
+    tree.fork(FIRST, NESTED)
+    tree.fork(ROOT_THREAD, SECOND)
+    tree.append(NESTED, [20])
+    tree.append(FIRST, [11])
+    tree.append(SECOND, [30, 31])
+    tree.append(ROOT_THREAD, [4])
+    tree.finish(NESTED)
+    tree.finish(FIRST)
+    tree.finish(SECOND, ended=False)
+    tree.finish(ROOT_THREAD)
+    return tree
+
+
+def test_threads_hold_their_paragraphs_between_forks() -> None:
+    texts = thread_texts(nested_tree())
+
+    assert texts[ROOT_THREAD].paragraphs == ([1, 2], [3], [4])
+    assert texts[FIRST].paragraphs == ([10], [11])
+    assert texts[NESTED].paragraphs == ([20],)
+    assert texts[SECOND].paragraphs == ([30, 31],)
+    assert texts[ROOT_THREAD].children == (FIRST, SECOND)
+
+
+def test_thread_counts_forks_and_its_own_end_as_tokens() -> None:
+    texts = thread_texts(nested_tree())
+
+    # 1 2 [Fork] 3 [Fork] 4 and the end; 10 [Fork] 11 and the end; 30 31, cut.
+    assert [texts[t].num_tokens for t in (ROOT_THREAD, FIRST, SECOND)] == [7, 4, 2]
+
+
+def test_thread_starts_in_the_step_after_its_fork_token() -> None:
+    texts = thread_texts(nested_tree())
+
+    # Steps 0 1 write 1 2 and step 2 [Fork]; step 3 writes 3 and 10, step 4 both next fork tokens.
+    assert [texts[t].start_step for t in (ROOT_THREAD, FIRST, SECOND, NESTED)] == [0, 3, 5, 5]
+
+
+def test_prefix_is_the_path_with_control_tokens() -> None:
+    texts = thread_texts(nested_tree())
+
+    assert thread_prefix(texts, ROOT_THREAD, [100], FORK, CHILD) == [100]
+    assert thread_prefix(texts, SECOND, [100], FORK, CHILD) == [100, 1, 2, FORK, 3, FORK, CHILD]
+    nested = [100, 1, 2, FORK, CHILD, 10, FORK, CHILD]
+    assert thread_prefix(texts, NESTED, [100], FORK, CHILD) == nested
