@@ -8,6 +8,7 @@ from apar_core.tree.paragraph import (
     ThreadRecord,
 )
 from apar_core.tree.restore import restore
+from apar_core.tree.schedule import ThreadSpan, thread_spans
 from apar_core.tree.separator import Edge, Separator
 from apar_core.tree.statistics import TreeStatistics, tree_statistics
 from apar_core.tree.stream import TreeStream
@@ -20,8 +21,10 @@ __all__ = [
     "Separator",
     "ThreadId",
     "ThreadRecord",
+    "ThreadSpan",
     "TreeStatistics",
     "TreeStream",
     "restore",
+    "thread_spans",
     "tree_statistics",
 ]

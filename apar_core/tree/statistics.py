@@ -1,8 +1,6 @@
 """What forking saved: steps, attended tokens and cached tokens, beside decoding one by one.
 
-Source: APAR (arXiv 2401.06761), section 3.4. The schedule is the paper's: every live thread gains
-one token a step, and a child's first token comes in the step after its fork token; [Child] is
-forced into that step and costs none. The engine's own schedule may be slower where a child waits.
+Source: APAR (arXiv 2401.06761), section 3.4, over the schedule of `schedule.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from itertools import accumulate
 from typing import TypeVar
 
 from apar_core.tree.paragraph import ROOT_THREAD, ParagraphTree, ThreadId, ThreadRecord
+from apar_core.tree.schedule import ThreadSpan, thread_spans
 
 Item = TypeVar("Item")
 
@@ -74,7 +73,7 @@ def tree_statistics(tree: ParagraphTree[Item], num_prompt_tokens: int) -> TreeSt
     A thread that has not finished counts as one that was cut off where it is now.
     """
     records = tree.threads.values()
-    spans = _thread_spans(tree)
+    spans = thread_spans(tree)
     text_tokens = sum(record.num_items for record in records)
     num_ended = sum(record.ended for record in records)
     forks = len(records) - 1
@@ -97,52 +96,11 @@ def tree_statistics(tree: ParagraphTree[Item], num_prompt_tokens: int) -> TreeSt
     )
 
 
-@dataclass(slots=True)
-class _Span:
-    """When a thread runs: it generates one token in each of the steps start + 1 ... end.
-
-    `num_shared` is how many of its parent's tokens it reads, fork token included; `num_before`
-    counts all tokens on its path before its first own one, without the prompt.
-    `subtree_end` is the last step of the thread or of any thread below it.
-    """
-
-    start: int
-    num_shared: int
-    num_before: int
-    num_generated: int
-    subtree_end: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.num_generated
-
-
-def _thread_spans(tree: ParagraphTree[Item]) -> dict[ThreadId, _Span]:
-    spans: dict[ThreadId, _Span] = {}
-    for thread, record in tree.threads.items():
-        start = num_shared = num_before = 0
-        if record.parent is not None:
-            parent = spans[record.parent]
-            num_shared = record.fork_index + 1
-            start = parent.start + num_shared
-            # One more: [Child].
-            num_before = parent.num_before + num_shared + 1
-        num_generated = record.num_items + len(record.children) + record.ended
-        spans[thread] = _Span(
-            start, num_shared, num_before, num_generated, subtree_end=start + num_generated
-        )
-    for thread, record in reversed(list(tree.threads.items())):
-        if record.parent is not None:
-            parent = spans[record.parent]
-            parent.subtree_end = max(parent.subtree_end, spans[thread].subtree_end)
-    return spans
-
-
 def _attended(num_before: int, num_generated: int) -> int:
     return num_generated * num_before + num_generated * (num_generated - 1) // 2
 
 
-def _most_cached(tree: ParagraphTree[Item], spans: dict[ThreadId, _Span]) -> int:
+def _most_cached(tree: ParagraphTree[Item], spans: dict[ThreadId, ThreadSpan]) -> int:
     """The peak over steps of the threads' own tokens that some live thread still reads.
 
     In step s a live thread holds what it generated before s, and [Child] if it is not the root.
@@ -171,7 +129,7 @@ def _most_cached(tree: ParagraphTree[Item], spans: dict[ThreadId, _Span]) -> int
 
 
 def _reads_after_end(
-    record: ThreadRecord[Item], span: _Span, spans: dict[ThreadId, _Span]
+    record: ThreadRecord[Item], span: ThreadSpan, spans: dict[ThreadId, ThreadSpan]
 ) -> Iterator[tuple[int, int]]:
     """From which step on how many of a finished thread's tokens are still read by descendants."""
     step = span.end + 1
