@@ -62,14 +62,16 @@ class OfflineEngine:
         """The engine core's scheduler."""
         return self._engine.engine_core.engine_core.scheduler
 
-    def chat_prompt(self, user: str, *, system: str | None = None) -> str:
-        """Text of a chat with one question, as the checkpoint's chat template writes it."""
+    def chat_prompt(self, user: str, *, system: str | None = None) -> dict[str, Any]:
+        """A chat with one question, as the checkpoint's chat template writes it."""
         messages = [{"role": "system", "content": system}] if system is not None else []
         messages.append({"role": "user", "content": user})
-        prompt: str = self.tokenizer.apply_chat_template(
+        text = self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
-        return prompt
+        # The template has written the first token already, which vLLM would add to a mere text.
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": token_ids}
 
     def generate(
         self,

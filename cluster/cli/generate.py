@@ -53,12 +53,12 @@ def generate(
         "seed": seed,
         "extra_args": {"apar_enabled": fork},
     }
-    console = Console(soft_wrap=True)
+    console = Console()
     try:
         with Console(stderr=True).status(f"Starting {model} ..."):
             engine = start_engine(model)
-        text = prompt if raw else engine.chat_prompt(prompt)
-        answer = engine.generate([text], sampling)[0]
+        question = prompt if raw else engine.chat_prompt(prompt)
+        answer = engine.generate([question], sampling)[0]
     except (AparError, OSError, ValueError) as error:
         Console(stderr=True).print(f"[red]Error:[/red] {error}", soft_wrap=True)
         raise typer.Exit(1) from error
@@ -85,11 +85,11 @@ def print_answer(
 ) -> None:
     """Print the text, or the threads that it was made of."""
     if not show_threads:
-        console.print(answer.text, markup=False, highlight=False)
+        console.print(answer.text, markup=False, highlight=False, soft_wrap=True)
         return
     if answer.record is None:
         console.print("This model has no control tokens: one thread, nothing to show.\n")
-        console.print(answer.text, markup=False, highlight=False)
+        console.print(answer.text, markup=False, highlight=False, soft_wrap=True)
         return
 
     def decode(tokens: Any) -> str:
@@ -97,4 +97,4 @@ def print_answer(
 
     for tree in answer.record.trees:
         console.print(thread_view(tree, decode))
-    console.print(statistics_line(answer.record.statistics), highlight=False)
+    console.print(statistics_line(answer.record.statistics), highlight=False, soft_wrap=True)
