@@ -60,7 +60,7 @@ def generate(
         question = prompt if raw else engine.chat_prompt(prompt)
         answer = engine.generate([question], sampling)[0]
     except (AparError, OSError, ValueError) as error:
-        Console(stderr=True).print(f"[red]Error:[/red] {error}", soft_wrap=True)
+        Console(stderr=True).print(f"[red]Error:[/red] {model}: {error}", soft_wrap=True)
         raise typer.Exit(1) from error
     print_answer(console, answer, engine, show_threads=show_threads)
     engine.shutdown()

@@ -1,0 +1,49 @@
+"""`apar generate` as a user runs it: its own process, the real engine, the embedded model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+APAR = Path(sys.executable).with_name("apar")
+LIST_PROMPT = "Give me 5 tips for learning guitar."
+
+pytestmark = pytest.mark.engine
+
+
+def generate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [APAR, "generate", *arguments], capture_output=True, text=True, timeout=180, check=False
+    )
+
+
+def test_threads_are_shown_as_a_tree_with_what_they_saved() -> None:
+    answer = generate(LIST_PROMPT, "--show-threads", "--temperature", "0")
+
+    assert answer.returncode == 0, answer.stderr
+    lines = answer.stdout.strip().splitlines()
+    assert lines[0].startswith("root  ")
+    threads = [line for line in lines if line.startswith("├── root.")]
+    assert len(threads) >= 2
+    assert f"{len(threads) + 1} threads, " in lines[-1]
+    assert " steps instead of " in lines[-1]
+
+
+def test_without_forking_the_text_is_all_that_is_printed() -> None:
+    answer = generate(LIST_PROMPT, "--no-fork", "--max-tokens", "12")
+
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.strip()
+    assert "root" not in answer.stdout
+    assert "[Fork]" not in answer.stdout
+
+
+def test_a_model_that_is_not_there_is_an_error_without_a_traceback(tmp_path: Path) -> None:
+    answer = generate("Hello", "--model", str(tmp_path))
+
+    assert answer.returncode == 1
+    assert f"Error: {tmp_path}: " in answer.stderr
+    assert "Traceback" not in answer.stderr.split("Error: ")[-1]
