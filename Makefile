@@ -45,7 +45,7 @@ train-tiny: $(INSTALLED) ## Train the embedded model again (about 20 minutes on 
 	$(BIN)/apar train-tiny
 
 eval-tiny: $(INSTALLED) ## Check the embedded model on held-out prompts
-	$(BIN)/python -m apar_core.evaluation
+	$(BIN)/python -m apar_core.evaluation.fork_check
 
 clean: ## Remove .venv and everything generated
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
