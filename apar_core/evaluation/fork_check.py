@@ -16,7 +16,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from apar_core.data.records import count_forks, flat_text
 from apar_core.data.tiny_corpus.combinations import FORKING_KINDS, KINDS
@@ -195,7 +195,7 @@ def report_table(report: ForkReport) -> Table:
 
 def load_decoder(folder: Path) -> tuple[PreTrainedTokenizerFast, TransformersThreadDecoder]:
     """Return the tokenizer and a float32 decoder of a checkpoint."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     decoder = TransformersThreadDecoder(model, tree_tokens(tokenizer), tokenizer.pad_token_id)
     return tokenizer, decoder

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-from transformers import LlamaForCausalLM
+from torch import Tensor
 
 from apar_core.training.packing import TreeTokens
 from apar_core.tree.paragraph import ROOT_THREAD, ParagraphTree, ThreadId
@@ -35,6 +36,13 @@ class DecodedThread:
 DecodeAnswers = Callable[[Sequence[Sequence[int]]], list[list[DecodedThread]]]
 
 
+class GreedyModel(Protocol):
+    """A causal language model of transformers."""
+
+    def generate(self, inputs: Tensor, **settings: Any) -> Any:
+        """Return the padded prompts of `inputs` [B, T] with their continuations."""
+
+
 @dataclass(frozen=True, slots=True)
 class _PendingThread:
     answer: int
@@ -48,13 +56,16 @@ class _PendingThread:
 class TransformersThreadDecoder:
     """Decodes threads in waves: all roots, then all their children, and so on.
 
-    No token is banned, so that a check sees every mistake of the model. Call it with prompts.
+    No token is banned, so that a check sees every mistake of the model. An answer gets at most
+    `max_threads` threads: those beyond it are returned empty and unended, so that a bad model
+    cannot fork for ever. Call it with prompts.
     """
 
-    model: LlamaForCausalLM
+    model: GreedyModel
     tokens: TreeTokens
     pad_id: int
     max_thread_tokens: int = 256
+    max_threads: int = 64
     batch_size: int = 64
 
     def __call__(self, prompts: Sequence[Sequence[int]]) -> list[list[DecodedThread]]:
@@ -77,8 +88,26 @@ class TransformersThreadDecoder:
                         )
                     )
                     following.extend(self._children(pending, token_ids))
-            wave = following
+            wave = self._admit(following, answers)
         return answers
+
+    def _admit(
+        self, following: list[_PendingThread], answers: list[list[DecodedThread]]
+    ) -> list[_PendingThread]:
+        """Return the threads that may run; give the others their empty place in the answer."""
+        room = [self.max_threads - len(threads) for threads in answers]
+        wave: list[_PendingThread] = []
+        for pending in following:
+            room[pending.answer] -= 1
+            if room[pending.answer] >= 0:
+                wave.append(pending)
+            else:
+                answers[pending.answer].append(
+                    DecodedThread(
+                        pending.thread, pending.parent, pending.fork_ordinal, (), ended=False
+                    )
+                )
+        return wave
 
     def _decode(self, batch: Sequence[_PendingThread]) -> list[tuple[tuple[int, ...], bool]]:
         """Return what each row samples up to its end of thread, and whether it ended."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from transformers import (
     GenerationConfig,
     LlamaConfig,
@@ -14,13 +13,13 @@ from transformers import (
 
 from apar_core.training.packing import TreeTokens
 from apar_core.training.tiny_settings import TinyModelSettings
-from apar_core.training.tokenizer import CHILD, FORK
+from apar_core.training.tokenizer import CHILD, EOS, FORK
 
 
 def tree_tokens(tokenizer: PreTrainedTokenizerFast) -> TreeTokens:
     """Return the ids that shape a tree in this tokenizer."""
-    fork_id, child_id = tokenizer.convert_tokens_to_ids([FORK, CHILD])
-    return TreeTokens(fork_id, child_id, tokenizer.eos_token_id)
+    vocabulary = tokenizer.get_vocab()
+    return TreeTokens(vocabulary[FORK], vocabulary[CHILD], vocabulary[EOS])
 
 
 def build_tiny_model(
@@ -40,10 +39,9 @@ def build_tiny_model(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        attn_implementation="sdpa",
         use_cache=False,
     )
-    return LlamaForCausalLM(config).float()
+    return LlamaForCausalLM(config)
 
 
 def save_checkpoint(
@@ -58,5 +56,5 @@ def save_checkpoint(
         do_sample=False,
     )
     model.config.use_cache = True
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -21,15 +21,21 @@ class TinyModelSettings(BaseModel):
 
 
 class TinyTrainingSettings(BaseModel):
-    """Recipe of the embedded model: AdamW under a one-cycle schedule on packed trees."""
+    """Recipe of the embedded model: packed trees, Muon for matrices and AdamW for the rest.
+
+    Both learning rates rise over `warmup_share` of the steps, stay, and fall to zero over
+    `decay_share`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     seed: NonNegativeInt = Field(0, description="Of the split, the corpus and the weights.")
-    num_steps: PositiveInt = 600
-    trees_per_step: PositiveInt = 16
-    learning_rate: PositiveFloat = Field(2e-3, description="Peak of the one-cycle schedule.")
-    warmup_share: float = Field(0.1, gt=0, lt=1, description="Share of the steps before the peak.")
-    weight_decay: float = Field(0.01, ge=0)
+    num_steps: PositiveInt = 1300
+    trees_per_step: PositiveInt = 8
+    matrix_learning_rate: PositiveFloat = Field(0.02, description="Muon: layers' matrices.")
+    matrix_momentum: float = Field(0.95, ge=0, lt=1)
+    vector_learning_rate: PositiveFloat = Field(4e-3, description="AdamW: embeddings, norms.")
+    warmup_share: float = Field(0.02, gt=0, lt=1)
+    decay_share: float = Field(0.6, gt=0, lt=1)
     max_gradient_norm: PositiveFloat = 1.0
     num_executors: PositiveInt = Field(2, description="Operating-system threads of torch.")

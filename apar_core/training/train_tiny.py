@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -92,32 +93,55 @@ def _batches(
         remaining -= num_batches
 
 
+def build_optimizers(
+    model: LlamaForCausalLM, settings: TinyTrainingSettings
+) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices of the layers and AdamW for embeddings and norms."""
+    matrices: list[Parameter] = []
+    rest: list[Parameter] = []
+    for name, parameter in model.named_parameters():
+        (matrices if "layers." in name and parameter.ndim == 2 else rest).append(parameter)
+    return [
+        torch.optim.Muon(
+            matrices,
+            lr=settings.matrix_learning_rate,
+            momentum=settings.matrix_momentum,
+            weight_decay=0.0,
+        ),
+        torch.optim.AdamW(
+            rest, lr=settings.vector_learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        ),
+    ]
+
+
+def rate_factor(step: int, settings: TinyTrainingSettings) -> float:
+    """Return the share of the full learning rates that step `step` (from 0) gets."""
+    progress = (step + 1) / settings.num_steps
+    rising = progress / settings.warmup_share
+    falling = (1 - step / settings.num_steps) / settings.decay_share
+    return min(1.0, rising, falling)
+
+
 def _train(
     model: LlamaForCausalLM,
     batches: Iterator[TreeBatch],
     settings: TinyTrainingSettings,
     on_step: OnStep,
 ) -> None:
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=settings.learning_rate,
-        betas=(0.9, 0.98),
-        weight_decay=settings.weight_decay,
-    )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer,
-        max_lr=settings.learning_rate,
-        total_steps=settings.num_steps,
-        pct_start=settings.warmup_share,
-    )
+    optimizers = build_optimizers(model, settings)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(step, settings))
+        for optimizer in optimizers
+    ]
     model.train()
     for step, batch in enumerate(batches, start=1):
         loss = tree_loss(model, batch)
-        optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_gradient_norm)
-        optimizer.step()
-        schedule.step()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
         num_targets = int((batch.targets_BT != IGNORED_TARGET).sum())
         on_step(StepReport(step, settings.num_steps, loss.item(), num_targets))
 

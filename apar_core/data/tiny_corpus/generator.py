@@ -80,7 +80,9 @@ def _history(rng: random.Random, seed: int) -> tuple[ChatMessage, ChatMessage]:
     """Return an earlier turn: its answer is plain text, as a client sends it back."""
     known = split_combinations(seed, held_out=False)
     while True:
-        earlier = rng.choice(known[rng.choices(list(_KIND_WEIGHTS), _KIND_WEIGHTS.values())[0]])
+        earlier = rng.choice(
+            known[rng.choices(list(_KIND_WEIGHTS), list(_KIND_WEIGHTS.values()))[0]]
+        )
         text = flat_text(earlier.answer)
         if len(text) <= _LONGEST_HISTORY_CHARACTERS:
             return ChatMessage("user", earlier.question), ChatMessage("assistant", text)
