@@ -27,9 +27,8 @@ def test_the_vocabulary_keeps_its_size_and_starts_with_the_special_tokens(
 
 
 def test_digits_stand_alone(tokenizer: PreTrainedTokenizerFast) -> None:
-    pieces = [
-        tokenizer.decode([i]) for i in tokenizer("12 345", add_special_tokens=False).input_ids
-    ]
+    ids = tokenizer("12 345", add_special_tokens=False).input_ids
+    pieces = [str(tokenizer.decode([token_id])) for token_id in ids]
 
     assert [piece for piece in pieces if piece.isdigit()] == ["1", "2", "3", "4", "5"]
 
