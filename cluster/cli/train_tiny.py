@@ -37,7 +37,7 @@ def train_tiny(
         Path, typer.Option(help="Folder that receives the checkpoint.", file_okay=False)
     ] = Path("out/apar-tiny"),
     steps: Annotated[
-        int | None, typer.Option(min=20, help="Training steps; the recipe's number by default.")
+        int | None, typer.Option(min=1, help="Training steps; the recipe's number by default.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of split, corpus and weights.")] = 0,
     executors: Annotated[int, typer.Option(min=1, help="CPU threads to use.")] = 2,
