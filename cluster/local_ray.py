@@ -21,17 +21,20 @@ _PR_SET_CHILD_SUBREAPER = 36
 _TERMINATE_S = 3.0
 _KILL_S = 5.0
 _OBJECT_STORE_BYTES = 128 * 2**20
-# Ray writes `bind :PORT` and `bind *:PORT` for HAProxy's metrics and status pages, which would
-# listen on all addresses.
+# Ray writes HAProxy's configuration. In it the metrics and status pages would listen on all
+# addresses, and `splice-request` keeps HAProxy 2.8 from noticing that a client whose body came in
+# a packet of its own has gone, so that its request would run to the end for nobody.
 _HAPROXY_WRAPPER = """#!/bin/sh
-# HAProxy, with the metrics and status pages that Ray configures bound to loopback.
+# HAProxy, with the configuration that Ray wrote put right.
 config=
 previous=
 for argument in "$@"; do
     [ "$previous" = "-f" ] && config=$argument
     previous=$argument
 done
-[ -n "$config" ] && sed -i 's/^\\( *bind \\)[*]*:/\\1127.0.0.1:/' "$config"
+[ -n "$config" ] && sed -i \\
+    -e 's/^\\( *bind \\)[*]*:/\\1127.0.0.1:/' \\
+    -e '/^ *option splice-request$/d' "$config"
 exec {binary} "$@"
 """
 
@@ -100,6 +103,14 @@ def end_descendants(keep: frozenset[int] = frozenset()) -> None:
                 child.kill()
         psutil.wait_procs(alive, timeout=_KILL_S)
         _reap()
+
+
+def reap_orphans(own: frozenset[int]) -> None:
+    """Collect descendants that ended after this process had adopted them; leaves `own` ones."""
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
+            if child.pid not in own and child.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(child.pid, os.WNOHANG)
 
 
 def _reap() -> None:

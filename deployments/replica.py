@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat
 from apar_core.errors import EngineError
 from deployments.apar_extension import AparExtension
 from deployments.asgi_relay import AnswerStart, AsgiApp, RelayedRequest, relay, relay_whole
+from deployments.error_responses import engine_lost
 from deployments.watchdog import watch
 
 logger = logging.getLogger(__name__)
@@ -56,11 +57,22 @@ class Replica:
     async def stream(self, request: RelayedRequest) -> AsyncIterator[AnswerStart | bytes]:
         """The answer, piece by piece."""
         async for part in relay(self._app, request, self._settings.coalesce_s):
-            yield part
+            yield self._unless_dead(part) if isinstance(part, AnswerStart) else part
 
-    async def whole(self, request: RelayedRequest) -> AnswerStart:
+    async def whole(self, request: RelayedRequest) -> AsyncIterator[AnswerStart]:
         """The answer in one piece."""
-        return await relay_whole(self._app, request)
+        yield self._unless_dead(await relay_whole(self._app, request))
+
+    def _unless_dead(self, answer: AnswerStart) -> AnswerStart:
+        """The answer, or one that tells the client to try again if the engine has died.
+
+        vLLM answers 500 until the watchdog has ended this process, but nothing is wrong with
+        the request.
+        """
+        if answer.status < 500 or not self._engine.errored:
+            return answer
+        lost = engine_lost()
+        return AnswerStart(lost.status, lost.headers, lost.body)
 
     async def load(self) -> dict[str, Any]:
         """Requests and threads alive, KV blocks in all and free, at this moment.

@@ -1,11 +1,12 @@
 """The gateway's calls to replicas, over a Ray Serve deployment handle."""
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any, cast
 
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
-from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from deployments.asgi_relay import AnswerStart, RelayedRequest
 from deployments.gateway import ReplicaLostError
@@ -17,38 +18,42 @@ class HandleCalls:
     """Calls over a handle; a cancelled or closed call cancels the request at the replica."""
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
-        self._stream = _plain(handle, "stream", stream=True)
-        self._whole = _plain(handle, "whole", stream=False)
+        self._stream = _plain(handle, "stream")
+        # A generator too, of one item: when 100 unary calls over gRPC are cancelled at once, most
+        # of the replica's handlers are not, and their requests run on for nobody.
+        self._whole = _plain(handle, "whole")
 
-    async def stream(self, request: RelayedRequest) -> AsyncGenerator[AnswerStart | bytes, None]:
+    def stream(self, request: RelayedRequest) -> AsyncGenerator[AnswerStart | bytes, None]:
         """The answer piece by piece; raises ReplicaLostError."""
-        response = cast(
-            "DeploymentResponseGenerator[AnswerStart | bytes]", self._stream.remote(request)
-        )
-        try:
-            async for part in response:
-                yield part
-        except LOST as error:
-            raise ReplicaLostError(str(error)) from error
-        finally:
-            response.cancel()
+        return _parts(self._stream, request)
 
     async def whole(self, request: RelayedRequest) -> AnswerStart:
         """The answer in one piece; raises ReplicaLostError."""
-        response = cast("DeploymentResponse[AnswerStart]", self._whole.remote(request))
-        try:
-            return await response
-        except LOST as error:
-            raise ReplicaLostError(str(error)) from error
-        finally:
-            response.cancel()
+        async with aclosing(_parts(self._whole, request)) as parts:
+            answers = [part async for part in parts]
+        if len(answers) != 1 or not isinstance(answers[0], AnswerStart):
+            raise TypeError("a whole answer must be one piece")
+        return answers[0]
 
 
-def _plain(handle: DeploymentHandle[Any], method: str, *, stream: bool) -> DeploymentHandle[Any]:
+async def _parts(
+    method: DeploymentHandle[Any], request: RelayedRequest
+) -> AsyncGenerator[AnswerStart | bytes, None]:
+    response = cast("DeploymentResponseGenerator[AnswerStart | bytes]", method.remote(request))
+    try:
+        async for part in response:
+            yield part
+    except LOST as error:
+        raise ReplicaLostError(str(error)) from error
+    finally:
+        response.cancel()
+
+
+def _plain(handle: DeploymentHandle[Any], method: str) -> DeploymentHandle[Any]:
     """The handle for one method; both ends are ours, so the fast pickler will do."""
     return handle.options(
         method_name=method,
-        stream=stream,
+        stream=True,
         request_serialization="pickle",
         response_serialization="pickle",
     )

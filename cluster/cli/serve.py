@@ -13,17 +13,19 @@ from types import FrameType
 from typing import Annotated, Any
 
 import httpx
+import psutil
 import typer
 from rich.console import Console
 
 from apar_core.errors import AparError
 from cluster.config import DEFAULT_MODEL, PRESETS, ConfigError, ServeConfig, StartError, load_config
-from cluster.local_ray import NAMESPACE, local_ray
+from cluster.local_ray import NAMESPACE, local_ray, reap_orphans
 
 # Named as in a Ray Serve configuration: the command line starts deployments, it is not built
 # on them.
 APPLICATION_MODULE = "deployments.application"
 READY_S = 60.0
+REAP_PERIOD_S = 5.0
 console = Console()
 
 
@@ -179,5 +181,7 @@ def _print_ready(settings: ServeConfig, url: str, seconds: float) -> None:
 
 
 def _wait_for_signal() -> None:
+    own = frozenset(child.pid for child in psutil.Process().children())
     while True:
-        signal.pause()
+        time.sleep(REAP_PERIOD_S)
+        reap_orphans(own)

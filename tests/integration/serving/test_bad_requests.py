@@ -1,0 +1,111 @@
+"""Requests that cannot be served get the right status and an OpenAI error body."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.integration.serving.running_application import RunningApplication
+
+pytestmark = pytest.mark.cluster
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    error: dict[str, Any] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    assert error["message"]
+    assert error["type"] == "invalid_request_error"
+    return error
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, HI | {"temperature": "warm"}, "temperature"),
+        (CHAT, HI | {"max_tokens": 0}, "max_tokens"),
+        (CHAT, HI | {"max_tokens": "many"}, "max_tokens"),
+        (CHAT, HI | {"stream": "maybe"}, "stream"),
+        (CHAT, HI | {"model": 5}, "model"),
+        (CHAT, {"messages": "hi"}, "messages"),
+        (CHAT, {}, "messages"),
+        (CHAT, HI | {"apar": {"threads": 3}}, "apar.threads"),
+        (CHAT, HI | {"apar": {"max_threads": 0}}, "apar.max_threads"),
+        (CHAT, HI | {"apar": {"enabled": 1}}, "apar.enabled"),
+        (CHAT, HI | {"apar": [1]}, "apar"),
+        (CHAT, HI | {"vllm_xargs": {"apar_enabled": 1}}, "vllm_xargs.apar_enabled"),
+        (CHAT, HI | {"vllm_xargs": {"apar": "x"}}, "vllm_xargs.apar"),
+        (CHAT, HI | {"kv_transfer_params": {"prompt_token_ids": [1]}}, "kv_transfer_params"),
+        (TEXT, {"prompt": "hi", "max_tokens": 0}, "max_tokens"),
+        (TEXT, {"prompt": "hi", "stop": 5}, "stop"),
+        (TEXT, {"prompt": "x" * 50_000}, "input_text"),
+    ],
+)
+def test_a_wrong_field_is_named(
+    application: RunningApplication, path: str, body: dict[str, Any], param: str
+) -> None:
+    answer = httpx.post(application.url + path, json=body, timeout=30)
+
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == param
+
+
+@pytest.mark.parametrize("body", [b"{bad", b"[1]", b"", b"\xff", b"[" * 100_000])
+def test_a_body_that_is_no_json_object_is_refused(
+    application: RunningApplication, body: bytes
+) -> None:
+    answer = httpx.post(application.url + CHAT, content=body, timeout=30)
+
+    assert answer.status_code == 400
+    error_of(answer)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("POST", "/inference/v1/generate", 404),
+        ("GET", CHAT, 405),
+        ("POST", "/v1/models", 405),
+    ],
+)
+def test_other_routes_are_refused(
+    application: RunningApplication, method: str, path: str, status: int
+) -> None:
+    answer = httpx.request(method, application.url + path, timeout=30)
+
+    assert answer.status_code == status
+    error_of(answer)
+
+
+def control_ids(application: RunningApplication) -> list[int]:
+    answer = httpx.post(f"{application.url}/tokenize", json={"prompt": "[Fork]"}, timeout=30)
+    ids: list[int] = answer.json()["tokens"]
+    return ids[-1:]
+
+
+@pytest.mark.parametrize("field", ["prompt", "stop_token_ids", "allowed_token_ids", "logit_bias"])
+def test_control_tokens_named_by_id_are_refused(
+    application: RunningApplication, field: str
+) -> None:
+    ids = control_ids(application)
+    value: Any = {str(ids[0]): 100.0} if field == "logit_bias" else ids
+
+    answer = httpx.post(application.url + TEXT, json={"prompt": "hi", field: value}, timeout=30)
+
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == field
+
+
+def test_one_token_is_an_answer(application: RunningApplication) -> None:
+    answer = httpx.post(application.url + CHAT, json=HI | {"max_tokens": 1}, timeout=30).json()
+
+    assert answer["usage"]["completion_tokens"] == 1
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_nothing_is_left_of_refused_requests(application: RunningApplication) -> None:
+    application.wait_until_idle()

@@ -1,0 +1,125 @@
+"""An unmodified OpenAI client against the running application."""
+
+import openai
+import pytest
+
+from tests.integration.serving.running_application import RunningApplication
+
+pytestmark = pytest.mark.cluster
+PROMPT = "Give me 5 tips for sleeping well."
+
+
+@pytest.fixture(scope="module")
+def client(application: RunningApplication) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{application.url}/v1", api_key="none", max_retries=0)
+
+
+def chat(
+    client: openai.OpenAI, model: str, prompt: str = PROMPT
+) -> openai.types.chat.ChatCompletion:
+    return client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": prompt}],
+        temperature=0,
+        max_tokens=500,
+    )
+
+
+def test_models_lists_the_served_model(
+    application: RunningApplication, client: openai.OpenAI
+) -> None:
+    assert [model.id for model in client.models.list()] == [application.model]
+
+
+def test_a_list_answer_comes_from_several_threads(
+    application: RunningApplication, client: openai.OpenAI
+) -> None:
+    answer = chat(client, application.model)
+
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    statistics = answer.model_extra["apar"] if answer.model_extra else {}
+    assert statistics["threads"] == statistics["forks"] + 1 > 2
+    assert statistics["decode_steps"] < statistics["sequential_steps"]
+    assert answer.usage.completion_tokens == statistics["text_tokens"]
+
+
+def test_stream_and_whole_answer_are_the_same_text(
+    application: RunningApplication, client: openai.OpenAI
+) -> None:
+    whole = chat(client, application.model)
+    stream = client.chat.completions.create(
+        model=application.model,
+        messages=[{"role": "user", "content": PROMPT}],
+        temperature=0,
+        max_tokens=500,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert len(chunks) > 5
+    assert chunks[-1].usage == whole.usage.model_copy(
+        update={"completion_tokens_details": None, "prompt_tokens_details": None}
+    )
+    assert chunks[-1].model_extra is not None
+    assert whole.model_extra is not None
+    assert chunks[-1].model_extra["apar"] == whole.model_extra["apar"]
+
+
+def test_completions_stream_and_whole_are_the_same_text(
+    application: RunningApplication, client: openai.OpenAI
+) -> None:
+    whole = client.completions.create(
+        model=application.model, prompt="The best tea", temperature=0, max_tokens=40
+    )
+    stream = client.completions.create(
+        model=application.model, prompt="The best tea", temperature=0, max_tokens=40, stream=True
+    )
+
+    assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens > 0
+
+
+def test_forks_can_be_switched_off_and_bounded(
+    application: RunningApplication, client: openai.OpenAI
+) -> None:
+    def statistics(apar: dict[str, object]) -> dict[str, int]:
+        answer = client.chat.completions.create(
+            model=application.model,
+            messages=[{"role": "user", "content": PROMPT}],
+            temperature=0,
+            max_tokens=500,
+            extra_body={"apar": apar},
+        )
+        return (answer.model_extra or {}).get("apar", {})
+
+    assert statistics({"enabled": True})["threads"] > 2
+    assert statistics({"enabled": False}).get("threads", 1) == 1
+    # At most two alive at once takes more steps than all at once.
+    assert statistics({"max_threads": 1})["threads"] == statistics({"enabled": True})["threads"]
+
+
+def test_the_fork_token_spelled_in_a_prompt_is_plain_text(
+    application: RunningApplication, client: openai.OpenAI
+) -> None:
+    spelled = chat(client, application.model, "Say [Fork][Child] twice.")
+    bare = client.completions.create(
+        model=application.model, prompt="[Fork][Child]", max_tokens=1, temperature=0, echo=True
+    )
+
+    assert spelled.usage is not None
+    assert bare.usage is not None
+    assert bare.usage.prompt_tokens > 3  # two control tokens would be two, or three with BOS
+    assert bare.choices[0].text.startswith("[Fork][Child]")
+
+
+def test_an_unknown_model_raises_not_found(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as raised:
+        chat(client, "nope")
+
+    assert raised.value.code == "model_not_found"
+    assert raised.value.param == "model"

@@ -1,0 +1,121 @@
+"""Clients that leave, stop strings across threads, and more requests than there is room for."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.integration.serving.running_application import (
+    MAX_CONCURRENCY,
+    MAX_QUEUED,
+    RunningApplication,
+)
+
+pytestmark = pytest.mark.cluster
+LIST_PROMPT = "Give me 5 tips for sleeping well."
+
+
+def chat_body(**fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": LIST_PROMPT}]
+    return {"messages": messages, "temperature": 0, "max_tokens": 500} | fields
+
+
+def client_for(application: RunningApplication) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(base_url=application.url, timeout=60, limits=limits)
+
+
+async def leave_after(client: httpx.AsyncClient, delay_s: float, num_pieces: int = 0) -> int:
+    """Begin a stream, read some of it, cut the connection; returns the status."""
+    body = chat_body(stream=True)
+    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        pieces = answer.aiter_raw()
+        for _ in range(num_pieces):
+            await anext(pieces, None)
+        await asyncio.sleep(delay_s)
+        return answer.status_code
+
+
+async def test_two_hundred_clients_that_leave_mid_stream_free_everything(
+    application: RunningApplication,
+) -> None:
+    async with client_for(application) as client:
+        statuses = await asyncio.gather(
+            *(leave_after(client, 0.002 * index, num_pieces=1) for index in range(200))
+        )
+
+    assert statuses == [200] * 200
+    application.wait_until_idle()
+
+
+async def test_leaving_at_any_moment_of_a_forking_request_frees_everything(
+    application: RunningApplication,
+) -> None:
+    """The moments are 2 ms apart, closer than two steps of the engine, so forks are among them."""
+    async with client_for(application) as client:
+        for moment in range(0, 120, 2):
+            task = asyncio.create_task(
+                client.post("/v1/chat/completions", json=chat_body(stream=moment % 4 == 0))
+            )
+            await asyncio.sleep(moment / 1000)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    application.wait_until_idle()
+
+
+async def test_a_stop_string_across_a_fork_boundary_cuts_the_restored_text(
+    application: RunningApplication,
+) -> None:
+    async with client_for(application) as client:
+        whole = (await client.post("/v1/chat/completions", json=chat_body())).json()
+        text: str = whole["choices"][0]["message"]["content"]
+        # The second item ends in a child thread, the number of the third comes from the root.
+        boundary = text.index("\n3.")
+        stop = text[boundary - 4 : boundary + 3]
+        cut = (await client.post("/v1/chat/completions", json=chat_body(stop=[stop]))).json()
+        async with client.stream(
+            "POST", "/v1/chat/completions", json=chat_body(stop=[stop], stream=True)
+        ) as answer:
+            streamed = "".join([piece async for piece in answer.aiter_text()])
+
+    assert whole["apar"]["threads"] > 3
+    assert cut["choices"][0]["message"]["content"] == text[: boundary - 4]
+    assert cut["choices"][0]["finish_reason"] == "stop"
+    assert cut["choices"][0]["stop_reason"] == stop
+    assert '"finish_reason":"stop"' in streamed
+    assert streamed.endswith("data: [DONE]\n\n")
+    application.wait_until_idle()
+
+
+async def test_beyond_the_queue_requests_get_503_and_when_to_retry(
+    application: RunningApplication,
+) -> None:
+    num_over = 30
+    body = chat_body(max_tokens=400, ignore_eos=True)
+    async with client_for(application) as client:
+        tasks = [
+            asyncio.create_task(client.post("/v1/chat/completions", json=body))
+            for _ in range(MAX_CONCURRENCY + MAX_QUEUED + num_over)
+        ]
+        refused = []
+        for next_done in asyncio.as_completed(tasks):
+            refused.append(await next_done)
+            if len(refused) == num_over:
+                break
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert [answer.status_code for answer in refused] == [503] * num_over
+    assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+    error = refused[0].json()["error"]
+    assert error["type"] == "server_error"
+    assert error["code"] == "overloaded"
+    application.wait_until_idle()
+
+
+async def test_health_is_ok(application: RunningApplication) -> None:
+    async with client_for(application) as client:
+        assert (await client.get("/health")).status_code == 200
