@@ -47,10 +47,12 @@ def scripts(draw: st.DrawFn) -> tuple[Script, list[int]]:
     return script, thread("", 0)
 
 
+block_sizes = st.sampled_from([4, 16, 32])
 shapes = st.builds(
     EngineShape,
     # The longest path of a script with its prompt fits into 28 blocks of four tokens.
     num_blocks=st.integers(30, 90),
+    block_size=block_sizes,
     max_num_seqs=st.integers(1, 12),
     max_num_batched_tokens=st.integers(13, 48),
     run_ahead=st.booleans(),

@@ -1,0 +1,80 @@
+"""Forked decoding against plain decoding: in float32, greedy, every token is the same.
+
+One engine per way of running: block size, batch, short memory, chunked prompts, speculation. vLLM's
+attention on CPUs takes blocks of a multiple of 32 tokens only; smaller blocks are covered with a
+scripted model in tests/unit/apar_core/scheduler.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.integration.engine_process import EngineProcess
+from tests.integration.plain_decoding import FLOAT_NOISE, chats, generate_threads, mismatches
+
+pytestmark = pytest.mark.engine
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+# name: (engine arguments, chats, what must have happened)
+WAYS: dict[str, tuple[dict[str, Any], int, set[str]]] = {
+    "large batch, blocks of 32": ({}, 48, set()),
+    "small batch, blocks of 64": ({"block_size": 64, "max_num_seqs": 4}, 12, set()),
+    "chunked prefill, blocks of 128": (
+        {"block_size": 128, "max_num_batched_tokens": 32, "max_num_seqs": 32},
+        16,
+        set(),
+    ),
+    "short memory": ({"num_gpu_blocks_override": 26}, 32, {"preempted"}),
+    "short memory, chunked prefill": (
+        {"num_gpu_blocks_override": 26, "max_num_batched_tokens": 64, "max_num_seqs": 32},
+        24,
+        {"preempted"},
+    ),
+    "n-gram speculation": ({"speculative_config": NGRAM}, 32, {"speculated"}),
+    "n-gram speculation, short memory, chunked prefill": (
+        {
+            "speculative_config": NGRAM,
+            "num_gpu_blocks_override": 26,
+            "max_num_batched_tokens": 256,
+            "max_num_seqs": 48,
+        },
+        24,
+        {"preempted", "speculated"},
+    ),
+}
+MIN_FORKED_THREADS = 300
+# Filled by the runs, so that the last test can look at all of them.
+FORKED_THREADS: dict[str, int] = {}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_thread_equals_plain_decoding_of_its_prefix(way: str) -> None:
+    engine_args, num_chats, expected = WAYS[way]
+    engine = EngineProcess(**engine_args)
+    try:
+        run = engine.call(generate_threads, chats(num_chats), 300)
+    finally:
+        engine.close()
+
+    differing = mismatches(run.threads)
+    FORKED_THREADS[way] = sum(thread.is_child for thread in run.threads)
+    print(
+        f"{way}: {len(run.threads)} threads, {FORKED_THREADS[way]} of them forked, "
+        f"{sum(len(thread.generated) for thread in run.threads)} tokens, "
+        f"{run.preemptions} preemptions, {run.num_draft_tokens} draft tokens; ties within float "
+        f"noise: {len(differing)}, largest gap {max((each.gap for each in differing), default=0)}"
+    )
+    # A thread that differs goes on from there by itself, so one tie can stand for many tokens.
+    assert all(each.gap < FLOAT_NOISE for each in differing)
+    assert FORKED_THREADS[way] > 0
+    assert (run.preemptions > 0) == ("preempted" in expected)
+    assert (run.num_draft_tokens > 0) == ("speculated" in expected)
+    assert run.state_after["free_blocks"] == run.state_after["kv_blocks"]
+    assert run.state_after["threads"] == 0
+
+
+def test_enough_forked_threads_were_compared() -> None:
+    if FORKED_THREADS.keys() != WAYS.keys():
+        pytest.skip("only part of the runs was selected")
+
+    assert sum(FORKED_THREADS.values()) >= MIN_FORKED_THREADS
