@@ -56,8 +56,9 @@ class BlockSharing:
         self._unscheduled: set[str] = set()
         single_managers = manager.coordinator.single_type_managers
         self._block_sizes = [single.block_size for single in single_managers]
-        # Other kinds of attention drop or relocate blocks; their children use the prefix cache.
-        self._supported = all(type(single) is FullAttentionManager for single in single_managers)
+        # Off, children find their prefix in the prefix cache, as any request does: so with other
+        # kinds of attention, which drop or relocate blocks, and in the benchmark of fork costs.
+        self.enabled = all(type(single) is FullAttentionManager for single in single_managers)
         self._allocate = manager.allocate_slots
         vars(manager)["allocate_slots"] = self._allocate_slots
 
@@ -67,7 +68,7 @@ class BlockSharing:
         num_tokens = min(child.num_prompt_tokens - 1, parent.num_computed_tokens)
         self.counters.forks += 1
         self._unscheduled.add(child.request_id)
-        if num_tokens <= 0 or not self._supported:
+        if num_tokens <= 0 or not self.enabled:
             return
         groups = self._manager.get_blocks(parent.request_id).blocks
         kept = tuple(

@@ -30,7 +30,10 @@ def build_child_request(
     sampling_params = parent.sampling_params.clone()
     sampling_params.max_tokens = max_tokens
     sampling_params.min_tokens = 0
+    # Whatever was asked of the prompt, its root thread answers.
     sampling_params.prompt_logprobs = None
+    sampling_params.prompt_logprob_token_ids = None
+    sampling_params.skip_reading_prefix_cache = False
     sampling_params.seed = child_seed(sampling_params.seed, ordinal)
     sampling_params.extra_args = _extra_args(sampling_params.extra_args, ordinal)
     child = Request(

@@ -16,21 +16,21 @@ class ThreadText(Generic[Item]):
     """One thread of a tree.
 
     `paragraphs` are the items between its forks, one more than `children`; some may be empty.
-    `start_step` is the step that generated its first token where every live thread gains one
-    token a step, the request's first step being 0.
     """
 
     thread: ThreadId
     parent: ThreadId | None
     paragraphs: tuple[Sequence[Item], ...]
     children: tuple[ThreadId, ...]
-    start_step: int
     ended: bool
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the thread generated: text, fork tokens and its end token."""
-        return sum(map(len, self.paragraphs)) + len(self.children) + self.ended
+    def generated(self, fork: Item, end: Item) -> list[Item]:
+        """All that the thread generated: text, fork tokens and its end token if it has one."""
+        items: list[Item] = list(self.paragraphs[0])
+        for paragraph in self.paragraphs[1:]:
+            items.append(fork)
+            items.extend(paragraph)
+        return [*items, end] if self.ended else items
 
 
 def thread_texts(tree: ParagraphTree[Item]) -> dict[ThreadId, ThreadText[Item]]:
@@ -46,15 +46,11 @@ def thread_texts(tree: ParagraphTree[Item]) -> dict[ThreadId, ThreadText[Item]]:
             if node.first_child is not None:
                 first_nodes[next(children)] = node.first_child
             node = node.next_sibling
-        parent_start = 0 if record.parent is None else texts[record.parent].start_step
-        # The fork token itself takes a step of the parent.
-        forked = 0 if record.parent is None else record.fork_index + 1
         texts[thread] = ThreadText(
             thread=thread,
             parent=record.parent,
             paragraphs=tuple(paragraphs),
             children=tuple(record.children),
-            start_step=parent_start + forked,
             ended=record.ended,
         )
     return texts
@@ -73,9 +69,8 @@ def thread_prefix(
         return list(prompt)
     parent = texts[text.parent]
     prefix = thread_prefix(texts, text.parent, prompt, fork, child)
-    ordinal = parent.children.index(thread)
-    for index, paragraph in enumerate(parent.paragraphs[: ordinal + 1]):
-        if index > 0:
-            prefix.append(fork)
+    prefix.extend(parent.paragraphs[0])
+    for paragraph in parent.paragraphs[1 : parent.children.index(thread) + 1]:
+        prefix.append(fork)
         prefix.extend(paragraph)
     return [*prefix, fork, child]

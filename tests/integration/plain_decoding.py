@@ -80,11 +80,8 @@ def generate_threads(
         for thread, text in texts.items():
             fork, child = TextToken(control.fork_id, None), TextToken(control.child_id, None)
             path = [item.token_id for item in thread_prefix(texts, thread, [], fork, child)]
-            generated: list[int] = []
-            for index, paragraph in enumerate(text.paragraphs):
-                generated += [control.fork_id] * (index > 0)
-                generated += [token.token_id for token in paragraph]
-            generated += [tokenizer.eos_token_id] * text.ended
+            end = TextToken(tokenizer.eos_token_id, None)
+            generated = [token.token_id for token in text.generated(fork, end)]
             is_child = text.parent is not None
             threads.append(GeneratedThread((*prompt_ids, *path), tuple(generated), is_child))
     return Run(tuple(threads), preemptions[0], core_state(scheduler), drafts[0])

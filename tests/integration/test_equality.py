@@ -5,12 +5,15 @@ attention on CPUs takes blocks of a multiple of 32 tokens only; smaller blocks a
 scripted model in tests/unit/apar_core/scheduler.
 """
 
+import logging
 from typing import Any
 
 import pytest
 
 from tests.integration.engine_process import EngineProcess
 from tests.integration.plain_decoding import FLOAT_NOISE, chats, generate_threads, mismatches
+
+logger = logging.getLogger(__name__)
 
 pytestmark = pytest.mark.engine
 
@@ -58,11 +61,18 @@ def test_every_thread_equals_plain_decoding_of_its_prefix(way: str) -> None:
 
     differing = mismatches(run.threads)
     FORKED_THREADS[way] = sum(thread.is_child for thread in run.threads)
-    print(
-        f"{way}: {len(run.threads)} threads, {FORKED_THREADS[way]} of them forked, "
-        f"{sum(len(thread.generated) for thread in run.threads)} tokens, "
-        f"{run.preemptions} preemptions, {run.num_draft_tokens} draft tokens; ties within float "
-        f"noise: {len(differing)}, largest gap {max((each.gap for each in differing), default=0)}"
+    # Shown with `pytest -o log_cli=true --log-cli-level=INFO`.
+    logger.info(
+        "%s: %d threads, %d of them forked, %d tokens, %d preemptions, %d draft tokens; "
+        "ties within float noise: %d, largest gap %g",
+        way,
+        len(run.threads),
+        FORKED_THREADS[way],
+        sum(len(thread.generated) for thread in run.threads),
+        run.preemptions,
+        run.num_draft_tokens,
+        len(differing),
+        max((each.gap for each in differing), default=0.0),
     )
     # A thread that differs goes on from there by itself, so one tie can stand for many tokens.
     assert all(each.gap < FLOAT_NOISE for each in differing)

@@ -1,7 +1,7 @@
 from apar_core.tree.paragraph import ROOT_THREAD, ParagraphTree, ThreadId
 from apar_core.tree.threads import thread_prefix, thread_texts
 
-FORK, CHILD = -1, -2
+FORK, CHILD, END = -1, -2, -3
 FIRST, NESTED, SECOND = ThreadId("first"), ThreadId("nested"), ThreadId("second")
 
 
@@ -35,18 +35,13 @@ def test_threads_hold_their_paragraphs_between_forks() -> None:
     assert texts[ROOT_THREAD].children == (FIRST, SECOND)
 
 
-def test_thread_counts_forks_and_its_own_end_as_tokens() -> None:
+def test_generated_tokens_include_forks_and_the_own_end() -> None:
     texts = thread_texts(nested_tree())
 
-    # 1 2 [Fork] 3 [Fork] 4 and the end; 10 [Fork] 11 and the end; 30 31, cut.
-    assert [texts[t].num_tokens for t in (ROOT_THREAD, FIRST, SECOND)] == [7, 4, 2]
-
-
-def test_thread_starts_in_the_step_after_its_fork_token() -> None:
-    texts = thread_texts(nested_tree())
-
-    # Steps 0 1 write 1 2 and step 2 [Fork]; step 3 writes 3 and 10, step 4 both next fork tokens.
-    assert [texts[t].start_step for t in (ROOT_THREAD, FIRST, SECOND, NESTED)] == [0, 3, 5, 5]
+    assert texts[ROOT_THREAD].generated(FORK, END) == [1, 2, FORK, 3, FORK, 4, END]
+    assert texts[FIRST].generated(FORK, END) == [10, FORK, 11, END]
+    # Cut before its end.
+    assert texts[SECOND].generated(FORK, END) == [30, 31]
 
 
 def test_prefix_is_the_path_with_control_tokens() -> None:

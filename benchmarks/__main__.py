@@ -1,0 +1,82 @@
+"""`make bench`: forked against sequential decoding, the cost of a fork, the cost of serving."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    no_args_is_help=False,
+    help="Measure on this machine. Every figure is a ratio of two things that run in turn.",
+    pretty_exceptions_show_locals=False,
+)
+console = Console(width=140)
+
+
+@app.callback(invoke_without_command=True)
+def everything(context: typer.Context) -> None:
+    """Run all benchmarks, unless one is named."""
+    if context.invoked_subcommand is None:
+        decoding()
+        serving()
+
+
+@app.command()
+def decoding(
+    model: Annotated[str, typer.Option(help="Checkpoint; apar-tiny by default.")] = "",
+    rounds: Annotated[int, typer.Option(help="Rounds after one that warms up.")] = 5,
+    eager: Annotated[bool, typer.Option(help="Do without torch.compile.")] = False,
+) -> None:
+    """Forked against sequential decoding of the same tokens, and the cost of a fork."""
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # A small model gains nothing from threads that wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Imported here: --help shall not wait for torch and vLLM.
+    from apar_core.engine.offline import OfflineEngine
+    from apar_core.engine.replay import REPLAY
+    from apar_core.models.apar_tiny import checkpoint_path
+    from benchmarks import decoding, fork_cost
+
+    engine = OfflineEngine(
+        model or checkpoint_path(),
+        block_size=32,
+        max_num_seqs=512,
+        enforce_eager=eager,
+        logits_processors=[REPLAY],
+        kv_cache_memory_bytes=512 << 20,
+    )
+    try:
+        results = decoding.run(engine, console, rounds=rounds)
+        results |= fork_cost.run(engine, console)
+    finally:
+        engine.shutdown()
+    write("decoding", results)
+
+
+@app.command()
+def serving() -> None:
+    """The Ray Serve path against vLLM's own HTTP server, on unforked traffic."""
+    script = Path(__file__).parent / "serve_overhead.py"
+    subprocess.run([sys.executable, str(script)], check=True)
+
+
+def write(name: str, results: dict[str, Any]) -> None:
+    """Keep the figures in out/NAME.json."""
+    path = Path("out") / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    stamp = {"date": datetime.now(UTC).isoformat(timespec="seconds")}
+    path.write_text(json.dumps(stamp | results, indent=2) + "\n")
+    console.print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    app()

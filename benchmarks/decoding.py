@@ -1,0 +1,239 @@
+"""The same answers through one engine, forked and as one thread each, token by token the same."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from apar_core.data.tiny_corpus.generator import Corpus
+from apar_core.engine.offline import OfflineEngine
+from apar_core.engine.replay import path_key, replay_args
+from apar_core.engine.thread_outputs import TextToken
+from apar_core.tree.paragraph import ROOT_THREAD, ParagraphTree, ThreadId
+from apar_core.tree.restore import restore
+from apar_core.tree.threads import thread_texts
+
+BATCH_SIZES = (1, 32)
+MAX_TOKENS = 600
+
+
+@dataclass(frozen=True)
+class ForkedAnswer:
+    """A prompt, and the tokens that each thread of its answer generates, by the thread's path.
+
+    `text` is the restored answer with its end token, as one thread would generate it.
+    """
+
+    prompt_ids: tuple[int, ...]
+    threads: Mapping[str, list[int]]
+    text: list[int]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One way of generating the answers: engine steps, wall time, text tokens of all answers."""
+
+    steps: int
+    wall_s: float
+    text_tokens: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Forked beside sequential at one batch size; the median over the rounds."""
+
+    batch_size: int
+    num_answers: int
+    forked: Measured
+    sequential: Measured
+
+    @property
+    def step_ratio(self) -> float:
+        """How many times fewer steps forking takes."""
+        return self.sequential.steps / self.forked.steps
+
+    @property
+    def wall_ratio(self) -> float:
+        """How many times faster forking is."""
+        return self.sequential.wall_s / self.forked.wall_s
+
+
+def forked_answers(engine: OfflineEngine, number: int) -> list[ForkedAnswer]:
+    """Answers of the model itself, greedy, to questions whose answers fork."""
+    examples = Corpus(seed=7, held_out=True).examples(6 * number)
+    chats = [
+        [turn.as_dict() for turn in example.messages]
+        for example in examples
+        if example.answer.first_child is not None and not example.raw_prompt
+    ]
+    prompts = [
+        tuple(
+            engine.tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, return_dict=False
+            )
+        )
+        for chat in chats
+    ]
+    answers = engine.generate(
+        [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+        {"temperature": 0.0, "max_tokens": MAX_TOKENS},
+    )
+    forked = [
+        _forked_answer(engine, prompt, answer.record.trees[0])
+        for prompt, answer in zip(prompts, answers, strict=True)
+        if answer.finish_reason == "stop" and answer.record and answer.record.statistics.forks
+    ]
+    if len(forked) < number:
+        raise SystemExit(f"only {len(forked)} of {len(prompts)} answers fork: {number} are needed")
+    return forked[:number]
+
+
+def compare(
+    engine: OfflineEngine, answers: Sequence[ForkedAnswer], *, batch_size: int, rounds: int
+) -> Comparison:
+    """Generate all answers both ways, in turn within each round."""
+    forked: list[Measured] = []
+    sequential: list[Measured] = []
+    description = f"batch {batch_size}"
+    for number in track(range(rounds + 1), description=description, transient=True):
+        one = _run(engine, answers, batch_size, as_threads=True)
+        other = _run(engine, answers, batch_size, as_threads=False)
+        if number > 0:  # the first round warms up
+            forked.append(one)
+            sequential.append(other)
+    return Comparison(batch_size, len(answers), _median(forked), _median(sequential))
+
+
+def comparison_table(comparisons: Sequence[Comparison]) -> Table:
+    table = Table(title="The same answers, forked and sequential (one engine, interleaved)")
+    for name in ("batch", "answers", "tokens", "steps", "steps seq.", "fewer steps",
+                 "seconds", "seconds seq.", "faster", "faster / fewer steps"):  # fmt: skip
+        table.add_column(name, justify="right")
+    for each in comparisons:
+        table.add_row(
+            str(each.batch_size),
+            str(each.num_answers),
+            str(each.forked.text_tokens),
+            str(each.forked.steps),
+            str(each.sequential.steps),
+            f"{each.step_ratio:.2f}x",
+            f"{each.forked.wall_s:.2f}",
+            f"{each.sequential.wall_s:.2f}",
+            f"{each.wall_ratio:.2f}x",
+            f"{each.wall_ratio / each.step_ratio:.2f}",
+        )
+    return table
+
+
+def run(engine: OfflineEngine, console: Console, *, rounds: int) -> dict[str, Any]:
+    """Print the comparison at each batch size; returns it as plain values."""
+    answers = forked_answers(engine, max(BATCH_SIZES))
+    comparisons = [
+        # One by one takes long, so fewer answers.
+        compare(engine, answers[:12] if size == 1 else answers, batch_size=size, rounds=rounds)
+        for size in BATCH_SIZES
+    ]
+    console.print(comparison_table(comparisons))
+    return {
+        "decoding": [
+            {**asdict(each), "step_ratio": each.step_ratio, "wall_ratio": each.wall_ratio}
+            for each in comparisons
+        ]
+    }
+
+
+@contextmanager
+def counted_steps(engine: OfflineEngine) -> Iterator[list[int]]:
+    """Count the forward passes of an engine while the context lasts."""
+    scheduler, steps = engine.scheduler, [0]
+    original = scheduler.schedule
+
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        steps[0] += output.total_num_scheduled_tokens > 0
+        return output
+
+    scheduler.schedule = schedule
+    try:
+        yield steps
+    finally:
+        scheduler.schedule = original
+
+
+def replays(
+    answers: Sequence[ForkedAnswer], *, as_threads: bool
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Prompts and sampling arguments that make an engine generate the answers."""
+    prompts = [{"prompt_token_ids": list(answer.prompt_ids)} for answer in answers]
+    sampling = [
+        {
+            "temperature": 0.0,
+            "max_tokens": MAX_TOKENS,
+            "extra_args": {
+                **replay_args(answer.threads if as_threads else {"": answer.text}),
+                "apar_enabled": as_threads,
+            },
+        }
+        for answer in answers
+    ]
+    return prompts, sampling
+
+
+def _run(
+    engine: OfflineEngine, answers: Sequence[ForkedAnswer], batch_size: int, *, as_threads: bool
+) -> Measured:
+    prompts, sampling = replays(answers, as_threads=as_threads)
+    engine.scheduler.reset_prefix_cache()
+    text_tokens = 0
+    with counted_steps(engine) as steps:
+        start = time.perf_counter()
+        for first in range(0, len(prompts), batch_size):
+            last = first + batch_size
+            for answer, given in zip(
+                engine.generate(prompts[first:last], sampling[first:last]),
+                answers[first:last],
+                strict=True,
+            ):
+                # An answer that does not fork ends with its end token among its tokens.
+                generated = [t for t in answer.token_ids if t != given.text[-1]]
+                if generated != given.text[:-1]:
+                    raise RuntimeError(f"{answer.text!r} is not the answer that was asked for")
+                text_tokens += len(generated)
+        wall_s = time.perf_counter() - start
+    return Measured(steps[0], wall_s, text_tokens)
+
+
+def _median(measured: Sequence[Measured]) -> Measured:
+    return Measured(
+        steps=measured[0].steps,
+        wall_s=statistics.median(each.wall_s for each in measured),
+        text_tokens=measured[0].text_tokens,
+    )
+
+
+def _forked_answer(
+    engine: OfflineEngine, prompt_ids: tuple[int, ...], tree: ParagraphTree[TextToken]
+) -> ForkedAnswer:
+    control = engine.control_tokens
+    if control is None:
+        raise SystemExit("the checkpoint has no control tokens: nothing to compare")
+    fork = TextToken(control.fork_id, None)
+    end = TextToken(engine.tokenizer.eos_token_id, None)
+    texts = thread_texts(tree)
+    paths: dict[ThreadId, tuple[int, ...]] = {ROOT_THREAD: ()}
+    threads: dict[str, list[int]] = {}
+    for thread, text in texts.items():
+        for ordinal, child in enumerate(text.children):
+            paths[child] = (*paths[thread], ordinal)
+        generated = text.generated(fork, end)
+        threads[path_key(paths[thread])] = [token.token_id for token in generated]
+    text_ids = [token.token_id for token in restore(tree)]
+    return ForkedAnswer(prompt_ids, threads, [*text_ids, end.token_id])
