@@ -101,11 +101,14 @@ def translate(body: dict[str, Any], control_token_ids: frozenset[int]) -> bool:
                     f"`vllm_xargs.{key}` is internal; use the field `apar`",
                     param=f"vllm_xargs.{key}",
                 )
-    if body.get("apar") is None:
+    calls_tools = bool(body.get("tools")) and body.get("tool_choice") != "none"
+    if body.get("apar") is None and not calls_tools:
         return False
     if extra is not None and not isinstance(extra, dict):
         raise RequestError("`vllm_xargs` must be an object", param="vllm_xargs")
-    options = parse_options(body.pop("apar"))
+    options = parse_options(body.pop("apar", None) or {})
+    if calls_tools:  # A call is one sequence of tokens, which a parser reads as it comes.
+        options = options.model_copy(update={"enabled": False})
     body["vllm_xargs"] = {**(extra or {}), **options.engine_args()}
     return True
 

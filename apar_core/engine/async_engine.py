@@ -32,6 +32,10 @@ class AparAsyncLLM(AsyncLLM):
         """Statistics and trees of a finished request, once, by its external request id."""
         return self._output.records.take(request_id)
 
+    def pace_streams(self, pause_s: float) -> None:
+        """From now on, part two outputs of a stream by `pause_s` at least, merging what comes."""
+        self._output.stream_pause_s = pause_s
+
     @property
     def _input(self) -> ForkInputProcessor:
         return cast(ForkInputProcessor, self.input_processor)

@@ -63,6 +63,7 @@ class ForkInputProcessor(InputProcessor):
         """As in vLLM. Raises VLLMValidationError for what a client may not ask for (HTTP 400)."""
         request = super().process_inputs(request_id, prompt, params, *args, **kwargs)
         if self.control_tokens is None:
+            _drop_parameters(request.sampling_params)
             return request
         self._clean_prompt(request, prompt, self.control_tokens)
         if request.sampling_params is not None:
@@ -96,6 +97,7 @@ class ForkInputProcessor(InputProcessor):
             params.max_tokens = min(params.max_tokens, limit - len(plain))
 
     def _set_parameters(self, request: EngineCoreRequest, params: SamplingParams) -> None:
+        self._check_stop_tokens(params)
         extra_args = dict(params.extra_args or {})
         wanted = _choice(extra_args, ENABLED_ARG, bool, self._settings.enabled)
         max_threads = _choice(extra_args, MAX_THREADS_ARG, int, self._settings.max_threads)
@@ -118,6 +120,16 @@ class ForkInputProcessor(InputProcessor):
                 *bad_words(parameters),
             ]
 
+    def _check_stop_tokens(self, params: SamplingParams) -> None:
+        """Refuse control tokens as stop tokens: they are no part of the text that is to stop."""
+        named = self._spellings.keys() & set(params.stop_token_ids or ())
+        if named:
+            raise VLLMValidationError(
+                f"stop_token_ids may not hold the checkpoint's control tokens: {sorted(named)}.",
+                parameter="stop_token_ids",
+                value=params.stop_token_ids,
+            )
+
     def _end_ids(self) -> tuple[int, ...]:
         generation_ids = self.generation_config_fields.get("eos_token_id")
         ids = [generation_ids] if isinstance(generation_ids, int) else list(generation_ids or ())
@@ -136,6 +148,12 @@ def _control_tokens(vllm_config: VllmConfig, tokenizer: Any) -> ControlTokens | 
             extra={"model": vllm_config.model_config.model},
         )
     return control_tokens
+
+
+def _drop_parameters(params: SamplingParams | None) -> None:
+    """Keep a client from writing the parameters that only this input processor writes."""
+    if params is not None and params.extra_args and EXTRA_ARG in params.extra_args:
+        params.extra_args = {k: v for k, v in params.extra_args.items() if k != EXTRA_ARG}
 
 
 def _separated(settings: ForkSettings, control_tokens: ControlTokens) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
 
+from apar_core.engine.paced_outputs import pace
 from apar_core.engine.request_record import RequestRecords
 from apar_core.engine.separators import separators
 from apar_core.engine.thread_outputs import RequestThreads, TextToken
@@ -27,13 +29,23 @@ class ForkOutputProcessor(OutputProcessor):
         self.records = RequestRecords()
         # By engine request id: a request's root and, once opened, each of its threads.
         self._threads: dict[str, RequestThreads] = {}
+        # Requests that may not fork and report log-probabilities.
+        self._unforked: dict[str, ForkParameters] = {}
+        self.stream_pause_s = 0.0
 
     def add_request(self, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
         """Register a request; one that may fork gets a paragraph tree."""
         super().add_request(request, *args, **kwargs)
+        if self.stream_pause_s > 0:
+            pace(self.request_states[request.request_id], self.stream_pause_s)
         params = request.sampling_params
         parameters = None if params is None else ForkParameters.from_extra_args(params.extra_args)
-        if parameters is not None and parameters.enabled:
+        if parameters is None:
+            return
+        if not parameters.enabled:
+            if params.logprobs is not None:
+                self._unforked[request.request_id] = parameters
+        else:
             separator = self._separator() if parameters.separated else None
             threads = RequestThreads(request.request_id, parameters, separator)
             self._threads[request.request_id] = threads
@@ -42,6 +54,8 @@ class ForkOutputProcessor(OutputProcessor):
         self, engine_core_outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any
     ) -> OutputProcessorOutput:
         """As in vLLM, after the outputs of threads have been joined to those of their requests."""
+        if self._unforked:
+            self._rule_out_control_tokens(engine_core_outputs)
         if not self._threads:
             return super().process_outputs(engine_core_outputs, *args, **kwargs)
         joined, unfinished = self._join(engine_core_outputs)
@@ -80,12 +94,26 @@ class ForkOutputProcessor(OutputProcessor):
                 unfinished.append(threads.request_id)
         return joined, unfinished
 
+    def _rule_out_control_tokens(self, engine_core_outputs: list[EngineCoreOutput]) -> None:
+        """Report banned control tokens as impossible.
+
+        vLLM takes log-probabilities before any ban; beam search would follow them.
+        """
+        for output in engine_core_outputs:
+            parameters = self._unforked.get(output.request_id)
+            if parameters is not None and output.new_logprobs is not None:
+                token_ids = output.new_logprobs.logprob_token_ids
+                banned = (token_ids == parameters.fork_id) | (token_ids == parameters.child_id)
+                logprobs = np.where(banned, -np.inf, output.new_logprobs.logprobs)
+                output.new_logprobs = output.new_logprobs._replace(logprobs=logprobs)
+
     def _finish_request(self, req_state: RequestState) -> None:
         super()._finish_request(req_state)
         self._forget(req_state)
 
     def _forget(self, req_state: RequestState) -> None:
         """Drop a request's threads; what the engine still sends of them is ignored."""
+        self._unforked.pop(req_state.request_id, None)
         threads = self._threads.get(req_state.request_id)
         if threads is None:
             return

@@ -102,6 +102,8 @@ class RequestThreads:
         tokens = self._stream.take()
         stopping = next((i for i, token in enumerate(tokens) if token.stops), None)
         if stopping is not None:
+            # Not of the thread that met its stop token first: of the one that is read first.
+            self._stop_reason = tokens[stopping].token_id
             return [self._output(tokens[: stopping + 1], FinishReason.STOP)]
         outputs = [self._output(tokens, None)] if tokens else []
         if self.tree.finished:
@@ -158,7 +160,6 @@ class RequestThreads:
             # A stop token that the client named ends the whole answer, where it stands.
             items = self.tree.threads[thread].current_node.items
             items[-1] = items[-1]._replace(stops=True)
-            self._stop_reason = output.stop_reason
         elif reason in (FinishReason.REPETITION, FinishReason.ERROR):
             self._stop_reason = output.stop_reason
         self.tree.finish(thread, ended=ended)

@@ -103,6 +103,20 @@ def test_stop_token_of_the_client_ends_the_answer_where_it_stands() -> None:
     assert (end.finish_reason, end.stop_reason) == (FinishReason.STOP, 99)
 
 
+def test_of_two_stop_tokens_the_first_in_reading_order_is_the_reason() -> None:
+    request = threads()
+    request.feed(output("r", [10, FORK, 11, FORK, 12]))
+    request.feed(output("r~1", [77], FinishReason.STOP, stop_reason=77))
+    request.feed(output("r", [99], FinishReason.STOP, stop_reason=99))
+    assert text_of(request.take()) == [10]
+
+    request.feed(output("r~0", [20, END], FinishReason.STOP))
+    [last] = request.take()
+
+    assert last.new_token_ids == [20, 11, 77]
+    assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, 77)
+
+
 def test_error_of_one_thread_ends_the_request() -> None:
     request = threads()
     request.feed(output("r", [10, FORK, 11]))

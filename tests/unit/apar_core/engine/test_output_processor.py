@@ -1,0 +1,95 @@
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.outputs import LogprobsLists
+
+from apar_core.engine.output_processor import ForkOutputProcessor
+from apar_core.fork_parameters import EXTRA_ARG
+from tests.fakes.scripted_engine import CHILD, END, FORK, fork_parameters
+
+
+def processor_with(request_id: str, *, logprobs: int | None = None, **changes: Any) -> Any:
+    """A processor without a tokenizer that knows one request."""
+    processor: Any = ForkOutputProcessor(None, log_stats=False)
+    params = SamplingParams(
+        max_tokens=50,
+        logprobs=logprobs,
+        extra_args={EXTRA_ARG: {**fork_parameters().to_extra_arg(), **changes}},
+    )
+    request = EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=[5, 6],
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    request.external_req_id = "client's"
+    processor.add_request(request, None)
+    return processor
+
+
+def output(request_id: str, tokens: list[int], finish: FinishReason | None = None) -> Any:
+    return EngineCoreOutput(request_id, tokens, finish_reason=finish)
+
+
+def test_request_sees_one_text_and_no_control_tokens() -> None:
+    processor = processor_with("r")
+    processor.process_outputs([output("r", [10, FORK])])
+    processor.process_outputs([output("r", [11, END], FinishReason.STOP), output("r~0", [20])])
+    last = processor.process_outputs([output("r~0", [21, END], FinishReason.STOP)])
+
+    (_, finished) = last.request_outputs
+    assert finished.finished
+    assert list(finished.outputs[0].token_ids) == [10, 20, 21, 11]
+    record = processor.records.take("client's")
+    assert record.statistics.forks == 1
+
+
+def test_stop_token_of_a_client_ends_the_threads_that_still_run() -> None:
+    processor = processor_with("r")
+    processor.process_outputs([output("r", [10, FORK, 11])])
+    stop = EngineCoreOutput("r~0", [99], finish_reason=FinishReason.STOP, stop_reason=99)
+
+    processed = processor.process_outputs([stop])
+
+    assert processed.request_outputs[-1].finished
+    assert processed.reqs_to_abort == ["r"]
+    # What the engine had under way is ignored.
+    assert processor.process_outputs([output("r", [12])]).request_outputs == []
+
+
+@pytest.mark.parametrize("internal", [True, False])
+def test_aborted_request_is_forgotten_with_all_its_threads(internal: bool) -> None:
+    processor = processor_with("r")
+    processor.process_outputs([output("r", [10, FORK, 11])])
+
+    assert processor.abort_requests(["r" if internal else "client's"], internal) == ["r"]
+
+    late = processor.process_outputs([output("r", [12]), output("r~0", [20])])
+    assert late.request_outputs == []
+    assert not processor.has_unfinished_requests()
+    assert processor._threads == {}
+
+
+def test_banned_control_tokens_are_reported_as_impossible() -> None:
+    processor = processor_with("r", logprobs=2, enabled=False)
+    rows = LogprobsLists(
+        np.array([[10, FORK, CHILD]], dtype=np.int32),
+        np.array([[-3.0, -0.1, -0.2]], dtype=np.float32),
+        np.array([3], dtype=np.int32),
+        None,
+    )
+    answer = EngineCoreOutput("r", [10], new_logprobs=rows)
+
+    processed = processor.process_outputs([answer])
+
+    logprobs = processed.request_outputs[0].outputs[0].logprobs[0]
+    assert logprobs[10].logprob == -3.0
+    assert logprobs[FORK].logprob == logprobs[CHILD].logprob == float("-inf")
