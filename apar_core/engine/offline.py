@@ -45,6 +45,7 @@ class OfflineEngine:
         self.llm = LLM(**{**defaults, **engine_args})
         # Not LLMEngine: its processors are ours, and its engine core lives in this process.
         self._engine: Any = self.llm.llm_engine
+        self._engine.output_processor.records.keep_trees = True
 
     @property
     def control_tokens(self) -> ControlTokens | None:

@@ -12,7 +12,10 @@ from apar_core.tree.statistics import TreeStatistics, tree_statistics
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One or more finished trees (`n`, several prompts) that answered one request."""
+    """One or more finished trees (`n`, several prompts) that answered one request.
+
+    `trees` is empty unless trees are kept.
+    """
 
     statistics: TreeStatistics
     trees: tuple[ParagraphTree[TextToken], ...]
@@ -24,16 +27,19 @@ class RequestRecord:
 class RequestRecords:
     """Records of the last finished requests, by the request id that the client's side knows.
 
-    Bounded: a record that nobody takes is dropped when `capacity` newer ones have come.
+    Bounded: a record that nobody takes is dropped when `capacity` newer ones have come. Trees hold
+    every token of an answer, so they are kept only where `keep_trees` is set.
     """
 
     def __init__(self, capacity: int = 4096) -> None:
+        self.keep_trees = False
         self._capacity = capacity
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
 
     def add(self, request_id: str, tree: ParagraphTree[TextToken], num_prompt_tokens: int) -> None:
-        """Keep a finished tree, beside others of the same request."""
-        record = RequestRecord(tree_statistics(tree, num_prompt_tokens), (tree,))
+        """Keep the record of a finished tree, beside others of the same request."""
+        trees = (tree,) if self.keep_trees else ()
+        record = RequestRecord(tree_statistics(tree, num_prompt_tokens), trees)
         known = self._records.pop(request_id, None)
         self._records[request_id] = record if known is None else known + record
         if len(self._records) > self._capacity:

@@ -30,7 +30,21 @@ def test_choices_of_one_request_are_summed() -> None:
 
     assert record is not None
     assert (record.statistics.text_tokens, record.statistics.threads) == (3, 2)
-    assert len(record.trees) == 2
+
+
+def test_trees_are_kept_only_on_request() -> None:
+    records = RequestRecords()
+    records.add("a", tree(1), num_prompt_tokens=3)
+    records.keep_trees = True
+    records.add("b", tree(1), num_prompt_tokens=3)
+    records.add("b", tree(2), num_prompt_tokens=3)
+
+    without, kept = records.take("a"), records.take("b")
+
+    assert without is not None
+    assert without.trees == ()
+    assert kept is not None
+    assert [each.root.items[0].token_id for each in kept.trees] == [1, 2]
 
 
 def test_prompts_of_one_completion_are_taken_together() -> None:
