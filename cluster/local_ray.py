@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,9 @@ import psutil
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "apar"
+
+SERVE_FLAGS = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+"""What makes Ray Serve fast; a cluster of the user's needs them too, on every node."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _TERMINATE_S = 3.0
@@ -53,10 +57,10 @@ def serve_environment(folder: Path) -> dict[str, str]:
     HAProxy takes the connections, the gateway's and the replicas' code runs in Ray Serve's own
     event loop, and calls between them go over gRPC. `folder` holds HAProxy's files.
     """
-    return {
+    return SERVE_FLAGS | {
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        # By default Ray's workers, and with them our engines, give way to all other processes.
+        "RAY_worker_niceness": "0",
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
@@ -123,9 +127,12 @@ def _reap() -> None:
 def local_ray(*, num_cpus: int) -> Iterator[None]:
     """A Ray cluster on loopback, without dashboard and without fixed ports.
 
-    Must be entered before anything imports `ray.serve`, which reads its settings then. The
-    temporary folder is short, because Ray's socket paths may have 107 characters.
+    Raises RuntimeError if `ray.serve` has been imported without SERVE_FLAGS: it reads them then,
+    and handles made without them are several times slower. The temporary folder is short,
+    because Ray's socket paths may have 107 characters.
     """
+    if "ray.serve" in sys.modules and SERVE_FLAGS.items() - os.environ.items():
+        raise RuntimeError("ray.serve was imported before its settings were made")
     before = frozenset(child.pid for child in psutil.Process().children(recursive=True))
     folder = Path(tempfile.mkdtemp(prefix="apar-", dir="/tmp"))
     _adopt_orphans()

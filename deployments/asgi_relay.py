@@ -1,4 +1,4 @@
-"""Runs an ASGI application in process and hands its answer on in few, larger pieces."""
+"""Runs an ASGI application in process and hands its answer on piece by piece."""
 
 import asyncio
 import logging
@@ -68,8 +68,6 @@ class _Exchange:
         self._body_sent = False
         self._gone = asyncio.Event()
         self._wake = asyncio.Event()
-        # While a window is open, pieces do not wake the reader one by one.
-        self._held = False
         self._pieces: list[bytes] = []
         self.status: int | None = None
         self.headers: Headers = []
@@ -85,7 +83,7 @@ class _Exchange:
             await app(self._request.scope(), self._receive, self._send)
         finally:
             self.complete = True
-            self._release()
+            self._wake.set()
 
     async def _receive(self) -> Message:
         if not self._body_sent:
@@ -103,30 +101,16 @@ class _Exchange:
             self._pieces.append(body)
         if not message.get("more_body", False):
             self.complete = True
-            self._held = False
-        if not self._held:
-            self._wake.set()
-
-    def _release(self) -> None:
-        self._held = False
         self._wake.set()
 
-    async def next_piece(self, window_s: float) -> bytes:
-        """What the application has sent after at most `window_s`, sooner if it has finished.
+    async def next_piece(self) -> bytes:
+        """All that the application has sent since last time; waits while that is nothing.
 
-        Waits for as long as there is nothing at all.
+        Empty once the answer is complete.
         """
-        timer: asyncio.TimerHandle | None = None
-        if window_s > 0 and not self.complete:
-            self._held = True
-            timer = asyncio.get_running_loop().call_later(window_s, self._release)
-        try:
-            while self._held or not (self._pieces or self.complete):
-                self._wake.clear()
-                await self._wake.wait()
-        finally:
-            if timer is not None:
-                timer.cancel()
+        while not self._pieces and not self.complete:
+            self._wake.clear()
+            await self._wake.wait()
         piece = b"".join(self._pieces)
         self._pieces.clear()
         return piece
@@ -147,27 +131,21 @@ class _Exchange:
             raise error
 
 
-async def relay(
-    app: AsgiApp, request: RelayedRequest, window_s: float
-) -> AsyncIterator[AnswerStart | bytes]:
-    """The application's answer: its start with the first piece at once, then the rest.
+async def relay(app: AsgiApp, request: RelayedRequest) -> AsyncIterator[AnswerStart | bytes]:
+    """The application's answer: its start with the first piece, then the rest as it comes.
 
-    Pieces that follow within `window_s` of each other travel together. Closing the
-    iterator, or cancelling it, is the client's disconnect.
+    Closing the iterator, or cancelling it, is the client's disconnect.
     """
     exchange = _Exchange(request)
     exchange.start(app)
     try:
-        first = await exchange.next_piece(0.0)
+        first = await exchange.next_piece()
         if exchange.status is None:
             await exchange.close()
             raise RuntimeError("the application ended without an answer")
         yield AnswerStart(exchange.status, exchange.headers, first)
-        while not exchange.complete:
-            if piece := await exchange.next_piece(window_s):
-                yield piece
-        if rest := await exchange.next_piece(0.0):
-            yield rest
+        while piece := await exchange.next_piece():
+            yield piece
     finally:
         await exchange.close()
 
@@ -176,7 +154,7 @@ async def relay_whole(app: AsgiApp, request: RelayedRequest) -> AnswerStart:
     """The application's whole answer in one piece."""
     start: AnswerStart | None = None
     pieces: list[bytes] = []
-    async for part in relay(app, request, 0.0):
+    async for part in relay(app, request):
         if isinstance(part, AnswerStart):
             start = part
             pieces.append(part.body)

@@ -39,9 +39,9 @@ class Replica:
             server_arguments,
         )
 
-        self._settings = settings
         args = server_arguments(settings.model, settings.served_name, settings.engine)
         self._engine = build_engine(args)
+        self._engine.pace_streams(settings.coalesce_s)
         tokens = self._engine.control_tokens
         self._app: AsgiApp = AparExtension(
             await build_http_application(self._engine, args),
@@ -56,7 +56,7 @@ class Replica:
 
     async def stream(self, request: RelayedRequest) -> AsyncIterator[AnswerStart | bytes]:
         """The answer, piece by piece."""
-        async for part in relay(self._app, request, self._settings.coalesce_s):
+        async for part in relay(self._app, request):
             yield self._unless_dead(part) if isinstance(part, AnswerStart) else part
 
     async def whole(self, request: RelayedRequest) -> AsyncIterator[AnswerStart]:

@@ -1,0 +1,243 @@
+"""Cost of the Ray Serve path against vLLM's own HTTP server, on ordinary (unforked) traffic.
+
+Both serve the same model with the same engine arguments and stand side by side; in every round
+one after the other is measured, so that a change of the machine's speed meets both. The ratio is
+taken within a round, and its median over the rounds is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from cpu_by_process import cpu_seconds
+from http_load import run_load
+from rich.console import Console
+from rich.table import Table
+
+from cluster.config import ServeConfig
+from cluster.local_ray import free_port, local_ray
+
+NUM_CLIENTS = 32
+NUM_TOKENS = 100
+BARE, SERVE = "vLLM's own server", "apar serve"
+ENTRY = "vllm.entrypoints.launchers.api_server.entry"
+MODES = {"stream": True, "whole": False}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server to measure, and the processes that make it up."""
+
+    name: str
+    port: int
+    roots: list[psutil.Process]
+
+
+def config(arguments: argparse.Namespace) -> ServeConfig:
+    return ServeConfig(
+        model=arguments.model,
+        port=free_port(),
+        max_concurrency=64,
+        threads_per_request=1.0,
+        cpu_threads=1,
+        kv_cache_gib=0.5,
+        coalesce_s=arguments.coalesce_s,
+        engine={"enforce_eager": arguments.eager},
+    )
+
+
+@contextmanager
+def bare_server(settings: ServeConfig) -> Iterator[Target]:
+    """vLLM's own server with the engine arguments that `apar serve` uses."""
+    from deployments.application import engine_arguments, replica_environment
+
+    port = free_port()
+    command = [sys.executable, "-m", ENTRY, "--model", settings.preset.path]
+    command += ["--served-model-name", settings.public_name, "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--disable-uvicorn-access-log"]
+    for name, value in engine_arguments(settings, on_gpu=False).items():
+        flag = "--" + name.replace("_", "-")
+        command += [flag] if value is True else [] if value is False else [flag, str(value)]
+    log = Path("out/serve_overhead_vllm.log")
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=os.environ | replica_environment(settings, on_gpu=False),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        wait_until_healthy(port, process, log)
+        yield Target(BARE, port, [psutil.Process(process.pid)])
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def wait_until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline and process.poll() is None:
+        with suppress(httpx.HTTPError):
+            if httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
+                return
+        time.sleep(0.5)
+    raise RuntimeError(f"vLLM's server did not start; see {log}")
+
+
+@contextmanager
+def serve_application(settings: ServeConfig) -> Iterator[Target]:
+    """The application on the private Ray cluster, which is running."""
+    from deployments.application import running
+
+    ray_processes = psutil.Process().children()
+    with running(settings):
+        yield Target(SERVE, settings.port, ray_processes)
+
+
+def measure(target: Target, *, streaming: bool, requests_each: int) -> dict[str, Any]:
+    """One run against one target: tokens per second, latencies, CPU seconds per 1,000 tokens."""
+    before, client_before = cpu_seconds(target.roots), time.process_time()
+    result = asyncio.run(
+        run_load(
+            target.port,
+            num_clients=NUM_CLIENTS,
+            requests_each=requests_each,
+            num_tokens=NUM_TOKENS,
+            streaming=streaming,
+        )
+    )
+    used = cpu_seconds(target.roots) - before
+    used["client"] = time.process_time() - client_before
+    thousands = len(result.answers) * NUM_TOKENS / 1000
+    latencies = sorted(answer.latency_s for answer in result.answers)
+    return {
+        "tokens_per_s": thousands * 1000 / result.wall_s,
+        "latency_p50_s": statistics.median(latencies),
+        "latency_p99_s": latencies[int(len(latencies) * 0.99)],
+        "first_byte_p50_s": statistics.median(a.first_byte_s for a in result.answers),
+        "events_per_answer": statistics.mean(a.num_events for a in result.answers),
+        "cpu_s_per_1k_tokens": {name: value / thousands for name, value in used.items()},
+    }
+
+
+def run_rounds(targets: list[Target], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every target in both modes, once a round; the order turns round by round."""
+    for target in targets:
+        for streaming in MODES.values():
+            measure(target, streaming=streaming, requests_each=1)
+    rounds = []
+    for index in range(arguments.rounds):
+        order = targets if index % 2 == 0 else targets[::-1]
+        row: dict[str, Any] = {}
+        for mode, streaming in MODES.items():
+            row[mode] = {
+                target.name: measure(
+                    target, streaming=streaming, requests_each=arguments.requests_each
+                )
+                for target in order
+            }
+        rounds.append(row)
+    return rounds
+
+
+def summarise(rounds: list[dict[str, Any]], mode: str) -> dict[str, Any]:
+    """Medians over the rounds, and the median ratio of the two targets within a round."""
+
+    def ratio(key: str) -> float:
+        return statistics.median(row[mode][SERVE][key] / row[mode][BARE][key] for row in rounds)
+
+    names = sorted({n for row in rounds for n in row[mode][SERVE]["cpu_s_per_1k_tokens"]})
+    medians = {
+        target: {
+            key: statistics.median(row[mode][target][key] for row in rounds)
+            for key, value in rounds[0][mode][target].items()
+            if isinstance(value, float | int)
+        }
+        | {
+            "cpu_s_per_1k_tokens": {
+                name: statistics.median(
+                    row[mode][target]["cpu_s_per_1k_tokens"].get(name, 0.0) for row in rounds
+                )
+                for name in names
+            }
+        }
+        for target in (BARE, SERVE)
+    }
+    return {
+        "throughput_ratio": ratio("tokens_per_s"),
+        "latency_ratio": ratio("latency_p50_s"),
+        "first_byte_ratio": ratio("first_byte_p50_s"),
+        "median": medians,
+    }
+
+
+def show(console: Console, mode: str, summary: dict[str, Any]) -> None:
+    table = Table(title=f"{mode}: {NUM_CLIENTS} clients, {NUM_TOKENS} tokens each, unforked")
+    for column in ("", BARE, SERVE, "ratio"):
+        table.add_column(column, justify="left" if not column else "right")
+    median = summary["median"]
+    rows = (
+        ("tokens/s", "tokens_per_s", "throughput_ratio", 1),
+        ("latency p50, ms", "latency_p50_s", "latency_ratio", 1000),
+        ("first byte p50, ms", "first_byte_p50_s", "first_byte_ratio", 1000),
+        ("events per answer", "events_per_answer", None, 1),
+    )
+    for title, key, ratio, scale in rows:
+        values = [f"{median[target][key] * scale:.0f}" for target in (BARE, SERVE)]
+        table.add_row(title, *values, f"{summary[ratio]:.3f}" if ratio else "")
+    table.add_section()
+    cpu = {target: median[target]["cpu_s_per_1k_tokens"] for target in (BARE, SERVE)}
+    for name in cpu[SERVE]:
+        values = [f"{cpu[target][name] * 1000:.0f}" for target in (BARE, SERVE)]
+        table.add_row(f"CPU ms per 1k tokens: {name}", *values)
+    totals = [sum(cpu[target].values()) for target in (BARE, SERVE)]
+    table.add_row(
+        "CPU ms per 1k tokens: all",
+        *(f"{total * 1000:.0f}" for total in totals),
+        f"{totals[1] / totals[0]:.3f}",
+    )
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="apar-tiny")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests-each", type=int, default=5)
+    parser.add_argument("--coalesce-s", type=float, default=0.05)
+    parser.add_argument("--eager", action="store_true", help="do not compile the model")
+    parser.add_argument("--out", type=Path, default=Path("out/serve_overhead.json"))
+    arguments = parser.parse_args()
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    settings = config(arguments)
+    # Ray's daemons run in all measurements alike; they are the application's in the CPU figures.
+    with (
+        local_ray(num_cpus=os.cpu_count() or 1),
+        serve_application(settings) as application,
+        bare_server(settings) as bare,
+    ):
+        rounds = run_rounds([bare, application], arguments)
+    summaries = {mode: summarise(rounds, mode) for mode in MODES}
+    for mode, summary in summaries.items():
+        show(console, mode, summary)
+    arguments.out.write_text(json.dumps({"summary": summaries, "rounds": rounds}, indent=2))
+    console.print(f"Written to {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
