@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from apar_core.control_tokens import ControlTokens
 from apar_core.engine.request_record import RequestRecord
@@ -43,8 +43,8 @@ class OfflineEngine:
             "distributed_executor_backend": "uni",
         }
         self.llm = LLM(**{**defaults, **engine_args})
-        # Not LLMEngine: its processors are ours, and its engine core lives in this process.
-        self._engine: Any = self.llm.llm_engine
+        # More than vLLM's type says: the processors are ours, the engine core lives here.
+        self._engine: Any = cast(Any, self.llm.llm_engine)
         self._engine.output_processor.records.keep_trees = True
 
     @property

@@ -40,7 +40,7 @@ class ForkOutputProcessor(OutputProcessor):
             pace(self.request_states[request.request_id], self.stream_pause_s)
         params = request.sampling_params
         parameters = None if params is None else ForkParameters.from_extra_args(params.extra_args)
-        if parameters is None:
+        if params is None or parameters is None:
             return
         if not parameters.enabled:
             if params.logprobs is not None:
