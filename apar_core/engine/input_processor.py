@@ -42,6 +42,11 @@ class ForkInputProcessor(InputProcessor):
         super().__init__(vllm_config, *args, **kwargs)
         tokenizer: Any = self.tokenizer
         self.control_tokens = _control_tokens(vllm_config, tokenizer)
+        # The forking scheduler orders by priority for its own ends: unless this was configured, a
+        # client's priority must go on meaning nothing.
+        self._ignores_priority = (
+            engine_config.forks(vllm_config) and vllm_config.scheduler_config.policy != "priority"
+        )
         if self.control_tokens is None:
             return
         self._settings: ForkSettings = fork_settings(vllm_config)
@@ -62,6 +67,8 @@ class ForkInputProcessor(InputProcessor):
     ) -> EngineCoreRequest:
         """As in vLLM. Raises VLLMValidationError for what a client may not ask for (HTTP 400)."""
         request = super().process_inputs(request_id, prompt, params, *args, **kwargs)
+        if self._ignores_priority:
+            request.priority = 0
         if self.control_tokens is None:
             _drop_parameters(request.sampling_params)
             return request
