@@ -95,14 +95,15 @@ class ServeConfig(BaseModel):
     @property
     def preset(self) -> Preset:
         """The named preset, or one for a checkpoint that has none."""
-        return PRESETS.get(self.model) or Preset(self.model, DEFAULT_MAX_CONCURRENCY)
+        path = str(Path(self.model).expanduser()) if self.model.startswith("~") else self.model
+        return PRESETS.get(self.model) or Preset(path, DEFAULT_MAX_CONCURRENCY)
 
     @property
     def public_name(self) -> str:
         """The `model` that clients send."""
         if self.served_model_name is not None or self.model in PRESETS:
             return self.served_model_name or self.model
-        path = Path(self.model)
+        path = Path(self.preset.path)
         return path.resolve().name if path.exists() else self.model
 
     @property

@@ -1,6 +1,7 @@
 """Composes gateway and replicas into one Ray Serve application."""
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -97,6 +98,8 @@ def build_application(config: ServeConfig, *, on_gpu: bool = False) -> serve.App
         max_ongoing_requests=config.requests_per_replica,
         health_check_period_s=1.0,
         graceful_shutdown_wait_loop_s=0.1,
+        # What one start could not load, twenty cannot; a dead replica is replaced without limit.
+        max_constructor_retry_count=1,
         ray_actor_options={
             "num_cpus": 0 if not on_gpu else 1,
             "num_gpus": 1 if on_gpu else 0,
@@ -133,6 +136,7 @@ def running(config: ServeConfig) -> Iterator[str]:
     down, on another one only our application is deleted.
     """
     on_gpu = ray.cluster_resources().get("GPU", 0) > 0
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     quiet = LoggingConfig(enable_access_log=False, log_level="WARNING")
     serve.start(
         proxy_location=ProxyLocation.HeadOnly,

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from fastapi import FastAPI
-from vllm import AsyncEngineArgs
+from vllm import AsyncEngineArgs, envs
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -53,5 +53,7 @@ async def build_http_application(engine: EngineClient, args: Namespace) -> FastA
     tasks = await engine.get_supported_tasks()
     app = build_app(args, tasks, engine.model_config)
     await init_app_state(engine, app.state, args, tasks)
+    # The engine process does the same: reading the environment at every step costs time.
+    envs.enable_envs_cache()
     app.state.server = Namespace()  # vLLM's error handler looks for its uvicorn server here.
     return app

@@ -78,11 +78,19 @@ def serve(
                 "ray_address": ray_address,
             },
         )
+        _check_model(settings)
         _check_port(settings)
         run(settings, _wait_for_signal)
     except AparError as error:
         console.print(f"[red]Error:[/red] {error}", soft_wrap=True)
         raise typer.Exit(1) from error
+
+
+def _check_model(settings: ServeConfig) -> None:
+    """Raise ConfigError if the model is given as a path and nothing lies there."""
+    path = Path(settings.model).expanduser()
+    if settings.model.startswith(("/", ".", "~")) and not path.is_dir():
+        raise ConfigError(f"no such folder: {path}")
 
 
 def _check_port(settings: ServeConfig) -> None:
@@ -105,11 +113,9 @@ def run(settings: ServeConfig, wait: Callable[[], None]) -> None:
         with _cluster(settings):
             _stop_on_signals()  # Ray has put its own handler in place.
             application: Any = importlib.import_module(APPLICATION_MODULE)
+            console.print(f"Starting {settings.public_name} ...")
             started = time.monotonic()
-            with (
-                console.status(f"Starting {settings.public_name} ..."),
-                application.running(settings) as url,
-            ):
+            with application.running(settings) as url:
                 _wait_until_healthy(url)
                 _print_ready(settings, url, time.monotonic() - started)
                 wait()

@@ -1,0 +1,131 @@
+"""`apar serve` as a user runs it: starts, answers, and leaves no process behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster.local_ray import free_port
+
+pytestmark = pytest.mark.cluster
+MAIN = "import typer; from cluster.cli.serve import serve; typer.run(serve)"
+START_S = 180.0
+STOP_S = 60.0
+
+
+@contextmanager
+def apar_serve(*arguments: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The command in a session of its own, so that everything it starts can be found."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", MAIN, *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def session_members(leader: int) -> set[int]:
+    """Pids of the processes of a session; a zombie is gone already."""
+    members = set()
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                members.add(process.pid)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return members
+
+
+def wait_for(log: Path, text: str, process: subprocess.Popen[bytes]) -> str:
+    deadline = time.monotonic() + START_S
+    while text not in (said := log.read_text(errors="replace")):
+        assert process.poll() is None, said
+        assert time.monotonic() < deadline, said
+        time.sleep(0.2)
+    return said
+
+
+def test_ctrl_c_stops_everything_that_was_started(tmp_path: Path) -> None:
+    log, port = tmp_path / "log", free_port()
+    config = tmp_path / "config.yaml"
+    config.write_text("engine: {enforce_eager: true}\ncpu_threads: 1\n")
+    folders = set(Path("/tmp").glob("apar-*"))
+    with apar_serve("--port", str(port), "--config", str(config), log=log) as process:
+        said = wait_for(log, "Ctrl-C stops it", process)
+        command = next(line for line in said.splitlines() if line.startswith("curl "))
+        answer = subprocess.run(command, shell=True, capture_output=True, timeout=60, check=True)
+        assert len(session_members(process.pid)) > 5
+        # The terminal sends Ctrl-C to every process of the foreground group.
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(timeout=STOP_S)
+
+    assert b'"choices":[' in answer.stdout
+    assert process.returncode == 0
+    assert session_members(process.pid) == set()
+    assert set(Path("/tmp").glob("apar-*")) <= folders
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", port))
+
+
+def test_sigterm_while_starting_stops_everything(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with apar_serve("--port", str(free_port()), log=log) as process:
+        wait_for(log, "Starting apar-tiny", process)
+        time.sleep(8)
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=STOP_S)
+
+    assert process.returncode == 0
+    assert session_members(process.pid) == set()
+
+
+def test_a_port_in_use_is_said_before_anything_is_started(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        started = time.monotonic()
+        with apar_serve("--port", str(port), log=log) as process:
+            process.wait(timeout=STOP_S)
+
+    assert process.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in log.read_text()
+    assert time.monotonic() - started < 10
+
+
+def test_a_model_that_cannot_be_loaded_is_an_error_and_nothing_stays(tmp_path: Path) -> None:
+    log, folder = tmp_path / "log", tmp_path / "no-model"
+    folder.mkdir()
+    with apar_serve("--model", str(folder), "--port", str(free_port()), log=log) as process:
+        process.wait(timeout=START_S)
+
+    said = log.read_text()
+    assert process.returncode == 1
+    assert "Error:" in said
+    assert "no-model" in said
+    assert session_members(process.pid) == set()
+
+
+def test_a_missing_folder_is_said_before_anything_is_started(tmp_path: Path) -> None:
+    log, missing = tmp_path / "log", tmp_path / "missing"
+    with apar_serve("--model", str(missing), "--port", str(free_port()), log=log) as process:
+        process.wait(timeout=STOP_S)
+
+    assert process.returncode == 1
+    assert f"no such folder: {missing}" in log.read_text().replace("\n", "")
