@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -40,21 +41,40 @@ def sampled(answer: Answer) -> list[int]:
     return [token for child in children(answer) for token in child]
 
 
-def answers_and_seeds(engine: OfflineEngine, settings: list[Any]) -> tuple[list[Answer], list[Any]]:
-    """Answers, and the seed of every thread that got KV blocks. Runs in the engine's process."""
+@dataclass(frozen=True)
+class EngineThread:
+    """A thread as the engine core saw it, with every token that was sampled."""
+
+    seed: int | None
+    prompt_ids: tuple[int, ...]
+    sampled_ids: tuple[int, ...]
+
+
+def ask_and_watch(
+    engine: OfflineEngine, settings: list[Any]
+) -> tuple[list[Answer], list[EngineThread]]:
+    """Answers, and every thread that got KV blocks. Runs in the engine's process."""
     manager = engine.scheduler.kv_cache_manager
-    seeds: dict[str, Any] = {}
+    requests: dict[str, Any] = {}
     allocate = manager.allocate_slots
 
     def noting(request: Any, *args: Any, **kwargs: Any) -> Any:
-        seeds[request.request_id] = request.sampling_params.seed
+        requests[request.request_id] = request
         return allocate(request, *args, **kwargs)
 
     manager.allocate_slots = noting
     try:
-        return chat(engine, settings), list(seeds.values())
+        answers = chat(engine, settings)
     finally:
         manager.allocate_slots = allocate
+    return answers, [
+        EngineThread(
+            request.sampling_params.seed,
+            tuple(request.prompt_token_ids),
+            tuple(request.output_token_ids),
+        )
+        for request in requests.values()
+    ]
 
 
 def test_choices_differ_and_each_is_restored_by_itself(ask_chat: Ask) -> None:
@@ -82,13 +102,14 @@ def test_a_seed_gives_the_same_choices_again_also_in_other_company(ask_chat: Ask
 def test_every_thread_has_random_numbers_of_its_own(engine: EngineProcess) -> None:
     settings = [free_children(n=2, seed=7)]
 
-    answers, seeds = engine.call(answers_and_seeds, settings)
-    _, seeds_again = engine.call(answers_and_seeds, settings)
+    answers, threads = engine.call(ask_and_watch, settings)
+    _, threads_again = engine.call(ask_and_watch, settings)
 
     assert_nothing_is_left(answers)
+    seeds = [thread.seed for thread in threads]
     assert len(seeds) == len(answers[0].threads) >= 8
     assert len(set(seeds)) == len(seeds)
-    assert sorted(seeds_again) == sorted(seeds)
+    assert {thread.seed for thread in threads_again} == set(seeds)
     assert len(set(children(answers[0]))) == len(children(answers[0]))
 
 
@@ -167,16 +188,19 @@ def test_allowed_tokens_hold_in_every_thread(ask_chat: Ask) -> None:
 
 
 @pytest.mark.parametrize("name", ["[Fork]", "[Child]"])
-def test_a_bias_cannot_make_the_model_break_the_tree(ask_chat: Ask, name: str) -> None:
+def test_a_bias_cannot_make_the_model_break_the_tree(engine: EngineProcess, name: str) -> None:
+    fork_id, child_id = token_id("[Fork]"), token_id("[Child]")
     biased = {"temperature": 0.0, "max_tokens": 30, "logit_bias": {token_id(name): 100.0}}
 
-    [answer] = ask_chat(biased)
+    answers, threads = engine.call(ask_and_watch, [biased])
 
-    for thread in answer.threads:
-        assert token_id("[Child]") not in thread.generated
-        pairs = zip(thread.prefix[-1:] + thread.generated, thread.generated, strict=False)
-        controls = (token_id("[Fork]"), token_id("[Child]"))
-        assert not any(a in controls and b == controls[0] for a, b in pairs)
+    assert_nothing_is_left(answers)
+    assert name == "[Child]" or any(fork_id in thread.sampled_ids for thread in threads)
+    for thread in threads:
+        assert child_id not in thread.sampled_ids
+        before = (thread.prompt_ids[-1], *thread.sampled_ids)
+        pairs = set(zip(before, thread.sampled_ids, strict=False))
+        assert pairs.isdisjoint({(fork_id, fork_id), (child_id, fork_id)})
 
 
 def test_a_forced_length_is_written_by_one_thread(ask_chat: Ask) -> None:
