@@ -191,7 +191,7 @@ class RequestThreads:
             new_prompt_logprobs_tensors=carried.prompt_logprobs,
             prompt_token_id_logprobs=carried.prompt_token_id_logprobs,
             finish_reason=finish_reason,
-            stop_reason=self._stop_reason if finish_reason is not None else None,
+            stop_reason=None if finish_reason in (None, FinishReason.LENGTH) else self._stop_reason,
             events=carried.events or None,
             prefill_stats=carried.prefill_stats,
             trace_headers=self._trace_headers,

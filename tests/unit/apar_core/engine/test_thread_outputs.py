@@ -91,6 +91,20 @@ def test_length_of_one_thread_is_the_reason_of_the_request() -> None:
     assert request.take()[-1].finish_reason == FinishReason.LENGTH
 
 
+def test_length_names_no_stop_reason_though_one_thread_had_one() -> None:
+    request = threads()
+    request.feed(output("r", [10, FORK]))
+    repeated = EngineCoreOutput(
+        "r~0", [20], finish_reason=FinishReason.REPETITION, stop_reason="repetition_detected"
+    )
+    request.feed(repeated)
+    request.feed(output("r", [], FinishReason.LENGTH))
+
+    end = request.take()[-1]
+
+    assert (end.finish_reason, end.stop_reason) == (FinishReason.LENGTH, None)
+
+
 def test_stop_token_of_the_client_ends_the_answer_where_it_stands() -> None:
     request = threads()
     request.feed(output("r", [10, FORK, 11]))
