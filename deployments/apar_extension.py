@@ -11,6 +11,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
@@ -21,7 +22,7 @@ from deployments.error_responses import JSON_TYPE, answer_for
 
 EXTENDED_PATHS = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
 _INTERNAL_PREFIX = "apar"
-_TOKEN_ID_LISTS = ("prompt", "stop_token_ids", "allowed_token_ids")
+_TOKEN_ID_LISTS = ("stop_token_ids", "allowed_token_ids")
 # Disaggregated serving is not offered, and its parameters can carry a prompt's token ids.
 _REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "prompt_embeds")
 _USAGE_CHUNK = b'"choices":[]'
@@ -62,12 +63,17 @@ def parse_options(value: object) -> AparOptions:
         raise RequestError(f"`{name}`: {problem['msg']}", param=name) from error
 
 
-def _integers(value: object) -> Iterable[int]:
-    if isinstance(value, int):
-        yield value
-    elif isinstance(value, list):
+def _token_ids(value: object, *, texts: bool) -> Iterable[int]:
+    """All token ids in a value, read as leniently as vLLM reads them.
+
+    With `texts`, a string is a text and no id, as in a list of prompts.
+    """
+    if isinstance(value, list):
         for item in value:
-            yield from _integers(item)
+            yield from _token_ids(item, texts=texts)
+    elif isinstance(value, int | float) or (isinstance(value, str) and not texts):
+        with suppress(ValueError, OverflowError):
+            yield int(value)
 
 
 def refuse_control_tokens(body: Mapping[str, Any], control_token_ids: frozenset[int]) -> None:
@@ -75,12 +81,12 @@ def refuse_control_tokens(body: Mapping[str, Any], control_token_ids: frozenset[
     for field in _REFUSED_FIELDS:
         if body.get(field) is not None:
             raise RequestError(f"`{field}` is not supported", param=field)
-    named = {field: set(_integers(body.get(field))) for field in _TOKEN_ID_LISTS}
+    named = {field: _token_ids(body.get(field), texts=False) for field in _TOKEN_ID_LISTS}
+    named["prompt"] = _token_ids(body.get("prompt"), texts=True)
     bias = body.get("logit_bias")
-    if isinstance(bias, dict):
-        named["logit_bias"] = {int(key) for key in bias if key.strip().isdecimal()}
+    named["logit_bias"] = _token_ids(list(bias) if isinstance(bias, dict) else None, texts=False)
     for field, ids in named.items():
-        if found := ids & control_token_ids:
+        if found := control_token_ids.intersection(ids):
             raise RequestError(
                 f"`{field}` holds the control token id {min(found)}; only the model may fork",
                 param=field,

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,7 +131,7 @@ class _Exchange:
             raise error
 
 
-async def relay(app: AsgiApp, request: RelayedRequest) -> AsyncIterator[AnswerStart | bytes]:
+async def relay(app: AsgiApp, request: RelayedRequest) -> AsyncGenerator[AnswerStart | bytes, None]:
     """The application's answer: its start with the first piece, then the rest as it comes.
 
     Closing the iterator, or cancelling it, is the client's disconnect.

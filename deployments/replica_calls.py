@@ -19,8 +19,8 @@ class HandleCalls:
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._stream = _plain(handle, "stream")
-        # A generator too, of one item: when 100 unary calls over gRPC are cancelled at once, most
-        # of the replica's handlers are not, and their requests run on for nobody.
+        # A generator too, of one item: with a unary call over gRPC Ray Serve learns only with the
+        # answer that the replica has taken the request.
         self._whole = _plain(handle, "whole")
 
     def stream(self, request: RelayedRequest) -> AsyncGenerator[AnswerStart | bytes, None]:

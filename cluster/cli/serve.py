@@ -66,18 +66,16 @@ def serve(
     Starts a private Ray cluster, a gateway and the model's replicas; prints the address when
     they are ready. Ctrl-C stops everything that was started.
     """
+    overrides = {
+        "model": model,
+        "port": port,
+        "host": host,
+        "replicas": replicas,
+        "max_concurrency": max_concurrency,
+        "ray_address": ray_address,
+    }
     try:
-        settings = load_config(
-            config,
-            {
-                "model": model,
-                "port": port,
-                "host": host,
-                "replicas": replicas,
-                "max_concurrency": max_concurrency,
-                "ray_address": ray_address,
-            },
-        )
+        settings = load_config(config, overrides)
         _check_model(settings)
         _check_port(settings)
         run(settings, _wait_for_signal)

@@ -1,0 +1,87 @@
+import asyncio
+from typing import Any
+
+from vllm.outputs import CompletionOutput, RequestOutput
+
+from apar_core.engine.paced_outputs import PacedQueue
+
+INTERVAL_S = 0.05
+
+
+class Puts:
+    """A queue that remembers what was put into it, and when."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+        self.times_s: list[float] = []
+
+    def put(self, output: Any) -> None:
+        self.items.append(output)
+        self.times_s.append(asyncio.get_running_loop().time())
+
+    @property
+    def texts(self) -> list[str]:
+        return [item.outputs[0].text for item in self.items]
+
+
+def output(text: str, *, finished: bool = False) -> RequestOutput:
+    completion = CompletionOutput(
+        index=0, text=text, token_ids=[ord(c) for c in text], cumulative_logprob=None, logprobs=None
+    )
+    return RequestOutput("r", None, None, None, [completion], finished)
+
+
+async def test_the_first_output_passes_at_once() -> None:
+    puts = Puts()
+
+    PacedQueue(puts, INTERVAL_S).put(output("a"))
+
+    assert puts.texts == ["a"]
+
+
+async def test_what_follows_soon_is_merged_and_comes_when_the_interval_is_over() -> None:
+    puts = Puts()
+    queue = PacedQueue(puts, INTERVAL_S)
+    for text in "abcd":
+        queue.put(output(text))
+    assert puts.texts == ["a"]
+
+    await asyncio.sleep(2 * INTERVAL_S)
+
+    assert puts.texts == ["a", "bcd"]
+    assert list(puts.items[1].outputs[0].token_ids) == [ord(c) for c in "bcd"]
+    assert puts.times_s[1] - puts.times_s[0] >= INTERVAL_S * 0.99
+
+
+async def test_the_last_output_takes_what_is_held_along_at_once() -> None:
+    puts = Puts()
+    queue = PacedQueue(puts, INTERVAL_S)
+    queue.put(output("a"))
+    queue.put(output("b"))
+    queue.put(output("c", finished=True))
+
+    assert puts.texts == ["a", "bc"]
+    assert puts.items[1].finished
+    await asyncio.sleep(2 * INTERVAL_S)
+    assert len(puts.items) == 2
+
+
+async def test_a_slow_stream_is_not_held_up() -> None:
+    puts = Puts()
+    queue = PacedQueue(puts, 0.001)
+    for text in "abc":
+        queue.put(output(text))
+        await asyncio.sleep(0.005)
+
+    assert puts.texts == ["a", "b", "c"]
+
+
+async def test_an_error_passes_behind_the_text_before_it() -> None:
+    puts = Puts()
+    queue = PacedQueue(puts, INTERVAL_S)
+    error = ValueError("broken")
+    for item in (output("a"), output("b"), error):
+        queue.put(item)
+
+    assert puts.items[2] is error
+    assert [item.outputs[0].text for item in puts.items[:2]] == ["a", "b"]

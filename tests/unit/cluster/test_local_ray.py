@@ -1,0 +1,93 @@
+"""Processes and HAProxy's configuration; Ray itself is in the integration tests."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster.local_ray import (
+    SERVE_FLAGS,
+    adopt_orphans,
+    end_descendants,
+    free_port,
+    local_ray,
+    reap_orphans,
+    serve_environment,
+    write_haproxy_wrapper,
+)
+
+# A process that ignores SIGTERM, started by one that ends at once, so that it is an orphan.
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+PARENT = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {STUBBORN!r}])"
+
+
+def descendants() -> list[psutil.Process]:
+    found = psutil.Process().children(recursive=True)
+    return [child for child in found if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_orphans_that_ignore_the_first_signal_are_ended_too() -> None:
+    keep = frozenset(child.pid for child in descendants())
+    adopt_orphans()
+    subprocess.run([sys.executable, "-c", PARENT], check=True)
+    time.sleep(0.3)
+    assert [child for child in descendants() if child.pid not in keep]
+
+    end_descendants(keep=keep)
+
+    assert [child for child in descendants() if child.pid not in keep] == []
+
+
+def test_only_adopted_zombies_are_reaped() -> None:
+    own = subprocess.Popen([sys.executable, "-c", "pass"])
+    stranger = subprocess.Popen([sys.executable, "-c", "pass"])
+    for process in (own, stranger):
+        while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+
+    reap_orphans(frozenset({own.pid}))
+
+    assert psutil.pid_exists(own.pid)
+    assert not psutil.pid_exists(stranger.pid)
+    own.wait()
+
+
+def test_haproxy_gets_its_configuration_put_right(tmp_path: Path) -> None:
+    config, wrapper = tmp_path / "c.cfg", tmp_path / "haproxy"
+    config.write_text(
+        "    option splice-request\n    option splice-response\n"
+        "    bind :9101\n    bind *:8404\n    bind 10.0.0.1:8000\n"
+    )
+    write_haproxy_wrapper(wrapper)
+
+    # HAProxy itself refuses this file; the wrapper has done its part by then.
+    subprocess.run([str(wrapper), "-c", "-f", str(config)], capture_output=True, check=False)
+
+    assert config.read_text() == (
+        "    option splice-response\n"
+        "    bind 127.0.0.1:9101\n    bind 127.0.0.1:8404\n    bind 10.0.0.1:8000\n"
+    )
+
+
+def test_haproxys_files_stay_in_the_private_folder(tmp_path: Path) -> None:
+    paths = [value for key, value in serve_environment(tmp_path).items() if "HAPROXY" in key]
+
+    assert all(value.startswith(str(tmp_path)) or value.isdecimal() for value in paths)
+    assert serve_environment(tmp_path).items() >= SERVE_FLAGS.items()
+
+
+def test_a_free_port_can_be_listened_on() -> None:
+    assert 1024 < free_port() < 65536
+
+
+def test_ray_serve_must_not_have_been_imported_with_other_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray.serve", sys)
+    monkeypatch.delenv("RAY_SERVE_THROUGHPUT_OPTIMIZED", raising=False)
+
+    with pytest.raises(RuntimeError, match=r"ray\.serve"), local_ray(num_cpus=1):
+        pass

@@ -1,0 +1,210 @@
+"""The gateway as an ASGI application in front of replicas that are played here."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+import pytest
+
+from deployments.asgi_relay import AnswerStart, RelayedRequest
+from deployments.gateway import Gateway, GatewaySettings, ReplicaLostError
+
+JSON = [(b"content-type", b"application/json"), (b"content-length", b"999")]
+EVENTS = [(b"content-type", b"text/event-stream")]
+CHAT = "/v1/chat/completions"
+
+
+class PlayedReplicas:
+    """Replicas that give set answers; an error among the parts is raised in its turn."""
+
+    def __init__(self, *parts: AnswerStart | bytes | Exception) -> None:
+        self.parts = parts
+        self.requests: list[RelayedRequest] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.num_closed = 0
+
+    async def stream(self, request: RelayedRequest) -> AsyncGenerator[AnswerStart | bytes, None]:
+        self.requests.append(request)
+        try:
+            await self.gate.wait()
+            for part in self.parts:
+                if isinstance(part, Exception):
+                    raise part
+                yield part
+        finally:
+            self.num_closed += 1
+
+    async def whole(self, request: RelayedRequest) -> AnswerStart:
+        async for part in self.stream(request):
+            assert isinstance(part, AnswerStart)
+            return part
+        raise AssertionError("no answer is set")
+
+
+def client(replicas: PlayedReplicas, *, healthy: bool = True, **settings: Any) -> httpx.AsyncClient:
+    async def is_healthy() -> bool:
+        return healthy
+
+    values = {"model": "m", "max_running": 2, "max_queued": 0} | settings
+    gateway = Gateway(GatewaySettings(**values), replicas, is_healthy)
+    transport = httpx.ASGITransport(app=gateway)  # type: ignore[arg-type]  # its Scope is looser
+    return httpx.AsyncClient(transport=transport, base_url="http://gateway")
+
+
+async def test_a_whole_answer_is_passed_on_with_its_own_length() -> None:
+    replicas = PlayedReplicas(AnswerStart(200, JSON, b'{"a":1}'))
+
+    answer = await client(replicas).post(CHAT, json={"model": "m"}, headers={"x-request-id": "r"})
+
+    assert answer.json() == {"a": 1}
+    assert answer.headers["content-length"] == "7"
+    (request,) = replicas.requests
+    assert json.loads(request.body) == {"model": "m"}
+    assert dict(request.headers)[b"x-request-id"] == b"r"
+    assert set(dict(request.headers)) == {b"content-type", b"x-request-id"}
+
+
+async def test_a_stream_is_passed_on() -> None:
+    replicas = PlayedReplicas(AnswerStart(200, EVENTS, b"data: 1\n\n"), b"data: [DONE]\n\n")
+
+    answer = await client(replicas).post(CHAT, json={"stream": True})
+
+    assert answer.text == "data: 1\n\ndata: [DONE]\n\n"
+    assert answer.headers["content-type"] == "text/event-stream"
+
+
+@pytest.mark.parametrize("first", [b"data: 1\n\n", b"data: {cut in ha"])
+async def test_a_stream_whose_replica_dies_ends_with_an_error_event(first: bytes) -> None:
+    replicas = PlayedReplicas(AnswerStart(200, EVENTS, first), ReplicaLostError("dead"))
+
+    events = (await client(replicas).post(CHAT, json={"stream": True})).text.split("\n\n")
+
+    assert json.loads(events[1].removeprefix("data: "))["error"]["code"] == "engine_lost"
+    assert events[2:] == ["data: [DONE]", ""]
+
+
+async def test_a_stream_that_was_complete_gets_no_second_end() -> None:
+    replicas = PlayedReplicas(
+        AnswerStart(200, EVENTS, b"data: 1\n\ndata: [DO"), b"NE]\n\n", ReplicaLostError("dead")
+    )
+
+    answer = await client(replicas).post(CHAT, json={"stream": True})
+
+    assert answer.text == "data: 1\n\ndata: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_a_replica_that_dies_before_it_answers_is_a_503(streaming: bool) -> None:
+    replicas = PlayedReplicas(ReplicaLostError("dead"))
+
+    answer = await client(replicas).post(CHAT, json={"stream": streaming})
+
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "5"
+    assert answer.json()["error"]["code"] == "engine_lost"
+
+
+async def test_an_error_of_a_stream_request_is_one_json_answer() -> None:
+    replicas = PlayedReplicas(
+        AnswerStart(400, JSON, b'{"error":{"message":"no",'), b'"param":"body.n","code":400}}'
+    )
+
+    answer = await client(replicas).post(CHAT, json={"stream": True})
+
+    assert answer.status_code == 400
+    assert answer.json()["error"] == {
+        "message": "no",
+        "type": "invalid_request_error",
+        "param": "n",
+        "code": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"model": "other"}, 404, "model"),
+        ({"model": 5}, 400, "model"),
+        ({"model": ["m"]}, 400, "model"),
+        ([], 400, None),
+        ("text", 400, None),
+    ],
+)
+async def test_what_the_gateway_can_judge_reaches_no_replica(
+    body: object, status: int, param: str | None
+) -> None:
+    replicas = PlayedReplicas()
+
+    answer = await client(replicas).post(CHAT, json=body)
+
+    assert answer.status_code == status
+    assert answer.json()["error"]["param"] == param
+    assert replicas.requests == []
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 100_000])
+async def test_malformed_json_is_a_400(body: bytes) -> None:
+    answer = await client(PlayedReplicas()).post(CHAT, content=body)
+
+    assert answer.status_code == 400
+    assert "not valid JSON" in answer.json()["error"]["message"]
+
+
+async def test_a_body_over_the_limit_is_a_413() -> None:
+    answer = await client(PlayedReplicas(), max_body_bytes=10).post(CHAT, json={"model": "m" * 9})
+
+    assert answer.status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/", 404), ("GET", CHAT, 405), ("POST", "/health", 405), ("PUT", "/v1/models", 405)],
+)
+async def test_unknown_routes_and_methods(method: str, path: str, status: int) -> None:
+    answer = await client(PlayedReplicas()).request(method, path)
+
+    assert answer.status_code == status
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(("healthy", "status"), [(True, 200), (False, 503)])
+async def test_health_is_that_of_the_replicas(healthy: bool, status: int) -> None:
+    assert (await client(PlayedReplicas(), healthy=healthy).get("/health")).status_code == status
+
+
+async def test_beyond_the_bound_requests_are_refused_until_one_ends() -> None:
+    replicas = PlayedReplicas(AnswerStart(200, JSON, b"{}"))
+    replicas.gate.clear()
+    http = client(replicas, max_running=2, max_queued=1)
+    inside = [asyncio.create_task(http.post(CHAT, json={})) for _ in range(3)]
+    await asyncio.sleep(0.01)
+
+    refused = await http.post(CHAT, json={})
+    replicas.gate.set()
+    answers = await asyncio.gather(*inside)
+
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"] == "1"
+    assert refused.json()["error"]["code"] == "overloaded"
+    assert [answer.status_code for answer in answers] == [200] * 3
+    assert (await http.post(CHAT, json={})).status_code == 200
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_a_client_that_leaves_cancels_its_call_and_gives_its_place_back(
+    streaming: bool,
+) -> None:
+    replicas = PlayedReplicas(AnswerStart(200, JSON, b"{}"))
+    replicas.gate.clear()
+    http = client(replicas, max_running=1)
+    task = asyncio.create_task(http.post(CHAT, json={"stream": streaming}))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+    assert replicas.num_closed == 1
+    replicas.gate.set()
+    assert (await http.post(CHAT, json={})).status_code == 200
