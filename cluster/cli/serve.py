@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -106,10 +107,11 @@ def _check_port(settings: ServeConfig) -> None:
 
 def run(settings: ServeConfig, wait: Callable[[], None]) -> None:
     """Serve until `wait` returns or a signal arrives; stops all that it has started."""
-    _stop_on_signals()
+    stopping = threading.Event()
+    _stop_on_signals(stopping)
     try:
         with _cluster(settings):
-            _stop_on_signals()  # Ray has put its own handler in place.
+            _stop_on_signals(stopping)  # Ray has put its own handler in place.
             application: Any = importlib.import_module(APPLICATION_MODULE)
             console.print(f"Starting {settings.public_name} ...")
             started = time.monotonic()
@@ -119,9 +121,14 @@ def run(settings: ServeConfig, wait: Callable[[], None]) -> None:
                 wait()
     except StopSignal:
         console.print("Stopped.")
+    except Exception:
+        # Raised amid Ray's C code, the signal's exception comes back as a SystemError.
+        if not stopping.is_set():
+            raise
+        console.print("Stopped.")
 
 
-def _stop_on_signals() -> None:
+def _stop_on_signals(stopping: threading.Event) -> None:
     """Let the first SIGINT or SIGTERM raise StopSignal, and ignore those that follow.
 
     Ending takes a few seconds and must not be interrupted, or processes would be left behind.
@@ -130,6 +137,7 @@ def _stop_on_signals() -> None:
     def stop(number: int, frame: FrameType | None) -> None:
         for name in (signal.SIGINT, signal.SIGTERM):
             signal.signal(name, signal.SIG_IGN)
+        stopping.set()
         raise StopSignal
 
     for name in (signal.SIGINT, signal.SIGTERM):
