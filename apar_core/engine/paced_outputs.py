@@ -7,6 +7,7 @@ sending it, once for every token. Outputs that come close together are merged be
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any, Protocol, cast
 
 from vllm.outputs import RequestOutput
@@ -23,7 +24,8 @@ class OutputQueue(Protocol):
 class PacedQueue:
     """Passes on the first output, the last one and errors at once, all others merged.
 
-    Two outputs that are passed on lie at least `interval_s` apart.
+    The merged ones pass when the event loop's clock is at a multiple of `interval_s`, so those of
+    all streams travel together: that wakes every process on the way once, not once a stream.
     """
 
     def __init__(self, queue: OutputQueue, interval_s: float) -> None:
@@ -55,7 +57,8 @@ class PacedQueue:
             self._timer = None
         if self._held is not None:
             output, self._held = self._held, None
-            self._due_s = self._loop.time() + self._interval_s
+            periods = math.floor(self._loop.time() / self._interval_s)
+            self._due_s = (periods + 1) * self._interval_s
             self._queue.put(output)
 
 

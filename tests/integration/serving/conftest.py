@@ -25,7 +25,6 @@ def application() -> Iterator[RunningApplication]:
         threads_per_request=1.0,
         cpu_threads=1,
         kv_cache_gib=0.5,
-        engine={"enforce_eager": True},
     )
     with local_ray(num_cpus=2):
         from ray import serve

@@ -1,4 +1,5 @@
 import asyncio
+import math
 from typing import Any
 
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -50,7 +51,22 @@ async def test_what_follows_soon_is_merged_and_comes_when_the_interval_is_over()
 
     assert puts.texts == ["a", "bcd"]
     assert list(puts.items[1].outputs[0].token_ids) == [ord(c) for c in "bcd"]
-    assert puts.times_s[1] - puts.times_s[0] >= INTERVAL_S * 0.99
+    assert puts.times_s[1] % INTERVAL_S < INTERVAL_S / 2
+
+
+async def test_the_merged_outputs_of_all_streams_pass_together() -> None:
+    puts = Puts()
+    for _ in range(3):
+        queue = PacedQueue(puts, INTERVAL_S)
+        queue.put(output("a"))
+        queue.put(output("b"))
+        await asyncio.sleep(INTERVAL_S / 10)
+    await asyncio.sleep(2 * INTERVAL_S)
+
+    merged_s = [at for at, text in zip(puts.times_s, puts.texts, strict=True) if text == "b"]
+    assert len(merged_s) == 3
+    assert len({math.floor(at / INTERVAL_S) for at in merged_s}) <= 2
+    assert all(at % INTERVAL_S < INTERVAL_S / 2 for at in merged_s)
 
 
 async def test_the_last_output_takes_what_is_held_along_at_once() -> None:
