@@ -56,7 +56,7 @@ def config(arguments: argparse.Namespace) -> ServeConfig:
         cpu_threads=1,
         kv_cache_gib=0.5,
         coalesce_s=arguments.coalesce_s,
-        engine={"enforce_eager": arguments.eager},
+        engine={"enforce_eager": False} if arguments.compiled else {},
     )
 
 
@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests-each", type=int, default=5)
     parser.add_argument("--coalesce-s", type=float, default=0.05)
-    parser.add_argument("--eager", action="store_true", help="do not compile the model")
+    parser.add_argument("--compiled", action="store_true", help="compile the model")
     parser.add_argument("--out", type=Path, default=Path("out/serve_overhead.json"))
     arguments = parser.parse_args()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

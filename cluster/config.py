@@ -86,7 +86,10 @@ class ServeConfig(BaseModel):
         None, description="Executors of a replica's matrix kernels on CPU; cores / replicas."
     )
     coalesce_s: NonNegativeFloat = Field(
-        0.05, le=1, description="Longest wait before tokens of a stream are sent on together."
+        0.05,
+        le=1,
+        description="Time within which tokens of a stream are sent on together; up to four times "
+        "as long with many streams; 0 sends each at once.",
     )
     ray_address: str | None = Field(
         None, min_length=1, description="Running Ray cluster to use; a private one when absent."

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import io
 import logging
 import os
 import shutil
@@ -159,7 +160,9 @@ def local_ray(*, num_cpus: int) -> Iterator[None]:
         try:
             yield
         finally:
-            ray.shutdown()
+            # What it prints while its own processes end is of no use to anyone.
+            with contextlib.redirect_stdout(io.StringIO()):
+                ray.shutdown()
     finally:
         end_descendants(keep=before)
         os.environ.clear()

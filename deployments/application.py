@@ -1,11 +1,12 @@
 """Composes gateway and replicas into one Ray Serve application."""
 
 import asyncio
+import io
 import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import ray
@@ -156,7 +157,9 @@ def running(config: ServeConfig) -> Iterator[str]:
         yield f"http://{_url_host(config.host)}:{config.port}"
     finally:
         if config.ray_address is None:
-            serve.shutdown()
+            # Ray prints that the controller's calls fail, when they end with the controller.
+            with redirect_stdout(io.StringIO()):
+                serve.shutdown()
         else:
             serve.delete(APPLICATION)
 

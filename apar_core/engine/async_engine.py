@@ -33,7 +33,7 @@ class AparAsyncLLM(AsyncLLM):
         return self._output.records.take(request_id)
 
     def pace_streams(self, pause_s: float) -> None:
-        """From now on, part two outputs of a stream by `pause_s` at least, merging what comes."""
+        """From now on, merge what a stream yields within `pause_s`, or longer under load."""
         self._output.stream_pause_s = pause_s
 
     @property

@@ -9,7 +9,7 @@ import numpy as np
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
 
-from apar_core.engine.paced_outputs import pace
+from apar_core.engine.paced_outputs import interval_under_load, pace
 from apar_core.engine.request_record import RequestRecords
 from apar_core.engine.separators import separators
 from apar_core.engine.thread_outputs import RequestThreads, TextToken
@@ -37,7 +37,7 @@ class ForkOutputProcessor(OutputProcessor):
         """Register a request; one that may fork gets a paragraph tree."""
         super().add_request(request, *args, **kwargs)
         if self.stream_pause_s > 0:
-            pace(self.request_states[request.request_id], self.stream_pause_s)
+            pace(self.request_states[request.request_id], self._stream_pause_now_s)
         params = request.sampling_params
         parameters = None if params is None else ForkParameters.from_extra_args(params.extra_args)
         if params is None or parameters is None:
@@ -121,6 +121,9 @@ class ForkOutputProcessor(OutputProcessor):
             self._threads.pop(request_id, None)
         threads.cut()
         self.records.add(req_state.external_req_id, threads.tree, req_state.prompt_len)
+
+    def _stream_pause_now_s(self) -> float:
+        return interval_under_load(self.stream_pause_s, len(self.request_states))
 
     def _separator(self) -> Separator[TextToken]:
         return separators(self.tokenizer)

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
+
+_REQUESTS_A_STEP = 16
+_MOST_STEPS = 4
 
 
 class OutputQueue(Protocol):
@@ -24,11 +28,11 @@ class OutputQueue(Protocol):
 class PacedQueue:
     """Passes on the first output, the last one and errors at once, all others merged.
 
-    The merged ones pass when the event loop's clock is at a multiple of `interval_s`, so those of
+    The merged ones pass when the event loop's clock is at a multiple of the interval, so those of
     all streams travel together: that wakes every process on the way once, not once a stream.
     """
 
-    def __init__(self, queue: OutputQueue, interval_s: float) -> None:
+    def __init__(self, queue: OutputQueue, interval_s: Callable[[], float]) -> None:
         self._queue = queue
         self._interval_s = interval_s
         self._loop = asyncio.get_running_loop()
@@ -57,12 +61,20 @@ class PacedQueue:
             self._timer = None
         if self._held is not None:
             output, self._held = self._held, None
-            periods = math.floor(self._loop.time() / self._interval_s)
-            self._due_s = (periods + 1) * self._interval_s
+            interval_s = self._interval_s()
+            self._due_s = (math.floor(self._loop.time() / interval_s) + 1) * interval_s
             self._queue.put(output)
 
 
-def pace(state: RequestState, interval_s: float) -> None:
+def interval_under_load(least_s: float, num_requests: int) -> float:
+    """The interval while so many requests are answered: the more, the longer, up to fourfold.
+
+    A few streams are shown smoothly; many leave the server time for tokens rather than chunks.
+    """
+    return least_s * min(1 + num_requests // _REQUESTS_A_STEP, _MOST_STEPS)
+
+
+def pace(state: RequestState, interval_s: Callable[[], float]) -> None:
     """Pace a request's outputs if it streams and a task waits for them."""
     if state.queue is None or state.output_kind != RequestOutputKind.DELTA:
         return

@@ -2,9 +2,10 @@ import asyncio
 import math
 from typing import Any
 
+import pytest
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from apar_core.engine.paced_outputs import PacedQueue
+from apar_core.engine.paced_outputs import PacedQueue, interval_under_load
 
 INTERVAL_S = 0.05
 
@@ -35,14 +36,14 @@ def output(text: str, *, finished: bool = False) -> RequestOutput:
 async def test_the_first_output_passes_at_once() -> None:
     puts = Puts()
 
-    PacedQueue(puts, INTERVAL_S).put(output("a"))
+    PacedQueue(puts, lambda: INTERVAL_S).put(output("a"))
 
     assert puts.texts == ["a"]
 
 
 async def test_what_follows_soon_is_merged_and_comes_when_the_interval_is_over() -> None:
     puts = Puts()
-    queue = PacedQueue(puts, INTERVAL_S)
+    queue = PacedQueue(puts, lambda: INTERVAL_S)
     for text in "abcd":
         queue.put(output(text))
     assert puts.texts == ["a"]
@@ -57,7 +58,7 @@ async def test_what_follows_soon_is_merged_and_comes_when_the_interval_is_over()
 async def test_the_merged_outputs_of_all_streams_pass_together() -> None:
     puts = Puts()
     for _ in range(3):
-        queue = PacedQueue(puts, INTERVAL_S)
+        queue = PacedQueue(puts, lambda: INTERVAL_S)
         queue.put(output("a"))
         queue.put(output("b"))
         await asyncio.sleep(INTERVAL_S / 10)
@@ -71,7 +72,7 @@ async def test_the_merged_outputs_of_all_streams_pass_together() -> None:
 
 async def test_the_last_output_takes_what_is_held_along_at_once() -> None:
     puts = Puts()
-    queue = PacedQueue(puts, INTERVAL_S)
+    queue = PacedQueue(puts, lambda: INTERVAL_S)
     queue.put(output("a"))
     queue.put(output("b"))
     queue.put(output("c", finished=True))
@@ -84,7 +85,7 @@ async def test_the_last_output_takes_what_is_held_along_at_once() -> None:
 
 async def test_a_slow_stream_is_not_held_up() -> None:
     puts = Puts()
-    queue = PacedQueue(puts, 0.001)
+    queue = PacedQueue(puts, lambda: 0.001)
     for text in "abc":
         queue.put(output(text))
         await asyncio.sleep(0.005)
@@ -94,10 +95,17 @@ async def test_a_slow_stream_is_not_held_up() -> None:
 
 async def test_an_error_passes_behind_the_text_before_it() -> None:
     puts = Puts()
-    queue = PacedQueue(puts, INTERVAL_S)
+    queue = PacedQueue(puts, lambda: INTERVAL_S)
     error = ValueError("broken")
     for item in (output("a"), output("b"), error):
         queue.put(item)
 
     assert puts.items[2] is error
     assert [item.outputs[0].text for item in puts.items[:2]] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "interval_s"), [(1, 0.05), (15, 0.05), (16, 0.1), (32, 0.15), (500, 0.2)]
+)
+def test_many_streams_are_sent_on_less_often(num_requests: int, interval_s: float) -> None:
+    assert interval_under_load(0.05, num_requests) == pytest.approx(interval_s)
