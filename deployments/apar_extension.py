@@ -37,15 +37,16 @@ class AparOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    enabled: bool = True
+    enabled: bool | None = None
     max_threads: PositiveInt | None = None
 
     def engine_args(self) -> dict[str, int]:
-        """The internal keys of `SamplingParams.extra_args`; vLLM's field knows no booleans."""
-        args = {"apar_enabled": int(self.enabled)}
-        if self.max_threads is not None:
-            args["apar_max_threads"] = self.max_threads
-        return args
+        """The internal keys of `SamplingParams.extra_args`; vLLM's field knows no booleans.
+
+        What the client leaves open is the engine's to decide.
+        """
+        args = {"apar_enabled": self.enabled, "apar_max_threads": self.max_threads}
+        return {name: int(value) for name, value in args.items() if value is not None}
 
 
 def parse_options(value: object) -> AparOptions:
@@ -112,7 +113,8 @@ def translate(body: dict[str, Any], control_token_ids: frozenset[int]) -> bool:
         return False
     if extra is not None and not isinstance(extra, dict):
         raise RequestError("`vllm_xargs` must be an object", param="vllm_xargs")
-    options = parse_options(body.pop("apar", None) or {})
+    given = body.pop("apar", None)
+    options = AparOptions() if given is None else parse_options(given)
     if calls_tools:  # A call is one sequence of tokens, which a parser reads as it comes.
         options = options.model_copy(update={"enabled": False})
     body["vllm_xargs"] = {**(extra or {}), **options.engine_args()}
@@ -159,7 +161,7 @@ class AparExtension:
     def _translated(self, raw: bytes) -> bytes:
         try:
             body = json.loads(raw)
-        except ValueError:
+        except (ValueError, RecursionError):
             return raw  # vLLM's own answer to malformed JSON is right.
         if not isinstance(body, dict) or not translate(body, self._control_token_ids):
             return raw

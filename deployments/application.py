@@ -25,6 +25,8 @@ from deployments.replica_calls import HandleCalls
 APPLICATION = "apar"
 REPLICA = "Replica"
 GATEWAY = "Gateway"
+MAX_CHOICES = 128
+"""Most choices (`n`) of one request, as in OpenAI's API."""
 _HEALTH_AGE_S = 1.0
 # The gateway bounds its requests itself; Ray Serve's cap must never come first.
 _NO_CAP = 1_000_000
@@ -78,7 +80,11 @@ def engine_arguments(config: ServeConfig, *, on_gpu: bool) -> dict[str, Any]:
 
 def replica_environment(config: ServeConfig, *, on_gpu: bool) -> dict[str, str]:
     """Environment of a replica's process; vLLM reads these when it is imported."""
-    environment = {"VLLM_NO_USAGE_STATS": "1"}
+    environment = {
+        "VLLM_NO_USAGE_STATS": "1",
+        # The concurrency cap counts requests, so one may not bring thousands of choices.
+        "VLLM_MAX_N_SEQUENCES": str(MAX_CHOICES),
+    }
     if on_gpu:
         return environment
     threads = config.cpu_threads or max(1, (os.cpu_count() or 1) // config.replicas)

@@ -128,7 +128,10 @@ class _Exchange:
             logger.warning("application ignored a disconnect", extra={"path": self._request.path})
             self._task.cancel()
         elif not self._task.cancelled() and (error := self._task.exception()) is not None:
-            raise error
+            if self.status is None:
+                raise error
+            # Starlette answers 500 and raises all the same; the client has its answer.
+            logger.error("error in the application", exc_info=error)
 
 
 async def relay(app: AsgiApp, request: RelayedRequest) -> AsyncGenerator[AnswerStart | bytes, None]:

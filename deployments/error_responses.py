@@ -79,6 +79,11 @@ def engine_lost() -> ErrorAnswer:
     return ErrorAnswer(503, message, code="engine_lost", retry_after_s=5.0)
 
 
+def internal_error() -> ErrorAnswer:
+    """The answer for a failure that is ours; its cause stands in the log."""
+    return ErrorAnswer(500, "The server failed to answer this request.", code="internal_error")
+
+
 def no_replica() -> ErrorAnswer:
     """The health answer while no replica can serve."""
     return ErrorAnswer(503, "No replica is ready.", code="not_ready", retry_after_s=5.0)

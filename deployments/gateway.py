@@ -21,6 +21,7 @@ from deployments.error_responses import (
     ErrorAnswer,
     answer_for,
     engine_lost,
+    internal_error,
     no_replica,
     normalised,
     unknown_model,
@@ -158,12 +159,11 @@ class Gateway:
                 await self._relay_stream(request, send)
             else:
                 await _send_whole(send, await self._replicas.whole(request))
-        except ReplicaLostError:
-            logger.warning("replica lost under a request", extra={"path": request.path})
-            await _send_error(send, engine_lost())
+        except Exception as error:  # noqa: BLE001  # the boundary: logged, and answered
+            await _send_error(send, _answer_for_failure(error, request))
 
     async def _relay_stream(self, request: RelayedRequest, send: Send) -> None:
-        """Relay the parts as they come; raises ReplicaLostError only before the first one."""
+        """Relay the parts as they come; raises only before the first one."""
         async with aclosing(self._replicas.stream(request)) as parts:
             start = await anext(parts)
             if not isinstance(start, AnswerStart):
@@ -181,12 +181,21 @@ class Gateway:
                     if isinstance(part, bytes):
                         tail = (tail + part)[-len(DONE_EVENT) :]
                         await _send_piece(send, part)
-            except ReplicaLostError:
-                logger.warning("replica lost under a stream", extra={"path": request.path})
+            except Exception as error:  # noqa: BLE001  # the boundary: logged, and answered
+                answer = _answer_for_failure(error, request)
                 if tail != DONE_EVENT:
                     # The last event may have been cut in half; a line break ends it.
-                    await _send_piece(send, b"\n\n" * (tail[-2:] != b"\n\n") + engine_lost().events)
+                    await _send_piece(send, b"\n\n" * (tail[-2:] != b"\n\n") + answer.events)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _answer_for_failure(error: Exception, request: RelayedRequest) -> ErrorAnswer:
+    """What a client is told when its request failed behind the gateway."""
+    if isinstance(error, ReplicaLostError):
+        logger.warning("replica lost under a request", extra={"path": request.path})
+        return engine_lost()
+    logger.error("request failed", extra={"path": request.path}, exc_info=error)
+    return internal_error()
 
 
 async def _answer_lifespan(receive: Receive, send: Send) -> None:

@@ -16,6 +16,9 @@ from deployments.watchdog import watch
 
 logger = logging.getLogger(__name__)
 
+# A step on a CPU may take seconds, but not this long; under Ray Serve's own limit of 30 s.
+ENGINE_ANSWER_S = 25.0
+
 
 class ReplicaSettings(BaseModel):
     """What a replica serves and how it sends on its streams."""
@@ -84,9 +87,13 @@ class Replica:
         )
 
     async def check_health(self) -> None:
-        """Ray Serve's health check; raises when the engine is dead."""
+        """Ray Serve's health check; raises when the engine is dead or does not answer."""
         if self._engine.errored:
             raise EngineError("the engine process has died")
+        try:
+            await asyncio.wait_for(self._engine.core_state(), ENGINE_ANSWER_S)
+        except TimeoutError as error:
+            raise EngineError(f"the engine did not answer within {ENGINE_ANSWER_S} s") from error
 
     async def __del__(self) -> None:
         self._watchdog.cancel()

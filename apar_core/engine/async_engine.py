@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from apar_core.control_tokens import ControlTokens
@@ -35,6 +36,14 @@ class AparAsyncLLM(AsyncLLM):
     def pace_streams(self, pause_s: float) -> None:
         """From now on, merge what a stream yields within `pause_s`, or longer under load."""
         self._output.stream_pause_s = pause_s
+
+    async def _add_request(self, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
+        """As in vLLM, but a request that cannot be sent to the engine core is forgotten."""
+        try:
+            await super()._add_request(request, *args, **kwargs)
+        except BaseException:
+            await self.abort(request.request_id, internal=True)
+            raise
 
     @property
     def _input(self) -> ForkInputProcessor:

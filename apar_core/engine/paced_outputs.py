@@ -50,7 +50,9 @@ class PacedQueue:
             self._held = output
         else:
             self._held.add(output, aggregate=True)
-        if output.finished or self._loop.time() >= self._due_s:
+        # One of several choices ends before its request does, and the request's end waits for none.
+        ends = output.finished or any(choice.finished() for choice in output.outputs)
+        if ends or self._loop.time() >= self._due_s:
             self._flush()
         elif self._timer is None:
             self._timer = self._loop.call_at(self._due_s, self._flush)

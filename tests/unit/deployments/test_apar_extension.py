@@ -25,7 +25,24 @@ def test_options_travel_as_numbers() -> None:
         "apar_max_threads": 3,
     }
     assert parse_options({"enabled": False}).engine_args() == {"apar_enabled": 0}
-    assert parse_options({}) == AparOptions(enabled=True, max_threads=None)
+    # What a client leaves open is the engine's to decide.
+    assert parse_options({}) == AparOptions(enabled=None, max_threads=None)
+    assert parse_options({"max_threads": 3}).engine_args() == {"apar_max_threads": 3}
+
+
+@pytest.mark.parametrize("value", [False, 0, [], ""])
+def test_an_empty_value_of_another_type_is_refused_too(value: object) -> None:
+    with pytest.raises(RequestError, match="must be an object"):
+        translate({"apar": value}, CONTROL)
+
+
+def test_a_request_that_may_call_tools_does_not_fork() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body: dict[str, Any] = {"tools": tools, "apar": {"enabled": True}}
+    assert translate(body, CONTROL)
+    assert body["vllm_xargs"] == {"apar_enabled": 0}
+
+    assert not translate({"tools": tools, "tool_choice": "none"}, CONTROL)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +120,7 @@ def test_the_field_moves_beside_the_clients_own_extra_arguments() -> None:
     body: dict[str, Any] = {"apar": {"max_threads": 2}, "vllm_xargs": {"mine": 1}}
 
     assert translate(body, CONTROL) is True
-    assert body == {"vllm_xargs": {"mine": 1, "apar_enabled": 1, "apar_max_threads": 2}}
+    assert body == {"vllm_xargs": {"mine": 1, "apar_max_threads": 2}}
 
 
 class Answering:

@@ -1,5 +1,7 @@
 """What each setting becomes in Ray Serve and in vLLM."""
 
+from typing import Any
+
 import pytest
 from ray.serve.schema import LoggingConfig
 
@@ -15,7 +17,8 @@ from deployments.replica import ReplicaSettings
 
 def deployments(config: ServeConfig) -> tuple[GatewaySettings, ReplicaSettings, object]:
     gateway = build_application(config)._bound_deployment
-    settings, replica = gateway.init_args
+    arguments: Any = gateway.init_args
+    settings, replica = arguments
     return settings, replica._bound_deployment.init_args[0], replica._bound_deployment
 
 

@@ -50,7 +50,7 @@ def client(replicas: PlayedReplicas, *, healthy: bool = True, **settings: Any) -
 
     values = {"model": "m", "max_running": 2, "max_queued": 0} | settings
     gateway = Gateway(GatewaySettings(**values), replicas, is_healthy)
-    transport = httpx.ASGITransport(app=gateway)  # type: ignore[arg-type]  # its Scope is looser
+    transport = httpx.ASGITransport(app=gateway)
     return httpx.AsyncClient(transport=transport, base_url="http://gateway")
 
 
@@ -105,6 +105,26 @@ async def test_a_replica_that_dies_before_it_answers_is_a_503(streaming: bool) -
     assert answer.status_code == 503
     assert answer.headers["retry-after"] == "5"
     assert answer.json()["error"]["code"] == "engine_lost"
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_a_failure_that_nobody_foresaw_is_a_500_with_an_error_body(streaming: bool) -> None:
+    replicas = PlayedReplicas(AttributeError("a bug"))
+
+    answer = await client(replicas).post(CHAT, json={"stream": streaming})
+
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal_error"
+    assert "a bug" not in answer.text
+
+
+async def test_a_stream_that_fails_on_the_way_ends_with_an_error_event() -> None:
+    replicas = PlayedReplicas(AnswerStart(200, EVENTS, b"data: 1\n\n"), KeyError("a bug"))
+
+    events = (await client(replicas).post(CHAT, json={"stream": True})).text.split("\n\n")
+
+    assert json.loads(events[1].removeprefix("data: "))["error"]["code"] == "internal_error"
+    assert events[2:] == ["data: [DONE]", ""]
 
 
 async def test_an_error_of_a_stream_request_is_one_json_answer() -> None:

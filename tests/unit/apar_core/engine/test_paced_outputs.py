@@ -83,6 +83,20 @@ async def test_the_last_output_takes_what_is_held_along_at_once() -> None:
     assert len(puts.items) == 2
 
 
+async def test_choice_that_ends_first_is_not_held_back_beyond_the_requests_end() -> None:
+    puts = Puts()
+    first, second = (PacedQueue(puts, lambda: INTERVAL_S) for _ in range(2))
+    first.put(output("a"))
+    second.put(output("b"))
+    # The choices of a request share a queue; only the last one's end is the request's.
+    end = output("c")
+    end.outputs[0].finish_reason = "stop"
+    first.put(end)
+    second.put(output("d", finished=True))
+
+    assert puts.texts == ["a", "b", "c", "d"]
+
+
 async def test_a_slow_stream_is_not_held_up() -> None:
     puts = Puts()
     queue = PacedQueue(puts, lambda: 0.001)

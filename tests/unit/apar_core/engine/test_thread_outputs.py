@@ -1,6 +1,11 @@
 import numpy as np
 import pytest
-from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    FinishReason,
+)
 from vllm.v1.outputs import LogprobsLists
 
 from apar_core.engine.thread_outputs import RequestThreads, TextToken
@@ -188,13 +193,14 @@ def test_cut_request_counts_its_open_threads_as_not_ended() -> None:
 @pytest.mark.parametrize("first", [[10], [FORK]])
 def test_facts_of_the_first_output_travel_with_the_first_text(first: list[int]) -> None:
     request = threads()
-    request.feed(EngineCoreOutput("r", first, events=["queued"], trace_headers={"a": "b"}))
+    queued = EngineCoreEvent.new_event(EngineCoreEventType.QUEUED)
+    request.feed(EngineCoreOutput("r", first, events=[queued], trace_headers={"a": "b"}))
     request.feed(output("r", [11, END], FinishReason.STOP))
     if first == [FORK]:
         request.feed(output("r~0", [20, END], FinishReason.STOP))
 
     outputs = request.take()
 
-    assert outputs[0].events == ["queued"]
+    assert outputs[0].events == [queued]
     assert outputs[1].events is None
     assert outputs[-1].trace_headers == {"a": "b"}
