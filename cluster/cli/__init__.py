@@ -1,0 +1,1 @@
+"""The `apar` command, one module a subcommand."""
