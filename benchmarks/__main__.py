@@ -65,8 +65,8 @@ def decoding(
 @app.command()
 def serving() -> None:
     """The Ray Serve path against vLLM's own HTTP server, on unforked traffic."""
-    script = Path(__file__).parent / "serve_overhead.py"
-    subprocess.run([sys.executable, str(script)], check=True)
+    # A process of its own: Ray's settings are read at import.
+    subprocess.run([sys.executable, "-m", "benchmarks.serve_overhead"], check=True)
 
 
 def write(name: str, results: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from contextlib import suppress
 
 import psutil
@@ -23,9 +23,9 @@ def _purpose(process: psutil.Process) -> str:
     return "API server" if "api_server.entry" in title else "Ray and Serve"
 
 
-def cpu_seconds(roots: list[psutil.Process]) -> Counter[str]:
+def cpu_seconds(roots: list[psutil.Process]) -> dict[str, float]:
     """CPU seconds that each purpose has used so far, below and including `roots`."""
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for root in roots:
         for process in [root, *root.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess):

@@ -23,8 +23,8 @@ from typing import Any
 
 import httpx
 import psutil
-from cpu_by_process import cpu_seconds
-from http_load import run_load
+from benchmarks.cpu_by_process import cpu_seconds
+from benchmarks.http_load import run_load
 from rich.console import Console
 from rich.table import Table
 
@@ -120,7 +120,8 @@ def measure(target: Target, *, streaming: bool, requests_each: int) -> dict[str,
             streaming=streaming,
         )
     )
-    used = cpu_seconds(target.roots) - before
+    after = cpu_seconds(target.roots)
+    used = {purpose: seconds - before.get(purpose, 0.0) for purpose, seconds in after.items()}
     used["client"] = time.process_time() - client_before
     thousands = len(result.answers) * NUM_TOKENS / 1000
     latencies = sorted(answer.latency_s for answer in result.answers)
@@ -158,7 +159,9 @@ def summarise(rounds: list[dict[str, Any]], mode: str) -> dict[str, Any]:
     """Medians over the rounds, and the median ratio of the two targets within a round."""
 
     def ratio(key: str) -> float:
-        return statistics.median(row[mode][SERVE][key] / row[mode][BARE][key] for row in rounds)
+        return float(
+            statistics.median(row[mode][SERVE][key] / row[mode][BARE][key] for row in rounds)
+        )
 
     names = sorted({n for row in rounds for n in row[mode][SERVE]["cpu_s_per_1k_tokens"]})
     medians = {

@@ -39,8 +39,9 @@ def application() -> Iterator[RunningApplication]:
             def load() -> dict[str, Any]:
                 # Ray refuses to block where an event loop runs, as in asynchronous tests.
                 with ThreadPoolExecutor(1) as executor:
-                    return executor.submit(
+                    answer = executor.submit(
                         lambda: replica.load.remote().result(timeout_s=30)
                     ).result()
+                return dict(answer)
 
             yield RunningApplication(url, "apar-tiny", load)

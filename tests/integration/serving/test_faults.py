@@ -22,7 +22,7 @@ RECOVERY_S = 60.0
 
 async def begun_stream(client: httpx.AsyncClient, begun: asyncio.Semaphore) -> str:
     """The whole text of a stream; releases `begun` at its first piece."""
-    pieces = []
+    pieces: list[str] = []
     async with client.stream(
         "POST", "/v1/chat/completions", json=BODY | {"stream": True}
     ) as answer:

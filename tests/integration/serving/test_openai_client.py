@@ -61,6 +61,7 @@ def test_stream_and_whole_answer_are_the_same_text(
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
     assert len(chunks) > 5
+    assert whole.usage is not None
     assert chunks[-1].usage == whole.usage.model_copy(
         update={"completion_tokens_details": None, "prompt_tokens_details": None}
     )
@@ -95,7 +96,8 @@ def test_forks_can_be_switched_off_and_bounded(
             max_tokens=500,
             extra_body={"apar": apar},
         )
-        return (answer.model_extra or {}).get("apar", {})
+        values: dict[str, int] = (answer.model_extra or {}).get("apar", {})
+        return values
 
     assert statistics({"enabled": True})["threads"] > 2
     assert statistics({"enabled": False}).get("threads", 1) == 1
