@@ -23,11 +23,11 @@ from typing import Any
 
 import httpx
 import psutil
-from benchmarks.cpu_by_process import cpu_seconds
-from benchmarks.http_load import run_load
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.cpu_by_process import cpu_seconds
+from benchmarks.http_load import run_load
 from cluster.config import ServeConfig
 from cluster.local_ray import free_port, local_ray
 
