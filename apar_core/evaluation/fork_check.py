@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -31,6 +32,17 @@ from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.training.packing import TreeTokens
 from apar_core.training.tiny_model import tree_tokens
 from apar_core.training.train_tiny import prompt_token_ids
+
+_COLUMNS = (
+    "fork?",
+    "asked",
+    "forked",
+    "same forks",
+    "same text",
+    "threads",
+    "cut off",
+    "stray",
+)
 
 
 class ForkCheckSettings(BaseModel):
@@ -172,16 +184,16 @@ def check_forks(
 
 def report_table(report: ForkReport) -> Table:
     """Return the counts of each kind as a table."""
-    table = Table(title="Forks on held-out prompts (greedy)")
-    for column in ("kind", "prompts", "forked", "same forks", "same text", "threads"):
-        table.add_column(column, justify="left" if column == "kind" else "right")
-    table.add_column("unended", justify="right")
-    table.add_column("control mistakes", justify="right")
+    table = Table(title="Forks on held-out prompts (greedy)", box=box.SIMPLE, padding=0)
+    table.add_column("kind", no_wrap=True)
+    for column in _COLUMNS:
+        table.add_column(column, justify="right")
     present = Counter(verdict.kind for verdict in report.verdicts)
     for kind in (kind for kind in KINDS if present[kind]):
         rows = [verdict for verdict in report.verdicts if verdict.kind == kind]
         table.add_row(
-            f"{kind} (should {'' if kind in FORKING_KINDS else 'not '}fork)",
+            kind,
+            "yes" if kind in FORKING_KINDS else "no",
             str(len(rows)),
             str(sum(row.forked for row in rows)),
             str(sum(row.same_forks for row in rows)),

@@ -23,8 +23,13 @@ from apar_core.training.packing import (
     pack_tree,
 )
 from apar_core.training.tiny_model import build_tiny_model, save_checkpoint, tree_tokens
-from apar_core.training.tiny_settings import TinyModelSettings, TinyTrainingSettings
+from apar_core.training.tiny_settings import (
+    TinyModelSettings,
+    TinyTrainingSettings,
+    TrainingPhase,
+)
 from apar_core.training.tokenizer import train_tokenizer
+from apar_core.training.weight_average import WeightAverage
 
 # Rows of similar length are batched together; this many batches are drawn and sorted at a time.
 _BATCHES_PER_DRAW = 20
@@ -75,13 +80,14 @@ def tree_loss(model: LlamaForCausalLM, batch: TreeBatch) -> Tensor:
 
 
 def _batches(
-    settings: TinyTrainingSettings, tokenizer: PreTrainedTokenizerFast
+    phase: TrainingPhase, seed: int, tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[TreeBatch]:
     """Yield one batch per step, rows of like length together, batches in random order."""
-    rng = random.Random(settings.seed)
-    size = settings.trees_per_step
-    examples = Corpus(settings.seed).examples(settings.num_steps * size)
-    remaining = settings.num_steps
+    rng = random.Random(seed)
+    size = phase.trees_per_step
+    corpus = Corpus(seed, kind_weights=phase.kind_weights, stream=phase.stream)
+    examples = corpus.examples(phase.num_steps * size)
+    remaining = phase.num_steps
     while remaining:
         num_batches = min(_BATCHES_PER_DRAW, remaining)
         rows = [pack_example(next(examples), tokenizer) for _ in range(num_batches * size)]
@@ -94,7 +100,7 @@ def _batches(
 
 
 def build_optimizers(
-    model: LlamaForCausalLM, settings: TinyTrainingSettings
+    model: LlamaForCausalLM, phase: TrainingPhase, momentum: float
 ) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices of the layers and AdamW for embeddings and norms."""
     matrices: list[Parameter] = []
@@ -103,38 +109,32 @@ def build_optimizers(
         (matrices if "layers." in name and parameter.ndim == 2 else rest).append(parameter)
     return [
         torch.optim.Muon(
-            matrices,
-            lr=settings.matrix_learning_rate,
-            momentum=settings.matrix_momentum,
-            weight_decay=0.0,
+            matrices, lr=phase.matrix_learning_rate, momentum=momentum, weight_decay=0.0
         ),
-        torch.optim.AdamW(
-            rest, lr=settings.vector_learning_rate, betas=(0.9, 0.95), weight_decay=0.0
-        ),
+        torch.optim.AdamW(rest, lr=phase.vector_learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
-def rate_factor(step: int, settings: TinyTrainingSettings) -> float:
-    """Return the share of the full learning rates that step `step` (from 0) gets."""
-    progress = (step + 1) / settings.num_steps
-    rising = progress / settings.warmup_share
-    falling = (1 - step / settings.num_steps) / settings.decay_share
+def rate_factor(step: int, phase: TrainingPhase) -> float:
+    """Return the share of the full learning rates that step `step` (from 0) of a phase gets."""
+    rising = (step + 1) / phase.num_steps / phase.warmup_share
+    falling = (1 - step / phase.num_steps) / phase.decay_share
     return min(1.0, rising, falling)
 
 
-def _train(
+def _train_phase(
     model: LlamaForCausalLM,
-    batches: Iterator[TreeBatch],
+    tokenizer: PreTrainedTokenizerFast,
+    phase: TrainingPhase,
     settings: TinyTrainingSettings,
-    on_step: OnStep,
-) -> None:
-    optimizers = build_optimizers(model, settings)
+) -> Iterator[tuple[float, int]]:
+    """Train through one phase; yield each step's loss and number of targets."""
+    optimizers = build_optimizers(model, phase, settings.matrix_momentum)
     schedules = [
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(step, settings))
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(step, phase))
         for optimizer in optimizers
     ]
-    model.train()
-    for step, batch in enumerate(batches, start=1):
+    for batch in _batches(phase, settings.seed, tokenizer):
         loss = tree_loss(model, batch)
         model.zero_grad(set_to_none=True)
         loss.backward()
@@ -142,8 +142,14 @@ def _train(
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
             schedule.step()
-        num_targets = int((batch.targets_BT != IGNORED_TARGET).sum())
-        on_step(StepReport(step, settings.num_steps, loss.item(), num_targets))
+        yield loss.item(), int((batch.targets_BT != IGNORED_TARGET).sum())
+
+
+def _round_weights(model: LlamaForCausalLM) -> None:
+    """Round all weights to bfloat16, so that a phase can also start from a saved checkpoint."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
 
 
 def train_tiny(
@@ -164,5 +170,14 @@ def train_tiny(
         max_length=model_settings.max_positions,
     )
     model = build_tiny_model(model_settings, tokenizer)
-    _train(model, _batches(training_settings, tokenizer), training_settings, on_step)
+    model.train()
+    average = WeightAverage()
+    step = 0
+    for phase in training_settings.phases:
+        for loss, num_targets in _train_phase(model, tokenizer, phase, training_settings):
+            step += 1
+            on_step(StepReport(step, training_settings.num_steps, loss, num_targets))
+        _round_weights(model)
+        average.add(model, phase.average_share)
+    average.apply(model)
     save_checkpoint(model.eval(), tokenizer, out)

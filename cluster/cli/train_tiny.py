@@ -53,7 +53,7 @@ def train_tiny(
 
     settings = TinyTrainingSettings(seed=seed, num_executors=executors)
     if steps is not None:
-        settings = settings.model_copy(update={"num_steps": steps})
+        settings = settings.with_num_steps(steps)
     console = Console()
     with _progress(console) as progress:
         task = progress.add_task("", total=settings.num_steps, loss=float("nan"))

@@ -18,17 +18,54 @@ from apar_core.data.tiny_corpus.combinations import (
     split_combinations,
 )
 
-_KIND_WEIGHTS = {
-    "numbered": 26,
-    "bulleted": 15,
-    "paragraphs": 21,
-    "guide": 11,
-    "titles": 4,
-    "fact": 9,
-    "small_talk": 4,
-    "arithmetic": 6,
-    "code": 4,
-}
+KindWeights = tuple[tuple[str, int], ...]
+
+BROAD_WEIGHTS: KindWeights = (
+    ("numbered", 26),
+    ("bulleted", 15),
+    ("paragraphs", 21),
+    ("guide", 11),
+    ("titles", 4),
+    ("fact", 9),
+    ("small_talk", 4),
+    ("arithmetic", 6),
+    ("code", 4),
+)
+# Short answers have few tokens and guides are seen rarely: both are learned more slowly.
+FINISHING_WEIGHTS: KindWeights = (
+    ("numbered", 8),
+    ("bulleted", 9),
+    ("paragraphs", 12),
+    ("guide", 18),
+    ("titles", 9),
+    ("fact", 15),
+    ("small_talk", 4),
+    ("arithmetic", 18),
+    ("code", 7),
+)
+POLISHING_WEIGHTS: KindWeights = (
+    ("numbered", 12),
+    ("bulleted", 10),
+    ("paragraphs", 12),
+    ("guide", 5),
+    ("titles", 10),
+    ("fact", 17),
+    ("small_talk", 2),
+    ("arithmetic", 28),
+    ("code", 4),
+)
+SETTLING_WEIGHTS: KindWeights = (
+    ("numbered", 8),
+    ("bulleted", 8),
+    ("paragraphs", 34),
+    ("guide", 5),
+    ("titles", 9),
+    ("fact", 26),
+    ("small_talk", 1),
+    ("arithmetic", 4),
+    ("code", 5),
+)
+
 _SYSTEM_SHARE = 0.2
 _HISTORY_SHARE = 0.15
 _RAW_SHARE = 0.08
@@ -48,10 +85,15 @@ SYSTEM_PROMPTS = (
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """One side of the split, ready to be sampled."""
+    """One side of the split, ready to be sampled.
+
+    `stream` names independent sequences of examples of the same seed.
+    """
 
     seed: int
     held_out: bool = False
+    kind_weights: KindWeights = BROAD_WEIGHTS
+    stream: str = ""
 
     @property
     def _questions(self) -> Mapping[str, tuple[Combination, ...]]:
@@ -60,9 +102,9 @@ class Corpus:
     def examples(self, number: int) -> Iterator[ExampleRecord]:
         """Yield `number` examples; the same seed and side give the same ones."""
         # Text seeds are hashed in the same way in every process.
-        rng = random.Random(f"{self.seed}:{self.held_out}")
-        kinds = [kind for kind in _KIND_WEIGHTS if self._questions[kind]]
-        weights = [_KIND_WEIGHTS[kind] for kind in kinds]
+        rng = random.Random(f"{self.seed}:{self.held_out}{self.stream}")
+        weighted = [entry for entry in self.kind_weights if self._questions[entry[0]]]
+        kinds, weights = zip(*weighted, strict=True)
         for _ in range(number):
             kind = rng.choices(kinds, weights)[0]
             yield _example(rng.choice(self._questions[kind]), rng, self.seed)
@@ -79,10 +121,9 @@ def _casual(question: str, rng: random.Random) -> str:
 def _history(rng: random.Random, seed: int) -> tuple[ChatMessage, ChatMessage]:
     """Return an earlier turn: its answer is plain text, as a client sends it back."""
     known = split_combinations(seed, held_out=False)
+    kinds, weights = zip(*BROAD_WEIGHTS, strict=True)
     while True:
-        earlier = rng.choice(
-            known[rng.choices(list(_KIND_WEIGHTS), list(_KIND_WEIGHTS.values()))[0]]
-        )
+        earlier = rng.choice(known[rng.choices(kinds, weights)[0]])
         text = flat_text(earlier.answer)
         if len(text) <= _LONGEST_HISTORY_CHARACTERS:
             return ChatMessage("user", earlier.question), ChatMessage("assistant", text)

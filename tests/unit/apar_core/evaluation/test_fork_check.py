@@ -123,7 +123,7 @@ def test_the_held_out_prompts_mix_answers_that_fork_and_that_do_not(
         ("Give me 5 tips for learning guitar.", 5),
         ("List 3 facts about volcanoes.", 3),
         ("Give me 4 tips for baking bread as bullet points.", 4),
-        ("Tell me about the Moon.", 3),
+        ("Tell me about baking bread.", 3),
         ("Give me a detailed guide to making coffee.", 11),
         ("What is 12 + 7?", 0),
         ("What is the capital of France?", 0),
