@@ -27,6 +27,8 @@ _TOKEN_ID_LISTS = ("stop_token_ids", "allowed_token_ids")
 _REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "prompt_embeds")
 _USAGE_CHUNK = b'"choices":[]'
 
+_NUMBER_LIMIT = 2**63
+
 _PLAIN_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 TakeStatistics = Callable[[str], Mapping[str, Any] | None]
@@ -94,12 +96,20 @@ def refuse_control_tokens(body: Mapping[str, Any], control_token_ids: frozenset[
             )
 
 
+def refuse_huge_numbers(body: Mapping[str, Any]) -> None:
+    """Raise RequestError for an integer that cannot be sent to the engine: 64 bits are all."""
+    for field, value in body.items():
+        if isinstance(value, int) and abs(value) >= _NUMBER_LIMIT:
+            raise RequestError(f"`{field}` is out of range: {value}", param=field)
+
+
 def translate(body: dict[str, Any], control_token_ids: frozenset[int]) -> bool:
     """Check the request and move its `apar` field to `vllm_xargs`, in place.
 
     Returns whether anything was changed. Raises RequestError.
     """
     refuse_control_tokens(body, control_token_ids)
+    refuse_huge_numbers(body)
     extra = body.get("vllm_xargs")
     if isinstance(extra, dict):
         for key in extra:

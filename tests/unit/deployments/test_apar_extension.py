@@ -96,6 +96,14 @@ def test_no_way_leads_a_clients_control_token_into_the_engine(
     assert raised.value.param == param
 
 
+@pytest.mark.parametrize("value", [2**63, -(10**30)])
+def test_a_number_that_no_engine_takes_is_refused(value: int) -> None:
+    with pytest.raises(RequestError, match="`top_k` is out of range"):
+        translate({"top_k": value}, CONTROL)
+
+    assert not translate({"seed": 2**63 - 1}, CONTROL)
+
+
 def test_other_fields_pass_unchanged() -> None:
     body = {
         "prompt": [1, 2],
