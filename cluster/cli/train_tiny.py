@@ -42,7 +42,7 @@ def train_tiny(
     seed: Annotated[int, typer.Option(min=0, help="Seed of split, corpus and weights.")] = 0,
     executors: Annotated[int, typer.Option(min=1, help="CPU threads to use.")] = 2,
 ) -> None:
-    """Train the embedded APAR model from nothing (at most 20 minutes on 2 cores).
+    """Train the embedded APAR model from nothing (about 20 minutes on 2 cores).
 
     Writes a checkpoint that `apar serve --model FOLDER` serves. The same seed, steps and
     executors give the same weights on the same machine.
