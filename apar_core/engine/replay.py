@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
-from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
+from apar_core.engine.row_processor import RowProcessor
 from apar_core.fork_parameters import ForkParameters
 
 REPLAY_ARG = "apar_replay"
@@ -43,46 +41,30 @@ class Row:
     output_ids: Sequence[int]
 
 
-class Replay(LogitsProcessor):
+class Replay(RowProcessor[Row]):
     """Leaves each replayed sequence one token to choose."""
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        self._rows: dict[int, Row] = {}
-        self._device = device
-
-    @classmethod
-    def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Accept everything: a request without a replay is left alone."""
-
-    def is_argmax_invariant(self) -> bool:
-        """The choice changes, in greedy sampling too."""
-        return False
-
-    def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow vLLM's changes of the batch."""
-        process_dict_updates(self._rows, batch_update, _new_row)
+    def new_row(
+        self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]
+    ) -> Row | None:
+        """Concerns the sequences whose request names a replay."""
+        replay = (params.extra_args or {}).get(REPLAY_ARG)
+        if replay is None:
+            return None
+        parameters = ForkParameters.from_extra_args(params.extra_args)
+        key = path_key(parameters.thread_path if parameters else ())
+        return Row(replay.get(key, ()), output_ids)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Set all logits [num_rows, vocabulary] of replayed rows but one to minus infinity."""
         rows: list[int] = []
         chosen: list[int] = []
-        for index, row in self._rows.items():
+        for index, row in self.rows.items():
             if len(row.output_ids) < len(row.token_ids):
                 rows.append(index)
                 chosen.append(row.token_ids[len(row.output_ids)])
         if rows:
-            row_indices = torch.tensor(rows, device=self._device)
+            row_indices = torch.tensor(rows, device=self.device)
             logits[row_indices] = -torch.inf
-            logits[row_indices, torch.tensor(chosen, device=self._device)] = 0.0
+            logits[row_indices, torch.tensor(chosen, device=self.device)] = 0.0
         return logits
-
-
-def _new_row(
-    params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int], *_: Any
-) -> Row | None:
-    replay = (params.extra_args or {}).get(REPLAY_ARG)
-    if replay is None:
-        return None
-    parameters = ForkParameters.from_extra_args(params.extra_args)
-    key = path_key(parameters.thread_path if parameters else ())
-    return Row(replay.get(key, ()), output_ids)

@@ -60,6 +60,32 @@ shapes = st.builds(
 requests = st.lists(
     st.tuples(scripts(), st.integers(1, 40), st.integers(1, 6)), min_size=1, max_size=5
 )
+# A script and its text, the length of the prompt, the limit of threads.
+Wanted = tuple[tuple[Script, list[int]], int, int]
+
+
+def engine_with(
+    wanted: list[Wanted],
+    shape: EngineShape,
+    model_dir: Path,
+    *,
+    max_tokens: int = 200,
+    max_forks: int = 100,
+) -> ScriptedEngine:
+    """An engine with the requests r0, r1, ... in order of arrival."""
+    engine = ScriptedEngine(shape, model_dir)
+    for number, ((script, _), prompt_length, max_threads) in enumerate(wanted):
+        engine.add(
+            f"r{number}",
+            [1000 + number] * prompt_length,
+            script,
+            max_tokens=max_tokens,
+            parameters=fork_parameters(max_threads=max_threads, max_forks=max_forks),
+            arrival_time=float(number),
+        )
+    return engine
+
+
 any_schedule = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -68,17 +94,9 @@ any_schedule = settings(
 @any_schedule
 @given(shape=shapes, wanted=requests)
 def test_every_text_is_whole_and_every_block_is_free_again(
-    model_dir: Path, shape: EngineShape, wanted: list[tuple[tuple[Script, list[int]], int, int]]
+    model_dir: Path, shape: EngineShape, wanted: list[Wanted]
 ) -> None:
-    engine = ScriptedEngine(shape, model_dir)
-    for number, ((script, _), prompt_length, max_threads) in enumerate(wanted):
-        engine.add(
-            f"r{number}",
-            [1000 + number] * prompt_length,
-            script,
-            parameters=fork_parameters(max_threads=max_threads),
-            arrival_time=float(number),
-        )
+    engine = engine_with(wanted, shape, model_dir)
 
     engine.run()
 
@@ -98,20 +116,11 @@ def test_every_text_is_whole_and_every_block_is_free_again(
 def test_aborts_and_budgets_leave_nothing_behind(
     model_dir: Path,
     shape: EngineShape,
-    wanted: list[tuple[tuple[Script, list[int]], int, int]],
+    wanted: list[Wanted],
     aborts: list[tuple[int, int]],
     max_tokens: int,
 ) -> None:
-    engine = ScriptedEngine(shape, model_dir)
-    for number, ((script, _), prompt_length, max_threads) in enumerate(wanted):
-        engine.add(
-            f"r{number}",
-            [1000 + number] * prompt_length,
-            script,
-            max_tokens=max_tokens,
-            parameters=fork_parameters(max_threads=max_threads, max_forks=5),
-            arrival_time=float(number),
-        )
+    engine = engine_with(wanted, shape, model_dir, max_tokens=max_tokens, max_forks=5)
     for step in range(41):
         for at_step, number in aborts:
             if at_step == step:
