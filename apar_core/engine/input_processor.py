@@ -3,6 +3,7 @@ tokens."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -24,9 +25,8 @@ from apar_core.engine.fork_bans import bad_words
 from apar_core.engine.fork_settings import ForkSettings, fork_settings
 from apar_core.errors import RequestError
 from apar_core.fork_parameters import EXTRA_ARG, ForkParameters
-from apar_core.logs import get_logger
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 RELEASED_FORK_TEXT = "[SplitMask]"
 """Fork token of the released checkpoints, whose training text lacks line breaks."""

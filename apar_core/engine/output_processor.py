@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ class ForkOutputProcessor(OutputProcessor):
             if params.logprobs is not None:
                 self._unforked[request.request_id] = parameters
         else:
-            separator = self._separator() if parameters.separated else None
+            separator = self._separator if parameters.separated else None
             threads = RequestThreads(request.request_id, parameters, separator)
             self._threads[request.request_id] = threads
 
@@ -125,5 +126,6 @@ class ForkOutputProcessor(OutputProcessor):
     def _stream_pause_now_s(self) -> float:
         return interval_under_load(self.stream_pause_s, len(self.request_states))
 
+    @cached_property
     def _separator(self) -> Separator[TextToken]:
         return separators(self.tokenizer)
