@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
+from vllm.v1.outputs import LogprobsLists
 
 from apar_core.engine.paced_outputs import interval_under_load, pace
 from apar_core.engine.request_record import RequestRecords
@@ -30,8 +31,8 @@ class ForkOutputProcessor(OutputProcessor):
         self.records = RequestRecords()
         # By engine request id: a request's root and, once opened, each of its threads.
         self._threads: dict[str, RequestThreads] = {}
-        # Requests that may not fork and report log-probabilities.
-        self._unforked: dict[str, ForkParameters] = {}
+        # Requests that may not fork: their one thread is only watched, for its statistics.
+        self._unforked: dict[str, RequestThreads] = {}
         self.stream_pause_s = 0.0
 
     def add_request(self, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
@@ -43,20 +44,17 @@ class ForkOutputProcessor(OutputProcessor):
         parameters = None if params is None else ForkParameters.from_extra_args(params.extra_args)
         if params is None or parameters is None:
             return
-        if not parameters.enabled:
-            if params.logprobs is not None:
-                self._unforked[request.request_id] = parameters
-        else:
-            separator = self._separator if parameters.separated else None
-            threads = RequestThreads(request.request_id, parameters, separator)
-            self._threads[request.request_id] = threads
+        separator = self._separator if parameters.enabled and parameters.separated else None
+        threads = RequestThreads(request.request_id, parameters, separator)
+        requests = self._threads if parameters.enabled else self._unforked
+        requests[request.request_id] = threads
 
     def process_outputs(
         self, engine_core_outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any
     ) -> OutputProcessorOutput:
         """As in vLLM, after the outputs of threads have been joined to those of their requests."""
         if self._unforked:
-            self._rule_out_control_tokens(engine_core_outputs)
+            self._watch_unforked(engine_core_outputs)
         if not self._threads:
             return super().process_outputs(engine_core_outputs, *args, **kwargs)
         joined, unfinished = self._join(engine_core_outputs)
@@ -95,18 +93,17 @@ class ForkOutputProcessor(OutputProcessor):
                 unfinished.append(threads.request_id)
         return joined, unfinished
 
-    def _rule_out_control_tokens(self, engine_core_outputs: list[EngineCoreOutput]) -> None:
-        """Report banned control tokens as impossible.
-
-        vLLM takes log-probabilities before any ban; beam search would follow them.
-        """
+    def _watch_unforked(self, engine_core_outputs: list[EngineCoreOutput]) -> None:
+        """Count what requests that may not fork generate; their outputs go on as they are."""
         for output in engine_core_outputs:
-            parameters = self._unforked.get(output.request_id)
-            if parameters is not None and output.new_logprobs is not None:
-                token_ids = output.new_logprobs.logprob_token_ids
-                banned = (token_ids == parameters.fork_id) | (token_ids == parameters.child_id)
-                logprobs = np.where(banned, -np.inf, output.new_logprobs.logprobs)
-                output.new_logprobs = output.new_logprobs._replace(logprobs=logprobs)
+            threads = self._unforked.get(output.request_id)
+            if threads is None:
+                continue
+            if output.new_logprobs is not None:
+                output.new_logprobs = _without_control_tokens(
+                    output.new_logprobs, threads.parameters
+                )
+            threads.watch(output)
 
     def _finish_request(self, req_state: RequestState) -> None:
         super()._finish_request(req_state)
@@ -114,12 +111,12 @@ class ForkOutputProcessor(OutputProcessor):
 
     def _forget(self, req_state: RequestState) -> None:
         """Drop a request's threads; what the engine still sends of them is ignored."""
-        self._unforked.pop(req_state.request_id, None)
-        threads = self._threads.get(req_state.request_id)
+        request_id = req_state.request_id
+        threads = self._threads.get(request_id) or self._unforked.pop(request_id, None)
         if threads is None:
             return
-        for request_id in threads.thread_request_ids:
-            self._threads.pop(request_id, None)
+        for thread_request_id in threads.thread_request_ids:
+            self._threads.pop(thread_request_id, None)
         threads.cut()
         self.records.add(req_state.external_req_id, threads.tree, req_state.prompt_len)
 
@@ -129,3 +126,13 @@ class ForkOutputProcessor(OutputProcessor):
     @cached_property
     def _separator(self) -> Separator[TextToken]:
         return separators(self.tokenizer)
+
+
+def _without_control_tokens(logprobs: LogprobsLists, parameters: ForkParameters) -> LogprobsLists:
+    """Report banned control tokens as impossible.
+
+    vLLM takes log-probabilities before any ban; beam search would follow them.
+    """
+    token_ids = logprobs.logprob_token_ids
+    banned = (token_ids == parameters.fork_id) | (token_ids == parameters.child_id)
+    return logprobs._replace(logprobs=np.where(banned, -np.inf, logprobs.logprobs))

@@ -61,7 +61,7 @@ class RequestThreads:
     ) -> None:
         self.request_id = request_id
         self.tree: ParagraphTree[TextToken] = ParagraphTree()
-        self._parameters = parameters
+        self.parameters = parameters
         self._stream = TreeStream(self.tree, separator)
         self._threads: dict[str, ThreadId] = {request_id: ROOT_THREAD}
         self._num_children: dict[str, int] = {}
@@ -83,15 +83,23 @@ class RequestThreads:
         start = 0
         for index in range(num_text):
             token_id = token_ids[index]
-            if token_id in (self._parameters.fork_id, self._parameters.child_id):
+            if token_id in (self.parameters.fork_id, self.parameters.child_id):
                 self._append(thread, output, start, index)
                 start = index + 1
-                if token_id == self._parameters.fork_id:
+                if token_id == self.parameters.fork_id:
                     children.append(self._fork(output.request_id, thread))
         self._append(thread, output, start, num_text)
         if output.finish_reason is not None:
             self._finish(thread, output, ended=ended)
         return children
+
+    def watch(self, output: EngineCoreOutput) -> None:
+        """Count what the only thread of a request that may not fork has generated."""
+        ended = self._ends_itself(output)
+        token_ids = output.new_token_ids[:-1] if ended else output.new_token_ids
+        self.tree.append(ROOT_THREAD, (TextToken(token_id, None) for token_id in token_ids))
+        if output.finish_reason is not None:
+            self.tree.finish(ROOT_THREAD, ended=ended)
 
     def take(self) -> list[EngineCoreOutput]:
         """Outputs under the request's own id for what has become certain; often none.
@@ -125,7 +133,7 @@ class RequestThreads:
         """Whether the last token is an end-of-thread token of the model."""
         if output.finish_reason != FinishReason.STOP or not output.new_token_ids:
             return False
-        return output.new_token_ids[-1] in self._parameters.end_ids
+        return output.new_token_ids[-1] in self.parameters.end_ids
 
     def _fork(self, request_id: str, thread: ThreadId) -> str:
         ordinal = self._num_children.get(request_id, 0)

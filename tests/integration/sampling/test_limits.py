@@ -169,7 +169,8 @@ def test_a_token_budget_is_used_up_exactly(ask_chat: Ask) -> None:
 def test_a_budget_of_one_token_never_forks(ask_chat: Ask) -> None:
     [answer] = ask_chat(replayed({"": [FORK]}, max_tokens=1))
 
-    assert answer.statistics is None
+    assert answer.statistics is not None
+    assert answer.statistics.forks == 0
     assert len(answer.choice.token_ids) == 1
 
 

@@ -251,7 +251,8 @@ def test_structured_outputs_are_written_by_one_thread(ask_chat: Ask) -> None:
 
 
 def assert_unforked(answer: Answer) -> None:
-    assert answer.statistics is None
+    assert answer.statistics is not None
+    assert (answer.statistics.threads, answer.statistics.forks) == (1, 0)
     assert {token_id("[Fork]"), token_id("[Child]")}.isdisjoint(answer.choice.token_ids)
 
 

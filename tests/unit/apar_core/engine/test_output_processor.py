@@ -65,6 +65,20 @@ def test_stop_token_of_a_client_ends_the_threads_that_still_run() -> None:
     assert processor.process_outputs([output("r", [12])]).request_outputs == []
 
 
+def test_request_that_may_not_fork_is_counted_too() -> None:
+    processor = processor_with("r", enabled=False)
+    processor.process_outputs([output("r", [10, 11])])
+    processed = processor.process_outputs([output("r", [12, END], FinishReason.STOP)])
+
+    assert processed.request_outputs[-1].outputs[0].token_ids == [10, 11, 12, END]
+    statistics = processor.records.take("client's").statistics
+    assert (statistics.threads, statistics.text_tokens, statistics.control_tokens) == (1, 3, 1)
+    # The prompt has 2 tokens: 2 + 3 + 4 + 5 are attended to, and 5 are cached for the last one.
+    assert statistics.attended_tokens == statistics.sequential_attended_tokens == 14
+    assert statistics.max_cached_tokens == statistics.sequential_max_cached_tokens == 5
+    assert processor._unforked == {}
+
+
 @pytest.mark.parametrize("internal", [True, False])
 def test_aborted_request_is_forgotten_with_all_its_threads(internal: bool) -> None:
     processor = processor_with("r")
