@@ -52,6 +52,7 @@ class ForkCheckSettings(BaseModel):
 
     num_prompts: PositiveInt = 400
     seed: NonNegativeInt = Field(0, description="The training seed, whose split is held out.")
+    stream: str = Field("", description="Names the sample that is drawn of the held-out prompts.")
     min_forking_share: float = Field(0.95, description="Of the prompts whose answer should fork.")
     max_wrong_fork_share: float = Field(0.01, description="Of the prompts whose answer must not.")
 
@@ -122,6 +123,7 @@ def held_out_prompts(
     settings: ForkCheckSettings, tokenizer: PreTrainedTokenizerFast
 ) -> list[CheckPrompt]:
     """Return prompts of combinations that training with the same seed did not see."""
+    corpus = Corpus(settings.seed, held_out=True, stream=settings.stream)
     return [
         CheckPrompt(
             example.kind,
@@ -129,7 +131,7 @@ def held_out_prompts(
             count_forks(example.answer),
             flat_text(example.answer),
         )
-        for example in Corpus(settings.seed, held_out=True).examples(settings.num_prompts)
+        for example in corpus.examples(settings.num_prompts)
     ]
 
 
@@ -219,8 +221,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, default=checkpoint_path())
     parser.add_argument("--prompts", type=int, default=ForkCheckSettings().num_prompts)
     parser.add_argument("--seed", type=int, default=ForkCheckSettings().seed)
+    parser.add_argument("--stream", default="", help="another name draws another sample")
     options = parser.parse_args(arguments)
-    settings = ForkCheckSettings(num_prompts=options.prompts, seed=options.seed)
+    settings = ForkCheckSettings(
+        num_prompts=options.prompts, seed=options.seed, stream=options.stream
+    )
     tokenizer, decoder = load_decoder(options.model)
     report = check_forks(settings, tokenizer, decoder)
     console = Console()
