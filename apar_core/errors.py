@@ -34,3 +34,7 @@ class CheckpointError(AparError):
 
 class TreeError(AparError):
     """A paragraph tree's invariant was broken: a bug, never the client's fault."""
+
+
+class EvaluationError(AparError):
+    """An evaluation cannot start or go on: a file, an endpoint or an option is not as it must be."""
