@@ -38,3 +38,7 @@ class TreeError(AparError):
 
 class EvaluationError(AparError):
     """An evaluation cannot start or go on: a file, an endpoint or an option is not as it must be."""
+
+
+class DataError(AparError):
+    """A data file, or a line of it, is not what it must be."""

@@ -87,10 +87,12 @@ class ChatMessage:
 class ExampleRecord:
     """A prompt and the answer to learn.
 
-    `raw_prompt` replaces the chat for plain completions, which have no roles.
+    `raw_prompt` replaces the chat for plain completions, which have no roles. `example_id` names
+    the source of an example that was read from a file.
     """
 
     kind: str
     messages: tuple[ChatMessage, ...]
     answer: ParagraphRecord
     raw_prompt: bool = False
+    example_id: str | None = None
