@@ -36,6 +36,10 @@ class TreeError(AparError):
     """A paragraph tree's invariant was broken: a bug, never the client's fault."""
 
 
+class TrainingError(AparError):
+    """A training run cannot start or go on: its recipe, model or data is not as it must be."""
+
+
 class EvaluationError(AparError):
     """An evaluation cannot start or go on: a file, an endpoint or an option is not as it must be."""
 
