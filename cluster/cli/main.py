@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from cluster.cli.doctor import doctor
+from cluster.cli.evaluate import evaluate
 from cluster.cli.generate import generate
 from cluster.cli.serve import serve
 from cluster.cli.train_tiny import train_tiny
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 for command in (serve, generate, train_tiny, doctor):
     app.command(no_args_is_help=command is generate)(command)
+app.add_typer(evaluate, name="evaluate")
 
 
 def _print_version(wanted: bool) -> None:
