@@ -22,12 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from apar_core.data.records import count_forks, flat_text
 from apar_core.data.tiny_corpus.combinations import FORKING_KINDS, KINDS
 from apar_core.data.tiny_corpus.generator import Corpus
-from apar_core.evaluation.thread_decoding import (
-    DecodeAnswers,
-    DecodedThread,
-    TransformersThreadDecoder,
-    restored_ids,
-)
+from apar_core.decoders.decoded_answer import DecodedThread, restored_ids
+from apar_core.evaluation.thread_decoding import DecodeAnswers, TransformersThreadDecoder
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.training.packing import TreeTokens
 from apar_core.training.tiny_model import tree_tokens

@@ -12,25 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from apar_core.decoders.decoded_answer import DecodedThread
 from apar_core.training.packing import TreeTokens
-from apar_core.tree.paragraph import ROOT_THREAD, ParagraphTree, ThreadId
-from apar_core.tree.restore import restore
-
-
-@dataclass(frozen=True, slots=True)
-class DecodedThread:
-    """What one thread sampled, fork tokens included, the end of thread left out.
-
-    `parent` opened it with its fork number `fork_ordinal` (from 0). `ended` is false where the
-    length limit cut the thread off.
-    """
-
-    thread: ThreadId
-    parent: ThreadId | None
-    fork_ordinal: int
-    token_ids: tuple[int, ...]
-    ended: bool
-
+from apar_core.tree.paragraph import ROOT_THREAD, ThreadId
 
 # Prompts as token ids in, the threads of each answer out, parents before their children.
 DecodeAnswers = Callable[[Sequence[Sequence[int]]], list[list[DecodedThread]]]
@@ -149,28 +133,3 @@ class TransformersThreadDecoder:
             )
             for ordinal, index in enumerate(forks)
         ]
-
-
-def paragraph_tree(threads: Sequence[DecodedThread], fork_id: int) -> ParagraphTree[int]:
-    """Return the paragraph tree that the threads, parents first, have written."""
-    tree: ParagraphTree[int] = ParagraphTree()
-    children = {
-        (thread.parent, thread.fork_ordinal): thread.thread
-        for thread in threads
-        if thread.parent is not None
-    }
-    for thread in threads:
-        ordinal = 0
-        for token_id in thread.token_ids:
-            if token_id == fork_id:
-                tree.fork(thread.thread, children[(thread.thread, ordinal)])
-                ordinal += 1
-            else:
-                tree.append(thread.thread, [token_id])
-        tree.finish(thread.thread, ended=thread.ended)
-    return tree
-
-
-def restored_ids(threads: Sequence[DecodedThread], fork_id: int) -> list[int]:
-    """Return the answer's tokens in reading order."""
-    return restore(paragraph_tree(threads, fork_id))

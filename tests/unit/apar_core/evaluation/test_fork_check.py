@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from apar_core.decoders.decoded_answer import DecodedThread, restored_ids
 from apar_core.evaluation.fork_check import (
     AnswerVerdict,
     CheckPrompt,
@@ -16,11 +17,7 @@ from apar_core.evaluation.fork_check import (
     judge,
     report_table,
 )
-from apar_core.evaluation.thread_decoding import (
-    DecodedThread,
-    TransformersThreadDecoder,
-    restored_ids,
-)
+from apar_core.evaluation.thread_decoding import TransformersThreadDecoder
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.training.packing import TreeTokens
 from apar_core.training.tiny_model import tree_tokens

@@ -1,0 +1,215 @@
+"""Medusa heads: what they compute, and the checkpoint form that vLLM's medusa method loads.
+
+Source: Medusa (arXiv 2401.10774). Head i, counted from 0, reads the hidden state that predicts the
+next token and proposes the one i + 2 places on. Dimensions: H heads, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from apar_core.errors import CheckpointError
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+
+
+class MedusaHeadSettings(BaseModel):
+    """Sizes of the heads, under the names of their `config.json`."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    hidden_size: PositiveInt
+    vocab_size: PositiveInt
+    medusa_num_heads: PositiveInt = 2
+    medusa_num_layers: PositiveInt = 2
+    medusa_fc_bias: bool = Field(False, description="Whether the residual layers have a bias.")
+
+
+class ResidualBlock(nn.Module):
+    """Layers of which each adds the SiLU of a linear map to its input."""
+
+    def __init__(self, settings: MedusaHeadSettings) -> None:
+        super().__init__()
+        size = settings.hidden_size
+        self.layers = nn.ModuleList(
+            nn.Linear(size, size, bias=settings.medusa_fc_bias)
+            for _ in range(settings.medusa_num_layers)
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map hidden states [..., D] to those that the head's vocabulary matrix reads."""
+        for layer in self.layers:
+            hidden = hidden + nn.functional.silu(layer(hidden))
+        return hidden
+
+
+class MedusaHeads(nn.Module):
+    """All heads of one model; call it with the hidden states that the model's own head reads."""
+
+    def __init__(self, settings: MedusaHeadSettings) -> None:
+        super().__init__()
+        self.settings = settings
+        heads = range(settings.medusa_num_heads)
+        self.blocks = nn.ModuleList(ResidualBlock(settings) for _ in heads)
+        self.lm_heads = nn.ModuleList(
+            nn.Linear(settings.hidden_size, settings.vocab_size, bias=False) for _ in heads
+        )
+
+    @classmethod
+    def like_lm_head(cls, lm_head_VD: Tensor, *, num_heads: int = 2, num_layers: int = 2) -> Self:
+        """Return heads that start as copies of the model's own head: their layers add nothing.
+
+        They have the dtype and the device of `lm_head_VD`.
+        """
+        vocab_size, hidden_size = lm_head_VD.shape
+        settings = MedusaHeadSettings(
+            hidden_size=hidden_size,
+            vocab_size=vocab_size,
+            medusa_num_heads=num_heads,
+            medusa_num_layers=num_layers,
+        )
+        heads = cls(settings).to(device=lm_head_VD.device, dtype=lm_head_VD.dtype)
+        with torch.no_grad():
+            for parameter in heads.blocks.parameters():
+                parameter.zero_()
+            for parameter in heads.lm_heads.parameters():
+                parameter.copy_(lm_head_VD)
+        return heads
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the heads' logits [H, ..., V] for hidden states [..., D]."""
+        return torch.stack(
+            [
+                lm_head(block(hidden))
+                for block, lm_head in zip(self.blocks, self.lm_heads, strict=True)
+            ]
+        )
+
+
+def save_medusa_heads(heads: MedusaHeads, folder: str | Path) -> None:
+    """Write `config.json` and safetensors, in the dtype that the heads have."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in _weights(heads).items()}
+    config = {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        **heads.settings.model_dump(),
+        "dtype": str(next(iter(weights.values())).dtype).removeprefix("torch."),
+    }
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def load_medusa_heads(folder: str | Path) -> MedusaHeads:
+    """Return the heads of a folder, in the dtype of their file, on the CPU.
+
+    Raises CheckpointError naming the file, field or weight that is missing or does not fit.
+    """
+    folder = Path(folder)
+    settings = _read_settings(folder / CONFIG_FILE)
+    weights = _read_weights(folder)
+    heads = MedusaHeads(settings)
+    wanted = _weights(heads)
+    missing, unknown = wanted.keys() - weights.keys(), weights.keys() - wanted.keys()
+    if missing or unknown:
+        raise CheckpointError(
+            f"Medusa heads in {folder}: weights missing {sorted(missing)}, unknown "
+            f"{sorted(unknown)}; {settings.medusa_num_heads} heads of "
+            f"{settings.medusa_num_layers} layers are configured"
+        )
+    for name, tensor in weights.items():
+        if tensor.shape != wanted[name].shape:
+            raise CheckpointError(
+                f"Medusa heads in {folder}: weight {name} has shape {list(tensor.shape)}, the "
+                f"configuration asks for {list(wanted[name].shape)}"
+            )
+    heads.load_state_dict(dict(weights), assign=True)
+    return heads.eval()
+
+
+def _weights(heads: MedusaHeads) -> dict[str, Tensor]:
+    return dict(heads.state_dict())
+
+
+def _read_settings(path: Path) -> MedusaHeadSettings:
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"no configuration of Medusa heads in {path}: {error}") from error
+    if not isinstance(config, dict) or config.get("model_type") != "medusa":
+        found = config.get("model_type") if isinstance(config, dict) else config
+        raise CheckpointError(f"{path}: model_type must be 'medusa', got {found!r}")
+    _refuse_reduced_vocabulary(config, path)
+    try:
+        return MedusaHeadSettings.model_validate(_named_as_ours(config))
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise CheckpointError(
+            f"{path}: {field}: {first['msg']} (got {first['input']!r})"
+        ) from error
+
+
+def _named_as_ours(config: Mapping[str, Any]) -> dict[str, Any]:
+    """As vLLM reads it: any key with "num" and "heads" or "layers" in it is the number."""
+    named: dict[str, Any] = {}
+    for key, value in config.items():
+        if "num" in key and "heads" in key:
+            named["medusa_num_heads"] = value
+        elif "num" in key and "layers" in key:
+            named["medusa_num_layers"] = value
+        else:
+            named[key] = value
+    return named
+
+
+def _refuse_reduced_vocabulary(config: Mapping[str, Any], path: Path) -> None:
+    truncated = config.get("truncated_vocab_size")
+    if truncated is not None and truncated != config.get("vocab_size"):
+        raise CheckpointError(
+            f"{path}: truncated_vocab_size {truncated} is not supported: heads must propose from "
+            f"the whole vocabulary ({config.get('vocab_size')})"
+        )
+    if config.get("original_lm_head"):
+        raise CheckpointError(
+            f"{path}: original_lm_head is not supported: every head needs its own vocabulary matrix"
+        )
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"no safetensors file with Medusa heads in {folder}")
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            tensors = load_file(file)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"cannot read the Medusa heads in {file}: {error}") from error
+        weights.update({_present_name(name): tensor for name, tensor in tensors.items()})
+    return weights
+
+
+def _present_name(name: str) -> str:
+    """Return a weight's name as vLLM has it, also for those of Medusa's first checkpoints.
+
+    There "0.1.linear.weight" is a residual layer and "0.2.weight" a vocabulary matrix.
+    """
+    name = name.removeprefix("medusa_heads.")
+    head, _, rest = name.partition(".")
+    layer, _, rest = rest.partition(".")
+    if not (head.isdigit() and layer.isdigit()):
+        return name
+    if rest.startswith("linear."):
+        return f"blocks.{head}.layers.{layer}.{rest.removeprefix('linear.')}"
+    return f"lm_heads.{head}.{rest}"
