@@ -60,9 +60,12 @@ class EngineProcess:
 def _serve(connection: Connection, arguments: dict[str, Any]) -> None:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     from apar_core.engine.offline import OfflineEngine
+    from tests.integration.small_blocks import offer_small_blocks
 
     engine: OfflineEngine | None = None
     try:
+        if arguments["block_size"] % 32:
+            offer_small_blocks()
         engine = OfflineEngine(**arguments)
         connection.send((None, None, ""))
         while True:

@@ -1,8 +1,6 @@
 """Forked decoding against plain decoding: in float32, greedy, every token is the same.
 
-One engine per way of running: block size, batch, short memory, chunked prompts, speculation. vLLM's
-attention on CPUs takes blocks of a multiple of 32 tokens only; smaller blocks are covered with a
-scripted model in tests/unit/apar_core/scheduler.
+One engine per way of running: block size, batch, short memory, chunked prompts, speculation.
 """
 
 import logging
@@ -21,6 +19,17 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 # name: (engine arguments, chats, what must have happened)
 WAYS: dict[str, tuple[dict[str, Any], int, set[str]]] = {
     "large batch, blocks of 32": ({}, 48, set()),
+    "large batch, blocks of 16": ({"block_size": 16}, 24, set()),
+    "short memory, blocks of 16": (
+        {"block_size": 16, "num_gpu_blocks_override": 52, "max_num_seqs": 32},
+        16,
+        {"preempted"},
+    ),
+    "n-gram speculation, chunked prefill, blocks of 16": (
+        {"block_size": 16, "speculative_config": NGRAM, "max_num_batched_tokens": 256},
+        16,
+        {"speculated"},
+    ),
     "small batch, blocks of 64": ({"block_size": 64, "max_num_seqs": 4}, 12, set()),
     "chunked prefill, blocks of 128": (
         {"block_size": 128, "max_num_batched_tokens": 32, "max_num_seqs": 32},
