@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
-from apar_core.tree.statistics import TreeStatistics
+from apar_core.decoders.decoded_answer import DecodedAnswer
+from apar_core.tree.paragraph import ParagraphTree
+from apar_core.tree.statistics import tree_statistics
+
+COUNT = "count"
+"""Stands for a decoder where only the schedule was followed."""
 
 
 class AnswerMeasurement(BaseModel):
@@ -53,21 +59,25 @@ class AnswerMeasurement(BaseModel):
         return self.text_tokens + self.control_tokens - self.forks
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerKey:
+    """Which answer of a run is meant; `turn` counts from 1."""
+
+    question_id: str
+    turn: int
+    category: str
+
+
 def counted(
-    statistics: TreeStatistics,
-    *,
-    question_id: str,
-    turn: int,
-    category: str,
-    num_prompt_tokens: int,
-    text: str = "",
+    key: AnswerKey, tree: ParagraphTree[int], num_prompt_tokens: int, text: str = ""
 ) -> AnswerMeasurement:
     """Return a measurement by the schedule alone, which is the paper's."""
+    statistics = tree_statistics(tree, num_prompt_tokens)
     return AnswerMeasurement(
-        question_id=question_id,
-        turn=turn,
-        category=category,
-        decoder="count",
+        question_id=key.question_id,
+        turn=key.turn,
+        category=key.category,
+        decoder=COUNT,
         num_prompt_tokens=num_prompt_tokens,
         threads=statistics.threads,
         forks=statistics.forks,
@@ -80,7 +90,30 @@ def counted(
         sequential_max_cached_tokens=statistics.sequential_max_cached_tokens,
         attended_tokens=statistics.attended_tokens,
         sequential_attended_tokens=statistics.sequential_attended_tokens,
+        ended=all(thread.ended for thread in tree.threads.values()),
         text=text,
+    )
+
+
+def measured(
+    key: AnswerKey, decoder: str, answer: DecodedAnswer, text: str = ""
+) -> AnswerMeasurement:
+    """Return what a decoder's own trace says of an answer.
+
+    Speed leaves the prefill out, as the paper's does: its time, and the token that it gives.
+    """
+    prefill, *passes = answer.trace
+    by_schedule = counted(key, answer.tree, answer.num_prompt_tokens, text)
+    return by_schedule.model_copy(
+        update={
+            "decoder": decoder,
+            "steps": len(answer.trace),
+            "max_cached_tokens": max(record.cached_tokens for record in answer.trace),
+            "attended_tokens": sum(record.attended_tokens for record in answer.trace),
+            "prefill_s": prefill.seconds,
+            "decode_s": sum(record.seconds for record in passes),
+            "timed_tokens": max(by_schedule.text_tokens - 1, 0),
+        }
     )
 
 

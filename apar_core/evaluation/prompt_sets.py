@@ -8,12 +8,18 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from apar_core.data.records import ChatMessage
+from apar_core.data.tiny_corpus.generator import Corpus
 from apar_core.errors import EvaluationError
 from apar_core.evaluation.benchmark_files import find_benchmark_file
 from apar_core.evaluation.json_lines import read_lines
 
 BENCHMARKS = {"vicuna-bench": "vicuna_bench", "mt-bench": "mt_bench"}
 """The name of a benchmark and its folder."""
+
+HELD_OUT = "held-out"
+"""Name of the prompts of the embedded model's own kind that its training never saw."""
+
+_NUM_HELD_OUT = 400
 
 OTHER_CATEGORY = "other"
 """Of questions without a category, and of categories with too few questions for a row."""
@@ -22,7 +28,8 @@ OTHER_CATEGORY = "other"
 class Question(BaseModel):
     """Turns of one user, asked one after the other; `history` is what was said before them.
 
-    `reference` has the reference answer of each turn, where the benchmark gives any.
+    `reference` has the reference answer of each turn, where the benchmark gives any. A
+    `raw_prompt` is completed as it is, without roles.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -32,6 +39,7 @@ class Question(BaseModel):
     turns: tuple[str, ...]
     history: tuple[ChatMessage, ...] = ()
     reference: tuple[str, ...] = ()
+    raw_prompt: bool = False
 
     def messages(self, turn: int, answers: tuple[str, ...]) -> tuple[ChatMessage, ...]:
         """Return the chat up to the user's words of a turn (from 0), with the answers before it."""
@@ -130,13 +138,32 @@ def load_benchmark(name: str, folder: Path | None = None) -> list[Question]:
     ]
 
 
+def held_out_questions() -> list[Question]:
+    """Return the prompts that the check of the embedded model asks, by kind of their answers.
+
+    Training with seed 0 saw none of their combinations.
+    """
+    corpus = Corpus(0, held_out=True, stream="")
+    return [
+        Question(
+            question_id=str(number),
+            category=example.kind,
+            turns=(example.messages[-1].content,),
+            history=example.messages[:-1],
+            raw_prompt=example.raw_prompt,
+        )
+        for number, example in enumerate(corpus.examples(_NUM_HELD_OUT), start=1)
+    ]
+
+
 def load_prompts(name_or_path: str, folder: Path | None = None) -> list[Question]:
-    """Return the questions of a benchmark by its name, or of a file."""
+    """Return the questions of a benchmark by its name, the held-out prompts, or those of a file."""
     if name_or_path in BENCHMARKS:
         return load_benchmark(name_or_path, folder)
+    if name_or_path == HELD_OUT:
+        return held_out_questions()
     path = Path(name_or_path)
     if not path.is_file():
-        raise EvaluationError(
-            f"{name_or_path!r} is neither {' nor '.join(BENCHMARKS)} nor a file of questions"
-        )
+        names = ", ".join([*BENCHMARKS, HELD_OUT])
+        raise EvaluationError(f"{name_or_path!r} is none of {names}, and no file of questions")
     return read_question_file(path)

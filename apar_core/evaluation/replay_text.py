@@ -39,6 +39,9 @@ class TextTokenizer(Protocol):
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Return the ids of a prompt that asks for the assistant's turn."""
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the ids of a prompt that is completed as it is."""
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of the ids."""
 
@@ -70,27 +73,37 @@ class CheckpointText:
             control_tokens.fork_id, control_tokens.child_id, tokenizer.eos_token_id
         )
         self.vocabulary_size = len(tokenizer)
+        # SentencePiece tokenizers put a space before a text; there a piece is encoded behind a
+        # line break, which is a token of its own.
+        self._context = ""
+        letter = self._ids("a")
+        if tokenizer.decode(letter + letter) != "aa":
+            self._context = "\n"
+        self._num_context_ids = len(self._ids(self._context)) if self._context else 0
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a piece of an answer, no control token among them."""
-        ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        return neutralise(ids, self._spellings)
+        return self._ids(self._context + text)[self._num_context_ids :]
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Return the prompt by the chat template, or in Vicuna's form where there is none."""
         if self._tokenizer.chat_template is None:
-            ids = list(self._tokenizer(vicuna_prompt(messages))["input_ids"])
-        else:
-            chat = [message.as_dict() for message in messages]
-            text = self._tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=True
-            )
-            ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        return neutralise(ids, self._spellings)
+            return self.encode_prompt(vicuna_prompt(messages))
+        chat = [message.as_dict() for message in messages]
+        text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        return self._ids(text)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the ids of a prompt that is completed as it is."""
+        return neutralise(list(self._tokenizer(text)["input_ids"]), self._spellings)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of the ids."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def _ids(self, text: str) -> list[int]:
+        ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return neutralise(ids, self._spellings)
 
 
 class SentencePieceText:
@@ -125,6 +138,10 @@ class SentencePieceText:
         for turn in turns[1:]:
             ids += [self.tokens.end_id, *self._processor.encode(turn)]
         return ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the ids of a prompt that is completed as it is."""
+        return [self._processor.bos_id(), *self._processor.encode(text)]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids that were encoded piece by piece."""
