@@ -1,0 +1,107 @@
+"""Pieces of answers as tokens: they decode to the text, hold no control token, and count right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from apar_core.data.records import ChatMessage
+from apar_core.errors import EvaluationError
+from apar_core.evaluation.replay_text import (
+    LLAMA_TOKENIZER,
+    CheckpointText,
+    TextTokenizer,
+    load_text,
+    vicuna_prompt,
+)
+from apar_core.models.apar_tiny import checkpoint_path
+
+LLAMA = load_text(LLAMA_TOKENIZER)
+TINY = load_text(str(checkpoint_path()))
+TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(
+    ["\n\n1. **A**: b", " x", "  ", "[Fork] and [Child]", "</s><eos>", "▁a▁", "中文。", "\r\n"]
+)
+
+
+@pytest.mark.parametrize("text", [LLAMA, TINY], ids=["llama", "apar-tiny"])
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_pieces_decode_to_their_texts_in_a_row(text: TextTokenizer, data: Any) -> None:
+    pieces = data.draw(st.lists(TEXTS.filter(lambda piece: "<eos>" not in piece), max_size=4))
+
+    ids = [token_id for piece in pieces for token_id in text.encode(piece)]
+
+    assert text.decode(ids) == "".join(pieces)
+    assert not {text.tokens.fork_id, text.tokens.child_id} & set(ids)
+    assert all(0 <= token_id < text.vocabulary_size for token_id in ids)
+
+
+def test_the_stand_in_is_llamas_size_with_the_released_models_control_ids() -> None:
+    assert LLAMA.vocabulary_size == 32_002
+    assert (LLAMA.tokens.fork_id, LLAMA.tokens.child_id, LLAMA.tokens.end_id) == (32_000, 32_001, 2)
+    english = "The quick brown fox jumps over the lazy dog, and nobody minds it very much. " * 5
+    assert 3.5 < len(english) / len(LLAMA.encode(english)) < 5
+
+
+def test_a_chat_is_written_as_vicuna_reads_it() -> None:
+    chat = [
+        ChatMessage("system", "Be brief."),
+        ChatMessage("user", "Hi"),
+        ChatMessage("assistant", "Hello"),
+        ChatMessage("user", "Why?"),
+    ]
+
+    assert vicuna_prompt(chat) == ("Be brief. USER: Hi ASSISTANT: Hello</s>USER: Why? ASSISTANT:")
+    assert vicuna_prompt(chat[1:2]).startswith("A chat between a curious user and an artificial")
+    ids = LLAMA.encode_chat(chat)
+    assert ids[0] == 1
+    assert ids.count(LLAMA.tokens.end_id) == 1
+
+
+def test_a_sentencepiece_checkpoint_gets_no_blank_before_a_piece() -> None:
+    class Blanks:
+        """Like Llama's tokenizer: each text begins with a blank, a line break is a token."""
+
+        chat_template = None
+        eos_token_id = 2
+
+        def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+            return {"input_ids": [ord(c) for c in (" " + text if text else "")]}
+
+        def encode(self, text: str, **_: Any) -> list[int]:
+            return self(text)["input_ids"]
+
+        def decode(self, ids: list[int], **_: Any) -> str:
+            return "".join(map(chr, ids)).removeprefix(" ")
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"[Fork]": 1_200_000, "[Child]": 1_200_001} | {chr(i): i for i in range(128)}
+
+        def __len__(self) -> int:
+            return 1_200_002
+
+    text = CheckpointText(Blanks(), "blanks")
+
+    assert text.encode("ab") == [ord("a"), ord("b")]
+
+
+def test_a_model_that_cannot_fork_is_refused() -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint_path())
+
+    class Ordinary:
+        eos_token_id = 2
+
+        def get_vocab(self) -> dict[str, int]:
+            return {k: v for k, v in tokenizer.get_vocab().items() if k not in "[Fork][Child]"}
+
+    with pytest.raises(EvaluationError, match="some-model has no fork and child token"):
+        CheckpointText(Ordinary(), "some-model")
+
+
+def test_a_name_without_a_tokenizer_is_named(tmp_path: Any) -> None:
+    with pytest.raises(EvaluationError, match="no tokenizer in"):
+        load_text(str(tmp_path))
