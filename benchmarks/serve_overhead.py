@@ -28,8 +28,9 @@ from rich.table import Table
 
 from benchmarks.cpu_by_process import cpu_seconds
 from benchmarks.http_load import run_load
-from cluster.config import ServeConfig
+from cluster.config import ClusterConfig
 from cluster.local_ray import free_port, local_ray
+from cluster.model_config import ModelConfig
 
 NUM_CLIENTS = 32
 NUM_TOKENS = 100
@@ -47,10 +48,9 @@ class Target:
     roots: list[psutil.Process]
 
 
-def config(arguments: argparse.Namespace) -> ServeConfig:
-    return ServeConfig(
-        model=arguments.model,
-        port=free_port(),
+def config(arguments: argparse.Namespace) -> ClusterConfig:
+    model = ModelConfig(
+        checkpoint=arguments.model,
         max_concurrency=64,
         threads_per_request=1.0,
         cpu_threads=1,
@@ -58,25 +58,27 @@ def config(arguments: argparse.Namespace) -> ServeConfig:
         coalesce_s=arguments.coalesce_s,
         engine={"enforce_eager": False} if arguments.compiled else {},
     )
+    return ClusterConfig(port=free_port(), models=(model,))
 
 
 @contextmanager
-def bare_server(settings: ServeConfig) -> Iterator[Target]:
+def bare_server(settings: ClusterConfig) -> Iterator[Target]:
     """vLLM's own server with the engine arguments that `apar serve` uses."""
     from deployments.application import engine_arguments, replica_environment
 
     port = free_port()
-    command = [sys.executable, "-m", ENTRY, "--model", settings.preset.path]
-    command += ["--served-model-name", settings.public_name, "--host", "127.0.0.1"]
+    [model] = settings.models
+    command = [sys.executable, "-m", ENTRY, "--model", model.preset.path]
+    command += ["--served-model-name", model.public_name, "--host", "127.0.0.1"]
     command += ["--port", str(port), "--disable-uvicorn-access-log"]
-    for name, value in engine_arguments(settings, on_gpu=False).items():
+    for name, value in engine_arguments(model, on_gpu=False).items():
         flag = "--" + name.replace("_", "-")
         command += [flag] if value is True else [] if value is False else [flag, str(value)]
     log = Path("out/serve_overhead_vllm.log")
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
-            env=os.environ | replica_environment(settings, on_gpu=False),
+            env=os.environ | replica_environment(model, on_gpu=False),
             stdout=output,
             stderr=subprocess.STDOUT,
         )
@@ -99,7 +101,7 @@ def wait_until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) -
 
 
 @contextmanager
-def serve_application(settings: ServeConfig) -> Iterator[Target]:
+def serve_application(settings: ClusterConfig) -> Iterator[Target]:
     """The application on the private Ray cluster, which is running."""
     from deployments.application import running
 

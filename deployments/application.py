@@ -1,4 +1,4 @@
-"""Composes gateway and replicas into one Ray Serve application."""
+"""Composes the gateway and the replicas of all models into one Ray Serve application."""
 
 import asyncio
 import io
@@ -16,14 +16,14 @@ from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
-from cluster.config import ServeConfig, StartError
+from cluster.config import ClusterConfig, StartError
+from cluster.model_config import ModelConfig
 from deployments.asgi_relay import AsgiApp
-from deployments.gateway import Gateway, GatewaySettings
+from deployments.gateway import Gateway, GatewaySettings, ServedModel
 from deployments.replica import Replica, ReplicaSettings
 from deployments.replica_calls import HandleCalls
 
 APPLICATION = "apar"
-REPLICA = "Replica"
 GATEWAY = "Gateway"
 MAX_CHOICES = 128
 """Most choices (`n`) of one request, as in OpenAI's API."""
@@ -51,35 +51,51 @@ def _any_replica_runs() -> bool:
     application = serve.status().applications.get(APPLICATION)
     if application is None or application.status == ApplicationStatus.DELETING:
         return False
-    deployment = application.deployments.get(REPLICA)
-    return deployment is not None and deployment.replica_states.get(ReplicaState.RUNNING, 0) > 0
+    return any(
+        deployment.replica_states.get(ReplicaState.RUNNING, 0) > 0
+        for name, deployment in application.deployments.items()
+        if name != GATEWAY
+    )
 
 
 @serve.ingress()
 class GatewayIngress:
     """The gateway as a Ray Serve ingress deployment."""
 
-    def __init__(self, settings: GatewaySettings, replicas: DeploymentHandle[Any]) -> None:
-        self._gateway = Gateway(settings, HandleCalls(replicas), HealthOfReplicas())
+    def __init__(self, settings: GatewaySettings, *replicas: DeploymentHandle[Any]) -> None:
+        calls = [HandleCalls(handle) for handle in replicas]
+        self._gateway = Gateway(settings, calls, HealthOfReplicas())
 
     async def __serve_build_asgi_app__(self) -> AsgiApp:
         return self._gateway
 
 
-def engine_arguments(config: ServeConfig, *, on_gpu: bool) -> dict[str, Any]:
+def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
     """vLLM's engine arguments: ours, the preset's over them, the user's over all."""
-    arguments: dict[str, Any] = {"max_num_seqs": config.threads_per_replica}
-    if not on_gpu:
+    arguments: dict[str, Any] = {"max_num_seqs": model.threads_per_replica}
+    if on_gpu:
+        if model.gpus_per_replica > 1:
+            arguments["tensor_parallel_size"] = model.gpus_per_replica
+        if model.gpu_memory_share is not None:
+            arguments["gpu_memory_utilization"] = model.gpu_memory_share
+    else:
         arguments |= {
             "block_size": 32,
             "distributed_executor_backend": "uni",
-            "kv_cache_memory_bytes": config.kv_cache_bytes,
+            "kv_cache_memory_bytes": model.kv_cache_bytes,
         }
-    return arguments | config.preset.engine | config.engine
+    if limits := model.forks.model_dump(exclude_none=True):
+        arguments["additional_config"] = {"apar": limits}
+    return arguments | model.preset.engine | model.engine
 
 
-def replica_environment(config: ServeConfig, *, on_gpu: bool) -> dict[str, str]:
-    """Environment of a replica's process; vLLM reads these when it is imported."""
+def replica_environment(
+    model: ModelConfig, *, on_gpu: bool, num_replicas: int = 1
+) -> dict[str, str]:
+    """Environment of a replica's process; vLLM reads these when it is imported.
+
+    `num_replicas` share the machine's cores, of all models.
+    """
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
         # The concurrency cap counts requests, so one may not bring thousands of choices.
@@ -87,7 +103,7 @@ def replica_environment(config: ServeConfig, *, on_gpu: bool) -> dict[str, str]:
     }
     if on_gpu:
         return environment
-    threads = config.cpu_threads or max(1, (os.cpu_count() or 1) // config.replicas)
+    threads = model.cpu_threads or max(1, (os.cpu_count() or 1) // num_replicas)
     return environment | {
         # `auto` would pin every replica to the same first core.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -97,46 +113,56 @@ def replica_environment(config: ServeConfig, *, on_gpu: bool) -> dict[str, str]:
     }
 
 
-def build_application(config: ServeConfig, *, on_gpu: bool = False) -> serve.Application:
-    """The application, ready for `serve.run`."""
-    replica = serve.deployment(
-        name=REPLICA,
-        num_replicas=config.replicas,
-        max_ongoing_requests=config.requests_per_replica,
+def build_replicas(model: ModelConfig, *, on_gpu: bool, num_replicas: int) -> serve.Application:
+    """The replicas of one model."""
+    environment = replica_environment(model, on_gpu=on_gpu, num_replicas=num_replicas)
+    return serve.deployment(
+        name=model.deployment_name,
+        num_replicas=model.replicas,
+        max_ongoing_requests=model.requests_per_replica,
         health_check_period_s=1.0,
         graceful_shutdown_wait_loop_s=0.1,
         # What one start could not load, twenty cannot; a dead replica is replaced without limit.
         max_constructor_retry_count=1,
         ray_actor_options={
             "num_cpus": 0 if not on_gpu else 1,
-            "num_gpus": 1 if on_gpu else 0,
-            "runtime_env": {"env_vars": replica_environment(config, on_gpu=on_gpu)},
+            "num_gpus": model.gpus_in_ray if on_gpu else 0,
+            "runtime_env": {"env_vars": environment},
         },
     )(Replica).bind(
         ReplicaSettings(
-            model=config.preset.path,
-            served_name=config.public_name,
-            engine=engine_arguments(config, on_gpu=on_gpu),
-            coalesce_s=config.coalesce_s,
+            model=model.preset.path,
+            served_name=model.public_name,
+            engine=engine_arguments(model, on_gpu=on_gpu),
+            coalesce_s=model.coalesce_s,
         )
+    )
+
+
+def build_application(config: ClusterConfig, *, on_gpu: bool = False) -> serve.Application:
+    """The application, ready for `serve.run`."""
+    replicas = [
+        build_replicas(model, on_gpu=on_gpu, num_replicas=config.num_replicas)
+        for model in config.models
+    ]
+    served = tuple(
+        ServedModel(
+            name=model.public_name,
+            max_running=model.replicas * model.requests_per_replica,
+            max_queued=model.max_queued_requests,
+        )
+        for model in config.models
     )
     return serve.deployment(
         name=GATEWAY,
         max_ongoing_requests=_NO_CAP,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_wait_loop_s=0.1,
-    )(GatewayIngress).bind(
-        GatewaySettings(
-            model=config.public_name,
-            max_running=config.replicas * config.requests_per_replica,
-            max_queued=config.max_queued_requests,
-        ),
-        replica,
-    )
+    )(GatewayIngress).bind(GatewaySettings(models=served), *replicas)
 
 
 @contextmanager
-def running(config: ServeConfig) -> Iterator[str]:
+def running(config: ClusterConfig) -> Iterator[str]:
     """Run the application on the Ray cluster that is connected; yields its base URL.
 
     Raises StartError if a replica cannot start. On leaving, a private cluster's Serve is shut

@@ -8,8 +8,8 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
+from deployments.answers import ReplicaLostError
 from deployments.asgi_relay import AnswerStart, RelayedRequest
-from deployments.gateway import ReplicaLostError
 
 LOST = (RayActorError, DeploymentUnavailableError, ReplicaUnavailableError)
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from apar_core.errors import AparError
 from cluster.cli.thread_view import statistics_line, thread_view
-from cluster.config import DEFAULT_MODEL, PRESETS, ServeConfig
+from cluster.model_config import DEFAULT_MODEL, PRESETS, ModelConfig
 
 if TYPE_CHECKING:
     from apar_core.engine.offline import Answer, OfflineEngine
@@ -73,7 +73,7 @@ def start_engine(model: str) -> OfflineEngine:
     # vLLM takes seconds to import, and `apar --help` should not wait for it.
     from apar_core.engine.offline import OfflineEngine
 
-    settings = ServeConfig(model=model)
+    settings = ModelConfig(checkpoint=model)
     engine_args: dict[str, Any] = {**settings.preset.engine, "enforce_eager": True}
     if model == DEFAULT_MODEL:
         engine_args["kv_cache_memory_bytes"] = settings.kv_cache_bytes

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from cluster.cli import config
 from cluster.cli.doctor import doctor
 from cluster.cli.evaluate import evaluate
 from cluster.cli.generate import generate
@@ -23,6 +24,7 @@ app = typer.Typer(
 for command in (serve, generate, train_tiny, doctor):
     app.command(no_args_is_help=command is generate)(command)
 app.add_typer(evaluate, name="evaluate")
+app.add_typer(config.app, name="config")
 
 
 def _print_version(wanted: bool) -> None:

@@ -19,8 +19,9 @@ import typer
 from rich.console import Console
 
 from apar_core.errors import AparError
-from cluster.config import DEFAULT_MODEL, PRESETS, ConfigError, ServeConfig, StartError, load_config
+from cluster.config import ClusterConfig, ConfigError, StartError, load_config
 from cluster.local_ray import NAMESPACE, local_ray, reap_orphans
+from cluster.model_config import DEFAULT_MODEL, PRESETS, ModelConfig
 
 # Named as in a Ray Serve configuration: the command line starts deployments, it is not built
 # on them.
@@ -62,22 +63,22 @@ def serve(
         typer.Option(help="Running Ray cluster to use (`auto` finds it). Default: a private one."),
     ] = None,
 ) -> None:
-    """Serve a model with an OpenAI-compatible HTTP API.
+    """Serve one model, or those of a file, with an OpenAI-compatible HTTP API.
 
-    Starts a private Ray cluster, a gateway and the model's replicas; prints the address when
-    they are ready. Ctrl-C stops everything that was started.
+    Starts a private Ray cluster, a gateway and the models' replicas; prints the address when
+    they are ready. Ctrl-C stops everything that was started. [bold]apar config schema[/bold]
+    describes the file.
     """
-    overrides = {
-        "model": model,
-        "port": port,
-        "host": host,
+    overrides = {"port": port, "host": host, "ray_address": ray_address}
+    model_overrides = {
+        "checkpoint": model,
         "replicas": replicas,
         "max_concurrency": max_concurrency,
-        "ray_address": ray_address,
     }
     try:
-        settings = load_config(config, overrides)
-        _check_model(settings)
+        settings = load_config(config, overrides, model_overrides)
+        for served in settings.models:
+            check_checkpoint(served)
         _check_port(settings)
         run(settings, _wait_for_signal)
     except AparError as error:
@@ -85,14 +86,14 @@ def serve(
         raise typer.Exit(1) from error
 
 
-def _check_model(settings: ServeConfig) -> None:
-    """Raise ConfigError if the model is given as a path and nothing lies there."""
-    path = Path(settings.model).expanduser()
-    if settings.model.startswith(("/", ".", "~")) and not path.is_dir():
+def check_checkpoint(model: ModelConfig) -> None:
+    """Raise ConfigError if the checkpoint is given as a path and nothing lies there."""
+    path = Path(model.checkpoint).expanduser()
+    if model.checkpoint.startswith(("/", ".", "~")) and not path.is_dir():
         raise ConfigError(f"no such folder: {path}")
 
 
-def _check_port(settings: ServeConfig) -> None:
+def _check_port(settings: ClusterConfig) -> None:
     """Raise ConfigError if the address cannot be listened on."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family) as probe:
@@ -105,7 +106,7 @@ def _check_port(settings: ServeConfig) -> None:
             ) from error
 
 
-def run(settings: ServeConfig, wait: Callable[[], None]) -> None:
+def run(settings: ClusterConfig, wait: Callable[[], None]) -> None:
     """Serve until `wait` returns or a signal arrives; stops all that it has started."""
     stopping = threading.Event()
     _stop_on_signals(stopping)
@@ -113,7 +114,7 @@ def run(settings: ServeConfig, wait: Callable[[], None]) -> None:
         with _cluster(settings):
             _stop_on_signals(stopping)  # Ray has put its own handler in place.
             application: Any = importlib.import_module(APPLICATION_MODULE)
-            console.print(f"Starting {settings.public_name} ...")
+            console.print(f"Starting {_names(settings)} ...")
             started = time.monotonic()
             with application.running(settings) as url:
                 _wait_until_healthy(url)
@@ -145,9 +146,9 @@ def _stop_on_signals(stopping: threading.Event) -> None:
 
 
 @contextmanager
-def _cluster(settings: ServeConfig) -> Iterator[None]:
+def _cluster(settings: ClusterConfig) -> Iterator[None]:
     if settings.ray_address is None:
-        with local_ray(num_cpus=max(os.cpu_count() or 1, settings.replicas)):
+        with local_ray(num_cpus=max(os.cpu_count() or 1, settings.num_replicas)):
             yield
         return
     import ray
@@ -173,9 +174,13 @@ def _wait_until_healthy(url: str) -> None:
     raise StartError(f"{url}/health did not answer within {READY_S:.0f} s")
 
 
-def _print_ready(settings: ServeConfig, url: str, seconds: float) -> None:
+def _names(settings: ClusterConfig) -> str:
+    return ", ".join(model.public_name for model in settings.models)
+
+
+def _print_ready(settings: ClusterConfig, url: str, seconds: float) -> None:
     body = {
-        "model": settings.public_name,
+        "model": settings.models[0].public_name,
         "messages": [{"role": "user", "content": "Give me 3 tips for sleeping well."}],
     }
     console.print(

@@ -5,41 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from apar_core.engine.offline import OfflineEngine
 from apar_core.errors import CheckpointError
 from tests.integration.engine_process import EngineProcess
+from tests.integration.random_checkpoint import write_checkpoint
 
 pytestmark = pytest.mark.engine
 
 PROMPTS = ["Give me 5 tips.", "What does [Fork] mean?", "Hi"]
-
-
-def write_checkpoint(directory: Path, special_tokens: tuple[str, ...] = ()) -> Path:
-    """A small random Llama whose tokenizer knows single bytes and the given special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytes_only = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_only.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_only, eos_token="<eos>")
-    tokenizer.add_special_tokens({"additional_special_tokens": list(special_tokens)})
-    tokenizer.save_pretrained(directory)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=256,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
-    return directory
 
 
 def greedy(engine: OfflineEngine) -> tuple[list[tuple[str, tuple[int, ...]]], bool]:

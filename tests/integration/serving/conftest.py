@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from cluster.config import ServeConfig
+from cluster.config import ClusterConfig
 from cluster.local_ray import free_port, local_ray
+from cluster.model_config import ModelConfig
 from tests.integration.serving.running_application import (
     MAX_CONCURRENCY,
     MAX_QUEUED,
@@ -17,22 +18,22 @@ from tests.integration.serving.running_application import (
 
 @pytest.fixture(scope="package")
 def application() -> Iterator[RunningApplication]:
-    config = ServeConfig(
-        model="apar-tiny",
-        port=free_port(),
+    model = ModelConfig(
+        checkpoint="apar-tiny",
         max_concurrency=MAX_CONCURRENCY,
         max_queued_requests=MAX_QUEUED,
         threads_per_request=1.0,
         cpu_threads=1,
         kv_cache_gib=0.5,
     )
+    config = ClusterConfig(port=free_port(), models=(model,))
     with local_ray(num_cpus=2):
         from ray import serve
 
-        from deployments.application import APPLICATION, REPLICA, running
+        from deployments.application import APPLICATION, running
 
         with running(config) as url:
-            replica = serve.get_deployment_handle(REPLICA, APPLICATION)
+            replica = serve.get_deployment_handle(model.deployment_name, APPLICATION)
             # No event loop runs here, so the handle brings its own.
             replica._init(_run_router_in_separate_loop=True)
 

@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import openai
 import psutil
 import pytest
 
 from cluster.local_ray import free_port
+from tests.integration.random_checkpoint import write_checkpoint
 
 pytestmark = pytest.mark.cluster
 MAIN = "import typer; from cluster.cli.serve import serve; typer.run(serve)"
@@ -70,7 +72,7 @@ def wait_for(log: Path, text: str, process: subprocess.Popen[bytes]) -> str:
 def test_ctrl_c_stops_everything_that_was_started(tmp_path: Path) -> None:
     log, port = tmp_path / "log", free_port()
     config = tmp_path / "config.yaml"
-    config.write_text("cpu_threads: 1\n")
+    config.write_text("models: [{cpu_threads: 1}]\n")
     with apar_serve("--port", str(port), "--config", str(config), log=log) as process:
         said = wait_for(log, "Ctrl-C stops it", process)
         command = next(line for line in said.splitlines() if line.startswith("curl "))
@@ -88,6 +90,41 @@ def test_ctrl_c_stops_everything_that_was_started(tmp_path: Path) -> None:
     assert not folder.exists()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", port))
+
+
+def test_an_ordinary_model_is_served_beside_an_apar_one(tmp_path: Path) -> None:
+    log, port = tmp_path / "log", free_port()
+    plain = write_checkpoint(tmp_path / "plain")
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"port: {port}\n"
+        "models:\n"
+        "  - checkpoint: apar-tiny\n"
+        "    cpu_threads: 1\n"
+        f"  - {{checkpoint: {plain}, cpu_threads: 1, kv_cache_gib: 0.1, max_concurrency: 4,\n"
+        "     engine: {enforce_eager: true}}\n"
+    )
+    with apar_serve("--config", str(config), log=log) as process:
+        wait_for(log, "Ctrl-C stops it", process)
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+        served = [model.id for model in client.models.list()]
+        answers = {
+            name: client.completions.create(
+                model=name, prompt="Give me 3 tips for sleeping well.", max_tokens=40, temperature=0
+            )
+            for name in served
+        }
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="other", prompt="x")
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=STOP_S)
+
+    assert served == ["apar-tiny", "plain"]
+    assert (answers["apar-tiny"].model_extra or {})["apar"]["forks"] > 0
+    assert "apar" not in (answers["plain"].model_extra or {})
+    assert {name: answer.model for name, answer in answers.items()} == {n: n for n in served}
+    assert process.returncode == 0
+    assert session_members(process.pid) == set()
 
 
 def test_sigterm_while_starting_stops_everything(tmp_path: Path) -> None:

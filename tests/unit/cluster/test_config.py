@@ -1,96 +1,79 @@
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from cluster.config import MAX_THREADS, ConfigError, ServeConfig, load_config
+from cluster.config import ClusterConfig, ConfigError, load_config
+from cluster.model_config import ModelConfig
 
 
-@pytest.mark.parametrize(
-    ("model", "requests", "threads"),
-    [("apar-tiny", 64, 256), ("apar-7b", 350, MAX_THREADS), ("apar-13b", 180, 720)],
-)
-def test_presets_bound_requests_and_size_threads_from_them(
-    model: str, requests: int, threads: int
-) -> None:
-    config = ServeConfig(model=model)
-
-    assert config.requests_per_replica == requests
-    assert config.threads_per_replica == threads
-    assert config.public_name == model
-
-
-def test_the_embedded_model_lies_in_the_package() -> None:
-    assert (Path(ServeConfig().preset.path) / "config.json").is_file()
+def written(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    return file
 
 
 def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text("port: 9000\nreplicas: 2\nmax_concurrency: 5\n")
+    file = written(tmp_path, "port: 9000\nmodels: [{replicas: 2, max_concurrency: 5}]\n")
 
-    config = load_config(file, {"port": 9001, "replicas": None})
+    config = load_config(file, {"port": 9001, "host": None}, {"replicas": 3, "checkpoint": None})
 
-    assert (config.port, config.replicas, config.requests_per_replica) == (9001, 2, 5)
+    [model] = config.models
+    assert (config.port, model.replicas, model.requests_per_replica) == (9001, 3, 5)
+
+
+def test_the_command_line_names_a_model_where_the_file_names_none(tmp_path: Path) -> None:
+    config = load_config(written(tmp_path, "port: 9000"), {}, {"checkpoint": "apar-7b"})
+
+    assert config == ClusterConfig(port=9000, models=(ModelConfig(checkpoint="apar-7b"),))
+
+
+def test_models_of_a_file_keep_their_order_and_their_own_settings(tmp_path: Path) -> None:
+    text = "models: [{checkpoint: apar-7b, replicas: 2}, {checkpoint: org/plain, name: plain}]"
+
+    config = load_config(written(tmp_path, text), {}, {})
+
+    assert [model.public_name for model in config.models] == ["apar-7b", "plain"]
+    assert config.num_replicas == 3
+
+
+def test_the_command_line_cannot_change_one_of_several_models(tmp_path: Path) -> None:
+    file = written(tmp_path, "models: [{name: a}, {name: b}]")
+
+    with pytest.raises(ConfigError, match=r"2 models; set replicas there"):
+        load_config(file, {}, {"replicas": 2})
 
 
 @pytest.mark.parametrize(
     ("text", "named"),
     [
         ("prot: 9000", "prot"),
-        ("port: 70000", "port"),
-        ("replicas: 0", "replicas"),
-        ("max_concurrency: many", "max_concurrency"),
-        ("threads_per_request: 0.5", "threads_per_request"),
+        ("port: 70000", r"port: .*70000"),
+        ("models: []", "models"),
+        ("models: 5", r"models: .*5"),
+        ("models: [apar-tiny]", r"models\.0"),
+        ("models: [{replicas: 0}]", r"models\.0\.replicas: .*got 0"),
+        ("models: [{max_concurrency: many}]", r"models\.0\.max_concurrency: .*many"),
+        ("models: [{threads_per_request: 0.5}]", r"models\.0\.threads_per_request"),
+        ("models: [{gpu_memory_share: 1.5}]", r"models\.0\.gpu_memory_share"),
+        ("models: [{forks: {max_treads: 3}}]", r"models\.0\.forks\.max_treads"),
+        ("models: [{}, {}]", r"2 of them are called 'apar-tiny'"),
+        ("models: [{name: a/b}, {name: a b}]", r"2 of them are called 'Replica-a-b'"),
         ("[1, 2]", "mapping"),
-        ("a: [", "serve.yaml"),
+        ("a: [", r"serve\.yaml"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_place(tmp_path: Path, text: str, named: str) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text(text)
-
     with pytest.raises(ConfigError, match=named):
-        load_config(file, {})
+        load_config(written(tmp_path, text), {}, {})
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"gone\.yaml"):
-        load_config(tmp_path / "gone.yaml", {})
+        load_config(tmp_path / "gone.yaml", {}, {})
 
 
 def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text("")
+    config = load_config(written(tmp_path, ""), {}, {})
 
-    assert load_config(file, {}) == ServeConfig()
-
-
-@pytest.mark.parametrize(
-    ("values", "name"),
-    [
-        ({"model": "org/model"}, "org/model"),
-        ({"model": "org/model", "served_model_name": "mine"}, "mine"),
-        ({"served_model_name": "mine"}, "mine"),
-    ],
-)
-def test_the_name_that_clients_send(values: dict[str, Any], name: str) -> None:
-    assert ServeConfig(**values).public_name == name
-
-
-def test_a_folder_is_served_under_its_own_name(tmp_path: Path) -> None:
-    folder = tmp_path / "my-model"
-    folder.mkdir()
-
-    assert ServeConfig(model=str(folder)).public_name == "my-model"
-
-
-def test_threads_are_never_fewer_than_requests() -> None:
-    assert ServeConfig(max_concurrency=2000).threads_per_replica == 2000
-
-
-@pytest.mark.parametrize(
-    ("values", "num_bytes"),
-    [({}, 2**28), ({"model": "apar-7b"}, 4 * 2**30), ({"kv_cache_gib": 0.5}, 2**29)],
-)
-def test_kv_cache_on_cpu(values: dict[str, Any], num_bytes: int) -> None:
-    assert ServeConfig(**values).kv_cache_bytes == num_bytes
+    assert config == ClusterConfig()
+    assert [model.public_name for model in config.models] == ["apar-tiny"]

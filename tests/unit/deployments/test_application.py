@@ -4,62 +4,98 @@ from typing import Any
 
 import pytest
 from ray.serve.schema import LoggingConfig
+from vllm.config import VllmConfig
 
-from cluster.config import ServeConfig
+from apar_core.engine.fork_settings import fork_settings
+from cluster.config import ClusterConfig
+from cluster.model_config import ForkLimits, ModelConfig
 from deployments.application import (
     build_application,
     engine_arguments,
     replica_environment,
 )
-from deployments.gateway import GatewaySettings
+from deployments.gateway import GatewaySettings, ServedModel
 from deployments.replica import ReplicaSettings
 
 
-def deployments(config: ServeConfig) -> tuple[GatewaySettings, ReplicaSettings, object]:
+def deployments(config: ClusterConfig) -> tuple[GatewaySettings, list[Any]]:
     gateway = build_application(config)._bound_deployment
     arguments: Any = gateway.init_args
-    settings, replica = arguments
-    return settings, replica._bound_deployment.init_args[0], replica._bound_deployment
+    settings, *replicas = arguments
+    return settings, [replica._bound_deployment for replica in replicas]
 
 
 def test_limits_reach_gateway_and_replica() -> None:
-    config = ServeConfig(replicas=3, max_concurrency=10, max_queued_requests=7, coalesce_s=0.02)
+    model = ModelConfig(replicas=3, max_concurrency=10, max_queued_requests=7, coalesce_s=0.02)
 
-    gateway, replica, deployment = deployments(config)
+    gateway, [deployment] = deployments(ClusterConfig(models=(model,)))
 
-    assert gateway.max_running == 30
-    assert gateway.max_queued == 7
-    assert gateway.model == replica.served_name == "apar-tiny"
+    replica: ReplicaSettings = deployment.init_args[0]
+    assert gateway.models == (ServedModel(name="apar-tiny", max_running=30, max_queued=7),)
+    assert replica.served_name == "apar-tiny"
     assert replica.coalesce_s == 0.02
-    assert deployment.max_ongoing_requests == 10  # type: ignore[attr-defined]  # Ray's own class
-    assert deployment.num_replicas == 3  # type: ignore[attr-defined]  # Ray's own class
+    assert deployment.max_ongoing_requests == 10
+    assert deployment.num_replicas == 3
+
+
+def test_every_model_has_replicas_of_its_own_in_the_gateways_order() -> None:
+    models = (ModelConfig(), ModelConfig(checkpoint="org/plain", max_concurrency=2))
+
+    gateway, replicas = deployments(ClusterConfig(models=models))
+
+    assert [model.name for model in gateway.models] == ["apar-tiny", "org/plain"]
+    assert [each.name for each in replicas] == ["Replica-apar-tiny", "Replica-org-plain"]
+    assert [each.init_args[0].model for each in replicas][1] == "org/plain"
+    assert [each.max_ongoing_requests for each in replicas] == [64, 2]
 
 
 def test_engine_arguments_are_ours_then_the_presets_then_the_users() -> None:
-    config = ServeConfig(
-        model="apar-7b", threads_per_request=2, kv_cache_gib=1, engine={"block_size": 64}
+    model = ModelConfig(
+        checkpoint="apar-7b", threads_per_request=2, kv_cache_gib=1, engine={"block_size": 64}
     )
 
-    assert engine_arguments(config, on_gpu=False) == {
+    assert engine_arguments(model, on_gpu=False) == {
         "max_num_seqs": 700,
         "block_size": 64,
         "distributed_executor_backend": "uni",
         "kv_cache_memory_bytes": 2**30,
         "max_model_len": 2048,
     }
-    assert engine_arguments(config, on_gpu=True) == {
+    assert engine_arguments(model, on_gpu=True) == {
         "max_num_seqs": 700,
         "block_size": 64,
         "max_model_len": 2048,
     }
 
 
-def test_replicas_on_cpu_share_the_cores() -> None:
-    environment = replica_environment(ServeConfig(cpu_threads=3), on_gpu=False)
+def test_gpus_of_a_model_reach_its_engine() -> None:
+    model = ModelConfig(gpus_per_replica=2, gpu_memory_share=0.8)
 
-    assert environment["OMP_NUM_THREADS"] == "3"
+    arguments = engine_arguments(model, on_gpu=True)
+
+    assert arguments["tensor_parallel_size"] == 2
+    assert arguments["gpu_memory_utilization"] == 0.8
+
+
+def test_fork_limits_of_a_model_reach_its_engine() -> None:
+    limits = ForkLimits(max_threads=4, max_forks=9)
+
+    arguments = engine_arguments(ModelConfig(forks=limits), on_gpu=False)
+
+    read = fork_settings(VllmConfig(additional_config=arguments["additional_config"]))
+    assert (read.enabled, read.max_threads, read.max_forks) == (True, 4, 9)
+
+
+def test_replicas_on_cpu_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 12)
+
+    environment = replica_environment(ModelConfig(), on_gpu=False, num_replicas=3)
+    chosen = replica_environment(ModelConfig(cpu_threads=3), on_gpu=False, num_replicas=3)
+
+    assert environment["OMP_NUM_THREADS"] == "4"
+    assert chosen["OMP_NUM_THREADS"] == "3"
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    assert "OMP_NUM_THREADS" not in replica_environment(ServeConfig(), on_gpu=True)
+    assert "OMP_NUM_THREADS" not in replica_environment(ModelConfig(), on_gpu=True)
 
 
 @pytest.mark.parametrize("field", ["enable_access_log", "log_level"])

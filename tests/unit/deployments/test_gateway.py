@@ -8,8 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+from deployments.answers import ReplicaLostError
 from deployments.asgi_relay import AnswerStart, RelayedRequest
-from deployments.gateway import Gateway, GatewaySettings, ReplicaLostError
+from deployments.gateway import Gateway, GatewaySettings, ServedModel
 
 JSON = [(b"content-type", b"application/json"), (b"content-length", b"999")]
 EVENTS = [(b"content-type", b"text/event-stream")]
@@ -44,12 +45,19 @@ class PlayedReplicas:
         raise AssertionError("no answer is set")
 
 
-def client(replicas: PlayedReplicas, *, healthy: bool = True, **settings: Any) -> httpx.AsyncClient:
+def client(
+    *replicas: PlayedReplicas, healthy: bool = True, max_queued: int = 0, **settings: Any
+) -> httpx.AsyncClient:
+    """A client of a gateway; the models of the replicas are called m, m1, m2 ..."""
+
     async def is_healthy() -> bool:
         return healthy
 
-    values = {"model": "m", "max_running": 2, "max_queued": 0} | settings
-    gateway = Gateway(GatewaySettings(**values), replicas, is_healthy)
+    models = tuple(
+        ServedModel(name=f"m{number or ''}", max_running=2, max_queued=max_queued)
+        for number in range(len(replicas))
+    )
+    gateway = Gateway(GatewaySettings(models=models, **settings), replicas, is_healthy)
     transport = httpx.ASGITransport(app=gateway)
     return httpx.AsyncClient(transport=transport, base_url="http://gateway")
 
@@ -198,7 +206,7 @@ async def test_health_is_that_of_the_replicas(healthy: bool, status: int) -> Non
 async def test_beyond_the_bound_requests_are_refused_until_one_ends() -> None:
     replicas = PlayedReplicas(AnswerStart(200, JSON, b"{}"))
     replicas.gate.clear()
-    http = client(replicas, max_running=2, max_queued=1)
+    http = client(replicas, max_queued=1)
     inside = [asyncio.create_task(http.post(CHAT, json={})) for _ in range(3)]
     await asyncio.sleep(0.01)
 
@@ -219,12 +227,70 @@ async def test_a_client_that_leaves_cancels_its_call_and_gives_its_place_back(
 ) -> None:
     replicas = PlayedReplicas(AnswerStart(200, JSON, b"{}"))
     replicas.gate.clear()
-    http = client(replicas, max_running=1)
-    task = asyncio.create_task(http.post(CHAT, json={"stream": streaming}))
+    http = client(replicas)
+    tasks = [asyncio.create_task(http.post(CHAT, json={"stream": streaming})) for _ in range(2)]
     await asyncio.sleep(0.01)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
-    assert replicas.num_closed == 1
+    assert replicas.num_closed == 2
     replicas.gate.set()
     assert (await http.post(CHAT, json={})).status_code == 200
+
+
+async def test_a_request_goes_to_the_replicas_of_its_model() -> None:
+    replicas = [PlayedReplicas(AnswerStart(200, JSON, b"[%d]" % number)) for number in range(2)]
+
+    answer = await client(*replicas).post(CHAT, json={"model": "m1"})
+
+    assert answer.json() == [1]
+    assert [len(each.requests) for each in replicas] == [0, 1]
+
+
+async def test_a_full_model_refuses_nothing_of_another() -> None:
+    full, free = PlayedReplicas(), PlayedReplicas(AnswerStart(200, JSON, b"{}"))
+    full.gate.clear()
+    http = client(full, free)
+    inside = [asyncio.create_task(http.post(CHAT, json={"model": "m"})) for _ in range(2)]
+    await asyncio.sleep(0.01)
+
+    assert (await http.post(CHAT, json={"model": "m"})).status_code == 503
+    assert (await http.post(CHAT, json={"model": "m1"})).status_code == 200
+    for task in inside:
+        task.cancel()
+    await asyncio.gather(*inside, return_exceptions=True)
+
+
+async def test_a_request_without_a_model_is_refused_where_there_are_several() -> None:
+    answer = await client(PlayedReplicas(), PlayedReplicas()).post(CHAT, json={})
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "model"
+    assert "m, m1" in answer.json()["error"]["message"]
+
+
+async def test_the_list_of_models_joins_those_of_all_replicas_and_asks_once() -> None:
+    replicas = [
+        PlayedReplicas(AnswerStart(200, JSON, json.dumps({"data": [{"id": name}]}).encode()))
+        for name in ("m", "m1")
+    ]
+    http = client(*replicas)
+
+    answers = [await http.get("/v1/models") for _ in range(2)]
+
+    for answer in answers:
+        assert answer.json() == {"object": "list", "data": [{"id": "m"}, {"id": "m1"}]}
+    assert [len(each.requests) for each in replicas] == [1, 1]
+
+
+async def test_the_list_of_models_leaves_out_one_that_cannot_answer() -> None:
+    alive = PlayedReplicas(AnswerStart(200, JSON, b'{"data": [{"id": "m1"}]}'))
+    dead = PlayedReplicas(ReplicaLostError("dead"))
+
+    partial = await client(dead, alive).get("/v1/models")
+    none = await client(dead).get("/v1/models")
+
+    assert [card["id"] for card in partial.json()["data"]] == ["m1"]
+    assert none.status_code == 503
+    assert none.json()["error"]["code"] == "engine_lost"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from cluster.cli import serve
-from cluster.config import ServeConfig
+from cluster.config import ClusterConfig
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def own_handlers() -> Iterator[None]:
 
 
 @contextmanager
-def signalled_in_c_code(_: ServeConfig) -> Iterator[None]:
+def signalled_in_c_code(_: ClusterConfig) -> Iterator[None]:
     """A cluster during whose start a signal arrives, where Python code cannot raise."""
     try:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -30,7 +30,7 @@ def signalled_in_c_code(_: ServeConfig) -> Iterator[None]:
 
 
 @contextmanager
-def broken(_: ServeConfig) -> Iterator[None]:
+def broken(_: ClusterConfig) -> Iterator[None]:
     raise SystemError("something else")
     yield
 
@@ -41,7 +41,7 @@ def test_signal_that_comes_back_as_a_system_error_is_an_ordinary_stop(
 ) -> None:
     monkeypatch.setattr(serve, "_cluster", signalled_in_c_code)
 
-    serve.run(ServeConfig(), lambda: None)
+    serve.run(ClusterConfig(), lambda: None)
 
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 
@@ -51,4 +51,4 @@ def test_error_without_a_signal_is_raised(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(serve, "_cluster", broken)
 
     with pytest.raises(SystemError, match="something else"):
-        serve.run(ServeConfig(), lambda: None)
+        serve.run(ClusterConfig(), lambda: None)

@@ -1,0 +1,66 @@
+"""`apar config`: checks, shows and describes configuration files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+
+from apar_core.errors import AparError
+from cluster.cli.serve import check_checkpoint
+from cluster.config import ClusterConfig, load_config
+
+app = typer.Typer(no_args_is_help=True, help="Check, show and describe configuration files.")
+console = Console()
+
+ConfigFile = Annotated[Path, typer.Argument(help="YAML file for `apar serve --config`.")]
+
+
+@app.command()
+def check(file: ConfigFile) -> None:
+    """Say whether `apar serve` would take the file; exit code 1 if not, with the wrong field."""
+    config = _load(file)
+    names = ", ".join(model.public_name for model in config.models)
+    console.print(f"{file}: in order. Models: {names}.", soft_wrap=True, highlight=False)
+
+
+@app.command()
+def show(file: ConfigFile) -> None:
+    """Print the file with every default filled in, and what follows from it for each model."""
+    config = _load(file)
+    values = config.model_dump(mode="json")
+    for shown, model in zip(values["models"], config.models, strict=True):
+        shown["name"] = model.public_name
+        shown["max_concurrency"] = model.requests_per_replica
+    typer.echo(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), nl=False)
+    for model in config.models:
+        typer.echo(
+            f"# {model.public_name}: {model.preset.path}; {model.replicas} x "
+            f"{model.requests_per_replica} requests, {model.threads_per_replica} threads a replica"
+        )
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of configuration files, every field described."""
+    typer.echo(json.dumps(config_schema(), indent=2))
+
+
+def config_schema() -> dict[str, Any]:
+    """The JSON schema of a configuration file; editors check YAML against it."""
+    return ClusterConfig.model_json_schema()
+
+
+def _load(file: Path) -> ClusterConfig:
+    try:
+        config = load_config(file, {}, {})
+        for model in config.models:
+            check_checkpoint(model)
+    except AparError as error:
+        Console(stderr=True).print(f"[red]Error:[/red] {error}", soft_wrap=True)
+        raise typer.Exit(1) from error
+    return config

@@ -1,0 +1,73 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from cluster.cli.main import app
+from cluster.config import load_config
+
+FILE = """\
+port: 9000
+models:
+  - checkpoint: apar-tiny
+    replicas: 2
+    forks: {max_threads: 4}
+  - {checkpoint: org/plain, name: plain}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "serve.yaml"
+    path.write_text(FILE)
+    return path
+
+
+def test_check_names_the_models_of_a_good_file(file: Path) -> None:
+    result = CliRunner().invoke(app, ["config", "check", str(file)])
+
+    assert result.exit_code == 0
+    assert "apar-tiny, plain" in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("models: [{replica: 2}]", "models.0.replica"),
+        ("models: [{checkpoint: ./gone}]", "no such folder: gone"),
+    ],
+)
+def test_check_names_what_is_wrong(file: Path, text: str, named: str) -> None:
+    file.write_text(text)
+
+    result = CliRunner().invoke(app, ["config", "check", str(file)])
+
+    assert result.exit_code == 1
+    assert named in result.output
+
+
+def test_show_prints_a_file_that_means_the_same(file: Path, tmp_path: Path) -> None:
+    shown = CliRunner().invoke(app, ["config", "show", str(file)]).output
+    again = tmp_path / "again.yaml"
+    again.write_text(shown)
+
+    written, read = load_config(file, {}, {}), load_config(again, {}, {})
+
+    assert "2 x 64 requests, 256 threads a replica" in shown
+    assert yaml.safe_load(shown)["models"][0]["max_concurrency"] == 64
+    assert [m.public_name for m in read.models] == [m.public_name for m in written.models]
+    assert [m.threads_per_replica for m in read.models] == [256, 256]
+    assert read.models[0].forks == written.models[0].forks
+
+
+def test_the_schema_describes_every_field() -> None:
+    schema = json.loads(CliRunner().invoke(app, ["config", "schema"]).output)
+
+    objects: list[dict[str, Any]] = [schema, *schema["$defs"].values()]
+    assert {"ModelConfig", "ForkLimits"} <= schema["$defs"].keys()
+    for each in objects:
+        assert each["additionalProperties"] is False
+        assert all("description" in field for field in each["properties"].values())
