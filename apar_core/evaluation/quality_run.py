@@ -34,6 +34,7 @@ class QualityPlan:
     model: EndpointSettings | None = None
     max_answer_tokens: int = 1024
     temperature: float | None = None
+    max_judgment_tokens: int = 2048
     rating_attempts: int = 3
     prices: TokenPrices = field(default_factory=TokenPrices)
     with_paper: bool = True
@@ -70,6 +71,7 @@ async def run_quality(plan: QualityPlan, progress: ShowProgress) -> QualityResul
             plan.judge_prompts,
             answers,
             plan.folder / JUDGMENTS_FILE,
+            max_tokens=plan.max_judgment_tokens,
             rating_attempts=plan.rating_attempts,
             show=lambda _judgment: step(),
         )
