@@ -141,7 +141,7 @@ def _draw_lengths(panel: Axes, runs: Sequence[SpeedRun]) -> None:
             label=f"{label}: mean {mean:.0f}",
         )
         panel.axvline(mean, color=colour, linestyle="--", linewidth=1.1)
-    panel.set_xlim(0, longest + 1)
+    panel.set_xlim(0, 1.01 * (longest + 1))
     panel.set_xlabel("tokens of an answer")
     panel.set_ylabel("share of the answers")
     panel.set_title(f"Response length on {runs[0].benchmark}")
