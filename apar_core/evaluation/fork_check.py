@@ -25,9 +25,9 @@ from apar_core.data.tiny_corpus.generator import Corpus
 from apar_core.decoders.decoded_answer import DecodedThread, restored_ids
 from apar_core.evaluation.thread_decoding import DecodeAnswers, TransformersThreadDecoder
 from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.training.example_encoder import prompt_token_ids
 from apar_core.training.packing import TreeTokens
-from apar_core.training.tiny_model import tree_tokens
-from apar_core.training.train_tiny import prompt_token_ids
+from apar_core.training.vocabulary import tree_tokens
 
 _COLUMNS = (
     "fork?",

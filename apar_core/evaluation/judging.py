@@ -20,9 +20,6 @@ from apar_core.evaluation.judge_prompts import (
 )
 from apar_core.evaluation.prompt_sets import Question
 
-MAX_JUDGMENT_TOKENS = 2048
-"""As in FastChat."""
-
 # A greedy judge would give the same judgment without a rating again.
 _FIRST_TEMPERATURE, _NEXT_TEMPERATURE = 0.0, 0.7
 
@@ -88,14 +85,15 @@ async def judge_all(
     answers: Sequence[JudgedAnswer],
     path: Path,
     *,
+    max_tokens: int,
     rating_attempts: int,
     show: Callable[[Judgment | None], None],
 ) -> JudgingResult:
     """Judge the answers that the file has no judgment of; append each one as it comes.
 
-    A judgment without a rating is asked for up to `rating_attempts` times and then kept as it is.
-    `show` is called once an answer, with None where judging failed. Raises EvaluationError where
-    no request can succeed.
+    A judgment has at most `max_tokens` tokens. One without a rating is asked for up to
+    `rating_attempts` times and then kept as it is. `show` is called once an answer, with None where
+    judging failed. Raises EvaluationError where no request can succeed.
     """
     wanted = {
         (answer.question.question_id, answer.turn, answer.model, endpoint.settings.model)
@@ -108,7 +106,7 @@ async def judge_all(
         key = (answer.question.question_id, answer.turn, answer.model, endpoint.settings.model)
         if key not in known:
             try:
-                known[key] = await _judge(endpoint, prompts, answer, rating_attempts)
+                known[key] = await _judge(endpoint, prompts, answer, max_tokens, rating_attempts)
                 append_line(path, known[key])
             except RequestFailedError as error:
                 failures.append(f"{answer.model}, question {key[0]}, turn {answer.turn}: {error}")
@@ -122,6 +120,7 @@ async def _judge(
     endpoint: ChatEndpoint,
     prompts: Mapping[str, JudgePrompt],
     answer: JudgedAnswer,
+    max_tokens: int,
     rating_attempts: int,
 ) -> Judgment:
     question = answer.question
@@ -132,7 +131,7 @@ async def _judge(
     while rating is None and requests < rating_attempts:
         completion = await endpoint.complete(
             chat,
-            max_tokens=MAX_JUDGMENT_TOKENS,
+            max_tokens=max_tokens,
             temperature=_NEXT_TEMPERATURE if requests else _FIRST_TEMPERATURE,
         )
         text, rating = completion.text, parse_rating(completion.text)

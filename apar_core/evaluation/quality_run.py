@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from apar_core.errors import EvaluationError
 from apar_core.evaluation.answer_files import AnswerLine
@@ -14,18 +13,12 @@ from apar_core.evaluation.chat_endpoint import ChatEndpoint, EndpointSettings
 from apar_core.evaluation.json_lines import read_lines
 from apar_core.evaluation.judge_prompts import JudgePrompt
 from apar_core.evaluation.judging import JudgedAnswer, Judgment, judge_all, judged_answers
+from apar_core.evaluation.progress import ShowProgress
 from apar_core.evaluation.prompt_sets import Question
 from apar_core.evaluation.quality_tables import TokenPrices, cost_table, score_table, turn_table
 from apar_core.evaluation.report_files import Report, file_name, write_report
 
 JUDGMENTS_FILE = "judgments.jsonl"
-
-
-class ShowProgress(Protocol):
-    """Shows how far a stage is."""
-
-    def start(self, stage: str, total: int) -> Callable[[], None]:
-        """Begin a stage; call what it returns once a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +34,7 @@ class QualityPlan:
     model: EndpointSettings | None = None
     max_answer_tokens: int = 1024
     temperature: float | None = None
+    max_judgment_tokens: int = 2048
     rating_attempts: int = 3
     prices: TokenPrices = field(default_factory=TokenPrices)
     with_paper: bool = True
@@ -77,6 +71,7 @@ async def run_quality(plan: QualityPlan, progress: ShowProgress) -> QualityResul
             plan.judge_prompts,
             answers,
             plan.folder / JUDGMENTS_FILE,
+            max_tokens=plan.max_judgment_tokens,
             rating_attempts=plan.rating_attempts,
             show=lambda _judgment: step(),
         )

@@ -11,6 +11,7 @@ from apar_core.control_tokens import find_control_tokens, neutralise, plain_spel
 from apar_core.data.records import ChatMessage
 from apar_core.errors import EvaluationError
 from apar_core.training.packing import TreeTokens
+from apar_core.training.piece_encoder import build_piece_encoder
 
 LLAMA_TOKENIZER = "llama"
 """Name of the stand-in: the 32,000 entries of mistral_common's first SentencePiece model."""
@@ -73,17 +74,13 @@ class CheckpointText:
             control_tokens.fork_id, control_tokens.child_id, tokenizer.eos_token_id
         )
         self.vocabulary_size = len(tokenizer)
-        # SentencePiece tokenizers put a space before a text; there a piece is encoded behind a
-        # line break, which is a token of its own.
-        self._context = ""
-        letter = self._ids("a")
-        if tokenizer.decode(letter + letter) != "aa":
-            self._context = "\n"
-        self._num_context_ids = len(self._ids(self._context)) if self._context else 0
+        self._encode_piece = build_piece_encoder(
+            tokenizer, (control_tokens.fork_id, control_tokens.child_id)
+        )
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a piece of an answer, no control token among them."""
-        return self._ids(self._context + text)[self._num_context_ids :]
+        return self._encode_piece(text)
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Return the prompt by the chat template, or in Vicuna's form where there is none."""
@@ -91,7 +88,8 @@ class CheckpointText:
             return self.encode_prompt(vicuna_prompt(messages))
         chat = [message.as_dict() for message in messages]
         text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        return self._ids(text)
+        ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return neutralise(ids, self._spellings)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return the ids of a prompt that is completed as it is."""
@@ -100,10 +98,6 @@ class CheckpointText:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of the ids."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-    def _ids(self, text: str) -> list[int]:
-        ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        return neutralise(ids, self._spellings)
 
 
 class SentencePieceText:

@@ -6,7 +6,7 @@ import csv
 import html
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Cell = str | float | None
@@ -37,6 +37,20 @@ class ReportTable:
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     note: str = ""
+
+    def without_empty(self, prefix: str) -> ReportTable:
+        """Return the table without those columns of a title's beginning that have no value."""
+        kept = [
+            index
+            for index, column in enumerate(self.columns)
+            if not column.title.startswith(prefix)
+            or any(row[index] is not None for row in self.rows)
+        ]
+        return replace(
+            self,
+            columns=tuple(self.columns[index] for index in kept),
+            rows=tuple(tuple(row[index] for index in kept) for row in self.rows),
+        )
 
     def shown_rows(self) -> list[list[str]]:
         """Return every cell as a reader sees it."""

@@ -18,7 +18,7 @@ _BASELINE_COLOUR = "#9aa5b1"
 _SPEED_COLOUR = "#2f6f9f"
 _RUN_COLOURS = ("#2f6f9f", "#d1602b", "#4b8b3b", "#8a5a9e", "#b08d1e", "#50707a")
 _BAR_WIDTH = 0.38
-_NUM_LENGTH_BINS = 24
+_NUM_LENGTH_BINS = 18
 # Text stays text in an SVG, so that it can be searched; and two runs write the same bytes.
 _SETTINGS: Any = {
     "svg.fonttype": "none",
@@ -141,7 +141,7 @@ def _draw_lengths(panel: Axes, runs: Sequence[SpeedRun]) -> None:
             label=f"{label}: mean {mean:.0f}",
         )
         panel.axvline(mean, color=colour, linestyle="--", linewidth=1.1)
-    panel.set_xlim(0, longest + 1)
+    panel.set_xlim(0, 1.01 * (longest + 1))
     panel.set_xlabel("tokens of an answer")
     panel.set_ylabel("share of the answers")
     panel.set_title(f"Response length on {runs[0].benchmark}")

@@ -155,7 +155,7 @@ def threads_table(runs: Sequence[SpeedRun]) -> ReportTable:
     for number, run in enumerate(runs):
         columns += [Column(f"{run.label} #T"), Column("%P", ".2f")]
         paper = THREADS.get(run.paper_key, {})
-        columns += [Column("paper #T"), Column("paper %P", ".2f")]
+        columns += [Column("Paper #T"), Column("Paper %P", ".2f")]
         for name, row in category_rows(run.answers):
             cells = values.setdefault(name, [None] * (4 * number))
             known = paper.get(name, (None, None))
@@ -215,7 +215,7 @@ def all_tables(runs: Sequence[SpeedRun]) -> list[ReportTable]:
     benchmarks = {
         run.prompts: [other for other in runs if other.prompts == run.prompts] for run in runs
     }
-    return [
+    tables = [
         summary_table(runs, CACHED, 1),
         summary_table(runs, ATTENDED, 2),
         *(threads_table(group) for group in benchmarks.values()),
@@ -223,6 +223,7 @@ def all_tables(runs: Sequence[SpeedRun]) -> list[ReportTable]:
         *(saving_table(run, ATTENDED) for run in runs),
         *(steps_table(run) for run in runs),
     ]
+    return [table.without_empty("Paper").without_empty("Baseline") for table in tables]
 
 
 _SAVING_COLUMNS = (

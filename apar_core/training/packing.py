@@ -1,6 +1,6 @@
 """A paragraph tree as one row of tokens, each token once, each thread reading its own path.
 
-Dimensions: B rows, T tokens of the longest row, L tokens of one row, S segments of one row.
+Dimensions: B rows, T tokens of the longest row, S segments of the row that has the most.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class PackedTree:
     that i belongs to, and `segment_parents[s]` the stretch before s on its path.
     """
 
-    token_ids: list[int]
-    positions: list[int]
-    targets: list[int]
-    segments: list[int]
-    segment_parents: list[int | None]
+    token_ids: Sequence[int]
+    positions: Sequence[int]
+    targets: Sequence[int]
+    segments: Sequence[int]
+    segment_parents: Sequence[int | None]
 
 
 @dataclass
@@ -105,45 +105,81 @@ def pack_tree(
     return PackedTree(row.token_ids, row.positions, row.targets, row.segments, row.segment_parents)
 
 
-def tree_attention_mask(packed: PackedTree) -> Tensor:
-    """Let each token attend to itself and to the tokens before it on its path from the root.
-
-    Returns bool [L, L], row = query, column = key, true = attend.
-    """
-    num_segments = len(packed.segment_parents)
-    visible_SS = torch.eye(num_segments, dtype=torch.bool)
-    for segment, parent in enumerate(packed.segment_parents):
-        if parent is not None:
-            visible_SS[segment] |= visible_SS[parent]
-    segments_L = torch.tensor(packed.segments)
-    return visible_SS[segments_L][:, segments_L].tril()
+def next_indices(packed: PackedTree) -> list[int | None]:
+    """Return, for each token, the row index of the one that follows it in its own thread."""
+    following: list[int | None] = [None] * len(packed.token_ids)
+    last_of_segment: dict[int, int] = {}
+    for index, segment in enumerate(packed.segments):
+        before = index - 1
+        parent = packed.segment_parents[segment]
+        if segment in last_of_segment:
+            following[last_of_segment[segment]] = index
+        elif parent is not None and packed.segments[before] != parent:
+            # A child stands right behind its fork; the fork's own thread goes on behind the child.
+            following[last_of_segment[parent]] = index
+        last_of_segment[segment] = index
+    return following
 
 
 @dataclass(frozen=True, slots=True)
 class TreeBatch:
     """Packed trees, padded to one length.
 
-    `token_ids_BT`, `positions_BT` and `targets_BT` are int64; `mask_B1TT` is bool for SDPA.
+    `token_ids_BT`, `positions_BT`, `targets_BT` and `segments_BT` are int64. `visible_BSS` says
+    which segments (last axis) a segment may read; the last one of each row is that of padding and
+    reads nothing.
     """
 
     token_ids_BT: Tensor
     positions_BT: Tensor
     targets_BT: Tensor
-    mask_B1TT: Tensor
+    segments_BT: Tensor
+    visible_BSS: Tensor
+
+    @property
+    def mask_B1TT(self) -> Tensor:
+        """Which tokens (last axis) each token attends to, as SDPA takes it: bool [B, 1, T, T]."""
+        return tree_attention_mask(self)
 
 
-def batch_trees(trees: Sequence[PackedTree], pad_id: int) -> TreeBatch:
-    """Pad the rows on the right; padding attends only to itself and has no target."""
+def visible_segments(segment_parents: Sequence[int | None]) -> Tensor:
+    """Return bool [S, S]: a segment reads itself and the segments on its path from the root."""
+    visible_SS = torch.eye(len(segment_parents), dtype=torch.bool)
+    for segment, parent in enumerate(segment_parents):
+        if parent is not None:
+            visible_SS[segment] |= visible_SS[parent]
+    return visible_SS
+
+
+def tree_attention_mask(batch: TreeBatch) -> Tensor:
+    """Let each token attend to itself and to the tokens before it on its path from the root.
+
+    Returns bool [B, 1, T, T], row = query, column = key, true = attend. Padding attends to itself.
+    """
+    segments_BT = batch.segments_BT
+    rows_B11 = torch.arange(len(segments_BT), device=segments_BT.device)[:, None, None]
+    mask_BTT = batch.visible_BSS[rows_B11, segments_BT[:, :, None], segments_BT[:, None, :]].tril()
+    itself_TT = torch.eye(segments_BT.shape[1], dtype=torch.bool, device=segments_BT.device)
+    return (mask_BTT | itself_TT)[:, None]
+
+
+def batch_trees(trees: Sequence[PackedTree], pad_id: int, *, multiple: int = 1) -> TreeBatch:
+    """Pad the rows on the right to a multiple of tokens; padding has no target."""
     width = max(len(tree.token_ids) for tree in trees)
+    width = -(-width // multiple) * multiple
+    num_segments = max(len(tree.segment_parents) for tree in trees)
     shape = (len(trees), width)
     token_ids_BT = torch.full(shape, pad_id)
     positions_BT = torch.zeros(shape, dtype=torch.int64)
     targets_BT = torch.full(shape, IGNORED_TARGET)
-    mask_B1TT = torch.eye(width, dtype=torch.bool).repeat(len(trees), 1, 1, 1)
+    segments_BT = torch.full(shape, num_segments)
+    visible_BSS = torch.zeros(len(trees), num_segments + 1, num_segments + 1, dtype=torch.bool)
     for row, tree in enumerate(trees):
         length = len(tree.token_ids)
         token_ids_BT[row, :length] = torch.tensor(tree.token_ids)
         positions_BT[row, :length] = torch.tensor(tree.positions)
         targets_BT[row, :length] = torch.tensor(tree.targets)
-        mask_B1TT[row, 0, :length, :length] = tree_attention_mask(tree)
-    return TreeBatch(token_ids_BT, positions_BT, targets_BT, mask_B1TT)
+        segments_BT[row, :length] = torch.tensor(tree.segments)
+        visible_SS = visible_segments(tree.segment_parents)
+        visible_BSS[row, : len(visible_SS), : len(visible_SS)] = visible_SS
+    return TreeBatch(token_ids_BT, positions_BT, targets_BT, segments_BT, visible_BSS)

@@ -1,4 +1,4 @@
-"""Recipes: how a model is trained, as YAML files that ship with the package or are written by hand."""
+"""Recipes: how a model is trained, as YAML files that are shipped or written by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LoraSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: PositiveInt = Field(16, description="Rank of every adapter.")
-    alpha: PositiveFloat = Field(32.0, description="Adapters are scaled by alpha / rank.")
+    alpha: PositiveInt = Field(32, description="Adapters are scaled by alpha / rank.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before every adapter.")
     target_modules: str | tuple[str, ...] = Field(
         "all-linear", description="Names of the adapted layers, or all-linear."
@@ -128,7 +128,8 @@ def load_recipe(name_or_file: str, kind: type[RecipeT]) -> RecipeT:
         path = Path(name_or_file)
         if not path.is_file():
             raise TrainingError(
-                f"recipe {name_or_file!r} is neither a file nor one of {', '.join(shipped_recipes())}"
+                f"recipe {name_or_file!r} is neither a file nor one of "
+                f"{', '.join(shipped_recipes())}"
             )
     try:
         return kind.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))

@@ -11,15 +11,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from apar_core.training.packing import TreeTokens
 from apar_core.training.tiny_settings import TinyModelSettings
-from apar_core.training.tokenizer import CHILD, EOS, FORK
-
-
-def tree_tokens(tokenizer: PreTrainedTokenizerFast) -> TreeTokens:
-    """Return the ids that shape a tree in this tokenizer."""
-    vocabulary = tokenizer.get_vocab()
-    return TreeTokens(vocabulary[FORK], vocabulary[CHILD], vocabulary[EOS])
 
 
 def build_tiny_model(

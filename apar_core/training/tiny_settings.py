@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from apar_core.data.tiny_corpus.generator import (
@@ -11,6 +13,14 @@ from apar_core.data.tiny_corpus.generator import (
     SETTLING_WEIGHTS,
     KindWeights,
 )
+from apar_core.training.recipe import TrainingRecipe, load_recipe
+
+_MIXTURES = {
+    "broad": BROAD_WEIGHTS,
+    "finishing": FINISHING_WEIGHTS,
+    "polishing": POLISHING_WEIGHTS,
+    "settling": SETTLING_WEIGHTS,
+}
 
 
 class TinyModelSettings(BaseModel):
@@ -29,89 +39,55 @@ class TinyModelSettings(BaseModel):
 
 
 class TrainingPhase(BaseModel):
-    """One pass over a mixture of examples, from warm-up to a learning rate of zero.
-
-    Both learning rates rise over `warmup_share` of the steps, stay, and fall over `decay_share`.
-    """
+    """One run of training over a mixture of the corpus, from warm-up to a rate of zero."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    mixture: Literal["broad", "finishing", "polishing", "settling"] = Field(
+        description="How often each kind of example is drawn."
+    )
     stream: str = Field(description="Names the sequence of examples that is drawn.")
-    kind_weights: KindWeights
-    num_steps: PositiveInt
-    trees_per_step: PositiveInt
-    matrix_learning_rate: PositiveFloat = Field(description="Muon: layers' matrices.")
-    vector_learning_rate: PositiveFloat = Field(description="AdamW: embeddings, norms.")
-    warmup_share: float = Field(gt=0, lt=1)
-    decay_share: float = Field(gt=0, lt=1)
     average_share: float = Field(
         0.0, ge=0, description="Weight of this phase's result in the average that is saved."
     )
+    recipe: TrainingRecipe = Field(description="The run.")
 
-
-BROAD_PHASE = TrainingPhase(
-    stream="",
-    kind_weights=BROAD_WEIGHTS,
-    num_steps=1300,
-    trees_per_step=8,
-    matrix_learning_rate=0.02,
-    vector_learning_rate=4e-3,
-    warmup_share=0.02,
-    decay_share=0.6,
-)
-FINISHING_PHASE = TrainingPhase(
-    stream="finishing",
-    kind_weights=FINISHING_WEIGHTS,
-    num_steps=360,
-    trees_per_step=16,
-    matrix_learning_rate=0.01,
-    vector_learning_rate=2e-3,
-    warmup_share=0.03,
-    decay_share=0.9,
-    average_share=0.2,
-)
-POLISHING_PHASE = TrainingPhase(
-    stream="polishing",
-    kind_weights=POLISHING_WEIGHTS,
-    num_steps=440,
-    trees_per_step=16,
-    matrix_learning_rate=0.008,
-    vector_learning_rate=1.5e-3,
-    warmup_share=0.03,
-    decay_share=0.9,
-    average_share=0.4,
-)
-SETTLING_PHASE = POLISHING_PHASE.model_copy(
-    update={"stream": "settling", "kind_weights": SETTLING_WEIGHTS, "num_steps": 280}
-)
+    @property
+    def kind_weights(self) -> KindWeights:
+        """The mixture's weights of the kinds."""
+        return _MIXTURES[self.mixture]
 
 
 class TinyTrainingSettings(BaseModel):
-    """Recipe of the embedded model: packed trees, Muon for matrices and AdamW for the rest."""
+    """Recipe of the embedded model: several runs of training."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     seed: NonNegativeInt = Field(0, description="Of the split, the corpus and the weights.")
     phases: tuple[TrainingPhase, ...] = Field(
-        (BROAD_PHASE, FINISHING_PHASE, POLISHING_PHASE, SETTLING_PHASE), min_length=1
+        min_length=1, description="Runs, one after the other, on the same weights."
     )
-    matrix_momentum: float = Field(0.95, ge=0, lt=1)
-    max_gradient_norm: PositiveFloat = 1.0
     num_executors: PositiveInt = Field(2, description="Operating-system threads of torch.")
 
     @property
     def num_steps(self) -> int:
         """Steps of all phases."""
-        return sum(phase.num_steps for phase in self.phases)
+        return sum(phase.recipe.num_steps for phase in self.phases)
 
     def with_num_steps(self, num_steps: int) -> TinyTrainingSettings:
         """Return the recipe with its phases stretched or shortened to `num_steps` in all."""
         phases: list[TrainingPhase] = []
         before = steps_so_far = 0
         for phase in self.phases:
-            before += phase.num_steps
+            before += phase.recipe.num_steps
             steps = round(num_steps * before / self.num_steps) - steps_so_far
             steps_so_far += steps
             if steps:
-                phases.append(phase.model_copy(update={"num_steps": steps}))
+                recipe = phase.recipe.model_copy(update={"num_steps": steps})
+                phases.append(phase.model_copy(update={"recipe": recipe}))
         return self.model_copy(update={"phases": tuple(phases)})
+
+
+def tiny_recipe(name_or_file: str = "apar-tiny") -> TinyTrainingSettings:
+    """Return the shipped recipe of the embedded model, or the one in a file."""
+    return load_recipe(name_or_file, TinyTrainingSettings)

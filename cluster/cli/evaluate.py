@@ -24,6 +24,9 @@ def fetch(
         Path | None,
         typer.Option(help="Folder to keep the files in; a cache folder by default."),
     ] = None,
+    mirror: Annotated[
+        str | None, typer.Option(help="URL of another home of the same files.")
+    ] = None,
 ) -> None:
     """Download the questions, references and judge prompts of Vicuna-Bench and MT-Bench (135 kB).
 
@@ -31,6 +34,7 @@ def fetch(
     """
     from apar_core.evaluation.benchmark_files import (
         BENCHMARK_FILES,
+        FASTCHAT_URLS,
         BenchmarkFile,
         cache_folder,
         fetch_benchmark_files,
@@ -47,5 +51,6 @@ def fetch(
         def show(file: BenchmarkFile, num_bytes: int) -> None:
             bars.update(task, description=file.path, advance=num_bytes)
 
-        paths = fetch_benchmark_files(folder, show=show)
+        homes = FASTCHAT_URLS if mirror is None else (mirror.rstrip("/"),)
+        paths = fetch_benchmark_files(folder, base_urls=homes, show=show)
     Console().print(f"{len(paths)} files in [bold]{folder}[/bold]", soft_wrap=True)

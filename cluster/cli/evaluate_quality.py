@@ -53,6 +53,7 @@ RatingAttempts = Annotated[
     int, typer.Option(min=1, help="How often a judgment without a rating is asked for.")
 ]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens of a generated answer.")]
+MaxJudgmentTokens = Annotated[int, typer.Option(min=1, help="Most tokens of a judgment.")]
 Temperature = Annotated[
     float | None, typer.Option(min=0.0, help="Of the answers; FastChat's by category by default.")
 ]
@@ -80,6 +81,7 @@ def quality(
     retries: Retries = 5,
     rating_attempts: RatingAttempts = 3,
     max_tokens: MaxTokens = 1024,
+    max_judgment_tokens: MaxJudgmentTokens = 2048,
     temperature: Temperature = None,
     prompt_price: PromptPrice = None,
     completion_price: CompletionPrice = None,
@@ -106,6 +108,7 @@ def quality(
             model=_model(model_endpoint, model, model_key_env, concurrency, retries),
             max_answer_tokens=max_tokens,
             temperature=temperature,
+            max_judgment_tokens=max_judgment_tokens,
             rating_attempts=rating_attempts,
             prices=TokenPrices(
                 prompt_per_million=prompt_price, completion_per_million=completion_price

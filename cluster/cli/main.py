@@ -12,6 +12,8 @@ from cluster.cli.doctor import doctor
 from cluster.cli.evaluate import evaluate
 from cluster.cli.generate import generate
 from cluster.cli.serve import serve
+from cluster.cli.train import train
+from cluster.cli.train_medusa import train_medusa
 from cluster.cli.train_tiny import train_tiny
 
 # Subcommands import engine, Ray and torch when they run: `apar --help` has to answer at once.
@@ -21,8 +23,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (serve, generate, train_tiny, doctor):
-    app.command(no_args_is_help=command is generate)(command)
+for command in (serve, generate, train, train_medusa, train_tiny, doctor):
+    app.command(no_args_is_help=command in (generate, train, train_medusa))(command)
 app.add_typer(evaluate, name="evaluate")
 app.add_typer(config.app, name="config")
 

@@ -20,7 +20,7 @@ from apar_core.evaluation.fork_check import (
 from apar_core.evaluation.thread_decoding import TransformersThreadDecoder
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.training.packing import TreeTokens
-from apar_core.training.tiny_model import tree_tokens
+from apar_core.training.vocabulary import tree_tokens
 from apar_core.tree.paragraph import ROOT_THREAD, ThreadId
 
 FORK, CHILD, END = 3, 4, 2

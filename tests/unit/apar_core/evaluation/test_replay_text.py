@@ -62,33 +62,6 @@ def test_a_chat_is_written_as_vicuna_reads_it() -> None:
     assert ids.count(LLAMA.tokens.end_id) == 1
 
 
-def test_a_sentencepiece_checkpoint_gets_no_blank_before_a_piece() -> None:
-    class Blanks:
-        """Like Llama's tokenizer: each text begins with a blank, a line break is a token."""
-
-        chat_template = None
-        eos_token_id = 2
-
-        def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-            return {"input_ids": [ord(c) for c in (" " + text if text else "")]}
-
-        def encode(self, text: str, **_: Any) -> list[int]:
-            return self(text)["input_ids"]
-
-        def decode(self, ids: list[int], **_: Any) -> str:
-            return "".join(map(chr, ids)).removeprefix(" ")
-
-        def get_vocab(self) -> dict[str, int]:
-            return {"[Fork]": 1_200_000, "[Child]": 1_200_001} | {chr(i): i for i in range(128)}
-
-        def __len__(self) -> int:
-            return 1_200_002
-
-    text = CheckpointText(Blanks(), "blanks")
-
-    assert text.encode("ab") == [ord("a"), ord("b")]
-
-
 def test_a_model_that_cannot_fork_is_refused() -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint_path())
 

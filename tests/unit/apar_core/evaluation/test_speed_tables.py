@@ -102,6 +102,15 @@ def test_a_report_holds_each_table_once() -> None:
     assert "attended_tokens_vicuna-7b-vicuna-bench" in names
 
 
+def test_a_report_has_no_empty_columns_for_what_the_paper_does_not_know() -> None:
+    table = all_tables([SpeedRun("m", "mine", (FORKED,))])[3]
+
+    assert [column.title for column in table.columns] == [
+        *("Task", "Answers", "APAR", "Flattened", "Saved")
+    ]
+    assert rows(table)["Writing"] == (1, 25, 39, 1 - 25 / 39)
+
+
 @pytest.mark.parametrize(
     ("label", "model"),
     [

@@ -1,0 +1,143 @@
+"""Turns examples into packed rows of a bounded length, and counts what does not fit."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from transformers import PreTrainedTokenizerBase
+
+from apar_core.control_tokens import (
+    ControlTokens,
+    PlainSpellings,
+    find_control_tokens,
+    neutralise,
+    plain_spellings,
+)
+from apar_core.data.records import ExampleRecord
+from apar_core.errors import TrainingError
+from apar_core.training.packing import (
+    IGNORED_TARGET,
+    PackedTree,
+    TreeTokens,
+    next_indices,
+    pack_tree,
+)
+from apar_core.training.piece_encoder import PieceEncoder, build_piece_encoder
+from apar_core.training.vocabulary import tree_tokens
+
+
+@dataclass
+class EncodingCounts:
+    """What became of the examples."""
+
+    whole: int = 0
+    cut: int = 0
+    dropped: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.whole} examples whole, {self.cut} too long and cut at a thread, "
+            f"{self.dropped} too long and dropped"
+        )
+
+
+@dataclass
+class ExampleEncoder:
+    """Packs examples with one tokenizer; `counts` adds up over all calls of `encode`."""
+
+    tokenizer: PreTrainedTokenizerBase
+    context_length: int
+    counts: EncodingCounts = field(default_factory=EncodingCounts)
+
+    @cached_property
+    def _tokens(self) -> TreeTokens:
+        return tree_tokens(self.tokenizer)
+
+    @cached_property
+    def _control(self) -> ControlTokens:
+        control = find_control_tokens(self.tokenizer.get_vocab())
+        if control is None:
+            raise TrainingError("the tokenizer has no control tokens")
+        return control
+
+    @cached_property
+    def _spellings(self) -> PlainSpellings:
+        return plain_spellings(self._control, self.tokenizer)
+
+    @cached_property
+    def _encode_piece(self) -> PieceEncoder:
+        return build_piece_encoder(self.tokenizer, (self._control.fork_id, self._control.child_id))
+
+    def pack(self, example: ExampleRecord) -> PackedTree:
+        """Return the whole example as one row, whatever its length."""
+        prompt_ids = neutralise(prompt_token_ids(example, self.tokenizer), self._spellings)
+        return pack_tree(prompt_ids, example.answer, self._encode_piece, self._tokens)
+
+    def encode(self, example: ExampleRecord) -> PackedTree | None:
+        """Return the row, cut to the context length at a thread's edge, or None where none fits."""
+        packed = self.pack(example)
+        if len(packed.token_ids) <= self.context_length:
+            self.counts.whole += 1
+            return compact(packed)
+        cut = cut_tree(packed, self.context_length)
+        if cut is None:
+            self.counts.dropped += 1
+            return None
+        self.counts.cut += 1
+        return compact(cut)
+
+    def encode_all(self, examples: Iterable[ExampleRecord]) -> list[PackedTree]:
+        """Return the rows of all examples that fit."""
+        rows = (self.encode(example) for example in examples)
+        return [row for row in rows if row is not None]
+
+
+def prompt_token_ids(example: ExampleRecord, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that the server would send to the model for this prompt."""
+    if example.raw_prompt:
+        return list(tokenizer(example.messages[-1].content)["input_ids"])
+    chat = [message.as_dict() for message in example.messages]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def compact(packed: PackedTree) -> PackedTree:
+    """Return the row with four bytes a number, for rows that are kept."""
+    return PackedTree(
+        array("i", packed.token_ids),
+        array("i", packed.positions),
+        array("i", packed.targets),
+        array("i", packed.segments),
+        packed.segment_parents,
+    )
+
+
+def cut_tree(packed: PackedTree, max_tokens: int) -> PackedTree | None:
+    """Return the longest beginning of the row that ends where a stretch between forks does.
+
+    What the model has to predict behind the cut is not learned, so no thread learns to end early.
+    None if the beginning would hold nothing to learn.
+    """
+    segments = packed.segments
+    ends = [i for i in range(1, len(segments)) if segments[i] != segments[i - 1]]
+    end = max((i for i in ends if i <= max_tokens), default=0)
+    following = next_indices(packed)
+    targets = [
+        packed.targets[index]
+        if (after := following[index]) is not None and after < end
+        else IGNORED_TARGET
+        for index in range(end)
+    ]
+    if all(target == IGNORED_TARGET for target in targets):
+        return None
+    return replace(
+        packed,
+        token_ids=packed.token_ids[:end],
+        positions=packed.positions[:end],
+        targets=targets,
+        segments=segments[:end],
+        segment_parents=packed.segment_parents[: max(segments[:end]) + 1],
+    )

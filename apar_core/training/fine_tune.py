@@ -1,0 +1,179 @@
+"""Fine-tunes any causal language model of transformers to APAR."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.trainer_utils import get_last_checkpoint
+
+from apar_core.control_tokens import ControlTokens
+from apar_core.data.example_file import read_examples
+from apar_core.data.records import ExampleRecord, count_forks
+from apar_core.errors import TrainingError
+from apar_core.training.example_encoder import EncodingCounts, ExampleEncoder
+from apar_core.training.pretrained import (
+    load_model,
+    load_tokenizer,
+    pad_token_id,
+    save_pretrained,
+)
+from apar_core.training.recipe import LoraSettings, TrainingRecipe
+from apar_core.training.reports import OnStep
+from apar_core.training.tree_dataset import RowList, TreeGroups, drawn_rows
+from apar_core.training.tree_trainer import (
+    CHECKPOINTS,
+    TreeCollator,
+    TreeTrainer,
+    training_arguments,
+)
+from apar_core.training.vocabulary import add_control_tokens
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingResult:
+    """What a run did."""
+
+    counts: EncodingCounts
+    num_training: int
+    num_validation: int
+    validation_loss: float | None
+
+
+def fine_tune(
+    model_name: str,
+    data: Path,
+    out: Path,
+    recipe: TrainingRecipe,
+    *,
+    chat_template: Path | None = None,
+    resume: bool = False,
+    on_step: OnStep | None = None,
+) -> TrainingResult:
+    """Train a model on the examples of `data` and write the checkpoint to `out`.
+
+    The checkpoint is what `apar serve` takes: adapters merged, tokenizer with control tokens and
+    chat template. Raises TrainingError or DataError if something is not as it must be.
+    """
+    last = last_checkpoint(out, resume=resume)
+    tokenizer = load_tokenizer(model_name, chat_template)
+    model = load_model(model_name, torch.float32)
+    refuse_long_context(model, recipe.context_length)
+    control = add_control_tokens(
+        model, tokenizer, multiple=recipe.vocabulary_multiple, seed=recipe.seed
+    )
+    encoder = ExampleEncoder(tokenizer, recipe.context_length)
+    training, validation = read_groups(data, encoder).split(recipe.validation_share, recipe.seed)
+    rows = drawn_rows(
+        training,
+        num_steps=recipe.num_steps,
+        batch_size=recipe.batch_size,
+        structured_share=recipe.structured_share,
+        seed=recipe.seed,
+    )
+    trained = model if recipe.lora is None else adapted(model, recipe.lora, control)
+    trainer = TreeTrainer(
+        trained,
+        training_arguments(
+            recipe, out, validate=bool(validation.all_rows), tensorboard=True, save=True
+        ),
+        recipe,
+        collator=TreeCollator.for_model(model, pad_token_id(tokenizer)),
+        train_trees=rows,
+        validation_trees=RowList(validation.all_rows),
+        on_step=on_step,
+    )
+    trainer.train(resume_from_checkpoint=last)
+    loss = trainer.evaluate()["eval_loss"] if validation.all_rows else None
+    _save(trainer, tokenizer, out)
+    return TrainingResult(encoder.counts, len(training.all_rows), len(validation.all_rows), loss)
+
+
+def last_checkpoint(out: Path, *, resume: bool) -> str | None:
+    """Return the newest checkpoint of an interrupted run, if it shall go on.
+
+    Raises TrainingError if there is none, or if a new run would mix with an old one's checkpoints.
+    """
+    folder = out / CHECKPOINTS
+    found: str | None = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    if resume and found is None:
+        raise TrainingError(f"nothing to resume: {folder} holds no checkpoint")
+    if not resume and found is not None:
+        raise TrainingError(
+            f"{folder} holds checkpoints of an earlier run: resume it, or choose another folder"
+        )
+    return found
+
+
+def refuse_long_context(model: PreTrainedModel, context_length: int) -> None:
+    """Raise TrainingError if the rows may be longer than the model has positions."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and context_length > positions:
+        raise TrainingError(
+            f"context_length {context_length} is more than the model's {positions} positions"
+        )
+
+
+def read_groups(data: Path, encoder: ExampleEncoder) -> TreeGroups:
+    """Return the packed rows of a file or folder of examples.
+
+    Raises TrainingError if no example fits the context.
+    """
+    structured: list[ExampleRecord] = []
+    unstructured: list[ExampleRecord] = []
+    for example in read_examples(data):
+        (structured if count_forks(example.answer) else unstructured).append(example)
+    groups = TreeGroups(encoder.encode_all(structured), encoder.encode_all(unstructured))
+    logger.info("%s", encoder.counts)
+    if encoder.counts.cut or encoder.counts.dropped:
+        logger.warning(
+            "of the examples, %d were longer than %d tokens and cut at a thread, %d were dropped",
+            encoder.counts.cut,
+            encoder.context_length,
+            encoder.counts.dropped,
+        )
+    if not groups.all_rows:
+        raise TrainingError(
+            f"no example in {data} can be trained on within {encoder.context_length} tokens "
+            f"({encoder.counts})"
+        )
+    return groups
+
+
+def adapted(model: PreTrainedModel, lora: LoraSettings, control: ControlTokens) -> PeftModel:
+    """Return the model with adapters; of the embeddings only the control tokens' rows learn."""
+    tokens = [control.fork_id, control.child_id]
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    names = {
+        name: tokens
+        for name, module in model.named_modules()
+        if module is model.get_input_embeddings()
+        or (module is model.get_output_embeddings() and not tied)
+    }
+    targets = lora.target_modules
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        trainable_token_indices={name.rpartition(".")[2]: ids for name, ids in names.items()},
+    )
+    return get_peft_model(model, config)
+
+
+def _save(trainer: TreeTrainer, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if not trainer.is_world_process_zero():
+        return
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if isinstance(model, PeftModel):
+        model = model.merge_and_unload()
+        weights = model.state_dict()
+    save_pretrained(model, weights, tokenizer, out)

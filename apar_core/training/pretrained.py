@@ -1,0 +1,91 @@
+"""Loads the model and tokenizer to train, and writes a checkpoint that can be served."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from apar_core.errors import TrainingError
+from apar_core.training.tree_attention import FLEX, SDPA
+
+logger = logging.getLogger(__name__)
+
+VICUNA_TEMPLATE = Path(__file__).with_name("vicuna_template.jinja")
+
+
+def load_model(name_or_path: str, dtype: torch.dtype, *, use_cpu: bool = False) -> PreTrainedModel:
+    """Return the model with an attention that takes tree masks.
+
+    FlexAttention where CUDA is there and used, SDPA elsewhere. Raises TrainingError if there is no
+    model.
+    """
+    attention = SDPA if use_cpu or not torch.cuda.is_available() else FLEX
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            name_or_path, dtype=dtype, attn_implementation=attention
+        )
+    except (OSError, ValueError) as error:
+        raise TrainingError(f"no model to train in {name_or_path!r}: {_line(error)}") from error
+    model.config.use_cache = False
+    return model
+
+
+def load_tokenizer(name_or_path: str, chat_template: Path | None = None) -> PreTrainedTokenizerBase:
+    """Return the tokenizer with a chat template: the file's, its own, or Vicuna's.
+
+    Raises TrainingError if there is no tokenizer or the file cannot be read.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name_or_path)
+    except (OSError, ValueError) as error:
+        raise TrainingError(f"no tokenizer in {name_or_path!r}: {_line(error)}") from error
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TrainingError(f"chat template {chat_template} cannot be read: {error}") from error
+    elif not tokenizer.chat_template:
+        logger.warning("%r has no chat template: Vicuna's is used and saved with it", name_or_path)
+        tokenizer.chat_template = VICUNA_TEMPLATE.read_text(encoding="utf-8")
+    return tokenizer
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return an id to pad rows with; padding is neither read nor learned."""
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+
+
+def save_pretrained(
+    model: PreTrainedModel,
+    weights: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+) -> None:
+    """Write weights in bfloat16, configuration, tokenizer and chat template."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # Tied weights stay one tensor, and so are written once.
+    cast: dict[int, Tensor] = {}
+    for tensor in weights.values():
+        cast.setdefault(tensor.data_ptr(), tensor.detach().to("cpu", torch.bfloat16))
+    state = {name: cast[tensor.data_ptr()] for name, tensor in weights.items()}
+    model.config.use_cache = True
+    model.save_pretrained(folder, state_dict=state)
+    tokenizer.save_pretrained(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["dtype"] = "bfloat16"
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,77 @@
+"""Trains Medusa heads for an APAR model from the examples that it was trained on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from apar_core.decoders.medusa_heads import save_medusa_heads
+from apar_core.training.example_encoder import EncodingCounts, ExampleEncoder
+from apar_core.training.fine_tune import last_checkpoint, read_groups, refuse_long_context
+from apar_core.training.medusa_targets import MedusaCollator
+from apar_core.training.medusa_trainer import MedusaTrainer, initial_heads
+from apar_core.training.pretrained import load_model, load_tokenizer, pad_token_id
+from apar_core.training.recipe import MedusaRecipe
+from apar_core.training.reports import OnStep
+from apar_core.training.tree_dataset import RowList, drawn_rows
+from apar_core.training.tree_trainer import TreeCollator, training_arguments
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaResult:
+    """What a run did: `accuracy` is each head's share of right proposals on validation."""
+
+    counts: EncodingCounts
+    validation_loss: float | None
+    accuracy: tuple[float, ...]
+
+
+def train_medusa(
+    model_name: str,
+    data: Path,
+    out: Path,
+    recipe: MedusaRecipe,
+    *,
+    resume: bool = False,
+    on_step: OnStep | None = None,
+) -> MedusaResult:
+    """Train heads on the frozen model and write them to `out`, as vLLM and our decoder load them.
+
+    Raises TrainingError or DataError if something is not as it must be.
+    """
+    last = last_checkpoint(out, resume=resume)
+    tokenizer = load_tokenizer(model_name)
+    model = load_model(model_name, torch.bfloat16 if recipe.dtype == "bfloat16" else torch.float32)
+    refuse_long_context(model, recipe.context_length)
+    encoder = ExampleEncoder(tokenizer, recipe.context_length)
+    training, validation = read_groups(data, encoder).split(recipe.validation_share, recipe.seed)
+    validation_rows = RowList(validation.all_rows)
+    heads = initial_heads(model, num_heads=recipe.num_heads, num_layers=recipe.num_layers)
+    trainer = MedusaTrainer(
+        heads,
+        model,
+        training_arguments(
+            recipe, out, validate=bool(len(validation_rows)), tensorboard=True, save=True
+        ),
+        recipe,
+        collator=MedusaCollator(
+            TreeCollator.for_model(model, pad_token_id(tokenizer)), recipe.num_heads
+        ),
+        train_trees=drawn_rows(
+            training,
+            num_steps=recipe.num_steps,
+            batch_size=recipe.batch_size,
+            structured_share=recipe.structured_share,
+            seed=recipe.seed,
+        ),
+        validation_trees=validation_rows,
+        on_step=on_step,
+    )
+    trainer.train(resume_from_checkpoint=last)
+    loss = trainer.evaluate()["eval_loss"] if len(validation_rows) else None
+    accuracy = trainer.accuracy() if len(validation_rows) else []
+    if trainer.is_world_process_zero():
+        save_medusa_heads(heads.bfloat16(), out)
+    return MedusaResult(encoder.counts, loss, tuple(accuracy))

@@ -1,0 +1,98 @@
+"""Gives a model its two control tokens."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from apar_core.control_tokens import SPELLINGS, ControlTokens, find_control_tokens
+from apar_core.errors import TrainingError
+from apar_core.training.packing import TreeTokens
+
+logger = logging.getLogger(__name__)
+
+# Of the spread of the other rows: enough to tell the two tokens apart, too little to matter.
+_NOISE_SHARE = 0.1
+
+
+def add_control_tokens(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, multiple: int, seed: int
+) -> ControlTokens:
+    """Make sure that tokenizer and model have the control tokens; return them.
+
+    A checkpoint that has them is kept as it is. New rows are the mean of all rows plus noise of a
+    tenth of their spread. With the mean as its output row a new token starts about as likely as an
+    average one, so the model's other predictions hardly change; a row drawn at random can win
+    every argmax. The noise tells [Fork] from [Child].
+    """
+    known = find_control_tokens(tokenizer.get_vocab())
+    if known is None:
+        fork_text, child_text = SPELLINGS[0]
+        tokenizer.add_special_tokens(
+            {"additional_special_tokens": [fork_text, child_text]},
+            replace_extra_special_tokens=False,
+        )
+        known = find_control_tokens(tokenizer.get_vocab())
+        if known is None:
+            raise TrainingError(f"the tokenizer does not take the tokens {SPELLINGS[0]}")
+        _grow(model, len(tokenizer), multiple)
+        _initialise_rows(model, known, seed)
+        logger.info("control tokens added", extra={"fork": known.fork_id, "child": known.child_id})
+    else:
+        _grow(model, max(known.fork_id, known.child_id) + 1, multiple)
+    return known
+
+
+def _grow(model: PreTrainedModel, num_tokens: int, multiple: int) -> None:
+    """Enlarge the embeddings where they have fewer rows; spare rows are never taken away."""
+    if len(_input_rows(model)) < num_tokens:
+        padded = math.ceil(num_tokens / multiple) * multiple
+        model.resize_token_embeddings(padded, mean_resizing=False)
+
+
+def _input_rows(model: PreTrainedModel) -> Tensor:
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+@torch.no_grad()
+def _initialise_rows(model: PreTrainedModel, control: ControlTokens, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    new = {control.fork_id, control.child_id}
+    inputs = _input_rows(model)
+    head = model.get_output_embeddings()
+    matrices = [inputs]
+    if head is not None and head.weight is not inputs:
+        matrices.append(head.weight)
+        bias = getattr(head, "bias", None)
+        if bias is not None:
+            bias[sorted(new)] = bias[: min(new)].mean()
+    for matrix_VD in matrices:
+        # Rows from the first new one on are new or padding.
+        old_VD = matrix_VD[: min(new)].float()
+        mean_D, spread_D = old_VD.mean(0), old_VD.std(0)
+        matrix_VD[min(new) :] = mean_D.to(matrix_VD.dtype)
+        for token_id in sorted(new):
+            noise_D = torch.randn(mean_D.shape, generator=generator).to(mean_D)
+            row_D = mean_D + _NOISE_SHARE * spread_D * noise_D
+            matrix_VD[token_id] = row_D.to(matrix_VD.dtype)
+
+
+def tree_tokens(tokenizer: PreTrainedTokenizerBase) -> TreeTokens:
+    """Return the ids that shape a tree in this tokenizer.
+
+    Raises TrainingError if it has no control tokens or no end of sequence.
+    """
+    control = find_control_tokens(tokenizer.get_vocab())
+    if control is None:
+        raise TrainingError(
+            "the tokenizer has no control tokens: train the model with `apar train`"
+        )
+    if tokenizer.eos_token_id is None:
+        raise TrainingError("the tokenizer has no end-of-sequence token to end a thread with")
+    return TreeTokens(control.fork_id, control.child_id, tokenizer.eos_token_id)

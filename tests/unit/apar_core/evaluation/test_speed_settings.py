@@ -1,0 +1,60 @@
+"""Wishes that cannot be had together are refused with the options' names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from apar_core.errors import EvaluationError
+from apar_core.evaluation.speed_settings import SpeedSettings, check_settings
+
+HERE = (Path(__file__),)
+
+
+def settings(**fields: Any) -> SpeedSettings:
+    return SpeedSettings(model="m", model_name="m", **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"decoder": "fast"}, "--decoder 'fast' is none of plain, vanilla_apar, medusa_apar"),
+        ({"baseline": "slow"}, "--against 'slow' is none of"),
+        ({"count_only": True}, "--count-only needs answers to --replay"),
+        ({"random_weights": "tiny"}, "--random-weights needs answers to --replay"),
+        (
+            {"count_only": True, "random_weights": "tiny", "replay": HERE},
+            "leave --random-weights out",
+        ),
+        ({"tokenizer": "llama"}, "--tokenizer is the checkpoint's own"),
+        ({"decoder": "medusa_apar"}, "medusa_apar needs --medusa-heads"),
+        ({"replay": (Path("nowhere.jsonl"),)}, "--replay nowhere.jsonl: no such file"),
+    ],
+)
+def test_what_cannot_be_had_together_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(EvaluationError, match=message):
+        check_settings(settings(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "subject"),
+    [
+        ({}, "m"),
+        ({"replay": HERE}, "m"),
+        ({"replay": HERE, "count_only": True, "decoder": "medusa_apar"}, "the paper's schedule"),
+        ({"replay": HERE, "random_weights": "llama-7b"}, "random weights of llama-7b"),
+    ],
+)
+def test_what_is_measured_is_said_in_words(fields: dict[str, Any], subject: str) -> None:
+    check_settings(settings(**fields))
+
+    assert settings(**fields).subject.startswith(subject)
+
+
+def test_a_run_may_go_on_with_more_questions_and_from_another_folder() -> None:
+    first = settings(limit=5, questions=Path("a")).as_facts()
+
+    assert settings(limit=9, questions=Path("b")).as_facts() == first
+    assert settings(dtype="float16").as_facts() != first

@@ -1,0 +1,99 @@
+"""`apar evaluate`: what a user types, sees and gets as exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli.main import app
+from tests.fakes.judge_server import Reply, judge_server
+
+FASTCHAT = Path(__file__).resolve().parents[5] / "shared" / "data" / "fastchat"
+needs_fastchat = pytest.mark.skipif(not FASTCHAT.is_dir(), reason=f"{FASTCHAT} is not here")
+
+
+def run(*arguments: str | Path) -> tuple[int, str]:
+    """Exit code and all that is printed, in one line."""
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["evaluate", *map(str, arguments)])
+    return result.exit_code, " ".join(result.output.split())
+
+
+def answer_file(folder: Path) -> Path:
+    path = folder / "answers.jsonl"
+    line = {"question_id": 81, "model_id": "tested", "choices": [{"turns": ["Aloha!", "Aye."]}]}
+    path.write_text(json.dumps(line) + "\n")
+    return path
+
+
+def test_the_parts_of_an_evaluation_are_listed() -> None:
+    code, output = run("--help")
+
+    assert code == 0
+    assert all(name in output for name in ("quality", "fetch"))
+
+
+def test_fetching_offline_ends_with_one_line(tmp_path: Path) -> None:
+    code, output = run("fetch", "--out", tmp_path, "--mirror", "http://127.0.0.1:9")
+
+    assert code == 1
+    assert "Error: http://127.0.0.1:9/vicuna_bench/question.jsonl cannot be reached" in output
+    assert "Traceback" not in output
+
+
+@needs_fastchat
+def test_answers_are_judged_and_reported(tmp_path: Path) -> None:
+    with judge_server(lambda _body, _number: Reply(text="Fine. [[7]]")) as server:
+        code, output = run(
+            *("quality", "--judge", server.url, "--judge-model", "judge", "--out", tmp_path / "o"),
+            *("--answers", answer_file(tmp_path), "--questions", FASTCHAT),
+            *("--prompt-price", "10", "--completion-price", "30"),
+        )
+
+    assert code == 0, output
+    assert "judging by judge: 2 of 2" in output
+    assert "tested" in output
+    assert "7.00" in output
+    assert (tmp_path / "o" / "report.html").is_file()
+
+
+@needs_fastchat
+def test_a_judge_that_fails_leaves_exit_code_1_and_the_way_on(tmp_path: Path) -> None:
+    with judge_server(lambda _body, _number: Reply(400, "no [thing]")) as server:
+        code, output = run(
+            *("quality", "--judge", server.url, "--judge-model", "judge", "--out", tmp_path / "o"),
+            *("--answers", answer_file(tmp_path), "--questions", FASTCHAT),
+        )
+
+    assert code == 1
+    assert "2 failed; run the same command again to go on" in output
+    assert "HTTP 400, no [thing]" in output
+    assert (tmp_path / "o" / "report.md").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--judge", "localhost:1", "--judge-model", "x"), "'localhost:1' is no URL"),
+        (("--judge", "http://x/v1", "--judge-model", "x"), "nothing to judge"),
+        (
+            ("--judge", "http://x/v1", "--judge-model", "x", "--model-endpoint", "http://y/v1"),
+            "needs the name of its --model",
+        ),
+        (
+            ("--judge", "http://x/v1", "--judge-model", "x", "--prompts", "mt"),
+            "'mt' is none of vicuna-bench",
+        ),
+    ],
+)
+@needs_fastchat
+def test_options_that_cannot_be_used_are_told_in_one_line(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    code, output = run("quality", *arguments, "--out", tmp_path, "--questions", FASTCHAT)
+
+    assert code == 1
+    assert message in output
+    assert "Traceback" not in output
