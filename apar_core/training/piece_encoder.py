@@ -77,7 +77,10 @@ def build_piece_encoder(
 def _plain_encoding(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
-        return _encoding_behind_a_line(tokenizer)
+        raise TrainingError(
+            f"{type(tokenizer).__name__} cannot encode text piece by piece: training needs a "
+            "tokenizer of the tokenizers library (tokenizer.json)"
+        )
     settings = json.loads(backend.to_str())
     settings["normalizer"] = _without_prefix(settings["normalizer"])
     settings["pre_tokenizer"] = _without_prefix(settings["pre_tokenizer"])
@@ -107,24 +110,3 @@ def _without_prefix(step: Any) -> Any:
     if "add_prefix_space" in step:
         return step | {"add_prefix_space": False}
     return step
-
-
-# SentencePiece never joins a line break with what follows it.
-_LINE = "\n"
-
-
-def _encoding_behind_a_line(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
-    """For tokenizers of other libraries: encode behind a line break, then drop its tokens."""
-
-    def plain(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
-
-    before = plain(_LINE)
-
-    def encode(text: str) -> list[int]:
-        token_ids = plain(_LINE + text)
-        if token_ids[: len(before)] != before:
-            raise TrainingError(f"the tokenizer joins a line break with the text {text!r}")
-        return token_ids[len(before) :]
-
-    return encode
