@@ -1,0 +1,116 @@
+"""Where the first sentence of a paragraph ends.
+
+Own rules rather than the library sentencex: of 5,265 one-line paragraphs of real answers the two
+differ in 80, nearly all to the library's harm: it sees no end after "in y.", behind a bullet,
+before "(2 marks)" or in a quotation that is never closed, splits formulas, takes the number of a
+point for a sentence, and needs quadratic time over opening quotation marks.
+"""
+
+# Quotation marks, full stops and word lists are what this module is about.
+# ruff: noqa: RUF001, SIM905
+
+from __future__ import annotations
+
+import re
+
+# A full stop after one of these ends no sentence, whatever comes next.
+_NEVER_LAST = frozenset(
+    "mr mrs ms mx dr prof st sr jr fr rev hon gen col capt cpt cmdr lt sgt maj adm gov sen rep "
+    "pres messrs mme mlle hr fig figs eq eqs sec ch vol vols pp ed eds cf viz v vs approx no nos "
+    "op ca al e.g eg i.e ie resp incl excl mt ft jan feb mar apr jun jul aug sep sept oct nov dec bzw "
+    "vgl nr ggf".split()
+)
+_ONLY_BEFORE_NUMBERS = frozenset(["no", "nos", "sec", "mar", "jan", "dec", "ed", "op", "al"])
+# After one of these a sentence ends if what follows begins like one.
+_MAY_BE_LAST = frozenset(
+    "etc inc ltd co corp llc plc bros dept est univ assn ave blvd rd a.m p.m am pm".split()
+)
+# After U.S. and the like a capital may go on with a name: only these begin a sentence.
+_SENTENCE_STARTERS = frozenset(
+    "A An And As At But By For From He Her His However I If In It Its On Our She So Some That The "
+    "Their Then There These They This Those To We What When While With You Your".split()
+)
+_OPENING = "\"'“‘«„([{「『（【《"
+_CLOSING = "\"'”’»)]}*_`」』）】》"
+_STOP = re.compile(
+    # Latin: the mark needs a blank after it; the Chinese and Japanese ones need none.
+    rf"(?<![.!?…‽])(?P<mark>[.!?…‽]++)(?P<closing>[{re.escape(_CLOSING)}]*+)(?=\s)"
+    rf"|[。！？｡]++[{re.escape(_CLOSING)}]*+"
+    rf"|[।؟۔։]++[{re.escape(_CLOSING)}]*+(?=\s)"
+)
+# How far to look for the word before a stop and for the one behind it.
+_WORD_CHARACTERS = 40
+_LAST_WORD = re.compile(r"[\w.’'-]*\Z")
+_FIRST_WORD = re.compile(r"\w+")
+_POINT_NUMBER = re.compile(r"\W*(?:\d{1,3}|[A-Za-z]|[IVX]{1,5})\Z")
+_DOTTED = re.compile(r"(?:[A-Za-z]\.)+[A-Za-z]\Z")
+_PAIRS = {"“": "”", "«": "»", "(": ")", "[": "]", "「": "」", "『": "』", "（": "）", '"': '"'}
+# An enclosure longer than this is a stray mark, and hides no sentence's end.
+_MAX_ENCLOSED_CHARACTERS = 400
+
+
+def first_sentence_end(paragraph: str) -> int | None:
+    """Return the index behind the first sentence, or None where nothing follows it.
+
+    Closing quotation marks and brackets belong to the sentence, the blank behind it does not.
+    Takes time linear in the paragraph.
+    """
+    length = len(paragraph.rstrip())
+    scanned = 0
+    enclosed_until = 0
+    for stop in _STOP.finditer(paragraph):
+        end = stop.end()
+        if end >= length:
+            break
+        while scanned < stop.start():
+            closed_at = _closing_mark(paragraph, scanned)
+            if closed_at is not None:
+                enclosed_until = max(enclosed_until, closed_at + 1)
+                scanned = closed_at
+            scanned += 1
+        if end >= enclosed_until and _ends_sentence(paragraph, stop):
+            return end
+    return None
+
+
+def _closing_mark(paragraph: str, index: int) -> int | None:
+    """Return where the enclosure that opens at `index` is closed, if one opens there."""
+    closing = _PAIRS.get(paragraph[index])
+    if closing is None:
+        return None
+    closed_at = paragraph.find(closing, index + 1, index + 1 + _MAX_ENCLOSED_CHARACTERS)
+    return None if closed_at < 0 else closed_at
+
+
+def _ends_sentence(paragraph: str, stop: re.Match[str]) -> bool:
+    mark = stop.group("mark")
+    if mark is None:
+        # 「行く。」と言った。 goes on behind the quotation.
+        return not (stop.group()[-1] in "」』" and paragraph[stop.end()] in "とっのはがをにという")
+    following = paragraph[stop.end() : stop.end() + _WORD_CHARACTERS].lstrip()
+    following = following.lstrip(_OPENING + "*_`-–—•# ")
+    if following and following[0].islower():
+        return False
+    if mark != "." or stop.group("closing"):
+        return True
+    return not _is_abbreviation(paragraph, stop.start(), following)
+
+
+def _is_abbreviation(paragraph: str, stop: int, following: str) -> bool:
+    if stop <= _WORD_CHARACTERS and _POINT_NUMBER.match(paragraph[:stop]):
+        # "1. First", "a. First": the number of a point.
+        return True
+    match = _LAST_WORD.search(paragraph[max(0, stop - _WORD_CHARACTERS) : stop])
+    word = "" if match is None else match.group().lstrip("'’-.")
+    lower = word.lower()
+    if lower in _NEVER_LAST:
+        return lower not in _ONLY_BEFORE_NUMBERS or following[:1].isdigit()
+    if lower in _MAY_BE_LAST:
+        return not following[:1].isupper()
+    if len(word) == 1 and word.isupper():
+        # An initial before a name; "I." may well end a sentence.
+        return word != "I"
+    if _DOTTED.match(word):
+        first_word = _FIRST_WORD.match(following)
+        return first_word is not None and first_word.group() not in _SENTENCE_STARTERS
+    return False

@@ -1,0 +1,56 @@
+"""An answer as the tree that the paper's rules make of it (APAR, arXiv 2401.06761, appendix B)."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from apar_core.data.ambiguity import ambiguity
+from apar_core.data.detail_spans import tree_of_details
+from apar_core.data.ordered_lists import ordered_list_details
+from apar_core.data.paragraphs import paragraph_details
+from apar_core.data.records import ParagraphRecord
+from apar_core.data.unordered import unordered_details
+
+AnswerKind = Literal["ordered_list", "paragraphs", "unordered_list", "unstructured"]
+KINDS: tuple[AnswerKind, ...] = ("ordered_list", "paragraphs", "unordered_list", "unstructured")
+
+
+class StructureRules(BaseModel):
+    """Which rules apply; the paper's own by default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    unordered_lists: bool = Field(
+        False, description="Fork at bullet points and headings too, which the paper does not."
+    )
+
+
+class ExtractedAnswer(NamedTuple):
+    """The tree of an answer; `flat_text(tree)` is the answer. `reason`: why it has no forks."""
+
+    kind: AnswerKind
+    tree: ParagraphRecord
+    reason: str | None
+
+
+_PAPER_RULES = StructureRules()
+
+
+def extract_tree(answer: str, rules: StructureRules = _PAPER_RULES) -> ExtractedAnswer:
+    """Return the answer as an ordered list, else as paragraphs, else as one thread."""
+    reason = ambiguity(answer)
+    if reason is not None:
+        return ExtractedAnswer("unstructured", ParagraphRecord(answer), reason)
+    details = ordered_list_details(answer)
+    if details is not None:
+        return ExtractedAnswer("ordered_list", tree_of_details(answer, details), None)
+    if rules.unordered_lists:
+        details = unordered_details(answer)
+        if details is not None:
+            return ExtractedAnswer("unordered_list", tree_of_details(answer, details), None)
+    details = paragraph_details(answer)
+    if details is not None:
+        return ExtractedAnswer("paragraphs", tree_of_details(answer, details), None)
+    return ExtractedAnswer("unstructured", ParagraphRecord(answer), "no structure")
