@@ -11,13 +11,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from apar_core.evaluation.measurement import AnswerMeasurement
 from apar_core.evaluation.paper_figures import MEAN
 from apar_core.evaluation.speed_tables import SpeedRun, category_rows
 
 _BASELINE_COLOUR = "#9aa5b1"
-_SPEED_COLOUR = "#2f6f9f"
 _RUN_COLOURS = ("#2f6f9f", "#d1602b", "#4b8b3b", "#8a5a9e", "#b08d1e", "#50707a")
-_BAR_WIDTH = 0.38
+_GROUP_WIDTH = 0.8
+_MOST_CHARACTERS_ON_AN_AXIS = 90
 _NUM_LENGTH_BINS = 18
 # Text stays text in an SVG, so that it can be searched; and two runs write the same bytes.
 _SETTINGS: Any = {
@@ -33,15 +34,20 @@ _SETTINGS: Any = {
 
 
 def speed_figure(runs: Sequence[SpeedRun]) -> Figure | None:
-    """Return figure 4, one panel a run; None where no run was timed beside a baseline."""
-    timed = [run for run in runs if _is_timed(run)]
-    if not timed:
+    """Return figure 4, a panel for each model and set of prompts.
+
+    None where no run was timed beside a baseline.
+    """
+    groups: dict[tuple[str, str], list[SpeedRun]] = {}
+    for run in filter(_is_timed, runs):
+        groups.setdefault((run.model, run.prompts), []).append(run)
+    if not groups:
         return None
     with mpl.rc_context(_SETTINGS):
-        figure = Figure(figsize=(9.5, 3.6 * len(timed)), layout="constrained")
-        panels = figure.subplots(len(timed), 1, squeeze=False)[:, 0]
-        for panel, run in zip(panels, timed, strict=True):
-            _draw_speeds(panel, run)
+        figure = Figure(figsize=(9.5, 3.6 * len(groups)), layout="constrained")
+        panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
+        for panel, group in zip(panels, groups.values(), strict=True):
+            _draw_speeds(panel, group)
     return figure
 
 
@@ -71,62 +77,71 @@ def _is_timed(run: SpeedRun) -> bool:
     )
 
 
-def _draw_speeds(panel: Axes, run: SpeedRun) -> None:
-    speeds = {name: row.tokens_per_s or 0.0 for name, row in category_rows(run.answers)}
-    base = {name: row.tokens_per_s or 0.0 for name, row in category_rows(run.baseline)}
-    names = list(speeds)
-    # The mean stands apart from the categories.
+def _draw_speeds(panel: Axes, runs: Sequence[SpeedRun]) -> None:
+    base = _speeds(runs[0].baseline)
+    names = list(dict.fromkeys(name for run in runs for name in _speeds(run.answers)))
+    # The mean stands last, and apart from the categories.
+    names.sort(key=lambda name: name == MEAN)
     places = np.arange(len(names), dtype=float)
     places[-1] += 0.5
-    decoder = run.answers[0].decoder
-    base_bars = [base.get(name, 0.0) for name in names]
-    panel.bar(
-        places - _BAR_WIDTH / 2,
-        base_bars,
-        _BAR_WIDTH,
-        color=_BASELINE_COLOUR,
-        label=run.baseline[0].decoder,
-    )
-    bars = panel.bar(
-        places + _BAR_WIDTH / 2,
-        list(speeds.values()),
-        _BAR_WIDTH,
-        color=_SPEED_COLOUR,
-        label=decoder,
-    )
-    labels = [
-        f"{speed / slow:.2f}x" if slow else ""
-        for speed, slow in zip(speeds.values(), base_bars, strict=True)
-    ]
-    panel.bar_label(bars, labels, padding=2, fontsize=9)
-    panel.set_xticks(places, ["Mean" if name == MEAN else name for name in names])
-    if max(map(len, names)) * len(names) > 90:
+    width = _GROUP_WIDTH / (1 + len(runs))
+    first = -_GROUP_WIDTH / 2 + width / 2
+    slow = [base.get(name, 0.0) for name in names]
+    decoder = runs[0].baseline[0].decoder
+    panel.bar(places + first, slow, width, color=_BASELINE_COLOUR, label=decoder)
+    fastest = max(slow)
+    for index, run in enumerate(runs):
+        speeds = [_speeds(run.answers).get(name, 0.0) for name in names]
+        fastest = max(fastest, *speeds)
+        bars = panel.bar(
+            places + first + (1 + index) * width,
+            speeds,
+            width,
+            color=_RUN_COLOURS[index],
+            label=run.answers[0].decoder,
+        )
+        ratios = [fast / base if base else 0.0 for fast, base in zip(speeds, slow, strict=True)]
+        # Narrow bars have room for no more than the number.
+        unit, size = ("x", 9.0) if len(runs) == 1 else ("", 7.0)
+        labels = [f"{ratio:.2f}{unit}" if ratio else "" for ratio in ratios]
+        panel.bar_label(bars, labels, padding=2, fontsize=size)
+    panel.set_xticks(places, names)
+    _tilt_long_names(panel, names)
+    panel.set_ylabel("tokens per second")
+    panel.set_ylim(0, 1.18 * fastest)
+    panel.set_title(f"{runs[0].model} on {runs[0].benchmark}")
+    panel.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=4, borderaxespad=0)
+
+
+def _tilt_long_names(panel: Axes, names: Sequence[str]) -> None:
+    if max(map(len, names)) * len(names) > _MOST_CHARACTERS_ON_AN_AXIS:
         panel.tick_params(axis="x", rotation=30)
         for tick in panel.get_xticklabels():
             tick.set_horizontalalignment("right")
-    panel.set_ylabel("tokens per second")
-    panel.set_ylim(0, 1.18 * max(*speeds.values(), *base_bars))
-    panel.set_title(f"{run.label} on {run.benchmark}")
-    panel.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
 
 
-def _length_series(runs: Sequence[SpeedRun]) -> list[tuple[str, list[int]]]:
-    """Return the lengths of each run under its label, and those of baselines of other text."""
-    series = []
+def _speeds(answers: Sequence[AnswerMeasurement]) -> dict[str, float]:
+    return {name: row.tokens_per_s or 0.0 for name, row in category_rows(answers)}
+
+
+def _length_series(runs: Sequence[SpeedRun]) -> dict[str, list[int]]:
+    """Return the lengths of each run under its label, and of baselines that wrote other text."""
+    series: dict[str, list[int]] = {}
     for run in runs:
         lengths = [answer.text_tokens for answer in run.answers]
-        series.append((run.label, lengths))
+        if lengths not in series.values():
+            series[run.label] = lengths
         base = [answer.text_tokens for answer in run.baseline]
-        if base and base != lengths:
-            series.append((f"{run.label} ({run.baseline[0].decoder})", base))
+        if base and base not in series.values():
+            series[f"{run.model} ({run.baseline[0].decoder})"] = base
     return series
 
 
 def _draw_lengths(panel: Axes, runs: Sequence[SpeedRun]) -> None:
     series = _length_series(runs)
-    longest = max(max(lengths) for _, lengths in series)
+    longest = max(max(lengths) for lengths in series.values())
     bins = list(np.linspace(0, longest + 1, _NUM_LENGTH_BINS + 1))
-    for index, (label, lengths) in enumerate(series):
+    for index, (label, lengths) in enumerate(series.items()):
         colour = _RUN_COLOURS[index % len(_RUN_COLOURS)]
         mean = sum(lengths) / len(lengths)
         weights = [1 / len(lengths)] * len(lengths)

@@ -24,7 +24,7 @@ def speed_report(title: str, facts: Mapping[str, str], runs: Sequence[SpeedRun])
         data={
             "runs": [
                 {
-                    "label": run.label,
+                    "model": run.model,
                     "prompts": run.prompts,
                     "answers": _averages(run.answers),
                     "baseline": _averages(run.baseline),

@@ -23,7 +23,7 @@ class SpeedSettings(BaseModel):
 
     model: str
     model_name: str
-    decoder: str = "vanilla_apar"
+    decoders: tuple[str, ...] = ("vanilla_apar",)
     baseline: str | None = "plain"
     prompts: str = "vicuna-bench"
     replay: tuple[Path, ...] = ()
@@ -59,9 +59,12 @@ class SpeedSettings(BaseModel):
 
 def check_settings(settings: SpeedSettings) -> None:
     """Raise EvaluationError, naming the options, for wishes that cannot be had together."""
-    for option, name in (("--decoder", settings.decoder), ("--against", settings.baseline)):
+    named = [("--decoder", name) for name in settings.decoders]
+    for option, name in [*named, ("--against", settings.baseline)]:
         if name is not None and name not in DECODERS:
             raise EvaluationError(f"{option} {name!r} is none of {', '.join(DECODERS)}")
+    if len({*settings.decoders, settings.baseline}) <= len(settings.decoders):
+        raise EvaluationError("--decoder and --against name the same decoder twice")
     for option, wanted in (
         ("--count-only", settings.count_only),
         ("--random-weights", settings.random_weights is not None),
@@ -72,7 +75,7 @@ def check_settings(settings: SpeedSettings) -> None:
         raise EvaluationError("--count-only runs no model: leave --random-weights out")
     if settings.tokenizer is not None and settings.runs_checkpoint:
         raise EvaluationError("--tokenizer is the checkpoint's own: leave it out")
-    heads_needed = "medusa_apar" in (settings.decoder, settings.baseline)
+    heads_needed = "medusa_apar" in (*settings.decoders, settings.baseline)
     if heads_needed and not settings.count_only and settings.medusa_heads is None:
         raise EvaluationError("medusa_apar needs --medusa-heads FOLDER")
     for path in settings.replay:

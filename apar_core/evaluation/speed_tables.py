@@ -32,15 +32,22 @@ NameOfBenchmark = {"vicuna-bench": "Vicuna Bench", "mt-bench": "MT Bench"}
 
 @dataclass(frozen=True, slots=True)
 class SpeedRun:
-    """The answers of one model to one set of prompts, and those that they are compared with.
+    """One decoder's answers of a model to a set of prompts, and those that they are compared with.
 
     `baseline` holds the answers of the decoder that speeds are divided by; it may be empty.
+    `decoder` is named where a report has several of one model.
     """
 
-    label: str
+    model: str
     prompts: str
     answers: Sequence[AnswerMeasurement]
     baseline: Sequence[AnswerMeasurement] = field(default=())
+    decoder: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The run by the name that a reader knows it by."""
+        return self.model if self.decoder is None else f"{self.model} ({self.decoder})"
 
     @property
     def benchmark(self) -> str:
@@ -50,7 +57,7 @@ class SpeedRun:
     @property
     def paper_key(self) -> tuple[str, str]:
         """Which of the paper's runs this one stands beside, if it has it."""
-        return self.prompts, paper_model(self.label) or ""
+        return self.prompts, paper_model(self.model) or ""
 
     @property
     def file_key(self) -> str:

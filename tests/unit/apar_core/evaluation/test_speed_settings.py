@@ -20,8 +20,9 @@ def settings(**fields: Any) -> SpeedSettings:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"decoder": "fast"}, "--decoder 'fast' is none of plain, vanilla_apar, medusa_apar"),
+        ({"decoders": ("fast",)}, "--decoder 'fast' is none of plain, vanilla_apar, medusa_apar"),
         ({"baseline": "slow"}, "--against 'slow' is none of"),
+        ({"decoders": ("plain",)}, "the same decoder twice"),
         ({"count_only": True}, "--count-only needs answers to --replay"),
         ({"random_weights": "tiny"}, "--random-weights needs answers to --replay"),
         (
@@ -29,7 +30,7 @@ def settings(**fields: Any) -> SpeedSettings:
             "leave --random-weights out",
         ),
         ({"tokenizer": "llama"}, "--tokenizer is the checkpoint's own"),
-        ({"decoder": "medusa_apar"}, "medusa_apar needs --medusa-heads"),
+        ({"decoders": ("medusa_apar",)}, "medusa_apar needs --medusa-heads"),
         ({"replay": (Path("nowhere.jsonl"),)}, "--replay nowhere.jsonl: no such file"),
     ],
 )
@@ -43,7 +44,10 @@ def test_what_cannot_be_had_together_is_refused(fields: dict[str, Any], message:
     [
         ({}, "m"),
         ({"replay": HERE}, "m"),
-        ({"replay": HERE, "count_only": True, "decoder": "medusa_apar"}, "the paper's schedule"),
+        (
+            {"replay": HERE, "count_only": True, "decoders": ("medusa_apar",)},
+            "the paper's schedule",
+        ),
         ({"replay": HERE, "random_weights": "llama-7b"}, "random weights of llama-7b"),
     ],
 )
