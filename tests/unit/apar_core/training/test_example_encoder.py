@@ -1,0 +1,89 @@
+"""Examples as rows of a bounded length."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerFast
+
+from apar_core.data.records import ChatMessage, ExampleRecord, ParagraphRecord, chain
+from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.training.example_encoder import ExampleEncoder, cut_tree, prompt_token_ids
+from apar_core.training.packing import IGNORED_TARGET
+from tests.unit.apar_core.training.random_trees import TOKENS, encode, packed
+
+TOKENIZER = PreTrainedTokenizerFast.from_pretrained(checkpoint_path())
+CONTROL_IDS = set(TOKENIZER.convert_tokens_to_ids(["[Fork]", "[Child]"]))
+
+
+def example(question: str, answer: ParagraphRecord, *, raw: bool = False) -> ExampleRecord:
+    return ExampleRecord("numbered", (ChatMessage("user", question),), answer, raw_prompt=raw)
+
+
+def points(number: int) -> ParagraphRecord:
+    return chain([(f"{i}. Point:", ParagraphRecord(f" detail {i}.\n")) for i in range(number)])
+
+
+def test_an_example_is_packed_behind_the_prompt_that_the_server_sends() -> None:
+    answer = chain([("One:", ParagraphRecord(" detail."))])
+
+    row = ExampleEncoder(TOKENIZER, 100).pack(example("Hello", answer))
+
+    text = TOKENIZER.decode(row.token_ids)
+    assert text == "<bos><|user|>Hello<|assistant|>One:[Fork][Child] detail.<eos><eos>"
+    raw = example("Hello", answer, raw=True)
+    assert TOKENIZER.decode(prompt_token_ids(raw, TOKENIZER)) == "<bos>Hello"
+
+
+def test_no_text_of_a_user_or_an_answer_becomes_a_control_token() -> None:
+    answer = ParagraphRecord("Write [Fork] and [Child] or <eos>.")
+
+    row = ExampleEncoder(TOKENIZER, 100).pack(example("What is [Fork]?", answer))
+
+    assert CONTROL_IDS.isdisjoint(row.token_ids)
+    assert list(row.token_ids).count(TOKENIZER.eos_token_id) == 1
+    assert TOKENIZER.decode(row.token_ids[:-1]) == (
+        "<bos><|user|>What is [Fork]?<|assistant|>Write [Fork] and [Child] or <eos>."
+    )
+
+
+def test_a_long_tree_is_cut_at_a_thread_and_learns_nothing_of_the_rest() -> None:
+    # g | a [Fork] | [Child] b c end | d [Fork] | [Child] e end | end
+    tree = packed("g", chain([("a", ParagraphRecord("bc")), ("d", ParagraphRecord("e"))]))
+    a, b, c, d, g = (encode(letter)[0] for letter in "abcdg")
+    no = IGNORED_TARGET
+
+    cuts = {limit: cut_tree(tree, limit) for limit in (2, 3, 6, 7, 8, 9)}
+
+    assert cuts[2] is None
+    assert cuts[3] is not None
+    assert list(cuts[3].token_ids) == [g, a, 1]
+    assert list(cuts[3].targets) == [a, 1, no]
+    assert cuts[6] == cuts[3]
+    assert cuts[7] is not None
+    assert list(cuts[7].token_ids) == [g, a, 1, 2, b, c, 3]
+    assert list(cuts[7].targets) == [a, 1, no, b, c, 3, no]
+    assert cuts[8] == cuts[7]
+    assert cuts[9] is not None
+    assert list(cuts[9].targets) == [a, 1, d, b, c, 3, no, 1, no]
+    assert len(cuts[9].segment_parents) == 3
+    assert TOKENS.end_id not in cuts[9].targets[6:]
+
+
+def test_examples_are_counted_whole_cut_and_dropped() -> None:
+    encoder = ExampleEncoder(TOKENIZER, 40)
+    unforked = ParagraphRecord("word " * 60)
+
+    rows = encoder.encode_all(
+        [example("Hi", points(1)), example("Hi", points(9)), example("Hi", unforked)]
+    )
+
+    assert (encoder.counts.whole, encoder.counts.cut, encoder.counts.dropped) == (1, 1, 1)
+    assert all(len(row.token_ids) <= 40 for row in rows)
+    assert str(encoder.counts) == (
+        "1 examples whole, 1 too long and cut at a thread, 1 too long and dropped"
+    )
+
+
+def test_a_prompt_that_leaves_no_room_drops_the_example() -> None:
+    encoder = ExampleEncoder(TOKENIZER, 20)
+
+    assert encoder.encode(example("why " * 40, points(2))) is None
