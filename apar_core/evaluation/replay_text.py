@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from shutil import copyfile
+from tempfile import TemporaryDirectory
 
-from apar_core.control_tokens import find_control_tokens, neutralise, plain_spellings
+from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase
+
+from apar_core.control_tokens import (
+    SPELLINGS,
+    find_control_tokens,
+    neutralise,
+    plain_spellings,
+)
 from apar_core.data.records import ChatMessage
 from apar_core.errors import EvaluationError
 from apar_core.training.packing import TreeTokens
@@ -22,29 +30,7 @@ _SYSTEM = (
 )
 _ROLES = {"user": "USER", "assistant": "ASSISTANT"}
 
-
-class TextTokenizer(Protocol):
-    """What replaying and generating ask of a tokenizer."""
-
-    @property
-    def tokens(self) -> TreeTokens:
-        """The ids that shape a tree."""
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Entries, control tokens included."""
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a piece of an answer, no control token among them."""
-
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Return the ids of a prompt that asks for the assistant's turn."""
-
-    def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a prompt that is completed as it is."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of the ids."""
+_LETTER = "a"
 
 
 def vicuna_prompt(messages: Sequence[ChatMessage]) -> str:
@@ -59,16 +45,16 @@ def vicuna_prompt(messages: Sequence[ChatMessage]) -> str:
     return f"{head} {''.join(turns)}ASSISTANT:"
 
 
-class CheckpointText:
-    """The tokenizer of a checkpoint with control tokens, and its chat template."""
+class ModelText:
+    """A tokenizer with control tokens, and its chat template."""
 
-    def __init__(self, tokenizer: Any, name: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         control_tokens = find_control_tokens(tokenizer.get_vocab())
         if control_tokens is None:
             raise EvaluationError(f"the tokenizer of {name} has no fork and child token")
         if tokenizer.eos_token_id is None:
             raise EvaluationError(f"the tokenizer of {name} has no end-of-sequence token")
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._spellings = plain_spellings(control_tokens, tokenizer)
         self.tokens = TreeTokens(
             control_tokens.fork_id, control_tokens.child_id, tokenizer.eos_token_id
@@ -77,6 +63,7 @@ class CheckpointText:
         self._encode_piece = build_piece_encoder(
             tokenizer, (control_tokens.fork_id, control_tokens.child_id)
         )
+        self._letter = self._encode_piece(_LETTER)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a piece of an answer, no control token among them."""
@@ -84,90 +71,49 @@ class CheckpointText:
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Return the prompt by the chat template, or in Vicuna's form where there is none."""
-        if self._tokenizer.chat_template is None:
+        if self.tokenizer.chat_template is None:
             return self.encode_prompt(vicuna_prompt(messages))
         chat = [message.as_dict() for message in messages]
-        text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         return neutralise(ids, self._spellings)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return the ids of a prompt that is completed as it is."""
-        return neutralise(list(self._tokenizer(text)["input_ids"]), self._spellings)
+        return neutralise(list(self.tokenizer(text)["input_ids"]), self._spellings)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of the ids."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        # Some decoders take a blank off the start of a text: let it not be the start.
+        ids = [*self._letter, *token_ids]
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True)).removeprefix(_LETTER)
 
 
-class SentencePieceText:
-    """A SentencePiece model with a fork and a child token behind its entries; Vicuna's chats."""
-
-    def __init__(self, model_file: Path) -> None:
-        # An optional package: vLLM brings it.
-        from sentencepiece import SentencePieceProcessor
-
-        self._processor: Any = SentencePieceProcessor(model_file=str(model_file))
-        size = self._processor.vocab_size()
-        self.tokens = TreeTokens(size, size + 1, self._processor.eos_id())
-        self.vocabulary_size = size + 2
-        # SentencePiece puts a space before a text, so a piece is encoded behind a line break.
-        self._context = "\n"
-        self._num_context_ids = len(self._processor.encode(self._context))
-
-    def encode(self, text: str) -> list[int]:
-        """Return ids that decode to exactly the text."""
-        ids: list[int] = []
-        # The character that stands for a space in the vocabulary has to be spelled in bytes.
-        for number, part in enumerate(text.split("▁")):
-            if number:
-                ids += [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in "▁".encode()]
-            ids += self._processor.encode(self._context + part)[self._num_context_ids :]
-        return ids
-
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Return the prompt in Vicuna's form."""
-        turns = vicuna_prompt(messages).split("</s>")
-        ids = [self._processor.bos_id(), *self._processor.encode(turns[0])]
-        for turn in turns[1:]:
-            ids += [self.tokens.end_id, *self._processor.encode(turn)]
-        return ids
-
-    def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a prompt that is completed as it is."""
-        return [self._processor.bos_id(), *self._processor.encode(text)]
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of ids that were encoded piece by piece."""
-        return b"".join(map(self._bytes, token_ids)).decode(errors="replace")
-
-    def _bytes(self, token_id: int) -> bytes:
-        if token_id >= self._processor.vocab_size() or self._processor.is_control(token_id):
-            return b""
-        piece = str(self._processor.id_to_piece(token_id))
-        if self._processor.is_byte(token_id):
-            return bytes([int(piece[3:5], 16)])
-        return piece.replace("▁", " ").encode()
-
-
-def load_text(name_or_path: str) -> TextTokenizer:
+def load_text(name_or_path: str) -> ModelText:
     """Return the stand-in by its name, a SentencePiece model by its file, or a checkpoint's.
 
-    Raises EvaluationError if there is none, or none that can fork.
+    The first two get control tokens and Vicuna's chats. Raises EvaluationError if there is none, or
+    none that can fork.
     """
-    if name_or_path == LLAMA_TOKENIZER:
-        return SentencePieceText(_bundled_model())
-    path = Path(name_or_path)
-    if path.is_file():
-        return SentencePieceText(path)
-    from transformers import AutoTokenizer
-
+    path = _bundled_model() if name_or_path == LLAMA_TOKENIZER else Path(name_or_path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+        if path.is_file():
+            return ModelText(_sentencepiece_tokenizer(path), name_or_path)
+        return ModelText(AutoTokenizer.from_pretrained(name_or_path), name_or_path)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise EvaluationError(f"no tokenizer in {name_or_path!r}: {reason}") from error
-    return CheckpointText(tokenizer, name_or_path)
+
+
+def _sentencepiece_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    with TemporaryDirectory() as folder:
+        # transformers knows the file by this name only.
+        copyfile(path, Path(folder) / "tokenizer.model")
+        tokenizer: PreTrainedTokenizerBase = LlamaTokenizer.from_pretrained(
+            folder, add_bos_token=True
+        )
+    tokenizer.add_tokens(list(SPELLINGS[0]), special_tokens=True)
+    return tokenizer
 
 
 def _bundled_model() -> Path:

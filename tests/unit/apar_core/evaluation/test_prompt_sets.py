@@ -13,7 +13,7 @@ from apar_core.data.records import ChatMessage
 from apar_core.errors import EvaluationError
 from apar_core.evaluation.fork_check import ForkCheckSettings, held_out_prompts
 from apar_core.evaluation.prompt_sets import HELD_OUT, Question, load_prompts
-from apar_core.evaluation.replay_text import CheckpointText
+from apar_core.evaluation.replay_text import ModelText
 from apar_core.models.apar_tiny import checkpoint_path
 
 FASTCHAT = Path(__file__).resolve().parents[5] / "shared" / "data" / "fastchat"
@@ -107,7 +107,7 @@ def test_the_benchmarks_are_whole(name: str, num_turns: int, num_references: int
 
 def test_the_held_out_prompts_are_those_of_the_fork_check() -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint_path())
-    text = CheckpointText(tokenizer, "apar-tiny")
+    text = ModelText(tokenizer, "apar-tiny")
     expected = held_out_prompts(ForkCheckSettings(), tokenizer)
 
     questions = load_prompts(HELD_OUT)

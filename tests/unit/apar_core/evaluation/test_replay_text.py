@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from apar_core.data.records import ChatMessage
 from apar_core.errors import EvaluationError
 from apar_core.evaluation.replay_text import (
     LLAMA_TOKENIZER,
-    CheckpointText,
-    TextTokenizer,
+    ModelText,
     load_text,
     vicuna_prompt,
 )
@@ -23,15 +24,17 @@ from apar_core.models.apar_tiny import checkpoint_path
 LLAMA = load_text(LLAMA_TOKENIZER)
 TINY = load_text(str(checkpoint_path()))
 TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(
-    ["\n\n1. **A**: b", " x", "  ", "[Fork] and [Child]", "</s><eos>", "▁a▁", "中文。", "\r\n"]
+    ["\n\n1. **A**: b", " x", "  ", "[Fork] and [Child]", "</s><eos>", "中文。", "\r\n"]
 )
 
 
 @pytest.mark.parametrize("text", [LLAMA, TINY], ids=["llama", "apar-tiny"])
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_pieces_decode_to_their_texts_in_a_row(text: TextTokenizer, data: Any) -> None:
-    pieces = data.draw(st.lists(TEXTS.filter(lambda piece: "<eos>" not in piece), max_size=4))
+def test_pieces_decode_to_their_texts_in_a_row(text: ModelText, data: Any) -> None:
+    # "▁" is how SentencePiece writes a blank.
+    drawn = data.draw(st.lists(TEXTS, max_size=4))
+    pieces = [piece.replace("▁", "_").replace("<eos>", "") for piece in drawn]
 
     ids = [token_id for piece in pieces for token_id in text.encode(piece)]
 
@@ -65,14 +68,16 @@ def test_a_chat_is_written_as_vicuna_reads_it() -> None:
 def test_a_model_that_cannot_fork_is_refused() -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint_path())
 
-    class Ordinary:
-        eos_token_id = 2
-
-        def get_vocab(self) -> dict[str, int]:
-            return {k: v for k, v in tokenizer.get_vocab().items() if k not in "[Fork][Child]"}
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["added_tokens"] = [
+        token for token in state["added_tokens"] if token["content"] not in ("[Fork]", "[Child]")
+    ]
+    for text in ("[Fork]", "[Child]"):
+        state["model"]["vocab"].pop(text, None)
+    ordinary = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
 
     with pytest.raises(EvaluationError, match="some-model has no fork and child token"):
-        CheckpointText(Ordinary(), "some-model")
+        ModelText(ordinary, "some-model")
 
 
 def test_a_name_without_a_tokenizer_is_named(tmp_path: Any) -> None:
