@@ -29,13 +29,13 @@ _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = (
     (
         "mathematics",
         re.compile(
-            r"\\[(\[]|\\(?:frac|sqrt|sum|int|times|cdot|begin|text|left|right|alpha|beta|pi)\b|\$\$|"
+            r"\\\(|\\\[(?![A-Z][a-z])|\\(?:frac|sqrt|sum|int|times|cdot|begin|text|left|right|alpha|beta|pi)\b|\$\$|"
             # $x$ in one line, but not "$5 and $6".
             r"\$(?![\d\s])[^$\n]{1,80}(?<!\s)\$|"
             r"[√∑∫∏≤≥≠≈∞∂∇×÷²³]|"  # noqa: RUF001
             r"[\w)][ \t]*\^[ \t]*[\w({-]|"
             r"[\w)\]%][ \t]*=[ \t]*[-+(\[{$]{0,3}[\w]|"
-            r"\d[ \t]*[+*/][ \t]*[\d(]|\b\w[ \t]+[+*][ \t]+[\w(]"
+            r"\d[ \t]*[+*][ \t]*[\d(]|\d[ \t]+/[ \t]+[\d(]"
         ),
     ),
 )

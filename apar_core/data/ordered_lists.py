@@ -78,8 +78,8 @@ def _list_details(answer: str, points: Sequence[Point], following: int) -> Itera
         is_last = index + 1 == len(points)
         end = following if is_last else points[index + 1].start
         line_end = _LINE_END.search(answer, point.text_start)
+        # \Z is the end of the searched line, so a colon there is found too.
         colon = _ROOT_COLON.search(answer, point.text_start, line_end.start() if line_end else end)
-        # Search with `endpos` takes the line's end for the text's, so a colon there is found.
         if colon is None:
             continue
         start = colon.end()

@@ -8,40 +8,54 @@ from collections.abc import Iterator
 from apar_core.data.detail_spans import DetailSpan, trimmed_span
 from apar_core.data.sentences import first_sentence_end
 
-MIN_DETAILS = 2
+MIN_PARAGRAPHS = 2
 
 _BLANK_LINES = re.compile(r"\n[ \t\r]*\n\s*")
-_ITEM = re.compile(r"^[ \t]*(?:[*+•\-–]|\d{1,3}[.)])[ \t]", re.MULTILINE)  # noqa: RUF001
+_ITEM = re.compile(r"^(?P<indent>[ \t]*)(?:[*+•\-–]|\d{1,3}[.)])[ \t]", re.MULTILINE)  # noqa: RUF001
 
 
 def paragraph_details(answer: str) -> list[DetailSpan] | None:
     """Return what follows the first sentence of each paragraph, or None without enough of them.
 
-    A paragraph of one sentence is passed over, and so is one of several list items: its first
-    sentence leads to no other item.
+    A paragraph of one sentence is passed over. Lines that lead to a list below them are a root
+    whatever they end with.
     """
+    spans = list(_paragraph_spans(answer))
+    if len(spans) < MIN_PARAGRAPHS:
+        return None
     details = [
-        detail
-        for start, end in _paragraph_spans(answer)
-        if (detail := _detail(answer, start, end)) is not None
+        detail for start, end in spans if (detail := _detail(answer, start, end)) is not None
     ]
-    return details if len(details) >= MIN_DETAILS else None
+    return details or None
 
 
 def _paragraph_spans(answer: str) -> Iterator[tuple[int, int]]:
     start = 0
     for blank in _BLANK_LINES.finditer(answer):
-        yield start, blank.start()
+        if blank.start() > start:
+            yield start, blank.start()
         start = blank.end()
-    yield start, len(answer)
+    if answer[start:].strip():
+        yield start, len(answer)
 
 
 def _detail(answer: str, start: int, end: int) -> DetailSpan | None:
     paragraph = answer[start:end]
-    sentence_end = first_sentence_end(paragraph)
-    if sentence_end is None:
+    root_end = first_sentence_end(paragraph)
+    lead_end = _lead_end(paragraph)
+    if lead_end is not None and (root_end is None or lead_end < root_end):
+        root_end = lead_end
+    return None if root_end is None else trimmed_span(answer, start + root_end, end)
+
+
+def _lead_end(paragraph: str) -> int | None:
+    """Return where the lines end that lead to a list below them, if the paragraph is such."""
+    first = _ITEM.match(paragraph)
+    item = _ITEM.search(paragraph, first.end() if first is not None else 0)
+    if item is None or (first is not None and _level(item) <= _level(first) + 1):
         return None
-    first_item = _ITEM.match(paragraph)
-    if first_item is not None and _ITEM.search(paragraph, first_item.end()) is not None:
-        return None
-    return trimmed_span(answer, start + sentence_end, end)
+    return len(paragraph[: item.start()].rstrip()) or None
+
+
+def _level(item: re.Match[str]) -> int:
+    return len(item["indent"].expandtabs(4))

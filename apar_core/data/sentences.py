@@ -17,8 +17,8 @@ import re
 _NEVER_LAST = frozenset(
     "mr mrs ms mx dr prof st sr jr fr rev hon gen col capt cpt cmdr lt sgt maj adm gov sen rep "
     "pres messrs mme mlle hr fig figs eq eqs sec ch vol vols pp ed eds cf viz v vs approx no nos "
-    "op ca al e.g eg i.e ie resp incl excl mt ft jan feb mar apr jun jul aug sep sept oct nov dec bzw "
-    "vgl nr ggf".split()
+    "op ca al e.g eg i.e ie resp incl excl mt ft jan feb mar apr jun jul aug sep sept oct nov dec"
+    " bzw vgl nr ggf".split()
 )
 _ONLY_BEFORE_NUMBERS = frozenset(["no", "nos", "sec", "mar", "jan", "dec", "ed", "op", "al"])
 # After one of these a sentence ends if what follows begins like one.
@@ -64,7 +64,8 @@ def first_sentence_end(paragraph: str) -> int | None:
             break
         while scanned < stop.start():
             closed_at = _closing_mark(paragraph, scanned)
-            if closed_at is not None:
+            # What is quoted up to the paragraph's end has sentences of its own.
+            if closed_at is not None and paragraph[closed_at:length].strip(_CLOSING):
                 enclosed_until = max(enclosed_until, closed_at + 1)
                 scanned = closed_at
             scanned += 1

@@ -1,0 +1,75 @@
+"""The training examples of one source item; runs in the processes of data preparation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from apar_core.data.conversations import ItemRefusedError, Questions, chat_of_item, parse_item
+from apar_core.data.example_file import example_line
+from apar_core.data.records import ChatMessage, ExampleRecord, count_forks
+from apar_core.data.report import Refusal
+from apar_core.data.sources import SourceItem
+from apar_core.data.structure import StructureRules, extract_tree
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedAnswer:
+    """An answer as a line of the example file, with what the report counts of it."""
+
+    line: bytes
+    kind: str
+    reason: str | None
+    num_forks: int
+
+
+Outcome = PreparedAnswer | Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class ItemPreparation:
+    """Makes examples of items; passed to each process once."""
+
+    rules: StructureRules
+    questions: Questions
+
+    def outcomes_of_items(self, items: Sequence[SourceItem]) -> list[list[Outcome]]:
+        """Return what each item has given, in order."""
+        return [list(self.outcomes(item)) for item in items]
+
+    def outcomes(self, item: SourceItem) -> Iterator[Outcome]:
+        """Yield an example for each answer of the item, earlier turns as its messages.
+
+        An empty answer ends the item: what follows it was said to nothing.
+        """
+        try:
+            if item.failure is not None:
+                raise ItemRefusedError("broken JSON", item.failure)
+            value = parse_item(item.value) if isinstance(item.value, bytes) else item.value
+            messages = chat_of_item(value, self.questions)
+            for index, message in enumerate(messages):
+                if message.role == "assistant":
+                    yield self._prepared(item, messages[:index], message.content)
+        except ItemRefusedError as error:
+            yield Refusal(place=item.place, reason=error.reason, message=str(error))
+
+    def _prepared(
+        self, item: SourceItem, messages: Sequence[ChatMessage], answer: str
+    ) -> PreparedAnswer:
+        turn = sum(message.role == "user" for message in messages)
+        if not answer.strip():
+            raise ItemRefusedError("empty answer", f"turn {turn}")
+        if not messages[-1].content.strip():
+            raise ItemRefusedError("empty question", f"turn {turn}")
+        extracted = extract_tree(answer, self.rules)
+        path = Path(item.source)
+        example = ExampleRecord(
+            kind=extracted.kind,
+            messages=tuple(messages),
+            answer=extracted.tree,
+            example_id=f"{path.parent.name}/{path.stem}:{item.number}:{turn}",
+        )
+        return PreparedAnswer(
+            example_line(example), extracted.kind, extracted.reason, count_forks(extracted.tree)
+        )

@@ -1,0 +1,111 @@
+"""Files of chats, read item by item: JSON lines, or one JSON array of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import ijson
+
+from apar_core.errors import DataError
+
+ReadBytes = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceItem:
+    """One line or array element; `number` counts from 1.
+
+    `value` is a line as bytes, or a parsed element, or None with the `failure` that ended an array.
+    """
+
+    source: str
+    number: int
+    unit: str
+    value: Any
+    failure: str | None = None
+
+    @property
+    def place(self) -> str:
+        """Where the item stands, for messages."""
+        return f"{self.source}, {self.unit} {self.number}"
+
+
+class _CountingFile:
+    """A file that tells how many bytes have been read of it."""
+
+    def __init__(self, file: IO[bytes], on_read: ReadBytes) -> None:
+        self._file = file
+        self._on_read = on_read
+
+    def read(self, size: int = -1) -> bytes:
+        content = self._file.read(size)
+        self._on_read(len(content))
+        return content
+
+
+def source_files(inputs: Sequence[Path]) -> list[Path]:
+    """Return the files, with folders replaced by the .json and .jsonl files in them.
+
+    Raises DataError for what does not exist and for a folder without such files.
+    """
+    files: list[Path] = []
+    for path in inputs:
+        if path.is_dir():
+            found = sorted(file for file in path.iterdir() if file.suffix in (".json", ".jsonl"))
+            if not found:
+                raise DataError(f"folder {path} holds no .json or .jsonl file")
+            files.extend(found)
+        elif path.exists():
+            files.append(path)
+        else:
+            raise DataError(f"{path} does not exist")
+    return list(dict.fromkeys(files))
+
+
+def read_items(path: Path, on_read: ReadBytes) -> Iterator[SourceItem]:
+    """Yield the items of a file; `on_read` gets the number of bytes read since its last call.
+
+    Raises DataError if the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            is_array = _first_character(file) == b"["
+            file.seek(0)
+            yield from (_array_items if is_array else _line_items)(path, file, on_read)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _first_character(file: IO[bytes]) -> bytes:
+    while start := file.read(4096):
+        text = start.removeprefix(b"\xef\xbb\xbf").lstrip()
+        if text:
+            return text[:1]
+    return b""
+
+
+def _line_items(path: Path, file: IO[bytes], on_read: ReadBytes) -> Iterator[SourceItem]:
+    for number, line in enumerate(file, start=1):
+        on_read(len(line))
+        if line.strip():
+            yield SourceItem(str(path), number, "line", line)
+
+
+def _array_items(path: Path, file: IO[bytes], on_read: ReadBytes) -> Iterator[SourceItem]:
+    if file.read(3) != b"\xef\xbb\xbf":
+        file.seek(0)
+    number = 0
+    try:
+        for number, value in enumerate(
+            ijson.items(_CountingFile(file, on_read), "item", use_float=True), start=1
+        ):
+            yield SourceItem(str(path), number, "item", value)
+    except (ijson.JSONError, UnicodeDecodeError) as error:
+        # Nothing behind the mistake can be told apart any more.
+        reason = str(error).strip().splitlines()[0]
+        yield SourceItem(
+            str(path), number + 1, "item", None, f"{reason}; the rest of the file is lost"
+        )
