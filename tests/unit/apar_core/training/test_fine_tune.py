@@ -1,0 +1,196 @@
+"""Fine-tuning of a small ordinary model, from its folder to a checkpoint that can be served."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from apar_core.control_tokens import find_control_tokens
+from apar_core.data.example_file import STRUCTURED_FILE, UNSTRUCTURED_FILE, write_examples
+from apar_core.data.records import ChatMessage, ExampleRecord, ParagraphRecord, chain
+from apar_core.errors import DataError, TrainingError
+from apar_core.training.fine_tune import TrainingResult, fine_tune
+from apar_core.training.recipe import LoraSettings, TrainingRecipe
+from apar_core.training.reports import StepReport
+from tests.unit.apar_core.training.plain_tokenizer import plain_tokenizer
+
+RECIPE = TrainingRecipe(
+    batch_size=4, micro_batch_size=2, num_steps=4, learning_rate=1e-2, dtype="float32",
+    context_length=512, validation_share=0.25, validate_every_steps=2, save_every_steps=2,
+    log_every_steps=1, vocabulary_multiple=8,
+)  # fmt: skip
+
+
+def example(number: int, *, structured: bool) -> ExampleRecord:
+    answer = (
+        chain([(f"{i}. Tune:", ParagraphRecord(" play slowly.\n")) for i in range(1, 3)])
+        if structured
+        else ParagraphRecord("slowly " * (number + 1))
+    )
+    message = ChatMessage("user", f"Question {number}?")
+    return ExampleRecord("ordered_list", (message,), answer, example_id=f"{structured}{number}")
+
+
+@dataclass(frozen=True)
+class Place:
+    model: Path
+    data: Path
+    out: Path
+
+    def train(self, **changes: object) -> TrainingResult:
+        return fine_tune(str(self.model), self.data, self.out, RECIPE.model_copy(update=changes))
+
+
+@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+def tied(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def place(folder: Path, *, tied: bool) -> Place:
+    torch.manual_seed(1)
+    tokenizer = plain_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512,
+        tie_word_embeddings=tied, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "data").mkdir()
+    for name, structured in ((STRUCTURED_FILE, True), (UNSTRUCTURED_FILE, False)):
+        examples = [example(i, structured=structured) for i in range(8)]
+        write_examples(folder / "data" / name, examples)
+    return Place(folder / "model", folder / "data", folder / "out")
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_the_checkpoint_can_be_served_as_it_is(
+    tmp_path: Path, tied: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    at = place(tmp_path, tied=tied)
+
+    with caplog.at_level(logging.WARNING):
+        result = at.train()
+
+    tokenizer = AutoTokenizer.from_pretrained(at.out)
+    model = AutoModelForCausalLM.from_pretrained(at.out)
+    control = find_control_tokens(tokenizer.get_vocab())
+    assert control is not None
+    assert max(control.fork_id, control.child_id) < model.config.vocab_size
+    assert model.config.vocab_size % 8 == 0
+    assert model.config.use_cache
+    assert model.config.dtype == torch.bfloat16
+    assert all(weight.dtype == torch.bfloat16 for weight in weights_of(at.out).values())
+    assert ("lm_head.weight" in weights_of(at.out)) != tied
+    assert "has no chat template" in caplog.text
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert prompt.startswith("<s>A chat between")
+    assert prompt.endswith("USER: Hi ASSISTANT:")
+    assert (result.num_training, result.num_validation) == (12, 4)
+    assert result.validation_loss is not None
+    assert list((at.out / "checkpoints" / "runs").rglob("events.*"))
+
+
+def test_an_interrupted_run_that_goes_on_equals_one_that_was_not(tmp_path: Path) -> None:
+    whole = place(tmp_path / "whole", tied=False)
+    whole.train()
+    at = place(tmp_path / "halved", tied=False)
+
+    def interrupt(report: StepReport) -> None:
+        if report.step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fine_tune(str(at.model), at.data, at.out, RECIPE, on_step=interrupt)
+    with pytest.raises(TrainingError, match="checkpoints of an earlier run"):
+        at.train()
+    steps: list[int] = []
+    fine_tune(
+        str(at.model), at.data, at.out, RECIPE,
+        resume=True, on_step=lambda report: steps.append(report.step),
+    )  # fmt: skip
+
+    assert steps == [3, 4]
+    resumed = weights_of(at.out)
+    for name, weight in weights_of(whole.out).items():
+        assert torch.equal(resumed[name], weight), name
+
+
+def test_adapters_are_merged_and_only_control_rows_of_the_embeddings_learn(
+    tmp_path: Path, tied: bool
+) -> None:
+    at = place(tmp_path, tied=tied)
+    before = weights_of(at.model)
+
+    at.train(lora=LoraSettings(rank=2, alpha=4))
+
+    after = weights_of(at.out)
+    assert set(after) == set(before)
+    control = find_control_tokens(AutoTokenizer.from_pretrained(at.out).get_vocab())
+    assert control is not None
+    rows = after["model.embed_tokens.weight"]
+    old = before["model.embed_tokens.weight"]
+    assert torch.equal(rows[: len(old)], old.bfloat16())
+    assert not torch.equal(rows[control.fork_id], rows[control.child_id])
+    changed = [
+        name for name in before
+        if "proj" in name and not torch.equal(before[name].bfloat16(), after[name])
+    ]  # fmt: skip
+    assert len(changed) == 7
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"model": Path("nowhere/model")}, TrainingError, "no tokenizer in 'nowhere/model'"),
+        ({"data": Path("nowhere/data")}, DataError, "nowhere/data does not exist"),
+    ],
+)
+def test_what_is_missing_is_named(
+    tmp_path: Path, change: dict[str, Path], error: type[Exception], message: str
+) -> None:
+    at = place(tmp_path, tied=True)
+    changed = Place(**({"model": at.model, "data": at.data, "out": at.out} | change))
+
+    with pytest.raises(error, match=message):
+        changed.train()
+
+
+def test_rows_that_no_position_or_context_can_hold_are_refused(tmp_path: Path) -> None:
+    at = place(tmp_path, tied=True)
+
+    with pytest.raises(TrainingError, match="context_length 513 is more than the model's 512"):
+        at.train(context_length=513)
+    with pytest.raises(TrainingError, match=r"no example in .* within 5 tokens"):
+        at.train(context_length=5)
+
+
+def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
+    at = place(tmp_path, tied=True)
+
+    with pytest.raises(TrainingError, match="nothing to resume"):
+        fine_tune(str(at.model), at.data, at.out, RECIPE, resume=True)
+
+
+def test_a_chat_template_can_be_given(tmp_path: Path) -> None:
+    at = place(tmp_path, tied=True)
+    template = tmp_path / "mine.jinja"
+    template.write_text("{% for m in messages %}{{ m['content'] }}>{% endfor %}")
+
+    fine_tune(str(at.model), at.data, at.out, RECIPE, chat_template=template)
+
+    assert AutoTokenizer.from_pretrained(at.out).chat_template == template.read_text()
+    with pytest.raises(TrainingError, match=r"chat template .* cannot be read"):
+        fine_tune(str(at.model), at.data, tmp_path, RECIPE, chat_template=tmp_path / "no.jinja")

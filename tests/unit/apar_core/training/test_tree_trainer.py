@@ -1,0 +1,126 @@
+"""transformers' Trainer on packed trees."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from apar_core.data.records import ParagraphRecord, chain
+from apar_core.errors import TrainingError
+from apar_core.training.packing import IGNORED_TARGET, batch_trees
+from apar_core.training.recipe import TrainingRecipe
+from apar_core.training.reports import StepReport
+from apar_core.training.tree_dataset import RowList
+from apar_core.training.tree_loss import tree_loss
+from apar_core.training.tree_trainer import TreeCollator, TreeTrainer, training_arguments
+from tests.unit.apar_core.training.random_trees import PAD_ID, packed, random_model
+
+ROWS = [
+    packed("ab", chain([("abc", ParagraphRecord("bcde")), ("ab", ParagraphRecord("h"))], "d")),
+    packed("a", ParagraphRecord("hg")),
+    packed("abcdefgh", chain([("a", chain([("b", ParagraphRecord("ccc"))]))])),
+    packed("c", ParagraphRecord("abcdabcd")),
+]
+RECIPE = TrainingRecipe(
+    batch_size=4, num_steps=1, learning_rate=1e-2, dtype="float32", log_every_steps=1
+)
+NUM_TARGETS = sum(target != IGNORED_TARGET for row in ROWS for target in row.targets)
+
+
+def trainer_of(
+    folder: Path, model: LlamaForCausalLM, reports: list[StepReport], **changes: object
+) -> TreeTrainer:
+    recipe = RECIPE.model_copy(update=changes)
+    return TreeTrainer(
+        model,
+        training_arguments(recipe, folder, validate=False, tensorboard=False, save=False),
+        recipe,
+        collator=TreeCollator.for_model(model, PAD_ID),
+        train_trees=RowList(ROWS * recipe.num_steps),
+        validation_trees=RowList(ROWS),
+        on_step=reports.append,
+    )
+
+
+def trained(folder: Path, **changes: object) -> tuple[list[Tensor], list[StepReport]]:
+    model = copy.deepcopy(random_model(num_key_value_heads=2))
+    reports: list[StepReport] = []
+    trainer_of(folder, model, reports, **changes).train()
+    return [parameter.detach() for parameter in model.parameters()], reports
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_a_batch_in_parts_teaches_what_the_whole_batch_does(
+    tmp_path: Path, micro_batch_size: int
+) -> None:
+    # Rows have different numbers of targets: the mean of the parts' means would differ.
+    whole, whole_reports = trained(tmp_path, micro_batch_size=4)
+    parts, reports = trained(tmp_path, micro_batch_size=micro_batch_size)
+
+    for weights, expected in zip(parts, whole, strict=True):
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-4)
+    assert reports[0].loss == pytest.approx(whole_reports[0].loss, abs=1e-5)
+
+
+def test_the_loss_that_is_reported_is_the_mean_over_all_targets(tmp_path: Path) -> None:
+    model = copy.deepcopy(random_model(num_key_value_heads=2))
+    expected = tree_loss(model, batch_trees(ROWS, PAD_ID)).item()
+
+    _, (report,) = trained(tmp_path, micro_batch_size=2)
+
+    assert report.loss == pytest.approx(expected, abs=1e-5)
+    assert (report.step, report.num_steps) == (1, 1)
+    assert (report.num_targets, report.num_trees) == (NUM_TARGETS, 4)
+    assert report.learned_tokens_per_s == pytest.approx(NUM_TARGETS / report.seconds)
+    assert report.trees_per_s == pytest.approx(4 / report.seconds)
+    assert report.learning_rate > 0
+
+
+def test_validation_gives_the_mean_over_all_targets_and_is_reported(tmp_path: Path) -> None:
+    model = copy.deepcopy(random_model(num_key_value_heads=2))
+    expected = tree_loss(model, batch_trees(ROWS, PAD_ID)).item()
+    trainer = trainer_of(tmp_path, model, [], micro_batch_size=1)
+
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-5)
+    assert trainer.last_validation_loss == pytest.approx(expected, abs=1e-5)
+
+
+def test_checkpointed_activations_teach_the_same(tmp_path: Path) -> None:
+    plain, _ = trained(tmp_path, micro_batch_size=4, num_steps=2)
+    checkpointed, _ = trained(
+        tmp_path, micro_batch_size=4, num_steps=2, gradient_checkpointing=True
+    )
+
+    for weights, expected in zip(checkpointed, plain, strict=True):
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-5)
+
+
+def test_bfloat16_changes_the_forward_pass_and_weights_stay_float32(tmp_path: Path) -> None:
+    plain, (expected,) = trained(tmp_path, micro_batch_size=4)
+    weights, (report,) = trained(tmp_path, micro_batch_size=4, dtype="bfloat16")
+
+    assert report.loss != expected.loss
+    assert report.loss == pytest.approx(expected.loss, rel=0.02)
+    assert all(part.dtype == torch.float32 for part in weights)
+    assert any(not torch.equal(a, b) for a, b in zip(weights, plain, strict=True))
+
+
+def test_gradients_are_clipped_as_the_recipe_says(tmp_path: Path) -> None:
+    before = [parameter.detach() for parameter in random_model(num_key_value_heads=2).parameters()]
+
+    def moved(norm: float) -> float:
+        weights, _ = trained(tmp_path, max_gradient_norm=norm)
+        return max(float((a - b).abs().max()) for a, b in zip(weights, before, strict=True))
+
+    # Far below AdamW's epsilon a gradient moves nothing.
+    assert moved(1e-12) < 0.1 * moved(1.0)
+
+
+def test_a_batch_that_the_processes_cannot_make_up_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="batch_size 4 is no multiple of micro_batch_size 3"):
+        trained(tmp_path, micro_batch_size=3)
