@@ -17,8 +17,9 @@ def test_the_command_writes_a_checkpoint_that_loads(tmp_path: Path) -> None:
     )
 
     assert result.exit_code == 0, result.output
-    assert "2/2" in result.output
-    assert "Checkpoint written to" in result.output
+    assert "step 1/2  loss " in result.output
+    assert "step 2/2  loss " in result.output
+    assert "Written to" in result.output
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(out))
 
