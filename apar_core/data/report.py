@@ -6,7 +6,8 @@ from collections import Counter
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MAX_REFUSAL_EXAMPLES = 20
+MAX_REFUSAL_EXAMPLES = 10
+"""Refusals of one reason that are kept with their places."""
 
 
 class Refusal(BaseModel):
@@ -53,7 +54,7 @@ class PreparationReport(BaseModel):
     def add_refusal(self, refusal: Refusal) -> None:
         """Count a refusal; the first ones are kept with their places."""
         self.refusals[refusal.reason] += 1
-        if len(self.refusal_examples) < MAX_REFUSAL_EXAMPLES:
+        if self.refusals[refusal.reason] <= MAX_REFUSAL_EXAMPLES:
             self.refusal_examples.append(refusal)
 
     def add_answer(self, kind: str, reason: str | None, num_forks: int) -> None:

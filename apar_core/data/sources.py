@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import ijson
+import ijson  # type: ignore[import-untyped]
 
 from apar_core.errors import DataError
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from cluster.cli import config
+from cluster.cli.data import data
 from cluster.cli.doctor import doctor
 from cluster.cli.evaluate import evaluate
 from cluster.cli.generate import generate
@@ -27,6 +28,7 @@ for command in (serve, generate, train, train_medusa, train_tiny, doctor):
     app.command(no_args_is_help=command in (generate, train, train_medusa))(command)
 app.add_typer(evaluate, name="evaluate")
 app.add_typer(config.app, name="config")
+app.add_typer(data, name="data")
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,173 @@
+"""`apar data`: turns chats into training examples with forks."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from apar_core.data.prepare import PreparationSettings
+    from apar_core.data.report import PreparationReport
+
+data = typer.Typer(no_args_is_help=True, help="Turn chats into training examples with forks.")
+
+INTERRUPTED_EXIT_CODE = 130
+
+
+@data.callback()
+def _data() -> None:
+    """Turn chats into training examples with forks."""
+
+
+@data.command(no_args_is_help=True)
+def prepare(
+    inputs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="INPUT...", help="Files, or folders of .json and .jsonl files.", exists=True
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for examples and report.", file_okay=False)],
+    structured: Annotated[
+        int, typer.Option(min=0, help="Sample so many structured examples; 0: keep all.")
+    ] = 16_000,
+    unstructured: Annotated[
+        int, typer.Option(min=0, help="Sample so many unstructured examples; 0: keep all.")
+    ] = 9_000,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
+    questions: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="FastChat question file that answer files belong to; may be repeated.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    unordered_lists: Annotated[
+        bool,
+        typer.Option(
+            "--unordered-lists",
+            help="Fork at bullet points and headings too, which the paper does not.",
+        ),
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Stop at the first item that cannot be used.")
+    ] = False,
+    workers: Annotated[int, typer.Option(min=1, help="Processes to use.")] = 1,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the files of an earlier run.")
+    ] = False,
+) -> None:
+    """Turn chats into structured and unstructured examples by the rules of the APAR paper.
+
+    Understands ShareGPT ([i]conversations[/i]), OpenAI ([i]messages[/i]), FastChat answers (with
+    --questions) and traces ([i]prompt[/i], [i]response[/i]), as JSON lines or one JSON array.
+    Writes structured.jsonl, unstructured.jsonl and report.json. What cannot be used is counted.
+    """
+    from apar_core.data.prepare import PreparationSettings
+    from apar_core.data.structure import StructureRules
+    from apar_core.errors import DataError
+
+    settings = PreparationSettings(
+        structured=structured or None,
+        unstructured=unstructured or None,
+        seed=seed,
+        strict=strict,
+        overwrite=overwrite,
+        rules=StructureRules(unordered_lists=unordered_lists),
+        questions=tuple(questions or ()),
+    )
+    errors = Console(stderr=True)
+    try:
+        report = _prepare_with_progress(inputs, out, settings, workers)
+    except (DataError, OSError) as error:
+        errors.print(f"apar data prepare: {error}", style="red", markup=False, highlight=False)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt as error:
+        errors.print("apar data prepare: interrupted; nothing was written", markup=False)
+        raise typer.Exit(INTERRUPTED_EXIT_CODE) from error
+    _print_report(report, out)
+
+
+def _prepare_with_progress(
+    inputs: list[Path], out: Path, settings: PreparationSettings, workers: int
+) -> PreparationReport:
+    from apar_core.data.prepare import prepare as prepare_examples
+    from apar_core.data.sources import source_files
+
+    total = sum(path.stat().st_size for path in source_files(inputs))
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        log = _ReadingLog(console, total)
+        return prepare_examples(inputs, out, settings, workers, log.add)
+    with Progress(
+        TextColumn("[bold]reading chats"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    ) as progress:
+        task = progress.add_task("", total=total)
+        return prepare_examples(
+            inputs, out, settings, workers, lambda num_bytes: progress.advance(task, num_bytes)
+        )
+
+
+class _ReadingLog:
+    """Plain lines where no progress bar can be drawn, not too many of them."""
+
+    def __init__(self, console: Console, num_bytes: int, interval_s: float = 10.0) -> None:
+        self._console = console
+        self._num_bytes = num_bytes
+        self._num_read = 0
+        self._interval_s = interval_s
+        self._logged_at = time.monotonic()
+
+    def add(self, num_bytes: int) -> None:
+        """Count what was read and print a line if the last one is old."""
+        self._num_read += num_bytes
+        now = time.monotonic()
+        if now - self._logged_at >= self._interval_s:
+            self._logged_at = now
+            self._console.print(
+                f"read {self._num_read / 1e6:.0f} of {self._num_bytes / 1e6:.0f} MB",
+                highlight=False,
+            )
+
+
+def _print_report(report: PreparationReport, out: Path) -> None:
+    console = Console()
+    table = Table("", "answers", "share", title=f"{report.num_items} items read")
+    for kind, count in report.kinds.most_common():
+        table.add_row(kind, str(count), f"{count / report.num_answers:.1%}")
+    for reason, count in report.unstructured_reasons.most_common():
+        table.add_row(f"  unstructured: {reason}", str(count), f"{count / report.num_answers:.1%}")
+    console.print(table)
+    if report.refusals:
+        refused = Table("refused", "number", "first place")
+        first = {refusal.reason: refusal for refusal in reversed(report.refusal_examples)}
+        for reason, count in report.refusals.most_common():
+            refused.add_row(reason, str(count), first[reason].place if reason in first else "")
+        console.print(refused)
+    for name, sample in (("structured", report.structured), ("unstructured", report.unstructured)):
+        line = f"{name}: {sample.written} examples of {sample.found} found"
+        if sample.wanted is not None and sample.found < sample.wanted:
+            line += f" ({sample.wanted} wanted)"
+        console.print(line, highlight=False)
+    if report.num_answers == 0:
+        console.print("[yellow]No answer could be used; see the reasons above.[/yellow]")
+    console.print(f"Written to [bold]{out}[/bold].", soft_wrap=True)
