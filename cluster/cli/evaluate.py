@@ -10,12 +10,14 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from cluster.cli.evaluate_quality import quality
+from cluster.cli.evaluate_speed import speed
 from cluster.cli.evaluation_progress import clear_errors
 
 evaluate = typer.Typer(
     no_args_is_help=True, help="Measure speed and quality as the APAR paper does."
 )
-evaluate.command(no_args_is_help=True)(quality)
+for command in (speed, quality):
+    evaluate.command(no_args_is_help=True)(command)
 
 
 @evaluate.command()

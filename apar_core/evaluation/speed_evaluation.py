@@ -1,0 +1,120 @@
+"""A speed evaluation from its settings to its report."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from apar_core.decoders.interface import DecodeLimits
+from apar_core.errors import EvaluationError
+from apar_core.evaluation.answer_files import AnswerSet, read_answer_set
+from apar_core.evaluation.answer_store import AnswerStore, claim_folder
+from apar_core.evaluation.measurement import COUNT, AnswerKey
+from apar_core.evaluation.progress import ShowProgress
+from apar_core.evaluation.prompt_sets import load_prompts
+from apar_core.evaluation.replay_text import LLAMA_TOKENIZER, ModelText, load_text
+from apar_core.evaluation.report_files import Report, file_name
+from apar_core.evaluation.speed_decoders import Decoders, choose_device, load_decoders
+from apar_core.evaluation.speed_report import speed_report
+from apar_core.evaluation.speed_run import count_answers, generate_answers, replay_answers
+from apar_core.evaluation.speed_settings import SpeedSettings, check_settings
+from apar_core.evaluation.speed_tables import SpeedRun
+
+
+def run_speed(settings: SpeedSettings, folder: Path, progress: ShowProgress) -> Report:
+    """Measure what the folder has no answers of, and return the report of all.
+
+    Raises EvaluationError for settings, files or a folder that cannot be used.
+    """
+    check_settings(settings)
+    if settings.replay:
+        runs = _replay(settings, folder, progress)
+    else:
+        runs = _generate(settings, folder, progress)
+    facts = {
+        "Measured": settings.subject,
+        "Answers": "replayed: " + ", ".join(dict.fromkeys(run.model for run in runs))
+        if settings.replay
+        else f"generated, greedy, to {settings.prompts}",
+    }
+    if not settings.count_only:
+        names = ", ".join(settings.decoders)
+        facts["Decoder"] = f"{names} beside {settings.baseline}" if settings.baseline else names
+        facts["Machine"] = _machine(settings)
+    return speed_report("Generation speed and what forking saves", facts, runs)
+
+
+def _generate(settings: SpeedSettings, folder: Path, progress: ShowProgress) -> list[SpeedRun]:
+    questions = load_prompts(settings.prompts, settings.questions)[: settings.limit]
+    text = load_text(settings.model)
+    decoders = load_decoders(settings, text)
+    claim_folder(folder, settings.as_facts())
+    store = AnswerStore(folder / "answers.jsonl")
+    show = progress.start(f"answers to {settings.prompts}", sum(len(q.turns) for q in questions))
+    limits = DecodeLimits(max_tokens=settings.max_tokens)
+    keys = generate_answers(decoders, text, questions, store, limits, show)
+    prompts = settings.prompts if "/" not in settings.prompts else Path(settings.prompts).stem
+    return _runs(settings, settings.model_name, prompts, store, keys)
+
+
+def _replay(settings: SpeedSettings, folder: Path, progress: ShowProgress) -> list[SpeedRun]:
+    sets = [read_answer_set(path, settings.questions) for path in settings.replay]
+    if len({answers.label for answers in sets}) < len(sets):
+        raise EvaluationError("two files to replay have the same name")
+    if settings.runs_checkpoint:
+        text = load_text(settings.model)
+    else:
+        text = load_text(settings.tokenizer or LLAMA_TOKENIZER)
+    decoders = None if settings.count_only else load_decoders(settings, text)
+    claim_folder(folder, settings.as_facts())
+    return [
+        run
+        for answers in sets
+        for run in _replay_set(settings, answers, text, decoders, folder, progress)
+    ]
+
+
+def _replay_set(
+    settings: SpeedSettings,
+    answers: AnswerSet,
+    text: ModelText,
+    decoders: Decoders | None,
+    folder: Path,
+    progress: ShowProgress,
+) -> list[SpeedRun]:
+    store = AnswerStore(folder / f"answers-{file_name(answers.label)}.jsonl")
+    chosen = answers.answers[: settings.limit]
+    show = progress.start(answers.label, len(chosen))
+    prompts = answers.benchmark or answers.label
+    if decoders is None:
+        keys = count_answers(text, chosen, store, show)
+        return [SpeedRun(answers.label, prompts, store.of_decoder(COUNT, keys))]
+    keys = replay_answers(decoders, text, chosen, store, show)
+    return _runs(settings, answers.label, prompts, store, keys)
+
+
+def _runs(
+    settings: SpeedSettings,
+    model: str,
+    prompts: str,
+    store: AnswerStore,
+    keys: Sequence[AnswerKey],
+) -> list[SpeedRun]:
+    """Return one run for each decoder."""
+    baseline = store.of_decoder(settings.baseline, keys) if settings.baseline else ()
+    several = len(settings.decoders) > 1
+    return [
+        SpeedRun(model, prompts, store.of_decoder(name, keys), baseline, name if several else None)
+        for name in settings.decoders
+    ]
+
+
+def _machine(settings: SpeedSettings) -> str:
+    device = choose_device(settings.device)
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"

@@ -1,0 +1,124 @@
+"""Generating, replaying or counting all answers of an evaluation, each kept when done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from apar_core.data.structure import extract_tree
+from apar_core.decoders.interface import (
+    AnswerDecoder,
+    DecodeLimits,
+    TokenChoice,
+    decode_answer,
+)
+from apar_core.evaluation.answer_files import RecordedAnswer
+from apar_core.evaluation.answer_store import AnswerStore
+from apar_core.evaluation.measurement import (
+    COUNT,
+    AnswerKey,
+    counted,
+    measured,
+)
+from apar_core.evaluation.prompt_sets import Question
+from apar_core.evaluation.replay_text import ModelText
+from apar_core.evaluation.replay_tree import flat_tree, thread_scripts, token_tree
+from apar_core.evaluation.speed_decoders import Decoders
+
+Show = Callable[[], None]
+
+PLAIN = "plain"
+
+
+def generate_answers(
+    decoders: Decoders,
+    text: ModelText,
+    questions: Sequence[Question],
+    store: AnswerStore,
+    limits: DecodeLimits,
+    show: Show,
+) -> list[AnswerKey]:
+    """Let all decoders answer all turns greedily, side by side; return the keys of the answers.
+
+    A later turn's prompt holds the decoder's own earlier answers. `show` is called once a turn.
+    """
+    keys: list[AnswerKey] = []
+    for number, question in enumerate(questions):
+        for name, decoder in decoders.in_turn(number):
+            _answer_turns(name, decoder, text, question, store, limits)
+        for turn in range(len(question.turns)):
+            keys.append(AnswerKey(question.question_id, turn + 1, question.category))
+            show()
+    return keys
+
+
+def replay_answers(
+    decoders: Decoders,
+    text: ModelText,
+    answers: Sequence[RecordedAnswer],
+    store: AnswerStore,
+    show: Show,
+) -> list[AnswerKey]:
+    """Force the answers' trees through the decoders, and their flat texts through plain."""
+    keys = [_key(answer) for answer in answers]
+    for number, answer in enumerate(answers):
+        tree = token_tree(extract_tree(answer.text).tree, text.encode)
+        prompt_ids = text.encode_chat(answer.messages)
+        for name, decoder in decoders.in_turn(number):
+            if store.find(answer.question_id, answer.turn, name) is not None:
+                continue
+            # One thread takes no fork tokens: it gets the same text in reading order.
+            chosen = flat_tree(tree) if name == PLAIN else tree
+            scripts = thread_scripts(chosen, text.tokens)
+            limits = DecodeLimits(
+                max_tokens=max(1, sum(map(len, scripts.values()))),
+                max_threads=max(1, len(scripts)),
+                max_forks=max(1, len(scripts)),
+            )
+            decoded = decode_answer(decoder, prompt_ids, TokenChoice.replay(scripts), limits)
+            store.add(measured(keys[number], name, decoded, answer.text))
+        show()
+    return keys
+
+
+def count_answers(
+    text: ModelText, answers: Sequence[RecordedAnswer], store: AnswerStore, show: Show
+) -> list[AnswerKey]:
+    """Follow the schedule of the answers' trees without any model."""
+    keys = [_key(answer) for answer in answers]
+    for key, answer in zip(keys, answers, strict=True):
+        if store.find(key.question_id, key.turn, COUNT) is None:
+            tree = token_tree(extract_tree(answer.text).tree, text.encode)
+            num_prompt_tokens = len(text.encode_chat(answer.messages))
+            store.add(counted(key, tree, num_prompt_tokens, answer.text))
+        show()
+    return keys
+
+
+def _key(answer: RecordedAnswer) -> AnswerKey:
+    return AnswerKey(answer.question_id, answer.turn, answer.category)
+
+
+def _answer_turns(
+    name: str,
+    decoder: AnswerDecoder,
+    text: ModelText,
+    question: Question,
+    store: AnswerStore,
+    limits: DecodeLimits,
+) -> None:
+    texts: list[str] = []
+    for turn in range(len(question.turns)):
+        known = store.find(question.question_id, turn + 1, name)
+        if known is None:
+            prompt_ids = _prompt_ids(text, question, turn, texts)
+            decoded = decode_answer(decoder, prompt_ids, TokenChoice.greedy(), limits)
+            key = AnswerKey(question.question_id, turn + 1, question.category)
+            known = measured(key, name, decoded, text.decode(decoded.text_ids))
+            store.add(known)
+        texts.append(known.text)
+
+
+def _prompt_ids(text: ModelText, question: Question, turn: int, texts: Sequence[str]) -> list[int]:
+    if question.raw_prompt:
+        return text.encode_prompt(question.turns[turn])
+    return text.encode_chat(question.messages(turn, tuple(texts)))
