@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -90,7 +91,7 @@ def _model(
             device=device,
         )
     try:
-        model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise EvaluationError(f"no model in {settings.model!r}: {reason}") from error

@@ -20,7 +20,7 @@ from apar_core.evaluation.replay_text import LLAMA_TOKENIZER, ModelText, load_te
 from apar_core.evaluation.report_files import Report, file_name
 from apar_core.evaluation.speed_decoders import Decoders, choose_device, load_decoders
 from apar_core.evaluation.speed_report import speed_report
-from apar_core.evaluation.speed_run import count_answers, generate_answers, replay_answers
+from apar_core.evaluation.speed_run import count_answers, generate_answers, replay_answers, warm_up
 from apar_core.evaluation.speed_settings import SpeedSettings, check_settings
 from apar_core.evaluation.speed_tables import SpeedRun
 
@@ -56,6 +56,7 @@ def _generate(settings: SpeedSettings, folder: Path, progress: ShowProgress) -> 
     store = AnswerStore(folder / "answers.jsonl")
     show = progress.start(f"answers to {settings.prompts}", sum(len(q.turns) for q in questions))
     limits = DecodeLimits(max_tokens=settings.max_tokens)
+    warm_up(decoders, text)
     keys = generate_answers(decoders, text, questions, store, limits, show)
     prompts = settings.prompts if "/" not in settings.prompts else Path(settings.prompts).stem
     return _runs(settings, settings.model_name, prompts, store, keys)
@@ -93,6 +94,7 @@ def _replay_set(
     if decoders is None:
         keys = count_answers(text, chosen, store, show)
         return [SpeedRun(answers.label, prompts, store.of_decoder(COUNT, keys))]
+    warm_up(decoders, text)
     keys = replay_answers(decoders, text, chosen, store, show)
     return _runs(settings, answers.label, prompts, store, keys)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from apar_core.data.records import ParagraphRecord, chain
 from apar_core.data.structure import extract_tree
 from apar_core.decoders.interface import (
     AnswerDecoder,
@@ -23,10 +24,21 @@ from apar_core.evaluation.prompt_sets import Question
 from apar_core.evaluation.replay_text import ModelText
 from apar_core.evaluation.replay_tree import flat_tree, thread_scripts, token_tree
 from apar_core.evaluation.speed_decoders import Decoders
+from apar_core.tree.paragraph import ParagraphTree
 
 Show = Callable[[], None]
 
 PLAIN = "plain"
+
+_WARM_UP = chain([("Why?", ParagraphRecord(" Because."))], closing=" So.")
+
+
+def warm_up(decoders: Decoders, text: ModelText) -> None:
+    """Let each decoder fork once, so that the first answer does not pay for what is built once."""
+    tree = token_tree(_WARM_UP, text.encode)
+    prompt_ids = text.encode_prompt("Hello")
+    for name, decoder in decoders.in_turn(0):
+        decode_answer(decoder, prompt_ids, TokenChoice.replay(_scripts(tree, name, text)))
 
 
 def generate_answers(
@@ -66,9 +78,7 @@ def replay_answers(
         for name, decoder in decoders.in_turn(number):
             if store.find(answer.question_id, answer.turn, name) is not None:
                 continue
-            # One thread takes no fork tokens: it gets the same text in reading order.
-            chosen = flat_tree(tree) if name == PLAIN else tree
-            scripts = thread_scripts(chosen, text.tokens)
+            scripts = _scripts(tree, name, text)
             limits = DecodeLimits(
                 max_tokens=max(1, sum(map(len, scripts.values()))),
                 max_threads=max(1, len(scripts)),
@@ -92,6 +102,11 @@ def count_answers(
             store.add(counted(key, tree, num_prompt_tokens, answer.text))
         show()
     return keys
+
+
+def _scripts(tree: ParagraphTree[int], decoder: str, text: ModelText) -> dict[str, list[int]]:
+    # One thread takes no fork tokens: it gets the same text in reading order.
+    return thread_scripts(flat_tree(tree) if decoder == PLAIN else tree, text.tokens)
 
 
 def _key(answer: RecordedAnswer) -> AnswerKey:
