@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
 
 import ijson  # type: ignore[import-untyped]
 
 from apar_core.errors import DataError
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 ReadBytes = Callable[[int], None]
 
@@ -72,31 +75,24 @@ def read_items(path: Path, on_read: ReadBytes) -> Iterator[SourceItem]:
     """
     try:
         with path.open("rb") as file:
-            is_array = _first_character(file) == b"["
-            file.seek(0)
+            # Peeking leaves the start in place, in a pipe too.
+            start = file.peek().removeprefix(_BYTE_ORDER_MARK).lstrip()
+            is_array = start.startswith(b"[")
             yield from (_array_items if is_array else _line_items)(path, file, on_read)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _first_character(file: IO[bytes]) -> bytes:
-    while start := file.read(4096):
-        text = start.removeprefix(b"\xef\xbb\xbf").lstrip()
-        if text:
-            return text[:1]
-    return b""
-
-
-def _line_items(path: Path, file: IO[bytes], on_read: ReadBytes) -> Iterator[SourceItem]:
+def _line_items(path: Path, file: BufferedReader, on_read: ReadBytes) -> Iterator[SourceItem]:
     for number, line in enumerate(file, start=1):
         on_read(len(line))
         if line.strip():
             yield SourceItem(str(path), number, "line", line)
 
 
-def _array_items(path: Path, file: IO[bytes], on_read: ReadBytes) -> Iterator[SourceItem]:
-    if file.read(3) != b"\xef\xbb\xbf":
-        file.seek(0)
+def _array_items(path: Path, file: BufferedReader, on_read: ReadBytes) -> Iterator[SourceItem]:
+    if file.peek().startswith(_BYTE_ORDER_MARK):
+        on_read(len(file.read(len(_BYTE_ORDER_MARK))))
     number = 0
     try:
         for number, value in enumerate(

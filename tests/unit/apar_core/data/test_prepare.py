@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from apar_core.data.example_file import read_examples
+from apar_core.data.prepare import PreparationSettings, prepare
+from apar_core.data.records import flat_text
+from apar_core.data.structure import StructureRules
+from apar_core.errors import DataError
+
+LIST = "\n".join(f"{n}. Point {n}: with some content." for n in (1, 2, 3))
+ALL = PreparationSettings(structured=None, unstructured=None)
+
+
+def chat(*texts: str) -> dict[str, Any]:
+    return {
+        "conversations": [
+            {"from": ("human", "gpt")[number % 2], "value": text}
+            for number, text in enumerate(texts)
+        ]
+    }
+
+
+def write_lines(path: Path, *items: Any) -> Path:
+    path.write_text("".join(json.dumps(item) + "\n" for item in items))
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_each_answer_is_an_example_with_the_turns_before_it(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "chats.jsonl", chat("q", LIST, "r", "Short."))
+
+    report = prepare([source], tmp_path / "out", ALL)
+
+    listed, short = read_examples(tmp_path / "out")
+    assert (listed.kind, flat_text(listed.answer)) == ("ordered_list", LIST)
+    assert [message.content for message in listed.messages] == ["q"]
+    assert [message.content for message in short.messages] == ["q", LIST, "r"]
+    assert listed.example_id != short.example_id
+    assert (report.num_items, report.num_answers, report.num_forks) == (1, 2, 3)
+    assert report.kinds == {"ordered_list": 1, "unstructured": 1}
+    assert report.unstructured_reasons == {"no structure": 1}
+    saved = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert saved == report.model_dump(mode="json")
+    assert saved["training_ratio"] == "1:1"
+
+
+def test_an_array_gives_what_its_lines_would(tmp_path: Path) -> None:
+    items = [chat("q", LIST), chat("q"), chat("q", "Short.")]
+    lines = write_lines(tmp_path / "chats.jsonl", *items)
+    array = tmp_path / "chats.json"
+    array.write_text("\ufeff \n" + json.dumps(items, indent=1))
+
+    prepare([lines], tmp_path / "a", ALL)
+    prepare([array], tmp_path / "b", ALL)
+
+    assert list(read_examples(tmp_path / "a")) == list(read_examples(tmp_path / "b"))
+
+
+def test_bad_lines_are_counted_with_their_place_and_reason(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "chats.jsonl", chat("q", LIST))
+    with source.open("ab") as file:
+        file.write(b'{"broken\n\n"\xff"\n')
+        for item in ({}, chat("q", " "), chat(" ", "a"), chat("q", "a", "b", "")):
+            file.write(json.dumps(item).encode() + b"\n")
+
+    report = prepare([source], tmp_path / "out", ALL)
+
+    assert report.refusals == {
+        "broken JSON": 1,
+        "not UTF-8": 1,
+        "missing field": 1,
+        "empty answer": 2,
+        "empty question": 1,
+    }
+    assert report.refusal_examples[0].place == f"{source}, line 2"
+    assert report.refusal_examples[1].place == f"{source}, line 4"
+    assert len(list(read_examples(tmp_path / "out"))) == 2
+
+
+@pytest.mark.parametrize("damage", [b', {"x": ]', b', "\xff"]', b","])
+def test_what_stands_before_the_damage_of_an_array_is_used(tmp_path: Path, damage: bytes) -> None:
+    source = tmp_path / "chats.json"
+    source.write_bytes(b"[" + json.dumps(chat("q", LIST)).encode() + damage)
+
+    report = prepare([source], tmp_path / "out", ALL)
+
+    assert report.refusals == {"broken JSON": 1}
+    assert report.refusal_examples[0].place.endswith("item 2")
+    assert len(list(read_examples(tmp_path / "out"))) == 1
+
+
+def test_strict_mode_stops_at_the_first_and_leaves_nothing(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "chats.jsonl", chat("q", "a"), chat("q"), {})
+
+    with pytest.raises(DataError, match=r"chats.jsonl, line 2: no answer"):
+        prepare([source], tmp_path / "out", ALL.model_copy(update={"strict": True}))
+
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_the_number_of_processes_changes_nothing(tmp_path: Path) -> None:
+    items = [chat(f"q{n}", LIST if n % 3 else f"Short {n}.") for n in range(300)]
+    source = write_lines(tmp_path / "chats.jsonl", *items, {}, *items)
+    settings = PreparationSettings(structured=50, unstructured=20, seed=3)
+
+    report = prepare([source], tmp_path / "one", settings, num_workers=1)
+    prepare([source], tmp_path / "two", settings, num_workers=2)
+
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    assert (report.structured.found, report.structured.written) == (400, 50)
+    assert (report.unstructured.found, report.unstructured.written) == (200, 20)
+    prepare([source], tmp_path / "seed", settings.model_copy(update={"seed": 4}))
+    assert contents(tmp_path / "seed") != contents(tmp_path / "one")
+
+
+def test_questions_and_rules_reach_the_answers(tmp_path: Path) -> None:
+    bullets = "\n".join(f"- Point {n}: with some content." for n in (1, 2, 3))
+    source = write_lines(tmp_path / "answers.jsonl", {"question_id": 7, "text": bullets})
+    questions = write_lines(tmp_path / "q.jsonl", {"question_id": 7, "turns": ["q"]})
+    rules = StructureRules(unordered_lists=True)
+    settings = ALL.model_copy(update={"questions": (questions,), "rules": rules})
+
+    assert prepare([source], tmp_path / "a", ALL).refusals == {"no question": 1}
+    assert prepare([source], tmp_path / "b", settings).kinds == {"unordered_list": 1}
+
+
+def test_a_folder_with_files_is_replaced_only_where_allowed(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "chats.jsonl", chat("q", "a"))
+    prepare([source], tmp_path / "out", ALL)
+    before = contents(tmp_path / "out")
+    write_lines(source, chat("q", "b"))
+
+    with pytest.raises(DataError, match="not empty"):
+        prepare([source], tmp_path / "out", ALL)
+    assert contents(tmp_path / "out") == before
+
+    prepare([source], tmp_path / "out", ALL.model_copy(update={"overwrite": True}))
+    assert contents(tmp_path / "out") != before
+
+
+def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "chats.jsonl", chat("q", "a"), chat("q", "b"))
+
+    def interrupt(num_bytes: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare([source], tmp_path / "out", ALL, on_read=interrupt)
+
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_every_byte_of_the_input_is_reported_as_read(tmp_path: Path) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", chat("q", "a"), chat("q", "b"))
+    array = tmp_path / "b.json"
+    array.write_text("\ufeff" + json.dumps([chat("q", "a")] * 3))
+    num_read = 0
+
+    def count(num_bytes: int) -> None:
+        nonlocal num_read
+        num_read += num_bytes
+
+    prepare([tmp_path], tmp_path / "out", ALL, on_read=count)
+
+    assert num_read == lines.stat().st_size + array.stat().st_size
+
+
+def test_inputs_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(DataError):
+            prepare([path], tmp_path / "out", ALL)

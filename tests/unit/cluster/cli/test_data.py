@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli.main import app
+
+LIST = "\n".join(f"{n}. Point {n}: with some content." for n in (1, 2, 3))
+
+
+def chat(answer: str) -> str:
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": answer}]
+    return json.dumps({"conversations": turns}) + "\n"
+
+
+def run(*arguments: str | Path) -> tuple[int, str]:
+    result = CliRunner().invoke(
+        app, ["data", "prepare", *map(str, arguments)], env={"COLUMNS": "200", "TERM": "dumb"}
+    )
+    assert not isinstance(result.exception, Exception) or isinstance(result.exception, SystemExit)
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "chats.jsonl"
+    path.write_text(chat(LIST) + "{broken\n" + chat("Short."))
+    return path
+
+
+def test_the_report_shows_kinds_refusals_and_samples(source: Path, tmp_path: Path) -> None:
+    exit_code, output = run(source, "--out", tmp_path / "out", "--structured", "5")
+
+    assert exit_code == 0
+    for words in (
+        "3 items read",
+        "ordered_list",
+        "unstructured: no structure",
+        "broken JSON",
+        "line 2",
+        "structured: 1 examples of 1 found (5 wanted)",
+    ):
+        assert words in output
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["report.json", "structured.jsonl", "unstructured.jsonl"]
+
+
+def test_zero_keeps_all(source: Path, tmp_path: Path) -> None:
+    run(source, "--out", tmp_path / "out", "--structured", "0", "--unstructured", "0")
+
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert report["structured"] == {"found": 1, "wanted": None, "written": 1}
+
+
+def test_strict_ends_with_one_and_the_place(source: Path, tmp_path: Path) -> None:
+    exit_code, output = run(source, "--out", tmp_path / "out", "--strict")
+
+    assert exit_code == 1
+    assert "line 2: broken JSON" in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_folder_is_refused_without_overwrite(source: Path, tmp_path: Path) -> None:
+    assert run(source, "--out", tmp_path / "out")[0] == 0
+
+    exit_code, output = run(source, "--out", tmp_path / "out")
+
+    assert exit_code == 1
+    assert "is not empty" in output
+    assert run(source, "--out", tmp_path / "out", "--overwrite")[0] == 0
+
+
+def test_bad_options_are_usage_errors(source: Path, tmp_path: Path) -> None:
+    assert run(tmp_path / "none.json", "--out", tmp_path / "out")[0] == 2
+    assert run(source)[0] == 2
+    for option in ("--structured", "--unstructured", "--seed"):
+        assert run(source, "--out", tmp_path / "out", option, "-1")[0] == 2
+    assert run(source, "--out", tmp_path / "out", "--workers", "0")[0] == 2
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_ctrl_c_leaves_nothing_and_no_traceback(tmp_path: Path, workers: str) -> None:
+    # A pipe that nobody closes: the command waits for more while it is interrupted.
+    source, out = tmp_path / "chats.jsonl", tmp_path / "out"
+    os.mkfifo(source)
+    command = [sys.executable, "-c", "from cluster.cli.main import app; app()", "data", "prepare"]
+    process = subprocess.Popen(
+        [*command, str(source), "--out", str(out), "--workers", workers],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with source.open("w") as pipe:
+        pipe.write(chat(LIST) * 200)
+        pipe.flush()
+        deadline = time.monotonic() + 20
+        while not list(tmp_path.glob(".out-*")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert list(tmp_path.glob(".out-*"))
+        # Long enough to be in the midst of reading, with the worker processes up.
+        time.sleep(1.0)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+
+    assert process.returncode == 130
+    assert "interrupted; nothing was written" in errors
+    assert "Traceback" not in errors
+    assert list(tmp_path.iterdir()) == [source]
