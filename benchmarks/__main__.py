@@ -69,6 +69,21 @@ def serving() -> None:
     subprocess.run([sys.executable, "-m", "benchmarks.serve_overhead"], check=True)
 
 
+@app.command()
+def training(
+    trace: Annotated[
+        Path, typer.Option(help="JSON lines with prompt, history and response.")
+    ] = Path("../shared/data/traces/structured.jsonl"),
+) -> None:
+    """Packed against written-out training: tokens of all trees, seconds of a sample."""
+    from benchmarks import training
+
+    if not trace.is_file():
+        console.print(f"no trace at {trace}: give one with --trace")
+        raise typer.Exit(1)
+    write("training", training.run(console, trace))
+
+
 def write(name: str, results: dict[str, Any]) -> None:
     """Keep the figures in out/NAME.json."""
     path = Path("out") / f"{name}.json"
