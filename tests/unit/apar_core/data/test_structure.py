@@ -75,6 +75,12 @@ def test_all_lists_of_an_answer_count() -> None:
     assert [root for root, _ in forks(answer)][2] == "\n\nCures:\n\n1. Leads:"
 
 
+def test_a_bare_number_at_which_the_answer_breaks_off_is_in_no_detail() -> None:
+    answer = LIST.removesuffix("\n\nGood luck with it.") + "\n4."
+
+    assert forks(answer)[-1] == ("\n4.", "")
+
+
 def test_years_times_and_numbers_out_of_order_are_no_points() -> None:
     answer = "In\n1998. The firm: it was founded then.\n1999. It grew: a great deal of it.\n7. x: y"
 
