@@ -88,6 +88,7 @@ def training_arguments(
         dataloader_pin_memory=not use_cpu,
         train_sampling_strategy="sequential",
         remove_unused_columns=False,
+        ddp_find_unused_parameters=False,
         accelerator_config={"dispatch_batches": False, "even_batches": False},
         logging_strategy="steps",
         logging_steps=recipe.log_every_steps,

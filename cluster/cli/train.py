@@ -8,7 +8,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cluster.cli.training_progress import clear_training_errors, show_warnings, step_progress
+from cluster.cli.training_progress import (
+    clear_training_errors,
+    process_console,
+    show_warnings,
+    step_progress,
+)
 
 
 def train(
@@ -37,7 +42,7 @@ def train(
     [bold]accelerate launch --config_file apar_core/training/fsdp.yaml --no_python apar train
     ...[/bold]
     """
-    console = Console()
+    console = process_console()
     show_warnings(Console(stderr=True))
     with clear_training_errors(Console(stderr=True)):
         # Torch takes seconds to import, and `apar --help` should not wait for it.

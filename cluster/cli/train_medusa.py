@@ -8,7 +8,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cluster.cli.training_progress import clear_training_errors, show_warnings, step_progress
+from cluster.cli.training_progress import (
+    clear_training_errors,
+    process_console,
+    show_warnings,
+    step_progress,
+)
 
 
 def train_medusa(
@@ -31,7 +36,7 @@ def train_medusa(
 
     Writes them in the form that vLLM's medusa method and the decoder medusa_apar load.
     """
-    console = Console()
+    console = process_console()
     show_warnings(Console(stderr=True))
     with clear_training_errors(Console(stderr=True)):
         from apar_core.training.recipe import MedusaRecipe, load_recipe

@@ -64,12 +64,15 @@ def step_figures(report: StepReport) -> str:
     return "  ".join(parts)
 
 
+def process_console() -> Console:
+    """Return the console to print results on: of several processes only the first prints."""
+    return Console(quiet=os.environ.get("RANK", "0") != "0")
+
+
 @contextmanager
 def step_progress(console: Console, title: str, num_steps: int) -> Iterator[OnStep]:
     """Yield what takes the reports of a run's steps and shows them."""
-    # Processes beside the first report nothing, so their bars would stand still.
-    main_process = int(os.environ.get("RANK", "0")) == 0
-    if not console.is_terminal or not main_process:
+    if not console.is_terminal or console.quiet:
         yield StepLines(console).show
         return
     bars = Progress(
