@@ -1,9 +1,9 @@
 """Where the first sentence of a paragraph ends.
 
-Own rules rather than the library sentencex: of 5,265 one-line paragraphs of real answers the two
-differ in 80, nearly all to the library's harm: it sees no end after "in y.", behind a bullet,
-before "(2 marks)" or in a quotation that is never closed, splits formulas, takes the number of a
-point for a sentence, and needs quadratic time over opening quotation marks.
+Own rules rather than the library sentencex 1.0: of 5,265 one-line paragraphs of real answers the
+two differ in 121, read by eye mostly to the library's harm. It sees no end after "in y.", behind a
+bullet, before "(2 marks)" or in a quotation that is never closed, splits formulas, takes the number
+of a point for a sentence, and needs quadratic time over opening quotation marks.
 """
 
 # Quotation marks, full stops and word lists are what this module is about.
