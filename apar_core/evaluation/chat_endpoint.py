@@ -136,7 +136,7 @@ class ChatEndpoint:
         if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
             return EvaluationError(f"{url} refuses the API key: {_reason(error)}")
         if isinstance(error, openai.NotFoundError):
-            return EvaluationError(f"{url} has no model {model!r} (HTTP 404): {_reason(error)}")
+            return EvaluationError(f"{url} has no model {model!r}: {_reason(error)}")
         if isinstance(error, openai.APITimeoutError):
             return RequestFailedError(
                 f"{url} did not answer within {self.settings.timeout_s:g} s, {attempts} times"
