@@ -55,6 +55,11 @@ class SpeedRun:
         return NameOfBenchmark.get(self.prompts, self.prompts)
 
     @property
+    def title(self) -> str:
+        """The run with its prompts, as headings have it."""
+        return self.label if self.model == self.prompts else f"{self.label} on {self.benchmark}"
+
+    @property
     def paper_key(self) -> tuple[str, str]:
         """Which of the paper's runs this one stands beside, if it has it."""
         return self.prompts, paper_model(self.model) or ""
@@ -141,7 +146,7 @@ def saving_table(run: SpeedRun, kind: SavingKind) -> ReportTable:
     named.append((MEAN_ACCELERATED, accelerated_average(run.answers, kind)))
     return ReportTable(
         f"{kind.name}_{run.file_key}",
-        f"{kind.title}: {run.label} on {run.benchmark}",
+        f"{kind.title}: {run.title}",
         (Column("Task"), Column("Answers", "d"), *_SAVING_COLUMNS),
         tuple(
             (
@@ -189,7 +194,7 @@ def steps_table(run: SpeedRun) -> ReportTable:
     )
     return ReportTable(
         f"speed_{run.file_key}",
-        f"Generation speed: {run.label} on {run.benchmark}",
+        f"Generation speed: {run.title}",
         (
             Column("Task"),
             Column("Answers", "d"),
@@ -230,7 +235,9 @@ def all_tables(runs: Sequence[SpeedRun]) -> list[ReportTable]:
         *(saving_table(run, ATTENDED) for run in runs),
         *(steps_table(run) for run in runs),
     ]
-    return [table.without_empty("Paper").without_empty("Baseline") for table in tables]
+    for title in ("Paper", "Baseline", "Tokens", "Speed-up"):
+        tables = [table.without_empty(title) for table in tables]
+    return tables
 
 
 _SAVING_COLUMNS = (
