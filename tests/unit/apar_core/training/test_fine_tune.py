@@ -128,6 +128,37 @@ def test_an_interrupted_run_that_goes_on_equals_one_that_was_not(tmp_path: Path)
         assert torch.equal(resumed[name], weight), name
 
 
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    at = place(tmp_path, tied=True)
+
+    at.train(save_every_steps=1, keep_checkpoints=3)
+
+    kept = sorted(path.name for path in (at.out / "checkpoints").glob("checkpoint-*"))
+    assert kept == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
+
+
+def test_processes_that_load_ahead_change_nothing(tmp_path: Path) -> None:
+    alone = place(tmp_path / "alone", tied=True)
+    alone.train()
+    helped = place(tmp_path / "helped", tied=True)
+
+    helped.train(num_loaders=1)
+
+    expected = weights_of(alone.out)
+    assert all(torch.equal(expected[name], w) for name, w in weights_of(helped.out).items())
+
+
+def test_the_seed_decides_split_draws_and_new_rows(tmp_path: Path) -> None:
+    first = place(tmp_path / "first", tied=True)
+    first.train()
+    other = place(tmp_path / "other", tied=True)
+
+    other.train(seed=5)
+
+    ours, theirs = weights_of(first.out), weights_of(other.out)
+    assert any(not torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def test_adapters_are_merged_and_only_control_rows_of_the_embeddings_learn(
     tmp_path: Path, tied: bool
 ) -> None:

@@ -1,0 +1,163 @@
+"""Training from real chats to a checkpoint, over several processes, and as it was before."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from apar_core.data.example_file import write_examples
+from apar_core.data.tiny_corpus.generator import Corpus
+from apar_core.evaluation.thread_decoding import TransformersThreadDecoder
+from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.training import recipe as recipe_module
+from apar_core.training.example_encoder import prompt_token_ids
+from apar_core.training.reports import StepReport
+from apar_core.training.tiny_settings import TinyModelSettings, tiny_recipe
+from apar_core.training.train_tiny import train_tiny
+from apar_core.training.vocabulary import tree_tokens
+from cluster.cli.main import app
+
+ROOT = Path(__file__).resolve().parents[2]
+MIXED = ROOT.parent / "shared" / "data" / "traces" / "mixed.jsonl"
+FSDP = Path(recipe_module.__file__).with_name("fsdp.yaml")
+RECIPE = {
+    "batch_size": 4, "micro_batch_size": 1, "num_steps": 3, "learning_rate": 1e-5,
+    "dtype": "float32", "context_length": 512, "validation_share": 0.05,
+    "validate_every_steps": 2, "save_every_steps": 3, "log_every_steps": 1,
+}  # fmt: skip
+# Of the loop that made the shipped weights, before it became a run of transformers' Trainer.
+LOSSES_BEFORE = [
+    8.372668, 8.333951, 8.267418, 8.217856, 8.150916, 7.918261, 7.760561, 7.846215,
+]  # fmt: skip
+
+
+def corpus_data(folder: Path) -> Path:
+    folder.mkdir()
+    examples = [
+        replace(example, example_id=str(number), raw_prompt=False)
+        for number, example in enumerate(Corpus(5).examples(40))
+    ]
+    write_examples(folder / "examples.jsonl", examples)
+    return folder / "examples.jsonl"
+
+
+def arguments(folder: Path, data: Path, out: Path) -> list[str]:
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    return [
+        "train", "--model", str(checkpoint_path()), "--data", str(data), "--out", str(out),
+        "--recipe", str(folder / "recipe.yaml"),
+    ]  # fmt: skip
+
+
+def launch(*command: str) -> str:
+    """Run a command on two processes and return what they print."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    finished = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+         *command],
+        env=environment, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return finished.stdout
+
+
+class _EnoughStepsError(Exception):
+    pass
+
+
+def first_losses(settings_steps: int, out: Path) -> Sequence[float]:
+    losses: list[float] = []
+
+    def keep(report: StepReport) -> None:
+        losses.append(report.loss)
+        if len(losses) == settings_steps:
+            raise _EnoughStepsError
+
+    with pytest.raises(_EnoughStepsError):
+        train_tiny(out, TinyModelSettings(), tiny_recipe(), keep)
+    return losses
+
+
+def test_the_embedded_model_is_trained_as_when_its_weights_were_made(tmp_path: Path) -> None:
+    losses = first_losses(len(LOSSES_BEFORE), tmp_path)
+
+    assert losses == pytest.approx(LOSSES_BEFORE, abs=1e-4)
+
+
+def test_a_checkpoint_of_the_command_still_forks(tmp_path: Path) -> None:
+    data = corpus_data(tmp_path / "data")
+
+    result = CliRunner().invoke(app, arguments(tmp_path, data, tmp_path / "out"))
+
+    assert result.exit_code == 0, result.output
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    decode = TransformersThreadDecoder(model.eval(), tree_tokens(tokenizer), tokenizer.pad_token_id)
+    questions = [
+        example
+        for example in Corpus(0, held_out=True).examples(60)
+        if example.kind == "numbered" and not example.raw_prompt
+    ]
+    answers = decode([prompt_token_ids(question, tokenizer) for question in questions[:4]])
+    assert all(len(threads) > 2 for threads in answers)
+
+
+@pytest.mark.skipif(not MIXED.is_file(), reason=f"needs the real answers in {MIXED}")
+def test_real_chats_are_prepared_and_trained_on(tmp_path: Path) -> None:
+    prepared = CliRunner().invoke(
+        app, ["data", "prepare", str(MIXED), "--out", str(tmp_path / "d")]
+    )
+    assert prepared.exit_code == 0, prepared.output
+
+    result = CliRunner().invoke(app, arguments(tmp_path, tmp_path / "d", tmp_path / "out"))
+
+    assert result.exit_code == 0, result.output
+    assert "step 3/3" in result.output
+    assert "too long and cut at a thread" in result.output
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_the_configuration_for_fsdp_loads_in_accelerate() -> None:
+    loaded = load_config_from_file(str(FSDP))
+
+    assert "FSDP" in str(loaded.distributed_type)
+    assert loaded.mixed_precision == "bf16"
+    assert loaded.fsdp_config["fsdp_version"] == 2
+    assert loaded.fsdp_config["fsdp_state_dict_type"] == "FULL_STATE_DICT"
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
+    data = corpus_data(tmp_path / "data")
+    one = CliRunner().invoke(app, arguments(tmp_path, data, tmp_path / "one"))
+    assert one.exit_code == 0, one.output
+
+    printed = launch("-m", "tests.integration.apar_command",
+                     *arguments(tmp_path, data, tmp_path / "two"))  # fmt: skip
+
+    assert printed.count("Checkpoint written") == 1
+    checkpoint = Path("checkpoints") / "checkpoint-3" / "model.safetensors"
+    alone, together = (load_file(tmp_path / name / checkpoint) for name in ("one", "two"))
+    for name, weight in alone.items():
+        torch.testing.assert_close(together[name], weight, rtol=0, atol=5e-5)
+
+
+@pytest.mark.slow
+def test_a_sharded_model_has_the_loss_and_gradients_of_a_whole_one() -> None:
+    found = json.loads(launch("-m", "tests.integration.sharded_loss").strip().splitlines()[-1])
+
+    assert found["sharded"] == pytest.approx(found["plain"], abs=1e-5)
+    assert found["gradient"] < 1e-5
