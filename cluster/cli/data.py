@@ -26,6 +26,41 @@ data = typer.Typer(no_args_is_help=True, help="Turn chats into training examples
 
 INTERRUPTED_EXIT_CODE = 130
 
+Inputs = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="INPUT", help="Files, or folders of .json and .jsonl files.", exists=True
+    ),
+]
+Out = Annotated[Path, typer.Option(help="Folder for examples and report.", file_okay=False)]
+Structured = Annotated[
+    int, typer.Option(min=0, help="Sample so many structured examples; 0: keep all.")
+]
+Unstructured = Annotated[
+    int, typer.Option(min=0, help="Sample so many unstructured examples; 0: keep all.")
+]
+QuestionFiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="FastChat question file that answer files belong to; may be repeated.",
+        exists=True,
+        dir_okay=False,
+    ),
+]
+UnorderedLists = Annotated[
+    bool,
+    typer.Option(
+        "--unordered-lists",
+        help="Fork at bullet points and headings too, which the paper does not.",
+    ),
+]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Stop at the first item that cannot be used.")
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the files of an earlier run.")
+]
+
 
 @data.callback()
 def _data() -> None:
@@ -34,42 +69,16 @@ def _data() -> None:
 
 @data.command(no_args_is_help=True)
 def prepare(
-    inputs: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="INPUT...", help="Files, or folders of .json and .jsonl files.", exists=True
-        ),
-    ],
-    out: Annotated[Path, typer.Option(help="Folder for examples and report.", file_okay=False)],
-    structured: Annotated[
-        int, typer.Option(min=0, help="Sample so many structured examples; 0: keep all.")
-    ] = 16_000,
-    unstructured: Annotated[
-        int, typer.Option(min=0, help="Sample so many unstructured examples; 0: keep all.")
-    ] = 9_000,
+    inputs: Inputs,
+    out: Out,
+    structured: Structured = 16_000,
+    unstructured: Unstructured = 9_000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
-    questions: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="FastChat question file that answer files belong to; may be repeated.",
-            exists=True,
-            dir_okay=False,
-        ),
-    ] = None,
-    unordered_lists: Annotated[
-        bool,
-        typer.Option(
-            "--unordered-lists",
-            help="Fork at bullet points and headings too, which the paper does not.",
-        ),
-    ] = False,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Stop at the first item that cannot be used.")
-    ] = False,
+    questions: QuestionFiles = None,
+    unordered_lists: UnorderedLists = False,
+    strict: Strict = False,
     workers: Annotated[int, typer.Option(min=1, help="Processes to use.")] = 1,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the files of an earlier run.")
-    ] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Turn chats into structured and unstructured examples by the rules of the APAR paper.
 
