@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.config.config_args import (  # type: ignore[import-untyped]
+    load_config_from_file,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner

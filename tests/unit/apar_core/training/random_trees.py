@@ -54,6 +54,8 @@ def random_model(
         max_position_embeddings=512,
         initializer_range=0.2,
         tie_word_embeddings=tied,
-        attn_implementation=attention,
     )
-    return LlamaForCausalLM(config).eval()
+    config._attn_implementation = attention
+    model = LlamaForCausalLM(config)
+    model.eval()
+    return model

@@ -28,7 +28,8 @@ CONTROL = ["[Fork]", "[Child]"]
 
 
 def apar_tiny() -> PreTrainedTokenizerBase:
-    return PreTrainedTokenizerFast.from_pretrained(checkpoint_path())
+    tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(checkpoint_path())
+    return tokenizer
 
 
 def byte_level_with_prefix_space() -> PreTrainedTokenizerBase:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from apar_core.errors import TrainingError
@@ -22,18 +23,29 @@ def model(num_rows: int, *, tied: bool) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+def input_rows(trained: LlamaForCausalLM) -> Tensor:
+    weight = trained.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def output_rows(trained: LlamaForCausalLM) -> Tensor:
+    weight: Tensor = trained.lm_head.weight
+    return weight
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_two_rows_are_added_and_the_vocabulary_is_padded(tied: bool) -> None:
     tokenizer = plain_tokenizer()
     size = len(tokenizer)
     trained = model(size, tied=tied)
-    before = trained.get_input_embeddings().weight.detach().clone()
+    before = input_rows(trained).detach().clone()
 
     control = add_control_tokens(trained, tokenizer, multiple=64, seed=0)
 
     assert {control.fork_id, control.child_id} == {size, size + 1}
-    rows = trained.get_input_embeddings().weight
-    head = trained.get_output_embeddings().weight
+    rows = input_rows(trained)
+    head = output_rows(trained)
     assert len(rows) == len(head) == trained.config.vocab_size == -(-(size + 2) // 64) * 64
     assert (head is rows) == tied
     assert torch.equal(rows[:size], before)
@@ -48,7 +60,7 @@ def test_new_tokens_start_near_the_mean_and_apart_from_each_other(tied: bool) ->
 
     control = add_control_tokens(trained, tokenizer, multiple=1, seed=0)
 
-    for matrix in (trained.get_input_embeddings().weight, trained.get_output_embeddings().weight):
+    for matrix in (input_rows(trained), output_rows(trained)):
         old = matrix[:size]
         distances = (old - old.mean(0)).norm(dim=1)
         fork, child = matrix[control.fork_id], matrix[control.child_id]
@@ -63,10 +75,10 @@ def test_what_the_model_predicted_before_hardly_changes() -> None:
     trained = model(size, tied=False)
     prompt = torch.tensor([[1, 5, 9, 20]])
     with torch.inference_mode():
-        before = trained(prompt).logits.softmax(-1)
+        before = trained(input_ids=prompt).logits.softmax(-1)
     add_control_tokens(trained, tokenizer, multiple=1, seed=0)
     with torch.inference_mode():
-        after = trained(prompt).logits.softmax(-1)
+        after = trained(input_ids=prompt).logits.softmax(-1)
 
     assert (after[..., size:].sum(-1) < 4 / size).all()
     assert torch.equal(after[..., :size].argmax(-1), before.argmax(-1))
@@ -78,18 +90,18 @@ def test_spare_rows_of_a_model_are_used_and_never_taken_away() -> None:
 
     add_control_tokens(trained, tokenizer, multiple=64, seed=0)
 
-    assert len(trained.get_input_embeddings().weight) == 1024
+    assert len(input_rows(trained)) == 1024
 
 
 def test_a_checkpoint_that_has_them_is_kept() -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint_path())
     trained = LlamaForCausalLM.from_pretrained(checkpoint_path())
-    before = trained.get_input_embeddings().weight.detach().clone()
+    before = input_rows(trained).detach().clone()
 
     add_control_tokens(trained, tokenizer, multiple=64, seed=0)
 
     assert len(tokenizer) == 4096
-    assert torch.equal(trained.get_input_embeddings().weight, before)
+    assert torch.equal(input_rows(trained), before)
 
 
 def test_a_tokenizer_without_control_tokens_or_end_shapes_no_tree() -> None:

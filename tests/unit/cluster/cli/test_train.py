@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from click.testing import Result
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from apar_core.data.example_file import write_examples
 from apar_core.data.records import ChatMessage, ExampleRecord, ParagraphRecord, chain
