@@ -32,7 +32,7 @@ def test_the_parts_of_an_evaluation_are_listed() -> None:
     code, output = run("--help")
 
     assert code == 0
-    assert all(name in output for name in ("quality", "fetch"))
+    assert all(name in output for name in ("speed", "quality", "fetch"))
 
 
 def test_fetching_offline_ends_with_one_line(tmp_path: Path) -> None:
@@ -93,6 +93,38 @@ def test_options_that_cannot_be_used_are_told_in_one_line(
     tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     code, output = run("quality", *arguments, "--out", tmp_path, "--questions", FASTCHAT)
+
+    assert code == 1
+    assert message in output
+    assert "Traceback" not in output
+
+
+def test_a_trace_is_counted_without_a_model(tmp_path: Path) -> None:
+    trace = tmp_path / "mine.jsonl"
+    text = "".join(f"{i}. Point: A detail that is long enough.\n" for i in range(1, 4))
+    trace.write_text(json.dumps({"prompt": "Points?", "response": text, "category": "tips"}))
+
+    code, output = run("speed", "--replay", trace, "--count-only", "--out", tmp_path / "out")
+
+    assert code == 0, output
+    assert "Table 1: average max cached tokens" in output
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["tables"]["threads_mine"]["rows"] == [["Tips", 4, 1], ["Mean", 4, 1]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--count-only",), "--count-only needs answers to --replay"),
+        (("--prompts", "mt"), "'mt' is none of vicuna-bench, mt-bench, held-out"),
+        (("--decoder", "fast"), "--decoder 'fast' is none of plain"),
+        (("--against", "vanilla_apar"), "the same decoder twice"),
+    ],
+)
+def test_wishes_that_cannot_be_measured_are_told_in_one_line(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    code, output = run("speed", *arguments, "--out", tmp_path)
 
     assert code == 1
     assert message in output
