@@ -109,7 +109,7 @@ def test_a_trace_is_counted_without_a_model(tmp_path: Path) -> None:
     assert code == 0, output
     assert "Table 1: average max cached tokens" in output
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["tables"]["threads_mine"]["rows"] == [["Tips", 4, 1], ["Mean", 4, 1]]
+    assert report["tables"]["threads_mine"]["rows"] == [["Other", 4, 1], ["Mean", 4, 1]]
 
 
 @pytest.mark.parametrize(
