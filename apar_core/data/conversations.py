@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ def parse_item(line: bytes) -> Any:
 def chat_of_item(item: Any, questions: Questions) -> list[ChatMessage]:
     """Return the turns of an item: an optional system message, then user and assistant in turn.
 
-    Raises ItemRefusedError.
+    Before the first user's turn there may be answers to nothing, as where a chat was shared in
+    parts. Raises ItemRefusedError.
     """
     if not isinstance(item, dict):
         raise ItemRefusedError("wrong type", f"an object was expected, not {type(item).__name__}")
@@ -160,9 +162,14 @@ def _check_order(messages: Sequence[ChatMessage]) -> None:
     turns = messages[1:] if messages and messages[0].role == "system" else messages
     if not any(message.role == "assistant" for message in turns):
         raise ItemRefusedError("no answer")
-    for number, message in enumerate(turns):
+    num_leading = num_leading_answers(turns)
+    for number, message in enumerate(turns[num_leading:]):
         expected = "assistant" if number % 2 else "user"
         if message.role != expected:
-            raise ItemRefusedError(
-                "roles out of order", f"turn {number + 1} is the {message.role}'s"
-            )
+            place = num_leading + number + 1
+            raise ItemRefusedError("roles out of order", f"turn {place} is the {message.role}'s")
+
+
+def num_leading_answers(turns: Sequence[ChatMessage]) -> int:
+    """Return how many answers stand before the first question."""
+    return sum(1 for _ in takewhile(lambda message: message.role == "assistant", turns))

@@ -6,7 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from apar_core.data.conversations import ItemRefusedError, Questions, chat_of_item, parse_item
+from apar_core.data.conversations import (
+    ItemRefusedError,
+    Questions,
+    chat_of_item,
+    num_leading_answers,
+    parse_item,
+)
 from apar_core.data.example_file import example_line
 from apar_core.data.records import ChatMessage, ExampleRecord, count_forks
 from apar_core.data.report import Refusal
@@ -41,13 +47,20 @@ class ItemPreparation:
     def outcomes(self, item: SourceItem) -> Iterator[Outcome]:
         """Yield an example for each answer of the item, earlier turns as its messages.
 
-        An empty answer ends the item: what follows it was said to nothing.
+        Answers before the first question are refused, each by itself. An empty answer ends the
+        item: what follows it was said to nothing.
         """
         try:
             if item.failure is not None:
                 raise ItemRefusedError("broken JSON", item.failure)
             value = parse_item(item.value) if isinstance(item.value, bytes) else item.value
             messages = chat_of_item(value, self.questions)
+            num_system = messages[0].role == "system"
+            num_leading = num_leading_answers(messages[num_system:])
+            for _ in range(num_leading):
+                reason = "answer without a question"
+                yield Refusal(place=item.place, reason=reason, message=reason)
+            del messages[num_system : num_system + num_leading]
             for index, message in enumerate(messages):
                 if message.role == "assistant":
                     yield self._prepared(item, messages[:index], message.content)

@@ -77,7 +77,7 @@ def turns(*roles: str) -> dict[str, Any]:
         (turns("robot"), "unknown role"),
         (turns(), "no answer"),
         (turns("human"), "no answer"),
-        (turns("gpt", "human"), "roles out of order"),
+        (turns("gpt", "human", "human"), "roles out of order"),
         (turns("human", "human", "gpt"), "roles out of order"),
         (turns("human", "gpt", "gpt"), "roles out of order"),
         (turns("human", "system", "gpt"), "roles out of order"),
