@@ -89,6 +89,8 @@ def fine_tune(
         validation_trees=RowList(validation.all_rows),
         on_step=on_step,
     )
+    if recipe.lora is not None and trainer.is_fsdp_enabled:
+        raise TrainingError("lora cannot be merged into a sharded model: train it without FSDP")
     trainer.train(resume_from_checkpoint=last)
     loss = trainer.evaluate()["eval_loss"] if validation.all_rows else None
     _save(trainer, tokenizer, out)

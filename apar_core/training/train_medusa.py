@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from apar_core.decoders.medusa_heads import save_medusa_heads
+from apar_core.errors import TrainingError
 from apar_core.training.example_encoder import EncodingCounts, ExampleEncoder
 from apar_core.training.fine_tune import last_checkpoint, read_groups, refuse_long_context
 from apar_core.training.medusa_targets import MedusaCollator
@@ -69,6 +70,8 @@ def train_medusa(
         validation_trees=validation_rows,
         on_step=on_step,
     )
+    if trainer.is_fsdp_enabled:
+        raise TrainingError("heads are too small to shard: train them without FSDP")
     trainer.train(resume_from_checkpoint=last)
     loss = trainer.evaluate()["eval_loss"] if len(validation_rows) else None
     accuracy = trainer.accuracy() if len(validation_rows) else []

@@ -29,7 +29,9 @@ def test_without_arguments_the_help_lists_every_command() -> None:
     [
         ("serve", ["--model", "--port", "--replicas", "--max-concurrency", "--config"]),
         ("generate", ["--show-threads", "--no-fork", "--max-tokens", "--seed", "--raw"]),
-        ("train-tiny", ["--out", "--steps", "--seed"]),
+        ("train", ["--recipe", "--model", "--data", "--resume", "--chat-template", "fsdp.yaml"]),
+        ("train-medusa", ["--recipe", "--model", "--data", "--resume"]),
+        ("train-tiny", ["--out", "--steps", "--seed", "--medusa"]),
         ("doctor", ["--model", "exits with 1"]),
     ],
 )
