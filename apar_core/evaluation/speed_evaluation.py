@@ -13,14 +13,20 @@ from apar_core.decoders.interface import DecodeLimits
 from apar_core.errors import EvaluationError
 from apar_core.evaluation.answer_files import AnswerSet, read_answer_set
 from apar_core.evaluation.answer_store import AnswerStore, claim_folder
-from apar_core.evaluation.measurement import COUNT, AnswerKey
+from apar_core.evaluation.measurement import COUNT
 from apar_core.evaluation.progress import ShowProgress
 from apar_core.evaluation.prompt_sets import load_prompts
 from apar_core.evaluation.replay_text import LLAMA_TOKENIZER, ModelText, load_text
 from apar_core.evaluation.report_files import Report, file_name
 from apar_core.evaluation.speed_decoders import Decoders, choose_device, load_decoders
 from apar_core.evaluation.speed_report import speed_report
-from apar_core.evaluation.speed_run import count_answers, generate_answers, replay_answers, warm_up
+from apar_core.evaluation.speed_run import (
+    AnsweredKeys,
+    count_answers,
+    generate_answers,
+    replay_answers,
+    warm_up,
+)
 from apar_core.evaluation.speed_settings import SpeedSettings, check_settings
 from apar_core.evaluation.speed_tables import SpeedRun
 
@@ -45,6 +51,7 @@ def run_speed(settings: SpeedSettings, folder: Path, progress: ShowProgress) -> 
         names = ", ".join(settings.decoders)
         facts["Decoder"] = f"{names} beside {settings.baseline}" if settings.baseline else names
         facts["Machine"] = _machine(settings)
+    facts |= _missing(runs)
     return speed_report("Generation speed and what forking saves", facts, runs)
 
 
@@ -54,12 +61,12 @@ def _generate(settings: SpeedSettings, folder: Path, progress: ShowProgress) -> 
     decoders = load_decoders(settings, text)
     claim_folder(folder, settings.as_facts())
     store = AnswerStore(folder / "answers.jsonl")
-    show = progress.start(f"answers to {settings.prompts}", sum(len(q.turns) for q in questions))
+    show = progress.start(f"answers to {settings.prompts}", len(questions))
     limits = DecodeLimits(max_tokens=settings.max_tokens)
     warm_up(decoders, text)
-    keys = generate_answers(decoders, text, questions, store, limits, show)
+    done = generate_answers(decoders, text, questions, store, limits, show)
     prompts = settings.prompts if "/" not in settings.prompts else Path(settings.prompts).stem
-    return _runs(settings, settings.model_name, prompts, store, keys)
+    return _runs(settings, settings.model_name, prompts, store, done)
 
 
 def _replay(settings: SpeedSettings, folder: Path, progress: ShowProgress) -> list[SpeedRun]:
@@ -92,11 +99,11 @@ def _replay_set(
     show = progress.start(answers.label, len(chosen))
     prompts = answers.benchmark or answers.label
     if decoders is None:
-        keys = count_answers(text, chosen, store, show)
-        return [SpeedRun(answers.label, prompts, store.of_decoder(COUNT, keys))]
+        done = count_answers(text, chosen, store, show)
+        return [SpeedRun(answers.label, prompts, store.of_decoder(COUNT, done.keys))]
     warm_up(decoders, text)
-    keys = replay_answers(decoders, text, chosen, store, show)
-    return _runs(settings, answers.label, prompts, store, keys)
+    done = replay_answers(decoders, text, chosen, store, show)
+    return _runs(settings, answers.label, prompts, store, done)
 
 
 def _runs(
@@ -104,15 +111,36 @@ def _runs(
     model: str,
     prompts: str,
     store: AnswerStore,
-    keys: Sequence[AnswerKey],
+    done: AnsweredKeys,
 ) -> list[SpeedRun]:
     """Return one run for each decoder."""
-    baseline = store.of_decoder(settings.baseline, keys) if settings.baseline else ()
+    if not done.keys:
+        raise EvaluationError(f"{model} answers none of {prompts}: {done.left_out[0]}")
+    baseline = store.of_decoder(settings.baseline, done.keys) if settings.baseline else ()
     several = len(settings.decoders) > 1
     return [
-        SpeedRun(model, prompts, store.of_decoder(name, keys), baseline, name if several else None)
+        SpeedRun(
+            model,
+            prompts,
+            store.of_decoder(name, done.keys),
+            baseline,
+            name if several else None,
+            done.left_out,
+        )
         for name in settings.decoders
     ]
+
+
+def _missing(runs: Sequence[SpeedRun]) -> dict[str, str]:
+    """Return what a reader has to know of answers that are not there, or not whole."""
+    facts = {}
+    left_out = dict.fromkeys(reason for run in runs for reason in run.left_out)
+    if left_out:
+        facts["Left out"] = f"{len(left_out)} questions; {next(iter(left_out))}"
+    cut = sum(not answer.ended for run in runs for answer in (*run.answers, *run.baseline))
+    if cut:
+        facts["Cut off"] = f"{cut} answers, by the limit of tokens or the model's context"
+    return facts
 
 
 def _machine(settings: SpeedSettings) -> str:

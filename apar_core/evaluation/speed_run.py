@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from apar_core.data.records import ParagraphRecord, chain
 from apar_core.data.structure import extract_tree
@@ -12,6 +13,7 @@ from apar_core.decoders.interface import (
     TokenChoice,
     decode_answer,
 )
+from apar_core.errors import RequestError
 from apar_core.evaluation.answer_files import RecordedAnswer
 from apar_core.evaluation.answer_store import AnswerStore
 from apar_core.evaluation.measurement import (
@@ -41,6 +43,14 @@ def warm_up(decoders: Decoders, text: ModelText) -> None:
         decode_answer(decoder, prompt_ids, TokenChoice.replay(_scripts(tree, name, text)))
 
 
+@dataclass(frozen=True, slots=True)
+class AnsweredKeys:
+    """Which answers every decoder has given, and why others had to be left out."""
+
+    keys: list[AnswerKey]
+    left_out: list[str]
+
+
 def generate_answers(
     decoders: Decoders,
     text: ModelText,
@@ -48,19 +58,25 @@ def generate_answers(
     store: AnswerStore,
     limits: DecodeLimits,
     show: Show,
-) -> list[AnswerKey]:
-    """Let all decoders answer all turns greedily, side by side; return the keys of the answers.
+) -> AnsweredKeys:
+    """Let all decoders answer all turns greedily, side by side.
 
-    A later turn's prompt holds the decoder's own earlier answers. `show` is called once a turn.
+    A later turn's prompt holds the decoder's own earlier answers. `show` is called once a question.
     """
-    keys: list[AnswerKey] = []
+    done = AnsweredKeys([], [])
     for number, question in enumerate(questions):
-        for name, decoder in decoders.in_turn(number):
-            _answer_turns(name, decoder, text, question, store, limits)
-        for turn in range(len(question.turns)):
-            keys.append(AnswerKey(question.question_id, turn + 1, question.category))
-            show()
-    return keys
+        keys = [
+            AnswerKey(question.question_id, turn + 1, question.category)
+            for turn in range(len(question.turns))
+        ]
+        try:
+            for name, decoder in decoders.in_turn(number):
+                _answer_turns(name, decoder, text, question, store, limits)
+            done.keys.extend(keys)
+        except RequestError as error:
+            done.left_out.append(f"question {question.question_id}: {error}")
+        show()
+    return done
 
 
 def replay_answers(
@@ -69,30 +85,40 @@ def replay_answers(
     answers: Sequence[RecordedAnswer],
     store: AnswerStore,
     show: Show,
-) -> list[AnswerKey]:
+) -> AnsweredKeys:
     """Force the answers' trees through the decoders, and their flat texts through plain."""
-    keys = [_key(answer) for answer in answers]
+    done = AnsweredKeys([], [])
     for number, answer in enumerate(answers):
-        tree = token_tree(extract_tree(answer.text).tree, text.encode)
-        prompt_ids = text.encode_chat(answer.messages)
-        for name, decoder in decoders.in_turn(number):
-            if store.find(answer.question_id, answer.turn, name) is not None:
-                continue
-            scripts = _scripts(tree, name, text)
-            limits = DecodeLimits(
-                max_tokens=max(1, sum(map(len, scripts.values()))),
-                max_threads=max(1, len(scripts)),
-                max_forks=max(1, len(scripts)),
-            )
-            decoded = decode_answer(decoder, prompt_ids, TokenChoice.replay(scripts), limits)
-            store.add(measured(keys[number], name, decoded, answer.text))
+        try:
+            _replay(decoders, text, answer, number, store)
+            done.keys.append(_key(answer))
+        except RequestError as error:
+            done.left_out.append(f"question {answer.question_id}, turn {answer.turn}: {error}")
         show()
-    return keys
+    return done
+
+
+def _replay(
+    decoders: Decoders, text: ModelText, answer: RecordedAnswer, number: int, store: AnswerStore
+) -> None:
+    tree = token_tree(extract_tree(answer.text).tree, text.encode)
+    prompt_ids = text.encode_chat(answer.messages)
+    for name, decoder in decoders.in_turn(number):
+        if store.find(answer.question_id, answer.turn, name) is not None:
+            continue
+        scripts = _scripts(tree, name, text)
+        limits = DecodeLimits(
+            max_tokens=max(1, sum(map(len, scripts.values()))),
+            max_threads=max(1, len(scripts)),
+            max_forks=max(1, len(scripts)),
+        )
+        decoded = decode_answer(decoder, prompt_ids, TokenChoice.replay(scripts), limits)
+        store.add(measured(_key(answer), name, decoded, answer.text))
 
 
 def count_answers(
     text: ModelText, answers: Sequence[RecordedAnswer], store: AnswerStore, show: Show
-) -> list[AnswerKey]:
+) -> AnsweredKeys:
     """Follow the schedule of the answers' trees without any model."""
     keys = [_key(answer) for answer in answers]
     for key, answer in zip(keys, answers, strict=True):
@@ -101,7 +127,7 @@ def count_answers(
             num_prompt_tokens = len(text.encode_chat(answer.messages))
             store.add(counted(key, tree, num_prompt_tokens, answer.text))
         show()
-    return keys
+    return AnsweredKeys(keys, [])
 
 
 def _scripts(tree: ParagraphTree[int], decoder: str, text: ModelText) -> dict[str, list[int]]:

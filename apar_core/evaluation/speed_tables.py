@@ -35,7 +35,8 @@ class SpeedRun:
     """One decoder's answers of a model to a set of prompts, and those that they are compared with.
 
     `baseline` holds the answers of the decoder that speeds are divided by; it may be empty.
-    `decoder` is named where a report has several of one model.
+    `decoder` is named where a report has several of one model. `left_out` tells which questions
+    could not be answered, and why.
     """
 
     model: str
@@ -43,6 +44,7 @@ class SpeedRun:
     answers: Sequence[AnswerMeasurement]
     baseline: Sequence[AnswerMeasurement] = field(default=())
     decoder: str | None = None
+    left_out: Sequence[str] = ()
 
     @property
     def label(self) -> str:
