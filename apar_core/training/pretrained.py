@@ -45,6 +45,8 @@ def load_tokenizer(name_or_path: str, chat_template: Path | None = None) -> PreT
 
     Raises TrainingError if there is no tokenizer or the file cannot be read.
     """
+    if name_or_path.startswith(("/", ".", "~")) and not Path(name_or_path).is_dir():
+        raise TrainingError(f"no such model folder: {name_or_path}")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name_or_path)
     except (OSError, ValueError) as error:

@@ -186,6 +186,7 @@ def test_adapters_are_merged_and_only_control_rows_of_the_embeddings_learn(
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
+        ({"model": Path("/nowhere/model")}, TrainingError, "no such model folder: /nowhere/model"),
         ({"model": Path("nowhere/model")}, TrainingError, "no tokenizer in 'nowhere/model'"),
         ({"data": Path("nowhere/data")}, DataError, "nowhere/data does not exist"),
     ],
