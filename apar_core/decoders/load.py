@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from apar_core.control_tokens import ControlTokens, find_control_tokens, refuse_control_tokens
 from apar_core.decoders.decoded_answer import DecodedAnswer
+from apar_core.decoders.decoding_model import DecodingModel
 from apar_core.decoders.interface import DecodeLimits, DecodeStep, DecodeStream, TokenChoice
 from apar_core.decoders.medusa_heads import MedusaHeads, load_medusa_heads
 from apar_core.decoders.thread_family import ThreadFamily
 from apar_core.decoders.token_chooser import TypicalAcceptance
-from apar_core.decoders.tree_decoder import AnswerRun, DecodingModel
+from apar_core.decoders.tree_decoder import AnswerRun
 from apar_core.errors import CheckpointError, RequestError
 from apar_core.training.packing import TreeTokens
 from apar_core.tree.stream import TreeStream
@@ -145,13 +146,14 @@ def load_decoder(
         model = _load(AutoModelForCausalLM, model, dtype=dtype or "auto")
     if tokenizer is None:
         raise CheckpointError("tokenizer must be given with a loaded model")
-    loaded = cast(Any, model).to(device=device, dtype=dtype or model.dtype).eval()
+    loaded: Any = model
+    loaded = loaded.to(device=device, dtype=dtype or loaded.dtype).eval()
     control = find_control_tokens(tokenizer.get_vocab())
     if control is None and name != "plain":
         raise CheckpointError(f"{name} needs a model with control tokens: this vocabulary has none")
     end_ids = _end_ids(loaded, tokenizer)
     return build_decoder(
-        cast(DecoderName, name),
+        name,
         loaded,
         control,
         end_ids,
@@ -200,7 +202,7 @@ def _load(loader: Any, name: str | Path, **arguments: Any) -> Any:
 def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = set(configured) if isinstance(configured, list) else {configured}
-    end_ids = frozenset((ids | {tokenizer.eos_token_id}) - {None})
+    end_ids = frozenset(each for each in (*ids, tokenizer.eos_token_id) if each is not None)
     if not end_ids:
         raise CheckpointError("eos_token_id: neither the tokenizer nor the model has one")
     return end_ids

@@ -16,7 +16,7 @@ class RowLayer(CacheLayerMixin):
     """Keys and values of one layer, [rows, tokens, N, D], so that a row's prefix is one stretch."""
 
     def __init__(self, cache: RowCache) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

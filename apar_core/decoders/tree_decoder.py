@@ -16,27 +16,11 @@ from torch import Tensor
 
 from apar_core.decoders.candidate_tree import CandidateTree, candidate_tree
 from apar_core.decoders.decoded_answer import StepRecord
+from apar_core.decoders.decoding_model import DecodingModel
 from apar_core.decoders.interface import TokenChoice
-from apar_core.decoders.medusa_heads import MedusaHeads
 from apar_core.decoders.row_cache import RowCache
 from apar_core.decoders.thread_family import Thread, ThreadFamily
-from apar_core.decoders.token_chooser import ChosenTokens, TypicalAcceptance, choose_tokens
-from apar_core.training.packing import TreeTokens
-
-
-@dataclass(frozen=True, slots=True)
-class DecodingModel:
-    """A transformers model and what is asked of it; `heads` are None without speculation.
-
-    `tokens` is None for an ordinary model; `forks` tells whether fork tokens may be sampled.
-    """
-
-    model: Any
-    tokens: TreeTokens | None
-    forks: bool
-    heads: MedusaHeads | None
-    top_k: tuple[int, ...]
-    acceptance: TypicalAcceptance
+from apar_core.decoders.token_chooser import ChosenTokens, choose_tokens
 
 
 @dataclass(eq=False, slots=True)
@@ -140,7 +124,8 @@ class AnswerRun:
         best_RHK = logits_HRV.topk(widest, -1).indices.transpose(0, 1).flatten(1)
         nodes = range(1, 1 + tree.num_candidates)
         columns = [(tree.depths[node] - 1) * widest + tree.ranks[node] for node in nodes]
-        return best_RHK[:, torch.tensor(columns, device=self._device)]
+        proposals: Tensor = best_RHK[:, torch.tensor(columns, device=self._device)]
+        return proposals
 
     def _prefill(self, prompt: list[int]) -> Tensor:
         size = len(prompt)
