@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from apar_core.decoders.interface import AnswerDecoder
+from apar_core.decoders.load import load_decoder
 from apar_core.errors import EvaluationError
 from apar_core.evaluation.random_model import random_model
 from apar_core.evaluation.replay_text import ModelText
@@ -61,8 +62,6 @@ def load_decoders(settings: SpeedSettings, text: ModelText) -> Decoders:
 
     Raises EvaluationError if the model cannot be loaded.
     """
-    from apar_core.decoders.load import load_decoder
-
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
     model = _model(settings, text, dtype, device)
