@@ -26,6 +26,7 @@ def everything(context: typer.Context) -> None:
     """Run all benchmarks, unless one is named."""
     if context.invoked_subcommand is None:
         decoding()
+        decoders()
         serving()
 
 
@@ -60,6 +61,21 @@ def decoding(
     finally:
         engine.shutdown()
     write("decoding", results)
+
+
+@app.command()
+def decoders(
+    rounds: Annotated[int, typer.Option(help="Rounds after one that warms up.")] = 5,
+    answers: Annotated[int, typer.Option(help="Answers of a round.")] = 12,
+    executors: Annotated[int, typer.Option(min=1, help="CPU threads to use.")] = 1,
+) -> None:
+    """Plain, vanilla_apar and medusa_apar on transformers, replaying the same answers."""
+    import torch
+
+    from benchmarks import decoders
+
+    torch.set_num_threads(executors)
+    write("decoders", decoders.run(console, rounds=rounds, num_answers=answers))
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -146,7 +147,7 @@ def test_the_trained_heads_give_vanillas_answer_in_fewer_passes() -> None:
     if not heads.is_dir():
         pytest.skip("no trained heads in apar_core/models/apar_tiny_medusa")
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_path())
-    prompt = tokenizer.apply_chat_template(
+    prompt: Any = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Give me 5 tips for learning guitar."}],
         add_generation_prompt=True,
         return_dict=False,

@@ -1,0 +1,102 @@
+"""The transformers decoders on the same answers, token by token the same, one request at a time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transformers import PreTrainedTokenizerFast
+
+from apar_core.data.tiny_corpus.generator import Corpus
+from apar_core.decoders.interface import TokenChoice, decode_answer
+from apar_core.decoders.load import DECODER_NAMES, load_decoder
+from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.training.example_encoder import prompt_token_ids
+
+
+@dataclass(frozen=True)
+class RecordedAnswer:
+    """A prompt, what each thread generates, and the same text as one thread."""
+
+    prompt_ids: list[int]
+    threads: TokenChoice
+    flat: TokenChoice
+
+    def choice(self, name: str) -> TokenChoice:
+        """Return the replay that a decoder can follow."""
+        return self.flat if name == "plain" else self.threads
+
+
+def run(console: Console, *, rounds: int, num_answers: int) -> dict[str, Any]:
+    """Time the decoders in turn; returns medians over the rounds, without the prefill."""
+    folder = checkpoint_path()
+    decoders = {
+        name: load_decoder(
+            name, folder, medusa_heads=folder.parent / "apar_tiny_medusa", dtype=torch.float32
+        )
+        for name in DECODER_NAMES
+    }
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    answers: list[RecordedAnswer] = []
+    for example in Corpus(0, held_out=True).examples(10 * num_answers):
+        if example.answer.first_child is None or len(answers) == num_answers:
+            continue
+        prompt = prompt_token_ids(example, tokenizer)
+        answer = decode_answer(decoders["vanilla_apar"], prompt)
+        if not all(thread.ended for thread in answer.threads):
+            continue
+        end = tokenizer.eos_token_id
+        replay = {
+            thread.thread.removeprefix("root").removeprefix("."): [*thread.token_ids, end]
+            for thread in answer.threads
+        }
+        flat = TokenChoice.replay({"": [*answer.text_ids, end]})
+        answers.append(RecordedAnswer(prompt, TokenChoice.replay(replay), flat))
+    times: dict[str, list[float]] = {name: [] for name in decoders}
+    steps = dict.fromkeys(decoders, 0)
+    for number in track(range(rounds + 1), description="decoders", transient=True):
+        for name, decoder in decoders.items():
+            start, prefill_s, passes = time.perf_counter(), 0.0, 0
+            for answer in answers:
+                trace = decode_answer(decoder, answer.prompt_ids, answer.choice(name)).trace
+                prefill_s += trace[0].seconds
+                passes += len(trace)
+            if number > 0:  # the first round warms up
+                times[name].append(time.perf_counter() - start - prefill_s)
+            steps[name] = passes
+    return _report(console, steps, times, len(answers))
+
+
+def _report(
+    console: Console, steps: dict[str, int], times: dict[str, list[float]], num_answers: int
+) -> dict[str, Any]:
+    table = Table(title=f"The same {num_answers} answers, batch 1, float32 (interleaved)")
+    for column in ("decoder", "steps", "seconds", "fewer steps", "faster", "faster / fewer steps"):
+        table.add_column(column, justify="right")
+    results: dict[str, Any] = {}
+    plain_s = statistics.median(times["plain"])
+    for name, seconds in times.items():
+        median_s = statistics.median(seconds)
+        step_ratio, wall_ratio = steps["plain"] / steps[name], plain_s / median_s
+        results[name] = {
+            "steps": steps[name],
+            "seconds": median_s,
+            "step_ratio": step_ratio,
+            "wall_ratio": wall_ratio,
+        }
+        table.add_row(
+            name,
+            str(steps[name]),
+            f"{median_s:.2f}",
+            f"{step_ratio:.2f}x",
+            f"{wall_ratio:.2f}x",
+            f"{wall_ratio / step_ratio:.2f}",
+        )
+    console.print(table)
+    return {"decoders": results, "num_answers": num_answers, "executors": torch.get_num_threads()}
