@@ -38,10 +38,10 @@ format: $(INSTALLED) ## Format the code and apply the safe fixes of the linter
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(INSTALLED) ## Measure forked against sequential decoding, and the cost of a fork
+bench: $(INSTALLED) ## Measure decoding, forks, training and serving, each beside its alternative
 	$(BIN)/python -m benchmarks
 
-train-tiny: $(INSTALLED) ## Train the embedded model again (about 20 minutes on 2 cores)
+train-tiny: $(INSTALLED) ## Train the embedded model again (16 minutes on 2 cores)
 	$(BIN)/apar train-tiny
 
 eval-tiny: $(INSTALLED) ## Check the embedded model on held-out prompts

@@ -19,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 console = Console(width=140)
+TRACE = Path("../shared/data/traces/structured.jsonl")
 
 
 @app.callback(invoke_without_command=True)
@@ -27,6 +28,10 @@ def everything(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         decoding()
         decoders()
+        if TRACE.is_file():
+            training()
+        else:
+            console.print(f"training is left out: there is no {TRACE}")
         serving()
 
 
@@ -89,7 +94,7 @@ def serving() -> None:
 def training(
     trace: Annotated[
         Path, typer.Option(help="JSON lines with prompt, history and response.")
-    ] = Path("../shared/data/traces/structured.jsonl"),
+    ] = TRACE,
 ) -> None:
     """Packed against written-out training: tokens of all trees, seconds of a sample."""
     from benchmarks import training

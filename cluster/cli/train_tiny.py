@@ -32,7 +32,7 @@ def train_tiny(
         typer.Option("--medusa", help="Train Medusa heads for the embedded model instead."),
     ] = False,
 ) -> None:
-    """Train the embedded APAR model from nothing (about 20 minutes on 2 cores).
+    """Train the embedded APAR model from nothing (16 minutes on 2 cores).
 
     Writes a checkpoint that `apar serve --model FOLDER` serves. The same seed, steps and
     executors give the same weights on the same machine.
