@@ -163,6 +163,11 @@ def load_decoder(
     )
 
 
+def load_tokenizer(name: str | Path) -> Any:
+    """Return a checkpoint's tokenizer. Raises CheckpointError if it cannot be loaded."""
+    return _load(AutoTokenizer, name)
+
+
 def build_decoder(
     name: DecoderName,
     model: PreTrainedModel,

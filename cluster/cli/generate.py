@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from apar_core.errors import AparError
+from cluster.cli.decoder_generate import Asked, generate_by_decoder
 from cluster.cli.thread_view import statistics_line, thread_view
 from cluster.model_config import DEFAULT_MODEL, PRESETS, ModelConfig
 
@@ -41,28 +43,41 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Complete the prompt as it is, without the chat template.")
     ] = False,
+    decoder: Annotated[
+        str, typer.Option(help="vllm, or without vLLM plain, vanilla_apar or medusa_apar.")
+    ] = "vllm",
+    medusa_heads: Annotated[
+        Path | None, typer.Option(help="Folder of the heads that medusa_apar uses.")
+    ] = None,
 ) -> None:
     """Generate one answer in this process, without a server.
 
     Starting the engine takes about 10 seconds. Example:
     [bold]apar generate "Give me 5 tips for learning guitar." --show-threads[/bold]
     """
-    sampling: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "seed": seed,
-        "extra_args": {"apar_enabled": fork},
-    }
-    console = Console()
+    asked = Asked(prompt, max_tokens, temperature, seed, fork, raw, show_threads)
     try:
-        with Console(stderr=True).status(f"Starting {model} ..."):
-            engine = start_engine(model)
-        question = prompt if raw else engine.chat_prompt(prompt)
-        answer = engine.generate([question], sampling)[0]
+        if decoder == "vllm":
+            _generate_by_engine(model, asked)
+        else:
+            generate_by_decoder(decoder, model, medusa_heads, asked)
     except (AparError, OSError, ValueError) as error:
         Console(stderr=True).print(f"[red]Error:[/red] {model}: {error}", soft_wrap=True)
         raise typer.Exit(1) from error
-    print_answer(console, answer, engine, show_threads=show_threads)
+
+
+def _generate_by_engine(model: str, asked: Asked) -> None:
+    sampling: dict[str, Any] = {
+        "max_tokens": asked.max_tokens,
+        "temperature": asked.temperature,
+        "seed": asked.seed,
+        "extra_args": {"apar_enabled": asked.fork},
+    }
+    with Console(stderr=True).status(f"Starting {model} ..."):
+        engine = start_engine(model)
+    question = asked.prompt if asked.raw else engine.chat_prompt(asked.prompt)
+    answer = engine.generate([question], sampling)[0]
+    print_answer(Console(), answer, engine, show_threads=asked.show_threads)
     engine.shutdown()
 
 

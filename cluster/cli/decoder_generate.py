@@ -1,0 +1,73 @@
+"""`apar generate --decoder`: one answer by a decoder on transformers, without vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from cluster.cli.thread_view import statistics_line, thread_view
+from cluster.model_config import DEFAULT_MODEL, ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What `apar generate` was asked for, under the names of its options."""
+
+    prompt: str
+    max_tokens: int
+    temperature: float
+    seed: int | None
+    fork: bool
+    raw: bool
+    show_threads: bool
+
+
+def generate_by_decoder(name: str, model: str, medusa_heads: Path | None, asked: Asked) -> None:
+    """Print the text, or the threads that it was made of.
+
+    Raises AparError for a model, heads or a prompt that the decoder cannot take.
+    """
+    # Torch takes seconds to import, and `apar --help` should not wait for it.
+    from apar_core.control_tokens import find_control_tokens, neutralise, plain_spellings
+    from apar_core.decoders.interface import DecodeLimits, TokenChoice, decode_answer
+    from apar_core.decoders.load import DECODER_NAMES, load_decoder, load_tokenizer
+    from apar_core.models.apar_tiny import checkpoint_path
+    from apar_core.tree.statistics import tree_statistics
+
+    path = ModelConfig(checkpoint=model).preset.path
+    tokenizer = load_tokenizer(path)
+    # Without forks there is one thread, which is what plain decodes.
+    name = "plain" if name in DECODER_NAMES and not asked.fork else name
+    if medusa_heads is None and model == DEFAULT_MODEL:
+        medusa_heads = checkpoint_path().parent / "apar_tiny_medusa"
+    decoder = load_decoder(name, path, tokenizer, medusa_heads=medusa_heads)
+    prompt_ids: Any = (
+        tokenizer.encode(asked.prompt)
+        if asked.raw
+        else tokenizer.apply_chat_template(
+            [{"role": "user", "content": asked.prompt}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+    )
+    control = find_control_tokens(tokenizer.get_vocab())
+    if control is not None:
+        prompt_ids = neutralise(prompt_ids, plain_spellings(control, tokenizer))
+    answer = decode_answer(
+        decoder,
+        prompt_ids,
+        TokenChoice.sampled(asked.temperature, seed=asked.seed),
+        DecodeLimits(max_tokens=asked.max_tokens),
+    )
+    console = Console()
+    if asked.show_threads:
+        console.print(thread_view(answer.tree, lambda ids: str(tokenizer.decode(list(ids)))))
+        statistics = tree_statistics(answer.tree, answer.num_prompt_tokens)
+        console.print(statistics_line(statistics), highlight=False, soft_wrap=True)
+        console.print(f"{name}: {len(answer.trace)} passes", highlight=False)
+        return
+    text = str(tokenizer.decode(answer.text_ids))
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
