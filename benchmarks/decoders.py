@@ -14,7 +14,7 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerFast
 
 from apar_core.data.tiny_corpus.generator import Corpus
-from apar_core.decoders.interface import TokenChoice, decode_answer
+from apar_core.decoders.interface import AnswerDecoder, TokenChoice, decode_answer
 from apar_core.decoders.load import DECODER_NAMES, load_decoder
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.training.example_encoder import prompt_token_ids
@@ -36,7 +36,7 @@ class RecordedAnswer:
 def run(console: Console, *, rounds: int, num_answers: int) -> dict[str, Any]:
     """Time the decoders in turn; returns medians over the rounds, without the prefill."""
     folder = checkpoint_path()
-    decoders = {
+    decoders: dict[str, AnswerDecoder] = {
         name: load_decoder(
             name, folder, medusa_heads=folder.parent / "apar_tiny_medusa", dtype=torch.float32
         )
@@ -59,12 +59,12 @@ def run(console: Console, *, rounds: int, num_answers: int) -> dict[str, Any]:
         flat = TokenChoice.replay({"": [*answer.text_ids, end]})
         answers.append(RecordedAnswer(prompt, TokenChoice.replay(replay), flat))
     times: dict[str, list[float]] = {name: [] for name in decoders}
-    steps = dict.fromkeys(decoders, 0)
+    steps: dict[str, int] = dict.fromkeys(decoders, 0)
     for number in track(range(rounds + 1), description="decoders", transient=True):
         for name, decoder in decoders.items():
             start, prefill_s, passes = time.perf_counter(), 0.0, 0
-            for answer in answers:
-                trace = decode_answer(decoder, answer.prompt_ids, answer.choice(name)).trace
+            for recorded in answers:
+                trace = decode_answer(decoder, recorded.prompt_ids, recorded.choice(name)).trace
                 prefill_s += trace[0].seconds
                 passes += len(trace)
             if number > 0:  # the first round warms up
