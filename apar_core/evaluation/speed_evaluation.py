@@ -21,6 +21,7 @@ from apar_core.evaluation.report_files import Report, file_name
 from apar_core.evaluation.speed_decoders import Decoders, choose_device, load_decoders
 from apar_core.evaluation.speed_report import speed_report
 from apar_core.evaluation.speed_run import (
+    PLAIN,
     AnsweredKeys,
     count_answers,
     generate_answers,
@@ -50,6 +51,8 @@ def run_speed(settings: SpeedSettings, folder: Path, progress: ShowProgress) -> 
     if not settings.count_only:
         names = ", ".join(settings.decoders)
         facts["Decoder"] = f"{names} beside {settings.baseline}" if settings.baseline else names
+        if settings.baseline == PLAIN and not settings.replay:
+            facts["Decoder"] += f", which is forced to the text of {settings.decoders[0]}"
         facts["Machine"] = _machine(settings)
     facts |= _missing(runs)
     return speed_report("Generation speed and what forking saves", facts, runs)

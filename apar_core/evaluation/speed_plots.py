@@ -44,7 +44,8 @@ def speed_figure(runs: Sequence[SpeedRun]) -> Figure | None:
     if not groups:
         return None
     with mpl.rc_context(_SETTINGS):
-        figure = Figure(figsize=(9.5, 3.6 * len(groups)), layout="constrained")
+        width = 8.5 + max(map(len, groups.values()))
+        figure = Figure(figsize=(width, 3.6 * len(groups)), layout="constrained")
         panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
         for panel, group in zip(panels, groups.values(), strict=True):
             _draw_speeds(panel, group)
@@ -102,7 +103,7 @@ def _draw_speeds(panel: Axes, runs: Sequence[SpeedRun]) -> None:
         )
         ratios = [fast / base if base else 0.0 for fast, base in zip(speeds, slow, strict=True)]
         # Narrow bars have room for no more than the number.
-        unit, size = ("x", 9.0) if len(runs) == 1 else ("", 7.0)
+        unit, size = ("x", 9.0) if len(runs) == 1 else ("", 6.5)
         labels = [f"{ratio:.2f}{unit}" if ratio else "" for ratio in ratios]
         panel.bar_label(bars, labels, padding=2, fontsize=size)
     panel.set_xticks(places, names)

@@ -59,19 +59,20 @@ def generate_answers(
     limits: DecodeLimits,
     show: Show,
 ) -> AnsweredKeys:
-    """Let all decoders answer all turns greedily, side by side.
+    """Let the decoders answer all turns greedily, side by side.
 
-    A later turn's prompt holds the decoder's own earlier answers. `show` is called once a question.
+    A later turn's prompt holds the decoder's own earlier answers. Plain decoding as the baseline is
+    forced to the text of the first decoder: left to itself, a model that has learned to fork ends
+    its answers early where it may not. `show` is called once a question.
     """
     done = AnsweredKeys([], [])
-    for number, question in enumerate(questions):
+    for question in questions:
         keys = [
             AnswerKey(question.question_id, turn + 1, question.category)
             for turn in range(len(question.turns))
         ]
         try:
-            for name, decoder in decoders.in_turn(number):
-                _answer_turns(name, decoder, text, question, store, limits)
+            _answer_question(decoders, text, question, store, limits)
             done.keys.extend(keys)
         except RequestError as error:
             done.left_out.append(f"question {question.question_id}: {error}")
@@ -139,6 +140,29 @@ def _key(answer: RecordedAnswer) -> AnswerKey:
     return AnswerKey(answer.question_id, answer.turn, answer.category)
 
 
+def _answer_question(
+    decoders: Decoders,
+    text: ModelText,
+    question: Question,
+    store: AnswerStore,
+    limits: DecodeLimits,
+) -> None:
+    answers: list[_Answer] = []
+    for name, decoder in decoders.in_turn(0):
+        if name != decoders.baseline_name or name != PLAIN:
+            given = _answer_turns(name, decoder, text, question, store, limits)
+            answers = answers or given
+        else:
+            _repeat_turns(decoder, text, question, store, answers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    text: str
+    token_ids: list[int]
+    ended: bool
+
+
 def _answer_turns(
     name: str,
     decoder: AnswerDecoder,
@@ -146,17 +170,41 @@ def _answer_turns(
     question: Question,
     store: AnswerStore,
     limits: DecodeLimits,
-) -> None:
-    texts: list[str] = []
+) -> list[_Answer]:
+    """Return the answer of each turn; those that an earlier run has left are encoded again."""
+    answers: list[_Answer] = []
     for turn in range(len(question.turns)):
         known = store.find(question.question_id, turn + 1, name)
         if known is None:
-            prompt_ids = _prompt_ids(text, question, turn, texts)
+            prompt_ids = _prompt_ids(text, question, turn, [answer.text for answer in answers])
             decoded = decode_answer(decoder, prompt_ids, TokenChoice.greedy(), limits)
+            token_ids = decoded.text_ids
             key = AnswerKey(question.question_id, turn + 1, question.category)
-            known = measured(key, name, decoded, text.decode(decoded.text_ids))
+            known = measured(key, name, decoded, text.decode(token_ids))
             store.add(known)
-        texts.append(known.text)
+        else:
+            token_ids = text.encode(known.text)
+        answers.append(_Answer(known.text, token_ids, known.ended))
+    return answers
+
+
+def _repeat_turns(
+    plain: AnswerDecoder,
+    text: ModelText,
+    question: Question,
+    store: AnswerStore,
+    answers: Sequence[_Answer],
+) -> None:
+    """Force another decoder's answers through plain decoding."""
+    for turn, answer in enumerate(answers):
+        if store.find(question.question_id, turn + 1, PLAIN) is not None:
+            continue
+        prompt_ids = _prompt_ids(text, question, turn, [other.text for other in answers[:turn]])
+        script = [*answer.token_ids, *([text.tokens.end_id] if answer.ended else [])]
+        choice = TokenChoice.replay({"": script})
+        decoded = decode_answer(plain, prompt_ids, choice, DecodeLimits(max_tokens=len(script)))
+        key = AnswerKey(question.question_id, turn + 1, question.category)
+        store.add(measured(key, PLAIN, decoded, answer.text))
 
 
 def _prompt_ids(text: ModelText, question: Question, turn: int, texts: Sequence[str]) -> list[int]:
