@@ -1,4 +1,4 @@
-"""The README's program for vLLM itself, run as it stands there."""
+"""The README's programs, run as they stand there."""
 
 from __future__ import annotations
 
@@ -50,3 +50,23 @@ def test_plain_vllm_forks_when_given_our_scheduler(tmp_path: Path) -> None:
     items = [line for line in text if re.match(r"\d+\. ", line)]
     assert len(items) >= 2
     assert "[Fork]" not in answer.stdout
+
+
+def test_an_offline_decoder_answers_and_tells_of_every_pass(tmp_path: Path) -> None:
+    script = tmp_path / "readme.py"
+    script.write_text(program("from apar_core.decoders.interface import decode_answer"))
+
+    answer = subprocess.run(
+        [sys.executable, script],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+    assert answer.returncode == 0, answer.stderr
+    lines = answer.stdout.strip().splitlines()
+    assert sum(bool(re.match(r"\d+\. ", line)) for line in lines) == 5
+    assert [line.startswith("StepRecord(step=") for line in lines[-3:]] == [True] * 3
