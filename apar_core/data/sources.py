@@ -13,6 +13,8 @@ import ijson  # type: ignore[import-untyped]
 from apar_core.errors import DataError
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# Chats nest five deep; what nests without end would fill the memory.
+_MAX_DEPTH = 100
 
 ReadBytes = Callable[[int], None]
 
@@ -95,13 +97,39 @@ def _array_items(path: Path, file: BufferedReader, on_read: ReadBytes) -> Iterat
         on_read(len(file.read(len(_BYTE_ORDER_MARK))))
     number = 0
     try:
-        for number, value in enumerate(
-            ijson.items(_CountingFile(file, on_read), "item", use_float=True), start=1
-        ):
+        elements = _elements(_CountingFile(file, on_read))
+        for number, value in enumerate(elements, start=1):
             yield SourceItem(str(path), number, "item", value)
     except (ijson.JSONError, UnicodeDecodeError) as error:
         # Nothing behind the mistake can be told apart any more.
-        reason = str(error).strip().splitlines()[0]
+        reason = _first_line(error)
         yield SourceItem(
             str(path), number + 1, "item", None, f"{reason}; the rest of the file is lost"
         )
+
+
+def _elements(file: _CountingFile) -> Iterator[Any]:
+    """Yield the elements of an array. Raises ijson.JSONError, also for one nested too deeply."""
+    depth = 0
+    builder = ijson.ObjectBuilder()
+    for event, value in ijson.basic_parse(file, use_float=True):
+        if depth == 1:
+            builder = ijson.ObjectBuilder()
+        is_outermost = depth == 0
+        if event in ("start_map", "start_array"):
+            depth += 1
+            if depth > _MAX_DEPTH:
+                raise ijson.JSONError("nested too deeply")
+        elif event in ("end_map", "end_array"):
+            depth -= 1
+        if depth > 0 and not is_outermost:
+            builder.event(event, value)
+            if depth == 1:
+                yield builder.value
+
+
+def _first_line(error: Exception) -> str:
+    # The parser's own messages are bytes, with the place in the lines below.
+    message = error.args[0] if error.args else ""
+    text = message.decode(errors="replace") if isinstance(message, bytes) else str(error)
+    return text.strip().split("\n")[0]

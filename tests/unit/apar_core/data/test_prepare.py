@@ -85,7 +85,7 @@ def test_bad_lines_are_counted_with_their_place_and_reason(tmp_path: Path) -> No
     assert len(list(read_examples(tmp_path / "out"))) == 2
 
 
-@pytest.mark.parametrize("damage", [b', {"x": ]', b', "\xff"]', b","])
+@pytest.mark.parametrize("damage", [b', {"x": ]', b', "\xff"]', b",", b", " + b"[" * 100_000])
 def test_what_stands_before_the_damage_of_an_array_is_used(tmp_path: Path, damage: bytes) -> None:
     source = tmp_path / "chats.json"
     source.write_bytes(b"[" + json.dumps(chat("q", LIST)).encode() + damage)
@@ -95,6 +95,17 @@ def test_what_stands_before_the_damage_of_an_array_is_used(tmp_path: Path, damag
     assert report.refusals == {"broken JSON": 1}
     assert report.refusal_examples[0].place.endswith("item 2")
     assert len(list(read_examples(tmp_path / "out"))) == 1
+
+
+def test_elements_that_are_no_chats_are_refused_one_by_one(tmp_path: Path) -> None:
+    items = [None, 5, "x", [], {}, [[1], {"a": [2]}], chat("q", LIST), True]
+    source = tmp_path / "chats.json"
+    source.write_text(json.dumps(items))
+
+    report = prepare([source], tmp_path / "out", ALL)
+
+    assert (report.num_items, report.num_answers) == (8, 1)
+    assert report.refusals == {"wrong type": 6, "missing field": 1}
 
 
 def test_strict_mode_stops_at_the_first_and_leaves_nothing(tmp_path: Path) -> None:
