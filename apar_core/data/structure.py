@@ -1,8 +1,9 @@
 """An answer as the tree that the paper's rules make of it (APAR, arXiv 2401.06761, appendix B).
 
 Where the paper leaves a choice: an answer of one paragraph has nothing to write in parallel and is
-unstructured; every list of an answer counts; the number of a point ("1.") is no sentence; a line
-that leads to a list below it is a root; dates, "24/7" and odds like 1/6 are no mathematics.
+unstructured; every list of an answer counts; the number of a point ("1.") is no sentence, nor is
+"Sure!"; a line that leads to a list below it is a root; dates, "24/7" and odds like 1/6 are no
+mathematics.
 """
 
 from __future__ import annotations

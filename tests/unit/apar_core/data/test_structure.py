@@ -101,6 +101,18 @@ def test_the_first_sentence_of_a_paragraph_is_its_root() -> None:
     ]
 
 
+def test_an_interjection_is_no_root_without_the_sentence_after_it() -> None:
+    answer = (
+        "Sure! Cats sleep. They do it all day.\n\nOf course. Here it is:\n\n**Yes!** Dogs run. Far."
+    )
+
+    assert forks(answer) == [
+        ("Sure! Cats sleep.", " They do it all day."),
+        ("\n\nOf course. Here it is:\n\n**Yes!** Dogs run.", " Far."),
+    ]
+    assert forks("Surely. It is.\n\nNo one came. Why?")[0] == ("Surely.", " It is.")
+
+
 def test_an_answer_of_one_paragraph_has_nothing_to_write_beside_it() -> None:
     assert extract_tree("Cats sleep. They do it all day.").kind == "unstructured"
 
