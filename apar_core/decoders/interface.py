@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -35,12 +36,25 @@ class TokenChoice:
     `tokens_of_thread` maps a thread's path ("" for the root thread, "0.2" for the third child of
     its first child) to all that it generates, fork and end tokens included. A thread whose tokens
     do not end with the end token is cut off after them.
+
+    Raises RequestError for a temperature below 0 and for a `top_p` outside ]0, 1].
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
     tokens_of_thread: Mapping[str, Sequence[int]] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise RequestError(
+                f"temperature must be at least 0 and finite, got {self.temperature}",
+                param="temperature",
+            )
+        if not 0 < self.top_p <= 1:
+            raise RequestError(
+                f"top_p must be above 0 and at most 1, got {self.top_p}", param="top_p"
+            )
 
     @classmethod
     def greedy(cls) -> TokenChoice:
@@ -55,15 +69,7 @@ class TokenChoice:
 
         Every thread draws from a stream of its own, so that an answer with a seed does not
         depend on which threads ran side by side. A temperature of 0 is greedy.
-
-        Raises RequestError for a temperature below 0 and for a `top_p` outside ]0, 1].
         """
-        if not temperature >= 0:
-            raise RequestError(
-                f"temperature must be at least 0, got {temperature}", param="temperature"
-            )
-        if not 0 < top_p <= 1:
-            raise RequestError(f"top_p must be above 0 and at most 1, got {top_p}", param="top_p")
         return cls(temperature, top_p, seed)
 
     @classmethod

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from apar_core.control_tokens import ControlTokens, find_control_tokens, refuse_control_tokens
@@ -100,10 +101,28 @@ class ThreadDecoder:
                     "generates",
                     param=field,
                 )
-        if choice.tokens_of_thread is not None and "" not in choice.tokens_of_thread:
+        if choice.tokens_of_thread is not None:
+            self._check_paths(choice.tokens_of_thread)
+
+    def _check_paths(self, replay: Mapping[str, Sequence[int]]) -> None:
+        if "" not in replay:
             raise RequestError(
                 "tokens_of_thread lacks the root thread ''", param="tokens_of_thread"
             )
+        tokens = self.decoding.tokens
+        forks = {
+            path: sum(tokens is not None and token == tokens.fork_id for token in token_ids)
+            for path, token_ids in replay.items()
+        }
+        for path in (path for path in replay if path):
+            parent, _, ordinal = path.rpartition(".")
+            if ordinal not in map(str, range(forks.get(parent, 0))):
+                field = f"tokens_of_thread[{path!r}]"
+                raise RequestError(
+                    f"{field} is a thread that nothing opens: {parent!r} has "
+                    f"{forks.get(parent, 0)} fork tokens",
+                    param=field,
+                )
 
     def _unforceable(self) -> set[int]:
         tokens = self.decoding.tokens
@@ -200,7 +219,7 @@ def build_decoder(
 def _load(loader: Any, name: str | Path, **arguments: Any) -> Any:
     try:
         return loader.from_pretrained(str(name), **arguments)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"cannot load model {str(name)!r}: {error}") from error
 
 

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -194,7 +195,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     for file in files:
         try:
             tensors = load_file(file)
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(f"cannot read the Medusa heads in {file}: {error}") from error
         weights.update({_present_name(name): tensor for name, tensor in tensors.items()})
     return weights

@@ -1,10 +1,15 @@
 """How the next token after every node is chosen, and which candidates are accepted.
 
+Greedily a candidate is accepted where it equals the chosen token. At a temperature acceptance is
+typical (Medusa, arXiv 2401.10774, section 2.3.1), which does not keep the model's distribution:
+text that the heads propose and the model finds likely enough is preferred.
 Dimensions: R rows, Q nodes of a row, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +19,19 @@ from apar_core.decoders.candidate_tree import CandidateTree
 from apar_core.decoders.interface import TokenChoice
 from apar_core.decoders.thread_family import Thread
 
+MIN_TEMPERATURE = 1e-5
+
 
 @dataclass(frozen=True, slots=True)
 class TypicalAcceptance:
-    """A candidate is accepted where its probability is above min(epsilon, delta * exp(-entropy)).
+    """A candidate x is accepted where p(x) > min(epsilon, delta * exp(-H(p))), H being the entropy.
 
-    Source: Medusa (arXiv 2401.10774), section 2.3.1; the values are those of its implementation.
+    p is the model's distribution after the tokens before x, at the temperature of the request. A
+    row's first node is always accepted, since it was chosen from p itself. Of the candidates'
+    paths the longest on which all are accepted is kept; of several, the likeliest.
+
+    Source: Medusa (arXiv 2401.10774), section 2.3.1; the values are those of its implementation,
+    where delta is the square root of epsilon.
     """
 
     epsilon: float = 0.09
@@ -30,13 +42,14 @@ class TypicalAcceptance:
 class ChosenTokens:
     """What came back from the device, as lists [R][Q].
 
-    `chosen` follows each node, `given` are the nodes themselves. `accepted` tells for each
-    candidate whether it may follow its parent; None where it has to equal the chosen token.
+    `chosen` follows each node, `given` are the nodes themselves. `accepted` tells for each node
+    whether it lies on the path that typical acceptance keeps; None where a candidate has to equal
+    the chosen token.
     """
 
     chosen: list[list[int]]
     given: list[list[int]]
-    accepted: list[list[int]] | None
+    accepted: list[list[bool]] | None
 
     def next_token(self, row: int, node: int, tree: CandidateTree, thread: Thread) -> int:
         """Return the token that the thread gets after a node."""
@@ -62,11 +75,43 @@ def choose_tokens(
         both = torch.stack((logits_RQV.argmax(-1), tokens_RQ)).tolist()
         return ChosenTokens(both[0], both[1], None)
     uniforms = torch.tensor(uniforms_RQ, device=logits_RQV.device)
-    logits = logits_RQV.float() / choice.temperature
+    logits = logits_RQV.float()
+    # Less the largest, so that no temperature is too low to divide by.
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(choice.temperature, MIN_TEMPERATURE)
     chosen_RQ = _draw(logits, choice.top_p, uniforms)
-    accepted_RQ = _accepted(logits, tokens_RQ, tree, acceptance)
-    lists = torch.stack((chosen_RQ, tokens_RQ, accepted_RQ.long())).tolist()
-    return ChosenTokens(lists[0], lists[1], lists[2])
+    scores_RQ = _scores(logits, tokens_RQ, tree, acceptance)
+    # A double holds every token id exactly.
+    chosen, given, scores = torch.stack((chosen_RQ, tokens_RQ, scores_RQ.double())).tolist()
+    return ChosenTokens(
+        [[int(token) for token in row] for row in chosen],
+        [[int(token) for token in row] for row in given],
+        [accepted_path(row, tree) for row in scores],
+    )
+
+
+def accepted_path(scores: Sequence[float], tree: CandidateTree) -> list[bool]:
+    """Tell for each node whether it lies on the longest path of accepted candidates.
+
+    `scores` [Q] are log probabilities, -inf where a candidate is not accepted. Of several longest
+    paths the one with the highest sum is taken.
+    """
+    best = (0, 0.0, 0)
+    pending = [best]
+    while pending:
+        length, total, node = pending.pop()
+        best = max(best, (length, total, node), key=lambda path: path[:2])
+        pending += [
+            (length + 1, total + scores[candidate], candidate)
+            for candidate in tree.children[node]
+            if scores[candidate] > -math.inf
+        ]
+    on_path = [False] * len(tree.parents)
+    node = best[2]
+    while node != 0:
+        on_path[node] = True
+        node = tree.parents[node]
+    on_path[0] = True
+    return on_path
 
 
 def _draw(logits: Tensor, top_p: float, uniforms: Tensor) -> Tensor:
@@ -81,12 +126,13 @@ def _draw(logits: Tensor, top_p: float, uniforms: Tensor) -> Tensor:
     return order.gather(-1, torch.minimum(drawn, last_kept))[..., 0]
 
 
-def _accepted(
+def _scores(
     logits: Tensor, tokens_RQ: Tensor, tree: CandidateTree, acceptance: TypicalAcceptance
 ) -> Tensor:
+    """Return each node's log probability after its parent, -inf where it is not accepted."""
     probabilities = logits.softmax(-1)
     entropies = -torch.xlogy(probabilities, probabilities).sum(-1)
     bounds = (acceptance.delta * torch.exp(-entropies)).clamp(max=acceptance.epsilon)
     parents = torch.tensor(tree.parents, device=logits.device)
-    of_candidate = probabilities[:, parents].gather(-1, tokens_RQ[..., None])[..., 0]
-    return of_candidate > bounds[:, parents]
+    of_node = probabilities[:, parents].gather(-1, tokens_RQ[..., None])[..., 0]
+    return of_node.log().masked_fill(of_node <= bounds[:, parents], -torch.inf)

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from apar_core.errors import RequestError
 from cluster.cli.thread_view import statistics_line, thread_view
 from cluster.model_config import DEFAULT_MODEL, ModelConfig
 
@@ -34,15 +35,20 @@ def generate_by_decoder(name: str, model: str, medusa_heads: Path | None, asked:
     from apar_core.control_tokens import find_control_tokens, neutralise, plain_spellings
     from apar_core.decoders.interface import DecodeLimits, TokenChoice, decode_answer
     from apar_core.decoders.load import DECODER_NAMES, load_decoder, load_tokenizer
-    from apar_core.models.apar_tiny import checkpoint_path
+    from apar_core.models.apar_tiny_medusa import heads_path
     from apar_core.tree.statistics import tree_statistics
 
+    if medusa_heads is not None and (name != "medusa_apar" or not asked.fork):
+        raise RequestError(
+            f"medusa_heads {str(medusa_heads)!r}: only --decoder medusa_apar with forks has heads",
+            param="medusa_heads",
+        )
     path = ModelConfig(checkpoint=model).preset.path
     tokenizer = load_tokenizer(path)
     # Without forks there is one thread, which is what plain decodes.
     name = "plain" if name in DECODER_NAMES and not asked.fork else name
     if medusa_heads is None and model == DEFAULT_MODEL:
-        medusa_heads = checkpoint_path().parent / "apar_tiny_medusa"
+        medusa_heads = heads_path()
     decoder = load_decoder(name, path, tokenizer, medusa_heads=medusa_heads)
     prompt_ids: Any = (
         tokenizer.encode(asked.prompt)

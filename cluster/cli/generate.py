@@ -57,7 +57,7 @@ def generate(
     """
     asked = Asked(prompt, max_tokens, temperature, seed, fork, raw, show_threads)
     try:
-        if decoder == "vllm":
+        if decoder == "vllm" and medusa_heads is None:
             _generate_by_engine(model, asked)
         else:
             generate_by_decoder(decoder, model, medusa_heads, asked)

@@ -1,57 +1,22 @@
-"""The three decoders on the shipped model and, by hypothesis, on random trees and models."""
+"""The three decoders on a small random model, with random trees, prompts and candidates."""
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from apar_core.control_tokens import ControlTokens
 from apar_core.decoders.interface import DecodeLimits, TokenChoice, decode_answer
-from apar_core.decoders.load import ThreadDecoder, build_decoder, load_decoder
-from apar_core.decoders.medusa_heads import MedusaHeads, MedusaHeadSettings
-from apar_core.errors import CheckpointError, RequestError
-from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.decoders.load import DECODER_NAMES
 from apar_core.tree.statistics import tree_statistics
-
-END, FORK, CHILD, VOCABULARY = 2, 3, 4, 24
-CONTROL = ControlTokens(FORK, CHILD, "[Fork]", "[Child]")
-PROMPT = [5, 6, 7, 8]
-
-
-@cache
-def decoder(name: str, top_k: tuple[int, ...] = (2, 2)) -> ThreadDecoder:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.5,
-    )
-    # Sums in another order differ by 1e-15 here, so that no choice hangs on them.
-    model = LlamaForCausalLM(config).double().eval()
-    heads = None
-    if name == "medusa_apar":
-        sizes = MedusaHeadSettings(hidden_size=16, vocab_size=VOCABULARY)
-        heads = MedusaHeads(sizes).double().eval()
-    # The enum of names is checked by build_decoder's own type.
-    return build_decoder(
-        name,  # type: ignore[arg-type]
-        model,
-        CONTROL,
-        frozenset({END}),
-        heads=heads,
-        top_k=top_k,
-    )
+from tests.unit.apar_core.decoders.small_decoders import (
+    CHILD,
+    END,
+    FORK,
+    PROMPT,
+    VOCABULARY,
+    decoder,
+)
 
 
 @st.composite
@@ -131,7 +96,7 @@ def test_medusa_equals_vanilla_greedily_and_both_equal_plain_forwards(
 
 
 def test_an_answer_at_a_temperature_is_the_same_for_the_same_seed() -> None:
-    for name in ("plain", "vanilla_apar", "medusa_apar"):
+    for name in DECODER_NAMES:
         limits = DecodeLimits(max_tokens=40)
         answers = [
             decode_answer(decoder(name), PROMPT, TokenChoice.sampled(1.0, 0.9, seed), limits)
@@ -140,29 +105,6 @@ def test_an_answer_at_a_temperature_is_the_same_for_the_same_seed() -> None:
 
         assert answers[0].threads == answers[1].threads
         assert answers[0].threads != answers[2].threads
-
-
-def test_the_trained_heads_give_vanillas_answer_in_fewer_passes() -> None:
-    heads = checkpoint_path().parent / "apar_tiny_medusa"
-    if not heads.is_dir():
-        pytest.skip("no trained heads in apar_core/models/apar_tiny_medusa")
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint_path())
-    prompt: Any = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Give me 5 tips for learning guitar."}],
-        add_generation_prompt=True,
-        return_dict=False,
-    )
-
-    vanilla, medusa = (
-        decode_answer(
-            load_decoder(name, checkpoint_path(), medusa_heads=heads, dtype=torch.float32), prompt
-        )
-        for name in ("vanilla_apar", "medusa_apar")
-    )
-
-    assert len(vanilla.threads) == 6
-    assert set(medusa.threads) == set(vanilla.threads)
-    assert len(medusa.trace) < 0.7 * len(vanilla.trace)
 
 
 def test_new_ids_make_up_the_text_in_reading_order() -> None:
@@ -177,30 +119,3 @@ def test_plain_never_generates_a_control_token() -> None:
 
     assert len(answer.threads) == 1
     assert not {FORK, CHILD} & set(answer.threads[0].token_ids)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        ([], "prompt is empty"),
-        ([5, FORK], r"token 1 of the prompt is the control token '\[Fork\]'"),
-        ([5, 24], "token 1 of prompt has id 24"),
-        ([5] * 256, "prompt has 256 tokens"),
-    ],
-)
-def test_a_prompt_that_cannot_be_is_refused(prompt: list[int], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        decode_answer(decoder("vanilla_apar"), prompt)
-
-
-def test_heads_of_another_model_are_refused() -> None:
-    heads = MedusaHeads(MedusaHeadSettings(hidden_size=8, vocab_size=VOCABULARY))
-
-    with pytest.raises(CheckpointError, match="hidden_size 8, the model has 16"):
-        build_decoder(
-            "medusa_apar",
-            decoder("plain").decoding.model,
-            CONTROL,
-            frozenset({END}),
-            heads=heads,
-        )
