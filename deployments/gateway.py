@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
 from apar_core.errors import CapacityError, RequestError
 from deployments.admission import Admission
@@ -57,6 +57,8 @@ class GatewaySettings(BaseModel):
 
     models: tuple[ServedModel, ...]
     max_body_bytes: PositiveInt = 16 * 2**20
+    # A call to a model without a replica waits until there is one again.
+    models_wait_s: PositiveFloat = 5.0
 
 
 class BodyTooLargeError(RequestError):
@@ -167,13 +169,11 @@ class Gateway:
     async def _answer_models(self, request: RelayedRequest, send: Send) -> None:
         """The list of all models, each as its replicas describe it, asked for once.
 
-        A model whose replicas cannot answer now is left out; if none can, the error of one of
-        them is the answer.
+        A model whose replicas cannot answer in time is left out; if none can, the error of one
+        of them is the answer.
         """
         unknown = [name for name in self._models if name not in self._cards]
-        answers = await asyncio.gather(
-            *(whole_answer(self._models[name].replicas, request) for name in unknown)
-        )
+        answers = await asyncio.gather(*(self._described(name, request) for name in unknown))
         for name, answer in zip(unknown, answers, strict=True):
             if answer.status == HTTPStatus.OK:
                 self._cards[name] = json.loads(answer.body)["data"]
@@ -183,6 +183,14 @@ class Gateway:
         cards = [card for name in self._models for card in self._cards.get(name, ())]
         body = json.dumps({"object": "list", "data": cards}).encode()
         await send_whole(send, AnswerStart(HTTPStatus.OK, [JSON_TYPE], body))
+
+    async def _described(self, name: str, request: RelayedRequest) -> AnswerStart:
+        try:
+            async with asyncio.timeout(self._settings.models_wait_s):
+                return await whole_answer(self._models[name].replicas, request)
+        except TimeoutError:
+            answer = no_replica()
+            return AnswerStart(answer.status, answer.headers, answer.body)
 
 
 async def _answer_lifespan(receive: Receive, send: Send) -> None:

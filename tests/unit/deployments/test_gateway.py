@@ -294,3 +294,20 @@ async def test_the_list_of_models_leaves_out_one_that_cannot_answer() -> None:
     assert [card["id"] for card in partial.json()["data"]] == ["m1"]
     assert none.status_code == 503
     assert none.json()["error"]["code"] == "engine_lost"
+
+
+async def test_the_list_of_models_does_not_wait_for_one_that_is_being_replaced() -> None:
+    alive = PlayedReplicas(AnswerStart(200, JSON, b'{"data": [{"id": "m1"}]}'))
+    starting = PlayedReplicas(AnswerStart(200, JSON, b'{"data": [{"id": "m"}]}'))
+    starting.gate.clear()
+    http = client(starting, alive, models_wait_s=0.01)
+
+    while_it_starts = await http.get("/v1/models")
+    alone = await client(starting, models_wait_s=0.01).get("/v1/models")
+    starting.gate.set()
+    later = await http.get("/v1/models")
+
+    assert [card["id"] for card in while_it_starts.json()["data"]] == ["m1"]
+    assert (alone.status_code, alone.json()["error"]["code"]) == (503, "not_ready")
+    assert [card["id"] for card in later.json()["data"]] == ["m", "m1"]
+    assert starting.num_closed == 3
