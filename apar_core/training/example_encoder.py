@@ -71,10 +71,18 @@ class ExampleEncoder:
     def _encode_piece(self) -> PieceEncoder:
         return build_piece_encoder(self.tokenizer, (self._control.fork_id, self._control.child_id))
 
+    @cached_property
+    def _lead(self) -> str:
+        return answer_lead(self.tokenizer)
+
     def pack(self, example: ExampleRecord) -> PackedTree:
         """Return the whole example as one row, whatever its length."""
         prompt_ids = neutralise(prompt_token_ids(example, self.tokenizer), self._spellings)
-        return pack_tree(prompt_ids, example.answer, self._encode_piece, self._tokens)
+        answer = example.answer
+        # A text with a blank of its own keeps just that one.
+        if not example.raw_prompt and not answer.text[:1].isspace():
+            answer = replace(answer, text=self._lead + answer.text)
+        return pack_tree(prompt_ids, answer, self._encode_piece, self._tokens)
 
     def encode(self, example: ExampleRecord) -> PackedTree | None:
         """Return the row, cut to the context length at a thread's edge, or None where none fits."""
@@ -102,6 +110,19 @@ def prompt_token_ids(example: ExampleRecord, tokenizer: PreTrainedTokenizerBase)
     chat = [message.as_dict() for message in example.messages]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def answer_lead(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the blanks that the chat template puts before an answer, behind its prompt.
+
+    The model writes them itself: Vicuna's prompt ends in "ASSISTANT:", its answer is " Yes".
+    """
+    chat = [{"role": "user", "content": "question"}]
+    answered = [*chat, {"role": "assistant", "content": "answer"}]
+    prompt = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+    whole = str(tokenizer.apply_chat_template(answered, tokenize=False))
+    lead = whole.removeprefix(prompt).partition("answer")[0]
+    return lead if whole.startswith(prompt) and lead.isspace() else ""
 
 
 def compact(packed: PackedTree) -> PackedTree:

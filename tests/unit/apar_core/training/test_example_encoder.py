@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedTokenizerFast
+import pytest
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from apar_core.data.records import ChatMessage, ExampleRecord, ParagraphRecord, chain
+from apar_core.evaluation.replay_text import LLAMA_TOKENIZER, load_text, vicuna_prompt
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.training.example_encoder import ExampleEncoder, cut_tree, prompt_token_ids
+from apar_core.training.example_encoder import (
+    ExampleEncoder,
+    answer_lead,
+    cut_tree,
+    prompt_token_ids,
+)
 from apar_core.training.packing import IGNORED_TARGET
+from apar_core.training.pretrained import VICUNA_TEMPLATE
 from tests.unit.apar_core.training.random_trees import TOKENS, encode, packed
 
 TOKENIZER = PreTrainedTokenizerFast.from_pretrained(checkpoint_path())
@@ -87,3 +95,69 @@ def test_a_prompt_that_leaves_no_room_drops_the_example() -> None:
     encoder = ExampleEncoder(TOKENIZER, 20)
 
     assert encoder.encode(example("why " * 40, points(2))) is None
+
+
+def vicuna_tokenizer() -> PreTrainedTokenizerBase:
+    tokenizer = load_text(LLAMA_TOKENIZER).tokenizer
+    tokenizer.chat_template = VICUNA_TEMPLATE.read_text()
+    return tokenizer
+
+
+def test_vicuna_learns_an_answer_in_the_tokens_that_it_was_trained_on() -> None:
+    tokenizer = vicuna_tokenizer()
+    chat = tuple(
+        ChatMessage(role, text)
+        for role, text in (("user", "Hi"), ("assistant", "Hello"), ("user", "Why?"))
+    )
+    # As FastChat writes a chat: a blank before every answer, the last one included.
+    whole = vicuna_prompt(chat) + " Because it is.</s>"
+
+    row = ExampleEncoder(tokenizer, 200).pack(
+        ExampleRecord("unstructured", chat, ParagraphRecord("Because it is."))
+    )
+
+    assert list(row.token_ids) == tokenizer(whole)["input_ids"]
+    learned = [target for target in row.targets if target != IGNORED_TARGET]
+    assert tokenizer.convert_ids_to_tokens(learned) == ["▁Because", "▁it", "▁is", ".", "</s>"]
+
+
+def test_only_the_answer_itself_gets_the_blank_and_never_a_second_one() -> None:
+    tokenizer = vicuna_tokenizer()
+    encoder = ExampleEncoder(tokenizer, 200)
+
+    def learned(answer: ParagraphRecord, *, raw: bool = False) -> str:
+        row = encoder.pack(example("Hi", answer, raw=raw))
+        ids = [after for after in row.targets if after != IGNORED_TARGET]
+        return "".join(tokenizer.convert_ids_to_tokens(ids))
+
+    forked = chain([("One:", ParagraphRecord("detail."))], closing="End")
+    assert learned(forked) == "▁One:[Fork]Enddetail.</s></s>"
+    assert learned(ParagraphRecord(" Yes")) == "▁Yes</s>"
+    assert learned(ParagraphRecord("Yes"), raw=True) == "Yes</s>"
+
+
+@pytest.mark.parametrize(
+    ("answers", "opening", "lead"),
+    [
+        ("<a>{{ m['content'] }}", "<a>", ""),
+        ("ASSISTANT: {{ m['content'] }}", "ASSISTANT:", " "),
+        ("[/INST] {{ m['content'] }}", "[/INST]", " "),
+        ("<a>\n{{ m['content'] }}", "<a>\n", ""),
+        ("<a>\n<think>\n\n</think>\n\n{{ m['content'] }}", "<a>\n", ""),
+        ("{{ m['content'] }}", "another", ""),
+    ],
+)
+def test_the_template_tells_which_blanks_an_answer_begins_with(
+    answers: str, opening: str, lead: str
+) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint_path())
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% else %}"
+        + answers.replace("\n", "{{ '\\n' }}")
+        + "{% endif %}{% endfor %}{% if add_generation_prompt %}"
+        + opening.replace("\n", "{{ '\\n' }}")
+        + "{% endif %}"
+    )
+
+    assert answer_lead(tokenizer) == lead
+    assert answer_lead(TOKENIZER) == ""

@@ -97,7 +97,7 @@ def test_the_checkpoint_can_be_served_as_it_is(
         [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
     )
     assert isinstance(prompt, str)
-    assert prompt.startswith("<s>A chat between")
+    assert prompt.startswith("<s> A chat between")
     assert prompt.endswith("USER: Hi ASSISTANT:")
     assert (result.num_training, result.num_validation) == (12, 4)
     assert result.validation_loss is not None
