@@ -19,6 +19,22 @@ class StartError(AparError):
     """The application did not come up."""
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader, which would let the last of two equal keys win unseen."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"{key.value!r} is given twice", problem_mark=key.start_mark
+                    )
+                seen.add(key.value)
+        return node
+
+
 class ClusterConfig(BaseModel):
     """One address, and the models that it serves."""
 
@@ -69,7 +85,12 @@ def load_config(
     try:
         return ClusterConfig.model_validate(values)
     except ValidationError as error:
-        problems = "; ".join(_problem(problem) for problem in error.errors())
+        problems = "; ".join(
+            _problem(problem)
+            for problem in error.errors()
+            # A list whose only items are wrong is not also too short.
+            if problem["type"] != "too_short" or not problem["input"]
+        )
         raise ConfigError(f"{path}: {problems}" if path is not None else problems) from error
 
 
@@ -79,8 +100,10 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        loaded = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except RecursionError as error:
+        raise ConfigError(f"{path}: nested too deeply") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {error}") from error
     if loaded is not None and not isinstance(loaded, dict):
         raise ConfigError(f"{path}: a mapping of settings is expected")

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 from rich.console import Console
+from rich.markup import escape
 
 from apar_core.errors import AparError
 from cluster.cli.serve import check_checkpoint
@@ -25,7 +26,8 @@ def check(file: ConfigFile) -> None:
     """Say whether `apar serve` would take the file; exit code 1 if not, with the wrong field."""
     config = _load(file)
     names = ", ".join(model.public_name for model in config.models)
-    console.print(f"{file}: in order. Models: {names}.", soft_wrap=True, highlight=False)
+    text = f"{file}: in order. Models: {names}."
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 @app.command()
@@ -36,6 +38,7 @@ def show(file: ConfigFile) -> None:
     for shown, model in zip(values["models"], config.models, strict=True):
         shown["name"] = model.public_name
         shown["max_concurrency"] = model.requests_per_replica
+        shown["engine"] = model.preset.engine | model.engine
     typer.echo(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), nl=False)
     for model in config.models:
         typer.echo(
@@ -61,6 +64,6 @@ def _load(file: Path) -> ClusterConfig:
         for model in config.models:
             check_checkpoint(model)
     except AparError as error:
-        Console(stderr=True).print(f"[red]Error:[/red] {error}", soft_wrap=True)
+        Console(stderr=True).print(f"[red]Error:[/red] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from error
     return config

@@ -17,6 +17,7 @@ import httpx
 import psutil
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from apar_core.errors import AparError
 from cluster.config import ClusterConfig, ConfigError, StartError, load_config
@@ -82,7 +83,7 @@ def serve(
         _check_port(settings)
         run(settings, _wait_for_signal)
     except AparError as error:
-        console.print(f"[red]Error:[/red] {error}", soft_wrap=True)
+        console.print(f"[red]Error:[/red] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from error
 
 
@@ -114,7 +115,7 @@ def run(settings: ClusterConfig, wait: Callable[[], None]) -> None:
         with _cluster(settings):
             _stop_on_signals(stopping)  # Ray has put its own handler in place.
             application: Any = importlib.import_module(APPLICATION_MODULE)
-            console.print(f"Starting {_names(settings)} ...")
+            console.print(f"Starting {_names(settings)} ...", markup=False)
             started = time.monotonic()
             with application.running(settings) as url:
                 _wait_until_healthy(url)

@@ -60,11 +60,31 @@ def test_the_command_line_cannot_change_one_of_several_models(tmp_path: Path) ->
         ("models: [{name: a/b}, {name: a b}]", r"2 of them are called 'Replica-a-b'"),
         ("[1, 2]", "mapping"),
         ("a: [", r"serve\.yaml"),
+        ("a: " + "[" * 5000, "nested too deeply"),
+        ("host: 2026-99-99", "month must be in"),
+        ("port: 9000\nport: 9001", r"'port' is given twice\n.*line 2"),
+        ("models: [{name: a, name: b}]", "'name' is given twice"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_place(tmp_path: Path, text: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         load_config(written(tmp_path, text), {}, {})
+
+
+def test_a_wrong_model_is_named_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(written(tmp_path, "models: [{replicas: 0}]"), {}, {})
+
+    assert "at least 1 item" not in str(error.value)
+
+
+def test_a_mapping_may_take_over_another(tmp_path: Path) -> None:
+    text = "models: [&a {name: a, replicas: 2}, &b {<<: *a, name: b}, {<<: *b, name: c}]"
+
+    config = load_config(written(tmp_path, text), {}, {})
+
+    assert [model.name for model in config.models] == ["a", "b", "c"]
+    assert config.num_replicas == 6
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

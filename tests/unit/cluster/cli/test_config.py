@@ -49,6 +49,32 @@ def test_check_names_what_is_wrong(file: Path, text: str, named: str) -> None:
     assert named in result.output
 
 
+@pytest.mark.parametrize(
+    ("text", "exit_code", "named"),
+    [
+        ("models: [{name: 'a[/b]'}]", 0, "a[/b]"),
+        ("models: [{checkpoint: './gone[bold]'}]", 1, "gone[bold]"),
+    ],
+)
+def test_brackets_in_names_are_shown_as_they_are(
+    file: Path, text: str, exit_code: int, named: str
+) -> None:
+    file.write_text(text)
+
+    result = CliRunner().invoke(app, ["config", "check", str(file)])
+
+    assert (result.exit_code, result.exception is None) == (exit_code, exit_code == 0)
+    assert named in result.output
+
+
+def test_show_fills_in_what_the_preset_gives(file: Path) -> None:
+    file.write_text("models: [{checkpoint: apar-7b, engine: {seed: 1}}]")
+
+    shown = CliRunner().invoke(app, ["config", "show", str(file)]).output
+
+    assert yaml.safe_load(shown)["models"][0]["engine"] == {"max_model_len": 2048, "seed": 1}
+
+
 def test_show_prints_a_file_that_means_the_same(file: Path, tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["config", "show", str(file)]).output
     again = tmp_path / "again.yaml"
