@@ -14,12 +14,15 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_validator,
 )
 
 DEFAULT_MODEL = "apar-tiny"
 DEFAULT_MAX_CONCURRENCY = 64
 # Beyond this a CUDA graph and the sampler's buffers cost more than the batch brings.
 MAX_THREADS = 1024
+# Engine arguments that a field of ours sets: the engine and the cluster must agree on them.
+_SET_BY_FIELDS = {"model": "checkpoint", "served_model_name": "name"}
 _MODELS = Path(__file__).resolve().parent.parent / "apar_core" / "models"
 
 
@@ -109,6 +112,19 @@ class ModelConfig(BaseModel):
     engine: dict[str, Any] = Field(
         default_factory=dict, description="vLLM engine arguments, by their Python names."
     )
+
+    @field_validator("engine")
+    @classmethod
+    def _check_engine(cls, engine: dict[str, Any]) -> dict[str, Any]:
+        for argument, name in _SET_BY_FIELDS.items():
+            if argument in engine:
+                raise ValueError(f"{argument}: set the model's `{name}` instead")
+        additional = engine.get("additional_config", {})
+        if not isinstance(additional, dict):
+            raise ValueError("additional_config: a mapping is expected")
+        if "apar" in additional:
+            raise ValueError("additional_config.apar: set the model's `forks` instead")
+        return engine
 
     @property
     def preset(self) -> Preset:

@@ -84,9 +84,10 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
             "distributed_executor_backend": "uni",
             "kv_cache_memory_bytes": model.kv_cache_bytes,
         }
+    arguments |= model.preset.engine | model.engine
     if limits := model.forks.model_dump(exclude_none=True):
-        arguments["additional_config"] = {"apar": limits}
-    return arguments | model.preset.engine | model.engine
+        arguments["additional_config"] = arguments.get("additional_config", {}) | {"apar": limits}
+    return arguments
 
 
 def replica_environment(

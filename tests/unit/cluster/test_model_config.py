@@ -2,6 +2,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from cluster.model_config import MAX_THREADS, ModelConfig
 
@@ -72,3 +73,17 @@ def test_replicas_share_a_gpu_by_their_share_of_its_memory(
     values: dict[str, Any], gpus: float
 ) -> None:
     assert ModelConfig(**values).gpus_in_ray == gpus
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"model": "other"}, "model: set the model's `checkpoint`"),
+        ({"served_model_name": ["other"]}, "served_model_name: set the model's `name`"),
+        ({"additional_config": {"apar": {"max_threads": 3}}}, "apar: set the model's `forks`"),
+        ({"additional_config": "text"}, "a mapping is expected"),
+    ],
+)
+def test_engine_arguments_cannot_contradict_a_field(engine: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        ModelConfig(engine=engine)

@@ -77,6 +77,17 @@ def test_gpus_of_a_model_reach_its_engine() -> None:
     assert arguments["gpu_memory_utilization"] == 0.8
 
 
+def test_fork_limits_stand_beside_other_additional_settings() -> None:
+    model = ModelConfig(
+        forks=ForkLimits(max_threads=3), engine={"additional_config": {"other": {"key": 1}}}
+    )
+
+    assert engine_arguments(model, on_gpu=True)["additional_config"] == {
+        "other": {"key": 1},
+        "apar": {"max_threads": 3},
+    }
+
+
 def test_fork_limits_of_a_model_reach_its_engine() -> None:
     limits = ForkLimits(max_threads=4, max_forks=9)
 

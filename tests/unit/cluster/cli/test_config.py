@@ -33,11 +33,18 @@ def test_check_names_the_models_of_a_good_file(file: Path) -> None:
     assert "apar-tiny, plain" in result.output
 
 
+def test_check_takes_the_engine_arguments_of_vllm(file: Path) -> None:
+    file.write_text("models: [{engine: {max_num_seqs: 4, enable_auto_tool_choice: true}}]")
+
+    assert CliRunner().invoke(app, ["config", "check", str(file)]).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
         ("models: [{replica: 2}]", "models.0.replica"),
         ("models: [{checkpoint: ./gone}]", "no such folder: gone"),
+        ("models: [{name: a, engine: {max_seqs: 4}}]", "a: vLLM has no engine argument 'max_seqs'"),
     ],
 )
 def test_check_names_what_is_wrong(file: Path, text: str, named: str) -> None:
