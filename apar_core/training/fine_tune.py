@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.trainer_utils import get_last_checkpoint
 
 from apar_core.control_tokens import ControlTokens
 from apar_core.data.example_file import read_examples
@@ -24,9 +23,9 @@ from apar_core.training.pretrained import (
 )
 from apar_core.training.recipe import LoraSettings, TrainingRecipe
 from apar_core.training.reports import OnStep
+from apar_core.training.resumption import last_checkpoint, train_from
 from apar_core.training.tree_dataset import RowList, TreeGroups, drawn_rows
 from apar_core.training.tree_trainer import (
-    CHECKPOINTS,
     TreeCollator,
     TreeTrainer,
     training_arguments,
@@ -61,7 +60,7 @@ def fine_tune(
     The checkpoint is what `apar serve` takes: adapters merged, tokenizer with control tokens and
     chat template. Raises TrainingError or DataError if something is not as it must be.
     """
-    last = last_checkpoint(out, resume=resume)
+    last = last_checkpoint(out, recipe, resume=resume)
     tokenizer = load_tokenizer(model_name, chat_template)
     model = load_model(model_name, torch.float32)
     refuse_long_context(model, recipe.context_length)
@@ -91,26 +90,10 @@ def fine_tune(
     )
     if recipe.lora is not None and trainer.is_fsdp_enabled:
         raise TrainingError("lora cannot be merged into a sharded model: train it without FSDP")
-    trainer.train(resume_from_checkpoint=last)
+    train_from(last, trainer, out)
     loss = trainer.evaluate()["eval_loss"] if validation.all_rows else None
     _save(trainer, tokenizer, out)
     return TrainingResult(encoder.counts, len(training.all_rows), len(validation.all_rows), loss)
-
-
-def last_checkpoint(out: Path, *, resume: bool) -> str | None:
-    """Return the newest checkpoint of an interrupted run, if it shall go on.
-
-    Raises TrainingError if there is none, or if a new run would mix with an old one's checkpoints.
-    """
-    folder = out / CHECKPOINTS
-    found: str | None = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-    if resume and found is None:
-        raise TrainingError(f"nothing to resume: {folder} holds no checkpoint")
-    if not resume and found is not None:
-        raise TrainingError(
-            f"{folder} holds checkpoints of an earlier run: resume it, or choose another folder"
-        )
-    return found
 
 
 def refuse_long_context(model: PreTrainedModel, context_length: int) -> None:

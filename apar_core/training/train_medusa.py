@@ -10,12 +10,13 @@ import torch
 from apar_core.decoders.medusa_heads import save_medusa_heads
 from apar_core.errors import TrainingError
 from apar_core.training.example_encoder import EncodingCounts, ExampleEncoder
-from apar_core.training.fine_tune import last_checkpoint, read_groups, refuse_long_context
+from apar_core.training.fine_tune import read_groups, refuse_long_context
 from apar_core.training.medusa_targets import MedusaCollator
 from apar_core.training.medusa_trainer import MedusaTrainer, initial_heads
 from apar_core.training.pretrained import load_model, load_tokenizer, pad_token_id
 from apar_core.training.recipe import MedusaRecipe
 from apar_core.training.reports import OnStep
+from apar_core.training.resumption import last_checkpoint, train_from
 from apar_core.training.tree_dataset import RowList, drawn_rows
 from apar_core.training.tree_trainer import TreeCollator, training_arguments
 
@@ -42,7 +43,7 @@ def train_medusa(
 
     Raises TrainingError or DataError if something is not as it must be.
     """
-    last = last_checkpoint(out, resume=resume)
+    last = last_checkpoint(out, recipe, resume=resume)
     tokenizer = load_tokenizer(model_name)
     model = load_model(model_name, torch.bfloat16 if recipe.dtype == "bfloat16" else torch.float32)
     refuse_long_context(model, recipe.context_length)
@@ -72,7 +73,7 @@ def train_medusa(
     )
     if trainer.is_fsdp_enabled:
         raise TrainingError("heads are too small to shard: train them without FSDP")
-    trainer.train(resume_from_checkpoint=last)
+    train_from(last, trainer, out)
     loss = trainer.evaluate()["eval_loss"] if len(validation_rows) else None
     accuracy = trainer.accuracy() if len(validation_rows) else []
     if trainer.is_world_process_zero():

@@ -117,6 +117,10 @@ def test_an_interrupted_run_that_goes_on_equals_one_that_was_not(tmp_path: Path)
         fine_tune(str(at.model), at.data, at.out, RECIPE, on_step=interrupt)
     with pytest.raises(TrainingError, match="checkpoints of an earlier run"):
         at.train()
+    with pytest.raises(TrainingError, match="another recipe: num_steps was 4 and is 8"):
+        fine_tune(
+            str(at.model), at.data, at.out, RECIPE.model_copy(update={"num_steps": 8}), resume=True
+        )
     steps: list[int] = []
     fine_tune(
         str(at.model), at.data, at.out, RECIPE,
