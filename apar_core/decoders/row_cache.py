@@ -5,6 +5,7 @@ Dimensions: R rows in use, Q new tokens a row, T tokens held, N heads, D size of
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ class RowLayer(CacheLayerMixin):
 
     def __init__(self, cache: RowCache) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._cache = cache
+        # The cache owns its layers; a reference back would keep both until the next collection.
+        self._cache: RowCache = weakref.proxy(cache)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate what the cache has reserved."""

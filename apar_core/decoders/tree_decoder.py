@@ -29,7 +29,7 @@ class Row:
 
     `child` opens behind the pending fork token in the next pass; `waiting` needs a copy of the row
     once that token is computed. `source` is the node of the last pass whose hidden state predicted
-    `pending`, for the heads.
+    `pending`, for the heads; None for a child token, which nothing predicted.
     """
 
     thread: Thread
@@ -37,7 +37,7 @@ class Row:
     pending: int
     child: Thread | None = None
     waiting: Thread | None = None
-    source: int = 0
+    source: int | None = None
 
     @property
     def carries(self) -> bool:
@@ -118,13 +118,17 @@ class AnswerRun:
         heads = self._model.heads
         assert heads is not None
         assert self._hidden_ND is not None
-        sources = torch.tensor([row.source for row in self.rows], device=self._device)
+        sources = torch.tensor([row.source or 0 for row in self.rows], device=self._device)
         widest = max(self._model.top_k)
         logits_HRV = heads(self._hidden_ND[sources])[: len(self._model.top_k)]
         best_RHK = logits_HRV.topk(widest, -1).indices.transpose(0, 1).flatten(1)
         nodes = range(1, 1 + tree.num_candidates)
         columns = [(tree.depths[node] - 1) * widest + tree.ranks[node] for node in nodes]
         proposals: Tensor = best_RHK[:, torch.tensor(columns, device=self._device)]
+        given = [index for index, row in enumerate(self.rows) if row.source is None]
+        if given and self._model.tokens is not None:
+            # Never accepted: what a thread draws must not hang on the threads beside it.
+            proposals[given] = self._model.tokens.child_id
         return proposals
 
     def _prefill(self, prompt: list[int]) -> Tensor:
