@@ -1,8 +1,8 @@
 """One item of a source file as a chat, in any of the forms that are understood.
 
-ShareGPT (`conversations` of `from` and `value`), OpenAI (`messages` of `role` and `content`),
-FastChat's answers (`question_id` with `choices` of `turns`, or with `text`), which need the
-questions, and traces (`prompt`, `response`, `history`).
+ShareGPT (`conversations` of `from` and `value`), OpenAI (`messages` of `role` and `content`);
+published copies mix the two. FastChat's answers (`question_id` with `choices` of `turns`, or with
+`text`), which need the questions, and traces (`prompt`, `response`, `history`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _ROLES = {
     "assistant": "assistant",
     "model": "assistant",
     "system": "system",
+    "developer": "system",
 }
 
 
@@ -60,11 +61,11 @@ def chat_of_item(item: Any, questions: Questions) -> list[ChatMessage]:
     if not isinstance(item, dict):
         raise ItemRefusedError("wrong type", f"an object was expected, not {type(item).__name__}")
     if "conversations" in item:
-        messages = _turns(item["conversations"], "conversations", "from", "value")
+        messages = _turns(item["conversations"], "conversations")
     elif "messages" in item:
-        messages = _turns(item["messages"], "messages", "role", "content")
+        messages = _turns(item["messages"], "messages")
     elif "response" in item:
-        history = _turns(item.get("history") or [], "history", "role", "content")
+        history = _turns(item.get("history") or [], "history")
         messages = [*history, ChatMessage("user", _text(item, "prompt"))]
         messages.append(ChatMessage("assistant", _text(item, "response")))
     elif "question_id" in item:
@@ -91,23 +92,26 @@ def load_questions(paths: Sequence[Path]) -> dict[str, tuple[str, ...]]:
             try:
                 item = parse_item(line)
                 turns = item["turns"]
+                if not isinstance(turns, list):
+                    raise TypeError("turns is no list")
                 questions[str(item["question_id"])] = tuple(turns)
             except ItemRefusedError as error:
                 raise DataError(f"{path}, line {number}: {error}") from error
             except (KeyError, TypeError) as error:
                 raise DataError(
-                    f"{path}, line {number}: a question has question_id and turns"
+                    f"{path}, line {number}: a question has question_id and a list of turns"
                 ) from error
     return questions
 
 
-def _turns(turns: Any, field: str, role_field: str, text_field: str) -> list[ChatMessage]:
+def _turns(turns: Any, field: str) -> list[ChatMessage]:
     if not isinstance(turns, list):
         raise ItemRefusedError("wrong type", f"{field} is {type(turns).__name__}, not a list")
     messages: list[ChatMessage] = []
     for number, turn in enumerate(turns):
         if not isinstance(turn, dict):
             raise ItemRefusedError("wrong type", f"{field}[{number}] is no object")
+        role_field, text_field = ("from", "value") if "from" in turn else ("role", "content")
         role = _ROLES.get(str(turn.get(role_field)).lower())
         if role is None:
             raise ItemRefusedError(
@@ -146,7 +150,9 @@ def _answered_questions(item: Mapping[str, Any], questions: Questions) -> list[C
         answers = [_text(item, "text")]
     asked = questions.get(str(item["question_id"]))
     if asked is None:
-        raise ItemRefusedError("no question", f"question_id {item['question_id']!r:.40}")
+        raise ItemRefusedError(
+            "no question", f"none of the question files has question_id {item['question_id']!r:.40}"
+        )
     if not isinstance(answers, list) or not answers:
         raise ItemRefusedError("wrong type", "choices[0].turns is no list of texts")
     if len(answers) > len(asked):

@@ -67,7 +67,11 @@ def source_files(inputs: Sequence[Path]) -> list[Path]:
             files.append(path)
         else:
             raise DataError(f"{path} does not exist")
-    return list(dict.fromkeys(files))
+    # A file that is named twice, or lies in a named folder too, is read once.
+    unique: dict[Path, Path] = {}
+    for path in files:
+        unique.setdefault(path.resolve(), path)
+    return list(unique.values())
 
 
 def read_items(path: Path, on_read: ReadBytes) -> Iterator[SourceItem]:

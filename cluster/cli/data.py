@@ -177,6 +177,8 @@ def _print_report(report: PreparationReport, out: Path) -> None:
         if sample.wanted is not None and sample.found < sample.wanted:
             line += f" ({sample.wanted} wanted)"
         console.print(line, highlight=False)
-    if report.num_answers == 0:
+    if report.num_items == 0:
+        console.print("[yellow]The files hold no chats.[/yellow]")
+    elif report.num_answers == 0:
         console.print("[yellow]No answer could be used; see the reasons above.[/yellow]")
     console.print(f"Written to [bold]{out}[/bold].", soft_wrap=True)

@@ -29,6 +29,8 @@ QUESTIONS = {"7": ("q", "r")}
                 {"role": "assistant", "content": "a"},
             ]
         },
+        {"conversations": [{"role": "user", "content": "q"}, {"role": "model", "content": "a"}]},
+        {"messages": [{"from": "user", "value": "q"}, {"from": "gpt", "value": "a"}]},
         {"prompt": "q", "response": "a", "history": []},
         {"prompt": "q", "response": "a"},
         {"question_id": 7, "text": "a"},
@@ -54,6 +56,20 @@ def test_earlier_turns_and_the_system_message_are_kept() -> None:
     assert [message.role for message in chat] == ["system", "user", "assistant", "user"]
     both = chat_of_item({"question_id": 7, "choices": [{"turns": ["a", "b"]}]}, QUESTIONS)
     assert [message.content for message in both] == ["q", "a", "r", "b"]
+
+
+def test_a_developers_message_is_a_system_message() -> None:
+    first, *_ = chat_of_item(
+        {
+            "messages": [
+                {"role": "developer", "content": "s"},
+                *({"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}),
+            ]
+        },
+        {},
+    )
+
+    assert first == ChatMessage("system", "s")
 
 
 def turns(*roles: str) -> dict[str, Any]:
@@ -112,7 +128,10 @@ def test_a_byte_order_mark_is_no_harm() -> None:
     assert parse_item(b"\xef\xbb\xbf{}") == {}
 
 
-@pytest.mark.parametrize("content", ["{", "3", '{"question_id": 1}', '{"turns": ["x"]}'])
+@pytest.mark.parametrize(
+    "content",
+    ["{", "3", '{"question_id": 1}', '{"turns": ["x"]}', '{"question_id": 1, "turns": "x"}'],
+)
 def test_a_broken_question_file_is_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "questions.jsonl"
     path.write_text('{"question_id": 7, "turns": ["q", "r"]}\n\n')

@@ -157,6 +157,19 @@ def test_a_folder_with_files_is_replaced_only_where_allowed(tmp_path: Path) -> N
     assert contents(tmp_path / "out") != before
 
 
+def test_a_file_is_read_once_however_it_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    a, b = (write_lines(folder / f"{name}.jsonl", chat(name, "x")) for name in "ab")
+    link = folder / "c.jsonl"
+    link.symlink_to(a)
+
+    report = prepare([b, folder / "../in/b.jsonl", folder], tmp_path / "out", ALL)
+
+    assert report.inputs == [str(b), str(a)]
+    assert report.num_items == 2
+
+
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "chats.jsonl", chat("q", "a"), chat("q", "b"))
 

@@ -53,6 +53,19 @@ def test_the_report_shows_kinds_refusals_and_samples(source: Path, tmp_path: Pat
     assert names == ["report.json", "structured.jsonl", "unstructured.jsonl"]
 
 
+@pytest.mark.parametrize(
+    ("text", "words"), [("[]", "hold no chats"), ("{", "No answer could be used")]
+)
+def test_a_run_without_a_use_says_so(tmp_path: Path, text: str, words: str) -> None:
+    source = tmp_path / "chats.json"
+    source.write_text(text)
+
+    exit_code, output = run(source, "--out", tmp_path / "out")
+
+    assert exit_code == 0
+    assert words in output
+
+
 def test_zero_keeps_all(source: Path, tmp_path: Path) -> None:
     run(source, "--out", tmp_path / "out", "--structured", "0", "--unstructured", "0")
 
