@@ -90,4 +90,6 @@ def save_pretrained(
 
 
 def _line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+    lines = str(error).split("\n")
+    # Some begin with a colon and a list.
+    return " ".join(" ".join(lines).split()) if lines[0].rstrip().endswith(":") else lines[0]

@@ -30,7 +30,7 @@ def last_checkpoint(out: Path, recipe: TrainingRecipe, *, resume: bool) -> str |
     """Return the newest whole checkpoint of an interrupted run, if it shall go on.
 
     Raises TrainingError if there is none, if it was made by another recipe, or if a new run would
-    mix with an old one's checkpoints.
+    mix with an old one's checkpoints or write over a model.
     """
     folder = out / CHECKPOINTS
     whole = [path for path in folder.glob("checkpoint-*") if _is_whole(path)]
@@ -41,6 +41,8 @@ def last_checkpoint(out: Path, recipe: TrainingRecipe, *, resume: bool) -> str |
             f"{folder} holds checkpoints of an earlier run: resume it, or choose another folder"
         )
     if not resume:
+        if (out / "config.json").exists():
+            raise TrainingError(f"{out} holds a model already: choose another folder")
         return None
     _refuse_other_recipe(folder / _RECIPE_FILE, recipe)
     return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2])))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -14,10 +14,19 @@ from cluster.cli.training_progress import (
     show_warnings,
     step_progress,
 )
+from cluster.model_config import PRESETS, ModelConfig
+
+if TYPE_CHECKING:
+    from apar_core.training.fine_tune import TrainingResult
 
 
 def train(
-    model: Annotated[str, typer.Option(help="Checkpoint folder or hub name to start from.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            help=f"What to start from: a folder, a hub name or one of {', '.join(PRESETS)}."
+        ),
+    ],
     data: Annotated[
         Path, typer.Option(help="What `apar data prepare` wrote: its folder, or a file of it.")
     ],
@@ -55,12 +64,17 @@ def train(
 
         with step_progress(console, "training", settings.num_steps) as show:
             result = fine_tune(
-                model, data, out, settings, chat_template=chat_template, resume=resume, on_step=show
-            )
+                ModelConfig(checkpoint=model).preset.path, data, out, settings,
+                chat_template=chat_template, resume=resume, on_step=show,
+            )  # fmt: skip
+    _print_result(console, result)
+    console.print(f"Checkpoint written to [bold]{out}[/bold].", soft_wrap=True)
+
+
+def _print_result(console: Console, result: TrainingResult) -> None:
     console.print(f"{result.counts}.", highlight=False, soft_wrap=True)
     if result.validation_loss is not None:
         console.print(
             f"Validation loss {result.validation_loss:.4f} on {result.num_validation} examples.",
             highlight=False,
         )
-    console.print(f"Checkpoint written to [bold]{out}[/bold].", soft_wrap=True)

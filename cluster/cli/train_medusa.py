@@ -14,10 +14,14 @@ from cluster.cli.training_progress import (
     show_warnings,
     step_progress,
 )
+from cluster.model_config import PRESETS, ModelConfig
 
 
 def train_medusa(
-    model: Annotated[str, typer.Option(help="APAR checkpoint: a folder or a hub name.")],
+    model: Annotated[
+        str,
+        typer.Option(help=f"APAR checkpoint: a folder, a hub name or one of {', '.join(PRESETS)}."),
+    ],
     data: Annotated[
         Path, typer.Option(help="What `apar data prepare` wrote: its folder, or a file of it.")
     ],
@@ -47,7 +51,8 @@ def train_medusa(
         from apar_core.training.train_medusa import train_medusa as train
 
         with step_progress(console, "training heads", settings.num_steps) as show:
-            result = train(model, data, out, settings, resume=resume, on_step=show)
+            path = ModelConfig(checkpoint=model).preset.path
+            result = train(path, data, out, settings, resume=resume, on_step=show)
     console.print(f"{result.counts}.", highlight=False, soft_wrap=True)
     print_accuracy(console, result.accuracy)
     console.print(f"Medusa heads written to [bold]{out}[/bold].", soft_wrap=True)

@@ -205,6 +205,15 @@ def test_what_is_missing_is_named(
         changed.train()
 
 
+def test_a_model_without_tokenizer_is_named_with_what_would_be_one(tmp_path: Path) -> None:
+    at = place(tmp_path, tied=True)
+    (at.model / "tokenizer.json").unlink()
+
+    with pytest.raises(TrainingError, match=r"no tokenizer in .*serialization file") as raised:
+        at.train()
+    assert "\n" not in str(raised.value)
+
+
 def test_rows_that_no_position_or_context_can_hold_are_refused(tmp_path: Path) -> None:
     at = place(tmp_path, tied=True)
 

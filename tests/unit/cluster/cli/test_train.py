@@ -59,8 +59,15 @@ def test_without_a_terminal_steps_are_plain_lines_and_the_checkpoint_loads(files
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(files / "out"))
 
 
+def test_a_preset_can_be_trained(files: Path) -> None:
+    result = run("train", files, "--steps", "1", "--model", "apar-tiny")
+
+    assert result.exit_code == 0, result.output
+    assert (files / "out" / "model.safetensors").is_file()
+
+
 def test_medusa_heads_are_trained_and_load(files: Path) -> None:
-    result = run("train-medusa", files, "--steps", "2")
+    result = run("train-medusa", files, "--steps", "2", "--model", "apar-tiny")
 
     assert result.exit_code == 0, result.output
     assert "step 2/2  loss " in result.output
