@@ -110,17 +110,15 @@ class ThreadDecoder:
                 "tokens_of_thread lacks the root thread ''", param="tokens_of_thread"
             )
         tokens = self.decoding.tokens
-        forks = {
-            path: sum(tokens is not None and token == tokens.fork_id for token in token_ids)
-            for path, token_ids in replay.items()
-        }
-        for path in (path for path in replay if path):
-            parent, _, ordinal = path.rpartition(".")
-            if ordinal not in map(str, range(forks.get(parent, 0))):
+        opened = {""}
+        for path, token_ids in replay.items():
+            num_forks = sum(tokens is not None and token == tokens.fork_id for token in token_ids)
+            opened |= {f"{path}.{n}" if path else str(n) for n in range(num_forks)}
+        for path in replay:
+            if path not in opened:
                 field = f"tokens_of_thread[{path!r}]"
                 raise RequestError(
-                    f"{field} is a thread that nothing opens: {parent!r} has "
-                    f"{forks.get(parent, 0)} fork tokens",
+                    f"{field} is a thread that nothing opens: no fork token stands for it",
                     param=field,
                 )
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from apar_core.errors import RequestError
 from cluster.cli.thread_view import statistics_line, thread_view
 from cluster.model_config import DEFAULT_MODEL, ModelConfig
+
+if TYPE_CHECKING:
+    from apar_core.decoders.decoded_answer import DecodedAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,25 +35,40 @@ def generate_by_decoder(name: str, model: str, medusa_heads: Path | None, asked:
     Raises AparError for a model, heads or a prompt that the decoder cannot take.
     """
     # Torch takes seconds to import, and `apar --help` should not wait for it.
-    from apar_core.control_tokens import find_control_tokens, neutralise, plain_spellings
     from apar_core.decoders.interface import DecodeLimits, TokenChoice, decode_answer
     from apar_core.decoders.load import DECODER_NAMES, load_decoder, load_tokenizer
     from apar_core.models.apar_tiny_medusa import heads_path
-    from apar_core.tree.statistics import tree_statistics
 
     if medusa_heads is not None and (name != "medusa_apar" or not asked.fork):
         raise RequestError(
             f"medusa_heads {str(medusa_heads)!r}: only --decoder medusa_apar with forks has heads",
             param="medusa_heads",
         )
-    path = ModelConfig(checkpoint=model).preset.path
-    tokenizer = load_tokenizer(path)
     # Without forks there is one thread, which is what plain decodes.
     name = "plain" if name in DECODER_NAMES and not asked.fork else name
     if medusa_heads is None and model == DEFAULT_MODEL:
         medusa_heads = heads_path()
+    path = ModelConfig(checkpoint=model).preset.path
+    tokenizer = load_tokenizer(path)
     decoder = load_decoder(name, path, tokenizer, medusa_heads=medusa_heads)
-    prompt_ids: Any = (
+    answer = decode_answer(
+        decoder,
+        _prompt_ids(asked, tokenizer),
+        TokenChoice.sampled(asked.temperature, seed=asked.seed),
+        DecodeLimits(max_tokens=asked.max_tokens),
+    )
+    console = Console()
+    if asked.show_threads:
+        _print_threads(console, name, answer, tokenizer)
+        return
+    text = str(tokenizer.decode(answer.text_ids))
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _prompt_ids(asked: Asked, tokenizer: Any) -> list[int]:
+    from apar_core.control_tokens import find_control_tokens, neutralise, plain_spellings
+
+    prompt_ids: list[int] = (
         tokenizer.encode(asked.prompt)
         if asked.raw
         else tokenizer.apply_chat_template(
@@ -60,20 +78,15 @@ def generate_by_decoder(name: str, model: str, medusa_heads: Path | None, asked:
         )
     )
     control = find_control_tokens(tokenizer.get_vocab())
-    if control is not None:
-        prompt_ids = neutralise(prompt_ids, plain_spellings(control, tokenizer))
-    answer = decode_answer(
-        decoder,
-        prompt_ids,
-        TokenChoice.sampled(asked.temperature, seed=asked.seed),
-        DecodeLimits(max_tokens=asked.max_tokens),
-    )
-    console = Console()
-    if asked.show_threads:
-        console.print(thread_view(answer.tree, lambda ids: str(tokenizer.decode(list(ids)))))
-        statistics = tree_statistics(answer.tree, answer.num_prompt_tokens)
-        console.print(statistics_line(statistics), highlight=False, soft_wrap=True)
-        console.print(f"{name}: {len(answer.trace)} passes", highlight=False)
-        return
-    text = str(tokenizer.decode(answer.text_ids))
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    if control is None:
+        return prompt_ids
+    return neutralise(prompt_ids, plain_spellings(control, tokenizer))
+
+
+def _print_threads(console: Console, name: str, answer: DecodedAnswer, tokenizer: Any) -> None:
+    from apar_core.tree.statistics import tree_statistics
+
+    console.print(thread_view(answer.tree, lambda ids: str(tokenizer.decode(list(ids)))))
+    statistics = tree_statistics(answer.tree, answer.num_prompt_tokens)
+    console.print(statistics_line(statistics), highlight=False, soft_wrap=True)
+    console.print(f"{name}: {len(answer.trace)} passes", highlight=False)
