@@ -91,7 +91,7 @@ def fine_tune(
     if recipe.lora is not None and trainer.is_fsdp_enabled:
         raise TrainingError("lora cannot be merged into a sharded model: train it without FSDP")
     train_from(last, trainer, out)
-    loss = trainer.evaluate()["eval_loss"] if validation.all_rows else None
+    loss = trainer.final_validation_loss() if validation.all_rows else None
     _save(trainer, tokenizer, out)
     return TrainingResult(encoder.counts, len(training.all_rows), len(validation.all_rows), loss)
 

@@ -74,7 +74,7 @@ def train_medusa(
     if trainer.is_fsdp_enabled:
         raise TrainingError("heads are too small to shard: train them without FSDP")
     train_from(last, trainer, out)
-    loss = trainer.evaluate()["eval_loss"] if len(validation_rows) else None
+    loss = trainer.final_validation_loss() if len(validation_rows) else None
     accuracy = trainer.accuracy() if len(validation_rows) else []
     if trainer.is_world_process_zero():
         save_medusa_heads(heads.bfloat16(), out)

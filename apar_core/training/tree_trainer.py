@@ -222,6 +222,13 @@ class TreeTrainer(Trainer):
         self.progress.started = time.perf_counter()
         return metrics
 
+    def final_validation_loss(self) -> float:
+        """Return the loss of the weights as they are: the last step's, if it was validated."""
+        if self.last_validation_loss is None:
+            self.evaluate()
+        assert self.last_validation_loss is not None
+        return self.last_validation_loss
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add throughput to what is logged, and report the steps since the last time."""
         if "loss" in logs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +132,18 @@ def test_an_interrupted_run_that_goes_on_equals_one_that_was_not(tmp_path: Path)
     resumed = weights_of(at.out)
     for name, weight in weights_of(whole.out).items():
         assert torch.equal(resumed[name], weight), name
+
+
+def test_the_last_step_is_validated_once(tmp_path: Path) -> None:
+    at = place(tmp_path, tied=True)
+
+    result = at.train()
+
+    state = json.loads((at.out / "checkpoints" / "checkpoint-4" / "trainer_state.json").read_text())
+    losses = {e["step"]: e["eval_loss"] for e in state["log_history"] if "eval_loss" in e}
+    assert list(losses) == [2, 4]
+    assert result.validation_loss == losses[4]
+    assert len(list((at.out / "checkpoints" / "runs").rglob("events.*"))) == 1
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
