@@ -53,7 +53,7 @@ def train(
     """
     console = process_console()
     show_warnings(Console(stderr=True))
-    with clear_training_errors(Console(stderr=True)):
+    with clear_training_errors(Console(stderr=True), resumable=out):
         # Torch takes seconds to import, and `apar --help` should not wait for it.
         from apar_core.training.recipe import TrainingRecipe, load_recipe
 

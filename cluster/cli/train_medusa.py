@@ -42,7 +42,7 @@ def train_medusa(
     """
     console = process_console()
     show_warnings(Console(stderr=True))
-    with clear_training_errors(Console(stderr=True)):
+    with clear_training_errors(Console(stderr=True), resumable=out):
         from apar_core.training.recipe import MedusaRecipe, load_recipe
 
         settings = load_recipe(recipe, MedusaRecipe)

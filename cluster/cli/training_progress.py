@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -94,10 +96,19 @@ def step_progress(console: Console, title: str, num_steps: int) -> Iterator[OnSt
 
 
 @contextmanager
-def clear_training_errors(console: Console) -> Iterator[None]:
-    """End with one line and exit code 1 where something is not as it must be."""
+def clear_training_errors(console: Console, *, resumable: Path | None = None) -> Iterator[None]:
+    """End with one line and exit code 1 where something is not as it must be.
+
+    Whoever interrupts a run that writes checkpoints to `resumable` is told how it goes on.
+    """
     try:
         yield
+    except KeyboardInterrupt:
+        if resumable is not None:
+            some = any(resumable.glob("checkpoints/checkpoint-*"))
+            hint = "--resume goes on from the last checkpoint" if some else "no checkpoint yet"
+            console.print(f"interrupted: {hint} in {resumable}", highlight=False, soft_wrap=True)
+        raise
     except AparError as error:
         console.print(f"[bold red]error:[/bold red] {error}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
@@ -107,6 +118,7 @@ def show_warnings(console: Console) -> None:
     """Show our own log from its warnings on; the libraries' chatter stays away."""
     handler = RichHandler(console=console, show_time=False, show_path=False)
     logging.getLogger("apar_core").addHandler(handler)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"peft\.")
     # Set before transformers is imported: its bars would break ours.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

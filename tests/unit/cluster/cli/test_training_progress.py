@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 import typer
@@ -69,3 +70,16 @@ def test_an_error_of_ours_is_one_line_and_exit_code_1() -> None:
 
     assert caught.value.exit_code == 1
     assert text_of(target) == "error: no model to train in 'x'\n"
+
+
+def test_whoever_interrupts_a_run_is_told_how_it_goes_on(tmp_path: Path) -> None:
+    def shown(out: Path | None) -> str:
+        target = console()
+        with pytest.raises(KeyboardInterrupt), clear_training_errors(target, resumable=out):
+            raise KeyboardInterrupt
+        return text_of(target)
+
+    assert shown(None) == ""
+    assert shown(tmp_path) == f"interrupted: no checkpoint yet in {tmp_path}\n"
+    (tmp_path / "checkpoints" / "checkpoint-4").mkdir(parents=True)
+    assert shown(tmp_path).startswith("interrupted: --resume goes on from the last checkpoint in ")
