@@ -42,16 +42,18 @@ def add_control_tokens(
         _grow(model, len(tokenizer), multiple)
         _initialise_rows(model, known, seed)
         logger.info("control tokens added", extra={"fork": known.fork_id, "child": known.child_id})
-    else:
-        _grow(model, max(known.fork_id, known.child_id) + 1, multiple)
+    elif _grow(model, max(known.fork_id, known.child_id) + 1, multiple):
+        _initialise_rows(model, known, seed)
     return known
 
 
-def _grow(model: PreTrainedModel, num_tokens: int, multiple: int) -> None:
-    """Enlarge the embeddings where they have fewer rows; spare rows are never taken away."""
-    if len(_input_rows(model)) < num_tokens:
-        padded = math.ceil(num_tokens / multiple) * multiple
-        model.resize_token_embeddings(padded, mean_resizing=False)
+def _grow(model: PreTrainedModel, num_tokens: int, multiple: int) -> bool:
+    """Enlarge the embeddings if they have fewer rows; spare rows are never taken away."""
+    if len(_input_rows(model)) >= num_tokens:
+        return False
+    padded = math.ceil(num_tokens / multiple) * multiple
+    model.resize_token_embeddings(padded, mean_resizing=False)
+    return True
 
 
 def _input_rows(model: PreTrainedModel) -> Tensor:

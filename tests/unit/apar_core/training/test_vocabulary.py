@@ -52,10 +52,13 @@ def test_two_rows_are_added_and_the_vocabulary_is_padded(tied: bool) -> None:
     assert tree_tokens(tokenizer).fork_id == control.fork_id
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["in the tokenizer", "in neither"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_new_tokens_start_near_the_mean_and_apart_from_each_other(tied: bool) -> None:
+def test_new_tokens_start_near_the_mean_and_apart_from_each_other(tied: bool, known: bool) -> None:
     tokenizer = plain_tokenizer()
     size = len(tokenizer)
+    if known:
+        tokenizer.add_tokens(["[Fork]", "[Child]"], special_tokens=True)
     trained = model(size, tied=tied)
 
     control = add_control_tokens(trained, tokenizer, multiple=1, seed=0)
