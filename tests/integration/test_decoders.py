@@ -148,3 +148,18 @@ def test_vllms_medusa_method_takes_the_shipped_heads_and_forks_as_without(
     assert speculating.plain == engine_answers.plain
     assert run.state_after["threads"] == 0
     assert run.state_after["free_blocks"] == run.state_after["kv_blocks"]
+
+
+def test_vllms_medusa_method_takes_the_folder_of_the_shipped_heads_as_it_is() -> None:
+    run = run_engine(
+        dtype="bfloat16",
+        speculative_config={
+            "method": "medusa",
+            "model": str(heads_path()),
+            "num_speculative_tokens": 2,
+        },
+    ).run
+
+    assert run.num_draft_tokens > 0
+    assert any(thread.is_child for thread in run.threads)
+    assert run.state_after["threads"] == 0
