@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 import yaml
 from pydantic import (
@@ -15,9 +15,12 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    model_validator,
 )
 
 from apar_core.errors import TrainingError
+
+_Decay = Annotated[float, Field(ge=0, lt=1)]
 
 RECIPES = Path(__file__).with_name("recipes")
 
@@ -72,7 +75,7 @@ class TrainingRecipe(BaseModel):
     num_steps: PositiveInt = Field(description="Updates of the weights.")
     learning_rate: PositiveFloat = Field(description="Full learning rate of AdamW.")
     weight_decay: NonNegativeFloat = Field(0.0, description="Weight decay of AdamW.")
-    adam_betas: tuple[float, float] = Field((0.9, 0.999), description="Moments of AdamW.")
+    adam_betas: tuple[_Decay, _Decay] = Field((0.9, 0.999), description="Moments of AdamW.")
     muon: MuonSettings | None = Field(None, description="Muon for matrices; AdamW alone if unset.")
     schedule: Schedule = Field(Schedule(), description="Learning rate over the steps.")
     max_gradient_norm: PositiveFloat = Field(1.0, description="Gradients are clipped to this.")
@@ -108,6 +111,13 @@ class MedusaRecipe(TrainingRecipe):
 
     num_heads: PositiveInt = Field(2, description="Heads; head k learns the token k + 2 ahead.")
     num_layers: PositiveInt = Field(2, description="Residual layers of every head.")
+
+    @model_validator(mode="after")
+    def _refuse_what_heads_have_no_use_for(self) -> Self:
+        for name in ("lora", "gradient_checkpointing"):
+            if getattr(self, name):
+                raise ValueError(f"{name}: the model is frozen while heads learn")
+        return self
 
 
 RecipeT = TypeVar("RecipeT", bound=BaseModel)

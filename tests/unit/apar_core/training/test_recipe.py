@@ -96,3 +96,21 @@ def test_a_batch_is_made_up_of_micro_batches_on_all_processes() -> None:
         TrainingError, match="batch_size 12 is no multiple of micro_batch_size 2 x 4"
     ):
         accumulation_steps(SMALL, 4)
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "message"),
+    [
+        ("adam_betas: [0.9, 1.5]", TrainingRecipe, "adam_betas.1: Input should be less than 1"),
+        ("lora: {rank: 4}", MedusaRecipe, "lora: the model is frozen"),
+        ("gradient_checkpointing: true", MedusaRecipe, "gradient_checkpointing: the model is"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_loaded(
+    tmp_path: Path, line: str, kind: type[TrainingRecipe], message: str
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"batch_size: 4\nnum_steps: 2\nlearning_rate: 1.0e-3\n{line}\n")
+
+    with pytest.raises(TrainingError, match=message):
+        load_recipe(str(path), kind)
