@@ -29,6 +29,7 @@ class Thread:
     forced: Sequence[int] | None
     seed: int | None
     draws: random.Random
+    uniforms: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     num_children: int = 0
     alive: bool = True
@@ -38,6 +39,16 @@ class Thread:
     def path_length(self) -> int:
         """Tokens of the thread's whole sequence so far."""
         return self.num_before + len(self.token_ids)
+
+    def uniform(self, num_ahead: int) -> float:
+        """Return the number in [0, 1[ that draws the token after the next `num_ahead` ones.
+
+        It is always the same for the same token, so that speculation draws as one by one.
+        """
+        place = len(self.token_ids) + num_ahead
+        while len(self.uniforms) <= place:
+            self.uniforms.append(self.draws.random())
+        return self.uniforms[place]
 
 
 class ThreadFamily:

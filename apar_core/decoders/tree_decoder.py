@@ -186,14 +186,14 @@ class AnswerRun:
             logits_RQV[..., tokens.fork_id] = -torch.inf
 
     def _uniforms(self, tree: CandidateTree) -> list[list[float]] | None:
-        """One number a thread and pass: only one node of a thread is drawn from."""
+        """One number for each token that a thread may gain, whatever pass it comes in."""
         if self._choice.temperature == 0 or self._choice.tokens_of_thread is not None:
             return None
         uniforms = []
         for row in self.rows:
-            numbers = [row.thread.draws.random()] * len(tree.parents)
+            numbers = [row.thread.uniform(depth) for depth in tree.depths]
             if row.child is not None:
-                numbers[-1] = row.child.draws.random()
+                numbers[-1] = row.child.uniform(0)
             uniforms.append(numbers)
         return uniforms
 

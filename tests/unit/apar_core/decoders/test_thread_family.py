@@ -129,6 +129,19 @@ def test_a_child_draws_from_the_seed_that_the_engine_gives_it() -> None:
     assert grandchild.seed == child_seed(child_seed(7, 1), 0)
 
 
+def test_a_tokens_number_is_the_same_however_far_ahead_it_is_asked_for() -> None:
+    threads = family(TokenChoice.sampled(1.0, seed=7))
+    ahead = [threads.root.uniform(num_ahead) for num_ahead in (2, 0, 1)]
+
+    one_by_one = []
+    for _ in range(3):
+        one_by_one.append(threads.root.uniform(0))
+        threads.add_token(threads.root, 9)
+
+    assert one_by_one == [ahead[1], ahead[2], ahead[0]]
+    assert len(set(one_by_one)) == 3
+
+
 def test_a_replayed_thread_ends_after_its_tokens_and_an_unnamed_child_is_empty() -> None:
     threads = family(TokenChoice.replay({"": [FORK, FORK, 9], "1": [9, END]}))
 
