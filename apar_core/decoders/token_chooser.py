@@ -2,8 +2,8 @@
 
 Greedily a candidate is accepted where it equals the chosen token. At a temperature acceptance is
 typical (Medusa, arXiv 2401.10774, section 2.3.1), which does not keep the model's distribution:
-text that the heads propose and the model finds likely enough is preferred. Behind the accepted path a
-token is drawn, and a candidate that happens to be the drawn token is kept as well.
+text that the heads propose and the model finds likely enough is preferred. Behind the accepted
+path a token is drawn, and a candidate that happens to be the drawn token is kept as well.
 Dimensions: R rows, Q nodes of a row, V vocabulary.
 """
 
