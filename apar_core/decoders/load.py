@@ -26,7 +26,8 @@ from apar_core.tree.stream import TreeStream
 DecoderName = Literal["plain", "vanilla_apar", "medusa_apar"]
 DECODER_NAMES: tuple[DecoderName, ...] = ("plain", "vanilla_apar", "medusa_apar")
 
-DEFAULT_TOP_K = (2, 2)
+# Where memory bounds a pass, more candidates cost next to nothing; a CPU computes each of them.
+_CANDIDATES_ON_CPU, _CANDIDATES_ON_GPU = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +147,13 @@ def load_decoder(
     medusa_heads: Path | None = None,
     device: str = "auto",
     dtype: torch.dtype | None = None,
-    top_k: tuple[int, ...] = DEFAULT_TOP_K,
+    top_k: tuple[int, ...] | None = None,
     acceptance: TypicalAcceptance | None = None,
 ) -> ThreadDecoder:
     """Return a decoder over a loaded model, or over a folder or hub name.
 
-    `top_k` gives the candidates of each Medusa head. Raises CheckpointError naming what does not
-    fit: the name, the control tokens, the heads.
+    `top_k` gives the candidates of each Medusa head; one each on a CPU and two elsewhere if absent.
+    Raises CheckpointError naming what does not fit: the name, the control tokens, the heads.
     """
     if name not in DECODER_NAMES:
         raise CheckpointError(f"decoder must be one of {', '.join(DECODER_NAMES)}, got {name!r}")
@@ -174,7 +175,7 @@ def load_decoder(
         loaded,
         control,
         end_ids,
-        heads=_heads(medusa_heads, loaded, top_k) if name == "medusa_apar" else None,
+        heads=_heads(medusa_heads, loaded) if name == "medusa_apar" else None,
         top_k=top_k,
         acceptance=acceptance,
     )
@@ -192,10 +193,10 @@ def build_decoder(
     end_ids: frozenset[int],
     *,
     heads: MedusaHeads | None = None,
-    top_k: tuple[int, ...] = DEFAULT_TOP_K,
+    top_k: tuple[int, ...] | None = None,
     acceptance: TypicalAcceptance | None = None,
 ) -> ThreadDecoder:
-    """Return a decoder over parts that are loaded already."""
+    """Return a decoder over parts that are loaded already; see load_decoder."""
     config: Any = model.config
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     if layer_types != {"full_attention"} or getattr(config, "sliding_window", None):
@@ -204,10 +205,11 @@ def build_decoder(
             f"sliding_window {getattr(config, 'sliding_window', None)}"
         )
     if heads is not None:
+        top_k = _default_top_k(model, heads) if top_k is None else top_k
         _check_heads(heads, config, top_k)
     tokens = TreeTokens(control.fork_id, control.child_id, min(end_ids)) if control else None
     decoding = DecodingModel(
-        model, tokens, name != "plain", heads, top_k, acceptance or TypicalAcceptance()
+        model, tokens, name != "plain", heads, top_k or (), acceptance or TypicalAcceptance()
     )
     return ThreadDecoder(
         decoding, control, end_ids, config.vocab_size, config.max_position_embeddings
@@ -230,12 +232,16 @@ def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return end_ids
 
 
-def _heads(folder: Path | None, model: Any, top_k: tuple[int, ...]) -> MedusaHeads:
+def _heads(folder: Path | None, model: Any) -> MedusaHeads:
     if folder is None:
         raise CheckpointError("medusa_apar needs medusa_heads, the folder of trained heads")
     heads = load_medusa_heads(folder)
-    _check_heads(heads, model.config, top_k)
     return heads.to(device=model.device, dtype=model.dtype)
+
+
+def _default_top_k(model: Any, heads: MedusaHeads) -> tuple[int, ...]:
+    candidates = _CANDIDATES_ON_CPU if model.device.type == "cpu" else _CANDIDATES_ON_GPU
+    return (candidates,) * heads.settings.medusa_num_heads
 
 
 def _check_heads(heads: MedusaHeads, config: Any, top_k: tuple[int, ...]) -> None:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from apar_core.decoders.decoded_answer import DecodedAnswer, DecodedThread
 from apar_core.decoders.interface import decode_answer
-from apar_core.decoders.load import DEFAULT_TOP_K, load_decoder
+from apar_core.decoders.load import load_decoder
 from apar_core.decoders.medusa_heads import MedusaHeads, load_medusa_heads, save_medusa_heads
 from apar_core.evaluation.fork_check import ForkCheckSettings, held_out_prompts
 from apar_core.evaluation.thread_decoding import TransformersThreadDecoder
@@ -40,7 +40,7 @@ def prompts() -> tuple[list[int], ...]:
 
 
 def answers(
-    name: str, heads: Any = None, top_k: tuple[int, ...] = DEFAULT_TOP_K, number: int = NUM_PROMPTS
+    name: str, heads: Any = None, top_k: tuple[int, ...] = (2, 2), number: int = NUM_PROMPTS
 ) -> list[DecodedAnswer]:
     decoder = load_decoder(
         name, model(), tokenizer(), medusa_heads=heads, device="cpu", top_k=top_k

@@ -223,3 +223,17 @@ def ordinary_checkpoint(folder: Path) -> Path:
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+@pytest.mark.parametrize("num_heads", [1, 3])
+def test_a_cpu_verifies_one_candidate_of_each_head_unless_told_otherwise(num_heads: int) -> None:
+    model = small_model()
+    settings = MedusaHeadSettings(
+        hidden_size=model.config.hidden_size, vocab_size=VOCABULARY, medusa_num_heads=num_heads
+    )
+
+    built = build_decoder(
+        "medusa_apar", model, CONTROL, frozenset({END}), heads=MedusaHeads(settings)
+    )
+
+    assert built.decoding.top_k == (1,) * num_heads
