@@ -35,10 +35,13 @@ def generate_by_decoder(name: str, model: str, medusa_heads: Path | None, asked:
     Raises AparError for a model, heads or a prompt that the decoder cannot take.
     """
     # Torch takes seconds to import, and `apar --help` should not wait for it.
+    from transformers.utils.logging import disable_progress_bar
+
     from apar_core.decoders.interface import DecodeLimits, TokenChoice, decode_answer
     from apar_core.decoders.load import DECODER_NAMES, load_decoder, load_tokenizer
     from apar_core.models.apar_tiny_medusa import heads_path
 
+    disable_progress_bar()  # It would count tensors, faster than one can see.
     if medusa_heads is not None and (name != "medusa_apar" or not asked.fork):
         raise RequestError(
             f"medusa_heads {str(medusa_heads)!r}: only --decoder medusa_apar with forks has heads",
