@@ -70,6 +70,7 @@ class RequestThreads:
         self._spec_decode_metrics: Any = None
         self._trace_headers: Any = None
         self._carried = _Carried()
+        self._watched_ids: list[int] = []
 
     def feed(self, output: EngineCoreOutput) -> list[str]:
         """Add what one thread has generated; returns the engine request ids of its new children."""
@@ -94,12 +95,16 @@ class RequestThreads:
         return children
 
     def watch(self, output: EngineCoreOutput) -> None:
-        """Count what the only thread of a request that may not fork has generated."""
-        ended = self._ends_itself(output)
-        token_ids = output.new_token_ids[:-1] if ended else output.new_token_ids
-        self.tree.append(ROOT_THREAD, (TextToken(token_id, None) for token_id in token_ids))
+        """Keep what the only thread of a request that may not fork has generated.
+
+        Called for every token of unforked traffic: the tree is made when the request ends.
+        """
+        self._watched_ids += output.new_token_ids
         if output.finish_reason is not None:
-            self.tree.finish(ROOT_THREAD, ended=ended)
+            ended = self._ends_itself(output)
+            if ended:
+                del self._watched_ids[-1]
+            self._end_watch(ended=ended)
 
     def take(self) -> list[EngineCoreOutput]:
         """Outputs under the request's own id for what has become certain; often none.
@@ -120,6 +125,8 @@ class RequestThreads:
 
     def cut(self) -> None:
         """Close every thread that is still open: the request has ended without them."""
+        if self._watched_ids:
+            self._end_watch(ended=False)
         for thread, record in self.tree.threads.items():
             if not record.finished:
                 self.tree.finish(thread, ended=False)
@@ -128,6 +135,11 @@ class RequestThreads:
     def thread_request_ids(self) -> list[str]:
         """Engine request ids of all threads, the root's first."""
         return list(self._threads)
+
+    def _end_watch(self, *, ended: bool) -> None:
+        self.tree.append(ROOT_THREAD, (TextToken(token, None) for token in self._watched_ids))
+        self.tree.finish(ROOT_THREAD, ended=ended)
+        self._watched_ids = []
 
     def _ends_itself(self, output: EngineCoreOutput) -> bool:
         """Whether the last token is an end-of-thread token of the model."""
