@@ -41,7 +41,7 @@ class TrainingError(AparError):
 
 
 class EvaluationError(AparError):
-    """An evaluation cannot start or go on: a file, an endpoint or an option is not as it must be."""
+    """An evaluation cannot go on: a file, an endpoint or an option is not as it must be."""
 
 
 class DataError(AparError):
