@@ -16,8 +16,11 @@ from transformers import PreTrainedTokenizerFast
 from apar_core.data.tiny_corpus.generator import Corpus
 from apar_core.decoders.interface import AnswerDecoder, TokenChoice, decode_answer
 from apar_core.decoders.load import DECODER_NAMES, load_decoder
+from apar_core.evaluation.replay_tree import flat_tree, thread_scripts
 from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.models.apar_tiny_medusa import heads_path
 from apar_core.training.example_encoder import prompt_token_ids
+from apar_core.training.vocabulary import tree_tokens
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,11 @@ def run(console: Console, *, rounds: int, num_answers: int) -> dict[str, Any]:
     """Time the decoders in turn; returns medians over the rounds, without the prefill."""
     folder = checkpoint_path()
     decoders: dict[str, AnswerDecoder] = {
-        name: load_decoder(
-            name, folder, medusa_heads=folder.parent / "apar_tiny_medusa", dtype=torch.float32
-        )
+        name: load_decoder(name, folder, medusa_heads=heads_path(), dtype=torch.float32)
         for name in DECODER_NAMES
     }
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokens = tree_tokens(tokenizer)
     answers: list[RecordedAnswer] = []
     for example in Corpus(0, held_out=True).examples(10 * num_answers):
         if example.answer.first_child is None or len(answers) == num_answers:
@@ -51,13 +53,11 @@ def run(console: Console, *, rounds: int, num_answers: int) -> dict[str, Any]:
         answer = decode_answer(decoders["vanilla_apar"], prompt)
         if not all(thread.ended for thread in answer.threads):
             continue
-        end = tokenizer.eos_token_id
-        replay = {
-            thread.thread.removeprefix("root").removeprefix("."): [*thread.token_ids, end]
-            for thread in answer.threads
-        }
-        flat = TokenChoice.replay({"": [*answer.text_ids, end]})
-        answers.append(RecordedAnswer(prompt, TokenChoice.replay(replay), flat))
+        scripts = thread_scripts(answer.tree, tokens)
+        flat = thread_scripts(flat_tree(answer.tree), tokens)
+        answers.append(
+            RecordedAnswer(prompt, TokenChoice.replay(scripts), TokenChoice.replay(flat))
+        )
     times: dict[str, list[float]] = {name: [] for name in decoders}
     steps: dict[str, int] = dict.fromkeys(decoders, 0)
     for number in track(range(rounds + 1), description="decoders", transient=True):

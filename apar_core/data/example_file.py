@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from apar_core.data.records import ChatMessage, ExampleRecord, ParagraphRecord, thread_paragraphs
 from apar_core.errors import DataError, TreeError
+from apar_core.validation import validation_summary
 
 STRUCTURED_FILE = "structured.jsonl"
 UNSTRUCTURED_FILE = "unstructured.jsonl"
@@ -138,8 +139,4 @@ def _thread_lines(first: ParagraphRecord) -> list[dict[str, Any]]:
 
 
 def _summary(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "line"
-        return f"{place}: {first['msg']}"
-    return str(error)
+    return validation_summary(error) if isinstance(error, ValidationError) else str(error)

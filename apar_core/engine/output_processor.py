@@ -95,9 +95,8 @@ class ForkOutputProcessor(OutputProcessor):
 
     def _watch_unforked(self, engine_core_outputs: list[EngineCoreOutput]) -> None:
         """Count what requests that may not fork generate; their outputs go on as they are."""
-        unforked = self._unforked
         for output in engine_core_outputs:
-            threads = unforked.get(output.request_id)
+            threads = self._unforked.get(output.request_id)
             if threads is None:
                 continue
             if output.new_logprobs is not None:

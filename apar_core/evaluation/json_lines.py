@@ -10,15 +10,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from apar_core.errors import EvaluationError
+from apar_core.validation import validation_summary
 
 Line = TypeVar("Line", bound=BaseModel)
-
-
-def validation_summary(error: ValidationError) -> str:
-    """Return the first complaint of pydantic as "field: what is wrong with it"."""
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"]) or "line"
-    return f"{place}: {first['msg']}"
 
 
 def read_lines(path: Path, model: type[Line], context: Any = None) -> Iterator[Line]:

@@ -18,6 +18,7 @@ from apar_core.control_tokens import (
 )
 from apar_core.data.records import ChatMessage
 from apar_core.errors import EvaluationError
+from apar_core.training.example_encoder import chat_token_ids
 from apar_core.training.packing import TreeTokens
 from apar_core.training.piece_encoder import build_piece_encoder
 
@@ -73,10 +74,7 @@ class ModelText:
         """Return the prompt by the chat template, or in Vicuna's form where there is none."""
         if self.tokenizer.chat_template is None:
             return self.encode_prompt(vicuna_prompt(messages))
-        chat = [message.as_dict() for message in messages]
-        text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        return neutralise(ids, self._spellings)
+        return neutralise(chat_token_ids(messages, self.tokenizer), self._spellings)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return the ids of a prompt that is completed as it is."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -16,7 +16,7 @@ from apar_core.control_tokens import (
     neutralise,
     plain_spellings,
 )
-from apar_core.data.records import ExampleRecord
+from apar_core.data.records import ChatMessage, ExampleRecord
 from apar_core.errors import TrainingError
 from apar_core.training.packing import (
     IGNORED_TARGET,
@@ -107,8 +107,16 @@ def prompt_token_ids(example: ExampleRecord, tokenizer: PreTrainedTokenizerBase)
     """Return the tokens that the server would send to the model for this prompt."""
     if example.raw_prompt:
         return list(tokenizer(example.messages[-1].content)["input_ids"])
-    chat = [message.as_dict() for message in example.messages]
+    return chat_token_ids(example.messages, tokenizer)
+
+
+def chat_token_ids(
+    messages: Sequence[ChatMessage], tokenizer: PreTrainedTokenizerBase
+) -> list[int]:
+    """Return the tokens of a chat in the tokenizer's template, up to where its answer begins."""
+    chat = [message.as_dict() for message in messages]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    # The template has written the special tokens already.
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -69,13 +69,7 @@ def fine_tune(
     )
     encoder = ExampleEncoder(tokenizer, recipe.context_length)
     training, validation = read_groups(data, encoder).split(recipe.validation_share, recipe.seed)
-    rows = drawn_rows(
-        training,
-        num_steps=recipe.num_steps,
-        batch_size=recipe.batch_size,
-        structured_share=recipe.structured_share,
-        seed=recipe.seed,
-    )
+    rows = drawn_rows(training, recipe)
     trained = model if recipe.lora is None else adapted(model, recipe.lora, control)
     trainer = TreeTrainer(
         trained,

@@ -61,13 +61,7 @@ def train_medusa(
         collator=MedusaCollator(
             TreeCollator.for_model(model, pad_token_id(tokenizer)), recipe.num_heads
         ),
-        train_trees=drawn_rows(
-            training,
-            num_steps=recipe.num_steps,
-            batch_size=recipe.batch_size,
-            structured_share=recipe.structured_share,
-            seed=recipe.seed,
-        ),
+        train_trees=drawn_rows(training, recipe),
         validation_trees=validation_rows,
         on_step=on_step,
     )

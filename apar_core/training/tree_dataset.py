@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from apar_core.errors import TrainingError
 from apar_core.training.packing import PackedTree
+from apar_core.training.recipe import TrainingRecipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,33 +57,34 @@ class RowList(Dataset[PackedTree]):
         return self.rows[index]
 
 
-def drawn_rows(
-    groups: TreeGroups, *, num_steps: int, batch_size: int, structured_share: float, seed: int
-) -> RowList:
-    """Return the rows of a whole run, in order; the same seed gives the same ones.
+def drawn_rows(groups: TreeGroups, recipe: TrainingRecipe) -> RowList:
+    """Return the rows of a whole run, in order; the same recipe gives the same ones.
 
     Each draw takes a forking answer with the given probability. A group is gone through in random
     order, and again in another order when it is used up. Within a batch rows of like length stand
     together: the batch's gradient does not depend on their order, and little is padded.
     Raises TrainingError if the draws ask for a group that is empty.
     """
-    rng = random.Random(f"{seed}:draws")
+    rng = random.Random(f"{recipe.seed}:draws")
     endless = {
         True: _endless(groups.structured, rng),
         False: _endless(groups.unstructured, rng),
     }
     for structured, rows, share in (
-        (True, groups.structured, structured_share),
-        (False, groups.unstructured, 1 - structured_share),
+        (True, groups.structured, recipe.structured_share),
+        (False, groups.unstructured, 1 - recipe.structured_share),
     ):
         if share > 0 and not rows:
             name = "structured" if structured else "unstructured"
             raise TrainingError(
-                f"structured_share {structured_share} needs {name} examples, and there are none"
+                f"structured_share {recipe.structured_share} needs {name} examples, and there are "
+                "none"
             )
     drawn: list[PackedTree] = []
-    for _ in range(num_steps):
-        batch = [next(endless[rng.random() < structured_share]) for _ in range(batch_size)]
+    for _ in range(recipe.num_steps):
+        batch = [
+            next(endless[rng.random() < recipe.structured_share]) for _ in range(recipe.batch_size)
+        ]
         drawn += sorted(batch, key=lambda row: len(row.token_ids))
     return RowList(drawn)
 

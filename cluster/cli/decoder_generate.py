@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from apar_core.data.records import ChatMessage
 from apar_core.errors import RequestError
 from cluster.cli.thread_view import statistics_line, thread_view
 from cluster.model_config import DEFAULT_MODEL, ModelConfig
@@ -70,15 +71,12 @@ def generate_by_decoder(name: str, model: str, medusa_heads: Path | None, asked:
 
 def _prompt_ids(asked: Asked, tokenizer: Any) -> list[int]:
     from apar_core.control_tokens import find_control_tokens, neutralise, plain_spellings
+    from apar_core.training.example_encoder import chat_token_ids
 
     prompt_ids: list[int] = (
         tokenizer.encode(asked.prompt)
         if asked.raw
-        else tokenizer.apply_chat_template(
-            [{"role": "user", "content": asked.prompt}],
-            add_generation_prompt=True,
-            return_dict=False,
-        )
+        else chat_token_ids([ChatMessage("user", asked.prompt)], tokenizer)
     )
     control = find_control_tokens(tokenizer.get_vocab())
     if control is None:

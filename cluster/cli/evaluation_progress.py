@@ -11,17 +11,11 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress
 from rich.table import Table
 
 from apar_core.errors import AparError
+from cluster.cli.progress_bars import step_bars
 
 if TYPE_CHECKING:
     from apar_core.evaluation.report_table import ReportTable
@@ -71,16 +65,7 @@ class StageProgress:
 @contextmanager
 def stage_progress(console: Console) -> Iterator[StageProgress]:
     """Show stages until the end of the block."""
-    bars = Progress(
-        TextColumn("[bold]{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
-    with bars:
+    with step_bars(console) as bars:
         yield StageProgress(console, bars)
 
 

@@ -15,16 +15,10 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import TextColumn
 
 from apar_core.errors import AparError
+from cluster.cli.progress_bars import step_bars
 
 if TYPE_CHECKING:
     from apar_core.training.reports import OnStep, StepReport
@@ -77,16 +71,7 @@ def step_progress(console: Console, title: str, num_steps: int) -> Iterator[OnSt
     if not console.is_terminal or console.quiet:
         yield StepLines(console).show
         return
-    bars = Progress(
-        TextColumn("[bold]{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[figures]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    )
-    with bars:
+    with step_bars(console, TextColumn("{task.fields[figures]}")) as bars:
         task = bars.add_task(title, total=num_steps, figures="")
 
         def show(report: StepReport) -> None:

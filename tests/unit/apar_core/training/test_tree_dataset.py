@@ -9,6 +9,7 @@ import pytest
 from apar_core.data.records import ParagraphRecord
 from apar_core.errors import TrainingError
 from apar_core.training.packing import PackedTree
+from apar_core.training.recipe import TrainingRecipe
 from apar_core.training.tree_dataset import RowList, TreeGroups, drawn_rows
 from tests.unit.apar_core.training.random_trees import packed
 
@@ -19,9 +20,10 @@ GROUPS = TreeGroups(
 
 
 def draw(groups: TreeGroups = GROUPS, *, share: float = 0.5, seed: int = 0) -> list[PackedTree]:
-    rows: RowList = drawn_rows(
-        groups, num_steps=40, batch_size=10, structured_share=share, seed=seed
+    recipe = TrainingRecipe(
+        num_steps=40, batch_size=10, structured_share=share, seed=seed, learning_rate=1.0
     )
+    rows: RowList = drawn_rows(groups, recipe)
     return [rows[index] for index in range(len(rows))]
 
 
