@@ -10,7 +10,8 @@ from contextlib import aclosing
 from typing import Protocol
 
 from apar_core.errors import EngineError
-from deployments.asgi_relay import AnswerStart, Headers, RelayedRequest, Send
+from deployments.answer_parts import AnswerStart, Headers
+from deployments.asgi_relay import RelayedRequest, Send
 from deployments.error_responses import (
     DONE_EVENT,
     ErrorAnswer,

@@ -3,8 +3,12 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from deployments.answer_parts import AnswerStart, Headers
+from deployments.request_terms import RequestTerms
+from deployments.routing.views import RequestHint
 
 logger = logging.getLogger(__name__)
 
@@ -13,7 +17,6 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
 
 # After a disconnect the application cleans up by itself; this is for one that hangs.
 DISCONNECT_GRACE_S = 10.0
@@ -28,6 +31,8 @@ class RelayedRequest:
     query: bytes
     headers: Headers
     body: bytes
+    terms: RequestTerms = field(default_factory=RequestTerms)
+    hint: RequestHint = field(default_factory=RequestHint)
 
     def scope(self) -> Scope:
         """The ASGI scope of this request.
@@ -49,15 +54,6 @@ class RelayedRequest:
             "server": None,
             "state": {},
         }
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerStart:
-    """Status, headers and the first piece of the body."""
-
-    status: int
-    headers: Headers
-    body: bytes
 
 
 class _Exchange:

@@ -14,8 +14,9 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, Posit
 
 from apar_core.errors import CapacityError, RequestError
 from deployments.admission import Admission
+from deployments.answer_parts import AnswerStart
 from deployments.answers import ReplicaCalls, relay_answer, send_error, send_whole, whole_answer
-from deployments.asgi_relay import AnswerStart, Receive, RelayedRequest, Scope, Send
+from deployments.asgi_relay import Receive, RelayedRequest, Scope, Send
 from deployments.error_responses import (
     JSON_TYPE,
     ErrorAnswer,

@@ -9,8 +9,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat
 
 from apar_core.errors import EngineError
+from deployments.answer_parts import AnswerStart
 from deployments.apar_extension import AparExtension
-from deployments.asgi_relay import AnswerStart, AsgiApp, RelayedRequest, relay, relay_whole
+from deployments.asgi_relay import AsgiApp, RelayedRequest, relay, relay_whole
 from deployments.error_responses import engine_lost
 from deployments.watchdog import watch
 

@@ -8,8 +8,9 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
+from deployments.answer_parts import AnswerStart
 from deployments.answers import ReplicaLostError
-from deployments.asgi_relay import AnswerStart, RelayedRequest
+from deployments.asgi_relay import RelayedRequest
 
 LOST = (RayActorError, DeploymentUnavailableError, ReplicaUnavailableError)
 

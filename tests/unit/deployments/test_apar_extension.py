@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 
 from apar_core.errors import RequestError
+from deployments.answer_parts import AnswerStart
 from deployments.apar_extension import AparExtension, AparOptions, parse_options, translate
 from deployments.asgi_relay import (
-    AnswerStart,
     Receive,
     RelayedRequest,
     Scope,

@@ -2,8 +2,8 @@ import asyncio
 
 import pytest
 
+from deployments.answer_parts import AnswerStart
 from deployments.asgi_relay import (
-    AnswerStart,
     Receive,
     RelayedRequest,
     Scope,

@@ -8,8 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+from deployments.answer_parts import AnswerStart
 from deployments.answers import ReplicaLostError
-from deployments.asgi_relay import AnswerStart, RelayedRequest
+from deployments.asgi_relay import RelayedRequest
 from deployments.gateway import Gateway, GatewaySettings, ServedModel
 
 JSON = [(b"content-type", b"application/json"), (b"content-length", b"999")]

@@ -1,0 +1,40 @@
+"""What a router knows of a request and of a replica; plain values, nothing of Ray or vLLM."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHint:
+    """What the gateway has read off a request for its router.
+
+    `prompt_tokens` is an estimate from the prompt's length. `max_tokens` is the client's limit,
+    None where it named none. `prefix_hashes` grow with the prompt: the i-th covers all text up to
+    the end of its i-th piece (system prompt, then each turn), so that two prompts share as many
+    leading hashes as they share leading pieces. `may_fork` is false where the request says so.
+    """
+
+    prompt_tokens: int = 0
+    max_tokens: int | None = None
+    prefix_hashes: tuple[int, ...] = ()
+    may_fork: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """What a replica reports of itself; `taken_at_s` is its clock's time (`time.time`).
+
+    `threads` are alive, running or waiting in the engine; `waiting_forks` are children that a cap
+    or the fork policy holds back; `blocks` and `free_blocks` are of `block_size` tokens of KV
+    cache; `tokens_per_s` is the decode rate over the last seconds, all threads together;
+    `step_s` the mean time of an engine step, 0 while it is not known.
+    """
+
+    requests: int
+    threads: int
+    waiting_forks: int
+    blocks: int
+    free_blocks: int
+    block_size: int
+    tokens_per_s: float
+    step_s: float
+    taken_at_s: float
