@@ -60,8 +60,8 @@ class ClusterConfig(BaseModel):
 
     @property
     def num_replicas(self) -> int:
-        """Engines of all models."""
-        return sum(model.replicas for model in self.models)
+        """Most engines of all models together."""
+        return sum(model.max_replicas for model in self.models)
 
 
 def load_config(

@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import (
     BaseModel,
@@ -15,7 +15,10 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     field_validator,
+    model_validator,
 )
+
+from cluster.autoscaling_config import AutoscalingConfig
 
 DEFAULT_MODEL = "apar-tiny"
 DEFAULT_MAX_CONCURRENCY = 64
@@ -76,6 +79,9 @@ class ModelConfig(BaseModel):
         None, min_length=1, description="Name that clients send; the preset's or the folder's name."
     )
     replicas: PositiveInt = Field(1, description="Engines that serve this model.")
+    autoscaling: AutoscalingConfig | None = Field(
+        None, description="Bounds and targets between which `replicas` follow the load instead."
+    )
     gpus_per_replica: PositiveInt = Field(
         1, description="GPUs of one engine, over which its tensors are split; unused on CPU."
     )
@@ -113,6 +119,12 @@ class ModelConfig(BaseModel):
         default_factory=dict, description="vLLM engine arguments, by their Python names."
     )
 
+    @model_validator(mode="after")
+    def _check_replicas(self) -> Self:
+        if self.autoscaling is not None and "replicas" in self.model_fields_set:
+            raise ValueError("replicas: leave it out beside `autoscaling`")
+        return self
+
     @field_validator("engine")
     @classmethod
     def _check_engine(cls, engine: dict[str, Any]) -> dict[str, Any]:
@@ -145,6 +157,17 @@ class ModelConfig(BaseModel):
     def deployment_name(self) -> str:
         """The name of this model's replicas in Ray Serve."""
         return "Replica-" + re.sub(r"[^A-Za-z0-9._-]", "-", self.public_name)
+
+    @property
+    def max_replicas(self) -> int:
+        """Most engines that serve this model at a time."""
+        return self.replicas if self.autoscaling is None else self.autoscaling.max_replicas
+
+    @property
+    def target_threads(self) -> float:
+        """Threads that the autoscaler wants a replica to carry."""
+        given = None if self.autoscaling is None else self.autoscaling.target_threads
+        return given or 0.75 * self.threads_per_replica
 
     @property
     def requests_per_replica(self) -> int:

@@ -48,8 +48,11 @@ def show(file: ConfigFile) -> None:
         shown["engine"] = model.preset.engine | model.engine
     typer.echo(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), nl=False)
     for model in config.models:
+        least = model.replicas if model.autoscaling is None else model.autoscaling.min_replicas
+        most = model.max_replicas
+        replicas = str(most) if least == most else f"{least} to {most}"
         typer.echo(
-            f"# {model.public_name}: {model.preset.path}; {model.replicas} x "
+            f"# {model.public_name}: {model.preset.path}; {replicas} x "
             f"{model.requests_per_replica} requests, {model.threads_per_replica} threads a replica"
         )
 

@@ -1,0 +1,100 @@
+"""How many replicas the present load asks for; plain values in, plain values out."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.autoscaling_config import AutoscalingConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """What one replica carries: requests and threads alive, children held back, KV cache in use.
+
+    `kv_use` is a share of its blocks, 0 to 1.
+    """
+
+    requests: float
+    threads: float
+    waiting_forks: float
+    kv_use: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoad:
+    """All that is known of a model's load.
+
+    `waiting_requests` have no replica yet. `default_threads` are expected of each of them as long
+    as no request runs from which more is known. `running` counts the replicas that serve, `target`
+    those that were last asked for; replicas that start have no report.
+    """
+
+    replicas: Sequence[ReplicaReport]
+    waiting_requests: float
+    default_threads: float
+    running: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingState:
+    """What a decision leaves for the next one: since when more, or fewer, have been wanted."""
+
+    over_since_s: float | None = None
+    under_since_s: float | None = None
+    # The highest wish since then: a short lull in the load takes no replica away.
+    most_while_under: int = 0
+
+
+def replicas_worth(load: ModelLoad, settings: AutoscalingConfig, target_threads: float) -> float:
+    """The load, threads or KV cache, whichever is more, in replicas that carry their target.
+
+    Waiting requests count with the threads that running ones have on average, and with as much
+    KV cache as these take per thread.
+    """
+    requests = sum(report.requests for report in load.replicas)
+    alive = sum(report.threads + report.waiting_forks for report in load.replicas)
+    each = alive / requests if requests > 0 else load.default_threads
+    threads = alive + load.waiting_requests * each
+    kv_use = sum(report.kv_use for report in load.replicas)
+    if alive > 0:
+        kv_use *= threads / alive
+    return max(threads / target_threads, kv_use / settings.target_kv_use)
+
+
+def decide(
+    load: ModelLoad,
+    settings: AutoscalingConfig,
+    target_threads: float,
+    state: ScalingState,
+    now_s: float,
+) -> tuple[int, ScalingState]:
+    """The replicas to ask for now, within the configured bounds, and the state to decide on next.
+
+    More are asked for once they have been wanted for `upscale_delay_s`; fewer once the remaining
+    would have had `downscale_headroom` for `downscale_delay_s`, and never while a running replica
+    has not reported. `target_threads` is the settings' value or its default.
+    """
+    worth = replicas_worth(load, settings, target_threads)
+    lowest, highest = settings.min_replicas, settings.max_replicas
+    # A replica takes long to start, and what piles up meanwhile must not count as more load.
+    growth = max(1, math.ceil(load.running * settings.max_growth))
+    wanted = min(_bounded(worth, lowest, highest), max(growth, lowest))
+    enough = _bounded(worth / (1 - settings.downscale_headroom), lowest, highest)
+    if wanted > load.target:
+        since = now_s if state.over_since_s is None else state.over_since_s
+        if load.target == 0 or now_s - since >= settings.upscale_delay_s:
+            return wanted, ScalingState()
+        return load.target, ScalingState(over_since_s=since)
+    if enough < load.target and len(load.replicas) >= load.running:
+        since = now_s if state.under_since_s is None else state.under_since_s
+        most = max(enough, state.most_while_under)
+        if now_s - since >= settings.downscale_delay_s:
+            return most, ScalingState()
+        return load.target, ScalingState(under_since_s=since, most_while_under=most)
+    return min(max(load.target, lowest), highest), ScalingState()
+
+
+def _bounded(worth: float, lowest: int, highest: int) -> int:
+    # Sums of floating-point shares may exceed a whole number by a hair.
+    return min(max(math.ceil(worth - 1e-9), lowest), highest)
