@@ -1,0 +1,77 @@
+import pytest
+
+from apar_core.scheduler.fork_policy import AdaptivePolicy, EagerPolicy, build_policy
+from apar_core.scheduler.step_time_model import MIN_STEPS, BatchView
+
+
+def step_s(rows: int) -> float:
+    """4 ms and half a millisecond for each row."""
+    return 0.004 + 0.0005 * rows
+
+
+def taught(token_time_s: float, *, most_rows: int = 32) -> AdaptivePolicy:
+    policy = AdaptivePolicy(token_time_s)
+    for number in range(20 * MIN_STEPS):
+        rows = 1 + number % most_rows
+        policy.observe(BatchView(rows, 0), step_s(rows))
+    return policy
+
+
+def admitted(policy: AdaptivePolicy, batch: BatchView, wanted: int) -> int:
+    """How many of so many forks the policy admits, one by one."""
+    for number in range(wanted):
+        if not policy.admits(batch):
+            return number
+        batch = batch.grown(rows=1, attended_tokens=0)
+    return wanted
+
+
+def test_eager_admits_into_any_batch() -> None:
+    policy = EagerPolicy()
+    policy.observe(BatchView(1, 1), 1000.0)
+
+    assert policy.admits(BatchView(10**6, 10**9))
+
+
+@pytest.mark.parametrize(("token_time_s", "rows"), [(0.0081, 8), (0.0121, 16), (0.0181, 28)])
+def test_adaptive_fills_the_step_as_far_as_its_time_goes(token_time_s: float, rows: int) -> None:
+    assert admitted(taught(token_time_s), BatchView(2, 0), 100) == rows - 2
+
+
+def test_adaptive_admits_nothing_into_a_step_that_is_too_long_already() -> None:
+    assert admitted(taught(0.010), BatchView(20, 0), 5) == 0
+
+
+def test_adaptive_is_eager_until_it_has_seen_enough_steps() -> None:
+    policy = AdaptivePolicy(0.001)
+    for _ in range(MIN_STEPS - 1):
+        policy.observe(BatchView(1, 0), 1.0)
+    assert policy.admits(BatchView(100, 0))
+
+    policy.observe(BatchView(1, 0), 1.0)
+    assert not policy.admits(BatchView(1, 0))
+
+
+def test_adaptive_counts_the_tokens_that_a_fork_attends_to() -> None:
+    policy = AdaptivePolicy(0.010)
+    for number in range(20 * MIN_STEPS):
+        attended = 1000 * (number % 8)
+        policy.observe(BatchView(4, attended), 0.005 + attended * 1e-6)
+
+    assert policy.admits(BatchView(4, 2000), extra_attended=2500)
+    assert not policy.admits(BatchView(4, 2000), extra_attended=3500)
+
+
+def test_adaptive_grows_to_twice_what_it_has_seen_and_no_further_at_once() -> None:
+    policy = taught(10.0, most_rows=6)
+    assert admitted(policy, BatchView(1, 0), 100) == 2 * 6 - 1
+
+    policy.observe(BatchView(12, 0), step_s(12))
+    assert admitted(policy, BatchView(1, 0), 100) == 2 * 12 - 1
+
+
+def test_policies_are_built_by_name() -> None:
+    assert isinstance(build_policy("eager", 0.01), EagerPolicy)
+    adaptive = build_policy("adaptive", 0.025)
+    assert isinstance(adaptive, AdaptivePolicy)
+    assert adaptive.token_time_s == 0.025
