@@ -10,13 +10,15 @@ class RequestHint:
     `prompt_tokens` is an estimate from the prompt's length. `max_tokens` is the client's limit,
     None where it named none. `prefix_hashes` grow with the prompt: the i-th covers all text up to
     the end of its i-th piece (system prompt, then each turn), so that two prompts share as many
-    leading hashes as they share leading pieces. `may_fork` is false where the request says so.
+    leading hashes as they share leading pieces. `prefix_tokens` estimates the tokens that each of
+    them covers. `may_fork` is false where the request says so.
     """
 
     prompt_tokens: int = 0
     max_tokens: int | None = None
     prefix_hashes: tuple[int, ...] = ()
     may_fork: bool = True
+    prefix_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,197 @@
+"""Chooses the replica for a request; the part that all policies share, and ours.
+
+Pure decisions: no Ray, no vLLM, no clock. Time comes in as an argument, so a simulation drives
+the same code. Not safe for several executors at once; `registry.py` locks.
+"""
+
+from abc import ABC, abstractmethod
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.routing_config import RoutingSettings
+from deployments.answer_parts import AnswerEnd
+from deployments.routing.affinity import PrefixTable
+from deployments.routing.forecast import Forecast, Forecaster
+from deployments.routing.table import ReplicaTable
+from deployments.routing.views import ReplicaLoad, RequestHint
+
+_MAX_RELEASED = 8192
+
+
+class Reason(StrEnum):
+    """Why a replica was chosen, or none."""
+
+    AFFINITY = "affinity"
+    LEAST_LOAD = "least_load"
+    ONLY_ONE = "only_one"
+    FULL = "full"
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A request at a replica, with what was expected of it when it was sent."""
+
+    slot: int
+    replica_id: str
+    hint: RequestHint
+    forecast: Forecast
+
+
+class Router(ABC):
+    """Keeps the table of replicas and the requests at them; a policy adds the choice.
+
+    The order for one request: `choose`, `sent` in the same moment, then `ended` once, whatever
+    came of it.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.table = ReplicaTable()
+        self.forecaster = Forecaster()
+        # Decisions by reason, since the start.
+        self.decisions: Counter[Reason] = Counter()
+        self._random = np.random.default_rng(seed)
+        self._sent: dict[str, _Sent] = {}
+        self._released: OrderedDict[str, _Sent] = OrderedDict()
+
+    @abstractmethod
+    def _pick(self, hint: RequestHint, open_slots: NDArray[np.intp]) -> tuple[int, Reason]:
+        """A slot among those with room, two or more."""
+
+    def choose(self, hint: RequestHint, now_s: float) -> str | None:
+        """The replica for a request; None if every one is at its cap. Counts nothing as sent."""
+        del now_s  # The table's estimates hold for the moment of its last change.
+        open_slots = np.flatnonzero(self.table.room > 0)
+        if len(open_slots) == 0:
+            self.decisions[Reason.FULL] += 1
+            return None
+        if len(open_slots) == 1:
+            slot, reason = int(open_slots[0]), Reason.ONLY_ONE
+        else:
+            slot, reason = self._pick(hint, open_slots)
+        self.decisions[reason] += 1
+        return self.table.replica_id(slot)
+
+    def sent(self, request_id: str, replica_id: str, hint: RequestHint, now_s: float) -> None:
+        """A request goes to a replica; if it was at another one, it is there no longer."""
+        self.released(request_id, now_s)
+        self._released.pop(request_id, None)
+        slot = self.table.slots.get(replica_id)
+        if slot is None:
+            return
+        forecast = self.forecaster.forecast(hint)
+        self._sent[request_id] = _Sent(slot, replica_id, hint, forecast)
+        self.table.sent(slot, forecast, now_s)
+
+    def released(self, request_id: str, now_s: float, *, replica_id: str | None = None) -> None:
+        """A request has left its replica; what it brought may still come, with `ended`.
+
+        With `replica_id`, only if it was there.
+        """
+        sent = self._sent.get(request_id)
+        if sent is None or replica_id not in (None, sent.replica_id):
+            return
+        del self._sent[request_id]
+        self.table.ended(sent.slot, sent.replica_id, sent.forecast, now_s)
+        self._released[request_id] = sent
+        if len(self._released) > _MAX_RELEASED:
+            self._released.popitem(last=False)
+
+    def ended(self, request_id: str, end: AnswerEnd | None, now_s: float) -> None:
+        """A request is over; `end` is what it brought, None if that is not known."""
+        self.released(request_id, now_s)
+        sent = self._released.pop(request_id, None)
+        if sent is not None and end is not None:
+            self.forecaster.learn(sent.hint, end)
+
+    def reported(self, replica_id: str, load: ReplicaLoad, now_s: float) -> None:
+        """A replica's report has arrived; one of an unknown replica is left."""
+        self.table.reported(replica_id, load, now_s)
+
+    def replicas_changed(self, caps: Mapping[str, int]) -> None:
+        """The replicas that run now, each with its cap in requests; what was at others is lost."""
+        self.table.replicas_changed(caps)
+        lost = [key for key, sent in self._sent.items() if sent.replica_id not in caps]
+        for request_id in lost:
+            self._released[request_id] = self._sent.pop(request_id)
+
+    @property
+    def num_sent(self) -> int:
+        """Requests at replicas now."""
+        return len(self._sent)
+
+
+class ThreadRouter(Router):
+    """Chooses by the time that a request costs at each replica: its own, and the others'.
+
+    The request runs `steps` engine steps, each as long as the threads there make it, its own
+    included; its threads make the steps of the requests there longer; its prompt, less what the
+    prefix cache holds, is computed once and holds up all; and where its blocks do not fit, it
+    waits for others to end.
+    """
+
+    def __init__(self, settings: RoutingSettings, seed: int = 0) -> None:
+        super().__init__(seed)
+        self._affinity = settings.affinity
+        self._prefixes = PrefixTable(settings.affinity_entries)
+        self._prefixes.resize(len(self.table.rows))
+
+    def sent(self, request_id: str, replica_id: str, hint: RequestHint, now_s: float) -> None:
+        """As in every router; the replica's cache holds the prompt from now on."""
+        super().sent(request_id, replica_id, hint, now_s)
+        slot = self.table.slots.get(replica_id)
+        if slot is not None and self._affinity:
+            self._prefixes.sent(hint, slot, float(self.table.sent_tokens[slot]))
+
+    def replicas_changed(self, caps: Mapping[str, int]) -> None:
+        """As in every router; a cache goes with its replica."""
+        gone = [slot for name, slot in self.table.slots.items() if name not in caps]
+        for slot in gone:
+            self._prefixes.forget(slot)
+        super().replicas_changed(caps)
+        self._prefixes.resize(len(self.table.rows))
+
+    def _pick(self, hint: RequestHint, open_slots: NDArray[np.intp]) -> tuple[int, Reason]:
+        forecast = self.forecaster.forecast(hint)
+        cost = self._cost(forecast, hint.prompt_tokens)[open_slots]
+        # Equal replicas take turns by chance, or all routers would begin with the same one.
+        cost *= 1.0 + 1e-6 * self._random.random(len(cost))
+        plain = int(cost.argmin())
+        saved = self._saved(hint)
+        if saved is None:
+            return int(open_slots[plain]), Reason.LEAST_LOAD
+        best = int((cost - saved[open_slots]).argmin())
+        reason = Reason.LEAST_LOAD if best == plain else Reason.AFFINITY
+        return int(open_slots[best]), reason
+
+    def _cost(self, forecast: Forecast, prompt_tokens: int) -> NDArray[np.float64]:
+        """Seconds that a request costs in each slot, for itself and the requests there."""
+        table, step = self.table, self.table.step_time
+        threads = table.threads + forecast.threads
+        step_s = step.base_s + step.per_thread_s * threads
+        others_s = step.per_thread_s * forecast.threads * table.requests
+        cost = forecast.steps * (step_s + others_s)
+        cost += step.per_thread_s * prompt_tokens * (1.0 + table.requests)
+        wanted = forecast.kv_tokens / table.block_size
+        short = table.used_blocks + wanted - table.blocks
+        if short.max() > 0.0:
+            # Blocks come free as fast as threads end, which is as fast as they grow.
+            cost += np.maximum(short, 0.0) * table.block_size * step_s / threads
+        cost *= step.slowness
+        return cost
+
+    def _saved(self, hint: RequestHint) -> NDArray[np.float64] | None:
+        """Seconds that each slot's prefix cache saves, for the request and those there."""
+        if not self._affinity or not hint.prefix_hashes:
+            return None
+        table, step = self.table, self.table.step_time
+        held = self._prefixes.held_tokens(hint, table.sent_tokens, table.blocks * table.block_size)
+        if held is None:
+            return None
+        worth = self._affinity * step.per_thread_s
+        saved: NDArray[np.float64] = held * (1.0 + table.requests) * step.slowness * worth
+        return saved
