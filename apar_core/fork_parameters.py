@@ -26,6 +26,8 @@ class ForkParameters:
     the answer ends with finish reason "length". `end_ids` are the tokens that end a thread.
     `separated` asks for line breaks between paragraphs whose text lacks them. `thread_path` is the
     place of a thread: the fork ordinals from the root thread, whose path is empty, down to it.
+    `key` names the API key that asks; all its requests together have at most `key_max_threads`
+    threads alive in one engine, as far as forking adds to them, where that is not None.
     """
 
     fork_id: int
@@ -36,6 +38,8 @@ class ForkParameters:
     end_ids: tuple[int, ...]
     separated: bool = False
     thread_path: tuple[int, ...] = ()
+    key: str | None = None
+    key_max_threads: int | None = None
 
     def to_extra_arg(self) -> dict[str, Any]:
         """The parameters as plain values, fit for msgpack."""
@@ -62,6 +66,17 @@ def child_request_id(parent_request_id: str, ordinal: int) -> str:
     The engine and the API process both derive it, so a fork needs no message of its own.
     """
     return f"{parent_request_id}~{ordinal}"
+
+
+def thread_path(root_request_id: str, thread_request_id: str) -> tuple[int, ...]:
+    """Fork ordinals from the root thread down to a thread, read from its engine request id."""
+    ordinals = thread_request_id[len(root_request_id) :].split("~")[1:]
+    return tuple(int(ordinal) for ordinal in ordinals)
+
+
+def thread_request_id(root_request_id: str, path: tuple[int, ...]) -> str:
+    """Engine request id of the thread at a path."""
+    return "~".join([root_request_id, *map(str, path)])
 
 
 def child_seed(parent_seed: int | None, ordinal: int) -> int | None:

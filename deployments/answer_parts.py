@@ -1,39 +1,42 @@
 """The parts that an answer travels in from a replica to the gateway.
 
-An answer is one `AnswerStart`, then any number of `Piece`s, then one `AnswerEnd` if the replica
-has lived so long.
+A streamed answer is one `AnswerStart`, then any number of `Piece`s, then one `AnswerEnd`; a whole
+one is one part of start and end. Either ends with `AnswerBroken` at any point where the replica
+cannot go on, or without a word where the replica's process has died.
 """
 
 from dataclasses import dataclass
+
+from apar_core.journal import Journal, ThreadDelta
+
+__all__ = [
+    "AnswerBroken",
+    "AnswerEnd",
+    "AnswerPart",
+    "AnswerStart",
+    "Headers",
+    "Journal",
+    "Piece",
+    "ThreadDelta",
+    "WholeAnswer",
+]
 
 Headers = list[tuple[bytes, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
-class ThreadDelta:
-    """What one thread has generated since the last delta of it.
-
-    `path` holds the fork ordinals from the root thread, whose path is empty, down to this one;
-    control and end tokens are among the `token_ids`. `finish_reason` is vLLM's `FinishReason`
-    value once the thread has ended, else None.
-    """
-
-    path: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    finish_reason: int | None = None
-
-
-Journal = tuple[ThreadDelta, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class AnswerStart:
-    """Status, headers and the first piece of the body."""
+    """Status, headers and the first piece of the body, with that piece's tokens and journal.
+
+    `continuable` tells whether the journals of this answer allow another replica to go on with it.
+    """
 
     status: int
     headers: Headers
     body: bytes
     journal: Journal = ()
+    num_tokens: int = 0
+    continuable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +62,14 @@ class AnswerEnd:
     threads: int = 0
     forks: int = 0
     critical_path_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerBroken:
+    """The replica cannot go on: its engine has died, or it hands its answers over to others."""
+
+    reason: str
+
+
+AnswerPart = AnswerStart | Piece | AnswerEnd | AnswerBroken
+WholeAnswer = tuple[AnswerStart, AnswerEnd] | AnswerBroken

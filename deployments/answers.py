@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import Protocol
 
 from apar_core.errors import EngineError
-from deployments.answer_parts import AnswerStart, Headers
+from deployments.answer_parts import AnswerEnd, AnswerStart, Headers, Piece
 from deployments.asgi_relay import RelayedRequest, Send
 from deployments.error_responses import (
     DONE_EVENT,
@@ -27,13 +27,48 @@ _HOP_HEADERS = (b"content-length", b"connection", b"transfer-encoding", b"date",
 
 
 class ReplicaCalls(Protocol):
-    """The calls that a gateway makes, over a Ray Serve handle or directly."""
+    """The calls that a gateway makes, over a Ray Serve handle or directly.
 
-    def stream(self, request: RelayedRequest) -> AsyncGenerator[AnswerStart | bytes, None]:
+    Both raise ReplicaLostError where no replica answers, or the one that did is gone.
+    """
+
+    def stream(
+        self, request: RelayedRequest
+    ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:
         """The answer piece by piece; closing the iterator cancels the request."""
 
-    async def whole(self, request: RelayedRequest) -> AnswerStart:
-        """The answer in one piece; cancelling the call cancels the request."""
+    async def whole(self, request: RelayedRequest) -> tuple[AnswerStart, AnswerEnd]:
+        """The answer in one piece, and its cost; cancelling the call cancels the request."""
+
+
+class Watch(Protocol):
+    """Who wants to know how an answer gets on."""
+
+    def progress(self, num_tokens: int) -> None:
+        """The request has generated so many more tokens, of all its threads together.
+
+        A whole answer tells of all of them at its end. What is generated twice, after the loss of
+        a replica, counts twice.
+        """
+
+    def retried(self, *, continued: bool) -> None:
+        """A replica was lost and the request went to another, from the start or continued."""
+
+    def ended(self, end: AnswerEnd | None) -> None:
+        """Called once, at the last: the cost, or None where nobody knows it."""
+
+
+class Unwatched:
+    """A watch that nobody keeps."""
+
+    def progress(self, num_tokens: int) -> None:
+        """Nothing to do."""
+
+    def retried(self, *, continued: bool) -> None:
+        """Nothing to do."""
+
+    def ended(self, end: AnswerEnd | None) -> None:
+        """Nothing to do."""
 
 
 class ReplicaLostError(EngineError):
@@ -43,50 +78,68 @@ class ReplicaLostError(EngineError):
 async def whole_answer(replicas: ReplicaCalls, request: RelayedRequest) -> AnswerStart:
     """A replica's answer, or what a client is told where there is none."""
     try:
-        return await replicas.whole(request)
+        return (await replicas.whole(request))[0]
     except Exception as error:  # noqa: BLE001  # the boundary: logged, and answered
         answer = _answer_for_failure(error, request)
         return AnswerStart(answer.status, answer.headers, answer.body)
 
 
 async def relay_answer(
-    replicas: ReplicaCalls, request: RelayedRequest, streaming: bool, send: Send
+    replicas: ReplicaCalls,
+    request: RelayedRequest,
+    streaming: bool,
+    send: Send,
+    watch: Watch | None = None,
 ) -> None:
     """Call a replica and pass on what it answers, or why there is no answer."""
+    watch = watch or Unwatched()
+    end: AnswerEnd | None = None
     try:
         if streaming:
-            await _relay_stream(replicas, request, send)
+            end = await _relay_stream(replicas, request, send, watch)
         else:
-            await send_whole(send, await replicas.whole(request))
+            answer, end = await replicas.whole(request)
+            watch.progress(end.generated_tokens)
+            await send_whole(send, answer)
     except Exception as error:  # noqa: BLE001  # the boundary: logged, and answered
         await send_error(send, _answer_for_failure(error, request))
+    finally:
+        watch.ended(end)
 
 
-async def _relay_stream(replicas: ReplicaCalls, request: RelayedRequest, send: Send) -> None:
+async def _relay_stream(
+    replicas: ReplicaCalls, request: RelayedRequest, send: Send, watch: Watch
+) -> AnswerEnd | None:
     """Relay the parts as they come; raises only before the first one."""
+    end: AnswerEnd | None = None
     async with aclosing(replicas.stream(request)) as parts:
         start = await anext(parts)
         if not isinstance(start, AnswerStart):
             raise TypeError("a replica's answer must begin with its start")
         if start.status >= 400:
-            rest = [part async for part in parts if isinstance(part, bytes)]
+            rest = [part.body async for part in parts if isinstance(part, Piece)]
             body = b"".join([start.body, *rest])
             await send_whole(send, AnswerStart(start.status, start.headers, body))
-            return
+            return None
+        watch.progress(start.num_tokens)
         await _send_start(send, start.status, start.headers)
         await _send_piece(send, start.body)
         tail = start.body[-len(DONE_EVENT) :]
         try:
             async for part in parts:
-                if isinstance(part, bytes):
-                    tail = (tail + part)[-len(DONE_EVENT) :]
-                    await _send_piece(send, part)
+                if isinstance(part, Piece):
+                    watch.progress(part.num_tokens)
+                    tail = (tail + part.body)[-len(DONE_EVENT) :]
+                    await _send_piece(send, part.body)
+                elif isinstance(part, AnswerEnd):
+                    end = part
         except Exception as error:  # noqa: BLE001  # the boundary: logged, and answered
             answer = _answer_for_failure(error, request)
             if tail != DONE_EVENT:
                 # The last event may have been cut in half; a line break ends it.
                 await _send_piece(send, b"\n\n" * (tail[-2:] != b"\n\n") + answer.events)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+    return end
 
 
 def _answer_for_failure(error: Exception, request: RelayedRequest) -> ErrorAnswer:

@@ -17,7 +17,15 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 from apar_core.errors import RequestError
-from deployments.asgi_relay import AsgiApp, Message, Receive, Scope, Send
+from deployments.asgi_relay import (
+    SERVED_KEY,
+    AsgiApp,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    ServedRequest,
+)
 from deployments.error_responses import JSON_TYPE, answer_for
 
 EXTENDED_PATHS = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
@@ -158,6 +166,9 @@ class AparExtension:
             await send({"type": "http.response.body", "body": answer.body})
             return
         base_id = _request_id(scope["headers"])
+        served: ServedRequest | None = scope.get(SERVED_KEY)
+        if served is not None:
+            served.begin(prefix + base_id)
         statistics = _StatisticsWriter(prefix + base_id, self._take_statistics, send)
         try:
             await self._app(

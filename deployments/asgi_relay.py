@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from deployments.answer_parts import AnswerStart, Headers
 from deployments.request_terms import RequestTerms
@@ -17,6 +17,21 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+SERVED_KEY = "apar"
+"""Key of the ASGI scope under which the layers of a replica find the `ServedRequest`."""
+
+
+class ServedRequest(Protocol):
+    """One request inside a replica, as its layers share it."""
+
+    @property
+    def terms(self) -> RequestTerms:
+        """What the gateway has decided about it."""
+
+    def begin(self, engine_request_id: str) -> None:
+        """Told the id under which the engine is about to get the request."""
+
 
 # After a disconnect the application cleans up by itself; this is for one that hangs.
 DISCONNECT_GRACE_S = 10.0
@@ -59,8 +74,9 @@ class RelayedRequest:
 class _Exchange:
     """One request inside the application; owns the task that runs it."""
 
-    def __init__(self, request: RelayedRequest) -> None:
+    def __init__(self, request: RelayedRequest, served: ServedRequest | None) -> None:
         self._request = request
+        self._served = served
         self._body_sent = False
         self._gone = asyncio.Event()
         self._wake = asyncio.Event()
@@ -76,7 +92,8 @@ class _Exchange:
 
     async def _run(self, app: AsgiApp) -> None:
         try:
-            await app(self._request.scope(), self._receive, self._send)
+            scope = {**self._request.scope(), SERVED_KEY: self._served}
+            await app(scope, self._receive, self._send)
         finally:
             self.complete = True
             self._wake.set()
@@ -130,12 +147,14 @@ class _Exchange:
             logger.error("error in the application", exc_info=error)
 
 
-async def relay(app: AsgiApp, request: RelayedRequest) -> AsyncGenerator[AnswerStart | bytes, None]:
+async def relay(
+    app: AsgiApp, request: RelayedRequest, served: ServedRequest | None = None
+) -> AsyncGenerator[AnswerStart | bytes, None]:
     """The application's answer: its start with the first piece, then the rest as it comes.
 
     Closing the iterator, or cancelling it, is the client's disconnect.
     """
-    exchange = _Exchange(request)
+    exchange = _Exchange(request, served)
     exchange.start(app)
     try:
         first = await exchange.next_piece()
@@ -149,11 +168,13 @@ async def relay(app: AsgiApp, request: RelayedRequest) -> AsyncGenerator[AnswerS
         await exchange.close()
 
 
-async def relay_whole(app: AsgiApp, request: RelayedRequest) -> AnswerStart:
+async def relay_whole(
+    app: AsgiApp, request: RelayedRequest, served: ServedRequest | None = None
+) -> AnswerStart:
     """The application's whole answer in one piece."""
     start: AnswerStart | None = None
     pieces: list[bytes] = []
-    async for part in relay(app, request):
+    async for part in relay(app, request, served):
         if isinstance(part, AnswerStart):
             start = part
             pieces.append(part.body)

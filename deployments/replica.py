@@ -2,17 +2,18 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat
 
 from apar_core.errors import EngineError
-from deployments.answer_parts import AnswerStart
+from deployments.answer_parts import AnswerBroken, AnswerPart, AnswerStart, WholeAnswer
 from deployments.apar_extension import AparExtension
-from deployments.asgi_relay import AsgiApp, RelayedRequest, relay, relay_whole
-from deployments.error_responses import engine_lost
+from deployments.asgi_relay import AsgiApp, RelayedRequest, relay
+from deployments.served_request import FollowedRequest
 from deployments.watchdog import watch
 
 logger = logging.getLogger(__name__)
@@ -58,25 +59,55 @@ class Replica:
         record = self._engine.take_statistics(request_id)
         return None if record is None else asdict(record.statistics)
 
-    async def stream(self, request: RelayedRequest) -> AsyncIterator[AnswerStart | bytes]:
+    async def stream(self, request: RelayedRequest) -> AsyncIterator[AnswerPart]:
         """The answer, piece by piece."""
-        async for part in relay(self._app, request):
-            yield self._unless_dead(part) if isinstance(part, AnswerStart) else part
+        served = FollowedRequest(self._engine, request.terms)
+        async with aclosing(self._answer(request, served)) as parts:
+            async for part in parts:
+                if isinstance(part, AnswerStart):
+                    yield served.start(part)
+                else:
+                    yield served.piece(part)
+        yield self._broken() or served.end()
 
-    async def whole(self, request: RelayedRequest) -> AsyncIterator[AnswerStart]:
-        """The answer in one piece."""
-        yield self._unless_dead(await relay_whole(self._app, request))
+    async def whole(self, request: RelayedRequest) -> AsyncIterator[WholeAnswer]:
+        """The answer in one piece, and what it has cost."""
+        served = FollowedRequest(self._engine, request.terms)
+        pieces: list[bytes] = []
+        start = AnswerStart(500, [], b"")
+        async with aclosing(self._answer(request, served)) as parts:
+            async for part in parts:
+                if isinstance(part, AnswerStart):
+                    start = part
+                    pieces.append(part.body)
+                else:
+                    pieces.append(part)
+        answer = AnswerStart(start.status, start.headers, b"".join(pieces))
+        yield self._broken() or (answer, served.end())
 
-    def _unless_dead(self, answer: AnswerStart) -> AnswerStart:
-        """The answer, or one that tells the client to try again if the engine has died.
+    async def _answer(
+        self, request: RelayedRequest, served: FollowedRequest
+    ) -> AsyncGenerator[AnswerStart | bytes, None]:
+        """What the application answers, up to where the engine dies.
 
-        vLLM answers 500 until the watchdog has ended this process, but nothing is wrong with
-        the request.
+        After that, vLLM answers with errors, in whatever form, though nothing is wrong with the
+        request.
         """
-        if answer.status < 500 or not self._engine.errored:
-            return answer
-        lost = engine_lost()
-        return AnswerStart(lost.status, lost.headers, lost.body)
+        try:
+            async with aclosing(relay(self._app, request, served)) as parts:
+                async for part in parts:
+                    if self._engine.errored:
+                        return
+                    yield part
+        except Exception:
+            if not self._engine.errored:
+                raise
+        finally:
+            served.close()
+
+    def _broken(self) -> AnswerBroken | None:
+        """Why the replica cannot go on with its answers; None while it can."""
+        return AnswerBroken("the engine has died") if self._engine.errored else None
 
     async def load(self) -> dict[str, Any]:
         """Requests and threads alive, KV blocks in all and free, at this moment.

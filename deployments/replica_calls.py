@@ -8,7 +8,7 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from deployments.answer_parts import AnswerStart
+from deployments.answer_parts import AnswerBroken, AnswerEnd, AnswerStart, Piece
 from deployments.answers import ReplicaLostError
 from deployments.asgi_relay import RelayedRequest
 
@@ -24,25 +24,30 @@ class HandleCalls:
         # answer that the replica has taken the request.
         self._whole = _plain(handle, "whole")
 
-    def stream(self, request: RelayedRequest) -> AsyncGenerator[AnswerStart | bytes, None]:
+    def stream(
+        self, request: RelayedRequest
+    ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:
         """The answer piece by piece; raises ReplicaLostError."""
         return _parts(self._stream, request)
 
-    async def whole(self, request: RelayedRequest) -> AnswerStart:
-        """The answer in one piece; raises ReplicaLostError."""
+    async def whole(self, request: RelayedRequest) -> tuple[AnswerStart, AnswerEnd]:
+        """The answer in one piece, and its cost; raises ReplicaLostError."""
         async with aclosing(_parts(self._whole, request)) as parts:
             answers = [part async for part in parts]
-        if len(answers) != 1 or not isinstance(answers[0], AnswerStart):
-            raise TypeError("a whole answer must be one piece")
-        return answers[0]
+        if len(answers) != 1:
+            raise TypeError("a whole answer must be one part")
+        answer: tuple[AnswerStart, AnswerEnd] = answers[0]
+        return answer
 
 
 async def _parts(
     method: DeploymentHandle[Any], request: RelayedRequest
-) -> AsyncGenerator[AnswerStart | bytes, None]:
-    response = cast("DeploymentResponseGenerator[AnswerStart | bytes]", method.remote(request))
+) -> AsyncGenerator[Any, None]:
+    response = cast("DeploymentResponseGenerator[Any]", method.remote(request))
     try:
         async for part in response:
+            if isinstance(part, AnswerBroken):
+                raise ReplicaLostError(part.reason)
             yield part
     except LOST as error:
         raise ReplicaLostError(str(error)) from error

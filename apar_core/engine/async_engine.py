@@ -11,6 +11,7 @@ from apar_core.control_tokens import ControlTokens
 from apar_core.engine import plugin
 from apar_core.engine.core_state import CORE_STATE_CALL
 from apar_core.engine.input_processor import ForkInputProcessor
+from apar_core.engine.journal import RequestFollower
 from apar_core.engine.output_processor import ForkOutputProcessor
 from apar_core.engine.request_record import RequestRecord
 
@@ -32,6 +33,14 @@ class AparAsyncLLM(AsyncLLM):
     def take_statistics(self, request_id: str) -> RequestRecord | None:
         """Statistics and trees of a finished request, once, by its external request id."""
         return self._output.records.take(request_id)
+
+    def follow(self, request_id: str, follower: RequestFollower) -> None:
+        """Tell a follower of a client's request, by its external request id, until `unfollow`."""
+        self._output.follow(request_id, follower)
+
+    def unfollow(self, request_id: str) -> None:
+        """Tell the follower of a request no more."""
+        self._output.unfollow(request_id)
 
     def pace_streams(self, pause_s: float) -> None:
         """From now on, merge what a stream yields within `pause_s`, or longer under load."""

@@ -11,6 +11,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
 from vllm.v1.outputs import LogprobsLists
 
+from apar_core.engine.journal import RequestFollower
 from apar_core.engine.paced_outputs import interval_under_load, pace
 from apar_core.engine.request_record import RequestRecords
 from apar_core.engine.separators import separators
@@ -33,7 +34,19 @@ class ForkOutputProcessor(OutputProcessor):
         self._threads: dict[str, RequestThreads] = {}
         # Requests that may not fork: their one thread is only watched, for its statistics.
         self._unforked: dict[str, RequestThreads] = {}
+        # By the request id that the client's side knows, as long as it wants to be told.
+        self._followers: dict[str, RequestFollower] = {}
+        # By engine request id: the followed requests of checkpoints without control tokens.
+        self._plain: dict[str, RequestFollower] = {}
         self.stream_pause_s = 0.0
+
+    def follow(self, request_id: str, follower: RequestFollower) -> None:
+        """Tell a follower of a client's request, by its external id, until `unfollow`."""
+        self._followers[request_id] = follower
+
+    def unfollow(self, request_id: str) -> None:
+        """Tell the follower of a request no more."""
+        self._followers.pop(request_id, None)
 
     def add_request(self, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
         """Register a request; one that may fork gets a paragraph tree."""
@@ -41,11 +54,20 @@ class ForkOutputProcessor(OutputProcessor):
         if self.stream_pause_s > 0:
             pace(self.request_states[request.request_id], self._stream_pause_now_s)
         params = request.sampling_params
-        parameters = None if params is None else ForkParameters.from_extra_args(params.extra_args)
-        if params is None or parameters is None:
+        if params is None:
+            return
+        state = self.request_states[request.request_id]
+        follower = self._follower(state.external_req_id)
+        if follower is not None:
+            choice = None if state.parent_req is None else state.request_index
+            follower.begin(request.request_id, state.prompt_len, params, choice=choice)
+        parameters = ForkParameters.from_extra_args(params.extra_args)
+        if parameters is None:
+            if follower is not None:
+                self._plain[request.request_id] = follower
             return
         separator = self._separator if parameters.enabled and parameters.separated else None
-        threads = RequestThreads(request.request_id, parameters, separator)
+        threads = RequestThreads(request.request_id, parameters, separator, follower)
         requests = self._threads if parameters.enabled else self._unforked
         requests[request.request_id] = threads
 
@@ -53,6 +75,9 @@ class ForkOutputProcessor(OutputProcessor):
         self, engine_core_outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any
     ) -> OutputProcessorOutput:
         """As in vLLM, after the outputs of threads have been joined to those of their requests."""
+        for output in engine_core_outputs if self._plain else ():
+            if (follower := self._plain.get(output.request_id)) is not None:
+                follower.add(output)
         if self._unforked:
             self._watch_unforked(engine_core_outputs)
         if not self._threads:
@@ -112,13 +137,21 @@ class ForkOutputProcessor(OutputProcessor):
     def _forget(self, req_state: RequestState) -> None:
         """Drop a request's threads; what the engine still sends of them is ignored."""
         request_id = req_state.request_id
+        self._plain.pop(request_id, None)
         threads = self._threads.get(request_id) or self._unforked.pop(request_id, None)
         if threads is None:
             return
         for thread_request_id in threads.thread_request_ids:
             self._threads.pop(thread_request_id, None)
         threads.cut()
-        self.records.add(req_state.external_req_id, threads.tree, req_state.prompt_len)
+        statistics = self.records.add(req_state.external_req_id, threads.tree, req_state.prompt_len)
+        if threads.follower is not None:
+            threads.follower.end(statistics)
+
+    def _follower(self, external_id: str) -> RequestFollower | None:
+        """Who follows the client's request; vLLM numbers the prompts of one: `ID-0`, `ID-1`."""
+        follower = self._followers.get(external_id)
+        return follower or self._followers.get(external_id.rpartition("-")[0])
 
     def _stream_pause_now_s(self) -> float:
         return interval_under_load(self.stream_pause_s, len(self.request_states))

@@ -36,14 +36,18 @@ class RequestRecords:
         self._capacity = capacity
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
 
-    def add(self, request_id: str, tree: ParagraphTree[TextToken], num_prompt_tokens: int) -> None:
+    def add(
+        self, request_id: str, tree: ParagraphTree[TextToken], num_prompt_tokens: int
+    ) -> TreeStatistics:
         """Keep the record of a finished tree, beside others of the same request."""
         trees = (tree,) if self.keep_trees else ()
-        record = RequestRecord(tree_statistics(tree, num_prompt_tokens), trees)
+        statistics = tree_statistics(tree, num_prompt_tokens)
+        record = RequestRecord(statistics, trees)
         known = self._records.pop(request_id, None)
         self._records[request_id] = record if known is None else known + record
         if len(self._records) > self._capacity:
             self._records.popitem(last=False)
+        return statistics
 
     def take(self, request_id: str) -> RequestRecord | None:
         """Remove and return the record of a request; None if there is none.

@@ -13,6 +13,7 @@ import numpy as np
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
+from apar_core.engine.journal import RequestFollower
 from apar_core.errors import TreeError
 from apar_core.fork_parameters import ForkParameters, child_request_id
 from apar_core.tree.paragraph import ROOT_THREAD, ParagraphTree, ThreadId
@@ -58,8 +59,10 @@ class RequestThreads:
         request_id: str,
         parameters: ForkParameters,
         separator: Separator[TextToken] | None,
+        follower: RequestFollower | None = None,
     ) -> None:
         self.request_id = request_id
+        self.follower = follower
         self.tree: ParagraphTree[TextToken] = ParagraphTree()
         self.parameters = parameters
         self._stream = TreeStream(self.tree, separator)
@@ -74,6 +77,8 @@ class RequestThreads:
 
     def feed(self, output: EngineCoreOutput) -> list[str]:
         """Add what one thread has generated; returns the engine request ids of its new children."""
+        if self.follower is not None:
+            self.follower.add(output)
         thread = self._threads[output.request_id]
         if thread == ROOT_THREAD:
             self._carry(output)
@@ -99,6 +104,8 @@ class RequestThreads:
 
         Called for every token of unforked traffic: the tree is made when the request ends.
         """
+        if self.follower is not None:
+            self.follower.add(output)
         self._watched_ids += output.new_token_ids
         if output.finish_reason is not None:
             ended = self._ends_itself(output)

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.answer_parts import AnswerStart
+from deployments.answer_parts import AnswerEnd, AnswerStart, Piece
 from deployments.answers import ReplicaLostError
 from deployments.asgi_relay import RelayedRequest
 from deployments.gateway import Gateway, GatewaySettings, ServedModel
@@ -21,14 +21,16 @@ CHAT = "/v1/chat/completions"
 class PlayedReplicas:
     """Replicas that give set answers; an error among the parts is raised in its turn."""
 
-    def __init__(self, *parts: AnswerStart | bytes | Exception) -> None:
+    def __init__(self, *parts: AnswerStart | Piece | Exception) -> None:
         self.parts = parts
         self.requests: list[RelayedRequest] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self.num_closed = 0
 
-    async def stream(self, request: RelayedRequest) -> AsyncGenerator[AnswerStart | bytes, None]:
+    async def stream(
+        self, request: RelayedRequest
+    ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:
         self.requests.append(request)
         try:
             await self.gate.wait()
@@ -36,13 +38,14 @@ class PlayedReplicas:
                 if isinstance(part, Exception):
                     raise part
                 yield part
+            yield AnswerEnd()
         finally:
             self.num_closed += 1
 
-    async def whole(self, request: RelayedRequest) -> AnswerStart:
+    async def whole(self, request: RelayedRequest) -> tuple[AnswerStart, AnswerEnd]:
         async for part in self.stream(request):
             assert isinstance(part, AnswerStart)
-            return part
+            return part, AnswerEnd()
         raise AssertionError("no answer is set")
 
 
@@ -77,7 +80,7 @@ async def test_a_whole_answer_is_passed_on_with_its_own_length() -> None:
 
 
 async def test_a_stream_is_passed_on() -> None:
-    replicas = PlayedReplicas(AnswerStart(200, EVENTS, b"data: 1\n\n"), b"data: [DONE]\n\n")
+    replicas = PlayedReplicas(AnswerStart(200, EVENTS, b"data: 1\n\n"), Piece(b"data: [DONE]\n\n"))
 
     answer = await client(replicas).post(CHAT, json={"stream": True})
 
@@ -97,7 +100,9 @@ async def test_a_stream_whose_replica_dies_ends_with_an_error_event(first: bytes
 
 async def test_a_stream_that_was_complete_gets_no_second_end() -> None:
     replicas = PlayedReplicas(
-        AnswerStart(200, EVENTS, b"data: 1\n\ndata: [DO"), b"NE]\n\n", ReplicaLostError("dead")
+        AnswerStart(200, EVENTS, b"data: 1\n\ndata: [DO"),
+        Piece(b"NE]\n\n"),
+        ReplicaLostError("dead"),
     )
 
     answer = await client(replicas).post(CHAT, json={"stream": True})
@@ -138,7 +143,8 @@ async def test_a_stream_that_fails_on_the_way_ends_with_an_error_event() -> None
 
 async def test_an_error_of_a_stream_request_is_one_json_answer() -> None:
     replicas = PlayedReplicas(
-        AnswerStart(400, JSON, b'{"error":{"message":"no",'), b'"param":"body.n","code":400}}'
+        AnswerStart(400, JSON, b'{"error":{"message":"no",'),
+        Piece(b'"param":"body.n","code":400}}'),
     )
 
     answer = await client(replicas).post(CHAT, json={"stream": True})

@@ -1,0 +1,140 @@
+"""Follows a client's request in the API process: what its threads generate, and what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from apar_core.fork_parameters import thread_path
+from apar_core.journal import Journal, ThreadDelta
+from apar_core.tree.statistics import TreeStatistics
+
+# vLLM takes seconds to import, and the process that composes the application reads this module.
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import EngineCoreOutput
+
+
+@dataclass(slots=True)
+class _Fresh:
+    """What one thread has generated since the journal was last taken."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: int | None = None
+
+
+class RequestFollower:
+    """Counts and, where asked to, writes down what the threads of one client's request generate.
+
+    A client's request may be several requests of the engine (`n`, several prompts); then it counts
+    them all and keeps no journal. `resume` is the journal of the request that this one continues:
+    its tokens are part of `generated_tokens`, and of no journal taken here.
+    """
+
+    def __init__(self, *, keeps_journal: bool, resume: Journal | None = None) -> None:
+        self.resume = resume
+        self.prompt_tokens = 0
+        self.generated_tokens = 0
+        self.num_roots = 0
+        self.statistics: TreeStatistics | None = None
+        self._wants_journal = keeps_journal
+        self._journal: dict[str, _Fresh] | None = None
+        self._root_id = ""
+        self._num_fresh = 0
+        self._replaying = False
+
+    @property
+    def continuable(self) -> bool:
+        """Whether the journals taken here are enough to continue the request elsewhere."""
+        return self._journal is not None and self.num_roots == 1
+
+    def begin(
+        self, root_id: str, num_prompt_tokens: int, params: SamplingParams, *, choice: int | None
+    ) -> None:
+        """Told of each request of the engine before it has generated anything.
+
+        `choice` is its number among those for one prompt (`n`), None where there is but one.
+        """
+        self.num_roots += 1
+        if not choice:
+            self.prompt_tokens += num_prompt_tokens
+        self._root_id = root_id
+        alone = self.num_roots == 1 and choice is None
+        self._journal = {} if self._wants_journal and alone and can_continue(params) else None
+
+    def add(self, output: EngineCoreOutput) -> None:
+        """Take what one thread has generated in one step; called for every output."""
+        token_ids = output.new_token_ids
+        self.generated_tokens += len(token_ids)
+        if self._replaying:
+            return
+        self._num_fresh += len(token_ids)
+        if self._journal is None:
+            return
+        fresh = self._journal.get(output.request_id)
+        if fresh is None:
+            fresh = self._journal[output.request_id] = _Fresh()
+        fresh.token_ids += token_ids
+        if output.finish_reason is not None:
+            fresh.finish_reason = int(output.finish_reason)
+
+    def end(self, statistics: TreeStatistics) -> None:
+        """Told the statistics of each finished tree."""
+        known = self.statistics
+        self.statistics = statistics if known is None else known + statistics
+
+    def take_num_tokens(self) -> int:
+        """Tokens that all threads together have generated since the last call."""
+        num_fresh, self._num_fresh = self._num_fresh, 0
+        return num_fresh
+
+    def take_journal(self) -> Journal:
+        """What the threads have generated since the last call; empty where none is kept."""
+        if not self._journal:
+            return ()
+        journal, self._journal = self._journal, {}
+        return tuple(
+            ThreadDelta(
+                thread_path(self._root_id, thread_id), tuple(fresh.token_ids), fresh.finish_reason
+            )
+            for thread_id, fresh in journal.items()
+        )
+
+    def replay(self, *, begins: bool) -> None:
+        """Between two calls, what is added is that of the request that this one continues."""
+        self._replaying = begins
+
+
+def can_continue(params: SamplingParams) -> bool:
+    """Whether a request may be taken up again from its token ids alone.
+
+    Not where the engine that died has taken something along: log-probabilities, the state of a
+    grammar, and what it counts over the tokens generated (penalties, a least number of tokens, bad
+    words of several tokens, repetitions, a thinking budget). The HTTP layer's part of the rule is
+    in `deployments/continuation.py`.
+    """
+    lost_with_the_engine = (
+        params.logprobs is not None,
+        params.prompt_logprobs is not None,
+        bool(params.logprob_token_ids),
+        params.structured_outputs is not None,
+        params.presence_penalty != 0,
+        params.frequency_penalty != 0,
+        params.min_tokens > 0,
+        bool(params.bad_words),
+        params.repetition_detection is not None,
+        params.thinking_token_budget is not None,
+    )
+    return not any(lost_with_the_engine)
+
+
+def stop_reason(params: SamplingParams, token_ids: Sequence[int]) -> int | None:
+    """What vLLM names as the reason of a thread that a stop token has ended: a client's token.
+
+    As in vLLM's `check_stop`: the model's first end token has no name.
+    """
+    last = token_ids[-1] if token_ids else None
+    if last is None or last == params.eos_token_id:
+        return None
+    return last if last in (params.stop_token_ids or ()) else None

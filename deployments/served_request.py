@@ -1,0 +1,70 @@
+"""One request inside a replica: its terms, and what the engine tells of it."""
+
+from typing import Protocol
+
+from apar_core.engine.journal import RequestFollower
+from deployments.answer_parts import AnswerEnd, AnswerStart, Piece
+from deployments.request_terms import RequestTerms
+
+
+class FollowingEngine(Protocol):
+    """The part of an engine that tells of its requests."""
+
+    def follow(self, request_id: str, follower: RequestFollower) -> None:
+        """Tell a follower of a request."""
+
+    def unfollow(self, request_id: str) -> None:
+        """Tell it no more."""
+
+
+class FollowedRequest:
+    """Follows a request in the engine, and writes what it learns on the parts of the answer."""
+
+    def __init__(self, engine: FollowingEngine, terms: RequestTerms) -> None:
+        self.terms = terms
+        self._engine = engine
+        self._follower = RequestFollower(keeps_journal=terms.keeps_journal, resume=terms.resume)
+        self._engine_request_id: str | None = None
+
+    def begin(self, engine_request_id: str) -> None:
+        """Follow the request that the engine is about to get under this id."""
+        self._engine_request_id = engine_request_id
+        self._engine.follow(engine_request_id, self._follower)
+
+    def close(self) -> None:
+        """Follow it no more."""
+        if self._engine_request_id is not None:
+            self._engine.unfollow(self._engine_request_id)
+
+    def start(self, start: AnswerStart) -> AnswerStart:
+        """The start of a streamed answer, with its share of tokens and journal."""
+        follower = self._follower
+        return AnswerStart(
+            start.status,
+            start.headers,
+            start.body,
+            follower.take_journal(),
+            follower.take_num_tokens(),
+            continuable=follower.continuable,
+        )
+
+    def piece(self, body: bytes) -> Piece:
+        """A piece of the answer, with its share of tokens and journal."""
+        return Piece(body, self._follower.take_journal(), self._follower.take_num_tokens())
+
+    def end(self) -> AnswerEnd:
+        """What the answer has cost; an ordinary checkpoint's answer has one thread a choice."""
+        follower, trees = self._follower, self._follower.statistics
+        if trees is None:
+            num_roots = follower.num_roots
+            longest = follower.generated_tokens if num_roots == 1 else 0
+            return AnswerEnd(
+                follower.prompt_tokens, follower.generated_tokens, num_roots, 0, longest
+            )
+        return AnswerEnd(
+            follower.prompt_tokens,
+            follower.generated_tokens,
+            trees.threads,
+            trees.forks,
+            trees.decode_steps,
+        )
