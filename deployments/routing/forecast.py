@@ -31,17 +31,17 @@ class Forecast:
 
 @dataclass(slots=True)
 class _Means:
-    """Moving means over the requests of a class."""
+    """Moving means over the requests of a class, for one choice."""
 
     weight: float = 0.0
     generated_tokens: float = 0.0
     path_tokens: float = 0.0
 
-    def add(self, end: AnswerEnd) -> None:
+    def add(self, generated_tokens: float, path_tokens: float) -> None:
         self.weight = min(self.weight + 1.0, WINDOW)
         share = 1.0 / self.weight
-        self.generated_tokens += share * (end.generated_tokens - self.generated_tokens)
-        self.path_tokens += share * (end.critical_path_tokens - self.path_tokens)
+        self.generated_tokens += share * (generated_tokens - self.generated_tokens)
+        self.path_tokens += share * (path_tokens - self.path_tokens)
 
 
 class Forecaster:
@@ -68,18 +68,21 @@ class Forecaster:
         if hint.max_tokens is not None and generated > hint.max_tokens:
             generated = float(max(hint.max_tokens, 1))
             path = min(path, generated)
-        return Forecast(threads, path, generated, hint.prompt_tokens + generated)
+        choices = max(hint.num_choices, 1)
+        generated *= choices
+        return Forecast(choices * threads, path, generated, hint.prompt_tokens + generated)
 
     def learn(self, hint: RequestHint, end: AnswerEnd) -> None:
         """Count what a request brought; one that never ran teaches nothing."""
         if end.generated_tokens <= 0 or end.critical_path_tokens <= 0:
             return
+        generated = end.generated_tokens / max(hint.num_choices, 1)
         for key in _class_keys(hint):
             means = self._classes.get(key)
             if means is None:
                 means = self._classes[key] = _Means()
             self._classes.move_to_end(key)
-            means.add(end)
+            means.add(generated, end.critical_path_tokens)
         while len(self._classes) > MAX_CLASSES:
             self._classes.popitem(last=False)
 

@@ -119,6 +119,11 @@ class Router(ABC):
         for request_id in lost:
             self._released[request_id] = self._sent.pop(request_id)
 
+    def replica_of(self, request_id: str) -> str | None:
+        """Where a request is now."""
+        sent = self._sent.get(request_id)
+        return None if sent is None else sent.replica_id
+
     @property
     def num_sent(self) -> int:
         """Requests at replicas now."""
