@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.v1.engine.core import EngineCore
 
+from apar_core.scheduler.fork_policy import AdaptivePolicy
 from apar_core.scheduler.fork_scheduler import ForkMixin
 
 CORE_STATE_CALL = "apar_core_state"
@@ -16,7 +17,8 @@ def core_state(scheduler: Any) -> dict[str, Any]:
     """Counts of the moment, as plain values.
 
     `requests` counts client requests with a thread alive, `threads` all threads, running or
-    waiting; `kv_blocks` is what the cache has, `free_blocks` what no thread holds.
+    waiting; `kv_blocks` is what the cache has, `free_blocks` what no thread holds. `step_s` is the
+    mean time of the last steps; `step_time_model` what the adaptive fork policy has learnt of it.
     """
     pool = scheduler.kv_cache_manager.block_pool
     num_running, num_waiting = scheduler.get_request_counts()
@@ -34,7 +36,13 @@ def core_state(scheduler: Any) -> dict[str, Any]:
         num_forked = sum(len(group.live) for group in groups)
         state["requests"] = len(groups) + len(scheduler.requests) - num_forked
         state["deferred_threads"] = sum(len(group.deferred) for group in groups)
+        state["deferred_by_reason"] = scheduler.admission.waiting_by_reason(groups)
         state["fork_counters"] = asdict(scheduler.block_sharing.counters)
+        state["admission_counters"] = asdict(scheduler.admission.counters)
+        state["step_s"] = scheduler.step_clock.mean_s
+        policy = scheduler.admission.policy
+        if isinstance(policy, AdaptivePolicy):
+            state["step_time_model"] = asdict(policy.model.coefficients)
     return state
 
 

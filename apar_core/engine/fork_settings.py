@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 from vllm.config import VllmConfig
 
 from apar_core.errors import EngineError
+from apar_core.scheduler.fork_policy import PolicyName
 
 CONFIG_KEY = "apar"
 """Key of these settings in vLLM's `additional_config`."""
@@ -24,6 +25,19 @@ class ForkSettings(BaseModel):
     )
     max_forks: PositiveInt = Field(
         512, description="Forks of one request in all; beyond it the answer ends by length."
+    )
+    max_replica_threads: PositiveInt | None = Field(
+        None,
+        description="Threads of all requests alive at once, beyond which a fork waits; absent, "
+        "vLLM's max_num_seqs alone bounds what runs.",
+    )
+    policy: PolicyName = Field(
+        "eager",
+        description="When a fork within these limits starts. 'eager': at once. 'adaptive': while "
+        "the predicted engine step leaves the running requests their `token_time_ms`.",
+    )
+    token_time_ms: PositiveFloat = Field(
+        50.0, description="Time per output token, in ms, that the adaptive policy keeps to."
     )
     separators: Literal["auto", "on", "off"] = Field(
         "auto",

@@ -18,10 +18,15 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from apar_core.engine.fork_settings import fork_settings
 from apar_core.errors import EngineError
 from apar_core.fork_parameters import ForkParameters
 from apar_core.scheduler.block_sharing import BlockSharing
 from apar_core.scheduler.child_request import build_child_request
+from apar_core.scheduler.fork_admission import ForkAdmission
+from apar_core.scheduler.fork_policy import AdaptivePolicy, build_policy
+from apar_core.scheduler.step_clock import StepClock
+from apar_core.scheduler.step_time_model import BatchView
 from apar_core.scheduler.thread_table import ThreadGroup, ThreadTable
 
 
@@ -43,6 +48,14 @@ class ForkMixin(Scheduler):
         super().__init__(vllm_config, *args, **kwargs)
         self.threads: ThreadTable[Request] = ThreadTable()
         self.block_sharing = BlockSharing(self.kv_cache_manager, lambda: len(self.running))
+        settings = fork_settings(vllm_config)
+        policy = build_policy(settings.policy, settings.token_time_ms / 1000)
+        self.admission: ForkAdmission[Request] = ForkAdmission(
+            settings.max_replica_threads, policy, lambda child: child.num_prompt_tokens
+        )
+        self.step_clock = StepClock()
+        # Only a policy that learns needs to know how much the rows of a step attend to.
+        self._learns = isinstance(policy, AdaptivePolicy)
         self._exhausted: list[ThreadGroup[Request]] = []
         # (client index, request id) of threads that end without having been scheduled.
         self._unopened: list[tuple[int, str]] = []
@@ -52,8 +65,16 @@ class ForkMixin(Scheduler):
         is_new = request.request_id not in self.requests
         super().add_request(request)
         parameters = _fork_parameters(request)
-        if is_new and parameters is not None and parameters.enabled:
-            self.threads.open_group(request.request_id, parameters, request.max_tokens)
+        if not is_new or parameters is None:
+            return
+        self.admission.queue.thread_began(request.request_id, parameters.key)
+        if parameters.enabled:
+            self.threads.open_group(
+                request.request_id,
+                parameters,
+                request.max_tokens,
+                arrival=(request.priority, request.arrival_time),
+            )
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
@@ -69,7 +90,16 @@ class ForkMixin(Scheduler):
             if ended is not None:
                 wanted |= ended.live
                 self._close(ended)
-        return super().finish_requests(wanted, finished_status)
+        finished = super().finish_requests(wanted, finished_status)
+        self._start_waiting_forks()
+        return finished
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """As in vLLM; the step is timed from here."""
+        step = super().schedule(throttle_prefills)
+        if step.total_num_scheduled_tokens > 0:
+            self.step_clock.begin(step, self._batch_of(step))
+        return step
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -88,6 +118,10 @@ class ForkMixin(Scheduler):
                 EngineCoreOutput(request_id, [], finish_reason=FinishReason.LENGTH)
             )
         self._unopened.clear()
+        timed = self.step_clock.end(scheduler_output, still_busy=bool(self.running))
+        if timed is not None:
+            self.admission.policy.observe(*timed)
+        self._start_waiting_forks()
         return outputs
 
     def reset_prefix_cache(
@@ -139,6 +173,7 @@ class ForkMixin(Scheduler):
         # The child needs room for its child token and at least one token of its own.
         has_room = fork_index + 2 < self.max_model_len
         if not has_room or not group.may_fork():
+            self.admission.counters.refused += 1
             self._unopened.append((parent.client_index, child_request_id))
             return
         child = build_child_request(
@@ -151,14 +186,38 @@ class ForkMixin(Scheduler):
         )
         group.num_forks += 1
         self.block_sharing.share(parent, child)
-        if group.has_place():
-            self._start(group, child)
-        else:
-            group.deferred.append(child)
+        # Which of a step's forks start is decided at its end: the oldest family's, not the first
+        # row's.
+        self.admission.wait(group, child)
 
     def _start(self, group: ThreadGroup[Request], child: Request) -> None:
         self.threads.add_thread(group, child.request_id)
+        self.admission.queue.thread_began(child.request_id, group.parameters.key)
         super().add_request(child)
+
+    def _start_waiting_forks(self) -> None:
+        """Start what caps and policy let start now; the others are asked about in the next step."""
+        if self.admission.queue.first() is not None:
+            batch = self._coming_batch()
+            while taken := self.admission.next(len(self.requests), batch):
+                group, child = taken
+                self._start(group, child)
+                batch = batch.grown(rows=1, attended_tokens=child.num_prompt_tokens)
+        self.admission.settle()
+
+    def _batch_of(self, step: SchedulerOutput) -> BatchView:
+        rows = len(step.num_scheduled_tokens)
+        attended = 0
+        if self._learns:
+            requests = self.requests
+            attended = sum(requests[name].num_computed_tokens for name in step.num_scheduled_tokens)
+        return BatchView(rows, attended, step.total_num_scheduled_tokens - rows)
+
+    def _coming_batch(self) -> BatchView:
+        """What the next steps will compute, as far as it is known, without prompts."""
+        rows = min(len(self.requests), self.max_num_running_reqs)
+        attended = sum(each.num_tokens for each in self.running) if self._learns else 0
+        return BatchView(rows, attended)
 
     def _close(self, group: ThreadGroup[Request]) -> list[Request]:
         """Open no further thread for a group; returns the children that had been waiting."""
@@ -167,6 +226,7 @@ class ForkMixin(Scheduler):
         group.deferred.clear()
         for child in deferred:
             self.block_sharing.forget(child.request_id)
+        self.admission.closed(group)
         self.threads.drop_if_ended(group)
         return deferred
 
@@ -175,9 +235,13 @@ class ForkMixin(Scheduler):
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         freed = super()._free_request(request, delay_free_blocks)
         self.block_sharing.forget(request.request_id)
+        self.admission.queue.thread_ended(request.request_id)
         group = self.threads.end_thread(request.request_id)
-        while group is not None and group.deferred and group.has_place():
-            self._start(group, group.deferred.popleft())
+        if group is not None and group.has_startable:
+            if not group.live:
+                # Nobody else would ever let it go on: neither caps nor policy hold it back.
+                self._start(group, group.deferred.popleft())
+            self.admission.queue.offer(group)
         return freed
 
 

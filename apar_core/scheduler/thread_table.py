@@ -22,13 +22,14 @@ class ThreadGroup(Generic[Child]):
 
     `token_budget` is the request's `max_tokens`; `used_tokens` counts the text tokens of all
     threads against it, control and end tokens excepted. `deferred` holds children that wait for
-    a place among `parameters.max_threads`. `live` and `num_children` are keyed by
-    engine request id.
+    a place, the oldest first. `live` and `num_children` are keyed by engine request id.
+    `arrival` is the request's priority, the lower the earlier, and the time when it came.
     """
 
     root_id: str
     parameters: ForkParameters
     token_budget: int
+    arrival: tuple[int, float] = (0, 0.0)
     used_tokens: int = 0
     num_forks: int = 0
     closed: bool = False
@@ -53,6 +54,16 @@ class ThreadGroup(Generic[Child]):
     def has_place(self) -> bool:
         """Whether one more thread may run beside those alive."""
         return not self.closed and len(self.live) < self.parameters.max_threads
+
+    @property
+    def has_startable(self) -> bool:
+        """Whether a child waits that the request's own limit lets start."""
+        return bool(self.deferred) and self.has_place()
+
+    @property
+    def order(self) -> tuple[int, float, str]:
+        """Where the family stands among all: by priority, then by arrival."""
+        return (*self.arrival, self.root_id)
 
     def next_child_id(self, parent_id: str) -> str:
         """Name the next child of a thread; refused forks take a name too."""
@@ -91,12 +102,17 @@ class ThreadTable(Generic[Child]):
         self._group_of_root: dict[str, ThreadGroup[Child]] = {}
 
     def open_group(
-        self, root_id: str, parameters: ForkParameters, token_budget: int
+        self,
+        root_id: str,
+        parameters: ForkParameters,
+        token_budget: int,
+        *,
+        arrival: tuple[int, float] = (0, 0.0),
     ) -> ThreadGroup[Child]:
         """Begin a request with its root thread. Raises TreeError if it has begun already."""
         if root_id in self._group_of_root:
             raise TreeError(f"request {root_id!r} was added twice")
-        group: ThreadGroup[Child] = ThreadGroup(root_id, parameters, token_budget)
+        group: ThreadGroup[Child] = ThreadGroup(root_id, parameters, token_budget, arrival)
         self._group_of_root[root_id] = group
         self.add_thread(group, root_id)
         return group

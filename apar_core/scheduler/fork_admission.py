@@ -1,0 +1,105 @@
+"""Which fork starts next: caps on threads, then the fork policy, families in order of arrival."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
+
+from apar_core.scheduler.fork_policy import ForkPolicy
+from apar_core.scheduler.fork_queue import ForkQueue
+from apar_core.scheduler.step_time_model import BatchView
+from apar_core.scheduler.thread_table import ThreadGroup
+
+Child = TypeVar("Child")
+
+Reason = Literal["request", "key", "replica", "policy"]
+"""What holds a fork back: a cap of its request, of its key or of the replica, or the policy."""
+REASONS: tuple[Reason, ...] = ("request", "key", "replica", "policy")
+
+
+@dataclass(slots=True)
+class AdmissionCounters:
+    """What became of the forks since the engine started.
+
+    `accepted` ones started in the step of their fork. `delayed` ones had to wait, by what first
+    held them back; all start later, unless their request ends before. `refused` ones opened no
+    thread: their request had used up its forks or its tokens, or the context was full.
+    """
+
+    accepted: int = 0
+    delayed: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+    refused: int = 0
+
+
+class ForkAdmission(Generic[Child]):
+    """Holds forks back and lets them go.
+
+    `num_tokens` tells how many tokens a child attends to when it starts. A family that has no
+    thread alive is not held back by anything: see `ForkMixin`.
+    """
+
+    def __init__(
+        self,
+        max_replica_threads: int | None,
+        policy: ForkPolicy,
+        num_tokens: Callable[[Child], int],
+    ) -> None:
+        self.counters = AdmissionCounters()
+        self.policy = policy
+        self.queue: ForkQueue[Child] = ForkQueue()
+        self._max_replica_threads = max_replica_threads
+        self._num_tokens = num_tokens
+        # What held back the first family that request and key would let go on.
+        self._held_by: Reason = "policy"
+        self._new: Counter[ThreadGroup[Child]] = Counter()
+
+    def wait(self, group: ThreadGroup[Child], child: Child) -> None:
+        """Let a fork wait behind those of its family."""
+        group.deferred.append(child)
+        self._new[group] += 1
+        self.queue.offer(group)
+
+    def closed(self, group: ThreadGroup[Child]) -> None:
+        """Forget what is new of a family that will start no child any more."""
+        self._new.pop(group, None)
+
+    def next(self, num_threads: int, batch: BatchView) -> tuple[ThreadGroup[Child], Child] | None:
+        """Take the fork that may start now beside `num_threads` and their batch; None if none may.
+
+        What holds the oldest family back, other than a cap of its own, holds all back.
+        """
+        group = self.queue.first()
+        if group is None:
+            return None
+        if self._max_replica_threads is not None and num_threads >= self._max_replica_threads:
+            self._held_by = "replica"
+            return None
+        if not self.policy.admits(batch, extra_attended=self._num_tokens(group.deferred[0])):
+            self._held_by = "policy"
+            return None
+        return group, group.deferred.popleft()
+
+    def settle(self) -> None:
+        """Count the new forks, once all that may start have been taken."""
+        for group, num_new in self._new.items():
+            # The newest stand last, so those that started are the ones that wait no more.
+            num_waiting = min(num_new, len(group.deferred))
+            self.counters.accepted += num_new - num_waiting
+            if num_waiting:
+                self.counters.delayed[self._reason(group)] += num_waiting
+        self._new.clear()
+
+    def waiting_by_reason(self, groups: Iterable[ThreadGroup[Child]]) -> dict[Reason, int]:
+        """How many children of these families wait at this moment, by what holds them back."""
+        waiting = dict.fromkeys(REASONS, 0)
+        for group in groups:
+            if group.deferred:
+                waiting[self._reason(group)] += len(group.deferred)
+        return waiting
+
+    def _reason(self, group: ThreadGroup[Child]) -> Reason:
+        if not group.has_place():
+            return "request"
+        return "key" if self.queue.key_is_full(group) else self._held_by
