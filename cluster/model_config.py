@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -65,6 +65,28 @@ class ForkLimits(BaseModel):
     max_forks: PositiveInt | None = Field(
         None, description="Forks of one request in all; 512 when absent."
     )
+    max_replica_threads: PositiveInt | None = Field(
+        None,
+        description="Threads of all requests alive at once in a replica, beyond which a fork "
+        "waits; absent, vLLM's `max_num_seqs` alone bounds what runs.",
+    )
+    policy: Literal["eager", "adaptive"] | None = Field(
+        None,
+        description="When a fork within these limits starts. `eager`: at once. `adaptive`: while "
+        "the predicted engine step leaves running requests their `token_time_ms`. Eager when "
+        "absent.",
+    )
+    token_time_ms: PositiveFloat | None = Field(
+        None,
+        description="Time per output token, in ms, that the adaptive policy keeps to; 50 when "
+        "absent.",
+    )
+
+    @model_validator(mode="after")
+    def _check_token_time(self) -> Self:
+        if self.token_time_ms is not None and self.policy != "adaptive":
+            raise ValueError("token_time_ms: has no effect without `policy: adaptive`")
+        return self
 
 
 class ModelConfig(BaseModel):
@@ -97,6 +119,9 @@ class ModelConfig(BaseModel):
     )
     max_queued_requests: NonNegativeInt = Field(
         512, description="Requests that wait for a replica; one more gets a 503."
+    )
+    max_queue_s: PositiveFloat = Field(
+        60.0, description="Time that a request waits for a replica at most; then it gets a 503."
     )
     threads_per_request: PositiveFloat = Field(
         4.0, ge=1, description="Threads that a request has on average, for sizing the engine."
