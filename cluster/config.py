@@ -8,7 +8,11 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from apar_core.errors import AparError
+from cluster.keys_config import KeyConfig, check_keys, is_loopback
+from cluster.limits_config import LimitsConfig
+from cluster.logging_config import LoggingConfig
 from cluster.model_config import ModelConfig
+from cluster.routing_config import RoutingSettings
 
 
 class ConfigError(AparError):
@@ -35,6 +39,10 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+# Someone may have put the key itself where its hash belongs.
+_SECRET_FIELDS = ("hash", "cache_secret")
+
+
 class ClusterConfig(BaseModel):
     """One address, and the models that it serves."""
 
@@ -48,6 +56,22 @@ class ClusterConfig(BaseModel):
     models: tuple[ModelConfig, ...] = Field(
         (ModelConfig(),), min_length=1, description="The models; apar-tiny when absent."
     )
+    routing: RoutingSettings = Field(
+        RoutingSettings(), description="How a request's replica is chosen."
+    )
+    keys: tuple[KeyConfig, ...] = Field(
+        (), description="API keys, by their hashes; `apar keys new` makes one."
+    )
+    keys_file: Path | None = Field(
+        None, description="YAML or JSON file with a list of further `keys`; read when it changes."
+    )
+    allow_anonymous: bool = Field(
+        False,
+        description="Whether everyone may call without a key; needed where no keys are configured "
+        "and others than this machine can reach `host`.",
+    )
+    limits: LimitsConfig = Field(LimitsConfig(), description="Limits for everyone.")
+    logging: LoggingConfig = Field(LoggingConfig(), description="What is logged, and where.")
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
@@ -57,6 +81,27 @@ class ClusterConfig(BaseModel):
             if count > 1:
                 raise ValueError(f"models: {count} of them are called {name!r}; give each a `name`")
         return self
+
+    @model_validator(mode="after")
+    def _check_access(self) -> Self:
+        check_keys(self.keys)
+        if self.allow_anonymous and self.asks_for_keys:
+            raise ValueError("allow_anonymous: true contradicts `keys` and `keys_file`")
+        if not (self.asks_for_keys or self.allow_anonymous or is_loopback(self.host)):
+            raise ValueError(
+                f"host: {self.host} can be reached by others, and nothing says who may call: "
+                "configure `keys` or `keys_file`, or set `allow_anonymous: true`"
+            )
+        served = {model.public_name for model in self.models}
+        for key in self.keys:
+            if unknown := sorted(set(key.models or ()) - served):
+                raise ValueError(f"keys: {key.name!r} names models not served here: {unknown}")
+        return self
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether a request needs an API key."""
+        return bool(self.keys) or self.keys_file is not None
 
     @property
     def num_replicas(self) -> int:
@@ -85,12 +130,7 @@ def load_config(
     try:
         return ClusterConfig.model_validate(values)
     except ValidationError as error:
-        problems = "; ".join(
-            _problem(problem)
-            for problem in error.errors()
-            # A list whose only items are wrong is not also too short.
-            if problem["type"] != "too_short" or not problem["input"]
-        )
+        problems = problems_of(error)
         raise ConfigError(f"{path}: {problems}" if path is not None else problems) from error
 
 
@@ -98,16 +138,31 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> Any:
+    """What a YAML file holds; raises ConfigError for one that cannot be read."""
     try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except RecursionError as error:
         raise ConfigError(f"{path}: nested too deeply") from error
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    loaded = read_yaml(path)
     if loaded is not None and not isinstance(loaded, dict):
         raise ConfigError(f"{path}: a mapping of settings is expected")
     return loaded or {}
+
+
+def problems_of(error: ValidationError) -> str:
+    """What is wrong with a file, each problem with its place."""
+    return "; ".join(
+        _problem(problem)
+        for problem in error.errors()
+        # A list whose only items are wrong is not also too short.
+        if problem["type"] != "too_short" or not problem["input"]
+    )
 
 
 def _problem(problem: Any) -> str:
@@ -115,5 +170,7 @@ def _problem(problem: Any) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if not place:
         return str(message)
-    shown = f" (got {problem['input']!r})" if problem["type"] != "extra_forbidden" else ""
+    secret = problem["loc"][-1] in _SECRET_FIELDS
+    known = problem["type"] != "extra_forbidden" and not secret
+    shown = f" (got {problem['input']!r})" if known else ""
     return f"{place}: {message}{shown}"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli import config
+from cluster.cli import config, keys
 from cluster.cli.data import data
 from cluster.cli.doctor import doctor
 from cluster.cli.evaluate import evaluate
@@ -28,6 +28,7 @@ for command in (serve, generate, train, train_medusa, train_tiny, doctor):
     app.command(no_args_is_help=command in (generate, train, train_medusa))(command)
 app.add_typer(evaluate, name="evaluate")
 app.add_typer(config.app, name="config")
+app.add_typer(keys.app, name="keys")
 app.add_typer(data, name="data")
 
 

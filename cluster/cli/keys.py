@@ -1,0 +1,54 @@
+"""`apar keys`: makes API keys and their hashes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+import yaml
+from pydantic import ValidationError
+
+from cluster.config import problems_of
+from cluster.keys_config import KeyConfig, hash_of, new_token
+
+app = typer.Typer(no_args_is_help=True, help="Make API keys and their hashes.")
+
+KeyName = Annotated[str, typer.Argument(help="Whose key it is; appears in logs.")]
+
+
+@app.command()
+def new(name: KeyName) -> None:
+    """Print a new API key, once, and the record that lets it in.
+
+    Only the hash is kept: whoever reads the configuration cannot call with it.
+    """
+    token = new_token()
+    record = _record(name, token)
+    typer.echo(f"Key, shown only now: {token}\n")
+    typer.echo("Record for `keys` in the configuration, or for the `keys_file`:")
+    typer.echo(record, nl=False)
+
+
+@app.command("hash")
+def hash_key(name: KeyName) -> None:
+    """Print the record of a key that there is already; reads it from standard input.
+
+    The key has to be long and random, as those of [bold]apar keys new[/bold] are: its hash is a
+    fast one.
+    """
+    typed = sys.stdin.isatty()
+    token = typer.prompt("Key", hide_input=True) if typed else sys.stdin.readline().strip()
+    if not token:
+        typer.echo("Error: no key on standard input", err=True)
+        raise typer.Exit(1)
+    typer.echo(_record(name, token), nl=False)
+
+
+def _record(name: str, token: str) -> str:
+    try:
+        key = KeyConfig(name=name, hash=hash_of(token))
+    except ValidationError as error:
+        typer.echo(f"Error: {problems_of(error)}", err=True)
+        raise typer.Exit(1) from error
+    return yaml.safe_dump([key.model_dump(exclude_unset=True)], sort_keys=False)

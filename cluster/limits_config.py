@@ -1,0 +1,54 @@
+"""What no request of a cluster may exceed, and where the rates of its keys are counted."""
+
+import limits.storage
+from limits.aio.storage import SlidingWindowCounterSupport, Storage
+from limits.errors import ConfigurationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, SecretStr, field_validator
+
+_ASYNC = "async+"
+
+
+class LimitsConfig(BaseModel):
+    """Limits for everyone; a key's own come on top."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_body_bytes: PositiveInt = Field(
+        16 * 2**20, description="Bytes of a request's body; a larger one gets a 413."
+    )
+    max_prompt_chars: PositiveInt | None = Field(
+        None, description="Characters of a prompt; a longer one gets a 400. No limit when absent."
+    )
+    rate_storage: str = Field(
+        "memory://",
+        description="Where the rates of keys are counted, as a URI of the library `limits`: "
+        "`redis://host:6379` lets several clusters share them (its client must be installed).",
+    )
+    cache_secret: SecretStr | None = Field(
+        None,
+        min_length=16,
+        description="Secret of which each key's part of the prefix cache is derived; a new one "
+        "with each start when absent.",
+    )
+
+    @field_validator("rate_storage")
+    @classmethod
+    def _check_storage(cls, uri: str) -> str:
+        try:
+            open_storage(uri)
+        except ConfigurationError as error:
+            raise ValueError(str(error)) from error
+        return uri
+
+
+def open_storage(uri: str) -> Storage:
+    """The counters behind a URI; connects with the first use.
+
+    Raises limits' ConfigurationError for an unknown scheme or a missing client library.
+    """
+    storage = limits.storage.storage_from_string(
+        _ASYNC + uri.removeprefix(_ASYNC), wrap_exceptions=True
+    )
+    if not (isinstance(storage, Storage) and isinstance(storage, SlidingWindowCounterSupport)):
+        raise ConfigurationError(f"{uri}: the storage counts no sliding windows")
+    return storage

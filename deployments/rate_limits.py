@@ -1,0 +1,212 @@
+"""Requests and tokens per minute of each key, in sliding windows of the library `limits`."""
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from limits import RateLimitItemPerMinute
+from limits.aio.storage import SlidingWindowCounterSupport, Storage
+from limits.aio.strategies import SlidingWindowCounterRateLimiter
+from limits.errors import StorageError
+
+from apar_core.errors import RequestError
+from cluster.keys_config import KeyConfig
+from deployments.answer_parts import Headers
+
+logger = logging.getLogger(__name__)
+
+_WINDOW_S = 60
+# A shared store that does not answer must not hold requests up.
+_STORE_ANSWER_S = 0.5
+_STORE_FAILURES = (StorageError, OSError)  # TimeoutError is an OSError.
+
+
+class RateLimitError(RequestError):
+    """The key has used up its rate and may try again later: HTTP 429 with Retry-After."""
+
+    def __init__(self, message: str, *, kind: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True)
+class WindowState:
+    """What a sliding window holds: the weighted sum of two fixed ones.
+
+    `previous` counts for as much as is left of `previous_s`; after `roll_s` the current window
+    becomes the previous one.
+    """
+
+    limit: int
+    previous: int
+    previous_s: float
+    current: int
+    roll_s: float
+
+    @property
+    def remaining(self) -> int:
+        """Units that may be used now."""
+        weighted = self.previous * self.previous_s / _WINDOW_S
+        return max(0, self.limit - self.current - math.floor(weighted))
+
+    @property
+    def reset_s(self) -> float:
+        """Seconds until nothing is counted any more, if nothing is used."""
+        if self.current:
+            return self.roll_s + _WINDOW_S
+        return self.previous_s if self.previous else 0.0
+
+    def wait_s(self, wanted: int) -> float:
+        """Seconds until so many units (at most the limit) may be used, if none is used before."""
+        # The library rounds the weighted sum down, so it only has to fall below this.
+        bound = self.limit - wanted + 1
+        if self.current < bound:
+            if not self.previous:
+                return 0.0
+            return max(0.0, self.previous_s - (bound - self.current) * _WINDOW_S / self.previous)
+        return self.roll_s + _WINDOW_S * (1 - bound / self.current)
+
+
+class Window:
+    """One rate of one key.
+
+    What is used without asking, as tokens are that have been generated already, becomes a debt.
+    The debt is paid out of the window as fast as that has room, and before anything else is taken:
+    in the long run the rate is exact, however long the answers are.
+    """
+
+    def __init__(self, storage: Storage, *, key: str, kind: str, limit: int) -> None:
+        self._limiter = SlidingWindowCounterRateLimiter(storage)
+        self._storage = cast("SlidingWindowCounterSupport", storage)
+        self._item = RateLimitItemPerMinute(limit)
+        self._identifiers = (key, kind)
+        self._key = key
+        self.kind = kind
+        self.limit = limit
+        self._debt = 0
+        # One request after the other, or several would slip past the same debt.
+        self._lock = asyncio.Lock()
+
+    def owe(self, num: int) -> None:
+        """Count so many units as used; a negative number gives units back."""
+        self._debt += num
+
+    async def take(self, num: int) -> None:
+        """Use so many units; raises RateLimitError where the window has no room for them.
+
+        More than the limit itself are taken when the window is empty, and then count in full.
+        """
+        async with self._lock:
+            if await self._pay() and await self._hit(min(num, self.limit)):
+                self._debt += max(0, num - self.limit)
+                return
+            state = await self.state()
+        wanted = num + max(0, self._debt)
+        wait_s = state.wait_s(min(wanted, self.limit))
+        wait_s += max(0, wanted - self.limit) * _WINDOW_S / self.limit
+        used = self.limit - state.remaining + max(0, self._debt)
+        raise RateLimitError(
+            f"Rate limit reached for key {self._key}: {self.limit} {self.kind} per minute, "
+            f"{used} used, {num} asked for. Please try again in {duration(wait_s)}.",
+            kind=self.kind,
+            retry_after_s=wait_s,
+        )
+
+    async def state(self) -> WindowState:
+        """What the window holds now, without the debt."""
+        async with asyncio.timeout(_STORE_ANSWER_S):
+            previous, previous_s, current, current_s = await self._storage.get_sliding_window(
+                self._item.key_for(*self._identifiers), _WINDOW_S
+            )
+        return WindowState(
+            self.limit, previous, previous_s, current, max(0.0, current_s - _WINDOW_S)
+        )
+
+    async def headers(self) -> Headers:
+        """OpenAI's `x-ratelimit-*` headers of this rate."""
+        state = await self.state()
+        values = {
+            "limit": str(self.limit),
+            "remaining": str(max(0, state.remaining - max(0, self._debt))),
+            "reset": duration(state.reset_s),
+        }
+        return [
+            (f"x-ratelimit-{name}-{self.kind}".encode(), value.encode())
+            for name, value in values.items()
+        ]
+
+    async def _pay(self) -> bool:
+        """Pay off what the window has room for; whether nothing is owed any more."""
+        if self._debt > 0:
+            payable = min(self._debt, (await self.state()).remaining)
+            if payable and await self._hit(payable):
+                self._debt -= payable
+        return self._debt <= 0
+
+    async def _hit(self, num: int) -> bool:
+        async with asyncio.timeout(_STORE_ANSWER_S):
+            return await self._limiter.hit(self._item, *self._identifiers, cost=num)
+
+
+class KeyRates:
+    """The rates of one key; those that it does not limit are not counted.
+
+    Where the store of the counters fails, requests pass: an outage of it must not become one of
+    the cluster.
+    """
+
+    def __init__(self, storage: Storage, key: KeyConfig) -> None:
+        limits = {"tokens": key.tokens_per_minute, "requests": key.requests_per_minute}
+        self._windows = {
+            kind: Window(storage, key=key.name, kind=kind, limit=limit)
+            for kind, limit in limits.items()
+            if limit is not None
+        }
+
+    @property
+    def windows(self) -> Sequence[Window]:
+        """The limited rates, tokens first."""
+        return tuple(self._windows.values())
+
+    async def admit(self, prompt_tokens: int) -> None:
+        """Count one request and its prompt; raises RateLimitError, and then counts neither."""
+        taken: list[tuple[Window, int]] = []
+        try:
+            for window in self._windows.values():
+                num = prompt_tokens if window.kind == "tokens" else 1
+                await window.take(num)
+                taken.append((window, num))
+        except RateLimitError:
+            for window, num in taken:
+                window.owe(-num)
+            raise
+        except _STORE_FAILURES as error:
+            logger.warning("rates not counted: their store fails", extra={"reason": repr(error)})
+
+    def use_tokens(self, num: int) -> None:
+        """Count tokens that have been generated, or correct the estimate of a prompt."""
+        if window := self._windows.get("tokens"):
+            window.owe(num)
+
+    async def headers(self) -> Headers:
+        """The `x-ratelimit-*` headers of an answer; none while the store of the counters fails."""
+        try:
+            return [header for window in self.windows for header in await window.headers()]
+        except _STORE_FAILURES:
+            return []
+
+
+def duration(seconds: float) -> str:
+    """A time as OpenAI's headers give it: `120ms`, `1.5s`, `6m0s`, `1h2m3s`."""
+    milliseconds = math.ceil(seconds * 1000)
+    if milliseconds < 1000:
+        return f"{milliseconds}ms"
+    if milliseconds < 60_000:
+        return f"{milliseconds / 1000:g}s"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes}m{rest}s" if hours else f"{minutes}m{rest}s"
