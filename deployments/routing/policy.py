@@ -21,6 +21,8 @@ from deployments.routing.table import ReplicaTable
 from deployments.routing.views import ReplicaLoad, RequestHint
 
 _MAX_RELEASED = 8192
+# Longer than a request is on its way to its replica, and than a report on its way back.
+_LOST_AFTER_S = 30.0
 
 
 class Reason(StrEnum):
@@ -40,6 +42,7 @@ class _Sent:
     replica_id: str
     hint: RequestHint
     forecast: Forecast
+    at_s: float
 
 
 class Router(ABC):
@@ -84,7 +87,7 @@ class Router(ABC):
         if slot is None:
             return
         forecast = self.forecaster.forecast(hint)
-        self._sent[request_id] = _Sent(slot, replica_id, hint, forecast)
+        self._sent[request_id] = _Sent(slot, replica_id, hint, forecast, now_s)
         self.table.sent(slot, forecast, now_s)
 
     def released(self, request_id: str, now_s: float, *, replica_id: str | None = None) -> None:
@@ -109,8 +112,21 @@ class Router(ABC):
             self.forecaster.learn(sent.hint, end)
 
     def reported(self, replica_id: str, load: ReplicaLoad, now_s: float) -> None:
-        """A replica's report has arrived; one of an unknown replica is left."""
+        """A replica's report has arrived; one of an unknown replica is left.
+
+        A replica that is idle shows which requests never came there, whatever was said of them.
+        """
         self.table.reported(replica_id, load, now_s)
+        slot = self.table.slots.get(replica_id)
+        if load.requests > 0 or slot is None or self.table.requests[slot] == 0:
+            return
+        lost = [
+            key
+            for key, sent in self._sent.items()
+            if sent.replica_id == replica_id and now_s - sent.at_s > _LOST_AFTER_S
+        ]
+        for request_id in lost:
+            self.released(request_id, now_s)
 
     def replicas_changed(self, caps: Mapping[str, int]) -> None:
         """The replicas that run now, each with its cap in requests; what was at others is lost."""

@@ -15,7 +15,8 @@ from ray.serve._private.request_router.request_router import FIFOMixin, RequestR
 from cluster.routing_config import RoutingSettings
 from deployments.asgi_relay import RelayedRequest
 from deployments.routing import registry
-from deployments.routing.views import ReplicaLoad, RequestHint
+from deployments.routing.load_report import load_from
+from deployments.routing.views import RequestHint
 
 # While all are full, Ray Serve asks so many replicas how long their queues really are.
 _ASKED_WHEN_FULL = 2
@@ -33,8 +34,9 @@ class ThreadRequestRouter(FIFOMixin, RequestRouter):
         self._shared = registry.PROCESS.router(
             self._deployment_id.name, RoutingSettings.model_validate(settings)
         )
-        # Our id of each request on its way, by Ray Serve's.
-        self._request_ids: dict[str, str] = {}
+        # Our id of each request, by Ray Serve's and the replica: a request that is tried again
+        # elsewhere keeps both of its ids.
+        self._request_ids: dict[tuple[str, str], str] = {}
         self._asked = 0
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -43,8 +45,7 @@ class ThreadRequestRouter(FIFOMixin, RequestRouter):
             id(self), {r.replica_id.unique_id: r.max_ongoing_requests for r in replicas}
         )
         for replica in replicas:
-            if replica.routing_stats:
-                load = ReplicaLoad(**replica.routing_stats)
+            if (load := load_from(replica.routing_stats)) is not None:
                 self._shared.reported(replica.replica_id.unique_id, load)
         super().update_replicas(replicas)
 
@@ -64,35 +65,42 @@ class ThreadRequestRouter(FIFOMixin, RequestRouter):
         # Without this Ray Serve would try again at once, for ever, and freeze its process.
         pending_request.routing_context.should_backoff = True
         request_id, hint = _identity(pending_request)
+        internal_id = pending_request.metadata.internal_request_id
         chosen = self._shared.pick(request_id, hint)
-        self._request_ids[pending_request.metadata.internal_request_id] = request_id
+        if chosen is not None:
+            self._request_ids[internal_id, chosen] = request_id
         pending_request.future.add_done_callback(
-            lambda future: self._settled(pending_request, request_id, hint, future)
+            lambda future: self._settled(internal_id, request_id, hint, chosen, future)
         )
-        replicas = {r.replica_id.unique_id: r for r in candidate_replicas}
-        if chosen in replicas:
-            return [[replicas[chosen]]]
+        for replica in candidate_replicas:
+            if replica.replica_id.unique_id == chosen:
+                return [[replica]]
         self._asked = (self._asked + 1) % max(len(candidate_replicas), 1)
         turned = candidate_replicas[self._asked :] + candidate_replicas[: self._asked]
         return [turned[:_ASKED_WHEN_FULL]]
 
     def _settled(
         self,
-        pending_request: PendingRequest,
+        internal_id: str,
         request_id: str,
         hint: RequestHint,
+        chosen: str | None,
         future: "asyncio.Future[RunningReplica]",
     ) -> None:
-        """Ray Serve has sent the request, perhaps elsewhere than we chose; or it was cancelled."""
-        if future.cancelled() or future.exception() is not None:
-            self._request_ids.pop(pending_request.metadata.internal_request_id, None)
-            self._shared.released(request_id)
+        """Ray Serve sends the request, perhaps elsewhere than chosen; or it was cancelled."""
+        actual = None if future.cancelled() else future.result().replica_id.unique_id
+        if actual == chosen:
             return
-        self._shared.moved(request_id, future.result().replica_id.unique_id, hint)
+        if chosen is not None:
+            self._request_ids.pop((internal_id, chosen), None)
+            self._shared.released(request_id, chosen)
+        if actual is not None and (internal_id, actual) not in self._request_ids:
+            self._request_ids[internal_id, actual] = request_id
+            self._shared.moved(request_id, actual, hint)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """A request has left its replica: it ended, was refused there, or the replica died."""
-        request_id = self._request_ids.pop(internal_request_id, None)
+        request_id = self._request_ids.pop((internal_request_id, replica_id.unique_id), None)
         if request_id is not None:
             self._shared.released(request_id, replica_id.unique_id)
 

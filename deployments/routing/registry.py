@@ -43,6 +43,8 @@ class SharedRouter:
         A replica counts while all of them know it: they learn at different moments.
         """
         with self._lock:
+            if self._caps.get(source) == caps:
+                return
             self._caps[source] = caps
             self._apply()
         self._tell()

@@ -29,8 +29,9 @@ class ReplicaLoad:
 
     `threads` are alive, running or waiting in the engine; `waiting_forks` are children that a cap
     or the fork policy holds back; `blocks` and `free_blocks` are of `block_size` tokens of KV
-    cache; `tokens_per_s` is the decode rate over the last seconds, all threads together;
-    `step_s` the mean time of an engine step, 0 while it is not known.
+    cache; `tokens_per_s` is the decode rate over the last seconds, all threads together, as long
+    as there were any; `step_s` the mean time of an engine step, 0 while it is not known. So their
+    product is the mean number of threads in a step.
     """
 
     requests: int
