@@ -6,9 +6,10 @@ wrong, stale or unshared block shows at once, whatever the schedule was.
 """
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig
@@ -22,9 +23,11 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from apar_core.engine.fork_settings import CONFIG_KEY
 from apar_core.engine.thread_outputs import RequestThreads
 from apar_core.fork_parameters import EXTRA_ARG, ForkParameters
 from apar_core.scheduler.fork_scheduler import ForkAsyncScheduler, ForkMixin, ForkScheduler
+from apar_core.scheduler.step_clock import StepClock
 
 FORK, CHILD, END = 1, 2, 3
 FIRST_TEXT_ID = 10
@@ -44,10 +47,18 @@ class EngineShape:
     max_num_batched_tokens: int = 64
     max_model_len: int = 256
     run_ahead: bool = False
+    forks: Mapping[str, Any] = field(default_factory=dict)
 
 
-def fork_parameters(*, max_threads: int = 16, max_forks: int = 100) -> ForkParameters:
-    return ForkParameters(FORK, CHILD, True, max_threads, max_forks, (END,))
+def fork_parameters(
+    *,
+    max_threads: int = 16,
+    max_forks: int = 100,
+    key: str | None = None,
+    key_max_threads: int | None = None,
+) -> ForkParameters:
+    parameters = ForkParameters(FORK, CHILD, True, max_threads, max_forks, (END,))
+    return replace(parameters, key=key, key_max_threads=key_max_threads)
 
 
 @dataclass
@@ -66,6 +77,10 @@ class ScriptedEngine:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(shape.block_size, sha256)
         self.scheduler: ForkMixin = _build_scheduler(shape, model_dir)
+        # The engine's own time: each step takes as long as its number of rows makes it.
+        self.now_s = 0.0
+        self.step_s: Callable[[int], float] = lambda rows: 0.001
+        self.scheduler.step_clock = StepClock(lambda: self.now_s)
         self.threads: dict[str, RequestThreads] = {}
         self.finish_reasons: dict[str, str] = {}
         self.texts: dict[str, list[int]] = {}
@@ -83,6 +98,7 @@ class ScriptedEngine:
         max_tokens: int = 200,
         parameters: ForkParameters | None = None,
         arrival_time: float = 0.0,
+        priority: int = 0,
     ) -> None:
         parameters = parameters or fork_parameters()
         sampling = SamplingParams(
@@ -96,6 +112,7 @@ class ScriptedEngine:
             None,
             arrival_time=arrival_time,
             block_hasher=self._hasher,
+            priority=priority,
         )
         self._scripts[request_id] = script
         self.threads[request_id] = RequestThreads(request_id, parameters, None)
@@ -135,6 +152,7 @@ class ScriptedEngine:
         for copy in scheduled.kv_cache_block_copies or ():
             self._copy_block(*copy[:2])
         step = _Step(scheduled)
+        self.now_s += self.step_s(len(scheduled.num_scheduled_tokens))
         for request_id, num_scheduled in scheduled.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
             end = request.num_computed_tokens
@@ -229,7 +247,10 @@ def _build_scheduler(shape: EngineShape, model_dir: Path) -> ForkMixin:
     )
     cache_config = CacheConfig(block_size=shape.block_size, enable_prefix_caching=True)
     vllm_config = VllmConfig(
-        model_config=model_config, scheduler_config=scheduler_config, cache_config=cache_config
+        model_config=model_config,
+        scheduler_config=scheduler_config,
+        cache_config=cache_config,
+        additional_config={CONFIG_KEY: dict(shape.forks)},
     )
     vllm_config.cache_config.block_size = shape.block_size
     vllm_config.cache_config.num_gpu_blocks = shape.num_blocks

@@ -1,0 +1,89 @@
+from apar_core.scheduler.step_clock import StepClock
+from apar_core.scheduler.step_time_model import BatchView
+
+BATCH = BatchView(2, 100)
+
+
+class Clock:
+    """Tells the time that a test sets."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_first_step_lasts_from_its_schedule_to_its_output() -> None:
+    clock = Clock()
+    steps = StepClock(clock)
+    clock.now_s = 5.0
+    steps.begin("a", BATCH)
+    clock.now_s = 5.25
+
+    assert steps.end("a", still_busy=True) == (BATCH, 0.25)
+
+
+def test_busy_steps_last_from_output_to_output() -> None:
+    clock = Clock()
+    steps = StepClock(clock)
+    steps.begin("a", BATCH)
+    clock.now_s = 1.0
+    steps.end("a", still_busy=True)
+    clock.now_s = 1.5  # the engine's own work between steps
+    steps.begin("b", BATCH)
+    clock.now_s = 3.0
+
+    assert steps.end("b", still_busy=True) == (BATCH, 2.0)
+
+
+def test_idle_time_is_no_part_of_a_step() -> None:
+    clock = Clock()
+    steps = StepClock(clock)
+    steps.begin("a", BATCH)
+    clock.now_s = 1.0
+    steps.end("a", still_busy=False)
+    clock.now_s = 60.0
+    steps.begin("b", BATCH)
+    clock.now_s = 60.5
+
+    assert steps.end("b", still_busy=True) == (BATCH, 0.5)
+
+
+def test_steps_scheduled_ahead_share_their_time() -> None:
+    clock = Clock()
+    steps = StepClock(clock)
+    steps.begin("a", BATCH)
+    clock.now_s = 0.1
+    steps.begin("b", BatchView(3, 100))
+    clock.now_s = 1.0
+    assert steps.end("a", still_busy=True) == (BATCH, 1.0)
+    clock.now_s = 2.0
+
+    assert steps.end("b", still_busy=True) == (BatchView(3, 100), 1.0)
+
+
+def test_a_step_without_rows_tells_nothing_and_ends_the_one_before() -> None:
+    clock = Clock()
+    steps = StepClock(clock)
+    steps.begin("a", BATCH)
+    clock.now_s = 1.0
+    steps.end("a", still_busy=True)
+    clock.now_s = 4.0
+    assert steps.end("empty", still_busy=True) is None
+    steps.begin("b", BATCH)
+    clock.now_s = 5.0
+
+    assert steps.end("b", still_busy=True) == (BATCH, 1.0)
+
+
+def test_mean_follows_the_steps() -> None:
+    clock = Clock()
+    steps = StepClock(clock)
+    for number in range(200):
+        steps.begin(number, BATCH)
+        clock.now_s += 0.01 if number < 100 else 0.03
+        steps.end(number, still_busy=True)
+        if number == 0:
+            assert steps.mean_s == 0.01
+
+    assert 0.029 < steps.mean_s <= 0.03
