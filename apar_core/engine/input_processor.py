@@ -33,6 +33,10 @@ RELEASED_FORK_TEXT = "[SplitMask]"
 
 ENABLED_ARG = "apar_enabled"
 MAX_THREADS_ARG = "apar_max_threads"
+KEY_ARG = "apar_key"
+KEY_MAX_THREADS_ARG = "apar_key_max_threads"
+PRIORITY_ARG = "apar_priority"
+"""Set by the gateway, which keeps clients from setting any of these."""
 
 
 class ForkInputProcessor(InputProcessor):
@@ -67,8 +71,7 @@ class ForkInputProcessor(InputProcessor):
     ) -> EngineCoreRequest:
         """As in vLLM. Raises VLLMValidationError for what a client may not ask for (HTTP 400)."""
         request = super().process_inputs(request_id, prompt, params, *args, **kwargs)
-        if self._ignores_priority:
-            request.priority = 0
+        self._set_priority(request)
         if self.control_tokens is None:
             _drop_parameters(request.sampling_params)
             return request
@@ -76,6 +79,18 @@ class ForkInputProcessor(InputProcessor):
         if request.sampling_params is not None:
             self._set_parameters(request, request.sampling_params)
         return request
+
+    def _set_priority(self, request: EngineCoreRequest) -> None:
+        """The priority that the gateway gives, which a client cannot; else the client's, if any.
+
+        The HTTP field and header `priority` are open to every client, so ours comes another way.
+        """
+        params = request.sampling_params
+        extra_args = params.extra_args if params is not None else None
+        if extra_args and PRIORITY_ARG in extra_args:
+            request.priority = _choice(dict(extra_args), PRIORITY_ARG, int, 0)
+        elif self._ignores_priority:
+            request.priority = 0
 
     def _clean_prompt(
         self, request: EngineCoreRequest, prompt: Any, control_tokens: ControlTokens
@@ -114,8 +129,12 @@ class ForkInputProcessor(InputProcessor):
                 parameter="apar.max_threads",
                 value=max_threads,
             )
+        extra_args.pop(PRIORITY_ARG, None)
+        key, key_max_threads = _key_and_limit(extra_args)
         parameters = replace(
             self._parameters,
+            key=key,
+            key_max_threads=key_max_threads,
             enabled=bool(wanted) and _can_fork(request, params),
             max_threads=min(max_threads, self._settings.max_threads),
         )
@@ -182,6 +201,21 @@ def _can_fork(request: EngineCoreRequest, params: SamplingParams) -> bool:
         or request.prompt_embeds is not None
         or request.resumable
     )
+
+
+def _key_and_limit(extra_args: dict[str, Any]) -> tuple[str | None, int | None]:
+    """The API key's name and the cap on its threads, None where the gateway gives none."""
+    key = str(extra_args.pop(KEY_ARG)) if KEY_ARG in extra_args else None
+    if KEY_MAX_THREADS_ARG not in extra_args:
+        return key, None
+    limit = _choice(extra_args, KEY_MAX_THREADS_ARG, int, 0)
+    if limit < 1:
+        raise VLLMValidationError(
+            f"apar.key_max_threads must be at least 1, got {limit}.",
+            parameter="apar.key_max_threads",
+            value=limit,
+        )
+    return key, limit
 
 
 def _choice(extra_args: dict[str, Any], name: str, kind: type, default: Any) -> Any:
