@@ -52,7 +52,7 @@ class Router(ABC):
     came of it.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int = 0) -> None:
         self.table = ReplicaTable()
         self.forecaster = Forecaster()
         # Decisions by reason, since the start.

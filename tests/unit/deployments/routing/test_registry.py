@@ -1,0 +1,135 @@
+"""One count for all routers of a deployment, and what the gateway learns from it."""
+
+import threading
+
+import pytest
+
+from cluster.routing_config import RoutingSettings
+from deployments.routing.policy import Reason
+from deployments.routing.registry import Registry, SharedRouter
+from tests.unit.deployments.routing.loads import FORKED, HINT, busy
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def shared() -> SharedRouter:
+    return SharedRouter(RoutingSettings(), seed=1, now=Clock())
+
+
+def test_a_picked_request_is_counted_at_once(shared: SharedRouter) -> None:
+    shared.replicas_changed(1, {"a": 4, "b": 4})
+
+    places = [shared.pick(str(index), HINT) for index in range(8)]
+
+    assert sorted(filter(None, places)) == ["a"] * 4 + ["b"] * 4
+    assert shared.pick("more", HINT) is None
+
+
+def test_a_request_that_is_picked_again_is_counted_once(shared: SharedRouter) -> None:
+    shared.replicas_changed(1, {"a": 4, "b": 4})
+    for _ in range(20):
+        assert shared.pick("same", HINT) is not None
+
+    assert shared.num_sent == 1
+
+
+def test_a_replica_counts_while_all_of_rays_routers_know_it(shared: SharedRouter) -> None:
+    heard: list[int] = []
+    shared.listen(heard.append)
+    shared.replicas_changed(1, {"a": 4, "b": 4})
+    shared.replicas_changed(2, {"a": 4})
+    assert shared.capacity == 1
+
+    shared.replicas_changed(2, {"a": 4, "b": 4})
+    shared.replicas_changed(2, {"a": 4, "b": 4})
+
+    assert shared.capacity == 2
+    assert heard == [0, 2, 1, 2]
+
+
+def test_a_dead_replica_gets_nothing_though_another_router_still_lists_it(
+    shared: SharedRouter,
+) -> None:
+    shared.replicas_changed(1, {"a": 4, "b": 4})
+    shared.pick("1", HINT)
+    shared.died("a")
+    shared.replicas_changed(1, {"a": 4, "b": 4, "c": 4})
+
+    assert shared.capacity == 2
+    assert {shared.pick(str(index), HINT) for index in range(8)} == {"b", "c"}
+
+
+def test_a_request_that_went_elsewhere_is_counted_there(shared: SharedRouter) -> None:
+    shared.replicas_changed(1, {"a": 1, "b": 1})
+    first = shared.pick("1", HINT)
+    assert first is not None
+    other = "b" if first == "a" else "a"
+
+    shared.moved("1", other, HINT)
+
+    assert shared.pick("2", HINT) == first
+
+
+def test_reports_and_ends_reach_the_router(shared: SharedRouter) -> None:
+    shared.replicas_changed(1, {"a": 64, "b": 64})
+    shared.reported("a", busy(30, 300, at_s=99.9))
+    assert shared.pick("1", HINT) == "b"
+
+    shared.ended("1", FORKED)
+
+    assert shared.num_sent == 0
+    assert shared.decisions() == {Reason.LEAST_LOAD: 1}
+
+
+def test_many_executors_lose_no_count(shared: SharedRouter) -> None:
+    shared.replicas_changed(1, dict.fromkeys("abcd", 10_000))
+
+    def work(name: int) -> None:
+        for index in range(300):
+            shared.pick(f"{name}-{index}", HINT)
+        for index in range(300):
+            shared.ended(f"{name}-{index}", FORKED)
+
+    executors = [threading.Thread(target=work, args=(name,)) for name in range(4)]
+    for executor in executors:
+        executor.start()
+    for executor in executors:
+        executor.join()
+
+    assert shared.num_sent == 0
+    assert sum(shared.decisions().values()) == 1200
+
+
+def test_a_listener_may_come_before_the_router() -> None:
+    registry, heard = Registry(), list[int]()
+    registry.listen("Replica-x", heard.append)
+    assert registry.capacity("Replica-x") == 0
+    registry.ended("Replica-x", "1", None)
+
+    router = registry.router("Replica-x", RoutingSettings())
+    router.replicas_changed(1, {"a": 4})
+
+    assert registry.router("Replica-x", RoutingSettings()) is router
+    assert heard == [0, 1]
+    assert registry.capacity("Replica-x") == 1
+
+
+def test_the_gateway_tells_how_a_request_ended_by_deployment() -> None:
+    registry = Registry()
+    router = registry.router("Replica-x", RoutingSettings())
+    router.replicas_changed(1, {"a": 4})
+    router.pick("1", HINT)
+
+    registry.ended("Replica-y", "1", FORKED)
+    assert router.num_sent == 1
+
+    registry.ended("Replica-x", "1", FORKED)
+    assert router.num_sent == 0
+    assert registry.decisions() == {"Replica-x": {Reason.ONLY_ONE: 1}}
