@@ -18,14 +18,18 @@ from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from apar_core.engine.fork_settings import CONFIG_KEY
+from apar_core.engine.journal import RequestFollower
+from apar_core.engine.resumption import completed, hand_to_scheduler, outputs_so_far
 from apar_core.engine.thread_outputs import RequestThreads
-from apar_core.fork_parameters import EXTRA_ARG, ForkParameters
+from apar_core.fork_parameters import EXTRA_ARG, ForkParameters, thread_request_id
+from apar_core.journal import Journal
 from apar_core.scheduler.fork_scheduler import ForkAsyncScheduler, ForkMixin, ForkScheduler
 from apar_core.scheduler.step_clock import StepClock
 
@@ -82,10 +86,13 @@ class ScriptedEngine:
         self.step_s: Callable[[int], float] = lambda rows: 0.001
         self.scheduler.step_clock = StepClock(lambda: self.now_s)
         self.threads: dict[str, RequestThreads] = {}
+        self.followers: dict[str, RequestFollower] = {}
         self.finish_reasons: dict[str, str] = {}
         self.texts: dict[str, list[int]] = {}
         self._scripts: dict[str, Script] = {}
         self._generated: dict[str, list[int]] = {}
+        # How much of a thread's script another engine has generated.
+        self._resumed_at: dict[str, int] = {}
         self._slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self._in_flight: deque[_Step] = deque()
 
@@ -99,7 +106,9 @@ class ScriptedEngine:
         parameters: ForkParameters | None = None,
         arrival_time: float = 0.0,
         priority: int = 0,
+        journal: Journal | None = None,
     ) -> None:
+        """Add a request; with a journal, one that has come so far in another engine."""
         parameters = parameters or fork_parameters()
         sampling = SamplingParams(
             max_tokens=max_tokens, extra_args={EXTRA_ARG: parameters.to_extra_arg()}
@@ -115,9 +124,27 @@ class ScriptedEngine:
             priority=priority,
         )
         self._scripts[request_id] = script
-        self.threads[request_id] = RequestThreads(request_id, parameters, None)
+        follower = RequestFollower(keeps_journal=True, resume=journal)
+        follower.begin(request_id, len(prompt), sampling, choice=None)
+        self.followers[request_id] = follower
+        self.threads[request_id] = RequestThreads(request_id, parameters, None, follower)
         self.texts[request_id] = []
-        self.scheduler.add_request(request)
+        if journal is None or self._replay(request, journal):
+            self.scheduler.add_request(request)
+
+    def _replay(self, request: Request, journal: Journal) -> bool:
+        """As `ForkOutputProcessor.replay`: whether the engine has more to do."""
+        journal = completed(request, journal, self.shape.max_model_len)
+        follower = self.followers[request.request_id]
+        follower.replay(begins=True)
+        for output in outputs_so_far(request, journal):
+            self._feed(output)
+        follower.replay(begins=False)
+        for delta in journal:
+            thread_id = thread_request_id(request.request_id, delta.path)
+            self._resumed_at[thread_id] = len(delta.token_ids)
+        hand_to_scheduler(request, journal)
+        return request.request_id not in self.finish_reasons
 
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
@@ -152,7 +179,6 @@ class ScriptedEngine:
         for copy in scheduled.kv_cache_block_copies or ():
             self._copy_block(*copy[:2])
         step = _Step(scheduled)
-        self.now_s += self.step_s(len(scheduled.num_scheduled_tokens))
         for request_id, num_scheduled in scheduled.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
             end = request.num_computed_tokens
@@ -191,13 +217,15 @@ class ScriptedEngine:
         assert parameters is not None
         script = self._scripts[root_id][".".join(map(str, parameters.thread_path))]
         generated = self._generated.setdefault(request.request_id, [])
+        index = self._resumed_at.get(request.request_id, 0) + len(generated)
         # Past its end, a thread that runs ahead of its own end token gets anything.
-        token_id = script[len(generated)] if len(generated) < len(script) else END
+        token_id = script[index] if index < len(script) else END
         generated.append(token_id)
         return token_id
 
     def _update(self, step: _Step) -> None:
         request_ids = list(step.scheduler_output.num_scheduled_tokens)
+        self.now_s += self.step_s(len(request_ids))
         output = ModelRunnerOutput(
             req_ids=request_ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
@@ -207,14 +235,17 @@ class ScriptedEngine:
             step.scheduler_output, output
         ).values():
             for thread_output in client_outputs.outputs:
-                root = self.threads[thread_output.request_id.split("~")[0]]
-                root.feed(thread_output)
-                for request_output in root.take():
-                    self.texts[root.request_id].extend(request_output.new_token_ids)
-                    if request_output.finish_reason is not None:
-                        reason = str(request_output.finish_reason)
-                        assert root.request_id not in self.finish_reasons
-                        self.finish_reasons[root.request_id] = reason
+                self._feed(thread_output)
+
+    def _feed(self, thread_output: EngineCoreOutput) -> None:
+        root = self.threads[thread_output.request_id.split("~")[0]]
+        root.feed(thread_output)
+        for request_output in root.take():
+            self.texts[root.request_id].extend(request_output.new_token_ids)
+            if request_output.finish_reason is not None:
+                reason = str(request_output.finish_reason)
+                assert root.request_id not in self.finish_reasons
+                self.finish_reasons[root.request_id] = reason
 
 
 def write_model_config(directory: Path) -> Path:

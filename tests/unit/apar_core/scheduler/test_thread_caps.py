@@ -1,0 +1,218 @@
+"""Caps on threads and the fork policy in vLLM's real scheduler, driven by a scripted model."""
+
+from pathlib import Path
+
+import pytest
+
+from apar_core.engine.core_state import core_state
+from tests.fakes.scripted_engine import (
+    END,
+    FORK,
+    EngineShape,
+    ScriptedEngine,
+    fork_parameters,
+    write_model_config,
+)
+
+PROMPT = list(range(100, 110))
+
+
+def forking(num_forks: int, *, child_tokens: int = 8, tail: int = 8) -> dict[str, list[int]]:
+    """A root that forks in every second token, and goes on for a while."""
+    script = {"": [*(token for i in range(num_forks) for token in (10 + i, FORK))]}
+    script[""] += [*range(30, 30 + tail), END]
+    for child in range(num_forks):
+        first = 100 * (child + 1)
+        script[str(child)] = [*range(first, first + child_tokens), END]
+    return script
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_config(tmp_path_factory.mktemp("model"))
+
+
+def started(engine: ScriptedEngine) -> list[str]:
+    """Runs the engine to its end; the threads in the order in which they came to run."""
+    order: list[str] = []
+    while engine.step():
+        order += [name for name in engine.scheduler.requests if name not in order]
+    return order
+
+
+def test_a_replica_cap_is_shared_by_all_requests_in_order_of_their_arrival(
+    model_dir: Path,
+) -> None:
+    engine = ScriptedEngine(EngineShape(forks={"max_replica_threads": 3}), model_dir)
+    # The newer one stands first in the batch, and forks in the same steps.
+    engine.add("new", PROMPT, forking(2), arrival_time=2.0)
+    engine.add("old", PROMPT, forking(2), arrival_time=1.0)
+    engine.scheduler.waiting = type(engine.scheduler.waiting)()
+    for name in ("new", "old"):
+        engine.scheduler.waiting.add_request(engine.scheduler.requests[name])
+
+    order = started(engine)
+
+    children = [name for name in order if "~" in name]
+    assert children == ["old~0", "old~1", "new~0", "new~1"]
+    engine.assert_nothing_is_left()
+
+
+def test_a_key_cap_counts_all_requests_of_the_key(model_dir: Path) -> None:
+    engine = ScriptedEngine(EngineShape(), model_dir)
+    for number, key in enumerate(["k", "k", "l"]):
+        parameters = fork_parameters(key=key, key_max_threads=3)
+        engine.add(key + str(number), PROMPT, forking(3), parameters=parameters)
+    most = {"k": 0, "l": 0}
+    while engine.step():
+        for key in most:
+            most[key] = max(most[key], engine.scheduler.admission.queue.key_threads[key])
+
+    assert most == {"k": 3, "l": 3}
+    engine.assert_nothing_is_left()
+
+
+def test_an_unforked_request_counts_for_its_key(model_dir: Path) -> None:
+    engine = ScriptedEngine(EngineShape(), model_dir)
+    parameters = fork_parameters(key="k", key_max_threads=2)
+    engine.add("plain", PROMPT, {"": [*range(30, 60), END]}, parameters=parameters)
+    engine.add("forking", PROMPT, forking(2), parameters=parameters)
+
+    started(engine)
+
+    assert engine.scheduler.admission.counters.delayed["key"] == 2
+    engine.assert_nothing_is_left()
+
+
+def test_a_family_with_nothing_alive_goes_on_over_every_cap(model_dir: Path) -> None:
+    engine = ScriptedEngine(EngineShape(forks={"max_replica_threads": 1}), model_dir)
+    parameters = fork_parameters(key="k", key_max_threads=1)
+    engine.add("long", PROMPT, {"": [*range(30, 130), END]}, parameters=parameters)
+    engine.add("forking", PROMPT, forking(2, tail=1), parameters=parameters, arrival_time=1.0)
+    # Well before the long one ends: root and children one after the other.
+    for _ in range(40):
+        engine.step()
+
+    assert engine.finish_reasons == {"forking": "stop"}
+    engine.run()
+    engine.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_adaptive_policy_keeps_steps_within_the_time_per_token(
+    model_dir: Path, run_ahead: bool
+) -> None:
+    forks = {"policy": "adaptive", "token_time_ms": 12.0}
+    shape = EngineShape(
+        num_blocks=2000, max_num_seqs=64, max_num_batched_tokens=512, run_ahead=run_ahead,
+        forks=forks,
+    )  # fmt: skip
+    engine = ScriptedEngine(shape, model_dir)
+    engine.step_s = lambda rows: 0.004 + 0.001 * rows
+    # One at a time, to learn from; then eight that would like to have 40 threads.
+    for number in range(3):
+        engine.add(f"first{number}", PROMPT, forking(3, child_tokens=12))
+        engine.run()
+    for number in range(8):
+        script = forking(4, child_tokens=20, tail=30)
+        engine.add(f"r{number}", PROMPT, script, max_tokens=999, arrival_time=10.0 + number)
+    most = 0
+    while engine.step():
+        most = max(most, len(engine.scheduler.running))
+
+    # The eight roots themselves take 12 ms: forks wait until some of them have ended.
+    assert most == 8
+    assert engine.scheduler.admission.counters.delayed["policy"] == 8 * 4
+    learnt = core_state(engine.scheduler)["step_time_model"]
+    assert learnt["fixed_s"] == pytest.approx(0.004, rel=0.2)
+    assert learnt["row_s"] == pytest.approx(0.001, rel=0.2)
+    engine.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(("policy", "most"), [("eager", 40), ("adaptive", 12)])
+def test_policy_and_token_time_decide_how_many_threads_run(
+    model_dir: Path, policy: str, most: int
+) -> None:
+    forks = {"policy": policy, "token_time_ms": 16.5}
+    shape = EngineShape(
+        num_blocks=2000, max_num_seqs=64, max_num_batched_tokens=512, forks=forks
+    )  # fmt: skip
+    engine = ScriptedEngine(shape, model_dir)
+    engine.step_s = lambda rows: 0.004 + 0.001 * rows
+    for number in range(3):
+        engine.add(f"first{number}", PROMPT, forking(3, child_tokens=12))
+        engine.run()
+    for number in range(8):
+        script = forking(4, child_tokens=20, tail=30)
+        engine.add(f"r{number}", PROMPT, script, max_tokens=999, arrival_time=10.0 + number)
+    found = 0
+    while engine.step():
+        found = max(found, len(engine.scheduler.running))
+
+    assert found == most
+    engine.assert_nothing_is_left()
+
+
+def test_core_state_tells_what_holds_forks_back(model_dir: Path) -> None:
+    engine = ScriptedEngine(EngineShape(forks={"max_replica_threads": 4}), model_dir)
+    keyed = fork_parameters(key="k", key_max_threads=1)
+    engine.add("a", PROMPT, forking(2), parameters=fork_parameters(max_threads=1))
+    engine.add("b", PROMPT, forking(2), parameters=keyed, arrival_time=1.0)
+    engine.add("c", PROMPT, forking(2), arrival_time=2.0)
+    for _ in range(5):
+        engine.step()
+
+    state = core_state(engine.scheduler)
+
+    assert state["deferred_by_reason"] == {"request": 2, "key": 2, "replica": 1, "policy": 0}
+    assert state["deferred_threads"] == 5
+    counters = state["admission_counters"]
+    assert counters["accepted"] == 1
+    assert counters["delayed"] == state["deferred_by_reason"]
+    assert state["step_s"] == pytest.approx(0.001)
+    assert "step_time_model" not in state
+    engine.run()
+    engine.assert_nothing_is_left()
+
+
+def test_refused_forks_are_counted(model_dir: Path) -> None:
+    engine = ScriptedEngine(EngineShape(), model_dir)
+    engine.add("a", PROMPT, forking(5), parameters=fork_parameters(max_forks=2))
+
+    engine.run()
+
+    assert core_state(engine.scheduler)["admission_counters"]["refused"] == 3
+
+
+def test_children_inherit_the_priority_of_their_request(model_dir: Path) -> None:
+    engine = ScriptedEngine(EngineShape(max_num_seqs=2), model_dir)
+    engine.add("usual", PROMPT, forking(2), arrival_time=0.0, priority=1)
+    engine.add("urgent", PROMPT, forking(2), arrival_time=9.0, priority=0)
+    for number in range(2):
+        engine.add(f"later{number}", PROMPT, forking(0), arrival_time=1.0, priority=0)
+
+    while "urgent" not in engine.finish_reasons:
+        engine.step()
+        # Its children take the free places before older requests of the class below theirs.
+        running = {request.request_id for request in engine.scheduler.running}
+        assert not running & {"usual~0", "usual~1"}
+
+    assert engine.finish_reasons.keys() >= {"urgent"}
+    engine.run()
+    engine.assert_nothing_is_left()
+
+
+def test_the_least_urgent_family_is_preempted_however_old_it_is(model_dir: Path) -> None:
+    script = {"": [*range(10, 15), FORK, *range(15, 45), END], "0": [*range(50, 80), END]}
+    engine = ScriptedEngine(EngineShape(num_blocks=30), model_dir)
+    engine.add("old", [200] * 9, script, arrival_time=0.0, priority=1)
+    for number in range(2):
+        engine.add(f"urgent{number}", [300 + number] * 9, script, arrival_time=1.0 + number)
+    preempted: dict[str, int] = {}
+    while engine.step():
+        for request in engine.scheduler.requests.values():
+            preempted[request.request_id] = request.num_preemptions
+
+    assert preempted["old"] + preempted["old~0"] > 0
+    assert preempted["urgent0"] == preempted["urgent0~0"] == 0
+    engine.assert_nothing_is_left()
