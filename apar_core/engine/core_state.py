@@ -18,7 +18,8 @@ def core_state(scheduler: Any) -> dict[str, Any]:
 
     `requests` counts client requests with a thread alive, `threads` all threads, running or
     waiting; `kv_blocks` is what the cache has, `free_blocks` what no thread holds. `step_s` is the
-    mean time of the last steps; `step_time_model` what the adaptive fork policy has learnt of it.
+    mean time of the last steps; `steps` counts them all, the rows that got a token in them, and the
+    seconds that they took; `step_time_model` what the adaptive fork policy has learnt of it.
     """
     pool = scheduler.kv_cache_manager.block_pool
     num_running, num_waiting = scheduler.get_request_counts()
@@ -39,7 +40,13 @@ def core_state(scheduler: Any) -> dict[str, Any]:
         state["deferred_by_reason"] = scheduler.admission.waiting_by_reason(groups)
         state["fork_counters"] = asdict(scheduler.block_sharing.counters)
         state["admission_counters"] = asdict(scheduler.admission.counters)
-        state["step_s"] = scheduler.step_clock.mean_s
+        clock = scheduler.step_clock
+        state["step_s"] = clock.mean_s
+        state["steps"] = {
+            "num_steps": clock.num_steps,
+            "num_rows": clock.num_rows,
+            "busy_s": clock.busy_s,
+        }
         policy = scheduler.admission.policy
         if isinstance(policy, AdaptivePolicy):
             state["step_time_model"] = asdict(policy.model.coefficients)

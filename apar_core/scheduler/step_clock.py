@@ -21,6 +21,10 @@ class StepClock:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.mean_s = 0.0
+        # Since the start: steps, the rows that got a token in them, and the time they took.
+        self.num_steps = 0
+        self.num_rows = 0
+        self.busy_s = 0.0
         self._clock = clock
         self._begun: deque[tuple[object, BatchView, float]] = deque()
         self._last_end_s: float | None = None
@@ -41,5 +45,8 @@ class StepClock:
             if begun is step:
                 seconds = now_s - (begin_s if last_end_s is None else last_end_s)
                 self.mean_s += (_MEAN_SHARE if self.mean_s else 1.0) * (seconds - self.mean_s)
+                self.num_steps += 1
+                self.num_rows += batch.rows
+                self.busy_s += seconds
                 return batch, seconds
         return None
