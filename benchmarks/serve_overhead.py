@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cpu_by_process import cpu_seconds
-from benchmarks.http_load import run_load
+from benchmarks.http_load import Endpoint, run_load
 from cluster.config import ClusterConfig
 from cluster.local_ray import free_port, local_ray
 from cluster.model_config import ModelConfig
@@ -103,7 +103,7 @@ def wait_until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) -
 @contextmanager
 def serve_application(settings: ClusterConfig) -> Iterator[Target]:
     """The application on the private Ray cluster, which is running."""
-    from deployments.application import running
+    from deployments.service import running
 
     ray_processes = psutil.Process().children()
     with running(settings):
@@ -115,7 +115,7 @@ def measure(target: Target, *, streaming: bool, requests_each: int) -> dict[str,
     before, client_before = cpu_seconds(target.roots), time.process_time()
     result = asyncio.run(
         run_load(
-            target.port,
+            Endpoint(target.port),
             num_clients=NUM_CLIENTS,
             requests_each=requests_each,
             num_tokens=NUM_TOKENS,

@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    ValidationError,
+    model_validator,
+)
 
 from apar_core.errors import AparError
 from cluster.keys_config import KeyConfig, check_keys, is_loopback
@@ -52,6 +59,11 @@ class ClusterConfig(BaseModel):
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on.")
     ray_address: str | None = Field(
         None, min_length=1, description="Running Ray cluster to use; a private one when absent."
+    )
+    drain_s: NonNegativeFloat = Field(
+        30.0,
+        description="Time that running requests get to end when a replica, or all, must stop; "
+        "what is left then goes on elsewhere, or ends with an error.",
     )
     models: tuple[ModelConfig, ...] = Field(
         (ModelConfig(),), min_length=1, description="The models; apar-tiny when absent."

@@ -1,73 +1,53 @@
 """Composes the gateway and the replicas of all models into one Ray Serve application."""
 
-import asyncio
-import io
-import logging
+import hashlib
+import json
 import os
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import ray
 from ray import serve
-from ray.serve._private.common import ReplicaState
-from ray.serve.config import HTTPOptions, ProxyLocation
-from ray.serve.handle import DeploymentHandle
-from ray.serve.schema import ApplicationStatus, LoggingConfig
 
-from cluster.config import ClusterConfig, StartError
+from cluster.config import ClusterConfig
 from cluster.model_config import ModelConfig
-from deployments.asgi_relay import AsgiApp
-from deployments.gateway import Gateway, GatewaySettings, ServedModel
+from deployments.autoscaling import gateway_autoscaling, model_autoscaling
+from deployments.gateway import GatewaySettings, ServedModel
+from deployments.ingress import APPLICATION, GATEWAY, GatewayIngress, IngressSettings
 from deployments.replica import Replica, ReplicaSettings
-from deployments.replica_calls import HandleCalls
 
-APPLICATION = "apar"
-GATEWAY = "Gateway"
+__all__ = ["APPLICATION", "GATEWAY", "build_application"]
+
 MAX_CHOICES = 128
 """Most choices (`n`) of one request, as in OpenAI's API."""
-_HEALTH_AGE_S = 1.0
 # The gateway bounds its requests itself; Ray Serve's cap must never come first.
 _NO_CAP = 1_000_000
+# Of up to 100 replicas, one more than wanted while they are replaced; Ray rounds up.
+_ONE_MORE_PERCENT = 1
 
 
-class HealthOfReplicas:
-    """Whether any replica runs, as the Serve controller sees it; asked once a second at most."""
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What replicas are built for besides their model.
 
-    def __init__(self) -> None:
-        self._asked_at = float("-inf")
-        self._healthy = False
+    `num_replicas` share the machine's cores, of all models, but for a model named in
+    `core_shares`, which keeps the number it was started with. Replicas of one `generation` are
+    kept when the application is deployed again without a change to them. `has_room` says whether
+    a new replica finds resources beside the one that it replaces.
+    """
 
-    async def __call__(self) -> bool:
-        """Whether a request would find a replica."""
-        if time.monotonic() - self._asked_at > _HEALTH_AGE_S:
-            self._healthy = await asyncio.to_thread(_any_replica_runs)
-            self._asked_at = time.monotonic()
-        return self._healthy
+    on_gpu: bool = False
+    num_replicas: int = 1
+    core_shares: Mapping[str, int] = field(default_factory=dict)
+    generation: str = field(default_factory=lambda: uuid.uuid4().hex)
+    has_room: bool = True
+    drain_s: float = 30.0
 
-
-def _any_replica_runs() -> bool:
-    application = serve.status().applications.get(APPLICATION)
-    if application is None or application.status == ApplicationStatus.DELETING:
-        return False
-    return any(
-        deployment.replica_states.get(ReplicaState.RUNNING, 0) > 0
-        for name, deployment in application.deployments.items()
-        if name != GATEWAY
-    )
-
-
-@serve.ingress()
-class GatewayIngress:
-    """The gateway as a Ray Serve ingress deployment."""
-
-    def __init__(self, settings: GatewaySettings, *replicas: DeploymentHandle[Any]) -> None:
-        calls = [HandleCalls(handle) for handle in replicas]
-        self._gateway = Gateway(settings, calls, HealthOfReplicas())
-
-    async def __serve_build_asgi_app__(self) -> AsgiApp:
-        return self._gateway
+    def version(self, *facts: Any) -> str:
+        """Ray Serve's version of a deployment: replicas of another one are replaced."""
+        text = json.dumps([self.generation, *facts], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
@@ -114,99 +94,85 @@ def replica_environment(
     }
 
 
-def build_replicas(model: ModelConfig, *, on_gpu: bool, num_replicas: int) -> serve.Application:
+def build_replicas(model: ModelConfig, surroundings: Surroundings) -> serve.Application:
     """The replicas of one model."""
-    environment = replica_environment(model, on_gpu=on_gpu, num_replicas=num_replicas)
-    return serve.deployment(
+    on_gpu = surroundings.on_gpu
+    share = surroundings.core_shares.get(model.deployment_name, surroundings.num_replicas)
+    settings = ReplicaSettings(
+        model=model.preset.path,
+        served_name=model.public_name,
+        engine=engine_arguments(model, on_gpu=on_gpu),
+        coalesce_s=model.coalesce_s,
+    )
+    autoscaling = model_autoscaling(model)
+    deployment = serve.deployment(
         name=model.deployment_name,
-        num_replicas=model.replicas,
+        num_replicas=model.replicas if autoscaling is None else None,
+        autoscaling_config=autoscaling,
         max_ongoing_requests=model.requests_per_replica,
         health_check_period_s=1.0,
         graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=surroundings.drain_s,
         # What one start could not load, twenty cannot; a dead replica is replaced without limit.
         max_constructor_retry_count=1,
+        max_surge_percent=_ONE_MORE_PERCENT if surroundings.has_room else 0,
         ray_actor_options={
             "num_cpus": 0 if not on_gpu else 1,
             "num_gpus": model.gpus_in_ray if on_gpu else 0,
-            "runtime_env": {"env_vars": environment},
+            "runtime_env": {
+                "env_vars": replica_environment(model, on_gpu=on_gpu, num_replicas=share)
+            },
         },
-    )(Replica).bind(
-        ReplicaSettings(
-            model=model.preset.path,
-            served_name=model.public_name,
-            engine=engine_arguments(model, on_gpu=on_gpu),
-            coalesce_s=model.coalesce_s,
+    )(Replica)
+    version = surroundings.version(settings.model_dump(mode="json"))
+    # Left to itself, Ray Serve replaces every replica whenever an application is deployed.
+    return deployment.options(version=version, _internal=True).bind(settings)
+
+
+def gateway_settings(config: ClusterConfig) -> GatewaySettings:
+    """What the gateway is told of the configuration."""
+    return GatewaySettings(
+        models=tuple(
+            ServedModel(
+                name=model.public_name,
+                max_running=model.max_replicas * model.requests_per_replica,
+                max_queued=model.max_queued_requests,
+            )
+            for model in config.models
         )
     )
 
 
-def build_application(config: ClusterConfig, *, on_gpu: bool = False) -> serve.Application:
-    """The application, ready for `serve.run`."""
-    replicas = [
-        build_replicas(model, on_gpu=on_gpu, num_replicas=config.num_replicas)
-        for model in config.models
-    ]
-    served = tuple(
-        ServedModel(
-            name=model.public_name,
-            max_running=model.replicas * model.requests_per_replica,
-            max_queued=model.max_queued_requests,
-        )
-        for model in config.models
+def build_application(
+    config: ClusterConfig,
+    surroundings: Surroundings | None = None,
+    *,
+    served: ClusterConfig | None = None,
+) -> serve.Application:
+    """The application, ready for `serve.run`: the models of `config`, with their replicas.
+
+    The gateway offers those of `served`, which must be among them; all when absent.
+    """
+    known = surroundings or Surroundings(num_replicas=config.num_replicas, drain_s=config.drain_s)
+    replicas = [build_replicas(model, known) for model in config.models]
+    offered = served or config
+    settings = gateway_settings(offered)
+    ingress = IngressSettings(
+        gateway=settings,
+        deployments=tuple(model.deployment_name for model in offered.models),
+        may_sleep=any(
+            model.autoscaling is not None and model.autoscaling.min_replicas == 0
+            for model in offered.models
+        ),
     )
-    return serve.deployment(
+    deployment = serve.deployment(
         name=GATEWAY,
         max_ongoing_requests=_NO_CAP,
+        autoscaling_config=gateway_autoscaling(1),
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_wait_loop_s=0.1,
-    )(GatewayIngress).bind(GatewaySettings(models=served), *replicas)
-
-
-@contextmanager
-def running(config: ClusterConfig) -> Iterator[str]:
-    """Run the application on the Ray cluster that is connected; yields its base URL.
-
-    Raises StartError if a replica cannot start. On leaving, a private cluster's Serve is shut
-    down, on another one only our application is deleted.
-    """
-    on_gpu = ray.cluster_resources().get("GPU", 0) > 0
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    quiet = LoggingConfig(enable_access_log=False, log_level="WARNING")
-    serve.start(
-        proxy_location=ProxyLocation.HeadOnly,
-        http_options=HTTPOptions(host=config.host, port=config.port),
-        logging_config=quiet,
-    )
-    try:
-        try:
-            serve.run(
-                build_application(config, on_gpu=on_gpu),
-                name=APPLICATION,
-                route_prefix="/",
-                logging_config=quiet,
-            )
-        except RuntimeError as error:
-            raise StartError(_reason(error)) from error
-        yield f"http://{_url_host(config.host)}:{config.port}"
-    finally:
-        if config.ray_address is None:
-            # Ray prints that the controller's calls fail, when they end with the controller.
-            with redirect_stdout(io.StringIO()):
-                serve.shutdown()
-        else:
-            serve.delete(APPLICATION)
-
-
-def _reason(error: RuntimeError) -> str:
-    """Why the application did not start: the controller knows more than the exception."""
-    application = serve.status().applications.get(APPLICATION)
-    if application is None:
-        return str(error)
-    messages = [item.message for item in application.deployments.values() if item.message]
-    return "\n".join([application.message, *messages]) or str(error)
-
-
-def _url_host(host: str) -> str:
-    if host in ("0.0.0.0", "::"):
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
+        graceful_shutdown_timeout_s=known.drain_s,
+        user_config=ingress.as_user_config(),
+    )(GatewayIngress)
+    version = known.version()
+    return deployment.options(version=version, _internal=True).bind(settings, *replicas)

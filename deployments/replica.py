@@ -13,6 +13,7 @@ from apar_core.errors import EngineError
 from deployments.answer_parts import AnswerBroken, AnswerPart, AnswerStart, WholeAnswer
 from deployments.apar_extension import AparExtension
 from deployments.asgi_relay import AsgiApp, RelayedRequest, relay
+from deployments.autoscaling import replica_report
 from deployments.served_request import FollowedRequest
 from deployments.watchdog import watch
 
@@ -117,6 +118,11 @@ class Replica:
         return {"requests_inside": self._engine.get_num_unfinished_requests()} | (
             await self._engine.core_state()
         )
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Ray Serve's autoscaling: what this replica carries."""
+        requests = self._engine.get_num_unfinished_requests()
+        return replica_report(await self._engine.core_state(), requests)
 
     async def check_health(self) -> None:
         """Ray Serve's health check; raises when the engine is dead or does not answer."""

@@ -3,14 +3,11 @@
 import importlib
 import json
 import os
-import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import httpx
@@ -20,20 +17,21 @@ from rich.console import Console
 from rich.markup import escape
 
 from apar_core.errors import AparError
+from cluster.cli.serve_signals import ServeSignals, StopSignal
 from cluster.config import ClusterConfig, ConfigError, StartError, load_config
 from cluster.local_ray import NAMESPACE, local_ray, reap_orphans
 from cluster.model_config import DEFAULT_MODEL, PRESETS, ModelConfig
+from cluster.server_state import RolloutOutcome, ServerState, state_path, write_state
 
 # Named as in a Ray Serve configuration: the command line starts deployments, it is not built
 # on them.
-APPLICATION_MODULE = "deployments.application"
+APPLICATION_MODULE = "deployments.service"
 READY_S = 60.0
 REAP_PERIOD_S = 5.0
+POLL_S = 0.2
 console = Console()
 
-
-class StopSignal(BaseException):
-    """A signal asked for the end; not an Exception, so that nothing swallows it."""
+Load = Callable[[], ClusterConfig]
 
 
 def serve(
@@ -76,12 +74,18 @@ def serve(
         "replicas": replicas,
         "max_concurrency": max_concurrency,
     }
-    try:
+
+    def load() -> ClusterConfig:
         settings = load_config(config, overrides, model_overrides)
         for served in settings.models:
             check_checkpoint(served)
+        return settings
+
+    try:
+        settings = load()
         _check_port(settings)
-        run(settings, _wait_for_signal)
+        signals = ServeSignals()
+        run(settings, signals, lambda service: _watch(service, signals, load, config))
     except AparError as error:
         console.print(f"[red]Error:[/red] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from error
@@ -107,43 +111,79 @@ def _check_port(settings: ClusterConfig) -> None:
             ) from error
 
 
-def run(settings: ClusterConfig, wait: Callable[[], None]) -> None:
+def run(settings: ClusterConfig, signals: ServeSignals, wait: Callable[[Any], None]) -> None:
     """Serve until `wait` returns or a signal arrives; stops all that it has started."""
-    stopping = threading.Event()
-    _stop_on_signals(stopping)
+    signals.install()
     try:
         with _cluster(settings):
-            _stop_on_signals(stopping)  # Ray has put its own handler in place.
+            signals.install()
             application: Any = importlib.import_module(APPLICATION_MODULE)
             console.print(f"Starting {_names(settings)} ...", markup=False)
             started = time.monotonic()
-            with application.running(settings) as url:
-                _wait_until_healthy(url)
-                _print_ready(settings, url, time.monotonic() - started)
-                wait()
+            with application.running_service(settings) as service:
+                _wait_until_healthy(service.url)
+                _print_ready(settings, service.url, time.monotonic() - started)
+                signals.serves = True
+                try:
+                    wait(service)
+                except BaseException:
+                    if signals.stopping:
+                        _drain(service)
+                    raise
     except StopSignal:
         console.print("Stopped.")
     except Exception:
         # Raised amid Ray's C code, the signal's exception comes back as a SystemError.
-        if not stopping.is_set():
+        if not signals.stopping:
             raise
         console.print("Stopped.")
 
 
-def _stop_on_signals(stopping: threading.Event) -> None:
-    """Let the first SIGINT or SIGTERM raise StopSignal, and ignore those that follow.
+def _drain(service: Any) -> None:
+    """Let the running requests end, in the time that they get for it."""
+    seconds = service.config.drain_s
+    console.print(
+        f"Stopping: running requests get {seconds:.0f} s to end. Once more stops at once.",
+        soft_wrap=True,
+        highlight=False,
+    )
+    if cut := service.drain():
+        console.print(f"{cut} requests had not ended; they got an error.", highlight=False)
 
-    Ending takes a few seconds and must not be interrupted, or processes would be left behind.
-    """
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        for name in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(name, signal.SIG_IGN)
-        stopping.set()
-        raise StopSignal
+def _watch(service: Any, signals: ServeSignals, load: Load, config: Path | None) -> None:
+    """Serve for ever; roll out the file whenever a SIGHUP asks for it."""
+    own = frozenset(child.pid for child in psutil.Process().children())
+    path = state_path(service.config.port)
+    state = ServerState.of_this_process(config)
+    write_state(path, state)
+    next_reap = time.monotonic()
+    try:
+        while True:
+            time.sleep(POLL_S)
+            if time.monotonic() >= next_reap:
+                reap_orphans(own)
+                next_reap = time.monotonic() + REAP_PERIOD_S
+            if signals.take_rollout():
+                number = 1 if state.outcome is None else state.outcome.number + 1
+                succeeded, message = _roll_out(service, load, config)
+                console.print(message, soft_wrap=True, markup=False, highlight=False)
+                outcome = RolloutOutcome(number=number, succeeded=succeeded, message=message)
+                state = state.model_copy(update={"outcome": outcome})
+                write_state(path, state)
+    finally:
+        path.unlink(missing_ok=True)
 
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, stop)
+
+def _roll_out(service: Any, load: Load, config: Path | None) -> tuple[bool, str]:
+    """Whether the file's settings are served now, and what has become of them."""
+    if config is None:
+        return False, "No rollout: this server was started without --config."
+    try:
+        changed: list[str] = service.rollout(load())
+    except AparError as error:
+        return False, f"No rollout: {error}"
+    return True, f"Rolled out {config}: {'; '.join(changed) or 'nothing has changed'}."
 
 
 @contextmanager
@@ -196,10 +236,3 @@ def _print_ready(settings: ClusterConfig, url: str, seconds: float) -> None:
         soft_wrap=True,
     )
     console.print("Ctrl-C stops it.")
-
-
-def _wait_for_signal() -> None:
-    own = frozenset(child.pid for child in psutil.Process().children())
-    while True:
-        time.sleep(REAP_PERIOD_S)
-        reap_orphans(own)

@@ -30,7 +30,8 @@ def application() -> Iterator[RunningApplication]:
     with local_ray(num_cpus=2):
         from ray import serve
 
-        from deployments.application import APPLICATION, running
+        from deployments.ingress import APPLICATION
+        from deployments.service import running
 
         with running(config) as url:
             replica = serve.get_deployment_handle(model.deployment_name, APPLICATION)

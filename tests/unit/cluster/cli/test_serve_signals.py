@@ -8,12 +8,14 @@ from contextlib import contextmanager
 import pytest
 
 from cluster.cli import serve
+from cluster.cli.serve_signals import ServeSignals, StopSignal
 from cluster.config import ClusterConfig
 
 
 @pytest.fixture
 def own_handlers() -> Iterator[None]:
-    handlers = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
+    names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {name: signal.getsignal(name) for name in names}
     yield
     for name, handler in handlers.items():
         signal.signal(name, handler)
@@ -24,7 +26,7 @@ def signalled_in_c_code(_: ClusterConfig) -> Iterator[None]:
     """A cluster during whose start a signal arrives, where Python code cannot raise."""
     try:
         os.kill(os.getpid(), signal.SIGTERM)
-    except serve.StopSignal as error:
+    except StopSignal as error:
         raise SystemError("returned a result with an exception set") from error
     yield
 
@@ -41,7 +43,7 @@ def test_signal_that_comes_back_as_a_system_error_is_an_ordinary_stop(
 ) -> None:
     monkeypatch.setattr(serve, "_cluster", signalled_in_c_code)
 
-    serve.run(ClusterConfig(), lambda: None)
+    serve.run(ClusterConfig(), ServeSignals(), lambda service: None)
 
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 
@@ -51,4 +53,4 @@ def test_error_without_a_signal_is_raised(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(serve, "_cluster", broken)
 
     with pytest.raises(SystemError, match="something else"):
-        serve.run(ClusterConfig(), lambda: None)
+        serve.run(ClusterConfig(), ServeSignals(), lambda service: None)

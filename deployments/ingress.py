@@ -1,0 +1,110 @@
+"""The gateway as a Ray Serve deployment: its handles, its settings as they change, its end."""
+
+import base64
+import pickle
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from deployments.asgi_relay import AsgiApp
+from deployments.autoscaling import gateway_report
+from deployments.front_door import FrontDoor
+from deployments.gateway import Gateway, GatewaySettings
+from deployments.replica_calls import HandleCalls
+
+APPLICATION = "apar"
+GATEWAY = "Gateway"
+
+
+class IngressSettings(BaseModel):
+    """The gateway's settings, and the deployments of its models, in their order.
+
+    `may_sleep` says that a model may have no replica because nobody asks for it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    gateway: GatewaySettings
+    deployments: tuple[str, ...]
+    may_sleep: bool = False
+
+    def as_user_config(self) -> dict[str, str]:
+        """In the form that Ray Serve brings to running replicas: JSON, but with secrets whole."""
+        return {"pickled": base64.b64encode(pickle.dumps(self)).decode()}
+
+    @classmethod
+    def from_user_config(cls, config: dict[str, str]) -> "IngressSettings":
+        """What `as_user_config` was made of."""
+        settings = pickle.loads(base64.b64decode(config["pickled"]))
+        assert isinstance(settings, cls)
+        return settings
+
+
+class _Replicas:
+    """The calls to one model's replicas, and how many of these run."""
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self.calls = HandleCalls(handle)
+        self._handle = handle
+
+    @property
+    def running(self) -> int:
+        """Replicas that run, as the Serve controller last said; it need not be alive now."""
+        router: Any = self._handle._router
+        choice = None if router is None else router._asyncio_router.request_router
+        return 0 if choice is None else len(choice.curr_replicas)
+
+
+@serve.ingress()
+class GatewayIngress:
+    """The gateway behind its front door."""
+
+    def __init__(self, settings: GatewaySettings, *replicas: DeploymentHandle[Any]) -> None:
+        self._replicas = {handle.deployment_name: _Replicas(handle) for handle in replicas}
+        self._settings = IngressSettings(
+            gateway=settings, deployments=tuple(self._replicas)[: len(settings.models)]
+        )
+        calls = [self._replicas[name].calls for name in self._settings.deployments]
+        self._gateway = Gateway(settings, calls, self._is_ready)
+        self._door = FrontDoor(self._gateway)
+
+    async def __serve_build_asgi_app__(self) -> AsgiApp:
+        return self._door
+
+    async def reconfigure(self, user_config: dict[str, str]) -> None:
+        """Take new settings; requests that are inside keep what they began with."""
+        settings = IngressSettings.from_user_config(user_config)
+        for name in settings.deployments:
+            if name not in self._replicas:
+                handle: DeploymentHandle[Any] = DeploymentHandle(name, APPLICATION)
+                self._replicas[name] = _Replicas(handle)
+        if (settings.gateway, settings.deployments) != (
+            self._settings.gateway,
+            self._settings.deployments,
+        ):
+            calls = [self._replicas[name].calls for name in settings.deployments]
+            self._gateway.reconfigure(settings.gateway, calls)
+        self._settings = settings
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Ray Serve's autoscaling: requests that wait here, by the deployment they wait for."""
+        return gateway_report({})
+
+    async def close(self) -> None:
+        """Let no new request in."""
+        self._door.close()
+
+    async def inside(self) -> int:
+        """Requests let in and not yet answered."""
+        return self._door.inside
+
+    async def cut(self) -> int:
+        """End the requests that are left, each with an error; returns how many."""
+        return self._door.cut()
+
+    async def _is_ready(self) -> bool:
+        """Whether a request would find a replica, or start one."""
+        names = self._settings.deployments
+        return self._settings.may_sleep or any(self._replicas[name].running for name in names)
