@@ -14,6 +14,8 @@ from apar_core.engine.input_processor import ForkInputProcessor
 from apar_core.engine.journal import RequestFollower
 from apar_core.engine.output_processor import ForkOutputProcessor
 from apar_core.engine.request_record import RequestRecord
+from apar_core.engine.resumption import completed, hand_to_scheduler
+from apar_core.journal import Journal
 
 # Before any engine is built: AsyncLLM looks its processors up by name.
 plugin.register()
@@ -49,10 +51,24 @@ class AparAsyncLLM(AsyncLLM):
     async def _add_request(self, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
         """As in vLLM, but a request that cannot be sent to the engine core is forgotten."""
         try:
-            await super()._add_request(request, *args, **kwargs)
+            journal = self._output.journal_of(request)
+            if journal is None:
+                await super()._add_request(request, *args, **kwargs)
+            else:
+                await self._resume_request(request, journal, *args, **kwargs)
         except BaseException:
             await self.abort(request.request_id, internal=True)
             raise
+
+    async def _resume_request(
+        self, request: EngineCoreRequest, journal: Journal, *args: Any, **kwargs: Any
+    ) -> None:
+        """Add a request that has come a part of its way in another engine."""
+        journal = completed(request, journal, self.model_config.max_model_len)
+        self._output.add_request(request, *args, **kwargs)
+        if self._output.replay(request, journal):
+            hand_to_scheduler(request, journal)
+            await self.engine_core.add_request_async(request)
 
     @property
     def _input(self) -> ForkInputProcessor:

@@ -14,9 +14,12 @@ from vllm.v1.outputs import LogprobsLists
 from apar_core.engine.journal import RequestFollower
 from apar_core.engine.paced_outputs import interval_under_load, pace
 from apar_core.engine.request_record import RequestRecords
+from apar_core.engine.resumption import outputs_so_far
 from apar_core.engine.separators import separators
 from apar_core.engine.thread_outputs import RequestThreads, TextToken
 from apar_core.fork_parameters import ForkParameters
+from apar_core.journal import Journal
+from apar_core.scheduler.resumption import forget_journal
 from apar_core.tree.separator import Separator
 
 
@@ -50,6 +53,7 @@ class ForkOutputProcessor(OutputProcessor):
 
     def add_request(self, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
         """Register a request; one that may fork gets a paragraph tree."""
+        forget_journal(request.sampling_params)
         super().add_request(request, *args, **kwargs)
         if self.stream_pause_s > 0:
             pace(self.request_states[request.request_id], self._stream_pause_now_s)
@@ -70,6 +74,29 @@ class ForkOutputProcessor(OutputProcessor):
         threads = RequestThreads(request.request_id, parameters, separator, follower)
         requests = self._threads if parameters.enabled else self._unforked
         requests[request.request_id] = threads
+
+    def journal_of(self, request: EngineCoreRequest) -> Journal | None:
+        """The journal that a request shall go on from; None for a new one."""
+        if request.sampling_params is None or request.external_req_id is None:
+            return None
+        follower = self._follower(request.external_req_id)
+        return None if follower is None else follower.resume
+
+    def replay(self, request: EngineCoreRequest, journal: Journal) -> bool:
+        """Put out what is known of an added request; returns whether the engine has more to do."""
+        state = self.request_states[request.request_id]
+        follower = self._follower(state.external_req_id)
+        if follower is not None:
+            follower.replay(begins=True)
+        # A trace belongs to an engine that has worked on the request.
+        traces, self.tracing_enabled = self.tracing_enabled, False
+        self.process_outputs(outputs_so_far(request, journal))
+        self.tracing_enabled = traces
+        if follower is not None:
+            follower.replay(begins=False)
+        # The engine has yet to read the prompt: vLLM's statistics begin with its first output.
+        state.is_prefilling = True
+        return request.request_id in self.request_states
 
     def process_outputs(
         self, engine_core_outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any

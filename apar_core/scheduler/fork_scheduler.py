@@ -21,10 +21,12 @@ from vllm.v1.request import Request, RequestStatus
 from apar_core.engine.fork_settings import fork_settings
 from apar_core.errors import EngineError
 from apar_core.fork_parameters import ForkParameters
+from apar_core.journal import Journal
 from apar_core.scheduler.block_sharing import BlockSharing
 from apar_core.scheduler.child_request import build_child_request
 from apar_core.scheduler.fork_admission import ForkAdmission
 from apar_core.scheduler.fork_policy import AdaptivePolicy, build_policy
+from apar_core.scheduler.resumption import resumed_alone, resumed_threads, take_journal
 from apar_core.scheduler.step_clock import StepClock
 from apar_core.scheduler.step_time_model import BatchView
 from apar_core.scheduler.thread_table import ThreadGroup, ThreadTable
@@ -62,6 +64,10 @@ class ForkMixin(Scheduler):
 
     def add_request(self, request: Request) -> None:
         """Add a client's request; one that may fork becomes the root thread of a group."""
+        journal = take_journal(request.sampling_params)
+        if journal is not None:
+            self._resume(request, journal)
+            return
         is_new = request.request_id not in self.requests
         super().add_request(request)
         parameters = _fork_parameters(request)
@@ -75,6 +81,28 @@ class ForkMixin(Scheduler):
                 request.max_tokens,
                 arrival=(request.priority, request.arrival_time),
             )
+
+    def _resume(self, request: Request, journal: Journal) -> None:
+        """Go on with a request behind its journal; one thread at once, the others as forks do."""
+        parameters = _fork_parameters(request)
+        if parameters is None or not parameters.enabled:
+            super().add_request(resumed_alone(request, journal))
+            if parameters is not None:
+                self.admission.queue.thread_began(request.request_id, parameters.key)
+            return
+        group = self.threads.open_group(
+            request.request_id,
+            parameters,
+            request.max_tokens,
+            arrival=(request.priority, request.arrival_time),
+        )
+        first, *others = resumed_threads(request, journal, group)
+        self._start(group, first)
+        if first.request_id != group.root_id:
+            self.threads.end_thread(group.root_id)
+        for thread in others:
+            self.admission.wait(group, thread)
+        self._start_waiting_forks()
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request
 
@@ -29,18 +30,23 @@ It holds every thread that a fork token names, parents before their children."""
 Path = tuple[int, ...]
 
 
-def take_journal(request: Request) -> Journal | None:
+def take_journal(params: SamplingParams | None) -> Journal | None:
     """The journal that a request shall go on from, removed from its parameters; None for a new one.
 
     What remains goes to the workers with every thread.
     """
-    params = request.sampling_params
     if params is None or not params.extra_args or RESUME_ARG not in params.extra_args:
         return None
     extra_args = dict(params.extra_args)
-    journal = from_plain(extra_args.pop(RESUME_ARG))
+    values = extra_args.pop(RESUME_ARG)
     params.extra_args = extra_args
-    return journal
+    return from_plain(values)
+
+
+def forget_journal(params: SamplingParams | None) -> None:
+    """Drop what a client may have put where a journal goes."""
+    if params is not None and params.extra_args and RESUME_ARG in params.extra_args:
+        params.extra_args = {k: v for k, v in params.extra_args.items() if k != RESUME_ARG}
 
 
 def resumed_alone(request: Request, journal: Journal) -> Request:
@@ -59,11 +65,8 @@ def resumed_threads(
     """
     parameters = group.parameters
     for delta in journal:
-        ended = delta.finish_reason == FinishReason.STOP and bool(delta.token_ids)
-        group.count_text(
-            delta.token_ids, ended=ended and delta.token_ids[-1] in parameters.end_ids
-        )
-        group.num_forks += bool(delta.path) and not _was_refused(delta)
+        group.count_text(delta.token_ids, ended=ended_itself(delta, parameters.end_ids))
+        group.num_forks += bool(delta.path) and not was_refused(delta)
         group.num_children[thread_request_id(group.root_id, delta.path)] = delta.token_ids.count(
             parameters.fork_id
         )
@@ -78,6 +81,13 @@ def resumed_threads(
     ]
 
 
+def ended_itself(delta: ThreadDelta, end_ids: Sequence[int]) -> bool:
+    """Whether a thread's last token is an end-of-thread token of the model."""
+    if delta.finish_reason != FinishReason.STOP or not delta.token_ids:
+        return False
+    return delta.token_ids[-1] in end_ids
+
+
 def thread_sequences(
     journal: Journal, prompt: Sequence[int], parameters: ForkParameters
 ) -> dict[Path, list[int]]:
@@ -86,13 +96,80 @@ def thread_sequences(
     Raises TreeError if a thread stands before its parent, or if its parent did not fork it.
     """
     sequences: dict[Path, list[int]] = {}
+    forks: dict[Path, list[int]] = {}
     for delta in journal:
         if not delta.path:
-            sequences[()] = [*prompt, *delta.token_ids]
-            continue
-        parent = sequences.get(delta.path[:-1])
-        if parent is None:
-            raise TreeError(f"thread {delta.path} stands before its parent")
-        fork_index = _fork_index(parent, delta.path[-1], parameters, start=_own_start)
-        sequences[delta.path] = [*parent[: fork_index + 1], parameters.child_id, *delta.token_ids]
+            before = list(prompt)
+        else:
+            *parent_path, ordinal = delta.path
+            parent_forks = forks.get(tuple(parent_path), [])
+            if ordinal >= len(parent_forks):
+                raise TreeError(f"no thread before {delta.path} has forked it")
+            parent = sequences[tuple(parent_path)]
+            before = [*parent[: parent_forks[ordinal] + 1], parameters.child_id]
+        forks[delta.path] = [
+            len(before) + index
+            for index, token_id in enumerate(delta.token_ids)
+            if token_id == parameters.fork_id
+        ]
+        sequences[delta.path] = [*before, *delta.token_ids]
     return sequences
+
+
+def was_refused(delta: ThreadDelta) -> bool:
+    """Whether a fork opened no thread: its child then ends by length before any token."""
+    return delta.finish_reason == FinishReason.LENGTH and not delta.token_ids
+
+
+def _prompt(request: Request) -> list[int]:
+    if request.prompt_token_ids is None or request.sampling_params is None:
+        raise TreeError(f"request {request.request_id!r} has no prompt tokens to resume from")
+    return request.prompt_token_ids
+
+
+def _thread(request: Request, delta: ThreadDelta, sequence: list[int], max_tokens: int) -> Request:
+    """The engine's request for one thread; `request` is the client's, as the root thread's."""
+    if request.sampling_params is None:
+        raise TreeError(f"request {request.request_id!r} does not sample tokens")
+    params = request.sampling_params.clone()
+    params.max_tokens = max_tokens
+    params.skip_reading_prefix_cache = False
+    params.seed = _resumed_seed(params.seed, delta)
+    params.extra_args = _extra_args(params.extra_args, delta.path)
+    arrival_time = request.arrival_time
+    for _ in delta.path:
+        # The next larger time: behind its parent, ahead of every later request.
+        arrival_time = math.nextafter(arrival_time, math.inf)
+    return Request(
+        request_id=thread_request_id(request.request_id, delta.path),
+        prompt_token_ids=sequence,
+        sampling_params=params,
+        pooling_params=None,
+        client_index=request.client_index,
+        arrival_time=arrival_time,
+        mm_features=request.mm_features,
+        lora_request=request.lora_request,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        trace_headers=None if delta.path else request.trace_headers,
+        block_hasher=request._block_hasher,
+    )
+
+
+def _extra_args(extra_args: dict[str, Any] | None, path: Path) -> dict[str, Any] | None:
+    if not extra_args or EXTRA_ARG not in extra_args:
+        return extra_args
+    return {**extra_args, EXTRA_ARG: {**extra_args[EXTRA_ARG], "thread_path": path}}
+
+
+def _resumed_seed(seed: int | None, delta: ThreadDelta) -> int | None:
+    """Seed of a thread from here on, so that no random number is drawn twice in an answer.
+
+    They are others than those of an uninterrupted run: how far a generator had come, nobody knows.
+    """
+    for ordinal in delta.path:
+        seed = child_seed(seed, ordinal)
+    if seed is None or not delta.token_ids:
+        return seed
+    digest = hashlib.blake2b(f"{seed}+{len(delta.token_ids)}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")
