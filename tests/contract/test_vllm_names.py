@@ -98,6 +98,9 @@ SIGNATURES = (
         "an abort of a request reaches all its threads",
     ),
     Signature(
+        Scheduler.schedule, "self, throttle_prefills=False", "a step is timed from its schedule"
+    ),
+    Signature(
         Scheduler.update_from_output,
         "self, scheduler_output, model_runner_output",
         "outputs of threads that a limit has ended are added",
@@ -148,7 +151,7 @@ SIGNATURES = (
 ATTRIBUTES = (
     Attributes(
         Scheduler,
-        "requests running kv_cache_manager max_model_len scheduler_config",
+        "requests running kv_cache_manager max_model_len scheduler_config max_num_running_reqs",
         "threads alive, their blocks, room for a child's tokens",
     ),
     Attributes(KVCacheManager, "block_pool coordinator", "the pool whose blocks are shared"),

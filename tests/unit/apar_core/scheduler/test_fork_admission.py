@@ -1,0 +1,111 @@
+import pytest
+
+from apar_core.scheduler.fork_admission import ForkAdmission
+from apar_core.scheduler.fork_policy import EagerPolicy, ForkPolicy
+from apar_core.scheduler.step_time_model import BatchView
+from apar_core.scheduler.thread_table import ThreadGroup
+from tests.fakes.scripted_engine import fork_parameters
+
+BATCH = BatchView(4, 400)
+
+
+class SmallOnly(EagerPolicy):
+    """Admits forks that attend to few tokens."""
+
+    def admits(self, batch: BatchView, *, extra_rows: int = 1, extra_attended: int = 0) -> bool:
+        return batch.attended_tokens + extra_attended <= 500
+
+
+def family(name: str, arrival: float, *, max_threads: int = 9) -> ThreadGroup[str]:
+    group: ThreadGroup[str] = ThreadGroup(
+        name, fork_parameters(max_threads=max_threads), 100, (0, arrival)
+    )
+    group.live.add(name)
+    return group
+
+
+def admission(
+    *, max_replica_threads: int | None = None, policy: ForkPolicy | None = None
+) -> ForkAdmission[str]:
+    return ForkAdmission(max_replica_threads, policy or EagerPolicy(), len)
+
+
+def test_children_of_the_oldest_family_start_first_and_in_their_order() -> None:
+    forks = admission()
+    young, old = family("young", 2.0), family("old", 1.0)
+    for group, child in ((young, "a"), (old, "b"), (old, "c")):
+        forks.wait(group, child)
+
+    taken = [forks.next(4, BATCH) for _ in range(4)]
+
+    assert taken == [(old, "b"), (old, "c"), (young, "a"), None]
+
+
+def test_nothing_passes_the_oldest_fork_that_replica_or_policy_holds_back() -> None:
+    forks = admission(policy=SmallOnly())
+    forks.wait(family("old", 1.0), "x" * 101)
+    forks.wait(family("young", 2.0), "y")
+
+    assert forks.next(4, BATCH) is None
+
+
+def test_replica_cap_counts_every_thread() -> None:
+    forks = admission(max_replica_threads=5)
+    forks.wait(family("a", 1.0), "child")
+
+    assert forks.next(5, BATCH) is None
+    assert forks.next(4, BATCH) is not None
+
+
+@pytest.mark.parametrize(
+    ("forks", "reason"),
+    [(admission(max_replica_threads=4), "replica"), (admission(policy=SmallOnly()), "policy")],
+)
+def test_reason_of_a_delay_is_what_holds_the_oldest_back(
+    forks: ForkAdmission[str], reason: str
+) -> None:
+    full, waiting = family("full", 1.0, max_threads=1), family("waiting", 2.0)
+    forks.wait(full, "x" * 200)
+    forks.wait(waiting, "x" * 200)
+    assert forks.next(4, BATCH) is None
+
+    forks.settle()
+
+    assert forks.waiting_by_reason([full, waiting]) == {
+        "request": 1,
+        "key": 0,
+        "replica": int(reason == "replica"),
+        "policy": int(reason == "policy"),
+    }
+    assert forks.counters.delayed == forks.waiting_by_reason([full, waiting])
+
+
+def test_a_fork_counts_once_however_long_it_waits() -> None:
+    forks = admission(max_replica_threads=5)
+    group = family("a", 1.0)
+    for child in ("first", "second"):
+        forks.wait(group, child)
+    assert forks.next(4, BATCH) is not None
+    assert forks.next(5, BATCH) is None
+    forks.settle()
+    forks.settle()
+
+    assert forks.next(4, BATCH) is not None
+    forks.settle()
+
+    assert forks.counters.accepted == 1
+    assert sum(forks.counters.delayed.values()) == 1
+
+
+def test_forks_of_a_request_that_ended_are_not_counted_as_accepted() -> None:
+    forks = admission(max_replica_threads=1)
+    group = family("a", 1.0)
+    forks.wait(group, "child")
+    group.closed = True
+    group.deferred.clear()
+    forks.closed(group)
+
+    forks.settle()
+
+    assert forks.counters.accepted == 0
+    assert forks.next(0, BATCH) is None
