@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from deployments.answer_parts import AnswerBroken, AnswerPart, AnswerStart, Whol
 from deployments.apar_extension import AparExtension
 from deployments.asgi_relay import AsgiApp, RelayedRequest, relay
 from deployments.autoscaling import replica_report
+from deployments.routing.load_report import LoadReporter
 from deployments.served_request import FollowedRequest
 from deployments.watchdog import watch
 
@@ -54,6 +56,7 @@ class Replica:
             control_token_ids=frozenset(tokens.texts if tokens else ()),
             take_statistics=self._take_statistics,
         )
+        self._reporter = LoadReporter(self._engine.vllm_config.cache_config.block_size)
         self._watchdog = asyncio.create_task(watch(lambda: self._engine.errored))
 
     def _take_statistics(self, request_id: str) -> Mapping[str, Any] | None:
@@ -109,6 +112,10 @@ class Replica:
     def _broken(self) -> AnswerBroken | None:
         """Why the replica cannot go on with its answers; None while it can."""
         return AnswerBroken("the engine has died") if self._engine.errored else None
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """What routers choose by; Ray Serve asks for it and hands it on to them."""
+        return asdict(self._reporter.report(await self._engine.core_state(), time.time()))
 
     async def load(self) -> dict[str, Any]:
         """Requests and threads alive, KV blocks in all and free, at this moment.

@@ -61,6 +61,12 @@ class Router(ABC):
         self._sent: dict[str, _Sent] = {}
         self._released: OrderedDict[str, _Sent] = OrderedDict()
 
+    def adopt(self, other: "Router") -> None:
+        """Take over what another router knows and has sent; it is used no more."""
+        self.table, self.forecaster = other.table, other.forecaster
+        self.decisions = other.decisions
+        self._sent, self._released = other._sent, other._released
+
     @abstractmethod
     def _pick(self, hint: RequestHint, open_slots: NDArray[np.intp]) -> tuple[int, Reason]:
         """A slot among those with room, two or more."""
@@ -159,6 +165,11 @@ class ThreadRouter(Router):
         super().__init__(seed)
         self._affinity = settings.affinity
         self._prefixes = PrefixTable(settings.affinity_entries)
+        self._prefixes.resize(len(self.table.rows))
+
+    def adopt(self, other: Router) -> None:
+        """As in every router; which prefixes are cached is learnt anew."""
+        super().adopt(other)
         self._prefixes.resize(len(self.table.rows))
 
     def sent(self, request_id: str, replica_id: str, hint: RequestHint, now_s: float) -> None:

@@ -28,7 +28,9 @@ class SharedRouter:
     def __init__(
         self, settings: RoutingSettings, *, seed: int | None = None, now: Clock = time.time
     ) -> None:
-        self._router = build_router(settings, time.time_ns() if seed is None else seed)
+        self._settings = settings
+        self._seed = time.time_ns() if seed is None else seed
+        self._router = build_router(settings, self._seed)
         self._lock = threading.Lock()
         self._now = now
         self._capacity = self._told = 0
@@ -36,6 +38,14 @@ class SharedRouter:
         self._caps: dict[int, Mapping[str, int]] = {}
         self._dead: OrderedDict[str, None] = OrderedDict()
         self._listeners: list[CapacityListener] = []
+
+    def configure(self, settings: RoutingSettings) -> None:
+        """Choose by other settings from now on; what is running goes on to count."""
+        with self._lock:
+            if settings != self._settings:
+                router = build_router(settings, self._seed)
+                router.adopt(self._router)
+                self._settings, self._router = settings, router
 
     def replicas_changed(self, source: int, caps: Mapping[str, int]) -> None:
         """Take the running replicas with their caps from one of Ray's routers.
@@ -146,6 +156,11 @@ class Registry:
             router.listen(listener)
         return router
 
+    def configure(self, settings: RoutingSettings) -> None:
+        """See the function `configure`."""
+        for router in list(self._routers.values()):
+            router.configure(settings)
+
     def ended(self, deployment: str, request_id: str, end: AnswerEnd | None) -> None:
         """See the function `ended`."""
         if router := self._routers.get(deployment):
@@ -181,6 +196,14 @@ def ended(deployment: str, request_id: str, end: AnswerEnd | None) -> None:
     would take a request that was cancelled on its way for one that runs for ever.
     """
     PROCESS.ended(deployment, request_id, end)
+
+
+def configure(settings: RoutingSettings) -> None:
+    """Let this process's routers choose by these settings from now on.
+
+    Ray Serve gives a router its settings once, when it makes it.
+    """
+    PROCESS.configure(settings)
 
 
 def capacity(deployment: str) -> int:

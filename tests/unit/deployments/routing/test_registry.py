@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from cluster.routing_config import RoutingSettings
+from cluster.routing_config import RoutingPolicy, RoutingSettings
 from deployments.routing.policy import Reason
 from deployments.routing.registry import Registry, SharedRouter
 from tests.unit.deployments.routing.loads import FORKED, HINT, busy
@@ -86,6 +86,23 @@ def test_reports_and_ends_reach_the_router(shared: SharedRouter) -> None:
 
     assert shared.num_sent == 0
     assert shared.decisions() == {Reason.LEAST_LOAD: 1}
+
+
+def test_other_settings_hold_at_once_and_lose_nothing(shared: SharedRouter) -> None:
+    shared.replicas_changed(1, {"a": 64, "b": 64})
+    shared.reported("a", busy(1, 300, at_s=99.9))
+    shared.reported("b", busy(2, 2, at_s=99.9))
+    assert shared.pick("1", HINT) == "b"
+
+    shared.configure(RoutingSettings(policy=RoutingPolicy.FEWEST_REQUESTS))
+
+    assert shared.pick("2", HINT) == "a"
+    shared.configure(RoutingSettings())
+    assert shared.pick("3", HINT) == "b"
+    for request in "123":
+        shared.ended(request, FORKED)
+    assert shared.num_sent == 0
+    assert sum(shared.decisions().values()) == 3
 
 
 def test_many_executors_lose_no_count(shared: SharedRouter) -> None:
