@@ -4,10 +4,21 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from cluster.config import ConfigError, problems_of, read_yaml
+from cluster.config import ClusterConfig, ConfigError, problems_of, read_yaml
 from cluster.keys_config import KeyConfig, check_keys
 
 _KEYS = TypeAdapter(tuple[KeyConfig, ...])
+
+
+def check_keys_file(config: ClusterConfig) -> None:
+    """Raise ConfigError where the `keys_file` cannot be read, or contradicts the `keys`."""
+    if config.keys_file is None:
+        return
+    loaded = load_keys(config.keys_file.expanduser())
+    try:
+        check_keys([*config.keys, *loaded])
+    except ValueError as error:
+        raise ConfigError(f"keys_file: {config.keys_file}: {error}") from error
 
 
 def load_keys(path: Path) -> tuple[KeyConfig, ...]:

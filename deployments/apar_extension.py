@@ -27,6 +27,7 @@ from deployments.asgi_relay import (
     ServedRequest,
 )
 from deployments.error_responses import JSON_TYPE, answer_for
+from deployments.terms_in_body import write_terms
 
 EXTENDED_PATHS = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
 _INTERNAL_PREFIX = "apar"
@@ -157,7 +158,7 @@ class AparExtension:
             return
         raw = await _read_body(receive)
         try:
-            raw = self._translated(raw)
+            raw = self._translated(raw, scope.get(SERVED_KEY))
         except RequestError as error:
             answer = answer_for(error)
             await send(
@@ -179,14 +180,17 @@ class AparExtension:
         finally:
             self._take_statistics(prefix + base_id)
 
-    def _translated(self, raw: bytes) -> bytes:
+    def _translated(self, raw: bytes, served: ServedRequest | None) -> bytes:
         try:
             body = json.loads(raw)
         except (ValueError, RecursionError):
             return raw  # vLLM's own answer to malformed JSON is right.
-        if not isinstance(body, dict) or not translate(body, self._control_token_ids):
+        if not isinstance(body, dict):
             return raw
-        return json.dumps(body).encode()
+        changed = translate(body, self._control_token_ids)
+        if served is not None:
+            changed = write_terms(body, served.terms) or changed
+        return json.dumps(body).encode() if changed else raw
 
 
 class _StatisticsWriter:

@@ -12,10 +12,12 @@ from ray import serve
 
 from cluster.config import ClusterConfig
 from cluster.model_config import ModelConfig
+from cluster.routing_config import RoutingSettings
 from deployments.autoscaling import gateway_autoscaling, model_autoscaling
-from deployments.gateway import GatewaySettings, ServedModel
+from deployments.gateway_settings import gateway_settings
 from deployments.ingress import APPLICATION, GATEWAY, GatewayIngress, IngressSettings
 from deployments.replica import Replica, ReplicaSettings
+from deployments.routing.serve_config import router_config
 
 __all__ = ["APPLICATION", "GATEWAY", "build_application"]
 
@@ -50,9 +52,16 @@ class Surroundings:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
-    """vLLM's engine arguments: ours, the preset's over them, the user's over all."""
+def engine_arguments(
+    model: ModelConfig, *, on_gpu: bool, by_priority: bool = False
+) -> dict[str, Any]:
+    """vLLM's engine arguments: ours, the preset's over them, the user's over all.
+
+    `by_priority` lets the priorities of keys count in the engine too.
+    """
     arguments: dict[str, Any] = {"max_num_seqs": model.threads_per_replica}
+    if by_priority:
+        arguments["scheduling_policy"] = "priority"
     if on_gpu:
         if model.gpus_per_replica > 1:
             arguments["tensor_parallel_size"] = model.gpus_per_replica
@@ -94,14 +103,20 @@ def replica_environment(
     }
 
 
-def build_replicas(model: ModelConfig, surroundings: Surroundings) -> serve.Application:
+def build_replicas(
+    model: ModelConfig,
+    surroundings: Surroundings,
+    routing: RoutingSettings,
+    *,
+    by_priority: bool = False,
+) -> serve.Application:
     """The replicas of one model."""
     on_gpu = surroundings.on_gpu
     share = surroundings.core_shares.get(model.deployment_name, surroundings.num_replicas)
     settings = ReplicaSettings(
         model=model.preset.path,
         served_name=model.public_name,
-        engine=engine_arguments(model, on_gpu=on_gpu),
+        engine=engine_arguments(model, on_gpu=on_gpu, by_priority=by_priority),
         coalesce_s=model.coalesce_s,
     )
     autoscaling = model_autoscaling(model)
@@ -113,6 +128,7 @@ def build_replicas(model: ModelConfig, surroundings: Surroundings) -> serve.Appl
         health_check_period_s=1.0,
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=surroundings.drain_s,
+        request_router_config=router_config(routing),
         # What one start could not load, twenty cannot; a dead replica is replaced without limit.
         max_constructor_retry_count=1,
         max_surge_percent=_ONE_MORE_PERCENT if surroundings.has_room else 0,
@@ -129,20 +145,6 @@ def build_replicas(model: ModelConfig, surroundings: Surroundings) -> serve.Appl
     return deployment.options(version=version, _internal=True).bind(settings)
 
 
-def gateway_settings(config: ClusterConfig) -> GatewaySettings:
-    """What the gateway is told of the configuration."""
-    return GatewaySettings(
-        models=tuple(
-            ServedModel(
-                name=model.public_name,
-                max_running=model.max_replicas * model.requests_per_replica,
-                max_queued=model.max_queued_requests,
-            )
-            for model in config.models
-        )
-    )
-
-
 def build_application(
     config: ClusterConfig,
     surroundings: Surroundings | None = None,
@@ -154,7 +156,10 @@ def build_application(
     The gateway offers those of `served`, which must be among them; all when absent.
     """
     known = surroundings or Surroundings(num_replicas=config.num_replicas, drain_s=config.drain_s)
-    replicas = [build_replicas(model, known) for model in config.models]
+    replicas = [
+        build_replicas(model, known, config.routing, by_priority=config.asks_for_keys)
+        for model in config.models
+    ]
     offered = served or config
     settings = gateway_settings(offered)
     ingress = IngressSettings(

@@ -20,14 +20,16 @@ class ErrorAnswer:
     param: str | None = None
     code: str | None = None
     retry_after_s: float | None = None
+    kind: str | None = None
+    extra_headers: tuple[tuple[bytes, bytes], ...] = ()
 
     @property
     def body(self) -> bytes:
         """The OpenAI error body."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        usual = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {
             "message": self.message,
-            "type": kind,
+            "type": self.kind or usual,
             "param": self.param,
             "code": self.code,
         }
@@ -40,7 +42,7 @@ class ErrorAnswer:
         if self.retry_after_s is not None:
             seconds = max(1, math.ceil(self.retry_after_s))
             headers.append((b"retry-after", str(seconds).encode()))
-        return headers
+        return [*headers, *self.extra_headers]
 
     @property
     def events(self) -> bytes:
@@ -55,6 +57,29 @@ def answer_for(error: AparError) -> ErrorAnswer:
     if isinstance(error, CapacityError):
         return ErrorAnswer(503, str(error), code="overloaded", retry_after_s=error.retry_after_s)
     return ErrorAnswer(500, str(error), code="internal_error")
+
+
+def unknown_key(message: str) -> ErrorAnswer:
+    """The answer to a request without a key, or with one that is not known here."""
+    challenge = (b"www-authenticate", b'Bearer realm="apar"')
+    return ErrorAnswer(401, message, code="invalid_api_key", extra_headers=(challenge,))
+
+
+def rate_limited(message: str, kind: str, retry_after_s: float) -> ErrorAnswer:
+    """The answer when a key has used up a rate; `kind` is `requests` or `tokens`."""
+    return ErrorAnswer(
+        429, message, code="rate_limit_exceeded", kind=kind, retry_after_s=retry_after_s
+    )
+
+
+def prompt_too_long(message: str, param: str | None) -> ErrorAnswer:
+    """The answer to a prompt over the limit of its characters."""
+    return ErrorAnswer(400, message, param=param, code="context_length_exceeded")
+
+
+def body_too_large(message: str) -> ErrorAnswer:
+    """The answer to a body over the limit of its bytes."""
+    return ErrorAnswer(413, message, code="request_too_large")
 
 
 def unknown_model(name: str) -> ErrorAnswer:
@@ -87,6 +112,15 @@ def internal_error() -> ErrorAnswer:
 def no_replica() -> ErrorAnswer:
     """The health answer while no replica can serve."""
     return ErrorAnswer(503, "No replica is ready.", code="not_ready", retry_after_s=5.0)
+
+
+def error_code(body: bytes) -> str | None:
+    """The code in an OpenAI error body; None where there is none."""
+    try:
+        code = json.loads(body)["error"]["code"]
+    except (ValueError, LookupError, TypeError):
+        return None
+    return code if isinstance(code, str) else None
 
 
 def normalised(status: int, body: bytes) -> bytes:

@@ -1,31 +1,51 @@
-"""The HTTP ingress: finds the model, bounds its queue, relays a replica's answer.
+"""The HTTP ingress: knows the caller, bounds and orders the requests, relays a replica's answer.
 
-Every error that leaves it has OpenAI's form.
+Every error that leaves it has OpenAI's form, and every answer the id of its request.
 """
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from http import HTTPStatus
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
-
 from apar_core.errors import CapacityError, RequestError
-from deployments.admission import Admission
 from deployments.answer_parts import AnswerStart
-from deployments.answers import ReplicaCalls, relay_answer, send_error, send_whole, whole_answer
+from deployments.answers import ReplicaCalls, relay_answer, send_error, send_whole
 from deployments.asgi_relay import Receive, RelayedRequest, Scope, Send
+from deployments.callers import Caller, Callers
+from deployments.charge import Charge
 from deployments.error_responses import (
     JSON_TYPE,
     ErrorAnswer,
     answer_for,
+    body_too_large,
     no_replica,
+    prompt_too_long,
+    rate_limited,
+    unknown_key,
     unknown_model,
     unknown_route,
     wrong_method,
 )
+from deployments.exchange import REQUEST_ID, Exchange
+from deployments.fair_queue import QueueState
+from deployments.gateway_settings import GatewaySettings
+from deployments.keys import UnknownKeyError
+from deployments.model_list import ModelList
+from deployments.rate_limits import RateLimitError
+from deployments.request_body import (
+    BodyTooLargeError,
+    PromptTooLongError,
+    check_prompt,
+    parse_fields,
+    read_body,
+)
+from deployments.request_terms import RequestTerms
+from deployments.routing import registry
+from deployments.routing.hint import request_hint
+from deployments.served_models import Model, UnknownModelError, find_model
+from deployments.terms_in_body import salt_within
 
 HEALTH_PATH = "/health"
 MODELS_PATH = "/v1/models"
@@ -38,48 +58,7 @@ ROUTES = {
     "/detokenize": "POST",
     "/version": "GET",
 }
-_PASSED_HEADERS = (b"content-type", b"x-request-id")
-
-
-class ServedModel(BaseModel):
-    """A model's name, and how many of its requests the gateway lets in."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
-    max_running: PositiveInt
-    max_queued: NonNegativeInt
-
-
-class GatewaySettings(BaseModel):
-    """What one gateway serves, and its limits."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    models: tuple[ServedModel, ...]
-    max_body_bytes: PositiveInt = 16 * 2**20
-    # A call to a model without a replica waits until there is one again.
-    models_wait_s: PositiveFloat = 5.0
-
-
-class BodyTooLargeError(RequestError):
-    """The request's body is over the limit: HTTP 413."""
-
-
-class UnknownModelError(RequestError):
-    """The request names a model that is not served here: HTTP 404."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"unknown model {name}", param="model")
-        self.name = name
-
-
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """A served model: its replicas, and who may go to them."""
-
-    replicas: ReplicaCalls
-    admission: Admission
+_PASSED_HEADERS = (b"content-type",)
 
 
 class Gateway:
@@ -91,47 +70,143 @@ class Gateway:
         replicas: Sequence[ReplicaCalls],
         is_healthy: Callable[[], Awaitable[bool]],
     ) -> None:
-        """`replicas` are those of the settings' models, in their order."""
+        """`replicas` are those of the settings' models, in their order.
+
+        Raises ConfigError if the keys' file cannot be read.
+        """
         self._settings = settings
         self._is_healthy = is_healthy
+        self._callers = Callers(settings.keys, settings.keys_file, settings.limits)
         self._models = {
-            model.name: _Model(
-                calls, Admission(max_running=model.max_running, max_queued=model.max_queued)
-            )
+            model.name: Model(model, calls)
             for model, calls in zip(settings.models, replicas, strict=True)
         }
-        # What replicas say of their model, by the model's name.
-        self._cards: dict[str, list[Any]] = {}
+        self._list = ModelList()
+        self._followed: set[str] = set()
+
+    def reconfigure(self, settings: GatewaySettings, replicas: Sequence[ReplicaCalls]) -> None:
+        """Take new settings; requests that run or wait go on. Raises ConfigError."""
+        self._callers.reconfigure(settings.keys, settings.keys_file, settings.limits)
+        models: dict[str, Model] = {}
+        for model, calls in zip(settings.models, replicas, strict=True):
+            known = self._models.get(model.name)
+            if known is None or known.settings.deployment != model.deployment:
+                models[model.name] = Model(model, calls)
+                models[model.name].replicas_changed(registry.capacity(model.deployment))
+            else:
+                known.reconfigure(model, calls)
+                models[model.name] = known
+        self._list.forget(self._models)
+        self._models = models
+        self._settings = settings
+
+    def waiting(self) -> dict[str, QueueState]:
+        """How the queue of each model stands, by the name of its deployment."""
+        return {model.settings.deployment: model.state for model in self._models.values()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one HTTP request."""
         if scope["type"] != "http":
             await _answer_lifespan(receive, send)
-            return
-        method, path = scope["method"], scope["path"]
-        if path == HEALTH_PATH and method in ("GET", "HEAD"):
+        elif scope["path"] == HEALTH_PATH and scope["method"] in ("GET", "HEAD"):
             await self._answer_health(send)
-            return
+        else:
+            self._follow_replicas()
+            exchange = Exchange(scope, send, keeps_content=self._settings.log_content)
+            try:
+                await self._serve(exchange, scope, receive)
+            except asyncio.CancelledError:
+                exchange.record.client_left = True
+                raise
+            finally:
+                exchange.close()
+
+    async def _serve(self, exchange: Exchange, scope: Scope, receive: Receive) -> None:
+        method, path = scope["method"], scope["path"]
         allowed = ROUTES.get(path)
         if allowed != method:
             known = allowed is not None or path == HEALTH_PATH
-            await send_error(send, (wrong_method if known else unknown_route)(method, path))
+            await send_error(
+                exchange.send, (wrong_method if known else unknown_route)(method, path)
+            )
             return
+        caller: Caller | None = None
         try:
-            request = _relayed(scope, await self._read_body(receive))
+            caller = await self._callers.identify(scope["headers"])
+            exchange.record.key = caller.name
+            body = await read_body(receive, self._settings.limits.max_body_bytes)
+            request = _relayed(exchange, scope, body)
             if path == MODELS_PATH:
-                await self._answer_models(request, send)
-                return
-            fields = _fields(request.body) if method == "POST" else {}
-            model = self._model(fields, needed=method == "POST")
-            with model.admission.admit():
-                await relay_answer(model.replicas, request, bool(fields.get("stream")), send)
-        except BodyTooLargeError as error:
-            await send_error(send, ErrorAnswer(413, str(error)))
-        except UnknownModelError as error:
-            await send_error(send, unknown_model(error.name))
+                await self._answer_models(caller, request, exchange)
+            else:
+                await self._answer(caller, request, exchange)
         except (RequestError, CapacityError) as error:
-            await send_error(send, answer_for(error))
+            if caller is not None:
+                exchange.rate_headers = await caller.rate_headers()
+            await send_error(exchange.send, _answer_for(error))
+
+    async def _answer(self, caller: Caller, request: RelayedRequest, exchange: Exchange) -> None:
+        """Let the request in, in its turn, and relay its answer; raises where it may not go in."""
+        generates = request.method == "POST"
+        fields = parse_fields(request.body) if generates else {}
+        model = find_model(self._models, fields.get("model"), caller, needed=generates)
+        exchange.begin(model.settings.name, fields)
+        request = self._with_terms(request, fields, caller, model, exchange)
+        if caller.rates is not None and generates:
+            await caller.rates.admit(request.hint.prompt_tokens)
+        ticket = await model.enter(caller)
+        exchange.record.queue_s = round(ticket.queued_s, 6)
+        charge = Charge(ticket, caller.rates, request.hint.prompt_tokens, exchange)
+        try:
+            exchange.rate_headers = await caller.rate_headers()
+            await relay_answer(
+                model.replicas, request, exchange.record.stream, exchange.send, charge
+            )
+        finally:
+            ticket.leave()
+            registry.ended(model.settings.deployment, exchange.unique_id, charge.end)
+
+    def _with_terms(
+        self,
+        request: RelayedRequest,
+        fields: dict[str, Any],
+        caller: Caller,
+        model: Model,
+        exchange: Exchange,
+    ) -> RelayedRequest:
+        """The request with what the replica and the router must know; raises RequestError."""
+        self._check_fields(fields, caller)
+        salt, given = caller.cache_salt, fields.get("cache_salt")
+        if salt is not None and isinstance(given, str):
+            given = salt_within(salt, given)
+        terms = RequestTerms(
+            request_id=exchange.unique_id,
+            priority=caller.key.priority if caller.key else 0,
+            key=caller.key.name if caller.key else None,
+            key_max_threads=model.max_threads_of(caller),
+            cache_salt=salt,
+        )
+        known = given if isinstance(given, str) else salt
+        return replace(request, terms=terms, hint=request_hint(fields, known))
+
+    def _check_fields(self, fields: dict[str, Any], caller: Caller) -> None:
+        key = caller.key
+        if key is not None and fields.get("priority") is not None:
+            raise RequestError("`priority` is that of the API key", param="priority")
+        if (max_chars := self._settings.limits.max_prompt_chars) is not None:
+            check_prompt(fields, max_chars, "the limit `limits.max_prompt_chars`")
+        if key is not None and key.max_prompt_chars is not None:
+            check_prompt(fields, key.max_prompt_chars, "the limit `max_prompt_chars` of this key")
+
+    async def _answer_models(
+        self, caller: Caller, request: RelayedRequest, exchange: Exchange
+    ) -> None:
+        models = {
+            name: model.replicas for name, model in self._models.items() if caller.may_use(name)
+        }
+        answer = await self._list.answer(models, request, self._settings.models_wait_s)
+        exchange.rate_headers = await caller.rate_headers()
+        await send_whole(exchange.send, answer)
 
     async def _answer_health(self, send: Send) -> None:
         if await self._is_healthy():
@@ -139,59 +214,28 @@ class Gateway:
         else:
             await send_error(send, no_replica())
 
-    async def _read_body(self, receive: Receive) -> bytes:
-        pieces: list[bytes] = []
-        room = self._settings.max_body_bytes
-        while True:
-            message = await receive()
-            pieces.append(message.get("body", b""))
-            room -= len(pieces[-1])
-            if room < 0:
-                limit = self._settings.max_body_bytes
-                raise BodyTooLargeError(f"The body is larger than {limit} bytes.")
-            if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                return b"".join(pieces)
+    def _follow_replicas(self) -> None:
+        """Keep the models' room in step with the replicas that run, as their routers see them."""
+        new = {model.settings.deployment for model in self._models.values()} - self._followed
+        for deployment in new:
+            self._followed.add(deployment)
+            changed = partial(
+                _call_in, asyncio.get_running_loop(), self._replicas_changed, deployment
+            )
+            registry.listen(deployment, changed)
 
-    def _model(self, fields: dict[str, Any], *, needed: bool) -> _Model:
-        """The model that a request is for; without a name, the first where that is certain."""
-        name = fields.get("model")
-        if name is None:
-            if needed and len(self._models) > 1:
-                raise RequestError(
-                    f"`model` is missing; served here: {', '.join(self._models)}", param="model"
-                )
-            return next(iter(self._models.values()))
-        if not isinstance(name, str):
-            raise RequestError("`model` must be a string", param="model")
-        if name not in self._models:
-            raise UnknownModelError(name)
-        return self._models[name]
+    def _replicas_changed(self, deployment: str, num_running: int) -> None:
+        for model in self._models.values():
+            if model.settings.deployment == deployment:
+                model.replicas_changed(num_running)
 
-    async def _answer_models(self, request: RelayedRequest, send: Send) -> None:
-        """The list of all models, each as its replicas describe it, asked for once.
 
-        A model whose replicas cannot answer in time is left out; if none can, the error of one
-        of them is the answer.
-        """
-        unknown = [name for name in self._models if name not in self._cards]
-        answers = await asyncio.gather(*(self._described(name, request) for name in unknown))
-        for name, answer in zip(unknown, answers, strict=True):
-            if answer.status == HTTPStatus.OK:
-                self._cards[name] = json.loads(answer.body)["data"]
-        if not self._cards:
-            await send_whole(send, answers[0])
-            return
-        cards = [card for name in self._models for card in self._cards.get(name, ())]
-        body = json.dumps({"object": "list", "data": cards}).encode()
-        await send_whole(send, AnswerStart(HTTPStatus.OK, [JSON_TYPE], body))
-
-    async def _described(self, name: str, request: RelayedRequest) -> AnswerStart:
-        try:
-            async with asyncio.timeout(self._settings.models_wait_s):
-                return await whole_answer(self._models[name].replicas, request)
-        except TimeoutError:
-            answer = no_replica()
-            return AnswerStart(answer.status, answer.headers, answer.body)
+def _call_in(
+    loop: asyncio.AbstractEventLoop, function: Callable[[str, int], None], name: str, count: int
+) -> None:
+    """Call from whatever executor in the gateway's own."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(function, name, count)
 
 
 async def _answer_lifespan(receive: Receive, send: Send) -> None:
@@ -203,16 +247,23 @@ async def _answer_lifespan(receive: Receive, send: Send) -> None:
             return
 
 
-def _fields(body: bytes) -> dict[str, Any]:
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"The body is not valid JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise RequestError("The body must be a JSON object.")
-    return fields
+def _answer_for(error: RequestError | CapacityError) -> ErrorAnswer:
+    match error:
+        case UnknownKeyError():
+            return unknown_key(str(error))
+        case RateLimitError():
+            return rate_limited(str(error), error.kind, error.retry_after_s)
+        case BodyTooLargeError():
+            return body_too_large(str(error))
+        case PromptTooLongError():
+            return prompt_too_long(str(error), error.param)
+        case UnknownModelError():
+            return unknown_model(error.name)
+        case _:
+            return answer_for(error)
 
 
-def _relayed(scope: Scope, body: bytes) -> RelayedRequest:
+def _relayed(exchange: Exchange, scope: Scope, body: bytes) -> RelayedRequest:
     headers = [item for item in scope["headers"] if item[0] in _PASSED_HEADERS]
+    headers.append((REQUEST_ID, exchange.request_id.encode()))
     return RelayedRequest(scope["method"], scope["path"], scope["query_string"], headers, body)

@@ -11,7 +11,8 @@ from ray.serve.handle import DeploymentHandle
 from deployments.asgi_relay import AsgiApp
 from deployments.autoscaling import gateway_report
 from deployments.front_door import FrontDoor
-from deployments.gateway import Gateway, GatewaySettings
+from deployments.gateway import Gateway
+from deployments.gateway_settings import GatewaySettings
 from deployments.replica_calls import HandleCalls
 
 APPLICATION = "apar"
@@ -90,7 +91,10 @@ class GatewayIngress:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Ray Serve's autoscaling: requests that wait here, by the deployment they wait for."""
-        return gateway_report({})
+        waiting = self._gateway.waiting()
+        return gateway_report(
+            {name: sum(queue.waiting.values()) for name, queue in waiting.items()}
+        )
 
     async def close(self) -> None:
         """Let no new request in."""

@@ -14,7 +14,7 @@ from deployments.application import (
     engine_arguments,
     replica_environment,
 )
-from deployments.gateway import GatewaySettings, ServedModel
+from deployments.gateway_settings import GatewaySettings, ServedModel
 from deployments.replica import ReplicaSettings
 
 
@@ -26,12 +26,23 @@ def deployments(config: ClusterConfig) -> tuple[GatewaySettings, list[Any]]:
 
 
 def test_limits_reach_gateway_and_replica() -> None:
-    model = ModelConfig(replicas=3, max_concurrency=10, max_queued_requests=7, coalesce_s=0.02)
+    model = ModelConfig(
+        replicas=3, max_concurrency=10, max_queued_requests=7, max_queue_s=5, coalesce_s=0.02
+    )
 
     gateway, [deployment] = deployments(ClusterConfig(models=(model,)))
 
     replica: ReplicaSettings = deployment.init_args[0]
-    assert gateway.models == (ServedModel(name="apar-tiny", max_running=30, max_queued=7),)
+    assert gateway.models == (
+        ServedModel(
+            name="apar-tiny",
+            deployment="Replica-apar-tiny",
+            replicas=3,
+            requests_per_replica=10,
+            max_queued=7,
+            max_queue_s=5.0,
+        ),
+    )
     assert replica.served_name == "apar-tiny"
     assert replica.coalesce_s == 0.02
     assert deployment.max_ongoing_requests == 10

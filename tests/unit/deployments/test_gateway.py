@@ -8,10 +8,12 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.limits_config import LimitsConfig
 from deployments.answer_parts import AnswerEnd, AnswerStart, Piece
 from deployments.answers import ReplicaLostError
 from deployments.asgi_relay import RelayedRequest
-from deployments.gateway import Gateway, GatewaySettings, ServedModel
+from deployments.gateway import Gateway
+from deployments.gateway_settings import GatewaySettings, ServedModel
 
 JSON = [(b"content-type", b"application/json"), (b"content-length", b"999")]
 EVENTS = [(b"content-type", b"text/event-stream")]
@@ -58,7 +60,12 @@ def client(
         return healthy
 
     models = tuple(
-        ServedModel(name=f"m{number or ''}", max_running=2, max_queued=max_queued)
+        ServedModel(
+            name=f"m{number or ''}",
+            deployment=f"Replica-m{number or ''}",
+            requests_per_replica=2,
+            max_queued=max_queued,
+        )
         for number in range(len(replicas))
     )
     gateway = Gateway(GatewaySettings(models=models, **settings), replicas, is_healthy)
@@ -189,7 +196,8 @@ async def test_malformed_json_is_a_400(body: bytes) -> None:
 
 
 async def test_a_body_over_the_limit_is_a_413() -> None:
-    answer = await client(PlayedReplicas(), max_body_bytes=10).post(CHAT, json={"model": "m" * 9})
+    http = client(PlayedReplicas(), limits=LimitsConfig(max_body_bytes=10))
+    answer = await http.post(CHAT, json={"model": "m" * 9})
 
     assert answer.status_code == 413
 

@@ -1,0 +1,71 @@
+"""One HTTP request and its answer, as the gateway sees them: id, headers, times, record."""
+
+import re
+import time
+import uuid
+from collections.abc import Awaitable
+from http import HTTPStatus
+from typing import Any
+
+from deployments.answer_parts import Headers
+from deployments.asgi_relay import Message, Scope, Send
+from deployments.error_responses import error_code
+from deployments.request_log import RequestRecord, content_of
+
+REQUEST_ID = b"x-request-id"
+# What can stand in a log, a header and an engine's request id as it is.
+_SANE_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+
+
+class Exchange:
+    """Passes the messages of the answer on, each start with the request's id and rates."""
+
+    def __init__(self, scope: Scope, send: Send, *, keeps_content: bool = False) -> None:
+        unique = uuid.uuid4().hex
+        given = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
+        sane = _SANE_ID.fullmatch(given) is not None
+        self.request_id = given.decode() if sane else unique
+        # A client may send one id twice, while the first request still runs.
+        self.unique_id = f"{self.request_id}-{unique[:8]}" if sane else unique
+        self.record = RequestRecord(self.request_id, scope["method"], scope["path"])
+        self.rate_headers: Headers = []
+        self.fields: dict[str, Any] = {}
+        self._failed = False
+        self._content: list[bytes] | None = [] if keeps_content else None
+        self._send = send
+        self._began_s = time.monotonic()
+
+    def begin(self, model: str, fields: dict[str, Any]) -> None:
+        """Note what the request is about."""
+        self.fields = fields
+        self.record.model = model
+        self.record.stream = bool(fields.get("stream"))
+
+    def send(self, message: Message) -> Awaitable[None]:
+        """An ASGI `send`; no coroutine of its own, because each piece of a stream passes it."""
+        if message["type"] == "http.response.start":
+            message = self._started(message)
+        elif self._content is not None:
+            self._content.append(message.get("body", b""))
+        if self._failed and "body" in message:
+            self.record.error_code = error_code(message["body"]) or self.record.error_code
+        return self._send(message)
+
+    def _started(self, message: Message) -> Message:
+        self.record.status = message["status"]
+        self._failed = message["status"] >= HTTPStatus.BAD_REQUEST
+        self.record.first_byte_s = self._elapsed_s()
+        kept = [item for item in message["headers"] if item[0].lower() != REQUEST_ID]
+        own = (REQUEST_ID, self.request_id.encode())
+        return {**message, "headers": [*kept, own, *self.rate_headers]}
+
+    def close(self) -> None:
+        """Log the request; nothing more may be sent."""
+        self.record.total_s = self._elapsed_s()
+        content = None
+        if self._content is not None:
+            content = content_of(self.fields, b"".join(self._content))
+        self.record.write(content)
+
+    def _elapsed_s(self) -> float:
+        return round(time.monotonic() - self._began_s, 6)

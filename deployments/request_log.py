@@ -1,0 +1,78 @@
+"""A line of the log for each request: facts, and text only where that is asked for."""
+
+import json
+import logging
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from deployments.answer_parts import AnswerEnd
+from deployments.error_responses import DONE_EVENT
+
+logger = logging.getLogger(__name__)
+
+_EVENT = b"data: "
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """The facts of one request. Times are in seconds; None where something never came to pass.
+
+    `queue_s` is the wait for a place at the replicas, `first_byte_s` and `total_s` count from the
+    request's arrival. `generated_tokens` counts those of all threads; when the replica could not
+    say what the answer cost, those that it had told of by then. `retries` counts lost replicas.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    key: str | None = None
+    model: str | None = None
+    status: int | None = None
+    error_code: str | None = None
+    stream: bool = False
+    prompt_tokens: int | None = None
+    generated_tokens: int = 0
+    threads: int | None = None
+    forks: int | None = None
+    queue_s: float | None = None
+    first_byte_s: float | None = None
+    total_s: float | None = None
+    retries: int = 0
+    continued: int = 0
+    client_left: bool = False
+
+    def take_end(self, end: AnswerEnd) -> None:
+        """Note what the answer has cost."""
+        self.prompt_tokens = end.prompt_tokens
+        self.generated_tokens = end.generated_tokens
+        self.threads = end.threads
+        self.forks = end.forks
+
+    def write(self, content: dict[str, Any] | None = None) -> None:
+        """Log the record, with the prompt and the answer where they are given."""
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("request", extra=asdict(self) | (content or {}))
+
+
+def content_of(fields: dict[str, Any], answer: bytes) -> dict[str, Any]:
+    """Prompt and answer of a request, as its line holds them where that is asked for."""
+    prompt = fields.get("messages", fields.get("prompt"))
+    return {"prompt": prompt, "answer": _texts(answer)}
+
+
+def _texts(answer: bytes) -> list[str]:
+    """The text of each choice of an answer, whole or streamed; nothing of an error."""
+    texts: dict[int, str] = {}
+    is_stream = answer.startswith(_EVENT)
+    events = answer.removesuffix(DONE_EVENT).split(b"\n\n") if is_stream else [answer]
+    for event in events:
+        try:
+            chunk = json.loads(event.removeprefix(_EVENT))
+        except ValueError:
+            continue  # The last event of a stream that was cut.
+        for choice in chunk.get("choices") or ():
+            part = choice.get("delta") or choice.get("message") or choice
+            index = choice.get("index", 0)
+            text = part.get("content") or part.get("text") or ""
+            texts[index] = texts.get(index, "") + text
+    return [texts[index] for index in sorted(texts)]
