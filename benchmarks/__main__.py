@@ -8,10 +8,13 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from apar_core.engine.offline import OfflineEngine
 
 app = typer.Typer(
     no_args_is_help=False,
@@ -27,6 +30,7 @@ def everything(context: typer.Context) -> None:
     """Run all benchmarks, unless one is named."""
     if context.invoked_subcommand is None:
         decoding()
+        fork_policy()
         decoders()
         if TRACE.is_file():
             training()
@@ -42,30 +46,41 @@ def decoding(
     eager: Annotated[bool, typer.Option(help="Do without torch.compile.")] = False,
 ) -> None:
     """Forked against sequential decoding of the same tokens, and the cost of a fork."""
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    # A small model gains nothing from threads that wait for each other.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Imported here: --help shall not wait for torch and vLLM.
-    from apar_core.engine.offline import OfflineEngine
-    from apar_core.engine.replay import REPLAY
-    from apar_core.models.apar_tiny import checkpoint_path
+    engine = _replaying_engine(model, eager)
     from benchmarks import decoding, fork_cost
 
-    engine = OfflineEngine(
-        model or checkpoint_path(),
-        block_size=32,
-        max_num_seqs=512,
-        enforce_eager=eager,
-        logits_processors=[REPLAY],
-        kv_cache_memory_bytes=512 << 20,
-    )
     try:
         results = decoding.run(engine, console, rounds=rounds)
         results |= fork_cost.run(engine, console)
     finally:
         engine.shutdown()
     write("decoding", results)
+
+
+@app.command()
+def fork_policy(
+    model: Annotated[str, typer.Option(help="Checkpoint; apar-tiny by default.")] = "",
+    requests: Annotated[int, typer.Option(min=2, help="Requests of a round at each load.")] = 50,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, each with arrivals of its own.")] = 2,
+    slo: Annotated[
+        float, typer.Option(min=1, help="SLO as a multiple of an unforked lone request's token.")
+    ] = 3.0,
+    target: Annotated[
+        float, typer.Option(help="The adaptive policy's time per token, as a share of the SLO.")
+    ] = 0.8,
+    eager: Annotated[bool, typer.Option(help="Do without torch.compile.")] = False,
+) -> None:
+    """No forks, eager forks and adaptive ones under rising load."""
+    engine = _replaying_engine(model, eager)
+    from benchmarks import fork_policy
+
+    try:
+        results = fork_policy.run(
+            engine, console, requests=requests, rounds=rounds, slo_multiple=slo, target=target
+        )
+    finally:
+        engine.shutdown()
+    write("fork-policy", results)
 
 
 @app.command()
@@ -103,6 +118,27 @@ def training(
         console.print(f"no trace at {trace}: give one with --trace")
         raise typer.Exit(1)
     write("training", training.run(console, trace))
+
+
+def _replaying_engine(model: str, eager: bool) -> OfflineEngine:
+    """An engine whose requests can be told what to generate."""
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # A small model gains nothing from threads that wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Imported here: --help shall not wait for torch and vLLM.
+    from apar_core.engine.offline import OfflineEngine
+    from apar_core.engine.replay import REPLAY
+    from apar_core.models.apar_tiny import checkpoint_path
+
+    return OfflineEngine(
+        model or checkpoint_path(),
+        block_size=32,
+        max_num_seqs=512,
+        enforce_eager=eager,
+        logits_processors=[REPLAY],
+        kv_cache_memory_bytes=512 << 20,
+    )
 
 
 def write(name: str, results: dict[str, Any]) -> None:

@@ -47,14 +47,16 @@ class AdaptivePolicy:
         self.model = StepTimeModel() if model is None else model
 
     def admits(self, batch: BatchView, *, extra_rows: int = 1, extra_attended: int = 0) -> bool:
-        """Whether the step with these rows is predicted to end within the time per token."""
+        """Whether the step with these rows will end within the time per token, as far as it is
+        known: the more the steps scatter, the more room is left.
+        """
         if not self.model.is_ready:
             return True
         grown = batch.grown(rows=extra_rows, attended_tokens=extra_attended)
         # Far beyond all that was seen a prediction is a guess: grow by steps, and look.
         if grown.rows > max(2 * self.model.largest_rows, 8):
             return False
-        return self.model.predict_s(grown) <= self.token_time_s
+        return self.model.predict_s(grown) + self.model.usual_error_s <= self.token_time_s
 
     def observe(self, batch: BatchView, seconds: float) -> None:
         """Teach the model a step."""

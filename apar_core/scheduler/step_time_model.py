@@ -88,6 +88,11 @@ class StepTimeModel:
         self._fit()
         return StepTimeCoefficients(*self._coefficients.tolist())
 
+    @property
+    def usual_error_s(self) -> float:
+        """By how much the last steps missed their prediction, outliers bounded."""
+        return self._scale_s
+
     def predict_s(self, batch: BatchView) -> float:
         """Seconds that a step with this batch will take."""
         self._fit()

@@ -1,3 +1,5 @@
+import random
+
 import pytest
 
 from apar_core.scheduler.fork_policy import AdaptivePolicy, EagerPolicy, build_policy
@@ -33,7 +35,7 @@ def test_eager_admits_into_any_batch() -> None:
     assert policy.admits(BatchView(10**6, 10**9))
 
 
-@pytest.mark.parametrize(("token_time_s", "rows"), [(0.0081, 8), (0.0121, 16), (0.0181, 28)])
+@pytest.mark.parametrize(("token_time_s", "rows"), [(0.0084, 8), (0.0124, 16), (0.0184, 28)])
 def test_adaptive_fills_the_step_as_far_as_its_time_goes(token_time_s: float, rows: int) -> None:
     assert admitted(taught(token_time_s), BatchView(2, 0), 100) == rows - 2
 
@@ -60,6 +62,17 @@ def test_adaptive_counts_the_tokens_that_a_fork_attends_to() -> None:
 
     assert policy.admits(BatchView(4, 2000), extra_attended=2500)
     assert not policy.admits(BatchView(4, 2000), extra_attended=3500)
+
+
+@pytest.mark.parametrize(("noise", "least", "most"), [(0.0, 8, 8), (0.2, 3, 6)])
+def test_adaptive_leaves_more_room_where_steps_scatter(noise: float, least: int, most: int) -> None:
+    policy = AdaptivePolicy(0.0084)
+    numbers = random.Random(1)
+    for number in range(30 * MIN_STEPS):
+        rows = 1 + number % 32
+        policy.observe(BatchView(rows, 0), step_s(rows) * numbers.gauss(1, noise))
+
+    assert least <= 1 + admitted(policy, BatchView(1, 0), 100) <= most
 
 
 def test_adaptive_grows_to_twice_what_it_has_seen_and_no_further_at_once() -> None:
