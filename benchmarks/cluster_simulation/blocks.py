@@ -14,16 +14,20 @@ class Segment:
     """The own blocks of one thread: indices `first` to `end` in its sequence.
 
     `held` while the thread needs its place in the tree: running, or waiting with a reference on its
-    parent's blocks. `end` is kept up to date only while the thread does not run.
+    parent's blocks. `end` is kept up to date only while the thread does not run. A piece of a
+    prompt in the prefix cache has no thread, only children.
     """
 
-    __slots__ = ("children", "end", "first", "held", "parent", "running")
+    __slots__ = ("children", "end", "first", "held", "is_piece", "parent", "running")
 
-    def __init__(self, parent: Self | None, first: int) -> None:
+    def __init__(
+        self, parent: Self | None, first: int, *, held: bool = True, is_piece: bool = False
+    ) -> None:
         self.parent = parent
         self.first = first
         self.end = first
-        self.held = True
+        self.held = held
+        self.is_piece = is_piece
         self.running = False
         self.children: list[Self] = []
         if parent is not None:
@@ -36,10 +40,18 @@ class BlockPool:
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
         self.free = blocks
+        # Blocks of cached pieces of prompts that threads are reading.
+        self.piece_blocks = 0
 
     def missing(self, segment: Segment, num_blocks: int) -> int:
         """Blocks that a waiting thread lacks for a sequence of `num_blocks`."""
         return num_blocks - max(segment.first, segment.end)
+
+    def take(self, piece: Segment, end: int) -> None:
+        """Use the blocks of a piece again, which had been free."""
+        piece.end = end
+        self.free -= end - piece.first
+        self.piece_blocks += end - piece.first
 
     def start(self, segment: Segment, num_blocks: int) -> None:
         """Give a waiting thread what it lacks; the caller has seen that so many are free."""
@@ -84,6 +96,11 @@ class BlockPool:
     def _shrink(self, segment: Segment) -> None:
         while not segment.held:
             kept = segment.first
+            if segment.is_piece:
+                # Whole while anybody reads it.
+                if segment.children:
+                    return
+                self.piece_blocks -= segment.end - kept
             for child in segment.children:
                 kept = max(kept, child.first)
             self.free += segment.end - kept

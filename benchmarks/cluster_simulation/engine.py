@@ -20,7 +20,7 @@ from benchmarks.cluster_simulation.blocks import BlockPool, Segment
 from benchmarks.cluster_simulation.decode_batch import DecodeBatch
 from benchmarks.cluster_simulation.prefix_cache import PrefixCache
 from benchmarks.cluster_simulation.step_times import ReplicaModel
-from benchmarks.cluster_simulation.threads import Family, Outcome, Thread
+from benchmarks.cluster_simulation.threads import Family, Outcome, SimRequest, Thread
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class SimEngine:
         self.num_waiting_forks = 0
         self.preemptions = 0
         self.most_rows = 0
-        self._cache = PrefixCache(model.block_size)
+        self._cache = PrefixCache(self.pool, model.block_size)
         self._waiting: list[Thread] = []
         self._prefilling: list[Thread] = []
         self._prefilled: list[Thread] = []
@@ -78,6 +78,22 @@ class SimEngine:
         plan, order = request.tree.threads[0], (True, family.order, 0)
         root = Thread(family, 0, plan, Segment(None, 0), request.prompt_tokens, order)
         heappush(self._waiting, root)
+
+    def cached_tokens(self, request: SimRequest) -> int:
+        """Tokens at a prompt's beginning that would not be computed again now."""
+        return self._cache.hit_blocks(request.pieces)[0] * self.model.block_size
+
+    def attended_tokens(self) -> int:
+        """Tokens of KV cache that all threads read, those that wait included."""
+        waiting = sum(thread.length for thread in self._waiting)
+        return self.batch.attended(self.step) + waiting
+
+    def free_blocks_ahead(self) -> int:
+        """Free blocks less those that waiting threads will take; below zero where they queue."""
+        waiting = sum(
+            thread.length - thread.segment.first * self.model.block_size for thread in self._waiting
+        )
+        return self.pool.free - self._blocks_of(waiting)
 
     def begin(self) -> StepPlan | None:
         """Make room, admit, and tell what runs next; None if there is nothing to do.
@@ -127,7 +143,7 @@ class SimEngine:
         outcome = thread.family.outcome
         if outcome.first_token_s is None:
             outcome.first_token_s = now_s
-            self._cache.add(outcome.request.hint)
+            self._cache.add(thread.segment, outcome.request.pieces)
 
     def _pass_event(self, thread: Thread, now_s: float) -> None:
         forks = thread.plan.forks
@@ -197,21 +213,28 @@ class SimEngine:
 
     def _start(self, thread: Thread) -> bool:
         """Give a waiting thread its blocks, if they are free; says what is left to compute."""
-        segment, size = thread.segment, self.model.block_size
+        segment, request = thread.segment, thread.family.outcome.request
         intact = thread.fresh and segment.held
-        self.pool.hold_again(segment)
         num_blocks = self._blocks_of(thread.length)
         free = self.pool.free - self.batch.new_blocks(self.step)
-        if self.pool.missing(segment, num_blocks) > free:
+        # A root that nobody reads from stands nowhere: it finds its prompt in the cache, or not.
+        at_cache = thread.index == 0 and not segment.children
+        if at_cache:
+            missing = num_blocks - self._cache.hit_blocks(request.pieces)[1]
+        else:
+            self.pool.hold_again(segment)
+            missing = self.pool.missing(segment, num_blocks)
+        if missing > free:
             return False
-        known = max(segment.first, segment.end) * size
+        if at_cache:
+            self._cache.attach(segment, request.pieces)
+            segment.held = True
+        known = max(segment.first, segment.end) * self.model.block_size
         if thread.index and intact:
             # All but the fork and the child token is there, in part by a copied block.
             known = thread.length - 2
-        elif thread.fresh and not thread.index:
-            outcome = thread.family.outcome
-            known = self._cache.hit_tokens(outcome.request.hint, self.pool.free * size)
-            outcome.cached_tokens = known
+        elif thread.fresh:
+            thread.family.outcome.cached_tokens = known
         thread.prefill_left = max(1, thread.length - known)
         self.pool.start(segment, num_blocks)
         thread.fresh = False

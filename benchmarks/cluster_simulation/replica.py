@@ -71,6 +71,12 @@ class SimReplica:
         begun = self.model.times.steps_within(elapsed_s, plan.rows, plan.attended)
         return min(begun - 1, self._num_steps)
 
+    def work_done_s(self) -> float:
+        """Time that all steps so far took beyond their base, at full speed."""
+        done = self.steps_done()
+        seconds = self.busy_s + (self._seconds(done) if done else 0.0)
+        return seconds / self.slowness - self.model.times.base_s * (self.engine.step + done)
+
     def load(self) -> ReplicaLoad:
         """What the replica reports of itself now."""
         engine, now_s, done = self.engine, self.env.now, self.steps_done()

@@ -88,3 +88,19 @@ ROOFLINE_7B = ReplicaModel(
     max_threads=1024,
     max_requests=350,
 )
+
+APAR_TINY_MEASURED = ReplicaModel(
+    name="tiny-measured",
+    source=(
+        "measured on 2 shared cores of a server CPU, vLLM 0.32, apar-tiny in bfloat16, eager, one "
+        "executor: 836 steps of 1 to 64 rows with 32 to 460 tokens each; single steps are off by "
+        "5.1 % (median) and 13.8 % (90 %). `python -m benchmarks simulation fit` measures anew."
+    ),
+    times=StepTimes(2.518e-3, 95.8e-6, 542.7e-9, 60.22e-6),
+    blocks=2048,
+    block_size=32,
+    max_threads=256,
+    max_requests=64,
+)
+
+MODELS = {model.name: model for model in (ROOFLINE_7B, APAR_TINY_MEASURED)}

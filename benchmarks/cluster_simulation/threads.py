@@ -20,6 +20,8 @@ class SimRequest:
     prompt_tokens: int
     tree: AnswerTree
     hint: RequestHint
+    pieces: tuple[tuple[int, int], ...] = ()
+    """(hash of the prompt up to a piece's end, tokens up to there): system prompt, turns."""
 
 
 @dataclass(slots=True)
