@@ -39,7 +39,7 @@ DISCONNECT_GRACE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class RelayedRequest:
-    """An HTTP request on its way from the gateway to a replica."""
+    """An HTTP request on its way from the gateway to a replica, which must take it in time."""
 
     method: str
     path: str
@@ -48,6 +48,7 @@ class RelayedRequest:
     body: bytes
     terms: RequestTerms = field(default_factory=RequestTerms)
     hint: RequestHint = field(default_factory=RequestHint)
+    replica_wait_s: float = 60.0
 
     def scope(self) -> Scope:
         """The ASGI scope of this request.

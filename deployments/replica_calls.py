@@ -1,5 +1,6 @@
 """The gateway's calls to replicas, over a Ray Serve deployment handle."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, cast
@@ -9,8 +10,8 @@ from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableE
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from deployments.answer_parts import AnswerBroken, AnswerEnd, AnswerStart, Piece
-from deployments.answers import ReplicaLostError
 from deployments.asgi_relay import RelayedRequest
+from deployments.retries import NoReplicaError, ReplicaLostError
 
 LOST = (RayActorError, DeploymentUnavailableError, ReplicaUnavailableError)
 
@@ -45,6 +46,7 @@ async def _parts(
 ) -> AsyncGenerator[Any, None]:
     response = cast("DeploymentResponseGenerator[Any]", method.remote(request))
     try:
+        await _taken(response, request.replica_wait_s)
         async for part in response:
             if isinstance(part, AnswerBroken):
                 raise ReplicaLostError(part.reason)
@@ -53,6 +55,15 @@ async def _parts(
         raise ReplicaLostError(str(error)) from error
     finally:
         response.cancel()
+
+
+async def _taken(response: DeploymentResponseGenerator[Any], wait_s: float) -> None:
+    """Wait until a replica has taken the request; raises NoReplicaError."""
+    try:
+        async with asyncio.timeout(wait_s):
+            await response._fetch_future_result_async()
+    except TimeoutError as error:
+        raise NoReplicaError(f"no replica has taken the request within {wait_s:g} s") from error
 
 
 def _plain(handle: DeploymentHandle[Any], method: str) -> DeploymentHandle[Any]:

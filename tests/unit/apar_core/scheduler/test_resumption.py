@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from apar_core.engine.thread_outputs import TextToken
 from apar_core.journal import Journal, ThreadDelta, merged
 from apar_core.tree.threads import thread_texts
 from tests.fakes.scripted_engine import (
@@ -67,8 +68,13 @@ def run_with_cuts(
 
 
 def generated(engine: ScriptedEngine) -> dict[str, list[int]]:
+    """What each thread has generated on all engines together."""
     texts = thread_texts(engine.threads["r"].tree)
-    return {str(thread): text.generated(FORK, END) for thread, text in texts.items()}
+    fork, end = TextToken(FORK, None), TextToken(END, None)
+    return {
+        str(thread): [token.token_id for token in text.generated(fork, end)]
+        for thread, text in texts.items()
+    }
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])

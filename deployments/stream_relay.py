@@ -1,0 +1,111 @@
+"""Passes a stream on from replica to client, over the loss of replicas."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from apar_core.journal import Journal, ThreadDelta, merged
+from deployments.answer_parts import AnswerEnd, AnswerStart, Piece
+from deployments.answer_sending import send_end, send_piece, send_start, send_whole
+from deployments.asgi_relay import RelayedRequest, Send
+from deployments.continuation import ClientStream, can_continue
+from deployments.error_responses import ErrorAnswer
+from deployments.retries import ReplicaLostError, Retries
+
+if TYPE_CHECKING:
+    from deployments.answers import ReplicaCalls, Watch
+
+Parts = AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]
+
+
+class StreamRelay:
+    """One streamed request, at one replica after another if it must be."""
+
+    def __init__(self, request: RelayedRequest, send: Send, watch: Watch, retries: Retries) -> None:
+        terms = replace(request.terms, keeps_journal=retries.config.continue_streams)
+        self._request = replace(request, terms=terms)
+        self._send = send
+        self._watch = watch
+        self._retries = retries
+        self._stream = ClientStream()
+        self._deltas: list[ThreadDelta] = []
+        self._continuable = False
+        self.begun = False
+        """Whether the client has got the start of its answer."""
+
+    async def run(self, replicas: ReplicaCalls) -> AnswerEnd | None:
+        """Relay the answer to its end; returns what it has cost, if that is known.
+
+        Raises what went wrong where no replica can help. Once the stream has begun, `end_with`
+        must then end it.
+        """
+        attempts = self._retries.attempts()
+        while True:
+            try:
+                async with aclosing(replicas.stream(self._request)) as parts:
+                    return await self._relay(parts)
+            except ReplicaLostError as error:
+                if self.begun:
+                    if self._stream.complete:
+                        await send_end(self._send)
+                        return None
+                    if not (self._continuable and can_continue(self._request)):
+                        attempts.give_up(error)
+                await attempts.another(error, continued=self.begun)
+                self._watch.retried(continued=self.begun)
+                if self.begun:
+                    self._go_on()
+
+    async def end_with(self, error: ErrorAnswer) -> None:
+        """End a stream that has begun with an error event."""
+        if not self._stream.complete:
+            await send_piece(self._send, error.events)
+        await send_end(self._send)
+
+    def _go_on(self) -> None:
+        """Let the next replica begin where the last one was lost."""
+        journal = merged(self._deltas)
+        self._deltas = list(journal)
+        terms = replace(self._request.terms, resume=journal)
+        self._request = replace(self._request, terms=terms)
+        self._stream.begin_again()
+
+    async def _relay(self, parts: Parts) -> AnswerEnd | None:
+        start = await anext(parts)
+        if not isinstance(start, AnswerStart):
+            raise TypeError("a replica's answer must begin with its start")
+        if start.status >= 400:
+            await self._refused(start, parts)
+            return None
+        self._continuable = start.continuable
+        if not self.begun:
+            await send_start(self._send, start.status, start.headers)
+            self.begun = True
+        await self._pass_on(start.body, start.journal, start.num_tokens)
+        end: AnswerEnd | None = None
+        async for part in parts:
+            if isinstance(part, Piece):
+                await self._pass_on(part.body, part.journal, part.num_tokens)
+            elif isinstance(part, AnswerEnd):
+                end = part
+        await send_piece(self._send, self._stream.flush())
+        await send_end(self._send)
+        return end
+
+    async def _refused(self, start: AnswerStart, parts: Parts) -> None:
+        """Pass on an error answer; raises ReplicaLostError for one to a stream that has begun."""
+        rest = [part.body async for part in parts if isinstance(part, Piece)]
+        body = b"".join([start.body, *rest])
+        if self.begun:
+            raise ReplicaLostError(f"a replica would not go on with a stream: {body[:200]!r}")
+        await send_whole(self._send, AnswerStart(start.status, start.headers, body))
+
+    async def _pass_on(self, body: bytes, journal: Journal, num_tokens: int) -> None:
+        # What the client has must never be more than the journal tells.
+        self._deltas += journal
+        if num_tokens:
+            self._watch.progress(num_tokens)
+        await send_piece(self._send, self._stream.forward(body))
