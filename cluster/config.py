@@ -19,6 +19,7 @@ from cluster.keys_config import KeyConfig, check_keys, is_loopback
 from cluster.limits_config import LimitsConfig
 from cluster.logging_config import LoggingConfig
 from cluster.model_config import ModelConfig
+from cluster.retry_config import RetryConfig
 from cluster.routing_config import RoutingSettings
 
 
@@ -46,6 +47,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+_MODELS = ("models",)
 # Someone may have put the key itself where its hash belongs.
 _SECRET_FIELDS = ("hash", "cache_secret")
 
@@ -84,6 +86,9 @@ class ClusterConfig(BaseModel):
     )
     limits: LimitsConfig = Field(LimitsConfig(), description="Limits for everyone.")
     logging: LoggingConfig = Field(LoggingConfig(), description="What is logged, and where.")
+    retries: RetryConfig = Field(
+        RetryConfig(), description="What becomes of requests whose replica is lost."
+    )
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
@@ -173,7 +178,7 @@ def problems_of(error: ValidationError) -> str:
         _problem(problem)
         for problem in error.errors()
         # A list whose only items are wrong is not also too short.
-        if problem["type"] != "too_short" or not problem["input"]
+        if not (problem["type"] == "too_short" and problem["input"] and problem["loc"] == _MODELS)
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from ray import serve
 
 from cluster.config import ClusterConfig
+from cluster.logging_config import LoggingConfig
 from cluster.model_config import ModelConfig
 from cluster.routing_config import RoutingSettings
 from deployments.autoscaling import gateway_autoscaling, model_autoscaling
@@ -109,6 +110,7 @@ def build_replicas(
     routing: RoutingSettings,
     *,
     by_priority: bool = False,
+    logs: LoggingConfig | None = None,
 ) -> serve.Application:
     """The replicas of one model."""
     on_gpu = surroundings.on_gpu
@@ -118,6 +120,7 @@ def build_replicas(
         served_name=model.public_name,
         engine=engine_arguments(model, on_gpu=on_gpu, by_priority=by_priority),
         coalesce_s=model.coalesce_s,
+        logging=logs or LoggingConfig(),
     )
     autoscaling = model_autoscaling(model)
     deployment = serve.deployment(
@@ -157,7 +160,13 @@ def build_application(
     """
     known = surroundings or Surroundings(num_replicas=config.num_replicas, drain_s=config.drain_s)
     replicas = [
-        build_replicas(model, known, config.routing, by_priority=config.asks_for_keys)
+        build_replicas(
+            model,
+            known,
+            config.routing,
+            by_priority=config.asks_for_keys,
+            logs=config.logging,
+        )
         for model in config.models
     ]
     offered = served or config

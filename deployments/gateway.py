@@ -42,6 +42,7 @@ from deployments.request_body import (
     read_body,
 )
 from deployments.request_terms import RequestTerms
+from deployments.retries import Retries
 from deployments.routing import registry
 from deployments.routing.hint import request_hint
 from deployments.served_models import Model, UnknownModelError, find_model
@@ -81,6 +82,7 @@ class Gateway:
             model.name: Model(model, calls)
             for model, calls in zip(settings.models, replicas, strict=True)
         }
+        self.retries = Retries(settings.retries)
         self._list = ModelList()
         self._followed: set[str] = set()
 
@@ -98,6 +100,7 @@ class Gateway:
                 models[model.name] = known
         self._list.forget(self._models)
         self._models = models
+        self.retries.config = settings.retries
         self._settings = settings
 
     def waiting(self) -> dict[str, QueueState]:
@@ -112,7 +115,7 @@ class Gateway:
             await self._answer_health(send)
         else:
             self._follow_replicas()
-            exchange = Exchange(scope, send, keeps_content=self._settings.log_content)
+            exchange = Exchange(scope, send, keeps_content=self._settings.logging.content)
             try:
                 await self._serve(exchange, scope, receive)
             except asyncio.CancelledError:
@@ -160,7 +163,12 @@ class Gateway:
         try:
             exchange.rate_headers = await caller.rate_headers()
             await relay_answer(
-                model.replicas, request, exchange.record.stream, exchange.send, charge
+                model.replicas,
+                request,
+                exchange.record.stream,
+                exchange.send,
+                charge,
+                self.retries,
             )
         finally:
             ticket.leave()

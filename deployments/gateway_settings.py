@@ -7,7 +7,9 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, Posit
 from cluster.config import ClusterConfig
 from cluster.keys_config import KeyConfig
 from cluster.limits_config import LimitsConfig
+from cluster.logging_config import LoggingConfig
 from cluster.model_config import ModelConfig
+from cluster.retry_config import RetryConfig
 
 
 class ServedModel(BaseModel):
@@ -47,7 +49,8 @@ class GatewaySettings(BaseModel):
     keys: tuple[KeyConfig, ...] = ()
     keys_file: Path | None = None
     limits: LimitsConfig = LimitsConfig()
-    log_content: bool = False
+    logging: LoggingConfig = LoggingConfig()
+    retries: RetryConfig = RetryConfig()
     # A call to a model without a replica waits until there is one again.
     models_wait_s: PositiveFloat = 5.0
 
@@ -61,5 +64,6 @@ def gateway_settings(config: ClusterConfig) -> GatewaySettings:
         keys=config.keys,
         keys_file=file,
         limits=config.limits,
-        log_content=config.logging.content,
+        logging=config.logging,
+        retries=config.retries,
     )

@@ -13,6 +13,7 @@ from deployments.autoscaling import gateway_report
 from deployments.front_door import FrontDoor
 from deployments.gateway import Gateway
 from deployments.gateway_settings import GatewaySettings
+from deployments.json_logs import ProcessLogs
 from deployments.replica_calls import HandleCalls
 
 APPLICATION = "apar"
@@ -63,6 +64,7 @@ class GatewayIngress:
     """The gateway behind its front door."""
 
     def __init__(self, settings: GatewaySettings, *replicas: DeploymentHandle[Any]) -> None:
+        self._logs = ProcessLogs(settings.logging, "gateway")
         self._replicas = {handle.deployment_name: _Replicas(handle) for handle in replicas}
         self._settings = IngressSettings(
             gateway=settings, deployments=tuple(self._replicas)[: len(settings.models)]
@@ -87,6 +89,8 @@ class GatewayIngress:
         ):
             calls = [self._replicas[name].calls for name in settings.deployments]
             self._gateway.reconfigure(settings.gateway, calls)
+            if settings.gateway.logging != self._settings.gateway.logging:
+                self._logs.configure(settings.gateway.logging)
         self._settings = settings
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

@@ -11,10 +11,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat
 
 from apar_core.errors import EngineError
+from cluster.logging_config import LoggingConfig
 from deployments.answer_parts import AnswerBroken, AnswerPart, AnswerStart, WholeAnswer
 from deployments.apar_extension import AparExtension
 from deployments.asgi_relay import AsgiApp, RelayedRequest, relay
 from deployments.autoscaling import replica_report
+from deployments.json_logs import ProcessLogs
 from deployments.routing.load_report import LoadReporter
 from deployments.served_request import FollowedRequest
 from deployments.watchdog import watch
@@ -34,6 +36,7 @@ class ReplicaSettings(BaseModel):
     served_name: str
     engine: dict[str, Any]
     coalesce_s: NonNegativeFloat
+    logging: LoggingConfig = LoggingConfig()
 
 
 class Replica:
@@ -47,6 +50,8 @@ class Replica:
             server_arguments,
         )
 
+        name = settings.served_name.replace("/", "-")
+        self._logs = ProcessLogs(settings.logging, f"replica-{name}")
         args = server_arguments(settings.model, settings.served_name, settings.engine)
         self._engine = build_engine(args)
         self._engine.pace_streams(settings.coalesce_s)

@@ -15,6 +15,7 @@ from rich.markup import escape
 from apar_core.errors import AparError, CheckpointError
 from cluster.cli.serve import check_checkpoint
 from cluster.config import ClusterConfig, ConfigError, load_config
+from cluster.keys_file import check_keys_file
 from cluster.model_config import ModelConfig
 
 # Named as a path: the command line starts deployments, it is not built on them.
@@ -71,6 +72,8 @@ def config_schema() -> dict[str, Any]:
 def _load(file: Path, *, check_engine_arguments: bool = False) -> ClusterConfig:
     try:
         config = load_config(file, {}, {})
+        if check_engine_arguments:
+            check_keys_file(config)
         for model in config.models:
             check_checkpoint(model)
             if check_engine_arguments and model.engine:

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +20,9 @@ from rich.markup import escape
 from apar_core.errors import AparError
 from cluster.cli.serve_signals import ServeSignals, StopSignal
 from cluster.config import ClusterConfig, ConfigError, StartError, load_config
+from cluster.keys_file import check_keys_file
 from cluster.local_ray import NAMESPACE, local_ray, reap_orphans
+from cluster.log_folder import shown_logs
 from cluster.model_config import DEFAULT_MODEL, PRESETS, ModelConfig
 from cluster.server_state import RolloutOutcome, ServerState, state_path, write_state
 
@@ -61,6 +64,14 @@ def serve(
         str | None,
         typer.Option(help="Running Ray cluster to use (`auto` finds it). Default: a private one."),
     ] = None,
+    allow_anonymous: Annotated[
+        bool,
+        typer.Option(
+            "--allow-anonymous",
+            help="Let everyone who reaches the address call without an API key. Without keys in "
+            "the file, an address that others reach needs it.",
+        ),
+    ] = False,
 ) -> None:
     """Serve one model, or those of a file, with an OpenAI-compatible HTTP API.
 
@@ -68,7 +79,12 @@ def serve(
     they are ready. Ctrl-C stops everything that was started. [bold]apar config schema[/bold]
     describes the file.
     """
-    overrides = {"port": port, "host": host, "ray_address": ray_address}
+    overrides = {
+        "port": port,
+        "host": host,
+        "ray_address": ray_address,
+        "allow_anonymous": allow_anonymous or None,
+    }
     model_overrides = {
         "checkpoint": model,
         "replicas": replicas,
@@ -79,6 +95,7 @@ def serve(
         settings = load_config(config, overrides, model_overrides)
         for served in settings.models:
             check_checkpoint(served)
+        check_keys_file(settings)
         return settings
 
     try:
@@ -115,7 +132,7 @@ def run(settings: ClusterConfig, signals: ServeSignals, wait: Callable[[Any], No
     """Serve until `wait` returns or a signal arrives; stops all that it has started."""
     signals.install()
     try:
-        with _cluster(settings):
+        with _cluster(settings), shown_logs(settings, sys.stderr):
             signals.install()
             application: Any = importlib.import_module(APPLICATION_MODULE)
             console.print(f"Starting {_names(settings)} ...", markup=False)

@@ -99,7 +99,8 @@ def test_show_prints_a_file_that_means_the_same(file: Path, tmp_path: Path) -> N
 def test_the_schema_describes_every_field() -> None:
     schema = json.loads(CliRunner().invoke(app, ["config", "schema"]).output)
 
-    objects: list[dict[str, Any]] = [schema, *schema["$defs"].values()]
+    defined = (each for each in schema["$defs"].values() if "enum" not in each)
+    objects: list[dict[str, Any]] = [schema, *defined]
     assert {"ModelConfig", "ForkLimits"} <= schema["$defs"].keys()
     for each in objects:
         assert each["additionalProperties"] is False

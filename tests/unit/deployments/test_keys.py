@@ -1,0 +1,115 @@
+"""Which key a request carries, and how the file of keys is followed."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from cluster.config import ConfigError
+from cluster.keys_config import KeyConfig, hash_of
+from deployments.keys import KeyRing, UnknownKeyError
+
+ALICE = KeyConfig(name="alice", hash=hash_of("alices"))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def bearer(token: str, scheme: str = "Bearer") -> list[tuple[bytes, bytes]]:
+    return [(b"accept", b"*/*"), (b"authorization", f"{scheme} {token}".encode())]
+
+
+def write(file: Path, *names: str) -> None:
+    """Keys whose tokens are their names; swapped in whole, as a mounted secret is."""
+    fresh = file.with_suffix(".new")
+    fresh.write_text(json.dumps([{"name": name, "hash": hash_of(name)} for name in names]))
+    fresh.replace(file)
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
+async def test_a_known_key_is_found(scheme: str) -> None:
+    assert await KeyRing([ALICE]).find(bearer("alices", scheme)) == ALICE
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [(b"authorization", b"")],
+        bearer(""),
+        bearer("alices", scheme="Basic"),
+        bearer("alice"),
+        bearer("alicess"),
+        bearer(ALICE.hash),
+        [(b"authorization", b"Bearer \xff\xfe")],
+        [(b"x-authorization", b"Bearer alices")],
+    ],
+)
+async def test_anything_else_is_refused(headers: list[tuple[bytes, bytes]]) -> None:
+    with pytest.raises(UnknownKeyError) as refused:
+        await KeyRing([ALICE]).find(headers)
+
+    assert "alices" not in str(refused.value)
+
+
+async def test_without_keys_none_is_asked_for_and_any_is_taken() -> None:
+    assert await KeyRing().find([]) is None
+    assert await KeyRing().find(bearer("none")) is None
+
+
+async def test_a_file_of_no_keys_lets_nobody_in(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    write(file)
+
+    with pytest.raises(UnknownKeyError):
+        await KeyRing(file=file).find([])
+
+
+async def test_a_changed_file_is_read_again_within_a_second(tmp_path: Path) -> None:
+    file, clock = tmp_path / "keys.json", Clock()
+    write(file, "bob")
+    ring = KeyRing([ALICE], file, clock)
+    assert (await ring.find(bearer("bob"))) is not None
+
+    write(file, "carol")
+    clock.now_s = 1.1
+
+    with pytest.raises(UnknownKeyError):
+        await ring.find(bearer("bob"))
+    assert (await ring.find(bearer("carol"))) is not None
+    assert await ring.find(bearer("alices")) == ALICE
+
+
+@pytest.mark.parametrize("text", ["[{", "{}", '[{"name": "bob"}]', None])
+async def test_a_broken_file_keeps_the_old_keys_and_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str | None
+) -> None:
+    file, clock = tmp_path / "keys.json", Clock()
+    write(file, "bob")
+    ring = KeyRing(file=file, clock=clock)
+    if text is None:
+        file.unlink()
+    else:
+        file.write_text(text)
+
+    with caplog.at_level(logging.ERROR):
+        for clock.now_s in (2.0, 4.0):
+            assert (await ring.find(bearer("bob"))) is not None
+    assert [record.message for record in caplog.records] == [
+        "keys file not taken over: the keys read before stay in force"
+    ]
+
+    write(file, "carol")
+    clock.now_s = 6.0
+    assert (await ring.find(bearer("carol"))) is not None
+
+
+def test_a_gateway_does_not_start_without_its_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="gone"):
+        KeyRing(file=tmp_path / "gone")
