@@ -5,10 +5,7 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import openai
@@ -17,56 +14,21 @@ import pytest
 
 from cluster.local_ray import free_port
 from tests.integration.random_checkpoint import write_checkpoint
+from tests.integration.serving.apar_process import (
+    START_S,
+    STOP_S,
+    apar_serve,
+    session_members,
+    wait_for,
+)
 
 pytestmark = pytest.mark.cluster
-MAIN = "import typer; from cluster.cli.serve import serve; typer.run(serve)"
-START_S = 180.0
-STOP_S = 60.0
-
-
-@contextmanager
-def apar_serve(*arguments: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The command in a session of its own, so that everything it starts can be found."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-c", MAIN, *arguments],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-
-
-def session_members(leader: int) -> set[int]:
-    """Pids of the processes of a session; a zombie is gone already."""
-    members = set()
-    for process in psutil.process_iter():
-        try:
-            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
-                members.add(process.pid)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
-    return members
 
 
 def folders_of(members: set[int]) -> set[Path]:
     """Ray's temporary folders, as the command lines of its processes name them."""
     lines = " ".join(" ".join(psutil.Process(pid).cmdline()) for pid in members)
     return {Path(name) for name in re.findall(r"/tmp/apar-\w+", lines)}
-
-
-def wait_for(log: Path, text: str, process: subprocess.Popen[bytes]) -> str:
-    deadline = time.monotonic() + START_S
-    while text not in (said := log.read_text(errors="replace")):
-        assert process.poll() is None, said
-        assert time.monotonic() < deadline, said
-        time.sleep(0.2)
-    return said
 
 
 def test_ctrl_c_stops_everything_that_was_started(tmp_path: Path) -> None:

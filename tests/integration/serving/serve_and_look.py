@@ -1,0 +1,51 @@
+"""`apar serve`, with a window into its replicas: `python -m` this, with apar serve's options.
+
+Whenever a file FILE.ask appears beside the configuration FILE, the load of every replica is
+written to FILE.loads. Only the process that made a private Ray cluster can ask its actors.
+"""
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from cluster.cli import serve
+
+
+def look(config: Path) -> None:
+    """Answer every question for ever."""
+    question, answer = config.with_suffix(".ask"), config.with_suffix(".loads")
+    while True:
+        time.sleep(0.1)
+        if question.exists():
+            deployment = question.read_text()
+            try:
+                found: Any = loads(deployment)
+            except Exception as error:  # noqa: BLE001  # the test asks again, and says it in the end
+                found = repr(error)
+            part = answer.with_suffix(".part")
+            part.write_text(json.dumps(found))
+            question.unlink()
+            part.replace(answer)
+
+
+def loads(deployment: str) -> list[Any]:
+    """The load of every replica that runs."""
+    from ray import serve as ray_serve
+
+    from deployments.ingress import APPLICATION
+
+    handle = ray_serve.get_deployment_handle(deployment, APPLICATION)
+    handle._init(_run_router_in_separate_loop=True)
+    handle.load.remote().result(timeout_s=20)  # by then the handle knows its replicas
+    return list(handle.broadcast("load").results(timeout_s=20))
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[sys.argv.index("--config") + 1])
+    threading.Thread(target=look, args=(path,), daemon=True).start()
+    typer.run(serve.serve)
