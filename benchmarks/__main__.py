@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from benchmarks.cluster_simulation.command import app as simulation
+
 if TYPE_CHECKING:
     from apar_core.engine.offline import OfflineEngine
 
@@ -21,6 +23,7 @@ app = typer.Typer(
     help="Measure on this machine. Every figure is a ratio of two things that run in turn.",
     pretty_exceptions_show_locals=False,
 )
+app.add_typer(simulation, name="simulation")
 console = Console(width=140)
 TRACE = Path("../shared/data/traces/structured.jsonl")
 
@@ -68,6 +71,9 @@ def fork_policy(
     target: Annotated[
         float, typer.Option(help="The adaptive policy's time per token, as a share of the SLO.")
     ] = 0.8,
+    cpu_time: Annotated[
+        bool, typer.Option(help="Count this process's CPU time, where others share the machine.")
+    ] = False,
     eager: Annotated[bool, typer.Option(help="Do without torch.compile.")] = False,
 ) -> None:
     """No forks, eager forks and adaptive ones under rising load."""
@@ -76,7 +82,13 @@ def fork_policy(
 
     try:
         results = fork_policy.run(
-            engine, console, requests=requests, rounds=rounds, slo_multiple=slo, target=target
+            engine,
+            console,
+            requests=requests,
+            rounds=rounds,
+            slo_multiple=slo,
+            target=target,
+            cpu_time=cpu_time,
         )
     finally:
         engine.shutdown()
