@@ -5,7 +5,7 @@ Steps in which nothing is admitted, forks or ends are taken together.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 import simpy
@@ -41,6 +41,8 @@ class SimReplica:
         self.slowness = slowness
         self.engine = SimEngine(model, policy)
         self.busy_s = 0.0
+        # Tokens by the time of the step in which they came, rounded.
+        self.step_weights: Counter[float] = Counter()
         self._longest_chain = longest_chain
         self._plan: StepPlan | None = None
         self._num_steps = 0
@@ -139,6 +141,7 @@ class SimReplica:
         middle = plan.attended + len(self.engine.batch) * (num_steps - 1) // 2
         view = BatchView(plan.rows, middle, plan.prefill_tokens)
         self.engine.admission.policy.observe(view, seconds / num_steps)
+        self.step_weights[round(seconds / num_steps, 4)] += plan.rows * num_steps
         # A request that comes in there finds no plan to cut.
         self._num_steps = 0
         self.engine.end(num_steps, self.env.now)
