@@ -76,7 +76,8 @@ class Window:
 
     What is used without asking, as tokens are that have been generated already, becomes a debt.
     The debt is paid out of the window as fast as that has room, and before anything else is taken:
-    in the long run the rate is exact, however long the answers are.
+    in the long run the rate is exact, however long the answers are. A negative debt is what was
+    counted too much.
     """
 
     def __init__(self, storage: Storage, *, key: str, kind: str, limit: int) -> None:
@@ -101,14 +102,17 @@ class Window:
         More than the limit itself are taken when the window is empty, and then count in full.
         """
         async with self._lock:
-            if await self._pay() and await self._hit(min(num, self.limit)):
-                self._debt += max(0, num - self.limit)
+            paid = await self._pay()
+            # What was given back is used first, and what is over the limit is owed.
+            due = max(0, num + self._debt)
+            if paid and await self._hit(min(due, self.limit)):
+                self._debt += num - min(due, self.limit)
                 return
             state = await self.state()
-        wanted = num + max(0, self._debt)
+        wanted = max(0, num + self._debt)
         wait_s = state.wait_s(min(wanted, self.limit))
         wait_s += max(0, wanted - self.limit) * _WINDOW_S / self.limit
-        used = self.limit - state.remaining + max(0, self._debt)
+        used = max(0, self.limit - state.remaining + self._debt)
         raise RateLimitError(
             f"Rate limit reached for key {self._key}: {self.limit} {self.kind} per minute, "
             f"{used} used, {num} asked for. Please try again in {duration(wait_s)}.",
@@ -131,7 +135,7 @@ class Window:
         state = await self.state()
         values = {
             "limit": str(self.limit),
-            "remaining": str(max(0, state.remaining - max(0, self._debt))),
+            "remaining": str(min(self.limit, max(0, state.remaining - self._debt))),
             "reset": duration(state.reset_s),
         }
         return [

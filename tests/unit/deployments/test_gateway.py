@@ -2,75 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
-from typing import Any
 
-import httpx
 import pytest
 
 from cluster.limits_config import LimitsConfig
-from deployments.answer_parts import AnswerEnd, AnswerStart, Piece
+from deployments.answer_parts import AnswerStart, Piece
 from deployments.answers import ReplicaLostError
-from deployments.asgi_relay import RelayedRequest
-from deployments.gateway import Gateway
-from deployments.gateway_settings import GatewaySettings, ServedModel
-
-JSON = [(b"content-type", b"application/json"), (b"content-length", b"999")]
-EVENTS = [(b"content-type", b"text/event-stream")]
-CHAT = "/v1/chat/completions"
-
-
-class PlayedReplicas:
-    """Replicas that give set answers; an error among the parts is raised in its turn."""
-
-    def __init__(self, *parts: AnswerStart | Piece | Exception) -> None:
-        self.parts = parts
-        self.requests: list[RelayedRequest] = []
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.num_closed = 0
-
-    async def stream(
-        self, request: RelayedRequest
-    ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:
-        self.requests.append(request)
-        try:
-            await self.gate.wait()
-            for part in self.parts:
-                if isinstance(part, Exception):
-                    raise part
-                yield part
-            yield AnswerEnd()
-        finally:
-            self.num_closed += 1
-
-    async def whole(self, request: RelayedRequest) -> tuple[AnswerStart, AnswerEnd]:
-        async for part in self.stream(request):
-            assert isinstance(part, AnswerStart)
-            return part, AnswerEnd()
-        raise AssertionError("no answer is set")
-
-
-def client(
-    *replicas: PlayedReplicas, healthy: bool = True, max_queued: int = 0, **settings: Any
-) -> httpx.AsyncClient:
-    """A client of a gateway; the models of the replicas are called m, m1, m2 ..."""
-
-    async def is_healthy() -> bool:
-        return healthy
-
-    models = tuple(
-        ServedModel(
-            name=f"m{number or ''}",
-            deployment=f"Replica-m{number or ''}",
-            requests_per_replica=2,
-            max_queued=max_queued,
-        )
-        for number in range(len(replicas))
-    )
-    gateway = Gateway(GatewaySettings(models=models, **settings), replicas, is_healthy)
-    transport = httpx.ASGITransport(app=gateway)
-    return httpx.AsyncClient(transport=transport, base_url="http://gateway")
+from tests.fakes.played_replicas import CHAT, EVENTS, JSON, PlayedReplicas, client
 
 
 async def test_a_whole_answer_is_passed_on_with_its_own_length() -> None:

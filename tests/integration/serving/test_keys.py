@@ -1,0 +1,215 @@
+"""Keys, limits, cache isolation and logs of a running application, through OpenAI's client."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from cluster.config import ClusterConfig
+from cluster.keys_config import KeyConfig, hash_of
+from cluster.limits_config import LimitsConfig
+from cluster.local_ray import free_port, local_ray
+from cluster.logging_config import LoggingConfig
+from cluster.model_config import ModelConfig
+
+pytestmark = pytest.mark.cluster
+LIST_PROMPT = "Give me 5 tips for sleeping well."
+# Longer than some blocks of the cache, so that its first blocks can be found again.
+LONG_PROMPT = "Tell me about the weather of the mountains in the winter. " * 12
+
+
+def key(name: str, **fields: Any) -> KeyConfig:
+    """A key whose token is its name."""
+    return KeyConfig.model_validate({"name": name, "hash": hash_of(name)} | fields)
+
+
+KEYS = (
+    key("plain"),
+    key("other"),
+    key("few", requests_per_minute=2, tokens_per_minute=100_000),
+    key("frugal", tokens_per_minute=150),
+    key("narrow", max_threads=1),
+    key("short", max_prompt_chars=20),
+    key("elsewhere", models=()),
+)
+
+
+@dataclass(frozen=True)
+class Served:
+    """Where it listens, and where it logs."""
+
+    url: str
+    logs: Path
+
+    def client(self, token: str) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=token, max_retries=0)
+
+    def lines(self, request_id: str) -> list[dict[str, Any]]:
+        """What is logged of a request, by all processes."""
+        files = list(self.logs.glob("*.jsonl"))
+        lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        return [line for line in lines if line.get("request_id") == request_id]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    logs = tmp_path_factory.mktemp("logs")
+    model = ModelConfig(
+        cpu_threads=1,
+        max_concurrency=8,
+        kv_cache_gib=0.1,
+        engine={"enable_prompt_tokens_details": True},
+    )
+    config = ClusterConfig(
+        port=free_port(),
+        models=(model,),
+        keys=KEYS,
+        limits=LimitsConfig(max_prompt_chars=5000),
+        logging=LoggingConfig(folder=logs),
+    )
+    with local_ray(num_cpus=2):
+        from deployments.service import running_service
+
+        with running_service(config) as service:
+            yield Served(service.url, logs)
+
+
+def ask(client: openai.OpenAI, prompt: str = LIST_PROMPT, **fields: Any) -> Any:
+    return client.chat.completions.create(
+        model="apar-tiny",
+        messages=[{"role": "user", "content": prompt}],
+        temperature=0,
+        **({"max_tokens": 40} | fields),
+    )
+
+
+def test_without_the_right_key_nobody_is_let_in(served: Served) -> None:
+    with pytest.raises(openai.AuthenticationError) as refused:
+        ask(served.client("wrong"))
+    bare = httpx.get(f"{served.url}/v1/models")
+
+    assert refused.value.code == "invalid_api_key"
+    assert bare.status_code == 401
+    assert bare.headers["www-authenticate"].startswith("Bearer")
+    assert bare.headers["x-request-id"]
+    assert httpx.get(f"{served.url}/health").status_code == 200
+
+
+def test_a_key_gets_an_answer_and_its_request_a_line_in_the_log(served: Served) -> None:
+    headers = {"x-request-id": "my-request.1"}
+    answer = served.client("plain").chat.completions.with_raw_response.create(
+        model="apar-tiny",
+        messages=[{"role": "user", "content": LIST_PROMPT}],
+        max_tokens=200,
+        temperature=0,
+        extra_headers=headers,
+    )
+    usage = answer.parse().usage
+
+    assert answer.headers["x-request-id"] == "my-request.1"
+    assert "x-ratelimit-limit-requests" not in answer.headers
+    (line,) = served.lines("my-request.1")
+    assert usage is not None
+    assert line["event"] == "request"
+    assert (line["key"], line["model"], line["status"]) == ("plain", "apar-tiny", 200)
+    assert line["prompt_tokens"] == usage.prompt_tokens
+    assert line["generated_tokens"] >= usage.completion_tokens
+    assert line["threads"] > 1
+    assert 0 <= line["queue_s"] <= line["first_byte_s"] <= line["total_s"]
+    assert LIST_PROMPT not in json.dumps(line)
+
+
+def test_a_stream_is_charged_and_logged_too(served: Served) -> None:
+    stream = served.client("plain").chat.completions.create(
+        model="apar-tiny",
+        messages=[{"role": "user", "content": LIST_PROMPT}],
+        max_tokens=60,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_headers={"x-request-id": "streamed"},
+    )
+    chunks = list(stream)
+
+    (line,) = served.lines("streamed")
+    assert line["stream"] is True
+    assert chunks[-1].usage is not None
+    assert line["prompt_tokens"] == chunks[-1].usage.prompt_tokens
+    assert 1 <= line["generated_tokens"] <= 60
+
+
+def test_a_key_that_has_used_up_its_requests_is_told_when_to_come_again(served: Served) -> None:
+    client = served.client("few")
+    first = client.chat.completions.with_raw_response.create(
+        model="apar-tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=5
+    )
+    ask(client)
+
+    with pytest.raises(openai.RateLimitError) as refused:
+        ask(client)
+
+    assert first.headers["x-ratelimit-limit-requests"] == "2"
+    assert first.headers["x-ratelimit-remaining-requests"] == "1"
+    assert int(first.headers["x-ratelimit-remaining-tokens"]) < 100_000
+    assert refused.value.code == "rate_limit_exceeded"
+    assert refused.value.response.headers["x-ratelimit-remaining-requests"] == "0"
+    assert 1 <= int(refused.value.response.headers["retry-after"]) <= 120
+    ask(served.client("plain"))
+
+
+def test_generated_tokens_use_a_key_up(served: Served) -> None:
+    client = served.client("frugal")
+    answer = ask(client, max_tokens=400)
+    assert answer.usage.total_tokens > 150
+
+    with pytest.raises(openai.RateLimitError, match="tokens per minute"):
+        ask(client)
+
+
+def test_a_key_with_one_thread_forks_but_runs_thread_after_thread(served: Served) -> None:
+    narrow = ask(served.client("narrow"), max_tokens=300)
+    plain = ask(served.client("plain"), max_tokens=300)
+
+    # The same text, with the steps of all threads one after the other.
+    assert narrow.choices[0].message.content == plain.choices[0].message.content
+    assert narrow.apar["threads"] == plain.apar["threads"] > 1
+
+
+def test_prompts_and_models_beyond_the_key_are_refused(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"`messages` holds 33 .* is 20") as too_long:
+        ask(served.client("short"))
+    with pytest.raises(openai.BadRequestError, match=r"limits.max_prompt_chars` is 5000"):
+        ask(served.client("plain"), "x" * 5001)
+    with pytest.raises(openai.NotFoundError) as unknown:
+        ask(served.client("elsewhere"))
+    with pytest.raises(openai.BadRequestError, match="priority"):
+        ask(served.client("plain"), extra_body={"priority": -5})
+
+    assert too_long.value.code == "context_length_exceeded"
+    assert unknown.value.code == "model_not_found"
+    assert list(served.client("elsewhere").models.list()) == []
+    assert [model.id for model in served.client("plain").models.list()] == ["apar-tiny"]
+
+
+def cached(served: Served, token: str, **fields: Any) -> int:
+    """Tokens of the prompt that were found in the cache."""
+    usage = ask(served.client(token), LONG_PROMPT, max_tokens=1, **fields).usage
+    details = usage.prompt_tokens_details
+    return 0 if details is None else details.cached_tokens or 0
+
+
+def test_no_key_finds_another_keys_prompts_in_the_cache(served: Served) -> None:
+    assert cached(served, "plain") == 0
+    own = cached(served, "plain")
+    other = cached(served, "other")
+    salted = cached(served, "plain", extra_body={"cache_salt": "mine"})
+
+    assert own > 32
+    assert other == 0
+    assert salted == 0
+    assert cached(served, "plain", extra_body={"cache_salt": "mine"}) == own
+    assert cached(served, "other", extra_body={"cache_salt": "mine"}) == 0
