@@ -23,6 +23,14 @@ from deployments.routing.views import ReplicaLoad, RequestHint
 _MAX_RELEASED = 8192
 # Longer than a request is on its way to its replica, and than a report on its way back.
 _LOST_AFTER_S = 30.0
+# What a prompt token adds to a step, beside what a thread adds, which also reads its context. By
+# rooflines and on CPUs it is a fifth to a quarter; but a prefix that is computed twice also takes
+# the room of another one, and in the simulation anything from a fifth to two did as well.
+_PREFILL_SHARE = 0.5
+# What a prompt token adds to a step, beside what a thread adds, which also reads its context. By
+# rooflines and on CPUs it is a fifth to a quarter; but a prefix that is computed twice also takes
+# the room of another one, and in the simulation anything from a fifth to two did as well.
+_PREFILL_SHARE = 0.5
 
 
 class Reason(StrEnum):
@@ -207,7 +215,7 @@ class ThreadRouter(Router):
         step_s = step.base_s + step.per_thread_s * threads
         others_s = step.per_thread_s * forecast.threads * table.requests
         cost = forecast.steps * (step_s + others_s)
-        cost += step.per_thread_s * prompt_tokens * (1.0 + table.requests)
+        cost += _PREFILL_SHARE * step.per_thread_s * prompt_tokens * (1.0 + table.requests)
         wanted = forecast.kv_tokens / table.block_size
         short = table.used_blocks + wanted - table.blocks
         if short.max() > 0.0:
@@ -224,6 +232,6 @@ class ThreadRouter(Router):
         held = self._prefixes.held_tokens(hint, table.sent_tokens, table.blocks * table.block_size)
         if held is None:
             return None
-        worth = self._affinity * step.per_thread_s
+        worth = self._affinity * _PREFILL_SHARE * step.per_thread_s
         saved: NDArray[np.float64] = held * (1.0 + table.requests) * step.slowness * worth
         return saved

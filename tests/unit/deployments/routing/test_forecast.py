@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from deployments.answer_parts import AnswerEnd
-from deployments.routing.forecast import MAX_CLASSES, Forecaster
+from deployments.routing.forecast import Forecaster
 from deployments.routing.views import RequestHint
 from tests.unit.deployments.routing.loads import FORKED, HINT, PLAIN
 
@@ -21,41 +21,32 @@ def learnt(*ends: AnswerEnd, hint: RequestHint = HINT, times: int = 100) -> Fore
 def test_requests_are_expected_to_bring_what_the_last_ones_brought() -> None:
     forecast = learnt(FORKED).forecast(HINT)
 
-    assert forecast.threads == pytest.approx(8.0, rel=0.05)
-    assert forecast.steps == pytest.approx(100, rel=0.05)
-    assert forecast.generated_tokens == pytest.approx(800, rel=0.05)
-    assert forecast.kv_tokens == pytest.approx(864, rel=0.05)
+    assert forecast.threads == pytest.approx(8.0, rel=0.1)
+    assert forecast.steps == pytest.approx(100, rel=0.1)
+    assert forecast.generated_tokens == pytest.approx(800, rel=0.1)
+    assert forecast.kv_tokens == pytest.approx(864, rel=0.1)
 
 
 def test_a_mixture_is_expected_by_its_mean() -> None:
     forecast = learnt(FORKED, PLAIN).forecast(HINT)
 
-    assert forecast.generated_tokens == pytest.approx(450, rel=0.05)
+    assert forecast.generated_tokens == pytest.approx(450, rel=0.1)
 
 
-def test_prompts_that_begin_alike_are_expected_to_bring_alike() -> None:
-    forecaster = Forecaster()
-    lists = replace(HINT, prefix_hashes=(1,))
-    chats = replace(HINT, prefix_hashes=(2,))
+def test_a_single_request_changes_little() -> None:
+    assert learnt(FORKED, times=1).forecast(HINT).threads < 4
+
+
+def test_requests_that_may_not_fork_are_expected_to_bring_one_thread() -> None:
+    forecaster = learnt(FORKED)
+    unforked = replace(HINT, may_fork=False)
+    assert forecaster.forecast(unforked).threads == 1.0
+
     for _ in range(100):
-        forecaster.learn(lists, FORKED)
-        forecaster.learn(chats, PLAIN)
+        forecaster.learn(unforked, PLAIN)
 
-    assert forecaster.forecast(lists).threads > 6
-    assert forecaster.forecast(chats).threads < 2
-    assert 2 < forecaster.forecast(HINT).threads < 6
-
-
-def test_a_single_request_does_not_make_a_class() -> None:
-    forecaster = learnt(PLAIN)
-    new = replace(HINT, prefix_hashes=(1,))
-    forecaster.learn(new, FORKED)
-
-    assert forecaster.forecast(new).threads < 3
-
-
-def test_a_request_that_may_not_fork_is_expected_to_bring_one_thread() -> None:
-    assert learnt(FORKED).forecast(replace(HINT, may_fork=False)).threads == 1.0
+    assert forecaster.forecast(unforked).steps == pytest.approx(100, rel=0.15)
+    assert forecaster.forecast(HINT).threads > 6
 
 
 def test_no_more_is_expected_than_the_client_allows() -> None:
@@ -88,11 +79,3 @@ def test_new_habits_are_learnt_over_old_ones() -> None:
         forecaster.learn(HINT, FORKED)
 
     assert forecaster.forecast(HINT).threads > 6
-
-
-def test_classes_are_bounded() -> None:
-    forecaster = Forecaster()
-    for prefix in range(5000):
-        forecaster.learn(replace(HINT, prefix_hashes=(prefix,)), PLAIN)
-
-    assert len(forecaster._classes) <= MAX_CLASSES

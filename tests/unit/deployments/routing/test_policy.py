@@ -101,17 +101,17 @@ def test_a_request_goes_where_fewer_threads_run_though_more_requests_do() -> Non
     assert router.choose(HINT, 1.0) == "plain"
 
 
-def test_forked_requests_are_spread_by_what_they_will_bring() -> None:
+def test_requests_are_spread_by_what_they_will_bring() -> None:
     router = router_of("a", "b")
-    lists, sums = replace(HINT, prefix_hashes=(1,)), replace(HINT, prefix_hashes=(2,))
+    plain = replace(HINT, may_fork=False)
     for index in range(50):
-        router.sent(f"l{index}", "a", lists, 0.0)
-        router.ended(f"l{index}", FORKED, 0.0)
-        router.sent(f"s{index}", "b", sums, 0.0)
-        router.ended(f"s{index}", PLAIN, 0.0)
+        router.sent(f"f{index}", "a", HINT, 0.0)
+        router.ended(f"f{index}", FORKED, 0.0)
+        router.sent(f"p{index}", "b", plain, 0.0)
+        router.ended(f"p{index}", PLAIN, 0.0)
 
-    forked_at = send(router, "list", replace(lists, prefix_hashes=(1, 7)))
-    places = [send(router, f"sum{index}", replace(sums, prefix_hashes=(2, 8))) for index in (0, 1)]
+    forked_at = send(router, "forked")
+    places = [send(router, f"plain{index}", plain) for index in range(3)]
 
     assert all(place != forked_at for place in places)
 
