@@ -12,8 +12,8 @@ def write_terms(body: dict[str, Any], terms: RequestTerms) -> bool:
     """Write the terms of a caller with a key, in place; returns whether anything was changed."""
     if terms.key is None:
         return False
-    body["priority"] = terms.priority
-    args: dict[str, Any] = {"apar_key": terms.key}
+    # Not vLLM's own field, which its header x-vllm-priority, open to every client, would overrule.
+    args: dict[str, Any] = {"apar_key": terms.key, "apar_priority": terms.priority}
     if terms.key_max_threads is not None:
         args["apar_key_max_threads"] = terms.key_max_threads
     # Values of any other type are vLLM's to refuse, and so stay as they are.
