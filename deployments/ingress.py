@@ -70,7 +70,8 @@ class GatewayIngress:
             gateway=settings, deployments=tuple(self._replicas)[: len(settings.models)]
         )
         calls = [self._replicas[name].calls for name in self._settings.deployments]
-        self._gateway = Gateway(settings, calls, self._is_ready)
+        # Ray Serve's own middleware sends each request's id back, and makes one where none came.
+        self._gateway = Gateway(settings, calls, self._is_ready, sends_request_ids=False)
         self._door = FrontDoor(self._gateway)
 
     async def __serve_build_asgi_app__(self) -> AsgiApp:
@@ -79,10 +80,10 @@ class GatewayIngress:
     async def reconfigure(self, user_config: dict[str, str]) -> None:
         """Take new settings; requests that are inside keep what they began with."""
         settings = IngressSettings.from_user_config(user_config)
-        for name in settings.deployments:
-            if name not in self._replicas:
-                handle: DeploymentHandle[Any] = DeploymentHandle(name, APPLICATION)
-                self._replicas[name] = _Replicas(handle)
+        self._replicas = {
+            name: self._replicas.get(name) or _Replicas(DeploymentHandle(name, APPLICATION))
+            for name in settings.deployments
+        }
         if (settings.gateway, settings.deployments) != (
             self._settings.gateway,
             self._settings.deployments,
