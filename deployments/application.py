@@ -53,16 +53,9 @@ class Surroundings:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def engine_arguments(
-    model: ModelConfig, *, on_gpu: bool, by_priority: bool = False
-) -> dict[str, Any]:
-    """vLLM's engine arguments: ours, the preset's over them, the user's over all.
-
-    `by_priority` lets the priorities of keys count in the engine too.
-    """
+def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
+    """vLLM's engine arguments: ours, the preset's over them, the user's over all."""
     arguments: dict[str, Any] = {"max_num_seqs": model.threads_per_replica}
-    if by_priority:
-        arguments["scheduling_policy"] = "priority"
     if on_gpu:
         if model.gpus_per_replica > 1:
             arguments["tensor_parallel_size"] = model.gpus_per_replica
@@ -109,8 +102,7 @@ def build_replicas(
     surroundings: Surroundings,
     routing: RoutingSettings,
     *,
-    by_priority: bool = False,
-    logs: LoggingConfig | None = None,
+    logs: LoggingConfig,
 ) -> serve.Application:
     """The replicas of one model."""
     on_gpu = surroundings.on_gpu
@@ -118,9 +110,9 @@ def build_replicas(
     settings = ReplicaSettings(
         model=model.preset.path,
         served_name=model.public_name,
-        engine=engine_arguments(model, on_gpu=on_gpu, by_priority=by_priority),
+        engine=engine_arguments(model, on_gpu=on_gpu),
         coalesce_s=model.coalesce_s,
-        logging=logs or LoggingConfig(),
+        logging=logs,
     )
     autoscaling = model_autoscaling(model)
     deployment = serve.deployment(
@@ -164,7 +156,6 @@ def build_application(
             model,
             known,
             config.routing,
-            by_priority=config.asks_for_keys,
             logs=config.logging,
         )
         for model in config.models

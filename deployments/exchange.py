@@ -20,13 +20,22 @@ _SANE_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 class Exchange:
     """Passes the messages of the answer on, each start with the request's id and rates."""
 
-    def __init__(self, scope: Scope, send: Send, *, keeps_content: bool = False) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        send: Send,
+        *,
+        keeps_content: bool = False,
+        sends_id: bool = True,
+    ) -> None:
         unique = uuid.uuid4().hex
         given = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
         sane = _SANE_ID.fullmatch(given) is not None
         self.request_id = given.decode() if sane else unique
         # A client may send one id twice, while the first request still runs.
         self.unique_id = f"{self.request_id}-{unique[:8]}" if sane else unique
+        # A server before us may send a sane id back by itself.
+        self._sends_id = sends_id or not sane
         self.record = RequestRecord(self.request_id, scope["method"], scope["path"])
         self.rate_headers: Headers = []
         self.fields: dict[str, Any] = {}
@@ -55,9 +64,10 @@ class Exchange:
         self.record.status = message["status"]
         self._failed = message["status"] >= HTTPStatus.BAD_REQUEST
         self.record.first_byte_s = self._elapsed_s()
-        kept = [item for item in message["headers"] if item[0].lower() != REQUEST_ID]
-        own = (REQUEST_ID, self.request_id.encode())
-        return {**message, "headers": [*kept, own, *self.rate_headers]}
+        headers = [item for item in message["headers"] if item[0].lower() != REQUEST_ID]
+        if self._sends_id:
+            headers.append((REQUEST_ID, self.request_id.encode()))
+        return {**message, "headers": [*headers, *self.rate_headers]}
 
     def close(self) -> None:
         """Log the request; nothing more may be sent."""

@@ -70,13 +70,17 @@ class Gateway:
         settings: GatewaySettings,
         replicas: Sequence[ReplicaCalls],
         is_healthy: Callable[[], Awaitable[bool]],
+        *,
+        sends_request_ids: bool = True,
     ) -> None:
         """`replicas` are those of the settings' models, in their order.
 
+        `sends_request_ids` false means that the server before us sends the request's id back.
         Raises ConfigError if the keys' file cannot be read.
         """
         self._settings = settings
         self._is_healthy = is_healthy
+        self._sends_request_ids = sends_request_ids
         self._callers = Callers(settings.keys, settings.keys_file, settings.limits)
         self._models = {
             model.name: Model(model, calls)
@@ -115,7 +119,12 @@ class Gateway:
             await self._answer_health(send)
         else:
             self._follow_replicas()
-            exchange = Exchange(scope, send, keeps_content=self._settings.logging.content)
+            exchange = Exchange(
+                scope,
+                send,
+                keeps_content=self._settings.logging.content,
+                sends_id=self._sends_request_ids,
+            )
             try:
                 await self._serve(exchange, scope, receive)
             except asyncio.CancelledError:

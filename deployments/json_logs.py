@@ -28,7 +28,12 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "event": record.getMessage(),
         }
-        line |= {name: value for name, value in vars(record).items() if name not in _STANDARD}
+        line |= {
+            name: value
+            for name, value in vars(record).items()
+            # Ray adds names of its own with an underscore.
+            if name not in _STANDARD and not name.startswith("_")
+        }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str, ensure_ascii=False)
@@ -46,7 +51,7 @@ class ProcessLogs:
 
     def __init__(self, config: LoggingConfig, process: str) -> None:
         self._process = process
-        self._listener = self._start(config)
+        self._listener: QueueListener | None = self._start(config)
         atexit.register(self.close)
 
     def configure(self, config: LoggingConfig) -> None:
@@ -59,7 +64,8 @@ class ProcessLogs:
         atexit.unregister(self.close)
         for name in _LOGGERS:
             logging.getLogger(name).handlers = []
-        _close(self._listener)
+        old, self._listener = self._listener, None
+        _close(old)
 
     def _start(self, config: LoggingConfig) -> QueueListener:
         folder = log_folder(config)
@@ -83,7 +89,9 @@ class ProcessLogs:
         return listener
 
 
-def _close(listener: QueueListener) -> None:
+def _close(listener: QueueListener | None) -> None:
+    if listener is None:
+        return
     listener.stop()
     for handler in listener.handlers:
         handler.close()

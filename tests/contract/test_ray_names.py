@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 from ray.serve import _private as serve_private
+from ray.serve._private import http_util
+from ray.serve._private.logging_utils import get_serve_logs_dir
 from ray.serve.handle import DeploymentHandle
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -34,10 +36,25 @@ def test_ray_serve_reads_every_setting_that_we_make() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["    bind :{{ config.metrics_port }}", "    option splice-request\n"],
+    [
+        "    bind :{{ config.metrics_port }}",
+        "    option splice-request\n",
+        "\nfrontend http_frontend\n",
+    ],
 )
 def test_haproxys_template_has_the_lines_that_we_put_right(line: str) -> None:
     assert line in (SERVE / "haproxy_templates.py").read_text()
+
+
+def test_ray_serve_sends_request_ids_back_itself() -> None:
+    middleware = inspect.getsource(http_util.RequestIdMiddleware)
+
+    assert 'headers.append("X-Request-ID", request_id)' in middleware
+    assert "headers.append(SERVE_HTTP_REQUEST_ID_HEADER, request_id)" in middleware
+
+
+def test_logs_lie_beside_ray_serves_own() -> None:
+    assert list(inspect.signature(get_serve_logs_dir).parameters) == []
 
 
 def test_a_handle_takes_the_serialisation_of_calls() -> None:

@@ -111,7 +111,9 @@ def test_a_key_gets_an_answer_and_its_request_a_line_in_the_log(served: Served) 
     )
     usage = answer.parse().usage
 
+    odd = httpx.get(f"{served.url}/v1/models", headers={"x-request-id": "two words"})
     assert answer.headers["x-request-id"] == "my-request.1"
+    assert " " not in odd.headers["x-request-id"]
     assert "x-ratelimit-limit-requests" not in answer.headers
     (line,) = served.lines("my-request.1")
     assert usage is not None
