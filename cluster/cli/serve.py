@@ -36,15 +36,29 @@ console = Console()
 
 Load = Callable[[], ClusterConfig]
 
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        help=f"One of {', '.join(PRESETS)}, a checkpoint folder or a hub name. "
+        f"Default: {DEFAULT_MODEL}, which is part of this package."
+    ),
+]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(help="Running Ray cluster to use (`auto` finds it). Default: a private one."),
+]
+AllowAnonymous = Annotated[
+    bool,
+    typer.Option(
+        "--allow-anonymous",
+        help="Let everyone who reaches the address call without an API key. Without keys in the "
+        "file, an address that others reach needs it.",
+    ),
+]
+
 
 def serve(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help=f"One of {', '.join(PRESETS)}, a checkpoint folder or a hub name. "
-            f"Default: {DEFAULT_MODEL}, which is part of this package."
-        ),
-    ] = None,
+    model: ModelName = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on. Default: 8000.")] = None,
     host: Annotated[
         str | None,
@@ -60,18 +74,8 @@ def serve(
     config: Annotated[
         Path | None, typer.Option(help="YAML file with these and further settings.")
     ] = None,
-    ray_address: Annotated[
-        str | None,
-        typer.Option(help="Running Ray cluster to use (`auto` finds it). Default: a private one."),
-    ] = None,
-    allow_anonymous: Annotated[
-        bool,
-        typer.Option(
-            "--allow-anonymous",
-            help="Let everyone who reaches the address call without an API key. Without keys in "
-            "the file, an address that others reach needs it.",
-        ),
-    ] = False,
+    ray_address: RayAddress = None,
+    allow_anonymous: AllowAnonymous = False,
 ) -> None:
     """Serve one model, or those of a file, with an OpenAI-compatible HTTP API.
 
