@@ -43,6 +43,10 @@ ModelName = Annotated[
         f"Default: {DEFAULT_MODEL}, which is part of this package."
     ),
 ]
+MaxConcurrency = Annotated[
+    int | None,
+    typer.Option(help="Requests that one replica runs at once; more wait. Default: preset."),
+]
 RayAddress = Annotated[
     str | None,
     typer.Option(help="Running Ray cluster to use (`auto` finds it). Default: a private one."),
@@ -67,10 +71,7 @@ def serve(
     replicas: Annotated[
         int | None, typer.Option(help="Engines behind the address. Default: 1.")
     ] = None,
-    max_concurrency: Annotated[
-        int | None,
-        typer.Option(help="Requests that one replica runs at once; more wait. Default: preset."),
-    ] = None,
+    max_concurrency: MaxConcurrency = None,
     config: Annotated[
         Path | None, typer.Option(help="YAML file with these and further settings.")
     ] = None,
