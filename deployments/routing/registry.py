@@ -125,6 +125,11 @@ class SharedRouter:
         """Running replicas."""
         return self._capacity
 
+    def replica_of(self, request_id: str) -> str | None:
+        """Where a request is now."""
+        with self._lock:
+            return self._router.replica_of(request_id)
+
     @property
     def num_sent(self) -> int:
         """Requests at replicas now."""

@@ -1,0 +1,195 @@
+"""Two real replicas behind our router, which runs in this process: where requests go, and why."""
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from cluster.logging_config import LoggingConfig
+from cluster.model_config import ModelConfig
+from cluster.routing_config import RoutingSettings
+from deployments.answer_parts import AnswerEnd, AnswerStart
+from deployments.asgi_relay import RelayedRequest
+from deployments.request_terms import RequestTerms
+from deployments.retries import ReplicaLostError
+from deployments.routing import registry
+from deployments.routing.hint import request_hint
+from deployments.routing.policy import Reason
+from deployments.routing.registry import SharedRouter
+from tests.integration.serving.running_application import RunningApplication, processes
+
+pytestmark = pytest.mark.cluster
+CAP = 4
+PATIENCE_S = 90.0
+REPLICA = "ray::ServeReplica:routing:Replica-routed"
+MODEL = ModelConfig(
+    name="routed",
+    replicas=2,
+    max_concurrency=CAP,
+    cpu_threads=1,
+    kv_cache_gib=0.1,
+)
+FORKING = "Give me 5 tips for learning guitar."
+
+
+class Client:
+    """Calls the replicas as the gateway does, and tells their router how each call ended."""
+
+    def __init__(self, calls: Any, router: SharedRouter) -> None:
+        self.calls = calls
+        self.router = router
+        self.places: dict[str, str] = {}
+        self._count = 0
+
+    def request(self, messages: list[dict[str, str]], **fields: Any) -> RelayedRequest:
+        """A chat completion with an id and a hint."""
+        self._count += 1
+        body = {"model": "routed", "messages": messages, "temperature": 0, "stream": True} | fields
+        return RelayedRequest(
+            "POST",
+            "/v1/chat/completions",
+            b"",
+            [(b"content-type", b"application/json")],
+            json.dumps(body).encode(),
+            RequestTerms(request_id=f"request-{self._count}"),
+            request_hint(body),
+        )
+
+    async def parts(self, request: RelayedRequest) -> AsyncGenerator[Any, None]:
+        """The parts of an answer; notes where it comes from."""
+        request_id = request.terms.request_id or ""
+        end: AnswerEnd | None = None
+        try:
+            async with aclosing(self.calls.stream(request)) as parts:
+                async for part in parts:
+                    if isinstance(part, AnswerStart):
+                        assert part.status == 200, part.body
+                        self.places[request_id] = self.router.replica_of(request_id) or ""
+                    if isinstance(part, AnswerEnd):
+                        end = part
+                    yield part
+        finally:
+            registry.ended(MODEL.deployment_name, request_id, end)
+
+    async def place(self, messages: list[dict[str, str]], **fields: Any) -> str:
+        """The replica that has answered a chat, which is brought to its end."""
+        request = self.request(messages, **fields)
+        async with aclosing(self.parts(request)) as parts:
+            async for _ in parts:
+                pass
+        return self.places[request.terms.request_id or ""]
+
+
+@pytest.fixture(scope="module")
+def client(application: RunningApplication) -> Iterator[Client]:
+    from ray import serve
+
+    from deployments.application import Surroundings, build_replicas
+    from deployments.replica_calls import HandleCalls
+
+    replicas = build_replicas(MODEL, Surroundings(), RoutingSettings(), logs=LoggingConfig())
+    handle = serve.run(replicas, name="routing", route_prefix=None)
+    try:
+        calls = HandleCalls(handle)
+        router = registry.PROCESS.router(MODEL.deployment_name, RoutingSettings())
+        until(lambda: router.capacity == 2)
+        yield Client(calls, router)
+    finally:
+        serve.delete("routing")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+async def test_a_burst_is_spread_and_leaves_nothing_behind(client: Client) -> None:
+    before = client.router.decisions().get(Reason.LEAST_LOAD, 0)
+
+    places = Counter(await asyncio.gather(*(client.place(user(FORKING)) for _ in range(8))))
+
+    assert sorted(places.values()) == [4, 4]
+    assert client.router.num_sent == 0
+    assert client.router.decisions()[Reason.LEAST_LOAD] > before
+
+
+async def test_the_router_learns_what_requests_bring(client: Client) -> None:
+    for _ in range(4):
+        await asyncio.gather(*(client.place(user(FORKING)) for _ in range(8)))
+
+    forecast = client.router._router.forecaster.forecast(request_hint({"messages": []}))
+    assert forecast.threads > 2
+    rows = [row for row in client.router._router.table.rows if row is not None]
+    assert all(row.load is not None and row.load.blocks > 0 for row in rows)
+
+
+async def test_no_replica_runs_more_than_its_cap_and_all_are_answered(client: Client) -> None:
+    from ray import serve
+
+    loads = serve.get_deployment_handle(MODEL.deployment_name, "routing")
+    most = 0
+    calls = [asyncio.create_task(client.place(user(FORKING))) for _ in range(24)]
+    while not all(call.done() for call in calls):
+        inside = await loads.broadcast("load").results_async()
+        most = max(most, *(load["requests_inside"] for load in inside))
+        await asyncio.sleep(0.05)
+
+    places = Counter(call.result() for call in calls)
+    assert most == CAP
+    assert len(places) == 2
+    assert client.router.num_sent == 0
+
+
+async def test_the_turns_of_a_conversation_stay_at_one_replica(client: Client) -> None:
+    for subject in ("guitar", "sleep", "bread"):
+        messages = [
+            {"role": "system", "content": f"You know all about {subject}. " * 30},
+            *user(f"Give me 3 tips for {subject}."),
+        ]
+        places = set()
+        for turn in range(3):
+            places.add(await client.place(messages, max_tokens=40))
+            messages += [{"role": "assistant", "content": f"Answer {turn}."}, *user("And more?")]
+
+        assert len(places) == 1
+
+
+async def test_a_cancelled_request_is_no_longer_counted(client: Client) -> None:
+    request = client.request(user(FORKING))
+    async with aclosing(client.parts(request)) as parts:
+        await anext(parts)
+        assert client.router.num_sent == 1
+
+    assert client.router.num_sent == 0
+
+
+async def test_all_go_to_the_other_replica_when_one_is_killed(client: Client) -> None:
+    victim = processes(REPLICA)[0]
+    victim.kill()
+    lost = 0
+    deadline = time.monotonic() + PATIENCE_S
+    while client.router.capacity == 2:
+        assert time.monotonic() < deadline
+        try:
+            await client.place(user("Hello"), max_tokens=4)
+        except ReplicaLostError:
+            lost += 1
+
+    places = {await client.place(user("Hello"), max_tokens=4) for _ in range(4)}
+
+    assert lost <= 1
+    assert len(places) == 1
+    await asyncio.to_thread(until, lambda: client.router.capacity == 2)
+    both = await asyncio.gather(*(client.place(user(FORKING)) for _ in range(8)))
+    assert len(set(both)) == 2
