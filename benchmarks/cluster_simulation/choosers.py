@@ -165,11 +165,12 @@ def attended_tokens(tree: AnswerTree, prompt_tokens: int) -> int:
     return total
 
 
-def build_chooser(name: str, *, affinity: float | None = None, seed: int = 0) -> Chooser:
-    """The oracle, or the product's router of that policy with its default settings."""
+def build_choosers(name: str, gateways: int, seed: int) -> list[Chooser]:
+    """One a gateway: the product's routers of that policy with default settings, or the oracle.
+
+    There is one oracle for all gateways: it would know what the others send.
+    """
     if name == ORACLE:
-        return OracleChooser()
+        return [OracleChooser()] * gateways
     settings = RoutingSettings(policy=RoutingPolicy(name))
-    if affinity is not None:
-        settings = settings.model_copy(update={"affinity": affinity})
-    return RouterChooser(build_router(settings, seed))
+    return [RouterChooser(build_router(settings, 1000 * seed + n)) for n in range(gateways)]

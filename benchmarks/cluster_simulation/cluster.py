@@ -1,10 +1,10 @@
-"""A simulated cluster: arrivals, one gateway with its router and queue, replicas, late reports."""
+"""A simulated cluster: arrivals, gateways with router and queue, replicas, late reports."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from benchmarks.cluster_simulation.choosers import Chooser
 from benchmarks.cluster_simulation.replica import SimReplica
 from benchmarks.cluster_simulation.step_times import ReplicaModel
 from benchmarks.cluster_simulation.threads import Outcome, SimRequest
+from deployments.routing.views import ReplicaLoad
 
 REPORT_DELAY_S = (0.07, 0.19)
 """How long a report travels; with a period of 0.1 s its age is 0.18 s at the median, 0.29 at most.
@@ -29,13 +30,15 @@ SAMPLE_PERIOD_S = 1.0
 class ClusterSettings:
     """Replicas, the age of their reports, and how they fork.
 
-    `slow_share` of the replicas (one of so many, none with 0) take `slowness` times as long.
+    One replica of `one_slow_of` (none with 0) takes `slowness` times as long. Requests come to the
+    gateways by chance; none sees what the others send, but in the replicas' reports.
     """
 
     replicas: int
     model: ReplicaModel
     report_period_s: float = 0.1
     one_slow_of: int = 0
+    gateways: int = 1
     slowness: float = 2.0
     fork_policy: PolicyName = "eager"
     token_time_s: float = 0.05
@@ -67,26 +70,43 @@ class Run:
     step_weights: Counter[float] = field(default_factory=Counter)
 
 
-class SimCluster:
-    """Drives a chooser with requests; `run` returns when every request has ended."""
+@dataclass(slots=True)
+class SimGateway:
+    """One process that takes requests: who chooses for it, and what waits there, oldest first."""
 
-    def __init__(self, settings: ClusterSettings, chooser: Chooser, seed: int) -> None:
+    chooser: Chooser
+    queue: deque[Outcome] = field(default_factory=deque)
+
+
+class SimCluster:
+    """Drives a chooser a gateway with requests; `run` returns when every request has ended."""
+
+    def __init__(self, settings: ClusterSettings, choosers: Sequence[Chooser], seed: int) -> None:
         self.env = simpy.Environment()
         self.settings = settings
-        self.chooser = chooser
+        self.gateways = [SimGateway(chooser) for chooser in choosers]
         self.replicas: dict[str, SimReplica] = {}
         self.result = Run()
-        self._queue: deque[Outcome] = deque()
         self._random = random.Random(seed)
         self._num_ended = 0
         for number in range(settings.replicas):
             one_of = settings.one_slow_of
             slow = one_of > 0 and number % one_of == one_of - 1
             self.add_replica(settings.slowness if slow else 1.0)
-        self.chooser.replicas_changed(self.replicas)
+        self.replicas_changed(self.replicas)
+
+    def replicas_changed(self, serving: Mapping[str, SimReplica]) -> None:
+        """Tell every gateway which replicas take requests now."""
+        for gateway in self.gateways:
+            gateway.chooser.replicas_changed(serving)
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait at the gateways."""
+        return sum(len(gateway.queue) for gateway in self.gateways)
 
     def add_replica(self, slowness: float = 1.0) -> SimReplica:
-        """Start a replica; the chooser is yet to be told."""
+        """Start a replica; the gateways are yet to be told."""
         settings = self.settings
         replica = SimReplica(
             self.env,
@@ -115,29 +135,35 @@ class SimCluster:
                 yield self.env.timeout(request.arrival_s - self.env.now)
             outcome = Outcome(request)
             self.result.outcomes.append(outcome)
-            if self._queue or not self._send(outcome):
-                self._queue.append(outcome)
+            gateway = self._random.choice(self.gateways)
+            if gateway.queue or not self._send(gateway, outcome):
+                gateway.queue.append(outcome)
 
-    def _send(self, outcome: Outcome) -> bool:
-        """Give a request to a replica; false if every one is at its cap."""
+    def _send(self, gateway: SimGateway, outcome: Outcome) -> bool:
+        """Give a request to a replica; false if the gateway finds none below its cap."""
         now_s = self.env.now
-        replica_id = self.chooser.choose(outcome.request, now_s)
+        replica_id = gateway.chooser.choose(outcome.request, now_s)
         if replica_id is None:
             return False
-        self.chooser.sent(outcome.request, replica_id, now_s)
+        replica = self.replicas[replica_id]
+        if replica.num_requests >= replica.model.max_requests:
+            # Filled by another gateway: the replica refuses.
+            return False
+        gateway.chooser.sent(outcome.request, replica_id, now_s)
         outcome.sent_s = now_s
-        self.replicas[replica_id].submit(outcome, self._ended)
+        replica.submit(outcome, lambda ended: self._ended(gateway, ended))
         return True
 
-    def _ended(self, outcome: Outcome) -> None:
+    def _ended(self, gateway: SimGateway, outcome: Outcome) -> None:
         self._num_ended += 1
-        self.chooser.ended(outcome, self.env.now)
+        gateway.chooser.ended(outcome, self.env.now)
         self.send_queued()
 
     def send_queued(self) -> None:
         """Send what waits, oldest first, as far as there is room."""
-        while self._queue and self._send(self._queue[0]):
-            self._queue.popleft()
+        for gateway in self.gateways:
+            while gateway.queue and self._send(gateway, gateway.queue[0]):
+                gateway.queue.popleft()
 
     def _reports(self, replica: SimReplica) -> Generator[simpy.Event, Any, None]:
         period_s = self.settings.report_period_s
@@ -146,10 +172,14 @@ class SimCluster:
             load = replica.load()
             arrival = self.env.timeout(self._random.uniform(*REPORT_DELAY_S), value=load)
             assert arrival.callbacks is not None
-            arrival.callbacks.append(
-                lambda event: self.chooser.reported(replica.replica_id, event.value, self.env.now)
-            )
+            arrival.callbacks.append(lambda event: self._reported(replica.replica_id, event.value))
             yield self.env.timeout(period_s)
+
+    def _reported(self, replica_id: str, load: ReplicaLoad) -> None:
+        for gateway in self.gateways:
+            gateway.chooser.reported(replica_id, load, self.env.now)
+        if self.num_queued:
+            self.send_queued()
 
     def _samples(self, num_requests: int) -> Generator[simpy.Event, Any, None]:
         while self._num_ended < num_requests:
@@ -159,7 +189,7 @@ class SimCluster:
                     self.env.now,
                     [engine.num_threads + engine.num_waiting_forks for engine in engines],
                     sum(len(engine.families) for engine in engines),
-                    len(self._queue),
+                    self.num_queued,
                 )
             )
             yield self.env.timeout(SAMPLE_PERIOD_S)

@@ -123,6 +123,7 @@ class SimEngine:
         """Take the tokens of the steps that have run; let threads fork and end."""
         batch = self.batch
         self.pool.free -= batch.growth(self.step, num_steps)
+        self._cache.forget_overwritten()
         self.generated_tokens += num_steps * len(batch) + len(self._prefilled)
         self.step += num_steps
         for thread in self._prefilled:

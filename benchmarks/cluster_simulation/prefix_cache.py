@@ -27,7 +27,7 @@ class PrefixCache:
 
     def hit_blocks(self, pieces: Pieces) -> tuple[int, int]:
         """Blocks at a prompt's beginning that are there, and how many of them are in use."""
-        self._forget_overwritten()
+        self.forget_overwritten()
         hit = used = 0
         for segment, end in self._known(pieces):
             hit = end
@@ -90,7 +90,8 @@ class PrefixCache:
             if piece in self._pieces:
                 self._pieces.move_to_end(piece)
 
-    def _forget_overwritten(self) -> None:
+    def forget_overwritten(self) -> None:
+        """Drop what free blocks held that others have been given since."""
         pool = self._pool
         while self._blocks - pool.piece_blocks > pool.free:
             piece, (segment, end) = self._pieces.popitem(last=False)

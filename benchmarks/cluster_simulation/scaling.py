@@ -10,7 +10,7 @@ import numpy as np
 import simpy
 
 from benchmarks.cluster_simulation.arrivals import stepped_times
-from benchmarks.cluster_simulation.choosers import build_chooser
+from benchmarks.cluster_simulation.choosers import build_choosers
 from benchmarks.cluster_simulation.cluster import ClusterSettings, SimCluster
 from benchmarks.cluster_simulation.replica import SimReplica
 from benchmarks.cluster_simulation.scenarios import RecordedData
@@ -60,7 +60,7 @@ class ScalingCluster(SimCluster):
         seed: int,
     ) -> None:
         settings = ClusterSettings(START_REPLICAS, model)
-        super().__init__(settings, build_chooser("threads", seed=seed), seed)
+        super().__init__(settings, build_choosers("threads", 1, seed), seed)
         self.scaling = ScalingRun()
         self._config = config
         self._stages = stages
@@ -80,15 +80,16 @@ class ScalingCluster(SimCluster):
             for _ in range(missing):
                 self._starting += 1
                 self.env.process(self._start())
-            if missing < 0:
-                self._let_go(-missing)
+            # Of those that start, too many are given up when they are ready.
+            if len(self._serving) > self._wanted:
+                self._let_go(len(self._serving) - self._wanted)
             self._take_down()
             yield self.env.timeout(DECISION_PERIOD_S)
 
     def _load(self) -> ModelLoad:
         reports = [_report(replica) for replica in self._serving.values()]
         return ModelLoad(
-            reports, len(self._queue), DEFAULT_THREADS, len(self._serving), self._wanted
+            reports, self.num_queued, DEFAULT_THREADS, len(self._serving), self._wanted
         )
 
     def _start(self) -> Generator[simpy.Event, Any, None]:
@@ -98,7 +99,7 @@ class ScalingCluster(SimCluster):
             return
         replica = self.add_replica()
         self._serving[replica.replica_id] = replica
-        self.chooser.replicas_changed(self._serving)
+        self.replicas_changed(self._serving)
         self.send_queued()
 
     def _let_go(self, number: int) -> None:
@@ -106,7 +107,7 @@ class ScalingCluster(SimCluster):
         idle_first = sorted(self._serving.values(), key=lambda replica: replica.num_requests)
         for replica in idle_first[: min(number, len(idle_first) - 1)]:
             del self._serving[replica.replica_id]
-        self.chooser.replicas_changed(self._serving)
+        self.replicas_changed(self._serving)
 
     def _take_down(self) -> None:
         scaling, now_s = self.scaling, self.env.now
@@ -128,7 +129,7 @@ class ScalingCluster(SimCluster):
         scaling.threads.append(
             sum(engine.num_threads + engine.num_waiting_forks for engine in engines)
         )
-        scaling.queued.append(len(self._queue))
+        scaling.queued.append(self.num_queued)
         scaling.replica_seconds += (up + self._starting) * DECISION_PERIOD_S
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from apar_core.scheduler.fork_policy import PolicyName
 from benchmarks.cluster_simulation.arrivals import ArrivalTrace, read_arrivals
-from benchmarks.cluster_simulation.choosers import CHOOSERS, build_chooser
+from benchmarks.cluster_simulation.choosers import CHOOSERS, build_choosers
 from benchmarks.cluster_simulation.cluster import ClusterSettings, SimCluster, saturated_rate
 from benchmarks.cluster_simulation.measures import Measures, Slo, Summary, measure, summarise
 from benchmarks.cluster_simulation.step_times import ReplicaModel
@@ -56,13 +56,15 @@ class Scenario:
     load: float
     report_period_s: float = 0.1
     one_slow_of: int = 0
+    gateways: int = 1
 
     @property
     def name(self) -> str:
         """What sets the cluster apart."""
         slow = f"1 of {self.one_slow_of} at half speed" if self.one_slow_of else ""
         late = f"reports every {self.report_period_s:g} s" if self.report_period_s != 0.1 else ""
-        return ", ".join(part for part in (slow, late) if part) or "even"
+        many = f"{self.gateways} gateways" if self.gateways > 1 else ""
+        return ", ".join(part for part in (slow, many, late) if part) or "even"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,8 @@ def _disturbed(replicas: int, load: float) -> tuple[Scenario, ...]:
         Scenario(replicas, load, report_period_s=1.0),
         Scenario(replicas, load, report_period_s=5.0),
         Scenario(replicas, load, report_period_s=5.0, one_slow_of=8),
+        Scenario(replicas, load, gateways=4),
+        Scenario(replicas, load, report_period_s=1.0, gateways=4),
     )
 
 
@@ -100,7 +104,7 @@ def build_plan(*, quick: bool, full: bool) -> Plan:
     """Seconds, minutes, or about an hour, on one core."""
     if quick:
         scenarios = ((Scenario(2, 0.85), 1),)
-        return Plan(scenarios, 15.0, (0.85,), 1, least_requests=100)
+        return Plan(scenarios, 8.0, (0.85,), 1, least_requests=100)
     small = [(Scenario(8, load), 3) for load in LOADS]
     small += [(scenario, 3) for scenario in _disturbed(8, 0.85)]
     if not full:
@@ -137,14 +141,15 @@ def simulate_routing(
         model,
         report_period_s=scenario.report_period_s,
         one_slow_of=scenario.one_slow_of,
+        gateways=scenario.gateways,
     )
     rate = capacity * settings.speed * scenario.load
     # The largest clusters have requests enough in half the time.
     duration_s = plan.duration_s * (0.5 if scenario.replicas > 64 else 1.0)
     number = max(plan.least_requests, round(rate * duration_s))
     requests = data.workload(seed).requests(number, rate)
-    run = SimCluster(settings, build_chooser(policy, seed=seed), seed).run(requests)
-    return measure(run, slo)
+    choosers = build_choosers(policy, settings.gateways, seed)
+    return measure(SimCluster(settings, choosers, seed).run(requests), slo)
 
 
 def routing_cells(
@@ -190,7 +195,7 @@ def simulate_forking(
             for each in requests
         ]
     return measure(
-        SimCluster(settings, build_chooser("threads", seed=seed), seed).run(requests), slo
+        SimCluster(settings, build_choosers("threads", 1, seed), seed).run(requests), slo
     )
 
 
