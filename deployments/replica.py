@@ -71,13 +71,19 @@ class Replica:
     async def stream(self, request: RelayedRequest) -> AsyncIterator[AnswerPart]:
         """The answer, piece by piece."""
         served = FollowedRequest(self._engine, request.terms)
+        begun = False
         async with aclosing(self._answer(request, served)) as parts:
             async for part in parts:
+                begun = True
                 if isinstance(part, AnswerStart):
                     yield served.start(part)
                 else:
                     yield served.piece(part)
-        yield self._broken() or served.end()
+        broken = self._broken()
+        if broken is not None and begun:
+            # What has been generated since the last piece need not be generated again.
+            yield served.piece(b"")
+        yield broken or served.end()
 
     async def whole(self, request: RelayedRequest) -> AsyncIterator[WholeAnswer]:
         """The answer in one piece, and what it has cost."""

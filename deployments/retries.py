@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from apar_core.errors import EngineError
 from cluster.retry_config import RetryConfig
 
-_FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 1.0
+# A replica whose engine has died still takes requests for most of a second.
+_FIRST_PAUSE_S = 0.1
+_PAUSE_GROWTH = 4
+_LONGEST_PAUSE_S = 2.0
 
 
 class ReplicaLostError(EngineError):
@@ -34,8 +36,11 @@ class RetryCounters:
 class Retries:
     """The rule for all requests of one model, and their counters."""
 
-    def __init__(self, config: RetryConfig | None = None) -> None:
+    def __init__(
+        self, config: RetryConfig | None = None, *, first_pause_s: float = _FIRST_PAUSE_S
+    ) -> None:
         self.config = config or RetryConfig()
+        self.first_pause_s = first_pause_s
         self.counters = RetryCounters()
 
     def attempts(self) -> "Attempts":
@@ -60,10 +65,8 @@ class Attempts:
             counters.continued += 1
         else:
             counters.retried += 1
-        # The first one at once: most often just one replica is gone, and others are there.
-        if self._num_lost > 1:
-            pause_s = _FIRST_PAUSE_S * 2 ** (self._num_lost - 2)
-            await asyncio.sleep(min(pause_s, _LONGEST_PAUSE_S))
+        pause_s = self._retries.first_pause_s * _PAUSE_GROWTH ** (self._num_lost - 1)
+        await asyncio.sleep(min(pause_s, _LONGEST_PAUSE_S))
 
     def give_up(self, error: ReplicaLostError) -> None:
         """Raise the error, and count it."""

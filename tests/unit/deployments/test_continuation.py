@@ -148,7 +148,7 @@ async def ask(
     config: RetryConfig | None = None,
 ) -> tuple[Client, Retries]:
     client = Client()
-    retries = Retries(config or RetryConfig(max_retries=20))
+    retries = Retries(config or RetryConfig(max_retries=20), first_pause_s=0.0)
     request = RelayedRequest("POST", CHAT, b"", [], json.dumps(fields or {}).encode())
     await relay_answer(replicas, request, streaming, client.send, _Watch(client), retries)
     assert client.ended

@@ -1,0 +1,157 @@
+"""Streams go on, and whole answers come, though the replica that serves them is killed."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.integration.serving.apar_process import ENGINE, TINY, Server, serving
+
+pytestmark = pytest.mark.cluster
+
+PROMPT = "Give me 5 tips for sleeping well."
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 400},
+    ),
+    "unforked chat": (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": PROMPT}],
+            "max_tokens": 400,
+            "ignore_eos": True,
+        },
+    ),
+    "short chat": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 60},
+    ),
+    "completion": (
+        "/v1/completions",
+        {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "repetition_penalty": 1.1},
+    ),
+    "chat that stops": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": PROMPT}], "stop": ["\n4."]},
+    ),
+}
+KILL_AFTER = (1, 12, 45)
+TIMEOUT_S = 120.0
+
+
+@dataclass
+class Answer:
+    """What a client has got of a stream."""
+
+    text: str = ""
+    num_texts: int = 0
+    roles: int = 0
+    ids: set[str] = field(default_factory=set)
+    finish: list[str] = field(default_factory=list)
+    usage: list[dict[str, Any]] = field(default_factory=list)
+    apar: list[dict[str, Any]] = field(default_factory=list)
+    errors: list[Any] = field(default_factory=list)
+
+    def take(self, chunk: dict[str, Any]) -> None:
+        if "error" in chunk:
+            self.errors.append(chunk["error"])
+            return
+        self.ids.add(chunk["id"])
+        for choice in chunk["choices"]:
+            delta = choice.get("delta", choice)
+            text = delta.get("content", delta.get("text")) or ""
+            self.text += text
+            self.num_texts += bool(text)
+            self.roles += "role" in delta
+            if choice["finish_reason"] is not None:
+                self.finish.append(choice["finish_reason"])
+        if not chunk["choices"]:
+            self.usage.append(chunk["usage"])
+            self.apar.append(chunk["apar"])
+
+
+def stream(
+    url: str, name: str, after_texts: int | None = None, then: Callable[[], None] | None = None
+) -> Answer:
+    """A stream to its end; `then` is called once, after so many pieces of text."""
+    path, body = BODIES[name]
+    body = body | {
+        "stream": True,
+        "temperature": 0,
+        "stream_options": {"include_usage": True},
+    }
+    answer, done = Answer(), False
+    with httpx.stream("POST", url + path, json=body, timeout=TIMEOUT_S) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if not line:
+                continue
+            assert not done
+            if line == "data: [DONE]":
+                done = True
+                continue
+            answer.take(json.loads(line.removeprefix("data: ")))
+            if then is not None and answer.num_texts == after_texts:
+                then()
+                then = None
+    assert done
+    return answer
+
+
+class Victims:
+    """Finds the process that has worked since it was last looked at."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._before = self._cpu_s()
+
+    def _cpu_s(self) -> dict[int, float]:
+        times = {}
+        for process in self._server.processes(ENGINE):
+            spent = process.cpu_times()
+            times[process.pid] = spent.user + spent.system
+        return times
+
+    def kill(self, replica: bool) -> None:
+        """Kill the busiest engine, or the replica whose engine it is."""
+        now = self._cpu_s()
+        busiest = max(now, key=lambda pid: now[pid] - self._before.get(pid, 0.0))
+        victim = psutil.Process(busiest)
+        (victim.parent() if replica else victim).kill()  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("continuation"), TINY | {"replicas": 2}) as server:
+        yield server
+
+
+@pytest.mark.parametrize("kills_replica", [True, False])
+@pytest.mark.parametrize("name", list(BODIES))
+def test_stream_whose_replica_is_killed_is_the_uninterrupted_one(
+    server: Server, name: str, kills_replica: bool
+) -> None:
+    server.wait_for_replicas(2)
+    expected = stream(server.url, name)
+    kill_after = KILL_AFTER[list(BODIES).index(name) % len(KILL_AFTER)]
+    victims = Victims(server)
+
+    answer = stream(server.url, name, kill_after, lambda: victims.kill(kills_replica))
+
+    assert answer.errors == []
+    assert answer.text == expected.text
+    assert (answer.finish, answer.usage) == (expected.finish, expected.usage)
+    assert answer.apar == expected.apar
+    assert len(answer.ids) == 1
+    assert answer.roles == expected.roles
+
+
+def test_nothing_of_continued_streams_is_left(server: Server) -> None:
+    server.wait_for_replicas(2)
+
+    server.wait_until_idle(2)
