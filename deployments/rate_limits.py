@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from limits import RateLimitItemPerMinute
 from limits.aio.storage import SlidingWindowCounterSupport, Storage
-from limits.aio.strategies import SlidingWindowCounterRateLimiter
 from limits.errors import StorageError
 
 from apar_core.errors import RequestError
@@ -81,10 +79,10 @@ class Window:
     """
 
     def __init__(self, storage: Storage, *, key: str, kind: str, limit: int) -> None:
-        self._limiter = SlidingWindowCounterRateLimiter(storage)
         self._storage = cast("SlidingWindowCounterSupport", storage)
-        self._item = RateLimitItemPerMinute(limit)
-        self._identifiers = (key, kind)
+        # Without the limit, which the library's own keys hold: what was used counts on under a new
+        # one.
+        self._place = f"apar/{key}/{kind}"
         self._key = key
         self.kind = kind
         self.limit = limit
@@ -124,7 +122,7 @@ class Window:
         """What the window holds now, without the debt."""
         async with asyncio.timeout(_STORE_ANSWER_S):
             previous, previous_s, current, current_s = await self._storage.get_sliding_window(
-                self._item.key_for(*self._identifiers), _WINDOW_S
+                self._place, _WINDOW_S
             )
         return WindowState(
             self.limit, previous, previous_s, current, max(0.0, current_s - _WINDOW_S)
@@ -153,7 +151,9 @@ class Window:
 
     async def _hit(self, num: int) -> bool:
         async with asyncio.timeout(_STORE_ANSWER_S):
-            return await self._limiter.hit(self._item, *self._identifiers, cost=num)
+            return await self._storage.acquire_sliding_window_entry(
+                self._place, self.limit, _WINDOW_S, num
+            )
 
 
 class KeyRates:

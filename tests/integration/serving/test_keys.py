@@ -1,6 +1,7 @@
 """Keys, limits, cache isolation and logs of a running application, through OpenAI's client."""
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from cluster.logging_config import LoggingConfig
 from cluster.model_config import ModelConfig
 
 pytestmark = pytest.mark.cluster
+LOG_S = 10.0
 LIST_PROMPT = "Give me 5 tips for sleeping well."
 # Longer than some blocks of the cache, so that its first blocks can be found again.
 LONG_PROMPT = "Tell me about the weather of the mountains in the winter. " * 12
@@ -49,11 +51,18 @@ class Served:
     def client(self, token: str) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=token, max_retries=0)
 
-    def lines(self, request_id: str) -> list[dict[str, Any]]:
-        """What is logged of a request, by all processes."""
-        files = list(self.logs.glob("*.jsonl"))
-        lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-        return [line for line in lines if line.get("request_id") == request_id]
+    def line(self, request_id: str) -> dict[str, Any]:
+        """The line of a request, which is written just after its client has the whole answer."""
+        deadline = time.monotonic() + LOG_S
+        while True:
+            files = list(self.logs.glob("*.jsonl"))
+            lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+            found = [line for line in lines if line.get("request_id") == request_id]
+            if found:
+                assert len(found) == 1
+                return found[0]
+            assert time.monotonic() < deadline, lines
+            time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +124,7 @@ def test_a_key_gets_an_answer_and_its_request_a_line_in_the_log(served: Served) 
     assert answer.headers["x-request-id"] == "my-request.1"
     assert " " not in odd.headers["x-request-id"]
     assert "x-ratelimit-limit-requests" not in answer.headers
-    (line,) = served.lines("my-request.1")
+    line = served.line("my-request.1")
     assert usage is not None
     assert line["event"] == "request"
     assert (line["key"], line["model"], line["status"]) == ("plain", "apar-tiny", 200)
@@ -137,7 +146,7 @@ def test_a_stream_is_charged_and_logged_too(served: Served) -> None:
     )
     chunks = list(stream)
 
-    (line,) = served.lines("streamed")
+    line = served.line("streamed")
     assert line["stream"] is True
     assert chunks[-1].usage is not None
     assert line["prompt_tokens"] == chunks[-1].usage.prompt_tokens

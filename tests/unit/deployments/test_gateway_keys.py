@@ -246,6 +246,40 @@ async def test_waiting_requests_go_by_class_then_by_fairness() -> None:
     assert names == ["heavy", "heavy", "urgent", "light", "heavy", "heavy"]
 
 
+async def test_a_key_of_more_weight_gets_more_turns() -> None:
+    replicas = answering(end=AnswerEnd(generated_tokens=100))
+    replicas.gate.clear()
+    http = client(replicas, keys=(key("heavy", weight=3.0), key("light")), max_queued=40)
+    tasks = await settled(http, *[(name, {}) for name in ["heavy", "light"] * 16])
+
+    replicas.gate.set()
+    await asyncio.gather(*tasks)
+
+    names = [request.terms.key for request in replicas.requests[:20]]
+    assert 13 <= names.count("heavy") <= 16
+
+
+async def test_a_request_that_waits_too_long_is_told_so() -> None:
+    replicas = answering()
+    replicas.gate.clear()
+    gateway = gateway_of(replicas, max_queued=5)
+    [model] = settings_of(1, max_queued=5).models
+    short = settings_of(1).model_copy(
+        update={"models": (model.model_copy(update={"max_queue_s": 0.05}),)}
+    )
+    gateway.reconfigure(short, [replicas])
+    transport = httpx.ASGITransport(app=gateway)
+    http = httpx.AsyncClient(transport=transport, base_url="http://gateway")
+    tasks = await settled(http, *[("a", {})] * 2)
+
+    late = await http.post(CHAT, json={})
+    replicas.gate.set()
+    await asyncio.gather(*tasks)
+
+    assert (late.status_code, late.json()["error"]["code"]) == (503, "overloaded")
+    assert late.headers["retry-after"] == "1"
+
+
 async def test_a_key_has_no_more_requests_than_threads() -> None:
     replicas = answering()
     replicas.gate.clear()
