@@ -118,9 +118,7 @@ class ForkMixin(Scheduler):
             if ended is not None:
                 wanted |= ended.live
                 self._close(ended)
-        finished = super().finish_requests(wanted, finished_status)
-        self._start_waiting_forks()
-        return finished
+        return super().finish_requests(wanted, finished_status)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """As in vLLM; the step is timed from here."""

@@ -114,6 +114,20 @@ def test_what_a_row_costs_is_remembered_while_the_batch_stays_the_same() -> None
     assert model.predict_s(batch) == pytest.approx(true_s(batch), rel=0.1)
 
 
+def test_without_a_negative_coefficient_the_others_fit_anew() -> None:
+    numbers = random.Random(5)
+    model = StepTimeModel()
+    for _ in range(600):
+        batch = random_batch(numbers)
+        # As if what rows attend to saved time: half of what the rows themselves cost.
+        seconds = 0.05 + 0.001 * batch.rows - 0.001 * batch.attended_tokens / 1000
+        model.observe(batch, seconds)
+
+    assert model.coefficients.attended_kilotoken_s == 0
+    assert model.predict_s(BatchView(32, 16000)) == pytest.approx(0.05 + 0.016, rel=0.02)
+    assert model.coefficients.row_s == pytest.approx(0.0005, rel=0.1)
+
+
 def test_what_nothing_tells_apart_is_fixed_time() -> None:
     model = StepTimeModel()
     for _ in range(200):

@@ -58,6 +58,16 @@ def test_a_replica_cap_is_shared_by_all_requests_in_order_of_their_arrival(
     engine.assert_nothing_is_left()
 
 
+def test_a_place_that_a_sibling_frees_is_taken_while_the_parent_goes_on(model_dir: Path) -> None:
+    engine = ScriptedEngine(EngineShape(), model_dir)
+    script = forking(3, child_tokens=4, tail=60)
+    engine.add("a", PROMPT, script, parameters=fork_parameters(max_threads=2))
+
+    # The children follow each other beside the root, which alone takes 3 * 2 + 60 + 1 steps.
+    assert engine.run() == 3 * 2 + 60 + 1 + 1
+    engine.assert_nothing_is_left()
+
+
 def test_a_key_cap_counts_all_requests_of_the_key(model_dir: Path) -> None:
     engine = ScriptedEngine(EngineShape(), model_dir)
     for number, key in enumerate(["k", "k", "l"]):
@@ -182,6 +192,19 @@ def test_refused_forks_are_counted(model_dir: Path) -> None:
     engine.run()
 
     assert core_state(engine.scheduler)["admission_counters"]["refused"] == 3
+
+
+def test_a_fork_in_the_step_that_uses_up_the_tokens_is_not_accepted(model_dir: Path) -> None:
+    engine = ScriptedEngine(EngineShape(), model_dir)
+    script = {"": [10, FORK, 11, FORK, 12, END], "0": [20, 21, 22, END], "1": [30, END]}
+    # The fourth token is the child's 21, beside which the root forks again.
+    engine.add("a", PROMPT, script, max_tokens=4)
+
+    engine.run()
+
+    assert engine.texts["a"] == [10, 20, 21, 11]
+    assert engine.scheduler.admission.counters.accepted == 1
+    engine.assert_nothing_is_left()
 
 
 def test_children_inherit_the_priority_of_their_request(model_dir: Path) -> None:
