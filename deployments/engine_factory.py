@@ -1,5 +1,6 @@
 """Builds the engine of a replica, and vLLM's HTTP application over it."""
 
+import functools
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any, cast
@@ -15,6 +16,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from apar_core.engine.async_engine import SCHEDULER_CLS, AparAsyncLLM
 from apar_core.errors import CheckpointError
+from deployments.openapi import OFFERED, described
+from deployments.openapi import PATH as DESCRIPTION_PATH
 
 
 def server_arguments(model: str, served_name: str, engine: Mapping[str, Any]) -> Namespace:
@@ -55,5 +58,16 @@ async def build_http_application(engine: EngineClient, args: Namespace) -> FastA
     await init_app_state(engine, app.state, args, tasks)
     # The engine process does the same: reading the environment at every step costs time.
     envs.enable_envs_cache()
+    add_description(app)
     app.state.server = Namespace()  # vLLM's error handler looks for its uvicorn server here.
     return app
+
+
+def add_description(app: FastAPI) -> None:
+    """Let the application describe itself, as the gateway offers it."""
+
+    @functools.cache
+    def document() -> dict[str, Any]:
+        return described(app.openapi(), OFFERED)
+
+    app.add_api_route(DESCRIPTION_PATH, document, include_in_schema=False)

@@ -58,6 +58,7 @@ ROUTES = {
     "/tokenize": "POST",
     "/detokenize": "POST",
     "/version": "GET",
+    "/openapi.json": "GET",
 }
 _PASSED_HEADERS = (b"content-type",)
 
