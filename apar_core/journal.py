@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class ThreadDelta:
+class ThreadDelta(NamedTuple):
     """What one thread has generated since the last delta of it.
 
     `path` holds the fork ordinals from the root thread, whose path is empty, down to this one;
@@ -24,16 +23,38 @@ class ThreadDelta:
 Journal = tuple[ThreadDelta, ...]
 
 
+class JournalBook:
+    """A journal that grows, at four bytes a token."""
+
+    def __init__(self, journal: Journal = ()) -> None:
+        self._token_ids: dict[tuple[int, ...], array[int]] = {}
+        self._reasons: dict[tuple[int, ...], int] = {}
+        self.add(journal)
+
+    def add(self, deltas: Iterable[ThreadDelta]) -> None:
+        """Take what threads have generated since the last time."""
+        for path, token_ids, finish_reason in deltas:
+            known = self._token_ids.get(path)
+            if known is None:
+                self._token_ids[path] = array("i", token_ids)
+            else:
+                known.extend(token_ids)
+            if finish_reason is not None:
+                self._reasons[path] = finish_reason
+
+    def journal(self) -> Journal:
+        """One delta a thread, parents before their children."""
+        return tuple(
+            ThreadDelta(path, tuple(self._token_ids[path]), self._reasons.get(path))
+            for path in sorted(self._token_ids)
+        )
+
+
 def merged(deltas: Iterable[ThreadDelta]) -> Journal:
     """One delta a thread, parents before their children."""
-    token_ids: dict[tuple[int, ...], list[int]] = {}
-    reasons: dict[tuple[int, ...], int | None] = {}
-    for delta in deltas:
-        token_ids.setdefault(delta.path, []).extend(delta.token_ids)
-        reasons[delta.path] = delta.finish_reason
-    return tuple(
-        ThreadDelta(path, tuple(token_ids[path]), reasons[path]) for path in sorted(token_ids)
-    )
+    book = JournalBook()
+    book.add(deltas)
+    return book.journal()
 
 
 def to_plain(journal: Journal) -> list[Any]:

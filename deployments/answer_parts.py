@@ -6,6 +6,7 @@ cannot go on, or without a word where the replica's process has died.
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from apar_core.journal import Journal, ThreadDelta
 
@@ -19,6 +20,7 @@ __all__ = [
     "Piece",
     "ThreadDelta",
     "WholeAnswer",
+    "WirePiece",
 ]
 
 Headers = list[tuple[bytes, bytes]]
@@ -39,8 +41,11 @@ class AnswerStart:
     continuable: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+WirePiece = tuple[bytes, tuple[tuple[Any, ...], ...], int]
+"""A piece as it travels: a stream has hundreds, and pickling a class costs ten times a tuple."""
+
+
+class Piece(NamedTuple):
     """A further piece of the body, and what the threads generated meanwhile.
 
     `journal` always covers at least the text of all pieces so far; it is empty unless the request's
@@ -51,6 +56,16 @@ class Piece:
     body: bytes
     journal: Journal = ()
     num_tokens: int = 0
+
+    def to_wire(self) -> WirePiece:
+        """The piece in plain tuples."""
+        return self.body, tuple(tuple(delta) for delta in self.journal), self.num_tokens
+
+    @classmethod
+    def from_wire(cls, wire: WirePiece) -> "Piece":
+        """The piece that `to_wire` wrote."""
+        body, journal, num_tokens = wire
+        return cls(body, tuple(ThreadDelta(*delta) for delta in journal), num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,5 +86,5 @@ class AnswerBroken:
     reason: str
 
 
-AnswerPart = AnswerStart | Piece | AnswerEnd | AnswerBroken
+AnswerPart = AnswerStart | WirePiece | AnswerEnd | AnswerBroken
 WholeAnswer = tuple[AnswerStart, AnswerEnd] | AnswerBroken

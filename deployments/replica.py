@@ -78,11 +78,11 @@ class Replica:
                 if isinstance(part, AnswerStart):
                     yield served.start(part)
                 else:
-                    yield served.piece(part)
+                    yield served.piece(part).to_wire()
         broken = self._broken()
         if broken is not None and begun:
             # What has been generated since the last piece need not be generated again.
-            yield served.piece(b"")
+            yield served.piece(b"").to_wire()
         yield broken or served.end()
 
     async def whole(self, request: RelayedRequest) -> AsyncIterator[WholeAnswer]:

@@ -25,11 +25,13 @@ class HandleCalls:
         # answer that the replica has taken the request.
         self._whole = _plain(handle, "whole")
 
-    def stream(
+    async def stream(
         self, request: RelayedRequest
     ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:
         """The answer piece by piece; raises ReplicaLostError."""
-        return _parts(self._stream, request)
+        async with aclosing(_parts(self._stream, request)) as parts:
+            async for part in parts:
+                yield Piece.from_wire(part) if isinstance(part, tuple) else part
 
     async def whole(self, request: RelayedRequest) -> tuple[AnswerStart, AnswerEnd]:
         """The answer in one piece, and its cost; raises ReplicaLostError."""

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from apar_core.journal import Journal, ThreadDelta, merged
+from apar_core.journal import Journal, JournalBook
 from deployments.answer_parts import AnswerEnd, AnswerStart, Piece
 from deployments.answer_sending import send_end, send_piece, send_start, send_whole
 from deployments.asgi_relay import RelayedRequest, Send
@@ -31,7 +31,7 @@ class StreamRelay:
         self._watch = watch
         self._retries = retries
         self._stream = ClientStream()
-        self._deltas: list[ThreadDelta] = []
+        self._journal = JournalBook()
         self._continuable = False
         self.begun = False
         """Whether the client has got the start of its answer."""
@@ -67,9 +67,7 @@ class StreamRelay:
 
     def _go_on(self) -> None:
         """Let the next replica begin where the last one was lost."""
-        journal = merged(self._deltas)
-        self._deltas = list(journal)
-        terms = replace(self._request.terms, resume=journal)
+        terms = replace(self._request.terms, resume=self._journal.journal())
         self._request = replace(self._request, terms=terms)
         self._stream.begin_again()
 
@@ -105,7 +103,8 @@ class StreamRelay:
 
     async def _pass_on(self, body: bytes, journal: Journal, num_tokens: int) -> None:
         # What the client has must never be more than the journal tells.
-        self._deltas += journal
+        if journal:
+            self._journal.add(journal)
         if num_tokens:
             self._watch.progress(num_tokens)
         await send_piece(self._send, self._stream.forward(body))

@@ -1,0 +1,107 @@
+"""Calls over a handle that is played here."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from apar_core.journal import ThreadDelta
+from deployments.answer_parts import AnswerBroken, AnswerEnd, AnswerStart, Piece
+from deployments.asgi_relay import RelayedRequest
+from deployments.replica_calls import HandleCalls
+from deployments.retries import NoReplicaError, ReplicaLostError
+
+REQUEST = RelayedRequest("POST", "/v1/completions", b"", [], b"{}", replica_wait_s=0.05)
+START = AnswerStart(200, [], b"data: 1\n\n")
+
+
+class PlayedResponse:
+    """What a call over a handle returns; an error among the parts is raised in its turn."""
+
+    def __init__(self, parts: list[Any], *, taken: bool) -> None:
+        self._parts = parts
+        self._taken = taken
+        self.cancelled = False
+
+    async def _fetch_future_result_async(self) -> None:
+        if not self._taken:
+            await asyncio.Event().wait()
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        for part in self._parts:
+            if isinstance(part, Exception):
+                raise part
+            yield part
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class PlayedHandle:
+    """A handle whose calls are all answered alike."""
+
+    def __init__(self, *parts: Any, taken: bool = True) -> None:
+        self.response = PlayedResponse(list(parts), taken=taken)
+
+    def options(self, **options: Any) -> "PlayedHandle":
+        return self
+
+    def remote(self, request: RelayedRequest) -> PlayedResponse:
+        return self.response
+
+
+def calls(handle: PlayedHandle) -> HandleCalls:
+    return HandleCalls(handle)  # type: ignore[arg-type]
+
+
+async def test_pieces_travel_as_plain_tuples() -> None:
+    piece = Piece(b"data: 2\n\n", (ThreadDelta((0, 1), (5, 6), 0),), 2)
+    handle = PlayedHandle(START, piece.to_wire(), AnswerEnd(1, 2))
+
+    parts = [part async for part in calls(handle).stream(REQUEST)]
+
+    assert type(piece.to_wire()[1][0]) is tuple
+    assert parts == [START, piece, AnswerEnd(1, 2)]
+    assert isinstance(parts[1], Piece)
+    assert isinstance(parts[1].journal[0], ThreadDelta)
+
+
+@pytest.mark.parametrize("lost", [AnswerBroken("the engine has died"), ActorDiedError()])
+async def test_a_replica_that_cannot_go_on_is_lost(lost: object) -> None:
+    handle = PlayedHandle(START, lost)
+    stream = calls(handle).stream(REQUEST)
+
+    assert await anext(stream) == START
+    with pytest.raises(ReplicaLostError):
+        await anext(stream)
+    with pytest.raises(ReplicaLostError):
+        await calls(PlayedHandle(lost)).whole(REQUEST)
+
+    assert handle.response.cancelled
+
+
+async def test_a_whole_answer_comes_with_its_cost() -> None:
+    handle = PlayedHandle((START, AnswerEnd(3)))
+
+    assert await calls(handle).whole(REQUEST) == (START, AnswerEnd(3))
+
+
+async def test_a_request_that_no_replica_takes_is_called_back() -> None:
+    handle = PlayedHandle(START, taken=False)
+
+    with pytest.raises(NoReplicaError, match=r"within 0\.05 s"):
+        await calls(handle).whole(REQUEST)
+
+    assert handle.response.cancelled
+
+
+async def test_a_stream_that_is_closed_cancels_its_call() -> None:
+    handle = PlayedHandle(START, Piece(b"2").to_wire())
+    stream = calls(handle).stream(REQUEST)
+    await anext(stream)
+
+    await stream.aclose()
+
+    assert handle.response.cancelled

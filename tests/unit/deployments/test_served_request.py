@@ -1,0 +1,86 @@
+"""What a replica writes on the parts of its answers."""
+
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+from apar_core.engine.journal import RequestFollower
+from apar_core.journal import ThreadDelta
+from deployments.answer_parts import AnswerEnd, AnswerStart, Piece
+from deployments.request_terms import RequestTerms
+from deployments.served_request import FollowedRequest
+
+
+class PlayedEngine:
+    """Remembers who follows what."""
+
+    def __init__(self) -> None:
+        self.followers: dict[str, RequestFollower] = {}
+
+    def follow(self, request_id: str, follower: RequestFollower) -> None:
+        self.followers[request_id] = follower
+
+    def unfollow(self, request_id: str) -> None:
+        del self.followers[request_id]
+
+
+def followed(terms: RequestTerms) -> tuple[FollowedRequest, RequestFollower]:
+    engine = PlayedEngine()
+    request = FollowedRequest(engine, terms)
+    request.begin("chatcmpl-1")
+    follower = engine.followers["chatcmpl-1"]
+    follower.begin("r", 5, SamplingParams(), choice=None)
+    return request, follower
+
+
+def test_parts_carry_what_was_generated_since_the_last_one() -> None:
+    request, follower = followed(RequestTerms(keeps_journal=True))
+
+    follower.add(EngineCoreOutput("r", [10, 11]))
+    start = request.start(AnswerStart(200, [], b"a"))
+    follower.add(EngineCoreOutput("r", [12]))
+    follower.add(EngineCoreOutput("r~0", [20], finish_reason=FinishReason.STOP))
+
+    assert start == AnswerStart(200, [], b"a", (ThreadDelta((), (10, 11)),), 2, continuable=True)
+    assert request.piece(b"b") == Piece(
+        b"b", (ThreadDelta((), (12,)), ThreadDelta((0,), (20,), 0)), 2
+    )
+    assert request.piece(b"c") == Piece(b"c")
+    assert request.end() == AnswerEnd(5, 4, 1, 0, 4)
+
+
+def test_without_a_journal_tokens_are_counted_all_the_same() -> None:
+    request, follower = followed(RequestTerms())
+
+    follower.add(EngineCoreOutput("r", [10, 11]))
+
+    assert request.start(AnswerStart(200, [], b"a")) == AnswerStart(200, [], b"a", (), 2)
+
+
+def test_continued_request_charges_only_what_is_new_and_costs_the_whole() -> None:
+    request, follower = followed(RequestTerms(resume=(ThreadDelta((), (1, 2, 3)),)))
+    follower.replay(begins=True)
+    follower.add(EngineCoreOutput("r", [1, 2, 3]))
+    follower.replay(begins=False)
+    follower.add(EngineCoreOutput("r", [4]))
+
+    assert request.piece(b"").num_tokens == 1
+    assert request.end().generated_tokens == 4
+
+
+def test_request_that_never_reached_the_engine_costs_nothing() -> None:
+    engine = PlayedEngine()
+    request = FollowedRequest(engine, RequestTerms())
+
+    request.close()
+
+    assert request.end() == AnswerEnd()
+
+
+def test_closed_request_is_followed_no_more() -> None:
+    engine = PlayedEngine()
+    request = FollowedRequest(engine, RequestTerms())
+    request.begin("chatcmpl-1")
+
+    request.close()
+
+    assert engine.followers == {}
