@@ -5,7 +5,6 @@ Every error that leaves it has OpenAI's form, and every answer the id of its req
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -45,6 +44,7 @@ from deployments.request_terms import RequestTerms
 from deployments.retries import Retries
 from deployments.routing import registry
 from deployments.routing.hint import request_hint
+from deployments.routing.views import RequestHint
 from deployments.served_models import Model, UnknownModelError, find_model
 from deployments.terms_in_body import salt_within
 
@@ -61,6 +61,8 @@ ROUTES = {
     "/openapi.json": "GET",
 }
 _PASSED_HEADERS = (b"content-type",)
+_NO_TERMS = RequestTerms()
+_NO_HINT = RequestHint()
 
 
 class Gateway:
@@ -148,23 +150,24 @@ class Gateway:
             caller = await self._callers.identify(scope["headers"])
             exchange.record.key = caller.name
             body = await read_body(receive, self._settings.limits.max_body_bytes)
-            request = _relayed(exchange, scope, body)
             if path == MODELS_PATH:
-                await self._answer_models(caller, request, exchange)
+                await self._answer_models(caller, _relayed(exchange, scope, body), exchange)
             else:
-                await self._answer(caller, request, exchange)
+                await self._answer(caller, scope, body, exchange)
         except (RequestError, CapacityError) as error:
             if caller is not None:
                 exchange.rate_headers = await caller.rate_headers()
             await send_error(exchange.send, _answer_for(error))
 
-    async def _answer(self, caller: Caller, request: RelayedRequest, exchange: Exchange) -> None:
+    async def _answer(self, caller: Caller, scope: Scope, body: bytes, exchange: Exchange) -> None:
         """Let the request in, in its turn, and relay its answer; raises where it may not go in."""
-        generates = request.method == "POST"
-        fields = parse_fields(request.body) if generates else {}
+        generates = scope["method"] == "POST"
+        fields = parse_fields(body) if generates else {}
         model = find_model(self._models, fields.get("model"), caller, needed=generates)
         exchange.begin(model.settings.name, fields)
-        request = self._with_terms(request, fields, caller, model, exchange)
+        self._check_fields(fields, caller)
+        terms = _terms(caller, model, exchange)
+        request = _relayed(exchange, scope, body, terms, _hint(fields, caller))
         if caller.rates is not None and generates:
             await caller.rates.admit(request.hint.prompt_tokens)
         ticket = await model.enter(caller)
@@ -183,29 +186,6 @@ class Gateway:
         finally:
             ticket.leave()
             registry.ended(model.settings.deployment, exchange.unique_id, charge.end)
-
-    def _with_terms(
-        self,
-        request: RelayedRequest,
-        fields: dict[str, Any],
-        caller: Caller,
-        model: Model,
-        exchange: Exchange,
-    ) -> RelayedRequest:
-        """The request with what the replica and the router must know; raises RequestError."""
-        self._check_fields(fields, caller)
-        salt, given = caller.cache_salt, fields.get("cache_salt")
-        if salt is not None and isinstance(given, str):
-            given = salt_within(salt, given)
-        terms = RequestTerms(
-            request_id=exchange.unique_id,
-            priority=caller.key.priority if caller.key else 0,
-            key=caller.key.name if caller.key else None,
-            key_max_threads=model.max_threads_of(caller),
-            cache_salt=salt,
-        )
-        known = given if isinstance(given, str) else salt
-        return replace(request, terms=terms, hint=request_hint(fields, known))
 
     def _check_fields(self, fields: dict[str, Any], caller: Caller) -> None:
         key = caller.key
@@ -281,7 +261,32 @@ def _answer_for(error: RequestError | CapacityError) -> ErrorAnswer:
             return answer_for(error)
 
 
-def _relayed(exchange: Exchange, scope: Scope, body: bytes) -> RelayedRequest:
+def _terms(caller: Caller, model: Model, exchange: Exchange) -> RequestTerms:
+    return RequestTerms(
+        request_id=exchange.unique_id,
+        priority=caller.key.priority if caller.key else 0,
+        key=caller.key.name if caller.key else None,
+        key_max_threads=model.max_threads_of(caller),
+        cache_salt=caller.cache_salt,
+    )
+
+
+def _hint(fields: dict[str, Any], caller: Caller) -> RequestHint:
+    salt, given = caller.cache_salt, fields.get("cache_salt")
+    if isinstance(given, str):
+        salt = given if salt is None else salt_within(salt, given)
+    return request_hint(fields, salt)
+
+
+def _relayed(
+    exchange: Exchange,
+    scope: Scope,
+    body: bytes,
+    terms: RequestTerms = _NO_TERMS,
+    hint: RequestHint = _NO_HINT,
+) -> RelayedRequest:
     headers = [item for item in scope["headers"] if item[0] in _PASSED_HEADERS]
     headers.append((REQUEST_ID, exchange.request_id.encode()))
-    return RelayedRequest(scope["method"], scope["path"], scope["query_string"], headers, body)
+    return RelayedRequest(
+        scope["method"], scope["path"], scope["query_string"], headers, body, terms, hint
+    )

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from deployments.answer_parts import AnswerEnd
@@ -51,12 +51,16 @@ class RequestRecord:
     def write(self, content: dict[str, Any] | None = None) -> None:
         """Log the record, with the prompt and the answer where they are given."""
         if logger.isEnabledFor(logging.INFO):
-            logger.info("request", extra=asdict(self) | (content or {}))
+            facts = {name: getattr(self, name) for name in _FACTS}
+            logger.info("request", extra=facts | (content or {}))
 
 
-def content_of(fields: dict[str, Any], answer: bytes) -> dict[str, Any]:
+_FACTS = tuple(fact.name for fact in fields(RequestRecord))
+
+
+def content_of(body: dict[str, Any], answer: bytes) -> dict[str, Any]:
     """Prompt and answer of a request, as its line holds them where that is asked for."""
-    prompt = fields.get("messages", fields.get("prompt"))
+    prompt = body.get("messages", body.get("prompt"))
     return {"prompt": prompt, "answer": _texts(answer)}
 
 

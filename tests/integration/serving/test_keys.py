@@ -17,6 +17,7 @@ from cluster.limits_config import LimitsConfig
 from cluster.local_ray import free_port, local_ray
 from cluster.logging_config import LoggingConfig
 from cluster.model_config import ModelConfig
+from tests.integration.serving.apar_process import TINY, serving, wait_for
 
 pytestmark = pytest.mark.cluster
 LOG_S = 10.0
@@ -56,7 +57,9 @@ class Served:
         deadline = time.monotonic() + LOG_S
         while True:
             files = list(self.logs.glob("*.jsonl"))
-            lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+            lines: list[dict[str, Any]] = [
+                json.loads(line) for file in files for line in file.read_text().splitlines()
+            ]
             found = [line for line in lines if line.get("request_id") == request_id]
             if found:
                 assert len(found) == 1
@@ -224,3 +227,28 @@ def test_no_key_finds_another_keys_prompts_in_the_cache(served: Served) -> None:
     assert salted == 0
     assert cached(served, "plain", extra_body={"cache_salt": "mine"}) == own
     assert cached(served, "other", extra_body={"cache_salt": "mine"}) == 0
+
+
+def test_keys_are_rolled_out_and_requests_shown_where_no_folder_is_set(tmp_path: Path) -> None:
+    def record(name: str, **fields: Any) -> dict[str, Any]:
+        return key(name, **fields).model_dump(mode="json", exclude_unset=True)
+
+    with serving(tmp_path, TINY, keys=[record("old")]) as server:
+        running = Served(server.url, tmp_path)
+        stream = ask(running.client("old"), max_tokens=800, stream=True)
+        next(iter(stream))
+
+        server.write(TINY, keys=[record("new", requests_per_minute=1)])
+        said = server.roll_out()
+        ask(running.client("new"), extra_headers={"x-request-id": "rolled-out"})
+        with pytest.raises(openai.AuthenticationError):
+            ask(running.client("old"))
+        with pytest.raises(openai.RateLimitError):
+            ask(running.client("new"))
+        rest = list(stream)
+        shown = wait_for(server.log, '"request_id": "rolled-out"', server.process)
+
+    assert "keys is changed" in said
+    assert rest[-1].choices[0].finish_reason == "length"
+    line = next(line for line in shown.splitlines() if '"rolled-out"' in line)
+    assert json.loads(line)["key"] == "new"
