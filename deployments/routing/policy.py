@@ -18,6 +18,7 @@ from deployments.answer_parts import AnswerEnd
 from deployments.routing.affinity import PrefixTable
 from deployments.routing.forecast import Forecast, Forecaster
 from deployments.routing.table import ReplicaTable
+from deployments.routing.unseen import UnseenRequests
 from deployments.routing.views import ReplicaLoad, RequestHint
 
 _MAX_RELEASED = 8192
@@ -174,6 +175,12 @@ class ThreadRouter(Router):
         self._affinity = settings.affinity
         self._prefixes = PrefixTable(settings.affinity_entries)
         self._prefixes.resize(len(self.table.rows))
+        self._unseen = UnseenRequests()
+
+    def choose(self, hint: RequestHint, now_s: float) -> str | None:
+        """As in every router; fewer replicas are compared where others send much unseen."""
+        self._unseen.look(self.table, now_s)
+        return super().choose(hint, now_s)
 
     def adopt(self, other: Router) -> None:
         """As in every router; which prefixes are cached is learnt anew."""
@@ -183,6 +190,7 @@ class ThreadRouter(Router):
     def sent(self, request_id: str, replica_id: str, hint: RequestHint, now_s: float) -> None:
         """As in every router; the replica's cache holds the prompt from now on."""
         super().sent(request_id, replica_id, hint, now_s)
+        self._unseen.sent(now_s)
         slot = self.table.slots.get(replica_id)
         if slot is not None and self._affinity:
             self._prefixes.sent(hint, slot, float(self.table.sent_tokens[slot]))
@@ -197,16 +205,32 @@ class ThreadRouter(Router):
 
     def _pick(self, hint: RequestHint, open_slots: NDArray[np.intp]) -> tuple[int, Reason]:
         forecast = self.forecaster.forecast(hint)
+        saved = self._saved(hint)
+        open_slots = self._compared(open_slots, saved)
         cost = self._cost(forecast, hint.prompt_tokens)[open_slots]
         # Equal replicas take turns by chance, or all routers would begin with the same one.
         cost *= 1.0 + 1e-6 * self._random.random(len(cost))
         plain = int(cost.argmin())
-        saved = self._saved(hint)
         if saved is None:
             return int(open_slots[plain]), Reason.LEAST_LOAD
         best = int((cost - saved[open_slots]).argmin())
         reason = Reason.LEAST_LOAD if best == plain else Reason.AFFINITY
         return int(open_slots[best]), reason
+
+    def _compared(
+        self, open_slots: NDArray[np.intp], saved: NDArray[np.float64] | None
+    ) -> NDArray[np.intp]:
+        """The slots to compare: all, or some at random and the one that saves the most."""
+        number = self._unseen.num_compared(len(open_slots))
+        if number == len(open_slots):
+            return open_slots
+        some = self._random.choice(open_slots, number, replace=False)
+        if saved is not None:
+            best = open_slots[saved[open_slots].argmax()]
+            # What many hold, one of the drawn ones probably holds too.
+            if saved[best] > saved[some].max() and (saved[open_slots] > 0).sum() <= 2:
+                some = np.append(some, best)
+        return some
 
     def _cost(self, forecast: Forecast, prompt_tokens: int) -> NDArray[np.float64]:
         """Seconds that a request costs in each slot, for itself and the requests there."""

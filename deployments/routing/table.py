@@ -36,6 +36,8 @@ class _Row:
     cap: int
     load: ReplicaLoad | None = None
     least_lag_s: float = float("inf")
+    # When the report was taken, by the router's clock.
+    taken_at_s: float = 0.0
     # Own requests there now, and what is expected of them all together.
     own_requests: int = 0
     own_threads: float = 0.0
@@ -117,8 +119,8 @@ class ReplicaTable:
             return
         row.load = load
         self.block_size = max(load.block_size, 1)
-        taken_at_s = _on_own_clock(row, load, now_s)
-        while row.since and row.since[0].at_s <= taken_at_s:
+        row.taken_at_s = _on_own_clock(row, load, now_s)
+        while row.since and row.since[0].at_s <= row.taken_at_s:
             change = row.since.popleft()
             row.since_requests -= change.requests
             row.since_threads -= change.threads
