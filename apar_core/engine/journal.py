@@ -118,6 +118,7 @@ def can_continue(params: SamplingParams) -> bool:
         params.logprobs is not None,
         params.prompt_logprobs is not None,
         bool(params.logprob_token_ids),
+        bool(params.prompt_logprob_token_ids),
         params.structured_outputs is not None,
         params.presence_penalty != 0,
         params.frequency_penalty != 0,
