@@ -70,13 +70,17 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnd:
-    """The whole cost of the answer; zeros where the request never reached the engine."""
+    """The whole cost of the answer; zeros where the request never reached the engine.
+
+    `replica` is Ray Serve's id of the one that the answer ended on.
+    """
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
     threads: int = 0
     forks: int = 0
     critical_path_tokens: int = 0
+    replica: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

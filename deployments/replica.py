@@ -5,14 +5,15 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat
+from ray import serve
 
 from apar_core.errors import EngineError
 from cluster.logging_config import LoggingConfig
-from deployments.answer_parts import AnswerBroken, AnswerPart, AnswerStart, WholeAnswer
+from deployments.answer_parts import AnswerBroken, AnswerEnd, AnswerPart, AnswerStart, WholeAnswer
 from deployments.apar_extension import AparExtension
 from deployments.asgi_relay import AsgiApp, RelayedRequest, relay
 from deployments.autoscaling import replica_report
@@ -62,6 +63,7 @@ class Replica:
             take_statistics=self._take_statistics,
         )
         self._reporter = LoadReporter(self._engine.vllm_config.cache_config.block_size)
+        self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._watchdog = asyncio.create_task(watch(lambda: self._engine.errored))
 
     def _take_statistics(self, request_id: str) -> Mapping[str, Any] | None:
@@ -83,7 +85,7 @@ class Replica:
         if broken is not None and begun:
             # What has been generated since the last piece need not be generated again.
             yield served.piece(b"").to_wire()
-        yield broken or served.end()
+        yield broken or self._signed(served.end())
 
     async def whole(self, request: RelayedRequest) -> AsyncIterator[WholeAnswer]:
         """The answer in one piece, and what it has cost."""
@@ -98,7 +100,7 @@ class Replica:
                 else:
                     pieces.append(part)
         answer = AnswerStart(start.status, start.headers, b"".join(pieces))
-        yield self._broken() or (answer, served.end())
+        yield self._broken() or (answer, self._signed(served.end()))
 
     async def _answer(
         self, request: RelayedRequest, served: FollowedRequest
@@ -119,6 +121,9 @@ class Replica:
                 raise
         finally:
             served.close()
+
+    def _signed(self, end: AnswerEnd) -> AnswerEnd:
+        return replace(end, replica=self._replica_id)
 
     def _broken(self) -> AnswerBroken | None:
         """Why the replica cannot go on with its answers; None while it can."""

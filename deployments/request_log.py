@@ -19,7 +19,8 @@ class RequestRecord:
 
     `queue_s` is the wait for a place at the replicas, `first_byte_s` and `total_s` count from the
     request's arrival. `generated_tokens` counts those of all threads; when the replica could not
-    say what the answer cost, those that it had told of by then. `retries` counts lost replicas.
+    say what the answer cost, those that it had told of by then. `retries` counts lost replicas;
+    `replica` is the one that the answer ended on.
     """
 
     request_id: str
@@ -32,6 +33,7 @@ class RequestRecord:
     stream: bool = False
     prompt_tokens: int | None = None
     generated_tokens: int = 0
+    replica: str | None = None
     threads: int | None = None
     forks: int | None = None
     queue_s: float | None = None
@@ -47,6 +49,7 @@ class RequestRecord:
         self.generated_tokens = end.generated_tokens
         self.threads = end.threads
         self.forks = end.forks
+        self.replica = end.replica
 
     def write(self, content: dict[str, Any] | None = None) -> None:
         """Log the record, with the prompt and the answer where they are given."""

@@ -134,6 +134,7 @@ def test_a_key_gets_an_answer_and_its_request_a_line_in_the_log(served: Served) 
     assert line["prompt_tokens"] == usage.prompt_tokens
     assert line["generated_tokens"] >= usage.completion_tokens
     assert line["threads"] > 1
+    assert len(line["replica"]) > 4
     assert 0 <= line["queue_s"] <= line["first_byte_s"] <= line["total_s"]
     assert LIST_PROMPT not in json.dumps(line)
 

@@ -17,7 +17,9 @@ from deployments.answer_parts import AnswerEnd, AnswerStart, Piece
 from deployments.json_logs import ProcessLogs
 from tests.fakes.played_replicas import CHAT, EVENTS, JSON, PlayedReplicas, client
 
-END = AnswerEnd(prompt_tokens=3, generated_tokens=9, threads=4, forks=3, critical_path_tokens=5)
+END = AnswerEnd(
+    prompt_tokens=3, generated_tokens=9, threads=4, forks=3, critical_path_tokens=5, replica="r-7"
+)
 BODY = {"model": "m", "messages": [{"role": "user", "content": "a secret question"}]}
 
 
@@ -64,6 +66,7 @@ async def test_a_request_is_one_line_at_its_end(
         "stream": streaming,
         "prompt_tokens": 3,
         "generated_tokens": 9,
+        "replica": "r-7",
         "threads": 4,
         "forks": 3,
         "retries": 0,
