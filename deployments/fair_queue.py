@@ -151,6 +151,8 @@ class FairQueue:
         Raises CapacityError when too many wait, or when the wait has lasted too long. Cancelling
         gives up the place in the queue.
         """
+        if account in self._backlogged:
+            self._grant()  # The key's own bound may have been raised.
         if account not in self._backlogged:
             self._lift(account)
             # Nobody who may run is passed over: while there is room, all others are at their bound.

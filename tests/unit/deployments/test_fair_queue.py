@@ -225,6 +225,16 @@ async def test_a_key_at_its_own_bound_waits_and_lets_others_pass() -> None:
     assert tasks[1].done()
 
 
+async def test_a_bound_that_is_raised_lets_waiting_requests_in() -> None:
+    queue, bounded = queue_of(capacity=4), Account("b", max_running=1)
+    tasks = await enter(queue, bounded, bounded, bounded)
+
+    bounded.max_running = 3
+    tasks += await enter(queue, bounded)
+
+    assert [task.done() for task in tasks] == [True, True, True, False]
+
+
 async def test_a_client_that_leaves_the_queue_gives_up_its_turn() -> None:
     queue, key = queue_of(), Account("a")
     running, leaving, last = await enter(queue, key, key, key)
