@@ -106,13 +106,13 @@ def build_plan(*, quick: bool, full: bool) -> Plan:
         scenarios = ((Scenario(2, 0.85), 1),)
         return Plan(scenarios, 8.0, (0.85,), 1, least_requests=100)
     small = [(Scenario(8, load), 3) for load in LOADS]
-    small += [(scenario, 3) for scenario in _disturbed(8, 0.85)]
+    small += [(scenario, 2) for scenario in _disturbed(8, 0.85)]
     if not full:
         large = [(Scenario(64, load), 1) for load in (0.85, 0.95)]
-        return Plan((*small, *large), 120.0, FORK_LOADS, 2)
+        return Plan((*small, *large), 100.0, FORK_LOADS, 2)
     large = [(Scenario(replicas, load), 1) for replicas in (64, 512) for load in LOADS]
     large += [(scenario, 1) for scenario in _disturbed(64, 0.85)]
-    return Plan((*small, *large), 120.0, FORK_LOADS, 3)
+    return Plan((*small, *large), 100.0, FORK_LOADS, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +144,8 @@ def simulate_routing(
         gateways=scenario.gateways,
     )
     rate = capacity * settings.speed * scenario.load
-    # The largest clusters have requests enough in half the time.
-    duration_s = plan.duration_s * (0.5 if scenario.replicas > 64 else 1.0)
+    # The largest clusters have requests enough in less time.
+    duration_s = plan.duration_s * (0.6 if scenario.replicas > 64 else 1.0)
     number = max(plan.least_requests, round(rate * duration_s))
     requests = data.workload(seed).requests(number, rate)
     choosers = build_choosers(policy, settings.gateways, seed)
