@@ -131,7 +131,7 @@ class Gateway:
             try:
                 await self._serve(exchange, scope, receive)
             except asyncio.CancelledError:
-                exchange.record.client_left = True
+                exchange.record.cancelled = True
                 raise
             finally:
                 exchange.close()

@@ -20,7 +20,8 @@ class RequestRecord:
     `queue_s` is the wait for a place at the replicas, `first_byte_s` and `total_s` count from the
     request's arrival. `generated_tokens` counts those of all threads; when the replica could not
     say what the answer cost, those that it had told of by then. `retries` counts lost replicas;
-    `replica` is the one that the answer ended on.
+    `replica` is the one that the answer ended on. `cancelled` says that the client left, or that
+    the server had no more time for the request.
     """
 
     request_id: str
@@ -41,7 +42,7 @@ class RequestRecord:
     total_s: float | None = None
     retries: int = 0
     continued: int = 0
-    client_left: bool = False
+    cancelled: bool = False
 
     def take_end(self, end: AnswerEnd) -> None:
         """Note what the answer has cost."""

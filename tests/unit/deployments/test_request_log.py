@@ -1,5 +1,6 @@
 """The line of each request, and the files it is written to."""
 
+import asyncio
 import io
 import json
 import logging
@@ -71,7 +72,7 @@ async def test_a_request_is_one_line_at_its_end(
         "forks": 3,
         "retries": 0,
         "continued": 0,
-        "client_left": False,
+        "cancelled": False,
     }
 
 
@@ -90,6 +91,21 @@ async def test_a_request_that_was_refused_has_its_reason(logs: ProcessLogs, tmp_
         None,
     )
     assert (second["status"], second["error_code"], second["threads"]) == (400, None, 0)
+
+
+async def test_a_request_whose_client_left_is_logged_as_such(
+    logs: ProcessLogs, tmp_path: Path
+) -> None:
+    replicas = PlayedReplicas(AnswerStart(200, JSON, b"{}"))
+    replicas.gate.clear()
+    task = asyncio.create_task(client(replicas).post(CHAT, json=BODY))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    logs.close()
+
+    (line,) = lines(tmp_path)
+    assert (line["cancelled"], line["status"], line["prompt_tokens"]) == (True, None, None)
 
 
 async def test_text_is_logged_only_where_it_is_asked_for(logs: ProcessLogs, tmp_path: Path) -> None:
