@@ -35,18 +35,19 @@ def steps(old: ClusterConfig, new: ClusterConfig) -> Iterator[Step]:
     First every model has its replicas, new ones and those that go beside each other, then the
     gateway offers the new ones, and only then those that it no longer offers lose theirs.
     """
-    staying = {model.deployment_name for model in new.models}
-    going = tuple(model for model in old.models if model.deployment_name not in staying)
-    both = new.models + going
-    before = Step(old, old)
-    for step in (
-        Step(old.model_copy(update={"models": both}) if both != old.models else old, old),
-        Step(new.model_copy(update={"models": both}), new),
-        Step(new, new),
-    ):
-        if step != before:
-            yield step
-            before = step
+    wanted = {model.deployment_name: model for model in new.models}
+    known = {model.deployment_name for model in old.models}
+    both = (
+        *(wanted.get(model.deployment_name, model) for model in old.models),
+        *(model for model in new.models if model.deployment_name not in known),
+    )
+    is_going = bool(known - set(wanted))
+    if both != old.models:
+        yield Step(old.model_copy(update={"models": both}), old)
+    if new != old:
+        yield Step(new.model_copy(update={"models": both}) if is_going else new, new)
+    if is_going:
+        yield Step(new, new)
 
 
 def changes(old: ClusterConfig, new: ClusterConfig) -> list[str]:

@@ -5,6 +5,8 @@ written to FILE.loads. Only the process that made a private Ray cluster can ask 
 """
 
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -17,10 +19,14 @@ from cluster.cli import serve
 
 
 def look(config: Path) -> None:
-    """Answer every question for ever."""
+    """Answer every question for ever; end the server when the test that started it is gone."""
     question, answer = config.with_suffix(".ask"), config.with_suffix(".loads")
+    test = os.getppid()
     while True:
         time.sleep(0.1)
+        if os.getppid() != test:
+            os.kill(os.getpid(), signal.SIGTERM)
+            test = os.getppid()
         if question.exists():
             deployment = question.read_text()
             try:
