@@ -171,7 +171,6 @@ def routing_cells(
 
 
 def simulate_forking(
-    data: RecordedData,
     model: ReplicaModel,
     requests: Sequence[SimRequest],
     fork_policy: str,
@@ -179,7 +178,6 @@ def simulate_forking(
     slo: Slo,
 ) -> Measures:
     """Run one fork policy, behind the product's router; with "none" answers are one thread."""
-    del data
     policy: PolicyName = "adaptive" if fork_policy == "adaptive" else "eager"
     settings = ClusterSettings(FORK_REPLICAS, model, fork_policy=policy, token_time_s=TOKEN_TIME_S)
     if fork_policy == "none":
@@ -212,7 +210,7 @@ def forking_cells(
             measured = []
             for seed in range(plan.fork_seeds):
                 requests = data.workload(seed).requests(number, rate)
-                measured.append(simulate_forking(data, model, requests, fork_policy, seed, slo))
+                measured.append(simulate_forking(model, requests, fork_policy, seed, slo))
                 step()
             scenario = Scenario(FORK_REPLICAS, load)
             cells.append(Cell(model.name, scenario, fork_policy, summarise(measured)))
