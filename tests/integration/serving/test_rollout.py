@@ -74,12 +74,24 @@ async def test_every_kind_of_rollout_under_load_loses_no_request(tmp_path: Path)
             server.write(TINY | {"max_concurrency": 32}, drain_s=30)
             kept = engines(server)
             assert "model plain is removed" in await rolled_out(server)
-            while len(left := engines(server)) > 1:  # what ends does so in its own time
+            while len(left := engines(server)) > 1:  # noqa: ASYNC110  # ends in its own time
                 await asyncio.sleep(0.2)
             assert set(left) < set(kept)
             assert served(server) == ["apar-tiny"]
         assert load.failures == []
         assert len(load.outcomes) > 20
+        server.wait_until_idle(1)
+
+
+async def test_what_outlasts_the_grace_goes_on_at_the_new_replica(tmp_path: Path) -> None:
+    with serving(tmp_path, TINY, drain_s=0.2) as server:
+        async with under_load(server.url) as load:
+            first = engines(server)
+            server.write(TINY | {"max_concurrency": 32}, drain_s=0.2)
+            assert "Rolled out" in await rolled_out(server)
+            await asyncio.sleep(3)
+            assert not set(engines(server)) & set(first)
+        assert load.failures == []
         server.wait_until_idle(1)
 
 
