@@ -18,8 +18,9 @@ from deployments.error_responses import DONE_EVENT
 _PATHS = ("/v1/chat/completions", "/v1/completions")
 _EVENT_END = b"\n\n"
 _DATA = b"data: "
-# Events are parsed only where a replica is lost, or when so many bytes of them have come together.
-_UNREAD_LIMIT_BYTES = 32 * 1024
+# Events are parsed only where a replica is lost, or when so many bytes of them have come together:
+# most streams end before.
+_UNREAD_LIMIT_BYTES = 128 * 1024
 
 Key = tuple[int, str]
 """A choice and one of its text fields."""

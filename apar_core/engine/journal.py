@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from apar_core.fork_parameters import thread_path
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class _Fresh:
     """What one thread has generated since the journal was last taken."""
 
-    token_ids: list[int] = field(default_factory=list)
+    path: tuple[int, ...]
+    token_ids: list[int]
     finish_reason: int | None = None
 
 
@@ -74,7 +75,8 @@ class RequestFollower:
             return
         fresh = self._journal.get(output.request_id)
         if fresh is None:
-            fresh = self._journal[output.request_id] = _Fresh()
+            path = thread_path(self._root_id, output.request_id)
+            fresh = self._journal[output.request_id] = _Fresh(path, [])
         fresh.token_ids += token_ids
         if output.finish_reason is not None:
             fresh.finish_reason = int(output.finish_reason)
@@ -95,10 +97,8 @@ class RequestFollower:
             return ()
         journal, self._journal = self._journal, {}
         return tuple(
-            ThreadDelta(
-                thread_path(self._root_id, thread_id), tuple(fresh.token_ids), fresh.finish_reason
-            )
-            for thread_id, fresh in journal.items()
+            ThreadDelta(fresh.path, tuple(fresh.token_ids), fresh.finish_reason)
+            for fresh in journal.values()
         )
 
     def replay(self, *, begins: bool) -> None:
