@@ -154,7 +154,8 @@ def test_a_stream_is_charged_and_logged_too(served: Served) -> None:
     assert line["stream"] is True
     assert chunks[-1].usage is not None
     assert line["prompt_tokens"] == chunks[-1].usage.prompt_tokens
-    assert 1 <= line["generated_tokens"] <= 60
+    # Tokens of all threads, also those that the last step generated past the end.
+    assert line["generated_tokens"] >= chunks[-1].usage.completion_tokens > 1
 
 
 def test_a_key_that_has_used_up_its_requests_is_told_when_to_come_again(served: Served) -> None:
@@ -250,6 +251,6 @@ def test_keys_are_rolled_out_and_requests_shown_where_no_folder_is_set(tmp_path:
         shown = wait_for(server.log, '"request_id": "rolled-out"', server.process)
 
     assert "keys is changed" in said
-    assert rest[-1].choices[0].finish_reason == "length"
+    assert rest[-1].choices[0].finish_reason == "stop"
     line = next(line for line in shown.splitlines() if '"rolled-out"' in line)
     assert json.loads(line)["key"] == "new"
