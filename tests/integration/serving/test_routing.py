@@ -40,9 +40,11 @@ FORKING = "Give me 5 tips for learning guitar."
 class Client:
     """Calls the replicas as the gateway does, and tells their router how each call ended."""
 
-    def __init__(self, calls: Any, router: SharedRouter) -> None:
+    def __init__(self, calls: Any, router: SharedRouter, inside: Callable[[], list[int]]) -> None:
+        """`inside` asks every replica how many requests it runs."""
         self.calls = calls
         self.router = router
+        self.inside = inside
         self.places: dict[str, str] = {}
         self._count = 0
 
@@ -93,12 +95,28 @@ def client(application: RunningApplication) -> Iterator[Client]:
     from deployments.replica_calls import HandleCalls
 
     replicas = build_replicas(MODEL, Surroundings(), RoutingSettings(), logs=LoggingConfig())
-    handle = serve.run(replicas, name="routing", route_prefix=None)
+
+    class Front:
+        """Ray Serve lets no ingress have a router of its own."""
+
+        def __init__(self, replicas: Any) -> None:
+            del replicas
+
+    front = serve.deployment(name="Front", ray_actor_options={"num_cpus": 0})(Front)
+    serve.run(front.bind(replicas), name="routing", route_prefix=None)
     try:
+        handle = serve.get_deployment_handle(MODEL.deployment_name, "routing")
+        # No event loop runs here, so the handle brings its own.
+        handle._init(_run_router_in_separate_loop=True)
+
+        def inside() -> list[int]:
+            loads = handle.broadcast("load").results(timeout_s=30)
+            return [load["requests_inside"] for load in loads]
+
         calls = HandleCalls(handle)
         router = registry.PROCESS.router(MODEL.deployment_name, RoutingSettings())
         until(lambda: router.capacity == 2)
-        yield Client(calls, router)
+        yield Client(calls, router, inside)
     finally:
         serve.delete("routing")
 
@@ -135,14 +153,10 @@ async def test_the_router_learns_what_requests_bring(client: Client) -> None:
 
 
 async def test_no_replica_runs_more_than_its_cap_and_all_are_answered(client: Client) -> None:
-    from ray import serve
-
-    loads = serve.get_deployment_handle(MODEL.deployment_name, "routing")
     most = 0
     calls = [asyncio.create_task(client.place(user(FORKING))) for _ in range(24)]
     while not all(call.done() for call in calls):
-        inside = await loads.broadcast("load").results_async()
-        most = max(most, *(load["requests_inside"] for load in inside))
+        most = max(most, *await asyncio.to_thread(client.inside))
         await asyncio.sleep(0.05)
 
     places = Counter(call.result() for call in calls)
@@ -161,6 +175,7 @@ async def test_the_turns_of_a_conversation_stay_at_one_replica(client: Client) -
         for turn in range(3):
             places.add(await client.place(messages, max_tokens=40))
             messages += [{"role": "assistant", "content": f"Answer {turn}."}, *user("And more?")]
+            await asyncio.sleep(5 * RoutingSettings().report_period_s)  # as people pause
 
         assert len(places) == 1
 
