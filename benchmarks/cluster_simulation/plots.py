@@ -8,6 +8,7 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
 from benchmarks.cluster_simulation.measures import Measures
 from benchmarks.cluster_simulation.scaling import ScalingRun
@@ -78,14 +79,20 @@ def _draw_panel(ax: Any, cells: Sequence[Cell], panel: Panel) -> None:
             capsize=2,
         )
     if logarithmic:
-        ax.set_yscale("log")
-        ax.yaxis.set_major_formatter(mpl.ticker.FormatStrFormatter("%g"))
-        ax.yaxis.set_minor_formatter(mpl.ticker.NullFormatter())
+        _logarithmic(ax)
     else:
         ax.set_ylim(bottom=0)
     ax.set_xlabel("load (share of the saturated rate)")
     ax.set_ylabel(label)
     ax.grid(visible=True, which="both", alpha=0.25)
+
+
+def _logarithmic(ax: Any) -> None:
+    """Set a logarithmic y axis with plain numbers at 1, 2 and 5."""
+    ax.set_yscale("log")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    ax.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+    ax.yaxis.set_minor_formatter(NullFormatter())
 
 
 def scaling_plot(path: Path, title: str, run: ScalingRun) -> None:
@@ -108,8 +115,7 @@ def scaling_plot(path: Path, title: str, run: ScalingRun) -> None:
         latency.plot(run.latency_times_s, run.latency_p50_s, color="#0072b2", label="p50")
         latency.plot(run.latency_times_s, run.latency_p99_s, color="#d55e00", label="p99")
         latency.set_ylabel("latency of requests\nthat came then (s)")
-        latency.set_yscale("log")
-        latency.yaxis.set_major_formatter(mpl.ticker.FormatStrFormatter("%g"))
+        _logarithmic(latency)
         latency.legend(frameon=False)
         latency.set_xlabel("time (s)")
         for ax in (rate, replicas, threads, latency):
