@@ -4,7 +4,7 @@ import io
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
@@ -86,7 +87,7 @@ class Service:
         They get `drain_s`. A signal may raise through it at any moment.
         """
         deadline = time.monotonic() + self.config.drain_s
-        gateway: DeploymentHandle[Any] = serve.get_deployment_handle(GATEWAY, APPLICATION)
+        gateway = _gateway_handle()
         _asked(gateway, "close")
         while (inside := _asked(gateway, "inside")) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -136,12 +137,31 @@ def running(config: ClusterConfig) -> Iterator[str]:
         yield service.url
 
 
+def _gateway_handle() -> DeploymentHandle[Any]:
+    gateway: DeploymentHandle[Any] = serve.get_deployment_handle(GATEWAY, APPLICATION)
+    # No event loop runs here, so the handle brings its own.
+    gateway._init(_run_router_in_separate_loop=True)
+    # A broadcast reaches the replicas that the handle knows; after an ordinary call it knows all.
+    with _logged():
+        gateway.options(method_name="inside").remote().result(timeout_s=_GATEWAY_ANSWER_S)
+    return gateway
+
+
 def _asked(gateway: DeploymentHandle[Any], method: str) -> int:
     """The sum of what all gateways answer; none may be left to answer."""
-    with suppress(RayError, TimeoutError, RuntimeError):
+    with _logged():
         answers = gateway.broadcast(method).results(timeout_s=_GATEWAY_ANSWER_S)
         return sum(answer or 0 for answer in answers)
     return 0
+
+
+@contextmanager
+def _logged() -> Iterator[None]:
+    """The end goes on without a gateway that does not answer."""
+    try:
+        yield
+    except (RayError, RayServeException, TimeoutError) as error:
+        logger.warning("the gateway does not answer", exc_info=error)
 
 
 def _core_shares(
