@@ -1,10 +1,16 @@
 """What no request of a cluster may exceed, and where the rates of its keys are counted."""
 
-import limits.storage
-from limits.aio.storage import SlidingWindowCounterSupport, Storage
-from limits.errors import ConfigurationError
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, SecretStr, field_validator
 
+# The library takes as long to import as all else that `apar --help` needs.
+if TYPE_CHECKING:
+    from limits.aio.storage import Storage
+
+_IN_MEMORY = "memory://"
 _ASYNC = "async+"
 
 
@@ -20,7 +26,7 @@ class LimitsConfig(BaseModel):
         None, description="Characters of a prompt; a longer one gets a 400. No limit when absent."
     )
     rate_storage: str = Field(
-        "memory://",
+        _IN_MEMORY,
         description="Where the rates of keys are counted, as a URI of the library `limits`: "
         "`redis://host:6379` lets several clusters share them (its client must be installed).",
     )
@@ -34,10 +40,13 @@ class LimitsConfig(BaseModel):
     @field_validator("rate_storage")
     @classmethod
     def _check_storage(cls, uri: str) -> str:
-        try:
-            open_storage(uri)
-        except ConfigurationError as error:
-            raise ValueError(str(error)) from error
+        if uri != _IN_MEMORY:
+            from limits.errors import ConfigurationError
+
+            try:
+                open_storage(uri)
+            except ConfigurationError as error:
+                raise ValueError(str(error)) from error
         return uri
 
 
@@ -46,6 +55,10 @@ def open_storage(uri: str) -> Storage:
 
     Raises limits' ConfigurationError for an unknown scheme or a missing client library.
     """
+    import limits.storage
+    from limits.aio.storage import SlidingWindowCounterSupport, Storage
+    from limits.errors import ConfigurationError
+
     storage = limits.storage.storage_from_string(
         _ASYNC + uri.removeprefix(_ASYNC), wrap_exceptions=True
     )
