@@ -1,6 +1,7 @@
 """Streams go on, and whole answers come, though the replica that serves them is killed."""
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,10 +118,11 @@ class Victims:
             times[process.pid] = spent.user + spent.system
         return times
 
-    def kill(self, replica: bool) -> None:
+    def kill(self, *, replica: bool) -> None:
         """Kill the busiest engine, or the replica whose engine it is."""
         now = self._cpu_s()
         busiest = max(now, key=lambda pid: now[pid] - self._before.get(pid, 0.0))
+        self._before = now
         victim = psutil.Process(busiest)
         (victim.parent() if replica else victim).kill()  # type: ignore[union-attr]
 
@@ -141,7 +143,7 @@ def test_stream_whose_replica_is_killed_is_the_uninterrupted_one(
     kill_after = KILL_AFTER[list(BODIES).index(name) % len(KILL_AFTER)]
     victims = Victims(server)
 
-    answer = stream(server.url, name, kill_after, lambda: victims.kill(kills_replica))
+    answer = stream(server.url, name, kill_after, lambda: victims.kill(replica=kills_replica))
 
     assert answer.errors == []
     assert answer.text == expected.text
@@ -149,6 +151,63 @@ def test_stream_whose_replica_is_killed_is_the_uninterrupted_one(
     assert answer.apar == expected.apar
     assert len(answer.ids) == 1
     assert answer.roles == expected.roles
+
+
+def test_stream_that_loses_two_replicas_goes_on_at_the_third(server: Server) -> None:
+    server.wait_for_replicas(2)
+    expected = stream(server.url, "unforked chat")
+    victims = Victims(server)
+    kills: list[int] = []
+
+    def kill() -> None:
+        victims.kill(replica=True)
+        kills.append(len(kills) + 1)
+
+    def kill_now_and_again() -> None:
+        kill()
+        threading.Timer(0.3, kill).start()
+
+    answer = stream(server.url, "unforked chat", 3, kill_now_and_again)
+
+    assert kills == [1, 2]
+    assert (answer.errors, answer.text) == ([], expected.text)
+    assert (answer.finish, answer.usage) == (expected.finish, expected.usage)
+
+
+@pytest.mark.parametrize("kills_replica", [True, False])
+def test_whole_answer_whose_replica_is_killed_comes_all_the_same(
+    server: Server, kills_replica: bool
+) -> None:
+    server.wait_for_replicas(2)
+    path, body = BODIES["unforked chat"]
+    body = body | {"temperature": 0}
+    expected = httpx.post(server.url + path, json=body, timeout=TIMEOUT_S).json()
+    victims = Victims(server)
+    killer = threading.Timer(0.3, lambda: victims.kill(replica=kills_replica))
+
+    killer.start()
+    answer = httpx.post(server.url + path, json=body, timeout=TIMEOUT_S)
+    killer.join()
+
+    assert answer.status_code == 200
+    assert answer.json()["choices"] == expected["choices"]
+
+
+def test_client_that_leaves_while_its_stream_is_moved_leaves_nothing(server: Server) -> None:
+    server.wait_for_replicas(2)
+    path, body = BODIES["unforked chat"]
+    body = body | {"stream": True, "max_tokens": 1500}
+    victims = Victims(server)
+    with httpx.stream("POST", server.url + path, json=body, timeout=TIMEOUT_S) as response:
+        lines = response.iter_lines()
+        for _ in range(10):
+            next(lines)
+        victims.kill(replica=True)
+        for _ in range(40):
+            next(lines)
+
+    server.wait_for_replicas(2)
+    server.wait_until_idle(2)
 
 
 def test_nothing_of_continued_streams_is_left(server: Server) -> None:

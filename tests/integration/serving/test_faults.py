@@ -1,4 +1,4 @@
-"""The engine's or the replica's process is killed under load."""
+"""The only engine's or replica's process is killed under load."""
 
 import asyncio
 import time
@@ -47,7 +47,7 @@ async def wait_until_served(client: httpx.AsyncClient) -> float:
 
 
 @pytest.mark.parametrize("title", [ENGINE, REPLICA])
-async def test_killed_process_ends_streams_with_an_error_and_comes_back(
+async def test_requests_outlive_the_only_replica_and_end_at_its_successor(
     application: RunningApplication, title: str
 ) -> None:
     (victim,) = processes(title)
@@ -58,20 +58,18 @@ async def test_killed_process_ends_streams_with_an_error_and_comes_back(
         for _ in streams:
             await begun.acquire()
         victim.kill()
-        killed_at = time.monotonic()
         texts = await asyncio.gather(*streams)
-        refused = await whole
-        ended_after_s = time.monotonic() - killed_at
+        answer = await whole
         await wait_until_served(client)
         health = await client.get("/health")
 
-    assert ended_after_s < 5
     for text in texts:
         events = text.strip().split("\n\n")
         assert events[-1] == "data: [DONE]"
-        assert events[-2].startswith('data: {"error": {') or '"error":{' in events[-2]
-    assert refused.status_code in (500, 503)
-    assert refused.json()["error"]["type"] == "server_error"
+        assert '"error"' not in text
+        assert [event for event in events if '"finish_reason":"length"' in event] == [events[-2]]
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] == BODY["max_tokens"]
     assert health.status_code == 200
     application.wait_until_idle()
     assert len(processes(ENGINE)) == 1
