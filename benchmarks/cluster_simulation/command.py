@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from benchmarks.cluster_simulation.step_times import ReplicaModel
 
 app = typer.Typer(
     help="Simulate clusters of 8, 64 and 512 replicas, driven by the product's own routers, fork "
@@ -70,6 +73,23 @@ def simulate(
         return
     # Imported here: --help shall not wait for matplotlib.
     from benchmarks.cluster_simulation import experiments, scenarios
+
+    models = _models(model, only)
+    try:
+        recorded = scenarios.RecordedData.read(data)
+    except FileNotFoundError as error:
+        console.print(f"[red]{error}[/red]; name the folder with --data")
+        raise typer.Exit(1) from error
+    plan = scenarios.build_plan(quick=quick, full=full).only(replicas, load)
+    out.mkdir(parents=True, exist_ok=True)
+    for name in only or EXPERIMENTS:
+        with _progress() as progress:
+            experiments.RUN[name](recorded, models, plan, out, console, _stepper(progress, name))
+    console.print(f"written to {out}")
+
+
+def _models(model: list[str] | None, only: list[str] | None) -> list[ReplicaModel]:
+    """The models that are asked for; refuses unknown names of models and experiments."""
     from benchmarks.cluster_simulation.step_times import MODELS
 
     unknown = [name for name in model or () if name not in MODELS]
@@ -79,19 +99,7 @@ def simulate(
             f"{', '.join(unknown)}: models are {', '.join(MODELS)}, "
             f"experiments {', '.join(EXPERIMENTS)}"
         )
-    try:
-        recorded = scenarios.RecordedData.read(data)
-    except FileNotFoundError as error:
-        console.print(f"[red]{error}[/red]; name the folder with --data")
-        raise typer.Exit(1) from error
-    plan = scenarios.build_plan(quick=quick, full=full).only(replicas, load)
-    models = [MODELS[name] for name in model or MODELS]
-    out.mkdir(parents=True, exist_ok=True)
-    for name in only or EXPERIMENTS:
-        with _progress() as progress:
-            steps: Callable[[int], Callable[[], None]] = _stepper(progress, name)
-            experiments.RUN[name](recorded, models, plan, out, console, steps)
-    console.print(f"written to {out}")
+    return [MODELS[name] for name in model or MODELS]
 
 
 @app.command()

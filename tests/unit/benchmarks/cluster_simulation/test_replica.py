@@ -116,11 +116,15 @@ def test_a_slow_replica_takes_longer_by_its_slowness() -> None:
 def test_a_child_runs_beside_its_parent_and_shares_its_blocks() -> None:
     tree = AnswerTree((ThreadPlan(100, ((10, 1),)), ThreadPlan(80)), 177)
 
-    replica, _ = serve([request(tree)])
+    replica, (outcome,) = serve([request(tree)])
 
     # No step more than the parent's own: the child starts after token 10 and ends before it.
     assert replica.engine.step == tree.critical_steps == 100
     assert replica.engine.most_rows == 2
+    root_s = TIMES.step_s(1, 0, prefill=100) + sum(TIMES.step_s(1, 100 + n) for n in range(1, 100))
+    # The child's first step computes the fork and the child token, the others read 112 and more.
+    child_s = TIMES.step_s(1, 0, prefill=2) + sum(TIMES.step_s(1, 111 + n) for n in range(1, 80))
+    assert outcome.end_s == pytest.approx(root_s + child_s - 80 * TIMES.base_s)
 
 
 def test_children_of_a_full_family_run_after_others_have_ended() -> None:
