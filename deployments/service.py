@@ -17,6 +17,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
 from cluster.config import ClusterConfig, StartError
+from cluster.model_config import ModelConfig
 from deployments.application import Surroundings, build_application
 from deployments.ingress import APPLICATION, GATEWAY
 from deployments.rollout import changes, check_change, steps
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 _QUIET = LoggingConfig(enable_access_log=False, log_level="WARNING")
 _GATEWAY_ANSWER_S = 5.0
 _POLL_S = 0.1
+_NOT_OF_A_PROCESS = {"replicas", "autoscaling", "max_queued_requests", "max_queue_s"}
 # Ended requests need a moment to hand their errors on.
 _LAST_WORDS_S = 0.5
 
@@ -169,15 +171,21 @@ def _core_shares(
 ) -> dict[str, int]:
     """Among how many replicas the cores are shared, for each model.
 
-    A model that does not change keeps its share: a new one would cost it a restart.
+    A model whose processes need not change keeps its share: a new one would cost it a restart.
     """
-    unchanged = old.models if old is not None else ()
+    known = [] if old is None else [_process_settings(model) for model in old.models]
     return {
         model.deployment_name: before[model.deployment_name]
-        if model in unchanged
+        if _process_settings(model) in known
         else new.num_replicas
         for model in new.models
     }
+
+
+def _process_settings(model: ModelConfig) -> dict[str, Any]:
+    """What of a model its running replicas depend on, and nothing of how many there are."""
+    settings = model.model_dump(exclude=_NOT_OF_A_PROCESS)
+    return settings | {"name": model.public_name}
 
 
 def _has_room(config: ClusterConfig, *, on_gpu: bool) -> bool:
