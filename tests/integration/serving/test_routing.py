@@ -160,7 +160,8 @@ async def test_no_replica_runs_more_than_its_cap_and_all_are_answered(client: Cl
         await asyncio.sleep(0.05)
 
     places = Counter(call.result() for call in calls)
-    assert most == CAP
+    # A look now and then need not find the fullest moment.
+    assert 1 < most <= CAP
     assert len(places) == 2
     assert client.router.num_sent == 0
 
