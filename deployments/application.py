@@ -165,6 +165,7 @@ def build_application(
     ingress = IngressSettings(
         gateway=settings,
         deployments=tuple(model.deployment_name for model in offered.models),
+        routing=config.routing,
         may_sleep=any(
             model.autoscaling is not None and model.autoscaling.min_replicas == 0
             for model in offered.models

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from cluster.routing_config import RoutingSettings
 from deployments.asgi_relay import AsgiApp
 from deployments.autoscaling import gateway_report
 from deployments.front_door import FrontDoor
@@ -15,6 +16,7 @@ from deployments.gateway import Gateway
 from deployments.gateway_settings import GatewaySettings
 from deployments.json_logs import ProcessLogs
 from deployments.replica_calls import HandleCalls
+from deployments.routing import registry
 
 APPLICATION = "apar"
 GATEWAY = "Gateway"
@@ -30,6 +32,7 @@ class IngressSettings(BaseModel):
 
     gateway: GatewaySettings
     deployments: tuple[str, ...]
+    routing: RoutingSettings = RoutingSettings()
     may_sleep: bool = False
 
     def as_user_config(self) -> dict[str, str]:
@@ -92,6 +95,8 @@ class GatewayIngress:
             self._gateway.reconfigure(settings.gateway, calls)
             if settings.gateway.logging != self._settings.gateway.logging:
                 self._logs.configure(settings.gateway.logging)
+        if settings.routing != self._settings.routing:
+            registry.configure(settings.routing)
         self._settings = settings
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

@@ -1,0 +1,21 @@
+"""The gateway's deployment takes new settings while it runs."""
+
+import pytest
+
+from cluster.routing_config import RoutingPolicy, RoutingSettings
+from deployments.gateway_settings import GatewaySettings
+from deployments.ingress import GatewayIngress, IngressSettings
+from deployments.routing import registry
+
+
+async def test_new_routing_settings_reach_the_routers(monkeypatch: pytest.MonkeyPatch) -> None:
+    configured: list[RoutingSettings] = []
+    monkeypatch.setattr(registry, "configure", configured.append)
+    gateway = GatewaySettings(models=())
+    # Ray Serve's wrapper around the class is made to be awaited; the class itself is below it.
+    ingress = GatewayIngress.__mro__[1](gateway)
+    same = IngressSettings(gateway=gateway, deployments=())
+    changed = same.model_copy(update={"routing": RoutingSettings(policy=RoutingPolicy.RANDOM)})
+    for settings in (same, changed, changed):
+        await ingress.reconfigure(settings.as_user_config())
+    assert configured == [changed.routing]
