@@ -110,6 +110,10 @@ class Replica:
         After that, vLLM answers with errors, in whatever form, though nothing is wrong with the
         request.
         """
+        if self._engine.errored:
+            # The watchdog is about to end this process, and Ray Serve then knows that it is gone.
+            # A replica that refused at once would look idle, and draw every retry.
+            await asyncio.sleep(ENGINE_ANSWER_S)
         try:
             async with aclosing(relay(self._app, request, served)) as parts:
                 async for part in parts:
