@@ -14,12 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 if TYPE_CHECKING:
     from benchmarks.cluster_simulation.step_times import ReplicaModel
 
-app = typer.Typer(
-    help="Simulate clusters of 8, 64 and 512 replicas, driven by the product's own routers, fork "
-    "policies and autoscaler.",
-    pretty_exceptions_show_locals=False,
-    rich_markup_mode="markdown",
-)
+app = typer.Typer(pretty_exceptions_show_locals=False, rich_markup_mode="markdown")
 console = Console(width=200)
 DATA = Path("../shared/data")
 OUT = Path("out/simulation")
@@ -54,7 +49,9 @@ def simulate(
     ] = DATA,
     out: Annotated[Path, typer.Option(help="Folder for Markdown, CSV and PNG.")] = OUT,
 ) -> None:
-    """Routing, forking and scaling in simulated clusters; 10 minutes on one core by default.
+    """Simulate clusters: the product's own routers, fork policies and autoscaler under load.
+
+    Takes about 10 minutes on one idle core; `--full` adds 512 replicas.
 
     **Routing**: the thread router against round robin, random, fewest requests, power of two
     choices, and an oracle that knows every tree and the true state of every replica.
