@@ -11,6 +11,8 @@ _PURPOSES = (
     ("VLLM::EngineCore", "engine core"),
     ("ray::ServeReplica:apar:Replica", "API server"),
     ("ray::ServeReplica:apar:Gateway", "gateway"),
+    ("ray::ServeReplica:bare:Replica", "API server"),
+    ("ray::ServeReplica:bare:BareRelay", "gateway"),
     ("haproxy", "HAProxy"),
 )
 

@@ -28,11 +28,22 @@ class LoadResult:
     answers: list[Answer]
 
 
-def request_bytes(port: int, body: dict[str, Any]) -> bytes:
+@dataclass(frozen=True)
+class Endpoint:
+    """A server on this machine: where it listens, below which path, and the API key it asks for."""
+
+    port: int
+    prefix: str = ""
+    key: str | None = None
+
+
+def request_bytes(endpoint: Endpoint, body: dict[str, Any]) -> bytes:
     """A POST to chat completions, written out once."""
     payload = json.dumps(body).encode()
+    authorization = f"Authorization: Bearer {endpoint.key}\r\n" if endpoint.key else ""
     head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
+        f"POST {endpoint.prefix}/v1/chat/completions HTTP/1.1\r\n"
+        f"Host: 127.0.0.1:{endpoint.port}\r\n{authorization}"
         f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
     )
     return head.encode() + payload
@@ -74,7 +85,7 @@ async def _client(port: int, requests: list[bytes]) -> list[Answer]:
 
 
 async def run_load(
-    port: int, *, num_clients: int, requests_each: int, num_tokens: int, streaming: bool
+    endpoint: Endpoint, *, num_clients: int, requests_each: int, num_tokens: int, streaming: bool
 ) -> LoadResult:
     """`num_clients` clients, each sending its next request when the last one is answered."""
     base = {
@@ -86,7 +97,7 @@ async def run_load(
     plans = [
         [
             request_bytes(
-                port,
+                endpoint,
                 base | {"messages": [{"role": "user", "content": f"Number {client} of {turn}?"}]},
             )
             for turn in range(requests_each)
@@ -94,6 +105,6 @@ async def run_load(
         for client in range(num_clients)
     ]
     started = time.perf_counter()
-    answers = await asyncio.gather(*(_client(port, plan) for plan in plans))
+    answers = await asyncio.gather(*(_client(endpoint.port, plan) for plan in plans))
     wall_s = time.perf_counter() - started
     return LoadResult(wall_s, [answer for plan in answers for answer in plan])

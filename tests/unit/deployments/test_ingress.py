@@ -1,17 +1,22 @@
 """The gateway's deployment takes new settings while it runs."""
 
+from pathlib import Path
+
 import pytest
 
+from cluster.logging_config import LoggingConfig
 from cluster.routing_config import RoutingPolicy, RoutingSettings
 from deployments.gateway_settings import GatewaySettings
 from deployments.ingress import GatewayIngress, IngressSettings
 from deployments.routing import registry
 
 
-async def test_new_routing_settings_reach_the_routers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_new_routing_settings_reach_the_routers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     configured: list[RoutingSettings] = []
     monkeypatch.setattr(registry, "configure", configured.append)
-    gateway = GatewaySettings(models=())
+    gateway = GatewaySettings(models=(), logging=LoggingConfig(folder=tmp_path))
     # Ray Serve's wrapper around the class is made to be awaited; the class itself is below it.
     ingress = GatewayIngress.__mro__[1](gateway)
     same = IngressSettings(gateway=gateway, deployments=())

@@ -1,0 +1,35 @@
+"""A relay with nothing in it: the least that a gateway in front of a replica must do."""
+
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from deployments.answers import relay_answer
+from deployments.asgi_relay import AsgiApp, Receive, RelayedRequest, Scope, Send
+from deployments.replica_calls import HandleCalls
+from deployments.request_body import read_body
+
+BARE_PREFIX = "/bare"
+
+
+@serve.ingress()
+class BareRelay:
+    """Hands every request to one replica and relays its answer; checks and counts nothing."""
+
+    def __init__(self, replica: DeploymentHandle[Any]) -> None:
+        self._calls = HandleCalls(replica)
+
+    async def __serve_build_asgi_app__(self) -> AsgiApp:
+        return self._relay
+
+    async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            message = await receive()
+            await send({"type": f"{message['type']}.complete"})
+            return
+        body = await read_body(receive, 2**20)
+        path = scope["path"].removeprefix(BARE_PREFIX)
+        headers = [(b"content-type", b"application/json")]
+        request = RelayedRequest(scope["method"], path, b"", headers, body)
+        await relay_answer(self._calls, request, b'"stream": true' in body, send)
