@@ -15,7 +15,9 @@ from ray.serve.config import AutoscalingContext, AutoscalingPolicy
 from cluster.autoscaling import ModelLoad, ReplicaReport, ScalingState, decide
 from cluster.autoscaling_config import AutoscalingConfig
 from cluster.model_config import ModelConfig
-from deployments.waiting_board import BOARD
+
+# The module and not the board in it: Ray copies what this module refers to, but modules.
+from deployments import waiting_board
 
 WAITING_PREFIX = "waiting:"
 """Before a deployment's name in what a gateway reports."""
@@ -52,7 +54,7 @@ class GatewayPolicy:
             for name, by_replica in metrics.items()
             if name.startswith(WAITING_PREFIX)
         }
-        BOARD.write(waiting, time.monotonic())
+        waiting_board.BOARD.write(waiting, time.monotonic())
         return context.target_num_replicas, {}
 
 
@@ -72,7 +74,7 @@ class ModelPolicy:
         now_s = time.monotonic()
         metrics = context.aggregated_metrics or {}
         reported = set.intersection(*(set(metrics.get(name, {})) for name in _FIELDS))
-        waiting_in_gateways = BOARD.read(context.deployment_name, now_s)
+        waiting_in_gateways = waiting_board.BOARD.read(context.deployment_name, now_s)
         load = ModelLoad(
             replicas=[
                 ReplicaReport(**{name: metrics[name][replica] for name in _FIELDS})

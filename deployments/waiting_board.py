@@ -2,7 +2,7 @@
 
 Ray Serve runs the autoscaling policies of all deployments in one process, but shows each only its
 own deployment's numbers. The policy of the gateway writes here what those of the models read. A
-module of its own, because Ray copies a policy's module by value.
+module of its own, because Ray copies a policy's module by value, and the board with it.
 """
 
 from dataclasses import dataclass, field

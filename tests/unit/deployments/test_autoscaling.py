@@ -4,14 +4,15 @@ import time
 from typing import Any
 
 import pytest
+from ray import cloudpickle
 from ray.serve._private.common import DeploymentID
 from ray.serve.config import AutoscalingContext
 
 from cluster.autoscaling_config import AutoscalingConfig
 from cluster.model_config import ModelConfig
 from deployments.autoscaling import (
-    GatewayPolicy,
     ModelPolicy,
+    gateway_autoscaling,
     gateway_report,
     model_autoscaling,
     replica_report,
@@ -26,7 +27,10 @@ MODEL = ModelConfig(
 def policy() -> ModelPolicy:
     found = model_autoscaling(MODEL)
     assert found is not None
-    return ModelPolicy(**found.policy.policy_kwargs)
+    # As the controller gets it: what Ray has copied must still read the one board.
+    copied = cloudpickle.loads(found.policy.get_serialized_policy_def() or b"")
+    policy: ModelPolicy = copied(**found.policy.policy_kwargs)
+    return policy
 
 
 def context(name: str, running: int, metrics: dict[str, dict[str, float]], **fields: Any) -> Any:
@@ -87,7 +91,8 @@ def test_requests_that_wait_at_handles_and_in_gateways_count() -> None:
         name: {"one": count, "other": count}
         for name, count in gateway_report({"Replica-w": 2}).items()
     }
-    unchanged, _ = GatewayPolicy()(context("Gateway", 2, gateways))
+    serialized = gateway_autoscaling(1).policy.get_serialized_policy_def()
+    unchanged, _ = cloudpickle.loads(serialized or b"")()(context("Gateway", 2, gateways))
 
     assert unchanged == 2
     assert policy()(context("Replica-w", 2, metrics))[0] == 4
