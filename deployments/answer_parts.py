@@ -72,7 +72,8 @@ class Piece(NamedTuple):
 class AnswerEnd:
     """The whole cost of the answer; zeros where the request never reached the engine.
 
-    `replica` is Ray Serve's id of the one that the answer ended on.
+    `replica` is Ray Serve's id of the one that the answer ended on. The request was there for
+    `replica_s` seconds, and for `engine_s` of these in its engine.
     """
 
     prompt_tokens: int = 0
@@ -81,6 +82,8 @@ class AnswerEnd:
     forks: int = 0
     critical_path_tokens: int = 0
     replica: str | None = None
+    replica_s: float = 0.0
+    engine_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

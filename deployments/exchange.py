@@ -69,6 +69,10 @@ class Exchange:
             headers.append((REQUEST_ID, self.request_id.encode()))
         return {**message, "headers": [*headers, *self.rate_headers]}
 
+    def sending(self) -> None:
+        """Note that the request goes to a replica now."""
+        self.record.sent_s = self._elapsed_s()
+
     def close(self) -> None:
         """Log the request; nothing more may be sent."""
         self.record.total_s = self._elapsed_s()

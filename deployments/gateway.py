@@ -175,6 +175,7 @@ class Gateway:
         charge = Charge(ticket, caller.rates, request.hint.prompt_tokens, exchange)
         try:
             exchange.rate_headers = await caller.rate_headers()
+            exchange.sending()
             await relay_answer(
                 model.replicas,
                 request,

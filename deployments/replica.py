@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat
@@ -13,7 +13,7 @@ from ray import serve
 
 from apar_core.errors import EngineError
 from cluster.logging_config import LoggingConfig
-from deployments.answer_parts import AnswerBroken, AnswerEnd, AnswerPart, AnswerStart, WholeAnswer
+from deployments.answer_parts import AnswerBroken, AnswerPart, AnswerStart, WholeAnswer
 from deployments.apar_extension import AparExtension
 from deployments.asgi_relay import AsgiApp, RelayedRequest, relay
 from deployments.autoscaling import replica_report
@@ -85,7 +85,7 @@ class Replica:
         if broken is not None and begun:
             # What has been generated since the last piece need not be generated again.
             yield served.piece(b"").to_wire()
-        yield broken or self._signed(served.end())
+        yield broken or served.signed_end(self._replica_id)
 
     async def whole(self, request: RelayedRequest) -> AsyncIterator[WholeAnswer]:
         """The answer in one piece, and what it has cost."""
@@ -100,7 +100,7 @@ class Replica:
                 else:
                     pieces.append(part)
         answer = AnswerStart(start.status, start.headers, b"".join(pieces))
-        yield self._broken() or (answer, self._signed(served.end()))
+        yield self._broken() or (answer, served.signed_end(self._replica_id))
 
     async def _answer(
         self, request: RelayedRequest, served: FollowedRequest
@@ -125,9 +125,6 @@ class Replica:
                 raise
         finally:
             served.close()
-
-    def _signed(self, end: AnswerEnd) -> AnswerEnd:
-        return replace(end, replica=self._replica_id)
 
     def _broken(self) -> AnswerBroken | None:
         """Why the replica cannot go on with its answers; None while it can."""

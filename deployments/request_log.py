@@ -17,10 +17,11 @@ _EVENT = b"data: "
 class RequestRecord:
     """The facts of one request. Times are in seconds; None where something never came to pass.
 
-    `queue_s` is the wait for a place at the replicas, `first_byte_s` and `total_s` count from the
-    request's arrival. `generated_tokens` counts those of all threads; when the replica could not
-    say what the answer cost, those that it had told of by then. `retries` counts lost replicas;
-    `replica` is the one that the answer ended on. `cancelled` says that the client left, or that
+    `queue_s` is the wait for a place at the replicas; `sent_s` (handed to a replica for the first
+    time), `first_byte_s` and `total_s` count from the request's arrival. `replica_s` and, within
+    it, `engine_s` are the time at the last replica and in its engine. `generated_tokens` counts
+    those of all threads; when the replica could not say what the answer cost, those that it had
+    told of by then. `retries` counts lost replicas; `replica` is the one that the answer ended on. `cancelled` says that the client left, or that
     the server had no more time for the request.
     """
 
@@ -38,8 +39,11 @@ class RequestRecord:
     threads: int | None = None
     forks: int | None = None
     queue_s: float | None = None
+    sent_s: float | None = None
     first_byte_s: float | None = None
     total_s: float | None = None
+    replica_s: float | None = None
+    engine_s: float | None = None
     retries: int = 0
     continued: int = 0
     cancelled: bool = False
@@ -51,6 +55,8 @@ class RequestRecord:
         self.threads = end.threads
         self.forks = end.forks
         self.replica = end.replica
+        self.replica_s = end.replica_s
+        self.engine_s = end.engine_s
 
     def write(self, content: dict[str, Any] | None = None) -> None:
         """Log the record, with the prompt and the answer where they are given."""

@@ -1,5 +1,7 @@
 """One request inside a replica: its terms, and what the engine tells of it."""
 
+import time
+from dataclasses import replace
 from typing import Protocol
 
 from apar_core.engine.journal import RequestFollower
@@ -25,6 +27,7 @@ class FollowedRequest:
         self._engine = engine
         self._follower = RequestFollower(keeps_journal=terms.keeps_journal, resume=terms.resume)
         self._engine_request_id: str | None = None
+        self._came_s = time.monotonic()
 
     def begin(self, engine_request_id: str) -> None:
         """Follow the request that the engine is about to get under this id."""
@@ -67,4 +70,14 @@ class FollowedRequest:
             trees.threads,
             trees.forks,
             trees.decode_steps,
+        )
+
+    def signed_end(self, replica: str) -> AnswerEnd:
+        """The cost, with the replica's id and the time that the request has been there."""
+        follower = self._follower
+        return replace(
+            self.end(),
+            replica=replica,
+            replica_s=round(time.monotonic() - self._came_s, 6),
+            engine_s=round(max(follower.last_output_s - follower.began_s, 0.0), 6),
         )

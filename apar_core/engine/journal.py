@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -39,6 +40,8 @@ class RequestFollower:
         self.generated_tokens = 0
         self.num_roots = 0
         self.statistics: TreeStatistics | None = None
+        # When the engine got the request, and when its last output came; by the monotonic clock.
+        self.began_s = self.last_output_s = 0.0
         self._wants_journal = keeps_journal
         self._journal: dict[str, _Fresh] | None = None
         self._root_id = ""
@@ -58,6 +61,7 @@ class RequestFollower:
         `choice` is its number among those for one prompt (`n`), None where there is but one.
         """
         self.num_roots += 1
+        self.began_s = self.began_s or time.monotonic()
         if not choice:
             self.prompt_tokens += num_prompt_tokens
         self._root_id = root_id
@@ -70,6 +74,7 @@ class RequestFollower:
         self.generated_tokens += len(token_ids)
         if self._replaying:
             return
+        self.last_output_s = time.monotonic()
         self._num_fresh += len(token_ids)
         if self._journal is None:
             return

@@ -19,7 +19,14 @@ from deployments.json_logs import ProcessLogs
 from tests.fakes.played_replicas import CHAT, EVENTS, JSON, PlayedReplicas, client
 
 END = AnswerEnd(
-    prompt_tokens=3, generated_tokens=9, threads=4, forks=3, critical_path_tokens=5, replica="r-7"
+    prompt_tokens=3,
+    generated_tokens=9,
+    threads=4,
+    forks=3,
+    critical_path_tokens=5,
+    replica="r-7",
+    replica_s=0.5,
+    engine_s=0.25,
 )
 BODY = {"model": "m", "messages": [{"role": "user", "content": "a secret question"}]}
 
@@ -52,7 +59,8 @@ async def test_a_request_is_one_line_at_its_end(
 
     (line,) = lines(tmp_path)
     assert line.pop("time").endswith("+00:00")
-    assert 0 <= line.pop("queue_s") <= line.pop("first_byte_s") <= line.pop("total_s")
+    times = [line.pop(name) for name in ("queue_s", "sent_s", "first_byte_s", "total_s")]
+    assert times == sorted(times) and times[0] >= 0
     assert line == {
         "level": "INFO",
         "logger": "deployments.request_log",
@@ -68,6 +76,8 @@ async def test_a_request_is_one_line_at_its_end(
         "prompt_tokens": 3,
         "generated_tokens": 9,
         "replica": "r-7",
+        "replica_s": 0.5,
+        "engine_s": 0.25,
         "threads": 4,
         "forks": 3,
         "retries": 0,
