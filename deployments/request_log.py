@@ -21,8 +21,8 @@ class RequestRecord:
     time), `first_byte_s` and `total_s` count from the request's arrival. `replica_s` and, within
     it, `engine_s` are the time at the last replica and in its engine. `generated_tokens` counts
     those of all threads; when the replica could not say what the answer cost, those that it had
-    told of by then. `retries` counts lost replicas; `replica` is the one that the answer ended on. `cancelled` says that the client left, or that
-    the server had no more time for the request.
+    told of by then. `retries` counts lost replicas; `replica` is the one that the answer ended on.
+    `cancelled` says that the client left, or that the server had no more time for the request.
     """
 
     request_id: str
