@@ -41,6 +41,7 @@ def everything(context: typer.Context) -> None:
         else:
             console.print(f"training is left out: there is no {TRACE}")
         serving()
+        cluster_cost()
 
 
 @app.command()
@@ -116,6 +117,13 @@ def serving() -> None:
     """The Ray Serve path against vLLM's own HTTP server, on unforked traffic."""
     # A process of its own: Ray's settings are read at import.
     subprocess.run([sys.executable, "-m", "benchmarks.serve_overhead"], check=True)
+
+
+@app.command("cluster-cost")
+def cluster_cost() -> None:
+    """What keys, queue and router add to a request, stage by stage, against a bare relay."""
+    # As for `serving`.
+    subprocess.run([sys.executable, "-m", "benchmarks.cluster_cost"], check=True)
 
 
 @app.command()
