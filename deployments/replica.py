@@ -19,6 +19,7 @@ from deployments.asgi_relay import AsgiApp, RelayedRequest, relay
 from deployments.autoscaling import replica_report
 from deployments.json_logs import ProcessLogs
 from deployments.routing.load_report import LoadReporter
+from deployments.serve_logs import kept_serve_logs
 from deployments.served_request import FollowedRequest
 from deployments.watchdog import watch
 
@@ -45,11 +46,12 @@ class Replica:
 
     async def __init__(self, settings: ReplicaSettings) -> None:  # type: ignore[misc] # Ray Serve awaits it.
         # vLLM takes seconds to import; the process that composes the application need not.
-        from deployments.engine_factory import (
-            build_engine,
-            build_http_application,
-            server_arguments,
-        )
+        with kept_serve_logs():
+            from deployments.engine_factory import (
+                build_engine,
+                build_http_application,
+                server_arguments,
+            )
 
         name = settings.served_name.replace("/", "-")
         self._logs = ProcessLogs(settings.logging, f"replica-{name}")
