@@ -80,7 +80,10 @@ def decide(
     # A replica takes long to start, and what piles up meanwhile must not count as more load.
     growth = max(1, math.ceil(load.running * settings.max_growth))
     wanted = min(_bounded(worth, lowest, highest), max(growth, lowest))
-    enough = _bounded(worth / (1 - settings.downscale_headroom), lowest, highest)
+    # The fewer threads a replica has, the faster its steps, so that few replicas seem enough where
+    # there are many: take some away, and look again.
+    shrunk = math.ceil(load.running / settings.max_growth) if worth > 0 else 0
+    enough = max(_bounded(worth / (1 - settings.downscale_headroom), lowest, highest), shrunk)
     if wanted > load.target:
         since = now_s if state.over_since_s is None else state.over_since_s
         if load.target == 0 or now_s - since >= settings.upscale_delay_s:

@@ -13,6 +13,9 @@ from pydantic import (
     model_validator,
 )
 
+DEFAULT_TARGET_SHARE = 0.25
+"""Of the threads that a replica can run, those that it should carry."""
+
 
 class AutoscalingConfig(BaseModel):
     """Between how many replicas a model moves, and what a replica should carry."""
@@ -26,10 +29,11 @@ class AutoscalingConfig(BaseModel):
     target_threads: PositiveFloat | None = Field(
         None,
         description="Threads that a replica should carry: running, waiting, held back and expected "
-        "of waiting requests; three quarters of what it can run when absent.",
+        "of waiting requests; a quarter of what it can run when absent: where steps take longer "
+        "with each thread, half the rate of a full replica needs far fewer than half its threads.",
     )
     target_kv_use: float = Field(
-        0.8, gt=0, le=1, description="Share of its KV cache that a replica should have in use."
+        0.5, gt=0, le=1, description="Share of its KV cache that a replica should have in use."
     )
     upscale_delay_s: NonNegativeFloat = Field(
         5.0, description="Time for which more must be wanted before replicas are added."
@@ -44,7 +48,10 @@ class AutoscalingConfig(BaseModel):
         description="Share of the targets that must stay free after replicas have been removed.",
     )
     max_growth: float = Field(
-        2.0, gt=1, description="Most replicas at once, as a multiple of those that run."
+        2.0,
+        gt=1,
+        description="Most replicas to ask for at once, as a multiple of those that run; "
+        "no more are taken away at once than leave the running ones divided by it.",
     )
 
     @model_validator(mode="after")

@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from cluster.autoscaling_config import AutoscalingConfig
+from cluster.autoscaling_config import DEFAULT_TARGET_SHARE, AutoscalingConfig
 
 DEFAULT_MODEL = "apar-tiny"
 DEFAULT_MAX_CONCURRENCY = 64
@@ -192,7 +192,7 @@ class ModelConfig(BaseModel):
     def target_threads(self) -> float:
         """Threads that the autoscaler wants a replica to carry."""
         given = None if self.autoscaling is None else self.autoscaling.target_threads
-        return given or 0.75 * self.threads_per_replica
+        return given or DEFAULT_TARGET_SHARE * self.threads_per_replica
 
     @property
     def requests_per_replica(self) -> int:

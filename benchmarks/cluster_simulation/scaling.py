@@ -17,7 +17,7 @@ from benchmarks.cluster_simulation.scenarios import RecordedData
 from benchmarks.cluster_simulation.step_times import ReplicaModel
 from benchmarks.cluster_simulation.threads import SimRequest
 from cluster.autoscaling import ModelLoad, ReplicaReport, ScalingState, decide
-from cluster.autoscaling_config import AutoscalingConfig
+from cluster.autoscaling_config import DEFAULT_TARGET_SHARE, AutoscalingConfig
 
 START_REPLICAS = 4
 LOAD_BEFORE = 0.7
@@ -64,7 +64,7 @@ class ScalingCluster(SimCluster):
         self.scaling = ScalingRun()
         self._config = config
         self._stages = stages
-        self._target_threads = config.target_threads or 0.75 * model.max_threads
+        self._target_threads = config.target_threads or DEFAULT_TARGET_SHARE * model.max_threads
         self._wanted = START_REPLICAS
         self._starting = 0
         self._serving = dict(self.replicas)

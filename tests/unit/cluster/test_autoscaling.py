@@ -10,7 +10,9 @@ from cluster.autoscaling import ModelLoad, ReplicaReport, ScalingState, decide, 
 from cluster.autoscaling_config import AutoscalingConfig
 from cluster.model_config import ModelConfig
 
-SETTINGS = AutoscalingConfig(max_replicas=8, upscale_delay_s=5, downscale_delay_s=60)
+SETTINGS = AutoscalingConfig(
+    max_replicas=8, target_kv_use=0.8, upscale_delay_s=5, downscale_delay_s=60
+)
 TARGET_THREADS = 100.0
 
 
@@ -68,7 +70,7 @@ def test_fewer_are_enough_only_after_a_while_and_never_below_the_most_wanted_mea
     calm = load_of(*[report(threads=10)] * 4)
     warm = load_of(*[report(threads=50)] * 4)
 
-    assert decided([calm] * 61)[-2:] == [4, 1]
+    assert decided([calm] * 61)[-2:] == [4, 2]
     assert decided([calm, warm, *[calm] * 59])[-1] == 3
 
 
@@ -89,6 +91,14 @@ def test_growth_is_bounded_by_what_runs() -> None:
     assert at_once(flooded) == 2
     assert at_once(flooded, max_growth=4.0) == 4
     assert at_once(load_of(report(threads=5000), target=2)) == 2
+
+
+def test_no_more_than_half_are_taken_away_at_once_but_for_an_idle_model() -> None:
+    light = [report(threads=1, kv_use=0.0)] * 7
+
+    assert at_once(load_of(*light)) == 4
+    assert at_once(load_of(*light), max_growth=8.0) == 1
+    assert at_once(load_of(*[report(requests=0, threads=0, kv_use=0)] * 7)) == 1
 
 
 def test_the_wanted_use_of_the_cache_is_the_operators() -> None:
@@ -140,10 +150,10 @@ def test_bounds_must_be_in_order_and_replicas_are_given_once() -> None:
         ModelConfig(replicas=1, autoscaling=AutoscalingConfig(max_replicas=2))
 
 
-def test_the_target_is_three_quarters_of_what_a_replica_can_run() -> None:
+def test_the_target_is_a_quarter_of_what_a_replica_can_run() -> None:
     settings = AutoscalingConfig(max_replicas=3)
 
-    assert ModelConfig(autoscaling=settings).target_threads == 192
+    assert ModelConfig(autoscaling=settings).target_threads == 64
     assert ModelConfig(autoscaling=settings).max_replicas == 3
     given_threads = settings.model_copy(update={"target_threads": 50.0})
     assert ModelConfig(autoscaling=given_threads).target_threads == 50
