@@ -49,7 +49,7 @@ class _Loader(yaml.SafeLoader):
 
 _MODELS = ("models",)
 # Someone may have put the key itself where its hash belongs.
-_SECRET_FIELDS = ("hash", "cache_secret")
+_SECRET_FIELDS = ("keys", "hash", "cache_secret", "rate_storage")
 
 
 class ClusterConfig(BaseModel):
@@ -187,7 +187,16 @@ def _problem(problem: Any) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if not place:
         return str(message)
-    secret = problem["loc"][-1] in _SECRET_FIELDS
-    known = problem["type"] != "extra_forbidden" and not secret
-    shown = f" (got {problem['input']!r})" if known else ""
+    shown = f" (got {problem['input']!r})" if _may_be_shown(problem) else ""
     return f"{place}: {message}{shown}"
+
+
+def _may_be_shown(problem: Any) -> bool:
+    """Whether the wrong value is a plain one of its own and surely no secret.
+
+    A whole record or an item of a list may be, or hold, an API key.
+    """
+    field = problem["loc"][-1]
+    if problem["type"] == "extra_forbidden" or field in _SECRET_FIELDS or isinstance(field, int):
+        return False
+    return not isinstance(problem["input"], dict | list | tuple)

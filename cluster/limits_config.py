@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, SecretStr, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    SecretStr,
+    field_serializer,
+    field_validator,
+)
 
 # The library takes as long to import as all else that `apar --help` needs.
 if TYPE_CHECKING:
@@ -46,8 +55,16 @@ class LimitsConfig(BaseModel):
             try:
                 open_storage(uri)
             except ConfigurationError as error:
-                raise ValueError(str(error)) from error
+                raise ValueError(_without_password(str(error))) from None
         return uri
+
+    @field_serializer("rate_storage", when_used="json")
+    def _mask_password(self, uri: str) -> str:
+        return _without_password(uri)
+
+
+def _without_password(text: str) -> str:
+    return re.sub(r"//\S*@", "//***@", text)
 
 
 def open_storage(uri: str) -> Storage:

@@ -46,7 +46,8 @@ def loads(deployment: str) -> list[Any]:
     from deployments.ingress import APPLICATION
 
     handle = ray_serve.get_deployment_handle(deployment, APPLICATION)
-    handle._init(_run_router_in_separate_loop=True)
+    if not handle.is_initialized:  # Ray Serve may hand out one that it has made before.
+        handle._init(_run_router_in_separate_loop=True)
     handle.load.remote().result(timeout_s=20)  # by then the handle knows its replicas
     return list(handle.broadcast("load").results(timeout_s=20))
 

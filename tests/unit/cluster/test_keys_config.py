@@ -85,9 +85,21 @@ def test_wrong_access_settings_are_refused(tmp_path: Path, text: str, named: str
         load_config(written(tmp_path, text), {}, {})
 
 
-def test_a_key_in_the_place_of_its_hash_is_not_printed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "keys: [{name: a, hash: apar-secret}]",
+        "keys: [{hash: apar-secret}]",
+        "keys: [apar-secret]",
+        "keys: apar-secret",
+        "keys: {name: a, hash: apar-secret}",
+        "limits: {rate_storage: 'redis://:apar-secret@host'}",
+        "limits: {rate_storage: 'no://me:apar-secret@host'}",
+    ],
+)
+def test_a_misplaced_secret_is_not_printed(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        load_config(written(tmp_path, "keys: [{name: a, hash: apar-secret}]"), {}, {})
+        load_config(written(tmp_path, text), {}, {})
 
     assert "apar-secret" not in str(refused.value)
 

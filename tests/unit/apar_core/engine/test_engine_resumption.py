@@ -162,7 +162,9 @@ def test_ordinary_model_is_followed_and_replayed() -> None:
 
     assert journal == (ThreadDelta((), (100, 101)),)
     assert (again.text, again.needs_engine) == (first.text, True)
-    again.processor.process_outputs([EngineCoreOutput("r", [102], finish_reason=FinishReason.LENGTH)])
+    again.processor.process_outputs(
+        [EngineCoreOutput("r", [102], finish_reason=FinishReason.LENGTH)]
+    )
     assert again.follower.take_num_tokens() == 1
     assert again.follower.generated_tokens == 3
     assert again.processor._plain == {}
