@@ -9,7 +9,7 @@ import pytest
 from tests.integration.serving.apar_process import ENGINE, TINY, Server, serving
 from tests.integration.serving.load_clients import RIGHT, outcome_of, texts, under_load
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 PATIENCE_S = 120.0
 
 

@@ -133,8 +133,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.mark.parametrize("kills_replica", [True, False])
-@pytest.mark.parametrize("name", list(BODIES))
+@pytest.mark.parametrize(
+    ("name", "kills_replica"),
+    [
+        pytest.param(name, replica, marks=() if name == "chat" else pytest.mark.slow)
+        for name in BODIES
+        for replica in (True, False)
+    ],
+)
 def test_stream_whose_replica_is_killed_is_the_uninterrupted_one(
     server: Server, name: str, kills_replica: bool
 ) -> None:
@@ -153,6 +159,7 @@ def test_stream_whose_replica_is_killed_is_the_uninterrupted_one(
     assert answer.roles == expected.roles
 
 
+@pytest.mark.slow
 def test_stream_that_loses_two_replicas_goes_on_at_the_third(server: Server) -> None:
     server.wait_for_replicas(2)
     expected = stream(server.url, "unforked chat")
@@ -174,7 +181,7 @@ def test_stream_that_loses_two_replicas_goes_on_at_the_third(server: Server) -> 
     assert (answer.finish, answer.usage) == (expected.finish, expected.usage)
 
 
-@pytest.mark.parametrize("kills_replica", [True, False])
+@pytest.mark.parametrize("kills_replica", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_whole_answer_whose_replica_is_killed_comes_all_the_same(
     server: Server, kills_replica: bool
 ) -> None:

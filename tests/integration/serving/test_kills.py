@@ -31,6 +31,7 @@ def check(run: KillRun) -> None:
     assert {outcome.kind for outcome in run.load.failures} <= CLEAN, run.table()
 
 
+@pytest.mark.slow
 async def test_six_kills_lose_no_request(tmp_path: Path) -> None:
     with serving(tmp_path, TINY | {"replicas": 2}) as server:
         run = await kill_run(server, 6, seed=SEED)
@@ -52,6 +53,7 @@ async def test_many_kills_lose_no_request(
         server.wait_until_idle(2)
 
 
+@pytest.mark.slow
 async def test_serving_goes_on_without_the_controller(tmp_path: Path) -> None:
     with serving(tmp_path, TINY) as server:
         (before,) = server.processes(CONTROLLER)
@@ -63,6 +65,7 @@ async def test_serving_goes_on_without_the_controller(tmp_path: Path) -> None:
         server.wait_until_idle(1)
 
 
+@pytest.mark.slow
 async def test_a_killed_haproxy_is_started_again(tmp_path: Path) -> None:
     with serving(tmp_path, TINY) as server:
         before = {process.pid for process in server.processes(HAPROXY)}
