@@ -21,7 +21,7 @@ class Row:
     """One sequence of the batch; `output_ids` is vLLM's own list and grows."""
 
     parameters: ForkParameters
-    starts_as_child: bool
+    starts_banned: bool
     output_ids: Sequence[int]
 
     def bans_fork(self) -> bool:
@@ -29,7 +29,7 @@ class Row:
         if not self.parameters.enabled:
             return True
         if not self.output_ids:
-            return self.starts_as_child
+            return self.starts_banned
         return self.output_ids[-1] == self.parameters.fork_id
 
 
@@ -43,8 +43,12 @@ class ForkBans(RowProcessor[Row]):
         parameters = ForkParameters.from_extra_args(params.extra_args)
         if parameters is None:
             return None
-        starts_as_child = prompt_ids is not None and prompt_ids[-1:] == [parameters.child_id]
-        return Row(parameters, starts_as_child, output_ids)
+        # The prompt of a thread that is resumed may end with a fork token that it has sampled.
+        starts_banned = prompt_ids is not None and prompt_ids[-1:] in (
+            [parameters.child_id],
+            [parameters.fork_id],
+        )
+        return Row(parameters, starts_banned, output_ids)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Set banned logits [num_rows, vocabulary] to minus infinity, in place."""

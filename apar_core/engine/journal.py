@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
 
 
+# `FinishReason.ABORT`; the value, for the sake of the import.
+_ABORT = 2
+
+
 @dataclass(slots=True)
 class _Fresh:
     """What one thread has generated since the journal was last taken."""
@@ -32,6 +36,10 @@ class RequestFollower:
     A client's request may be several requests of the engine (`n`, several prompts); then it counts
     them all and keeps no journal. `resume` is the journal of the request that this one continues:
     its tokens are part of `generated_tokens`, and of no journal taken here.
+
+    `aborted` tells that the engine core has given the request up by itself, as it does with all its
+    requests when it is told to end. A client's abort never comes this way: the API process drops
+    the request at once and asks the engine core for no answer.
     """
 
     def __init__(self, *, keeps_journal: bool, resume: Journal | None = None) -> None:
@@ -39,6 +47,7 @@ class RequestFollower:
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self.num_roots = 0
+        self.aborted = False
         self.statistics: TreeStatistics | None = None
         # When the engine got the request, and when its last output came; by the monotonic clock.
         self.began_s = self.last_output_s = 0.0
@@ -47,11 +56,17 @@ class RequestFollower:
         self._root_id = ""
         self._num_fresh = 0
         self._replaying = False
+        self._beam_searches: set[str] = set()
 
     @property
     def continuable(self) -> bool:
         """Whether the journals taken here are enough to continue the request elsewhere."""
         return self._journal is not None and self.num_roots == 1
+
+    @property
+    def searches_beams(self) -> bool:
+        """Whether what is followed are the beams of searches."""
+        return bool(self._beam_searches)
 
     def begin(
         self, root_id: str, num_prompt_tokens: int, params: SamplingParams, *, choice: int | None
@@ -68,6 +83,17 @@ class RequestFollower:
         alone = self.num_roots == 1 and choice is None
         self._journal = {} if self._wants_journal and alone and can_continue(params) else None
 
+    def begin_beam(self, search: str, num_prompt_tokens: int) -> None:
+        """Told of each beam of each step of a beam search, which has one name for all of them.
+
+        Its prompt counts once, and the search as one root; beams are never continued.
+        """
+        self.began_s = self.began_s or time.monotonic()
+        if search not in self._beam_searches:
+            self._beam_searches.add(search)
+            self.num_roots += 1
+            self.prompt_tokens += num_prompt_tokens
+
     def add(self, output: EngineCoreOutput) -> None:
         """Take what one thread has generated in one step; called for every output."""
         token_ids = output.new_token_ids
@@ -76,18 +102,24 @@ class RequestFollower:
             return
         self.last_output_s = time.monotonic()
         self._num_fresh += len(token_ids)
-        if self._journal is None:
+        finish_reason = None if output.finish_reason is None else int(output.finish_reason)
+        if finish_reason == _ABORT:
+            # No end of the thread: another engine can go on with it.
+            self.aborted, finish_reason = True, None
+        if self._journal is None or not (token_ids or finish_reason is not None):
             return
         fresh = self._journal.get(output.request_id)
         if fresh is None:
             path = thread_path(self._root_id, output.request_id)
             fresh = self._journal[output.request_id] = _Fresh(path, [])
         fresh.token_ids += token_ids
-        if output.finish_reason is not None:
-            fresh.finish_reason = int(output.finish_reason)
+        if finish_reason is not None:
+            fresh.finish_reason = finish_reason
 
     def end(self, statistics: TreeStatistics) -> None:
-        """Told the statistics of each finished tree."""
+        """Told the statistics of each finished tree; those of beams are no answer's."""
+        if self._beam_searches:
+            return
         known = self.statistics
         self.statistics = statistics if known is None else known + statistics
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
 from vllm.v1.outputs import LogprobsLists
@@ -21,6 +23,9 @@ from apar_core.fork_parameters import ForkParameters
 from apar_core.journal import Journal
 from apar_core.scheduler.resumption import forget_journal
 from apar_core.tree.separator import Separator
+
+# vLLM names the beams of a search `ID-UUID-beam-I`, with another UUID for each step.
+_BEAM = re.compile(r"(?P<search>.+)-[0-9a-f]+-beam-[0-9]+")
 
 
 class ForkOutputProcessor(OutputProcessor):
@@ -63,8 +68,7 @@ class ForkOutputProcessor(OutputProcessor):
         state = self.request_states[request.request_id]
         follower = self._follower(state.external_req_id)
         if follower is not None:
-            choice = None if state.parent_req is None else state.request_index
-            follower.begin(request.request_id, state.prompt_len, params, choice=choice)
+            _begin(follower, state, params)
         parameters = ForkParameters.from_extra_args(params.extra_args)
         if parameters is None:
             if follower is not None:
@@ -177,6 +181,10 @@ class ForkOutputProcessor(OutputProcessor):
 
     def _follower(self, external_id: str) -> RequestFollower | None:
         """Who follows the client's request; vLLM numbers the prompts of one: `ID-0`, `ID-1`."""
+        if not self._followers:
+            return None
+        if (beam := _BEAM.fullmatch(external_id)) is not None:
+            external_id = beam["search"]
         follower = self._followers.get(external_id)
         return follower or self._followers.get(external_id.rpartition("-")[0])
 
@@ -186,6 +194,16 @@ class ForkOutputProcessor(OutputProcessor):
     @cached_property
     def _separator(self) -> Separator[TextToken]:
         return separators(self.tokenizer)
+
+
+def _begin(follower: RequestFollower, state: RequestState, params: SamplingParams) -> None:
+    """Tell a follower of a request that the engine is about to get."""
+    beam = _BEAM.fullmatch(state.external_req_id)
+    if beam is not None:
+        follower.begin_beam(beam["search"], state.prompt_len)
+        return
+    choice = None if state.parent_req is None else state.request_index
+    follower.begin(state.request_id, state.prompt_len, params, choice=choice)
 
 
 def _without_control_tokens(logprobs: LogprobsLists, parameters: ForkParameters) -> LogprobsLists:

@@ -79,6 +79,8 @@ class RequestThreads:
         """Add what one thread has generated; returns the engine request ids of its new children."""
         if self.follower is not None:
             self.follower.add(output)
+        if self.tree.finished:
+            return []  # An error or abort of another thread, in the same step, has ended it.
         thread = self._threads[output.request_id]
         if thread == ROOT_THREAD:
             self._carry(output)

@@ -6,11 +6,16 @@ import msgspec
 import pytest
 from ray.serve.handle import DeploymentResponseGenerator
 from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.utils import random_uuid
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.engine.core_client import MPClient
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.request import Request
@@ -110,7 +115,27 @@ def test_a_stop_token_is_named_as_vllm_names_it(token_id: int, named: int | None
 
 def test_finish_reasons_keep_their_numbers() -> None:
     # Gateway and replicas of two versions exchange them during a rollout.
-    assert [int(FinishReason.STOP), int(FinishReason.LENGTH)] == [0, 1]
+    reasons = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
+    assert [int(reason) for reason in reasons] == [0, 1, 2]
+
+
+def test_an_engine_core_that_is_told_to_end_gives_its_requests_up() -> None:
+    source = inspect.getsource(EngineCoreProc._handle_shutdown)
+    assert "_send_abort_outputs(aborted_reqs)" in source
+    # With a time to drain it would go on with them, and be killed in the middle.
+    assert EngineArgs.shutdown_timeout == 0
+    # Then it exits with 0, which its client takes for the engine's death as well.
+    assert "engine_dead = True" in inspect.getsource(MPClient.start_engine_core_monitor)
+    # A client's abort asks for no output of the engine core.
+    assert "_send_abort" not in inspect.getsource(EngineCore.abort_requests)
+
+
+def test_beams_are_named_after_their_search() -> None:
+    source = inspect.getsource(BeamSearchOnlineMixin.beam_search)
+
+    assert 'request_id_batch = f"{request_id}-{random_uuid()}"' in source
+    assert 'request_id_item = f"{request_id_batch}-beam-{i}"' in source
+    assert set(random_uuid()) <= set("0123456789abcdef")
 
 
 @pytest.mark.parametrize("serving", [OpenAIServingChat, OpenAIServingCompletion])

@@ -247,3 +247,26 @@ def test_several_choices_are_counted_and_not_continued() -> None:
     assert not follower.continuable
     assert follower.take_journal() == ()
     assert (follower.prompt_tokens, follower.take_num_tokens()) == (7, 4)
+
+
+@pytest.mark.parametrize("parameters", [PARAMETERS, None])
+def test_a_request_that_the_engine_core_gives_up_has_not_ended(
+    parameters: ForkParameters | None,
+) -> None:
+    process = ApiProcess(parameters=parameters)
+    process.processor.process_outputs([EngineCoreOutput("r", [40, 41])])
+    assert not process.follower.aborted
+
+    process.processor.process_outputs([EngineCoreOutput("r", [], finish_reason=FinishReason.ABORT)])
+
+    assert process.follower.aborted
+    assert process.follower.take_journal() == (ThreadDelta((), (40, 41)),)
+
+
+def test_an_abort_by_the_client_is_not_one_by_the_engine_core() -> None:
+    process = ApiProcess()
+    process.processor.process_outputs([EngineCoreOutput("r", [40])])
+
+    process.processor.abort_requests(["chatcmpl-1"], internal=False)
+
+    assert not process.follower.aborted

@@ -45,6 +45,9 @@ def banned(processor: LogitsProcessor, num_rows: int = 1) -> list[set[int]]:
         (forking(), [9], [10, FORK], {CHILD, FORK}),
         (forking(), [9, FORK, CHILD], [], {CHILD, FORK}),
         (forking(), [9, FORK, CHILD], [10], {CHILD}),
+        # A thread that is resumed right behind its fork token, and its next step.
+        (forking(), [9, 10, FORK], [], {CHILD, FORK}),
+        (forking(), [9, 10, FORK], [11], {CHILD}),
         (forking(enabled=False), [9], [10], {CHILD, FORK}),
     ],
 )

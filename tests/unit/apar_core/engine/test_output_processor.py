@@ -6,6 +6,7 @@ from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
+from apar_core.engine.journal import RequestFollower
 from apar_core.engine.output_processor import ForkOutputProcessor
 from apar_core.fork_parameters import EXTRA_ARG
 from tests.fakes.scripted_engine import CHILD, END, FORK, fork_parameters
@@ -14,10 +15,24 @@ from tests.fakes.scripted_engine import CHILD, END, FORK, fork_parameters
 def processor_with(request_id: str, *, logprobs: int | None = None, **changes: Any) -> Any:
     """A processor without a tokenizer that knows one request."""
     processor: Any = ForkOutputProcessor(None, log_stats=False)
+    add_request(processor, request_id, "client's", logprobs=logprobs, **changes)
+    return processor
+
+
+def add_request(
+    processor: Any,
+    request_id: str,
+    external_id: str,
+    *,
+    logprobs: int | None = None,
+    plain: bool = False,
+    **changes: Any,
+) -> None:
+    """Add one; a plain one is that of a checkpoint without control tokens."""
     params = SamplingParams(
         max_tokens=50,
         logprobs=logprobs,
-        extra_args={EXTRA_ARG: {**fork_parameters().to_extra_arg(), **changes}},
+        extra_args=None if plain else {EXTRA_ARG: fork_parameters().to_extra_arg() | changes},
     )
     request = EngineCoreRequest(
         request_id=request_id,
@@ -30,9 +45,8 @@ def processor_with(request_id: str, *, logprobs: int | None = None, **changes: A
         cache_salt=None,
         data_parallel_rank=None,
     )
-    request.external_req_id = "client's"
+    request.external_req_id = external_id
     processor.add_request(request, None)
-    return processor
 
 
 def output(request_id: str, tokens: list[int], finish: FinishReason | None = None) -> Any:
@@ -107,3 +121,35 @@ def test_banned_control_tokens_are_reported_as_impossible() -> None:
     logprobs = processed.request_outputs[0].outputs[0].logprobs[0]
     assert logprobs[10].logprob == -3.0
     assert logprobs[FORK].logprob == logprobs[CHILD].logprob == float("-inf")
+
+
+def test_all_threads_of_a_request_may_be_given_up_in_one_step() -> None:
+    processor = processor_with("r")
+    processor.process_outputs([output("r", [10, FORK, 11]), output("r~0", [20])])
+    abort = FinishReason.ABORT
+
+    processed = processor.process_outputs([output("r", [], abort), output("r~0", [], abort)])
+
+    assert processed.request_outputs[-1].outputs[0].finish_reason == "abort"
+    assert not processor.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("prompts", [[""], ["-0", "-1"]])
+@pytest.mark.parametrize("plain", [True, False])
+def test_beams_are_followed_and_their_prompt_counts_once(prompts: list[str], plain: bool) -> None:
+    processor: Any = ForkOutputProcessor(None, log_stats=False)
+    follower = RequestFollower(keeps_journal=True)
+    processor.follow("cmpl-a-b1", follower)
+    for prompt in prompts:
+        for step in range(3):
+            ids = [f"cmpl-a-b1{prompt}-{step:016x}-beam-{beam}" for beam in range(2)]
+            for beam_id in ids:
+                add_request(processor, beam_id, beam_id, plain=plain, enabled=False)
+            processor.process_outputs([output(each, [10], FinishReason.LENGTH) for each in ids])
+
+    assert follower.prompt_tokens == 2 * len(prompts)
+    assert follower.generated_tokens == follower.take_num_tokens() == 6 * len(prompts)
+    assert follower.num_roots == len(prompts)
+    assert follower.statistics is None
+    assert not follower.continuable
+    assert follower.take_journal() == ()
