@@ -1,8 +1,9 @@
 """The parts that an answer travels in from a replica to the gateway.
 
 A streamed answer is one `AnswerStart`, then any number of `Piece`s, then one `AnswerEnd`; a whole
-one is one part of start and end. Either ends with `AnswerBroken` at any point where the replica
-cannot go on, or without a word where the replica's process has died.
+one is one part of start and end, after any number of plain integers: the tokens that all threads
+together have generated since the last one. Either ends with `AnswerBroken` at any point where the
+replica cannot go on, or without a word where the replica's process has died.
 """
 
 from dataclasses import dataclass
@@ -94,4 +95,4 @@ class AnswerBroken:
 
 
 AnswerPart = AnswerStart | WirePiece | AnswerEnd | AnswerBroken
-WholeAnswer = tuple[AnswerStart, AnswerEnd] | AnswerBroken
+WholeAnswer = int | tuple[AnswerStart, AnswerEnd] | AnswerBroken

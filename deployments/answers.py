@@ -6,7 +6,7 @@ error event and `[DONE]`, never with a cut connection or a hang.
 """
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from deployments.retries import ReplicaLostError, Retries
 from deployments.stream_relay import StreamRelay
 
 __all__ = [
+    "Progress",
     "ReplicaCalls",
     "ReplicaLostError",
     "Watch",
@@ -28,6 +29,10 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+
+Progress = Callable[[int], None]
+"""Told how many more tokens a request has generated."""
 
 
 class ReplicaCalls(Protocol):
@@ -41,8 +46,13 @@ class ReplicaCalls(Protocol):
     ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:
         """The answer piece by piece; closing the iterator cancels the request."""
 
-    async def whole(self, request: RelayedRequest) -> tuple[AnswerStart, AnswerEnd]:
-        """The answer in one piece, and its cost; cancelling the call cancels the request."""
+    async def whole(
+        self, request: RelayedRequest, progress: Progress | None = None
+    ) -> tuple[AnswerStart, AnswerEnd]:
+        """The answer in one piece, and its cost; cancelling the call cancels the request.
+
+        `progress` is told of tokens now and then, not of all: the cost has them all.
+        """
 
 
 class Watch(Protocol):
@@ -51,8 +61,8 @@ class Watch(Protocol):
     def progress(self, num_tokens: int) -> None:
         """The request has generated so many more tokens, of all its threads together.
 
-        A whole answer tells of all of them at its end. What is generated twice, after the loss of
-        a replica, counts twice.
+        A stream tells with each piece; a whole answer now and then, and of the rest at its end.
+        What is generated twice, after the loss of a replica, counts twice.
         """
 
     def retried(self, *, continued: bool) -> None:
@@ -101,7 +111,6 @@ async def relay_answer(
     try:
         if stream is None:
             answer, end = await _whole(replicas, request, watch, retries)
-            watch.progress(end.generated_tokens)
             await send_whole(send, answer)
         else:
             end = await stream.run(replicas)
@@ -115,13 +124,33 @@ async def relay_answer(
         watch.ended(end)
 
 
+class _Told:
+    """Tells of the tokens of one attempt, each once."""
+
+    def __init__(self, tell: Progress) -> None:
+        self._tell = tell
+        self._num_tokens = 0
+
+    def progress(self, num_tokens: int) -> None:
+        """Tell of so many more."""
+        self._num_tokens += num_tokens
+        self._tell(num_tokens)
+
+    def up_to(self, num_tokens: int) -> None:
+        """Tell of those that are left, when there were so many in all."""
+        self.progress(max(0, num_tokens - self._num_tokens))
+
+
 async def _whole(
     replicas: ReplicaCalls, request: RelayedRequest, watch: Watch, retries: Retries
 ) -> tuple[AnswerStart, AnswerEnd]:
     attempts = retries.attempts()
     while True:
+        told = _Told(watch.progress)
         try:
-            return await replicas.whole(request)
+            answer, end = await replicas.whole(request, told.progress)
+            told.up_to(end.generated_tokens)
+            return answer, end
         except ReplicaLostError as error:
             await attempts.another(error, continued=False)
             watch.retried(continued=False)

@@ -10,6 +10,7 @@ from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableE
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from deployments.answer_parts import AnswerBroken, AnswerEnd, AnswerStart, Piece
+from deployments.answers import Progress
 from deployments.asgi_relay import RelayedRequest
 from deployments.retries import NoReplicaError, ReplicaLostError
 
@@ -21,8 +22,8 @@ class HandleCalls:
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._stream = _plain(handle, "stream")
-        # A generator too, of one item: with a unary call over gRPC Ray Serve learns only with the
-        # answer that the replica has taken the request.
+        # A generator too, which ends with the answer and tells of tokens before: with a unary call
+        # over gRPC Ray Serve learns only with the answer that the replica has taken the request.
         self._whole = _plain(handle, "whole")
 
     async def stream(
@@ -33,14 +34,20 @@ class HandleCalls:
             async for part in parts:
                 yield Piece.from_wire(part) if isinstance(part, tuple) else part
 
-    async def whole(self, request: RelayedRequest) -> tuple[AnswerStart, AnswerEnd]:
+    async def whole(
+        self, request: RelayedRequest, progress: Progress | None = None
+    ) -> tuple[AnswerStart, AnswerEnd]:
         """The answer in one piece, and its cost; raises ReplicaLostError."""
+        answers: list[tuple[AnswerStart, AnswerEnd]] = []
         async with aclosing(_parts(self._whole, request)) as parts:
-            answers = [part async for part in parts]
+            async for part in parts:
+                if not isinstance(part, int):
+                    answers.append(part)
+                elif progress is not None:
+                    progress(part)
         if len(answers) != 1:
             raise TypeError("a whole answer must be one part")
-        answer: tuple[AnswerStart, AnswerEnd] = answers[0]
-        return answer
+        return answers[0]
 
 
 async def _parts(

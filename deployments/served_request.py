@@ -29,6 +29,11 @@ class FollowedRequest:
         self._engine_request_id: str | None = None
         self._came_s = time.monotonic()
 
+    @property
+    def aborted(self) -> bool:
+        """Whether the engine core has given the request up, as it does before it exits."""
+        return self._follower.aborted
+
     def begin(self, engine_request_id: str) -> None:
         """Follow the request that the engine is about to get under this id."""
         self._engine_request_id = engine_request_id
@@ -55,12 +60,20 @@ class FollowedRequest:
         """A piece of the answer, with its share of tokens and journal."""
         return Piece(body, self._follower.take_journal(), self._follower.take_num_tokens())
 
+    def take_num_tokens(self) -> int:
+        """Tokens generated since the last part or call."""
+        return self._follower.take_num_tokens()
+
     def end(self) -> AnswerEnd:
-        """What the answer has cost; an ordinary checkpoint's answer has one thread a choice."""
+        """What the answer has cost; an ordinary checkpoint's answer has one thread a choice.
+
+        A beam search counts as one thread, of unknown length, with the tokens of all its beams.
+        """
         follower, trees = self._follower, self._follower.statistics
         if trees is None:
             num_roots = follower.num_roots
-            longest = follower.generated_tokens if num_roots == 1 else 0
+            alone = num_roots == 1 and not follower.searches_beams
+            longest = follower.generated_tokens if alone else 0
             return AnswerEnd(
                 follower.prompt_tokens, follower.generated_tokens, num_roots, 0, longest
             )

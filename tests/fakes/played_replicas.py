@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 
 from deployments.answer_parts import AnswerEnd, AnswerStart, Piece
+from deployments.answers import Progress
 from deployments.asgi_relay import RelayedRequest
 from deployments.gateway import Gateway
 from deployments.gateway_settings import GatewaySettings, ServedModel
@@ -43,7 +44,9 @@ class PlayedReplicas:
         finally:
             self.num_closed += 1
 
-    async def whole(self, request: RelayedRequest) -> tuple[AnswerStart, AnswerEnd]:
+    async def whole(
+        self, request: RelayedRequest, progress: Progress | None = None
+    ) -> tuple[AnswerStart, AnswerEnd]:
         async for part in self.stream(request):
             assert isinstance(part, AnswerStart)
             return part, self.end

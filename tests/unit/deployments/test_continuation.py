@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from apar_core.journal import ThreadDelta, merged
 from cluster.retry_config import RetryConfig
 from deployments.answer_parts import AnswerEnd, AnswerStart, Piece
-from deployments.answers import ReplicaLostError, relay_answer
+from deployments.answers import Progress, ReplicaLostError, relay_answer
 from deployments.asgi_relay import Message, RelayedRequest
 from deployments.continuation import ClientStream, ContinuationError, can_continue
 from deployments.retries import NoReplicaError, Retries
@@ -85,9 +85,16 @@ class DyingReplicas:
                     yield Piece(body, delta, len(new))
         yield AnswerEnd(generated_tokens=len(TOKENS))
 
-    async def whole(self, request: RelayedRequest) -> tuple[AnswerStart, AnswerEnd]:
+    async def whole(
+        self, request: RelayedRequest, progress: Progress | None = None
+    ) -> tuple[AnswerStart, AnswerEnd]:
         self.requests.append(request)
-        if self.deaths and self.deaths.pop(0) is not None:
+        death = self.deaths.pop(0) if self.deaths else None
+        # Three tokens are told of, if it comes so far.
+        if progress is not None and death != 0:
+            progress(1)
+            progress(2)
+        if death is not None:
             raise LOST
         return AnswerStart(200, [], b"{}"), AnswerEnd(generated_tokens=7)
 
@@ -244,6 +251,15 @@ async def test_whole_answer_is_asked_for_again() -> None:
     assert (client.num_tokens, client.ends) == (7, [AnswerEnd(generated_tokens=7)])
 
 
+async def test_tokens_of_whole_answers_count_while_they_are_generated() -> None:
+    # Those of the two replicas that were lost as well, and no token of the last one twice.
+    client, _ = await ask(DyingReplicas(1, 0, 1), streaming=False)
+    assert client.num_tokens == 3 + 0 + 3 + 7
+
+    lost, _ = await ask(DyingReplicas(1, 1), streaming=False, config=RetryConfig(max_retries=1))
+    assert (lost.status, lost.num_tokens, lost.ends) == (503, 6, [None])
+
+
 @pytest.mark.parametrize("streaming", [True, False])
 async def test_request_that_loses_every_replica_is_given_up(streaming: bool) -> None:
     replicas = DyingReplicas(*[0] * 10)
@@ -259,7 +275,9 @@ async def test_request_that_loses_every_replica_is_given_up(streaming: bool) -> 
 
 async def test_wait_for_a_replica_is_not_begun_again() -> None:
     class NoReplicas(DyingReplicas):
-        async def whole(self, request: RelayedRequest) -> tuple[AnswerStart, AnswerEnd]:
+        async def whole(
+            self, request: RelayedRequest, progress: Progress | None = None
+        ) -> tuple[AnswerStart, AnswerEnd]:
             self.requests.append(request)
             raise NoReplicaError("none")
 

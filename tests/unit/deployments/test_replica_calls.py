@@ -88,6 +88,15 @@ async def test_a_whole_answer_comes_with_its_cost() -> None:
     assert await calls(handle).whole(REQUEST) == (START, AnswerEnd(3))
 
 
+async def test_a_whole_answer_tells_of_its_tokens_before() -> None:
+    told: list[int] = []
+    handle = PlayedHandle(2, 5, (START, AnswerEnd(3, 9)))
+
+    assert await calls(handle).whole(REQUEST, told.append) == (START, AnswerEnd(3, 9))
+    assert told == [2, 5]
+    assert await calls(handle).whole(REQUEST) == (START, AnswerEnd(3, 9))
+
+
 async def test_a_request_that_no_replica_takes_is_called_back() -> None:
     handle = PlayedHandle(START, taken=False)
 

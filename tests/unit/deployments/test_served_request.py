@@ -67,6 +67,19 @@ def test_continued_request_charges_only_what_is_new_and_costs_the_whole() -> Non
     assert request.end().generated_tokens == 4
 
 
+def test_beam_search_costs_the_tokens_of_all_beams_and_its_prompt_once() -> None:
+    engine = PlayedEngine()
+    request = FollowedRequest(engine, RequestTerms())
+    request.begin("chatcmpl-1")
+    follower = engine.followers["chatcmpl-1"]
+    for beam in ("1-ab-beam-0", "1-cd-beam-0", "1-cd-beam-1"):
+        follower.begin_beam("1", 5)
+        follower.add(EngineCoreOutput(beam, [10], finish_reason=FinishReason.LENGTH))
+
+    assert request.take_num_tokens() == 3
+    assert request.end() == AnswerEnd(5, 3, 1, 0, 0)
+
+
 def test_request_that_never_reached_the_engine_costs_nothing() -> None:
     engine = PlayedEngine()
     request = FollowedRequest(engine, RequestTerms())

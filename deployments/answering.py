@@ -1,0 +1,123 @@
+"""How a replica answers: through vLLM's application, up to where its engine is lost."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Protocol
+
+from deployments.answer_parts import AnswerBroken, AnswerPart, AnswerStart, WholeAnswer
+from deployments.asgi_relay import AsgiApp, RelayedRequest, relay
+from deployments.served_request import FollowedRequest, FollowingEngine
+
+# A step on a CPU may take seconds, but not this long; under Ray Serve's own limit of 30 s.
+ENGINE_ANSWER_S = 25.0
+# How often a whole answer tells what it has generated so far.
+PROGRESS_S = 0.5
+
+
+class AnsweringEngine(FollowingEngine, Protocol):
+    """The part of an engine that answers depend on."""
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine is dead."""
+
+
+class Answering:
+    """The calls of a replica that answer a client's request."""
+
+    def __init__(self, engine: AnsweringEngine, app: AsgiApp, replica_id: str) -> None:
+        self._answering_engine = engine
+        self._app = app
+        self._replica_id = replica_id
+        self._engine_ends = False
+        # As Ray Serve counts requests against its cap: each once, however many choices.
+        self.num_inside = 0
+
+    @property
+    def engine_lost(self) -> bool:
+        """Whether the engine is dead, or has given requests up, which it does when told to exit.
+
+        It may take seconds to exit, and only then counts as dead.
+        """
+        return self._engine_ends or self._answering_engine.errored
+
+    async def stream(self, request: RelayedRequest) -> AsyncIterator[AnswerPart]:
+        """The answer, piece by piece."""
+        served = FollowedRequest(self._answering_engine, request.terms)
+        begun = False
+        async with aclosing(self._answer(request, served)) as parts:
+            async for part in parts:
+                begun = True
+                if isinstance(part, AnswerStart):
+                    yield served.start(part)
+                else:
+                    yield served.piece(part).to_wire()
+        broken = self._broken(served)
+        if broken is not None and begun:
+            # What has been generated since the last piece need not be generated again.
+            yield served.piece(b"").to_wire()
+        yield broken or served.signed_end(self._replica_id)
+
+    async def whole(self, request: RelayedRequest) -> AsyncIterator[WholeAnswer]:
+        """The answer in one piece, and what it has cost; before, now and then, the new tokens."""
+        served = FollowedRequest(self._answering_engine, request.terms)
+        answer = asyncio.create_task(self._joined(request, served))
+        try:
+            while not (await asyncio.wait([answer], timeout=PROGRESS_S))[0]:
+                if num_tokens := served.take_num_tokens():
+                    yield num_tokens
+            start = answer.result()
+        finally:
+            # Of use where the client has gone: the application is told, and cleans up.
+            answer.cancel()
+            await asyncio.wait([answer])
+        broken = self._broken(served)
+        if broken is not None and (num_tokens := served.take_num_tokens()):
+            yield num_tokens
+        yield broken or (start, served.signed_end(self._replica_id))
+
+    async def _joined(self, request: RelayedRequest, served: FollowedRequest) -> AnswerStart:
+        start = AnswerStart(500, [], b"")
+        pieces: list[bytes] = []
+        async with aclosing(self._answer(request, served)) as parts:
+            async for part in parts:
+                if isinstance(part, AnswerStart):
+                    start = part
+                    pieces.append(part.body)
+                else:
+                    pieces.append(part)
+        return AnswerStart(start.status, start.headers, b"".join(pieces))
+
+    async def _answer(
+        self, request: RelayedRequest, served: FollowedRequest
+    ) -> AsyncGenerator[AnswerStart | bytes, None]:
+        """What the application answers, up to where the engine dies or gives the request up.
+
+        After that, vLLM answers with errors, in whatever form, or with the text so far as if it
+        were whole, though nothing is wrong with the request.
+        """
+        self.num_inside += 1
+        try:
+            if self.engine_lost:
+                # The watchdog is about to end this process, and Ray Serve then knows that it is
+                # gone. A replica that refused at once would look idle, and draw every retry.
+                await asyncio.sleep(ENGINE_ANSWER_S)
+            async with aclosing(relay(self._app, request, served)) as parts:
+                async for part in parts:
+                    if self._broken(served):
+                        return
+                    yield part
+        except Exception:
+            if not self._broken(served):
+                raise
+        finally:
+            self._engine_ends |= served.aborted
+            served.close()
+            self.num_inside -= 1
+
+    def _broken(self, served: FollowedRequest) -> AnswerBroken | None:
+        """Why the replica cannot go on with an answer; None while it can."""
+        if self._answering_engine.errored:
+            return AnswerBroken("the engine has died")
+        return AnswerBroken("the engine has given the request up") if served.aborted else None
