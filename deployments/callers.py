@@ -12,6 +12,7 @@ from limits.aio.storage import Storage
 from cluster.keys_config import ANONYMOUS, KeyConfig
 from cluster.limits_config import LimitsConfig, open_storage
 from deployments.answer_parts import Headers
+from deployments.counter_store import CounterStore
 from deployments.keys import KeyRing
 from deployments.rate_limits import KeyRates
 
@@ -53,7 +54,7 @@ class Callers:
         self._ring = KeyRing(keys, keys_file)
         self._open_storage = open_storage
         self._limits = limits
-        self._storage = open_storage(limits.rate_storage)
+        self._store = CounterStore(open_storage(limits.rate_storage))
         self._secret = _secret(limits) or secrets.token_bytes(_SALT_CHARS)
         self._callers: dict[str, Caller] = {}
 
@@ -65,7 +66,7 @@ class Callers:
         secret = _secret(limits)
         same_storage = limits.rate_storage == self._limits.rate_storage
         if not same_storage:
-            self._storage = self._open_storage(limits.rate_storage)
+            self._store = CounterStore(self._open_storage(limits.rate_storage))
         if not same_storage or secret != _secret(self._limits):
             self._callers = {}
             self._secret = secret or self._secret
@@ -86,7 +87,7 @@ class Callers:
     def _rates(self, key: KeyConfig) -> KeyRates | None:
         if key.requests_per_minute is None and key.tokens_per_minute is None:
             return None
-        return KeyRates(self._storage, key)
+        return KeyRates(self._store, key)
 
     def _salt(self, name: str) -> str:
         """What keeps the key's prefixes apart: nobody can guess it, and it holds no secret."""

@@ -3,7 +3,7 @@
 from deployments.answer_parts import AnswerEnd
 from deployments.exchange import Exchange
 from deployments.fair_queue import Ticket
-from deployments.rate_limits import KeyRates
+from deployments.rate_limits import Admission, KeyRates
 
 
 class Charge:
@@ -13,10 +13,16 @@ class Charge:
     """
 
     def __init__(
-        self, ticket: Ticket, rates: KeyRates | None, prompt_tokens: int, exchange: Exchange
+        self,
+        ticket: Ticket,
+        rates: KeyRates | None,
+        admission: Admission,
+        prompt_tokens: int,
+        exchange: Exchange,
     ) -> None:
         self._ticket = ticket
         self._rates = rates
+        self._admission = admission
         self._prompt_tokens = prompt_tokens
         self._exchange = exchange
         self.end: AnswerEnd | None = None
@@ -25,8 +31,7 @@ class Charge:
         """Charge tokens that have been generated."""
         self._ticket.charge(num_tokens)
         self._exchange.record.generated_tokens += num_tokens
-        if self._rates is not None:
-            self._rates.use_tokens(num_tokens)
+        self._use_tokens(num_tokens)
 
     def retried(self, *, continued: bool) -> None:
         """Note that a replica was lost."""
@@ -37,14 +42,34 @@ class Charge:
     def ended(self, end: AnswerEnd | None) -> None:
         """Charge what has not been charged yet."""
         record = self._exchange.record
-        if end is None and not record.generated_tokens and (record.status or 0) >= 400:
-            end = AnswerEnd()  # Refused before it reached the engine.
+        status = record.status or 0
+        if end is None and status >= 400 and not record.generated_tokens:
+            if status < 500:
+                end = AnswerEnd()  # Refused before it reached the engine.
+            else:
+                # Lost with its replica: nobody pays for the prompt of an answer that never came.
+                self._use_tokens(-self._prompt_tokens)
         self.end = end
         if end is None:
             return
         # What was computed twice, after the loss of a replica, stays charged.
         unpaid = max(0, end.generated_tokens - record.generated_tokens)
         self._ticket.charge(unpaid)
-        if self._rates is not None:
-            self._rates.use_tokens(unpaid + end.prompt_tokens - self._prompt_tokens)
+        self._use_tokens(unpaid + end.prompt_tokens - self._prompt_tokens)
         record.take_end(end)
+
+    def close(self) -> None:
+        """Give the place at the replicas back; once, at the last."""
+        record = self._exchange.record
+        if record.sent_s is None:
+            self._ticket.give_up()
+            if self._rates is not None:
+                self._rates.give_back(self._admission)
+            return
+        # A stream has told its tokens as they came, also one that its client has cut.
+        told = record.stream and record.generated_tokens > 0
+        self._ticket.leave(cost_is_known=told or self.end is not None)
+
+    def _use_tokens(self, num: int) -> None:
+        if self._rates is not None:
+            self._rates.use_tokens(num)

@@ -66,7 +66,7 @@ def unknown_key(message: str) -> ErrorAnswer:
 
 
 def rate_limited(message: str, kind: str, retry_after_s: float) -> ErrorAnswer:
-    """The answer when a key has used up a rate; `kind` is `requests` or `tokens`."""
+    """The answer when a key has used up what it may have: `requests`, `tokens` or `threads`."""
     return ErrorAnswer(
         429, message, code="rate_limit_exceeded", kind=kind, retry_after_s=retry_after_s
     )

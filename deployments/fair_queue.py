@@ -10,54 +10,21 @@ the key's mean answer charged in advance, its variant with predicted lengths.
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from apar_core.errors import CapacityError
+from deployments.account import Account, Waiter
 from deployments.drain_rate import DrainRate
+from deployments.rate_limits import RateLimitError
 
-# Weight of the newest answer in a key's mean.
+# Weight of the newest answer in a mean.
 _NEWEST = 0.1
-
-
-@dataclass(slots=True, eq=False)
-class Account:
-    """One key in one model's queue.
-
-    `virtual_time` counts tokens divided by `weight`. `max_running` bounds the key's requests that
-    run at once.
-    """
-
-    name: str
-    priority: int = 0
-    weight: float = 1.0
-    max_running: int | None = None
-    virtual_time: float = 0.0
-    num_running: int = 0
-    mean_tokens: float = 0.0
-    waiting: "dict[_Waiter, None]" = field(default_factory=dict)  # in order of arrival
-
-    @property
-    def may_run(self) -> bool:
-        """Whether the key's own bound leaves room for one more request."""
-        return self.max_running is None or self.num_running < self.max_running
-
-    @property
-    def backlog(self) -> tuple[int, float]:
-        """How much the key's waiting requests deserve to be dropped: class, then number."""
-        return self.priority, len(self.waiting) / self.weight
-
-
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    account: Account
-    granted: "asyncio.Future[Ticket]"
-    since_s: float
 
 
 class Ticket:
     """A request's place at the replicas, from the moment it may go there until `leave`."""
 
-    __slots__ = ("_account", "_prepaid", "_queue", "num_tokens", "queued_s")
+    __slots__ = ("_account", "_expected", "_prepaid", "_queue", "num_tokens", "queued_s")
 
     def __init__(self, queue: "FairQueue", account: Account, queued_s: float) -> None:
         self._queue = queue
@@ -65,7 +32,8 @@ class Ticket:
         self.queued_s = queued_s
         self.num_tokens = 0
         # A burst would otherwise get every free place before its first token is charged.
-        self._prepaid = account.mean_tokens
+        self._expected = account.mean_tokens
+        self._prepaid = self._expected
         account.virtual_time += self._prepaid / account.weight
 
     def charge(self, num_tokens: int) -> None:
@@ -78,22 +46,39 @@ class Ticket:
         else:
             self._account.virtual_time += num_tokens / self._account.weight
 
-    def leave(self) -> None:
-        """Give the place back; once."""
+    def leave(self, *, cost_is_known: bool = True) -> None:
+        """Give the place back, when all tokens that are known of have been charged; once.
+
+        A request whose cost nobody knows, because its client or its replica is gone, keeps what it
+        was charged in advance: a key whose clients give up early must not come before the others.
+        """
         account = self._account
-        account.virtual_time -= self._prepaid / account.weight
-        newest = _NEWEST if account.mean_tokens else 1.0
-        account.mean_tokens += newest * (self.num_tokens - account.mean_tokens)
+        if cost_is_known:
+            account.virtual_time -= self._prepaid / account.weight
+            self._queue._learn(account, self.num_tokens)
+        elif not self._expected:
+            unpaid = self._queue._guess(account) - self.num_tokens
+            account.virtual_time += max(0.0, unpaid) / account.weight
         self._queue._leave(account)
+
+    def give_up(self) -> None:
+        """Give the place back without having used it; once."""
+        self._account.virtual_time -= self._prepaid / self._account.weight
+        self._queue._leave(self._account)
 
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """How a queue stands: `waiting` by the name of the key; `oldest_wait_s` is 0 without any."""
+    """How a queue stands: `waiting` by the name of the key; `oldest_wait_s` is 0 without any.
+
+    `num_startable` counts those of the waiting that more replicas could serve: the others wait for
+    requests of their own key.
+    """
 
     running: int
     capacity: int
     waiting: dict[str, int]
+    num_startable: int
     oldest_wait_s: float
 
 
@@ -120,7 +105,9 @@ class FairQueue:
         self._num_waiting = 0
         # Accounts with waiting requests; all keys that ever called are the gateway's to keep.
         self._backlogged: dict[Account, None] = {}
-        self._last_started: Account | None = None
+        # By class: the virtual times of two classes have nothing to do with each other.
+        self._last_started: dict[int, Account] = {}
+        self._mean_tokens = 0.0
         self._drain = DrainRate(clock)
 
     def configure(self, *, capacity: int, max_waiting: int, max_wait_s: float) -> None:
@@ -143,42 +130,55 @@ class FairQueue:
             (next(iter(account.waiting)).since_s for account in self._backlogged), default=None
         )
         oldest = 0.0 if since is None else self._clock() - since
-        return QueueState(self._running, self._capacity, waiting, oldest)
+        num_startable = sum(account.num_startable for account in self._backlogged)
+        return QueueState(self._running, self._capacity, waiting, num_startable, oldest)
 
     async def enter(self, account: Account) -> Ticket:
         """A place, at once or when the key's turn comes.
 
-        Raises CapacityError when too many wait, or when the wait has lasted too long. Cancelling
-        gives up the place in the queue.
+        Raises CapacityError when too many wait, or when the wait has lasted too long, and
+        RateLimitError where only the key's own bound stood in the way. Cancelling gives up the
+        place in the queue.
         """
         if account in self._backlogged:
             self._grant()  # The key's own bound may have been raised.
         if account not in self._backlogged:
-            self._lift(account)
+            self._lift(account, keeps_credit=account.num_running > 0)
             # Nobody who may run is passed over: while there is room, all others are at their bound.
             if self._running < self._capacity and account.may_run:
                 return self._start(account, queued_s=0.0)
         self._make_room(account)
         return await self._wait(account)
 
-    def _lift(self, account: Account) -> None:
-        """Let no credit be saved up while a key has nothing waiting.
+    def _lift(self, account: Account, *, keeps_credit: bool) -> None:
+        """Let no credit be saved up while a key has nothing waiting, or is at its own bound.
 
         A key whose requests still run may keep that of one answer: it sends its requests one by
         one, and would otherwise get as many turns as a key with longer answers, not as many tokens.
         """
-        if self._backlogged:
-            floor = min(other.virtual_time for other in self._backlogged)
-            if account.num_running:
-                floor -= max(other.mean_tokens / other.weight for other in self._backlogged)
-        else:
-            floor = 0.0 if self._last_started is None else self._last_started.virtual_time
-        account.virtual_time = max(account.virtual_time, floor)
+        # A key at its bound falls behind all the time; who were set back to it would starve others.
+        rivals = [
+            other
+            for other in self._backlogged
+            if other.may_run
+            and not other.held
+            and other.priority == account.priority
+            and other is not account
+        ]
+        if not rivals and account.priority in self._last_started:
+            rivals = [self._last_started[account.priority]]
+        if rivals:
+            floor = min(other.virtual_time for other in rivals)
+            if keeps_credit:
+                floor -= max(other.mean_tokens / other.weight for other in rivals)
+            account.virtual_time = max(account.virtual_time, floor)
+        account.held = not account.may_run
 
     def _start(self, account: Account, queued_s: float) -> Ticket:
         self._running += 1
         account.num_running += 1
-        self._last_started = account
+        account.held = account.held or not account.may_run
+        self._last_started[account.priority] = account
         return Ticket(self, account, queued_s)
 
     def _make_room(self, account: Account) -> None:
@@ -192,45 +192,58 @@ class FairQueue:
         fullest = max(self._backlogged, key=lambda other: other.backlog, default=None)
         own = (account.priority, (len(account.waiting) + 1) / account.weight)
         if fullest is None or fullest is account or fullest.backlog <= own:
-            raise self._refusal(f"and {self._num_waiting} requests wait for them already")
+            raise self._refusal(account, f"and {self._num_waiting} requests wait already")
         newest = next(reversed(fullest.waiting))
         self._forget(newest)
-        newest.granted.set_exception(
-            self._refusal("and requests of keys that hold less of the queue go first")
-        )
+        if not newest.granted.done():  # Else its client has left, and is about to be woken.
+            newest.granted.set_exception(
+                self._refusal(fullest, "and requests of keys that hold less of the queue go first")
+            )
 
     async def _wait(self, account: Account) -> Ticket:
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(account, loop.create_future(), self._clock())
+        waiter = Waiter(account, loop.create_future(), self._clock())
         account.waiting[waiter] = None
         self._backlogged[account] = None
         self._num_waiting += 1
         timer = loop.call_later(self._max_wait_s, self._expire, waiter, self._max_wait_s)
         try:
-            return await waiter.granted
+            ticket: Ticket = await waiter.granted
+            return ticket
         except asyncio.CancelledError:
             granted = waiter.granted
             if waiter in account.waiting:
                 self._forget(waiter)
             elif not granted.cancelled() and granted.exception() is None:
-                granted.result().leave()  # The place came in the moment in which the client left.
+                granted.result().give_up()  # The place came in the moment in which the client left.
             raise
         finally:
             timer.cancel()
 
-    def _expire(self, waiter: _Waiter, max_wait_s: float) -> None:
+    def _expire(self, waiter: Waiter, max_wait_s: float) -> None:
         if not waiter.granted.done():
             self._forget(waiter)
-            waiter.granted.set_exception(
-                self._refusal(f"and none had room for this request within {max_wait_s:g} s")
-            )
+            reason = f"and there was no room for this request within {max_wait_s:g} s"
+            waiter.granted.set_exception(self._refusal(waiter.account, reason))
 
-    def _forget(self, waiter: _Waiter) -> None:
+    def _forget(self, waiter: Waiter) -> None:
         account = waiter.account
         del account.waiting[waiter]
         self._num_waiting -= 1
         if not account.waiting:
             del self._backlogged[account]
+
+    def _learn(self, account: Account, num_tokens: int) -> None:
+        """Take an answer's cost into the means of its key and of all keys."""
+        newest = _NEWEST if account.mean_tokens else 1.0
+        account.mean_tokens += newest * (num_tokens - account.mean_tokens)
+        newest = _NEWEST if self._mean_tokens else 1.0
+        self._mean_tokens += newest * (num_tokens - self._mean_tokens)
+
+    def _guess(self, account: Account) -> float:
+        """Tokens of an answer that nobody counted."""
+        # Never nothing: who always pays nothing always goes first.
+        return account.mean_tokens or self._mean_tokens or 1.0
 
     def _leave(self, account: Account) -> None:
         self._running -= 1
@@ -240,19 +253,30 @@ class FairQueue:
 
     def _grant(self) -> None:
         """Give free places away, each to the first request of the key whose turn it is."""
+        for account in self._backlogged:
+            if account.held and account.may_run:
+                self._lift(account, keeps_credit=True)
         while self._running < self._capacity and self._num_waiting:
             ready = [account for account in self._backlogged if account.may_run]
             if not ready:
                 return
-            account = min(ready, key=lambda each: (each.priority, each.virtual_time))
+            account = min(ready, key=lambda each: each.turn)
             waiter = next(iter(account.waiting))
             self._forget(waiter)
             if not waiter.granted.done():  # Else its client has left, and is about to be woken.
                 ticket = self._start(account, self._clock() - waiter.since_s)
                 waiter.granted.set_result(ticket)
 
-    def _refusal(self, reason: str) -> CapacityError:
+    def _refusal(self, account: Account, reason: str) -> CapacityError | RateLimitError:
+        retry_after_s = self._drain.time_for(self._num_waiting + 1)
+        if not account.may_run:
+            return RateLimitError(
+                f"{account.num_running} requests of key {account.name} run, as many as its "
+                f"`max_threads` of {account.max_running} lets run at once, {reason}; please try "
+                "again.",
+                kind="threads",
+                retry_after_s=retry_after_s,
+            )
         return CapacityError(
-            f"All replicas are busy, {reason}; please try again.",
-            retry_after_s=self._drain.time_for(self._num_waiting + 1),
+            f"All replicas are busy, {reason}; please try again.", retry_after_s=retry_after_s
         )

@@ -4,6 +4,7 @@ Every error that leaves it has OpenAI's form, and every answer the id of its req
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,37 +17,27 @@ from deployments.callers import Caller, Callers
 from deployments.charge import Charge
 from deployments.error_responses import (
     JSON_TYPE,
-    ErrorAnswer,
-    answer_for,
-    body_too_large,
+    internal_error,
     no_replica,
-    prompt_too_long,
-    rate_limited,
-    unknown_key,
-    unknown_model,
     unknown_route,
     wrong_method,
 )
 from deployments.exchange import REQUEST_ID, Exchange
 from deployments.fair_queue import QueueState
 from deployments.gateway_settings import GatewaySettings
-from deployments.keys import UnknownKeyError
 from deployments.model_list import ModelList
-from deployments.rate_limits import RateLimitError
-from deployments.request_body import (
-    BodyTooLargeError,
-    PromptTooLongError,
-    check_prompt,
-    parse_fields,
-    read_body,
-)
+from deployments.rate_limits import Admission
+from deployments.refusals import refusal_for
+from deployments.request_body import check_prompt, parse_fields, prompt_tokens, read_body
 from deployments.request_terms import RequestTerms
 from deployments.retries import Retries
 from deployments.routing import registry
 from deployments.routing.hint import request_hint
 from deployments.routing.views import RequestHint
-from deployments.served_models import Model, UnknownModelError, find_model
+from deployments.served_models import Model, find_model
 from deployments.terms_in_body import salt_within
+
+logger = logging.getLogger(__name__)
 
 HEALTH_PATH = "/health"
 MODELS_PATH = "/v1/models"
@@ -133,6 +124,15 @@ class Gateway:
             except asyncio.CancelledError:
                 exchange.record.cancelled = True
                 raise
+            except Exception as error:
+                if exchange.record.status is not None:
+                    raise  # An answer that has begun cannot become another.
+                logger.exception(
+                    "request failed in the gateway",
+                    exc_info=error,
+                    extra={"path": scope["path"], "request_id": exchange.unique_id},
+                )
+                await send_error(exchange.send, internal_error())
             finally:
                 exchange.close()
 
@@ -157,7 +157,7 @@ class Gateway:
         except (RequestError, CapacityError) as error:
             if caller is not None:
                 exchange.rate_headers = await caller.rate_headers()
-            await send_error(exchange.send, _answer_for(error))
+            await send_error(exchange.send, refusal_for(error))
 
     async def _answer(self, caller: Caller, scope: Scope, body: bytes, exchange: Exchange) -> None:
         """Let the request in, in its turn, and relay its answer; raises where it may not go in."""
@@ -168,11 +168,19 @@ class Gateway:
         self._check_fields(fields, caller)
         terms = _terms(caller, model, exchange)
         request = _relayed(exchange, scope, body, terms, _hint(fields, caller))
+        # The hint is about the first of several prompts.
+        num_tokens = max(request.hint.prompt_tokens, prompt_tokens(fields))
+        admission: Admission = ()
         if caller.rates is not None and generates:
-            await caller.rates.admit(request.hint.prompt_tokens)
-        ticket = await model.enter(caller)
+            admission = await caller.rates.admit(num_tokens)
+        try:
+            ticket = await model.enter(caller)
+        except BaseException:
+            if caller.rates is not None:
+                caller.rates.give_back(admission)
+            raise
         exchange.record.queue_s = round(ticket.queued_s, 6)
-        charge = Charge(ticket, caller.rates, request.hint.prompt_tokens, exchange)
+        charge = Charge(ticket, caller.rates, admission, num_tokens, exchange)
         try:
             exchange.rate_headers = await caller.rate_headers()
             exchange.sending()
@@ -185,7 +193,7 @@ class Gateway:
                 self.retries,
             )
         finally:
-            ticket.leave()
+            charge.close()
             registry.ended(model.settings.deployment, exchange.unique_id, charge.end)
 
     def _check_fields(self, fields: dict[str, Any], caller: Caller) -> None:
@@ -244,22 +252,6 @@ async def _answer_lifespan(receive: Receive, send: Send) -> None:
         await send({"type": f"{message['type']}.complete"})
         if message["type"] == "lifespan.shutdown":
             return
-
-
-def _answer_for(error: RequestError | CapacityError) -> ErrorAnswer:
-    match error:
-        case UnknownKeyError():
-            return unknown_key(str(error))
-        case RateLimitError():
-            return rate_limited(str(error), error.kind, error.retry_after_s)
-        case BodyTooLargeError():
-            return body_too_large(str(error))
-        case PromptTooLongError():
-            return prompt_too_long(str(error), error.param)
-        case UnknownModelError():
-            return unknown_model(error.name)
-        case _:
-            return answer_for(error)
 
 
 def _terms(caller: Caller, model: Model, exchange: Exchange) -> RequestTerms:

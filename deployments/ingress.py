@@ -102,9 +102,7 @@ class GatewayIngress:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Ray Serve's autoscaling: requests that wait here, by the deployment they wait for."""
         waiting = self._gateway.waiting()
-        return gateway_report(
-            {name: sum(queue.waiting.values()) for name, queue in waiting.items()}
-        )
+        return gateway_report({name: queue.num_startable for name, queue in waiting.items()})
 
     async def close(self) -> None:
         """Let no new request in."""

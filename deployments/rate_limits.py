@@ -1,29 +1,21 @@
 """Requests and tokens per minute of each key, in sliding windows of the library `limits`."""
 
 import asyncio
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
-
-from limits.aio.storage import SlidingWindowCounterSupport, Storage
-from limits.errors import StorageError
 
 from apar_core.errors import RequestError
 from cluster.keys_config import KeyConfig
 from deployments.answer_parts import Headers
-
-logger = logging.getLogger(__name__)
-
-_WINDOW_S = 60
-# A shared store that does not answer must not hold requests up.
-_STORE_ANSWER_S = 0.5
-_STORE_FAILURES = (StorageError, OSError)  # TimeoutError is an OSError.
+from deployments.counter_store import STORE_FAILURES, WINDOW_S, CounterStore
 
 
 class RateLimitError(RequestError):
-    """The key has used up its rate and may try again later: HTTP 429 with Retry-After."""
+    """The key has used up what it may have, and may try again later: HTTP 429 with Retry-After.
+
+    `kind` is `requests` or `tokens` (of a minute), or `threads` (alive at once).
+    """
 
     def __init__(self, message: str, *, kind: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -48,14 +40,14 @@ class WindowState:
     @property
     def remaining(self) -> int:
         """Units that may be used now."""
-        weighted = self.previous * self.previous_s / _WINDOW_S
+        weighted = self.previous * self.previous_s / WINDOW_S
         return max(0, self.limit - self.current - math.floor(weighted))
 
     @property
     def reset_s(self) -> float:
         """Seconds until nothing is counted any more, if nothing is used."""
         if self.current:
-            return self.roll_s + _WINDOW_S
+            return self.roll_s + WINDOW_S
         return self.previous_s if self.previous else 0.0
 
     def wait_s(self, wanted: int) -> float:
@@ -65,8 +57,8 @@ class WindowState:
         if self.current < bound:
             if not self.previous:
                 return 0.0
-            return max(0.0, self.previous_s - (bound - self.current) * _WINDOW_S / self.previous)
-        return self.roll_s + _WINDOW_S * (1 - bound / self.current)
+            return max(0.0, self.previous_s - (bound - self.current) * WINDOW_S / self.previous)
+        return self.roll_s + WINDOW_S * (1 - bound / self.current)
 
 
 class Window:
@@ -75,11 +67,11 @@ class Window:
     What is used without asking, as tokens are that have been generated already, becomes a debt.
     The debt is paid out of the window as fast as that has room, and before anything else is taken:
     in the long run the rate is exact, however long the answers are. A negative debt is what was
-    counted too much.
+    counted too much; never more than what the window still counts.
     """
 
-    def __init__(self, storage: Storage, *, key: str, kind: str, limit: int) -> None:
-        self._storage = cast("SlidingWindowCounterSupport", storage)
+    def __init__(self, store: CounterStore, *, key: str, kind: str, limit: int) -> None:
+        self._store = store
         # Without the limit, which the library's own keys hold: what was used counts on under a new
         # one.
         self._place = f"apar/{key}/{kind}"
@@ -92,7 +84,7 @@ class Window:
 
     def owe(self, num: int) -> None:
         """Count so many units as used; a negative number gives units back."""
-        self._debt += num
+        self._debt = max(self._debt + num, -self.limit)
 
     async def take(self, num: int) -> None:
         """Use so many units; raises RateLimitError where the window has no room for them.
@@ -109,7 +101,7 @@ class Window:
             state = await self.state()
         wanted = max(0, num + self._debt)
         wait_s = state.wait_s(min(wanted, self.limit))
-        wait_s += max(0, wanted - self.limit) * _WINDOW_S / self.limit
+        wait_s += max(0, wanted - self.limit) * WINDOW_S / self.limit
         used = max(0, self.limit - state.remaining + self._debt)
         raise RateLimitError(
             f"Rate limit reached for key {self._key}: {self.limit} {self.kind} per minute, "
@@ -120,12 +112,9 @@ class Window:
 
     async def state(self) -> WindowState:
         """What the window holds now, without the debt."""
-        async with asyncio.timeout(_STORE_ANSWER_S):
-            previous, previous_s, current, current_s = await self._storage.get_sliding_window(
-                self._place, _WINDOW_S
-            )
+        previous, previous_s, current, current_s = await self._store.read(self._place)
         return WindowState(
-            self.limit, previous, previous_s, current, max(0.0, current_s - _WINDOW_S)
+            self.limit, previous, previous_s, current, max(0.0, current_s - WINDOW_S)
         )
 
     async def headers(self) -> Headers:
@@ -147,13 +136,18 @@ class Window:
             payable = min(self._debt, (await self.state()).remaining)
             if payable and await self._hit(payable):
                 self._debt -= payable
+        elif self._debt < 0:
+            # What the window has forgotten cannot be given back.
+            remaining = (await self.state()).remaining
+            self._debt = max(self._debt, remaining - self.limit)
         return self._debt <= 0
 
     async def _hit(self, num: int) -> bool:
-        async with asyncio.timeout(_STORE_ANSWER_S):
-            return await self._storage.acquire_sliding_window_entry(
-                self._place, self.limit, _WINDOW_S, num
-            )
+        return await self._store.take(self._place, self.limit, num)
+
+
+Admission = Sequence[tuple[Window, int]]
+"""What a request was counted as, window by window."""
 
 
 class KeyRates:
@@ -163,10 +157,10 @@ class KeyRates:
     the cluster.
     """
 
-    def __init__(self, storage: Storage, key: KeyConfig) -> None:
+    def __init__(self, store: CounterStore, key: KeyConfig) -> None:
         limits = {"tokens": key.tokens_per_minute, "requests": key.requests_per_minute}
         self._windows = {
-            kind: Window(storage, key=key.name, kind=kind, limit=limit)
+            kind: Window(store, key=key.name, kind=kind, limit=limit)
             for kind, limit in limits.items()
             if limit is not None
         }
@@ -176,7 +170,7 @@ class KeyRates:
         """The limited rates, tokens first."""
         return tuple(self._windows.values())
 
-    async def admit(self, prompt_tokens: int) -> None:
+    async def admit(self, prompt_tokens: int) -> Admission:
         """Count one request and its prompt; raises RateLimitError, and then counts neither."""
         taken: list[tuple[Window, int]] = []
         try:
@@ -184,12 +178,17 @@ class KeyRates:
                 num = prompt_tokens if window.kind == "tokens" else 1
                 await window.take(num)
                 taken.append((window, num))
-        except RateLimitError:
-            for window, num in taken:
-                window.owe(-num)
+        except STORE_FAILURES:
+            return taken
+        except BaseException:
+            self.give_back(taken)
             raise
-        except _STORE_FAILURES as error:
-            logger.warning("rates not counted: their store fails", extra={"reason": repr(error)})
+        return taken
+
+    def give_back(self, admission: Admission) -> None:
+        """Count a request that was let in no further no more."""
+        for window, num in admission:
+            window.owe(-num)
 
     def use_tokens(self, num: int) -> None:
         """Count tokens that have been generated, or correct the estimate of a prompt."""
@@ -200,7 +199,7 @@ class KeyRates:
         """The `x-ratelimit-*` headers of an answer; none while the store of the counters fails."""
         try:
             return [header for window in self.windows for header in await window.headers()]
-        except _STORE_FAILURES:
+        except STORE_FAILURES:
             return []
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from apar_core.errors import RequestError
 from deployments.asgi_relay import Receive
+from deployments.nested_text import MESSAGE_FIELDS, PART_FIELDS, texts_in
 
 # What a token id stands for, as a rule of thumb.
 _CHARS_PER_TOKEN = 4
@@ -43,22 +44,49 @@ def parse_fields(body: bytes) -> dict[str, Any]:
     return fields
 
 
-def prompt_chars(fields: dict[str, Any]) -> tuple[str, int]:
-    """The field that holds the prompt, and its length in characters, of all messages together."""
+def prompt_chars(fields: dict[str, Any]) -> dict[str, int]:
+    """Characters of a prompt by the fields that hold it, of all messages and all prompts together.
+
+    Whatever is there counts: which of `messages` and `prompt` is read depends on the route.
+    """
     messages = fields.get("messages")
-    if isinstance(messages, list):
-        contents = [message.get("content") for message in messages if isinstance(message, dict)]
-        return "messages", sum(map(_chars, contents))
-    return "prompt", _chars(fields.get("prompt"))
+    chars = {
+        "messages": sum(map(_message_chars, messages)) if isinstance(messages, list) else 0,
+        "prompt": _chars(fields.get("prompt")),
+        "tools": _json_chars(fields.get("tools")),
+        "documents": _json_chars(fields.get("documents")),
+    }
+    return {name: num for name, num in chars.items() if num}
 
 
 def check_prompt(fields: dict[str, Any], max_chars: int, name: str) -> None:
     """Raise PromptTooLongError for a prompt over the limit, which is called `name`."""
-    param, num_chars = prompt_chars(fields)
+    chars = prompt_chars(fields)
+    num_chars = sum(chars.values())
     if num_chars > max_chars:
+        params = " and ".join(f"`{param}`" for param in chars)
         raise PromptTooLongError(
-            f"`{param}` holds {num_chars} characters; {name} is {max_chars}.", param=param
+            f"{params} {'holds' if len(chars) == 1 else 'hold'} {num_chars} characters; "
+            f"{name} is {max_chars}.",
+            param=max(chars, key=lambda param: chars[param]),
         )
+
+
+def prompt_tokens(fields: dict[str, Any]) -> int:
+    """A rough number of tokens of all messages and prompts together."""
+    return -(-sum(prompt_chars(fields).values()) // _CHARS_PER_TOKEN)
+
+
+def _message_chars(message: Any) -> int:
+    if not isinstance(message, dict):
+        return 0
+    return _chars(message.get("content")) + sum(
+        _json_chars(message.get(name)) for name in MESSAGE_FIELDS
+    )
+
+
+def _json_chars(value: Any) -> int:
+    return sum(map(len, texts_in(value)))
 
 
 def _chars(content: Any, depth: int = 2) -> int:
@@ -68,7 +96,7 @@ def _chars(content: Any, depth: int = 2) -> int:
     if isinstance(content, int):
         return _CHARS_PER_TOKEN
     if isinstance(content, dict):
-        return _chars(content.get("text"), 0)
+        return sum(_chars(content.get(name), 0) for name in PART_FIELDS)
     # Nothing that vLLM takes is nested deeper, and a body may be nested without end.
     if isinstance(content, list) and depth:
         return sum(_chars(item, depth - 1) for item in content)

@@ -3,9 +3,10 @@
 import math
 
 from apar_core.errors import RequestError
+from deployments.account import Account
 from deployments.answers import ReplicaCalls
 from deployments.callers import Caller
-from deployments.fair_queue import Account, FairQueue, QueueState, Ticket
+from deployments.fair_queue import FairQueue, QueueState, Ticket
 from deployments.gateway_settings import ServedModel
 
 
@@ -55,7 +56,7 @@ class Model:
         return self._queue.state
 
     async def enter(self, caller: Caller) -> Ticket:
-        """A place at the replicas, when the caller's turn comes; raises CapacityError."""
+        """A place at the replicas, when the caller's turn comes; raises as `FairQueue.enter`."""
         account = self._accounts.get(caller.name)
         if account is None:
             account = self._accounts[caller.name] = Account(caller.name)

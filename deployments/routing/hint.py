@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from deployments.nested_text import MESSAGE_FIELDS, PART_FIELDS, texts_in
 from deployments.routing.views import RequestHint
 
 _CHARACTERS_PER_TOKEN = 4
@@ -55,14 +56,17 @@ def request_hint(fields: dict[str, Any], cache_salt: str | None = None) -> Reque
 
 def _pieces(fields: dict[str, Any]) -> Iterator[tuple[str, Any, int]]:
     """Role, content (a string or a tuple of numbers) and length in characters of each piece."""
+    # Chat templates put these first.
+    for name in ("tools", "documents"):
+        if text := "".join(texts_in(fields.get(name))):
+            yield name, text, len(text)
     messages = fields.get("messages")
-    if isinstance(messages, list):
-        for message in messages:
-            if isinstance(message, dict):
-                role = message.get("role")
-                text = _text(message.get("content"))
-                yield role if isinstance(role, str) else "", text, len(text)
-        return
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict):
+            role = message.get("role")
+            text = _message_text(message)
+            yield role if isinstance(role, str) else "", text, len(text)
+    # Which of the two is read depends on the route; hardly anyone gives both.
     prompt = fields.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompt = prompt[0]  # The others of a batch are other prompts, counted as choices.
@@ -73,13 +77,26 @@ def _pieces(fields: dict[str, Any]) -> Iterator[tuple[str, Any, int]]:
         yield "", repr(hash(tuple(ids))), len(prompt) * _CHARACTERS_PER_TOKEN
 
 
+def _message_text(message: dict[str, Any]) -> str:
+    text = _text(message.get("content"))
+    for name in MESSAGE_FIELDS:
+        if value := message.get(name):
+            text += "".join(texts_in(value))
+    return text
+
+
 def _text(content: Any) -> str:
-    """The text of a message, whose content may be a list of parts."""
+    """The text of a message's content, which may be a list of parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         return ""
-    texts = (part.get("text") for part in content if isinstance(part, dict))
+    texts = (
+        part if isinstance(part, str) else part.get(name)
+        for part in content
+        if isinstance(part, str | dict)
+        for name in (("",) if isinstance(part, str) else PART_FIELDS)
+    )
     return "".join(text for text in texts if isinstance(text, str))
 
 

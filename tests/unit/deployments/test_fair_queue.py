@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from apar_core.errors import CapacityError
-from deployments.fair_queue import Account, FairQueue, Ticket
+from deployments.account import Account
+from deployments.fair_queue import FairQueue, Ticket
 
 Enter = asyncio.Task[Ticket]
 

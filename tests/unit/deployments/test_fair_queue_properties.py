@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from apar_core.errors import CapacityError
-from deployments.fair_queue import Account, FairQueue, Ticket
+from deployments.account import Account
+from deployments.fair_queue import FairQueue, Ticket
+from deployments.rate_limits import RateLimitError
 
 MAX_WAITING = 6
 
@@ -75,7 +77,9 @@ class QueueMachine(RuleBasedStateMachine):
                 request.ticket = request.task.result()
                 self.running.append(request)
             elif not request.task.cancelled():
-                assert isinstance(request.task.exception(), CapacityError)
+                error = request.task.exception()
+                assert isinstance(error, CapacityError) or request.account.max_running == 1
+                assert isinstance(error, CapacityError | RateLimitError)
         self.waiting = still
 
     @rule(index=st.integers(0, 3))
@@ -94,15 +98,26 @@ class QueueMachine(RuleBasedStateMachine):
         ticket.charge(num_tokens)
 
     @precondition(lambda self: self.running)
-    @rule(index=st.integers(0), leaving=st.integers(0), leaves=st.booleans())
-    def end(self, index: int, leaving: int, leaves: bool) -> None:
+    @rule(
+        index=st.integers(0), leaving=st.integers(0), leaves=st.booleans(), is_known=st.booleans()
+    )
+    def end(self, index: int, leaving: int, leaves: bool, is_known: bool) -> None:
         """A request ends; in the same moment a client in the queue may leave."""
         request = self.running.pop(index % len(self.running))
         assert request.ticket is not None
-        request.ticket.leave()
+        before = request.account.virtual_time
+        request.ticket.leave(cost_is_known=is_known)
+        assert is_known or request.account.virtual_time >= before
         if leaves and self.waiting:
             self.waiting[leaving % len(self.waiting)].task.cancel()
         self.rest()
+
+    @precondition(lambda self: self.waiting)
+    @rule(index=st.integers(0), accounts=st.integers(0, 3))
+    def leave_and_arrive_in_one_moment(self, index: int, accounts: int) -> None:
+        """A full queue may want to drop the very request whose client is leaving."""
+        self.waiting[index % len(self.waiting)].task.cancel()
+        self.arrive(accounts)
 
     @precondition(lambda self: self.waiting)
     @rule(index=st.integers(0))
@@ -130,6 +145,7 @@ class QueueMachine(RuleBasedStateMachine):
     def no_room_stays_empty_while_someone_waits_who_may_run(self) -> None:
         if len(self.running) < self.capacity:
             assert not [request for request in self.waiting if request.account.may_run]
+            assert self.queue.state.num_startable == 0
 
     @invariant()
     def the_queue_is_bounded_and_counts_right(self) -> None:

@@ -12,6 +12,7 @@ from limits.aio.storage import MemoryStorage
 
 from cluster.keys_config import KeyConfig, hash_of
 from cluster.limits_config import open_storage
+from deployments.counter_store import CounterStore
 from deployments.rate_limits import KeyRates, RateLimitError, WindowState, duration
 
 Advance = Callable[[float], None]
@@ -31,7 +32,7 @@ def advance(monkeypatch: pytest.MonkeyPatch) -> Advance:
 
 def rates(storage: Any = None, **fields: Any) -> KeyRates:
     key = KeyConfig(name="alice", hash=hash_of("k"), **fields)
-    return KeyRates(storage or open_storage("memory://"), key)
+    return KeyRates(CounterStore(storage or open_storage("memory://")), key)
 
 
 async def shown(limited: KeyRates) -> dict[str, str]:
