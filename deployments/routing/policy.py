@@ -6,7 +6,7 @@ the same code. Not safe for several executors at once; `registry.py` locks.
 
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -24,10 +24,6 @@ from deployments.routing.views import ReplicaLoad, RequestHint
 _MAX_RELEASED = 8192
 # Longer than a request is on its way to its replica, and than a report on its way back.
 _LOST_AFTER_S = 30.0
-# What a prompt token adds to a step, beside what a thread adds, which also reads its context. By
-# rooflines and on CPUs it is a fifth to a quarter; but a prefix that is computed twice also takes
-# the room of another one, and in the simulation anything from a fifth to two did as well.
-_PREFILL_SHARE = 0.5
 # What a prompt token adds to a step, beside what a thread adds, which also reads its context. By
 # rooflines and on CPUs it is a fifth to a quarter; but a prefix that is computed twice also takes
 # the room of another one, and in the simulation anything from a fifth to two did as well.
@@ -80,10 +76,13 @@ class Router(ABC):
     def _pick(self, hint: RequestHint, open_slots: NDArray[np.intp]) -> tuple[int, Reason]:
         """A slot among those with room, two or more."""
 
-    def choose(self, hint: RequestHint, now_s: float) -> str | None:
-        """The replica for a request; None if every one is at its cap. Counts nothing as sent."""
+    def choose(self, hint: RequestHint, now_s: float, avoid: Collection[str] = ()) -> str | None:
+        """The replica for a request; None if every one is at its cap. Counts nothing as sent.
+
+        Replicas to `avoid`, and those that have stopped to report, only where no other has room.
+        """
         del now_s  # The table's estimates hold for the moment of its last change.
-        open_slots = np.flatnonzero(self.table.room > 0)
+        open_slots = self._preferred(np.flatnonzero(self.table.room > 0), avoid)
         if len(open_slots) == 0:
             self.decisions[Reason.FULL] += 1
             return None
@@ -93,6 +92,15 @@ class Router(ABC):
             slot, reason = self._pick(hint, open_slots)
         self.decisions[reason] += 1
         return self.table.replica_id(slot)
+
+    def _preferred(self, open_slots: NDArray[np.intp], avoid: Collection[str]) -> NDArray[np.intp]:
+        """The slots that are left without those to avoid and the silent ones, if any are left."""
+        slots = self.table.slots
+        if tried := [slots[name] for name in avoid if name in slots]:
+            others = np.setdiff1d(open_slots, tried)
+            open_slots = others if len(others) else open_slots
+        reporting = open_slots[~self.table.silence.silent()[open_slots]]
+        return reporting if len(reporting) else open_slots
 
     def sent(self, request_id: str, replica_id: str, hint: RequestHint, now_s: float) -> None:
         """A request goes to a replica; if it was at another one, it is there no longer."""
@@ -177,10 +185,10 @@ class ThreadRouter(Router):
         self._prefixes.resize(len(self.table.rows))
         self._unseen = UnseenRequests()
 
-    def choose(self, hint: RequestHint, now_s: float) -> str | None:
+    def choose(self, hint: RequestHint, now_s: float, avoid: Collection[str] = ()) -> str | None:
         """As in every router; fewer replicas are compared where others send much unseen."""
         self._unseen.look(self.table, now_s)
-        return super().choose(hint, now_s)
+        return super().choose(hint, now_s, avoid)
 
     def adopt(self, other: Router) -> None:
         """As in every router; which prefixes are cached is learnt anew."""

@@ -5,6 +5,8 @@ runs and what has ended. The choice itself is the shared router of the deploymen
 """
 
 import asyncio
+import itertools
+import weakref
 from typing import Any
 
 from ray.serve._private.common import ReplicaID
@@ -20,6 +22,8 @@ from deployments.routing.views import RequestHint
 
 # While all are full, Ray Serve asks so many replicas how long their queues really are.
 _ASKED_WHEN_FULL = 2
+# A number for each of Ray's routers; an id may come again when its object is gone.
+_sources = itertools.count()
 
 
 class ThreadRequestRouter(FIFOMixin, RequestRouter):
@@ -34,15 +38,20 @@ class ThreadRequestRouter(FIFOMixin, RequestRouter):
         self._shared = registry.PROCESS.router(
             self._deployment_id.name, RoutingSettings.model_validate(settings)
         )
+        self._source = next(_sources)
+        # Ray Serve says nothing when it drops a router, as it does with a handle.
+        weakref.finalize(self, self._shared.left, self._source).atexit = False
         # Our id of each request, by Ray Serve's and the replica: a request that is tried again
         # elsewhere keeps both of its ids.
         self._request_ids: dict[tuple[str, str], str] = {}
+        # Replicas that a request which has none yet has been offered, by Ray Serve's id of it.
+        self._tried: dict[str, set[str]] = {}
         self._asked = 0
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Take what runs now, and the reports that come with it."""
         self._shared.replicas_changed(
-            id(self), {r.replica_id.unique_id: r.max_ongoing_requests for r in replicas}
+            self._source, {r.replica_id.unique_id: r.max_ongoing_requests for r in replicas}
         )
         for replica in replicas:
             if (load := load_from(replica.routing_stats)) is not None:
@@ -66,9 +75,7 @@ class ThreadRequestRouter(FIFOMixin, RequestRouter):
         pending_request.routing_context.should_backoff = True
         request_id, hint = _identity(pending_request)
         internal_id = pending_request.metadata.internal_request_id
-        chosen = self._shared.pick(request_id, hint)
-        if chosen is not None:
-            self._request_ids[internal_id, chosen] = request_id
+        chosen = self._pick(internal_id, request_id, hint)
         pending_request.future.add_done_callback(
             lambda future: self._settled(internal_id, request_id, hint, chosen, future)
         )
@@ -79,6 +86,17 @@ class ThreadRequestRouter(FIFOMixin, RequestRouter):
         turned = candidate_replicas[self._asked :] + candidate_replicas[: self._asked]
         return [turned[:_ASKED_WHEN_FULL]]
 
+    def _pick(self, internal_id: str, request_id: str, hint: RequestHint) -> str | None:
+        """The next replica to try: Ray Serve asks again when one does not answer."""
+        tried = self._tried.setdefault(internal_id, set())
+        chosen = self._shared.pick(request_id, hint, tried)
+        if chosen is not None:
+            self._request_ids[internal_id, chosen] = request_id
+            if chosen in tried:  # All others have been tried, or are full: begin anew.
+                tried.clear()
+            tried.add(chosen)
+        return chosen
+
     def _settled(
         self,
         internal_id: str,
@@ -88,6 +106,7 @@ class ThreadRequestRouter(FIFOMixin, RequestRouter):
         future: "asyncio.Future[RunningReplica]",
     ) -> None:
         """Ray Serve sends the request, perhaps elsewhere than chosen; or it was cancelled."""
+        self._tried.pop(internal_id, None)
         actual = None if future.cancelled() else future.result().replica_id.unique_id
         if actual == chosen:
             return

@@ -7,8 +7,8 @@ itself lives here, one for each deployment, under a lock.
 
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Mapping
 
 from cluster.routing_config import RoutingSettings
 from deployments.answer_parts import AnswerEnd
@@ -36,6 +36,8 @@ class SharedRouter:
         self._capacity = self._told = 0
         # What each of Ray's routers says runs, and what has been found dead.
         self._caps: dict[int, Mapping[str, int]] = {}
+        # Ray's routers that are gone, and not yet forgotten.
+        self._gone: deque[int] = deque()
         self._dead: OrderedDict[str, None] = OrderedDict()
         self._listeners: list[CapacityListener] = []
 
@@ -53,11 +55,25 @@ class SharedRouter:
         A replica counts while all of them know it: they learn at different moments.
         """
         with self._lock:
-            if self._caps.get(source) == caps:
+            if self._caps.get(source) == caps and not self._gone:
                 return
             self._caps[source] = caps
             self._apply()
         self._tell()
+
+    def left(self, source: int) -> None:
+        """One of Ray's routers is gone; its replicas count if all that are left know them.
+
+        Python's garbage collector may call this in any executor, also in one that holds the lock
+        at that moment. Then it is done with the next call.
+        """
+        self._gone.append(source)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._apply()
+            finally:
+                self._lock.release()
+            self._tell()
 
     def died(self, replica_id: str) -> None:
         """A replica has been found dead; Ray's other routers may not know yet."""
@@ -69,7 +85,10 @@ class SharedRouter:
         self._tell()
 
     def _apply(self) -> None:
-        known = set.intersection(*(set(caps) for caps in self._caps.values()))
+        while self._gone:
+            self._caps.pop(self._gone.popleft(), None)
+        each = [set(caps) for caps in self._caps.values()]
+        known = set.intersection(*each) if each else set()
         latest = {name: cap for caps in self._caps.values() for name, cap in caps.items()}
         running = {name: latest[name] for name in latest if name in known - self._dead.keys()}
         self._router.replicas_changed(running)
@@ -88,16 +107,22 @@ class SharedRouter:
         with self._lock:
             self._router.reported(replica_id, load, self._now())
 
-    def pick(self, request_id: str, hint: RequestHint) -> str | None:
-        """Choose a replica and count the request there at once; None if all are full."""
+    def pick(self, request_id: str, hint: RequestHint, avoid: Collection[str] = ()) -> str | None:
+        """Choose a replica and count the request there at once; None if all are full.
+
+        Replicas to `avoid` only where no other has room.
+        """
         with self._lock:
+            if self._gone:
+                self._apply()
             now_s = self._now()
             # A request that was picked before and comes again is no longer where it was.
             self._router.released(request_id, now_s)
-            chosen = self._router.choose(hint, now_s)
+            chosen = self._router.choose(hint, now_s, avoid)
             if chosen is not None:
                 self._router.sent(request_id, chosen, hint, now_s)
-            return chosen
+        self._tell()
+        return chosen
 
     def moved(self, request_id: str, replica_id: str, hint: RequestHint) -> None:
         """Count a request where it has really been sent, if that is not where it was picked."""

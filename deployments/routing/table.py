@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deployments.routing.forecast import Forecast
+from deployments.routing.silence import Silence
 from deployments.routing.step_time import StepTime
 from deployments.routing.views import ReplicaLoad
 
@@ -63,6 +64,7 @@ class ReplicaTable:
         self.slots: dict[str, int] = {}
         self.rows: list[_Row | None] = [None] * _FIRST_SLOTS
         self.step_time = StepTime(_FIRST_SLOTS)
+        self.silence = Silence(_FIRST_SLOTS)
         # Room in requests; none in a free slot.
         self.room: NDArray[np.float64] = np.zeros(_FIRST_SLOTS)
         self.requests: NDArray[np.float64] = np.zeros(_FIRST_SLOTS)
@@ -81,6 +83,7 @@ class ReplicaTable:
             del self.slots[row.replica_id]
             self.rows[slot] = None
             self.step_time.forget(slot)
+            self.silence.forget(slot)
             self._clear(slot)
         for replica_id, cap in caps.items():
             known = self.slots.get(replica_id)
@@ -118,6 +121,7 @@ class ReplicaTable:
         if row.load is not None and load.taken_at_s <= row.load.taken_at_s:
             return
         row.load = load
+        self.silence.heard(slot, now_s)
         self.block_size = max(load.block_size, 1)
         row.taken_at_s = _on_own_clock(row, load, now_s)
         while row.since and row.since[0].at_s <= row.taken_at_s:
@@ -193,6 +197,7 @@ class ReplicaTable:
         old = len(self.rows)
         self.rows.extend([None] * old)
         self.step_time.resize(2 * old)
+        self.silence.resize(2 * old)
         for name in ("room", "requests", "threads", "used_blocks", "sent_tokens"):
             setattr(self, name, np.concatenate([getattr(self, name), np.zeros(old)]))
         self.blocks = np.concatenate([self.blocks, np.full(old, np.inf)])

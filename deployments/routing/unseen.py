@@ -40,7 +40,12 @@ class UnseenRequests:
         if now_s - self._looked_at_s < _LOOK_PERIOD_S:
             return
         self._looked_at_s = now_s
-        rows = [row for row in table.rows if row is not None and row.load is not None]
+        silent = table.silence.silent()
+        rows = [
+            row
+            for slot, row in enumerate(table.rows)
+            if row is not None and row.load is not None and not silent[slot]
+        ]
         reported = sum(row.load.requests for row in rows if row.load is not None)
         if reported == 0 or self._gap_s <= 0.0 or self._num_sent < _LEAST_SENT:
             self.requests = 0.0

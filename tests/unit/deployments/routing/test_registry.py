@@ -105,6 +105,61 @@ def test_other_settings_hold_at_once_and_lose_nothing(shared: SharedRouter) -> N
     assert sum(shared.decisions().values()) == 3
 
 
+def test_a_request_is_not_offered_again_where_it_was_tried(shared: SharedRouter) -> None:
+    shared.replicas_changed(1, {"a": 64, "b": 64, "c": 1})
+    for name, threads in (("a", 0), ("b", 300), ("c", 600)):
+        shared.reported(name, busy(threads // 300, threads, at_s=99.9))
+
+    assert shared.pick("1", HINT) == "a"
+    assert shared.pick("1", HINT, {"a"}) == "b"
+    # The third is full, so that only those that were tried are left.
+    assert shared.pick("1", HINT, {"a", "b"}) == "a"
+    assert shared.pick("1", HINT, {"a", "gone"}) == "b"
+    assert shared.num_sent == 1
+
+
+@pytest.mark.parametrize("policy", list(RoutingPolicy))
+def test_a_replica_that_reports_no_more_gets_nothing_while_others_have_room(
+    policy: RoutingPolicy,
+) -> None:
+    clock = Clock()
+    shared = SharedRouter(RoutingSettings(policy=policy), seed=1, now=clock)
+    shared.replicas_changed(1, {"hung": 64, "b": 8})
+    for _ in range(30):
+        clock.now_s += 0.2
+        shared.reported("b", busy(4, 300, at_s=clock.now_s - 0.1))
+        if clock.now_s < 103.0:
+            shared.reported("hung", busy(0, 0, at_s=clock.now_s - 0.1))
+
+    assert [shared.pick(name, HINT) for name in "12345"] == ["b"] * 4 + ["hung"]
+
+
+def test_a_router_of_rays_that_is_gone_hides_no_replica(shared: SharedRouter) -> None:
+    heard: list[int] = []
+    shared.listen(heard.append)
+    shared.replicas_changed(1, {"old": 4})
+    shared.left(1)
+    assert shared.pick("1", HINT) is None
+    shared.died("old")
+
+    shared.replicas_changed(2, {"new": 4})
+
+    assert shared.pick("2", HINT) == "new"
+    assert heard == [0, 1, 0, 1]
+
+
+def test_a_router_of_rays_may_go_while_its_executor_holds_the_lock(shared: SharedRouter) -> None:
+    heard: list[int] = []
+    shared.replicas_changed(1, {"a": 4, "b": 4})
+    shared.replicas_changed(2, {"a": 4})
+    shared.listen(heard.append)
+    with shared._lock:  # As where the garbage collector runs inside a call.
+        shared.left(2)
+
+    assert {shared.pick(str(index), HINT) for index in range(8)} == {"a", "b"}
+    assert heard == [1, 2]
+
+
 def test_many_executors_lose_no_count(shared: SharedRouter) -> None:
     shared.replicas_changed(1, dict.fromkeys("abcd", 10_000))
 

@@ -79,3 +79,17 @@ def test_with_fresh_reports_all_replicas_are_compared() -> None:
     router.choose(HINT, 16.401)
 
     assert router._unseen.num_compared(8) == 8
+
+
+def test_a_replica_that_reports_no_more_makes_the_other_reports_no_older() -> None:
+    router = routers(2)[0]
+    now_s = 16.2
+    while now_s < 60.0:
+        now_s += 0.2
+        for name in CAPS:
+            if name != "replica-3" or now_s < 20.0:
+                router.reported(name, report(50, now_s - 0.001), now_s)
+
+    router.choose(HINT, now_s + 0.001)
+
+    assert router._unseen.num_compared(7) == 7

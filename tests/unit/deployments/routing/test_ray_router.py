@@ -1,0 +1,142 @@
+"""Our router inside Ray Serve's own routing of a request, with played replicas."""
+
+import asyncio
+import gc
+from collections import Counter
+from typing import Any
+
+import pytest
+from ray.serve._private.common import (
+    DeploymentHandleSource,
+    DeploymentID,
+    ReplicaID,
+    RequestMetadata,
+)
+from ray.serve._private.request_router.common import PendingRequest
+
+from cluster.routing_config import RoutingSettings
+from deployments.asgi_relay import RelayedRequest
+from deployments.request_terms import RequestTerms
+from deployments.routing import registry
+from deployments.routing.ray_router import ThreadRequestRouter
+from tests.unit.deployments.routing.loads import FORKED
+
+DEPLOYMENT = DeploymentID(name="Replica-x", app_name="apar")
+
+
+class PlayedReplica:
+    """The part of Ray Serve's `RunningReplica` that routing uses."""
+
+    def __init__(self, name: str, *, hangs: bool = False) -> None:
+        self.replica_id = ReplicaID(name, DEPLOYMENT)
+        self.max_ongoing_requests = 8
+        self.routing_stats: dict[str, Any] = {}
+        self.hangs = hangs
+        self.num_asked = 0
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        self.num_asked += 1
+        if self.hangs:
+            await asyncio.sleep(10 * deadline_s)
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "PROCESS", registry.Registry())
+
+
+def ray_router(*replicas: PlayedReplica) -> Any:
+    make: Any = ThreadRequestRouter  # Ray Serve's constructor has no types.
+    router = make(
+        DEPLOYMENT,
+        DeploymentHandleSource.REPLICA,
+        use_replica_queue_len_cache=False,
+        initial_backoff_s=0.001,
+        max_backoff_s=0.01,
+    )
+    router.queue_len_response_deadline_s = router.max_queue_len_response_deadline_s = 0.02
+    router.initialize_state(**RoutingSettings().model_dump(mode="json"))
+    router.update_replicas(list(replicas))
+    return router
+
+
+def pending(request_id: str) -> PendingRequest:
+    terms = RequestTerms(request_id=request_id)
+    request = RelayedRequest("POST", "/v1/completions", b"", [], b"{}", terms)
+    return PendingRequest(
+        args=[request], kwargs={}, metadata=RequestMetadata(request_id, f"ray-{request_id}")
+    )
+
+
+async def route(router: Any, request_id: str) -> str:
+    chosen = await router._choose_replica_for_request(pending(request_id))
+    await asyncio.sleep(0)  # What was chosen is counted by a callback.
+    name: str = chosen.replica_id.unique_id
+    return name
+
+
+def shared() -> registry.SharedRouter:
+    return registry.PROCESS.router(DEPLOYMENT.name, RoutingSettings())
+
+
+async def test_a_request_goes_on_when_the_cheapest_replica_does_not_answer() -> None:
+    hung, busy = PlayedReplica("hung", hangs=True), PlayedReplica("busy")
+    router = ray_router(hung, busy)
+    for index in range(4):
+        shared().moved(f"before-{index}", "busy", RelayedRequest("POST", "/", b"", [], b"").hint)
+
+    assert await asyncio.wait_for(route(router, "1"), 5.0) == "busy"
+
+    # Once when Ray Serve met it, once for the request.
+    assert hung.num_asked == 2
+    assert shared().replica_of("1") == "busy"
+    assert shared().num_sent == 5
+    assert not router._tried
+    router.on_request_completed(busy.replica_id, "ray-1")
+    assert shared().replica_of("1") is None
+
+
+async def test_all_are_tried_in_turn_until_one_answers() -> None:
+    replicas = [PlayedReplica(name, hangs=True) for name in "abc"]
+    router = ray_router(*replicas)
+    call = asyncio.ensure_future(route(router, "1"))
+    while min(replica.num_asked for replica in replicas) < 4:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    asked = [replica.num_asked for replica in replicas]
+    assert max(asked) - min(asked) <= 1
+
+    call.cancel()
+    await asyncio.sleep(0.01)
+    assert not router._tried
+    assert shared().num_sent == 0
+
+
+async def test_requests_are_spread_and_nothing_is_kept_of_them() -> None:
+    replicas = [PlayedReplica(name) for name in "ab"]
+    router = ray_router(*replicas)
+
+    places = Counter(await asyncio.gather(*(route(router, str(index)) for index in range(8))))
+
+    assert places == {"a": 4, "b": 4}
+    for index in range(8):
+        shared().ended(str(index), FORKED)
+    assert shared().num_sent == 0
+    assert not router._tried
+
+
+async def test_a_model_that_is_removed_and_added_again_has_its_replicas() -> None:
+    heard: list[int] = []
+    registry.listen(DEPLOYMENT.name, heard.append)
+    router = ray_router(PlayedReplica("old"))
+    await route(router, "1")
+
+    del router
+    await asyncio.sleep(0.05)
+    gc.collect()
+    assert registry.capacity(DEPLOYMENT.name) == 0
+    router = ray_router(PlayedReplica("new"))
+
+    assert await asyncio.wait_for(route(router, "2"), 5.0) == "new"
+    assert registry.capacity(DEPLOYMENT.name) == 1
+    assert heard == [0, 1, 0, 1]
