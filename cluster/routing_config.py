@@ -27,8 +27,10 @@ class RoutingSettings(BaseModel):
     )
     affinity: NonNegativeFloat = Field(
         1.0,
+        le=2.0,
         description="Worth of a prompt's beginning that a replica holds already, as a multiple of "
-        "the time that computing it anew would take; 0 ignores it. Only for `threads`.",
+        "the time that computing it anew would take; 0 ignores it, and beyond 2 requests with a "
+        "common beginning would crowd on the replicas that hold it. Only for `threads`.",
     )
     affinity_entries: PositiveInt = Field(
         4096, description="Beginnings of prompts that a router remembers. Only for `threads`."

@@ -52,7 +52,14 @@ def test_a_cluster_routes_by_threads_unless_told_otherwise() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"policy": "best"}, {"affinity": -1}, {"report_period_s": 0.01}, {"seed": 1}]
+    "wrong",
+    [
+        {"policy": "best"},
+        {"affinity": -1},
+        {"affinity": 2.1},
+        {"report_period_s": 0.01},
+        {"seed": 1},
+    ],
 )
 def test_settings_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
