@@ -116,7 +116,9 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0), accounts=st.integers(0, 3))
     def leave_and_arrive_in_one_moment(self, index: int, accounts: int) -> None:
         """A full queue may want to drop the very request whose client is leaving."""
-        self.waiting[index % len(self.waiting)].task.cancel()
+        leaving = self.waiting[index % len(self.waiting)].task
+        # Before the loop has woken the one that leaves, but after the newcomer's first step.
+        self.loop.call_soon(leaving.cancel)
         self.arrive(accounts)
 
     @precondition(lambda self: self.waiting)

@@ -156,6 +156,11 @@ async def test_a_refused_request_gives_its_prompts_tokens_back() -> None:
         ({"prompt": ["x" * 6, "x" * 5]}, "`prompt` holds 11"),
         ({"prompt": [1, 2, 3]}, "`prompt` holds 12"),
         ({"prompt": [[1, 2], [3]]}, "`prompt` holds 12"),
+        ({"prompt": "x" * 11, "messages": []}, "`prompt` holds 11"),
+        ({"prompt": "x" * 6, "messages": [{"content": "x" * 5}]}, "`prompt` hold 11"),
+        ({"tools": [{"function": {"description": "x" * 11}}]}, "`tools` holds 30"),
+        ({"messages": [{"tool_calls": [{"arguments": "x" * 11}]}]}, "`messages` holds 20"),
+        ({"messages": [{"content": [{"type": "refusal", "refusal": "x" * 11}]}]}, "holds 11"),
     ],
 )
 async def test_a_prompt_over_the_limit_is_refused(body: dict[str, Any], named: str) -> None:

@@ -32,7 +32,9 @@ def advance(monkeypatch: pytest.MonkeyPatch) -> Advance:
 
 def rates(storage: Any = None, **fields: Any) -> KeyRates:
     key = KeyConfig(name="alice", hash=hash_of("k"), **fields)
-    return KeyRates(CounterStore(storage or open_storage("memory://")), key)
+    if not isinstance(storage, CounterStore):
+        storage = CounterStore(storage or open_storage("memory://"))
+    return KeyRates(storage, key)
 
 
 async def shown(limited: KeyRates) -> dict[str, str]:

@@ -124,6 +124,17 @@ def test_completions_are_read_too(body: dict[str, Any], tokens: int, choices: in
     assert hint.prefix_hashes
 
 
+def test_the_prompt_counts_beside_messages_and_so_do_tools() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "description": "x" * 400}}]
+    call = {"role": "assistant", "tool_calls": [{"function": {"arguments": "y" * 400}}]}
+
+    assert request_hint({"prompt": "x" * 400, "messages": []}).prompt_tokens == 104
+    plain, tooled = request_hint(chat("s", "u")), request_hint(chat("s", "u", tools=tools))
+    assert tooled.prompt_tokens > plain.prompt_tokens + 100
+    assert not set(tooled.prefix_hashes) & set(plain.prefix_hashes)
+    assert request_hint({"messages": [call]}).prompt_tokens > 100
+
+
 def test_contents_in_parts_are_one_text() -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "image_url"}, {"type": "text", "text": "lo"}]
 

@@ -1,0 +1,146 @@
+"""What a request is charged that was refused, cut or lost, and who is told why it must wait."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from deployments.answer_parts import AnswerEnd, AnswerStart, Piece
+from deployments.answers import ReplicaLostError
+from deployments.fair_queue import Ticket
+from deployments.gateway import Gateway
+from deployments.served_models import Model
+from tests.fakes.played_replicas import CHAT, EVENTS, JSON, PlayedReplicas, client, gateway_of
+from tests.unit.deployments.test_gateway_keys import answering, bearer, key, settled
+
+
+def client_of(gateway: Gateway) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=gateway), base_url="http://gateway")
+
+
+async def remaining(http: httpx.AsyncClient) -> tuple[str, str]:
+    """Requests and tokens that key `a` has left."""
+    headers = (await http.post(CHAT, json={"model": "none"}, headers=bearer("a"))).headers
+    return headers["x-ratelimit-remaining-requests"], headers["x-ratelimit-remaining-tokens"]
+
+
+@pytest.mark.parametrize("max_queued", [0, 1])
+async def test_who_gets_no_further_than_the_queue_is_not_counted(max_queued: int) -> None:
+    replicas = answering()
+    replicas.gate.clear()
+    limited = key("a", requests_per_minute=9, tokens_per_minute=900)
+    http = client(replicas, keys=(limited, key("b")), max_queued=max_queued)
+    tasks = await settled(http, ("b", {}), ("b", {}), ("a", {"prompt": "x" * 400}))
+
+    if max_queued:
+        assert await remaining(http) == ("8", "796")
+        tasks[2].cancel()
+        await asyncio.gather(tasks[2], return_exceptions=True)
+    else:
+        assert (await tasks[2]).status_code == 503
+
+    assert await remaining(http) == ("9", "900")
+    replicas.gate.set()
+    await asyncio.gather(*tasks[:2])
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each request's cost was known when it left."""
+    known: list[bool] = []
+    leave = Ticket.leave
+
+    def noted(ticket: Ticket, *, cost_is_known: bool = True) -> None:
+        known.append(cost_is_known)
+        leave(ticket, cost_is_known=cost_is_known)
+
+    monkeypatch.setattr(Ticket, "leave", noted)
+    return known
+
+
+async def test_the_cost_of_a_whole_answer_whose_client_left_is_unknown(left: list[bool]) -> None:
+    replicas = answering()
+    replicas.gate.clear()
+    http = client(replicas)
+    [task] = await settled(http, ("a", {}))
+
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+    assert left == [False]
+
+
+@pytest.mark.parametrize(
+    ("parts", "streaming", "known", "tokens"),
+    [
+        ([ReplicaLostError("dead")], False, False, "900"),
+        ([ReplicaLostError("dead")], True, False, "900"),
+        # What a stream has told of is all that there was.
+        (
+            [AnswerStart(200, EVENTS, b"x", num_tokens=5), ReplicaLostError("dead")],
+            True,
+            True,
+            "791",
+        ),
+        ([AnswerStart(400, JSON, b"{}")], True, True, "900"),
+        ([AnswerStart(200, EVENTS, b"x"), Piece(b"y", num_tokens=5)], True, True, "880"),
+    ],
+)
+async def test_the_cost_of_what_was_lost_is_unknown(
+    left: list[bool], parts: list[Any], streaming: bool, known: bool, tokens: str
+) -> None:
+    limited = key("a", requests_per_minute=9, tokens_per_minute=900)
+    replicas = PlayedReplicas(*parts, end=AnswerEnd(15, 5))
+    http = client(replicas, keys=(limited,))
+
+    await http.post(CHAT, json={"stream": streaming, "prompt": "x" * 400}, headers=bearer("a"))
+
+    assert left == [known]
+    assert await remaining(http) == ("8", tokens)
+
+
+async def test_a_key_at_its_own_bound_gets_a_429_that_names_it() -> None:
+    replicas = answering()
+    replicas.gate.clear()
+    gateway = gateway_of(replicas, keys=(key("a", max_threads=1),), max_queued=1)
+    http = client_of(gateway)
+    tasks = await settled(http, ("a", {}), ("a", {}))
+
+    refused = await http.post(CHAT, json={}, headers=bearer("a"))
+    waiting = gateway.waiting()["Replica-m"]
+    replicas.gate.set()
+    await asyncio.gather(*tasks)
+
+    assert (waiting.waiting, waiting.num_startable) == ({"a": 1}, 0)
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    error = refused.json()["error"]
+    assert (error["type"], error["code"]) == ("threads", "rate_limit_exceeded")
+    assert "`max_threads` of 1" in error["message"]
+
+
+async def test_every_prompt_of_several_is_counted_before_they_go_in() -> None:
+    replicas = answering()
+    replicas.gate.clear()
+    limited = key("a", requests_per_minute=9, tokens_per_minute=1000)
+    http = client(replicas, keys=(limited,))
+    [task] = await settled(http, ("a", {"prompt": ["x" * 4, "y" * 3196]}))
+
+    assert await remaining(http) == ("8", "200")
+    replicas.gate.set()
+    await task
+
+
+async def test_a_failure_of_our_own_before_the_answer_has_openais_form(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(*_: object) -> Ticket:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(Model, "enter", fail)
+
+    answer = await client(answering()).post(CHAT, json={})
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+    assert "a bug" not in answer.text
+    assert "a bug" in caplog.text

@@ -1,0 +1,142 @@
+"""What nobody counted, whom a newcomer is compared with, and waits for a key's own bound."""
+
+import asyncio
+
+import pytest
+
+from apar_core.errors import CapacityError
+from deployments.account import Account
+from deployments.rate_limits import RateLimitError
+from tests.unit.deployments.test_fair_queue import enter, queue_of, settled
+
+
+async def test_a_request_of_unknown_cost_keeps_what_it_was_charged_in_advance() -> None:
+    queue, key = queue_of(capacity=2), Account("a", mean_tokens=100)
+    silent, told = [task.result() for task in await enter(queue, key, key)]
+    told.charge(130)
+
+    for ticket in (silent, told):
+        ticket.leave(cost_is_known=False)
+
+    assert (key.virtual_time, key.mean_tokens) == (230, 100)
+    assert queue.state.running == 0
+
+
+async def test_without_a_mean_of_its_own_it_costs_what_others_do() -> None:
+    queue, known, new = queue_of(capacity=2), Account("known"), Account("new", weight=2.0)
+    first, second = [task.result() for task in await enter(queue, known, new)]
+    first.charge(80)
+    second.charge(20)
+    first.leave()
+    second.leave(cost_is_known=False)
+
+    assert (new.virtual_time, new.mean_tokens) == (40, 0)
+
+
+async def test_keys_that_never_tell_their_cost_take_turns() -> None:
+    queue, first, second = queue_of(), Account("a"), Account("b")
+    waiting = {"a": await enter(queue, *[first] * 9), "b": await enter(queue, *[second] * 9)}
+    turns = ""
+    for _ in range(8):
+        (name,) = [name for name, tasks in waiting.items() if tasks[0].done()]
+        turns += name
+        waiting[name].pop(0).result().leave(cost_is_known=False)
+        await settled()
+
+    assert turns.count("b") == 4
+
+
+async def test_a_place_that_was_not_used_costs_nothing_and_teaches_nothing() -> None:
+    queue, key = queue_of(), Account("a", mean_tokens=100)
+    running, leaving = await enter(queue, key, key)
+
+    running.result().give_up()
+    leaving.cancel()
+    await settled()
+
+    assert (key.virtual_time, key.mean_tokens) == (0, 100)
+    assert queue.state.running == 0
+
+
+async def test_a_newcomer_is_not_set_back_to_a_key_at_its_own_bound() -> None:
+    queue = queue_of(capacity=2)
+    held, busy, new = Account("held", max_running=1), Account("busy"), Account("new")
+    await enter(queue, held, busy, held, busy)
+    busy.virtual_time = 10_000
+
+    await enter(queue, new)
+
+    assert new.virtual_time == 10_000
+
+
+async def test_a_newcomer_is_compared_with_its_own_class_only() -> None:
+    queue = queue_of()
+    urgent, ordinary = Account("urgent", priority=-1), Account("ordinary")
+    (running, *_) = await enter(queue, urgent, ordinary, urgent)
+    running.result().charge(10_000)
+    new = Account("new")
+
+    await enter(queue, new)
+
+    assert new.virtual_time == 0
+
+
+@pytest.mark.parametrize("raised", [True, False])
+async def test_a_key_that_comes_off_its_bound_has_saved_up_one_answer_at_most(raised: bool) -> None:
+    queue = queue_of(capacity=2)
+    held, busy = Account("held", max_running=1), Account("busy", mean_tokens=300)
+    running, *_ = await enter(queue, held, busy, held, busy, busy)
+    busy.virtual_time = 10_000
+
+    if raised:
+        held.max_running = 2
+        await enter(queue, held)
+    else:
+        running.result().leave()
+
+    assert held.virtual_time == 9_700
+
+
+async def test_who_waits_for_its_own_bound_in_vain_is_told_which() -> None:
+    queue = queue_of(capacity=5, max_waiting=2, max_wait_s=0.01)
+    held = Account("alice", max_running=1)
+    (running,) = await enter(queue, held)
+
+    late = await asyncio.gather(queue.enter(held), return_exceptions=True)
+    tasks = await enter(queue, held, held)
+    with pytest.raises(RateLimitError, match=r"alice.*`max_threads` of 1.*2 requests wait") as full:
+        await queue.enter(held)
+
+    assert isinstance(late[0], RateLimitError)
+    assert (late[0].kind, full.value.kind, full.value.retry_after_s) == ("threads", "threads", 1.0)
+    queue.resize(1)
+    other = await enter(queue, Account("other"))  # Drops the newest of alice's.
+    assert isinstance(tasks[1].exception(), RateLimitError)
+    await asyncio.gather(*other, *tasks, return_exceptions=True)
+    assert isinstance(other[0].exception(), CapacityError)
+    running.result().leave()
+
+
+async def test_only_what_more_replicas_could_serve_counts_as_startable() -> None:
+    queue = queue_of(capacity=1)
+    bounded, free = Account("bounded", max_running=2), Account("free")
+
+    await enter(queue, *[bounded] * 5, *[free] * 3)
+
+    assert queue.state.waiting == {"bounded": 4, "free": 3}
+    assert queue.state.num_startable == 1 + 3
+    bounded.max_running = 1
+    assert queue.state.num_startable == 3
+
+
+async def test_a_full_queue_may_drop_a_request_whose_client_is_just_leaving() -> None:
+    queue, flood, other = queue_of(max_waiting=2), Account("flood"), Account("other")
+    tasks = await enter(queue, *[flood] * 3)
+
+    newcomer = asyncio.create_task(queue.enter(other))
+    tasks[2].cancel()  # Told of it only after the newcomer has come in.
+    await settled()
+
+    assert tasks[2].cancelled()
+    assert not newcomer.done()
+    assert queue.state.waiting == {"flood": 1, "other": 1}
