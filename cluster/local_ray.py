@@ -70,6 +70,8 @@ def serve_environment(folder: Path) -> dict[str, str]:
         "RAY_worker_niceness": "0",
         # Ray Serve's controller alone would use 4 % of a core for nothing.
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+        # A HAProxy that has died is started again after three failed checks; by default, in 30 s.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
