@@ -12,9 +12,10 @@ _SERVE_LOGGER = "ray.serve"
 def kept_serve_logs() -> Iterator[None]:
     """Give Ray Serve's log handlers back what they lose within.
 
-    vLLM configures logging when it is imported, which closes every handler of the process and
-    takes the file from Ray Serve's. A controller that has been restarted asks each replica for
-    that file, and would give up the replicas, although they serve.
+    vLLM configures logging when it is imported, and again when an engine's configuration is made.
+    Each time that closes every handler of the process and takes the file from Ray Serve's. A
+    controller that has been restarted asks each replica for that file, and would give up the
+    replicas, although they serve.
     """
     targets = [
         (handler, handler.target)
