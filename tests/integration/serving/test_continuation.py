@@ -118,12 +118,16 @@ class Victims:
             times[process.pid] = spent.user + spent.system
         return times
 
-    def kill(self, *, replica: bool) -> None:
-        """Kill the busiest engine, or the replica whose engine it is."""
+    def busiest(self) -> psutil.Process:
+        """The engine that has worked most since the last look."""
         now = self._cpu_s()
         busiest = max(now, key=lambda pid: now[pid] - self._before.get(pid, 0.0))
         self._before = now
-        victim = psutil.Process(busiest)
+        return psutil.Process(busiest)
+
+    def kill(self, *, replica: bool) -> None:
+        """Kill the busiest engine, or the replica whose engine it is."""
+        victim = self.busiest()
         (victim.parent() if replica else victim).kill()  # type: ignore[union-attr]
 
 
