@@ -89,6 +89,8 @@ class ThreadRequestRouter(FIFOMixin, RequestRouter):
     def _pick(self, internal_id: str, request_id: str, hint: RequestHint) -> str | None:
         """The next replica to try: Ray Serve asks again when one does not answer."""
         tried = self._tried.setdefault(internal_id, set())
+        for before in tried:  # It counts there no longer.
+            self._request_ids.pop((internal_id, before), None)
         chosen = self._shared.pick(request_id, hint, tried)
         if chosen is not None:
             self._request_ids[internal_id, chosen] = request_id

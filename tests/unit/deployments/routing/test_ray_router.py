@@ -33,9 +33,12 @@ class PlayedReplica:
         self.routing_stats: dict[str, Any] = {}
         self.hangs = hangs
         self.num_asked = 0
+        self.answers: list[int] = []
 
     async def get_queue_len(self, *, deadline_s: float) -> int:
         self.num_asked += 1
+        if self.answers:
+            return self.answers.pop(0)
         if self.hangs:
             await asyncio.sleep(10 * deadline_s)
         return 0
@@ -95,6 +98,25 @@ async def test_a_request_goes_on_when_the_cheapest_replica_does_not_answer() -> 
     assert not router._tried
     router.on_request_completed(busy.replica_id, "ray-1")
     assert shared().replica_of("1") is None
+
+
+async def test_a_request_that_gets_in_after_all_seemed_full_is_counted() -> None:
+    replica = PlayedReplica("a")
+    replica.max_ongoing_requests = 1
+    router = ray_router(replica)
+    await asyncio.sleep(0.01)
+    replica.answers = [1, 1, 0]
+    call = asyncio.ensure_future(route(router, "1"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert shared().replica_of("1") == "a"
+    # It was refused there, and another one is taken to be there when it is picked again.
+    shared().moved("2", "a", RelayedRequest("POST", "/", b"", [], b"").hint)
+
+    assert await asyncio.wait_for(call, 5.0) == "a"
+
+    assert shared().replica_of("1") == "a"
+    assert shared().num_sent == 2
 
 
 async def test_all_are_tried_in_turn_until_one_answers() -> None:
