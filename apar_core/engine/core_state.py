@@ -16,10 +16,11 @@ CORE_STATE_CALL = "apar_core_state"
 def core_state(scheduler: Any) -> dict[str, Any]:
     """Counts of the moment, as plain values.
 
-    `requests` counts client requests with a thread alive, `threads` all threads, running or
-    waiting; `kv_blocks` is what the cache has, `free_blocks` what no thread holds. `step_s` is the
-    mean time of the last steps; `steps` counts them all, the rows that got a token in them, and the
-    seconds that they took; `step_time_model` what the adaptive fork policy has learnt of it.
+    `requests` counts the engine's requests with a thread alive, of which a client's request with
+    several choices or prompts is as many; `threads` all threads, running or waiting; `kv_blocks`
+    is what the cache has, `free_blocks` what no thread holds. `step_s` is the mean time of the last
+    steps; `steps` counts them all, the rows that got a token in them, and the seconds that they
+    took; `step_time_model` what the adaptive fork policy has learnt of it.
     """
     pool = scheduler.kv_cache_manager.block_pool
     num_running, num_waiting = scheduler.get_request_counts()

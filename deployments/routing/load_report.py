@@ -27,8 +27,12 @@ class LoadReporter:
         self._block_size = block_size
         self._samples: deque[_Sample] = deque()
 
-    def report(self, state: Mapping[str, Any], now_s: float) -> ReplicaLoad:
-        """The report for this moment; `state` is the engine's `core_state`."""
+    def report(self, state: Mapping[str, Any], requests: int, now_s: float) -> ReplicaLoad:
+        """The report for this moment, with so many requests inside the replica.
+
+        `state` is the engine's `core_state`, whose own count of requests has each choice of an
+        answer as one; what Ray Serve counts against a replica's cap is the calls.
+        """
         steps = state.get("steps", {})
         sample = _Sample(
             now_s, steps.get("num_steps", 0), steps.get("num_rows", 0), steps.get("busy_s", 0.0)
@@ -40,7 +44,7 @@ class LoadReporter:
         busy_s = sample.busy_s - oldest.busy_s
         num_steps = sample.num_steps - oldest.num_steps
         return ReplicaLoad(
-            requests=state["requests"],
+            requests=requests,
             threads=state["threads"],
             waiting_forks=state.get("deferred_threads", 0),
             blocks=state["kv_blocks"],

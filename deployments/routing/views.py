@@ -27,6 +27,7 @@ class RequestHint:
 class ReplicaLoad:
     """What a replica reports of itself; `taken_at_s` is its clock's time (`time.time`).
 
+    `requests` are calls inside the replica, which its cap counts, each with one choice or more.
     `threads` are alive, running or waiting in the engine; `waiting_forks` are children that a cap
     or the fork policy holds back; `blocks` and `free_blocks` are of `block_size` tokens of KV
     cache; `tokens_per_s` is the decode rate over the last seconds, all threads together, as long
