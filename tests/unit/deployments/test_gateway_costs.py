@@ -6,8 +6,9 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.answer_parts import AnswerEnd, AnswerStart, Piece
+from deployments.answer_parts import AnswerEnd, AnswerStart, Headers, Piece
 from deployments.answers import ReplicaLostError
+from deployments.callers import Caller
 from deployments.fair_queue import Ticket
 from deployments.gateway import Gateway
 from deployments.served_models import Model
@@ -57,6 +58,27 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(Ticket, "leave", noted)
     return known
+
+
+async def test_a_client_that_leaves_before_a_replica_is_called_pays_nothing(
+    left: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(_: Caller) -> Headers:
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    replicas = answering()
+    limited = key("a", requests_per_minute=9, tokens_per_minute=900)
+    gateway = gateway_of(replicas, keys=(limited,))
+    http = client_of(gateway)
+    with monkeypatch.context() as patched:
+        patched.setattr(Caller, "rate_headers", never)
+        [task] = await settled(http, ("a", {"prompt": "x" * 400}))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    assert (left, replicas.requests) == ([], [])
+    assert await remaining(http) == ("9", "900")
+    assert gateway.waiting()["Replica-m"].running == 0
 
 
 async def test_the_cost_of_a_whole_answer_whose_client_left_is_unknown(left: list[bool]) -> None:

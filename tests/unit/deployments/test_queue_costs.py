@@ -71,10 +71,9 @@ async def test_a_newcomer_is_not_set_back_to_a_key_at_its_own_bound() -> None:
 
 async def test_a_newcomer_is_compared_with_its_own_class_only() -> None:
     queue = queue_of()
-    urgent, ordinary = Account("urgent", priority=-1), Account("ordinary")
-    (running, *_) = await enter(queue, urgent, ordinary, urgent)
-    running.result().charge(10_000)
-    new = Account("new")
+    ordinary, urgent, new = Account("ordinary"), Account("urgent", priority=-1), Account("new")
+    await enter(queue, ordinary, urgent)
+    urgent.virtual_time = 10_000
 
     await enter(queue, new)
 
