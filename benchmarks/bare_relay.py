@@ -21,7 +21,11 @@ class BareRelay:
         self._calls = HandleCalls(replica)
 
     async def __serve_build_asgi_app__(self) -> AsgiApp:
-        return self._relay
+        # A function, because uvicorn takes a bound method for an application of ASGI 2.
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._relay(scope, receive, send)
+
+        return app
 
     async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
