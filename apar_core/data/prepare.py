@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
@@ -167,7 +168,8 @@ def _outcomes(
     pending: deque[Future[list[list[Outcome]]]] = deque()
     try:
         for chunk in _chunks(items):
-            pending.append(pool.submit(_work, chunk))
+            with _interrupts_held():
+                pending.append(pool.submit(_work, chunk))
             if len(pending) > num_workers * _CHUNKS_IN_FLIGHT:
                 yield from pending.popleft().result()
         while pending:
@@ -176,6 +178,19 @@ def _outcomes(
         raise DataError("a process of data preparation was killed (out of memory?)") from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Keep Ctrl-C for later, here and in the processes that are started meanwhile.
+
+    These would die of it with a traceback while they are still importing.
+    """
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 def _chunks(items: Iterator[SourceItem]) -> Iterator[list[SourceItem]]:
