@@ -17,7 +17,7 @@ import pytest
 from tests.integration.serving.apar_process import TINY, Server, serving
 from tests.integration.serving.test_continuation import BODIES, TIMEOUT_S, Victims, stream
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 LOG_S = 15.0
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.serving.running_application import RunningApplication, processes
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 ENGINE = "VLLM::EngineCore"
 REPLICA = "ray::ServeReplica:apar:Replica"
 BODY: dict[str, Any] = {

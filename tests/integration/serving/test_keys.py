@@ -231,6 +231,7 @@ def test_no_key_finds_another_keys_prompts_in_the_cache(served: Served) -> None:
     assert cached(served, "other", extra_body={"cache_salt": "mine"}) == 0
 
 
+@pytest.mark.slow
 def test_keys_are_rolled_out_and_requests_shown_where_no_folder_is_set(tmp_path: Path) -> None:
     def record(name: str, **fields: Any) -> dict[str, Any]:
         return key(name, **fields).model_dump(mode="json", exclude_unset=True)

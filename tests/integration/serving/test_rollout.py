@@ -19,7 +19,7 @@ from tests.integration.serving.apar_process import (
 )
 from tests.integration.serving.load_clients import chat, under_load
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 LONG = chat("Give me 5 tips for sleeping well.", "apar-tiny") | {
     "max_tokens": 600,
     "ignore_eos": True,
@@ -40,7 +40,6 @@ def served(server: Server) -> list[str]:
     return [card["id"] for card in answer["data"]]
 
 
-@pytest.mark.slow
 async def test_every_kind_of_rollout_under_load_loses_no_request(tmp_path: Path) -> None:
     plain = {
         "checkpoint": str(write_checkpoint(tmp_path / "plain")),
@@ -84,7 +83,6 @@ async def test_every_kind_of_rollout_under_load_loses_no_request(tmp_path: Path)
         server.wait_until_idle(1)
 
 
-@pytest.mark.slow
 async def test_what_outlasts_the_grace_goes_on_at_the_new_replica(tmp_path: Path) -> None:
     with serving(tmp_path, TINY, drain_s=0.2) as server:
         async with under_load(server.url) as load:
@@ -130,7 +128,6 @@ async def test_on_sigterm_streams_end_and_new_requests_are_sent_away(tmp_path: P
     assert '"error"' not in text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("drain_s", "signals"), [(0.5, 1), (600, 2)])
 async def test_what_has_not_ended_in_time_or_at_a_second_signal_ends_with_an_error(
     tmp_path: Path, drain_s: float, signals: int

@@ -23,7 +23,7 @@ from deployments.routing.policy import Reason
 from deployments.routing.registry import SharedRouter
 from tests.integration.serving.running_application import RunningApplication, processes
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 CAP = 4
 PATIENCE_S = 90.0
 REPLICA = "ray::ServeReplica:routing:Replica-routed"
