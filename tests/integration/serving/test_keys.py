@@ -11,12 +11,7 @@ import httpx
 import openai
 import pytest
 
-from cluster.config import ClusterConfig
 from cluster.keys_config import KeyConfig, hash_of
-from cluster.limits_config import LimitsConfig
-from cluster.local_ray import free_port, local_ray
-from cluster.logging_config import LoggingConfig
-from cluster.model_config import ModelConfig
 from tests.integration.serving.apar_process import TINY, serving, wait_for
 
 pytestmark = pytest.mark.cluster
@@ -71,24 +66,20 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     logs = tmp_path_factory.mktemp("logs")
-    model = ModelConfig(
-        cpu_threads=1,
-        max_concurrency=8,
-        kv_cache_gib=0.1,
-        engine={"enable_prompt_tokens_details": True},
-    )
-    config = ClusterConfig(
-        port=free_port(),
-        models=(model,),
-        keys=KEYS,
-        limits=LimitsConfig(max_prompt_chars=5000),
-        logging=LoggingConfig(folder=logs),
-    )
-    with local_ray(num_cpus=2):
-        from deployments.service import running_service
-
-        with running_service(config) as service:
-            yield Served(service.url, logs)
+    model = TINY | {
+        "max_concurrency": 8,
+        "kv_cache_gib": 0.1,
+        "engine": {"enforce_eager": True, "enable_prompt_tokens_details": True},
+    }
+    # A process of its own: this one may hold the application of other tests.
+    with serving(
+        tmp_path_factory.mktemp("keys"),
+        model,
+        keys=[record.model_dump(mode="json", exclude_none=True) for record in KEYS],
+        limits={"max_prompt_chars": 5000},
+        logging={"folder": str(logs)},
+    ) as server:
+        yield Served(server.url, logs)
 
 
 def ask(client: openai.OpenAI, prompt: str = LIST_PROMPT, **fields: Any) -> Any:
