@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import (
 
 from tests.integration.serving.running_application import RunningApplication
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.fuzz]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 EXAMPLES = int(os.environ.get("APAR_FUZZ_EXAMPLES", "25"))
 SEED = int(os.environ.get("APAR_FUZZ_SEED", "0"))
 CHECKS = (
