@@ -1,7 +1,8 @@
 """Every metric that this project exports: name, kind, unit, labels, meaning.
 
-The names follow Prometheus: base units, `_total` for counters. Ray's agent on each node puts `ray_`
-before them, and labels of its own beside these. vLLM's metrics come the same way, as `ray_vllm_...`.
+The names follow Prometheus: base units, `_total` for counters. Ray's agent on each node puts
+`ray_` before them, and labels of its own beside these. vLLM's metrics come the same way, as
+`ray_vllm_...`.
 """
 
 from collections.abc import Iterator
