@@ -9,42 +9,36 @@ after the other is measured, so that a change of the machine's speed meets both.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import statistics
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
-from benchmarks.cpu_by_process import cpu_seconds
-from benchmarks.http_load import Endpoint, run_load
+from benchmarks.http_load import Endpoint
+from benchmarks.http_rounds import (
+    MODES,
+    NUM_CLIENTS,
+    NUM_TOKENS,
+    Target,
+    median_cpu,
+    ratio,
+    run_rounds,
+)
 from cluster.config import ClusterConfig
 from cluster.keys_config import KeyConfig, hash_of, new_token
 from cluster.local_ray import free_port, local_ray
 from cluster.logging_config import LoggingConfig
 from cluster.model_config import ModelConfig
 
-NUM_CLIENTS = 32
-NUM_TOKENS = 100
 WHOLE, BARE = "gateway and router", "bare relay"
-MODES = {"stream": True, "whole": False}
-
-
-@dataclass(frozen=True)
-class Target:
-    """An application to measure."""
-
-    name: str
-    endpoint: Endpoint
 
 
 def config(folder: Path, key: str) -> ClusterConfig:
@@ -104,51 +98,6 @@ def bare_application(settings: ClusterConfig) -> Iterator[None]:
         serve.delete("bare")
 
 
-def measure(target: Target, *, streaming: bool, requests_each: int) -> dict[str, Any]:
-    """One run: latencies, throughput and CPU seconds per 1,000 tokens by purpose."""
-    root = [psutil.Process()]
-    before = cpu_seconds(root)
-    result = asyncio.run(
-        run_load(
-            target.endpoint,
-            num_clients=NUM_CLIENTS,
-            requests_each=requests_each,
-            num_tokens=NUM_TOKENS,
-            streaming=streaming,
-        )
-    )
-    after = cpu_seconds(root)
-    thousands = len(result.answers) * NUM_TOKENS / 1000
-    return {
-        "latency_p50_s": statistics.median(a.latency_s for a in result.answers),
-        "first_byte_p50_s": statistics.median(a.first_byte_s for a in result.answers),
-        "tokens_per_s": thousands * 1000 / result.wall_s,
-        "cpu_s_per_1k_tokens": {
-            name: (seconds - before.get(name, 0.0)) / thousands for name, seconds in after.items()
-        },
-    }
-
-
-def run_rounds(targets: list[Target], rounds: int, requests_each: int) -> list[dict[str, Any]]:
-    """Every target in both modes, once a round; the order turns round by round."""
-    for target in targets:
-        for streaming in MODES.values():
-            measure(target, streaming=streaming, requests_each=1)
-    results = []
-    for index in track(range(rounds), description="rounds"):
-        order = targets if index % 2 == 0 else targets[::-1]
-        results.append(
-            {
-                mode: {
-                    target.name: measure(target, streaming=streaming, requests_each=requests_each)
-                    for target in order
-                }
-                for mode, streaming in MODES.items()
-            }
-        )
-    return results
-
-
 def stages(lines: list[dict[str, Any]], client_latency_s: float) -> dict[str, float]:
     """Median seconds of a request by stage, from the gateway's log lines and the client's time.
 
@@ -179,11 +128,6 @@ def log_lines(folder: Path, *, streaming: bool) -> list[dict[str, Any]]:
     ]
 
 
-def ratio(rounds: list[dict[str, Any]], mode: str, key: str) -> float:
-    """Median over the rounds of the ratio within a round."""
-    return float(statistics.median(row[mode][WHOLE][key] / row[mode][BARE][key] for row in rounds))
-
-
 def show(console: Console, mode: str, rounds: list[dict[str, Any]], by_stage: Any) -> None:
     """Print one mode's comparison."""
     table = Table(title=f"{mode}: {NUM_CLIENTS} clients, {NUM_TOKENS} tokens each, unforked")
@@ -201,19 +145,15 @@ def show(console: Console, mode: str, rounds: list[dict[str, Any]], by_stage: An
         ("first byte p50, ms", "first_byte_p50_s", 1000.0),
         ("tokens/s", "tokens_per_s", 1.0),
     ):
-        table.add_row(title, *medians(key, scale), f"{ratio(rounds, mode, key):.3f}")
+        table.add_row(title, *medians(key, scale), f"{ratio(rounds, mode, key, WHOLE, BARE):.3f}")
     table.add_section()
     for stage, seconds in by_stage.items():
         table.add_row(f"{stage}, ms", "", f"{seconds * 1000:.1f}")
     table.add_section()
-    for purpose in sorted({p for row in rounds for p in row[mode][WHOLE]["cpu_s_per_1k_tokens"]}):
-        cpu = [
-            statistics.median(
-                row[mode][name]["cpu_s_per_1k_tokens"].get(purpose, 0.0) for row in rounds
-            )
-            for name in (BARE, WHOLE)
-        ]
-        table.add_row(f"CPU ms per 1k tokens: {purpose}", *(f"{v * 1000:.0f}" for v in cpu))
+    cpu = {name: median_cpu(rounds, mode, name) for name in (BARE, WHOLE)}
+    for purpose in cpu[WHOLE]:
+        used = [cpu[name].get(purpose, 0.0) * 1000 for name in (BARE, WHOLE)]
+        table.add_row(f"CPU ms per 1k tokens: {purpose}", *(f"{value:.0f}" for value in used))
     console.print(table)
 
 
@@ -232,9 +172,12 @@ def main() -> None:
 
         settings = config(Path(folder), key)
         with running(settings), bare_application(settings):
+            # Both applications run below the same Ray, so each one's figures are those of all;
+            # while one is measured the other rests.
+            processes = psutil.Process().children()
             targets = [
-                Target(BARE, Endpoint(settings.port, BARE_PREFIX)),
-                Target(WHOLE, Endpoint(settings.port, key=key)),
+                Target(BARE, Endpoint(settings.port, BARE_PREFIX), processes),
+                Target(WHOLE, Endpoint(settings.port, key=key), processes),
             ]
             rounds = run_rounds(targets, arguments.rounds, arguments.requests_each)
             by_stage = {
@@ -246,7 +189,7 @@ def main() -> None:
             }
     for mode in MODES:
         show(console, mode, rounds, by_stage[mode])
-    summary = {mode: ratio(rounds, mode, "latency_p50_s") for mode in MODES}
+    summary = {mode: ratio(rounds, mode, "latency_p50_s", WHOLE, BARE) for mode in MODES}
     arguments.out.write_text(
         json.dumps({"latency_ratio": summary, "stages_s": by_stage, "rounds": rounds}, indent=2)
     )

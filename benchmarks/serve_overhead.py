@@ -8,7 +8,6 @@ taken within a round, and its median over the rounds is reported.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import statistics
@@ -17,7 +16,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +24,22 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cpu_by_process import cpu_seconds
-from benchmarks.http_load import Endpoint, run_load
+from benchmarks.http_load import Endpoint
+from benchmarks.http_rounds import (
+    MODES,
+    NUM_CLIENTS,
+    NUM_TOKENS,
+    Target,
+    median_cpu,
+    ratio,
+    run_rounds,
+)
 from cluster.config import ClusterConfig
 from cluster.local_ray import free_port, local_ray
 from cluster.model_config import ModelConfig
 
-NUM_CLIENTS = 32
-NUM_TOKENS = 100
 BARE, SERVE = "vLLM's own server", "apar serve"
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"
-MODES = {"stream": True, "whole": False}
-
-
-@dataclass(frozen=True)
-class Target:
-    """A server to measure, and the processes that make it up."""
-
-    name: str
-    port: int
-    roots: list[psutil.Process]
 
 
 def config(arguments: argparse.Namespace) -> ClusterConfig:
@@ -84,7 +78,7 @@ def bare_server(settings: ClusterConfig) -> Iterator[Target]:
         )
     try:
         wait_until_healthy(port, process, log)
-        yield Target(BARE, port, [psutil.Process(process.pid)])
+        yield Target(BARE, Endpoint(port), [psutil.Process(process.pid)])
     finally:
         process.terminate()
         process.wait(timeout=30)
@@ -107,85 +101,28 @@ def serve_application(settings: ClusterConfig) -> Iterator[Target]:
 
     ray_processes = psutil.Process().children()
     with running(settings):
-        yield Target(SERVE, settings.port, ray_processes)
-
-
-def measure(target: Target, *, streaming: bool, requests_each: int) -> dict[str, Any]:
-    """One run against one target: tokens per second, latencies, CPU seconds per 1,000 tokens."""
-    before, client_before = cpu_seconds(target.roots), time.process_time()
-    result = asyncio.run(
-        run_load(
-            Endpoint(target.port),
-            num_clients=NUM_CLIENTS,
-            requests_each=requests_each,
-            num_tokens=NUM_TOKENS,
-            streaming=streaming,
-        )
-    )
-    after = cpu_seconds(target.roots)
-    used = {purpose: seconds - before.get(purpose, 0.0) for purpose, seconds in after.items()}
-    used["client"] = time.process_time() - client_before
-    thousands = len(result.answers) * NUM_TOKENS / 1000
-    latencies = sorted(answer.latency_s for answer in result.answers)
-    return {
-        "tokens_per_s": thousands * 1000 / result.wall_s,
-        "latency_p50_s": statistics.median(latencies),
-        "latency_p99_s": latencies[int(len(latencies) * 0.99)],
-        "first_byte_p50_s": statistics.median(a.first_byte_s for a in result.answers),
-        "events_per_answer": statistics.mean(a.num_events for a in result.answers),
-        "cpu_s_per_1k_tokens": {name: value / thousands for name, value in used.items()},
-    }
-
-
-def run_rounds(targets: list[Target], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every target in both modes, once a round; the order turns round by round."""
-    for target in targets:
-        for streaming in MODES.values():
-            measure(target, streaming=streaming, requests_each=1)
-    rounds = []
-    for index in range(arguments.rounds):
-        order = targets if index % 2 == 0 else targets[::-1]
-        row: dict[str, Any] = {}
-        for mode, streaming in MODES.items():
-            row[mode] = {
-                target.name: measure(
-                    target, streaming=streaming, requests_each=arguments.requests_each
-                )
-                for target in order
-            }
-        rounds.append(row)
-    return rounds
+        yield Target(SERVE, Endpoint(settings.port), ray_processes)
 
 
 def summarise(rounds: list[dict[str, Any]], mode: str) -> dict[str, Any]:
     """Medians over the rounds, and the median ratio of the two targets within a round."""
 
-    def ratio(key: str) -> float:
-        return float(
-            statistics.median(row[mode][SERVE][key] / row[mode][BARE][key] for row in rounds)
-        )
+    def by_bare(key: str) -> float:
+        return ratio(rounds, mode, key, SERVE, BARE)
 
-    names = sorted({n for row in rounds for n in row[mode][SERVE]["cpu_s_per_1k_tokens"]})
     medians = {
         target: {
             key: statistics.median(row[mode][target][key] for row in rounds)
             for key, value in rounds[0][mode][target].items()
             if isinstance(value, float | int)
         }
-        | {
-            "cpu_s_per_1k_tokens": {
-                name: statistics.median(
-                    row[mode][target]["cpu_s_per_1k_tokens"].get(name, 0.0) for row in rounds
-                )
-                for name in names
-            }
-        }
+        | {"cpu_s_per_1k_tokens": median_cpu(rounds, mode, target)}
         for target in (BARE, SERVE)
     }
     return {
-        "throughput_ratio": ratio("tokens_per_s"),
-        "latency_ratio": ratio("latency_p50_s"),
-        "first_byte_ratio": ratio("first_byte_p50_s"),
+        "throughput_ratio": by_bare("tokens_per_s"),
+        "latency_ratio": by_bare("latency_p50_s"),
+        "first_byte_ratio": by_bare("first_byte_p50_s"),
         "median": medians,
     }
 
@@ -201,13 +138,13 @@ def show(console: Console, mode: str, summary: dict[str, Any]) -> None:
         ("first byte p50, ms", "first_byte_p50_s", "first_byte_ratio", 1000),
         ("events per answer", "events_per_answer", None, 1),
     )
-    for title, key, ratio, scale in rows:
+    for title, key, compared, scale in rows:
         values = [f"{median[target][key] * scale:.0f}" for target in (BARE, SERVE)]
-        table.add_row(title, *values, f"{summary[ratio]:.3f}" if ratio else "")
+        table.add_row(title, *values, f"{summary[compared]:.3f}" if compared else "")
     table.add_section()
     cpu = {target: median[target]["cpu_s_per_1k_tokens"] for target in (BARE, SERVE)}
     for name in cpu[SERVE]:
-        values = [f"{cpu[target][name] * 1000:.0f}" for target in (BARE, SERVE)]
+        values = [f"{cpu[target].get(name, 0.0) * 1000:.0f}" for target in (BARE, SERVE)]
         table.add_row(f"CPU ms per 1k tokens: {name}", *values)
     totals = [sum(cpu[target].values()) for target in (BARE, SERVE)]
     table.add_row(
@@ -236,7 +173,7 @@ def main() -> None:
         serve_application(settings) as application,
         bare_server(settings) as bare,
     ):
-        rounds = run_rounds([bare, application], arguments)
+        rounds = run_rounds([bare, application], arguments.rounds, arguments.requests_each)
     summaries = {mode: summarise(rounds, mode) for mode in MODES}
     for mode, summary in summaries.items():
         show(console, mode, summary)
