@@ -224,6 +224,12 @@ ROUTER_DECISIONS = _counter(
     "The router's decisions.",
 )
 REPLICAS = _gauge("apar_replicas", "replicas", _MODEL, "Replicas that take requests.")
+REPLICAS_WANTED = _gauge(
+    "apar_replicas_wanted",
+    "replicas",
+    _MODEL,
+    "Replicas that the model should have: as configured, or the autoscaler's least number.",
+)
 REPLICA_RESTARTS = _counter(
     "apar_replica_restarts_total", "replicas", _MODEL, "Replicas started in place of lost ones."
 )
