@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _IN_MEMORY = "memory://"
 _ASYNC = "async+"
+_REDIS = "redis"
 
 
 class LimitsConfig(BaseModel):
@@ -37,7 +38,7 @@ class LimitsConfig(BaseModel):
     rate_storage: str = Field(
         _IN_MEMORY,
         description="Where the rates of keys are counted, as a URI of the library `limits`: "
-        "`redis://host:6379` lets several clusters share them (its client must be installed).",
+        "`redis://host:6379` lets several clusters share them (it needs the extra `redis`).",
     )
     cache_secret: SecretStr | None = Field(
         None,
@@ -76,8 +77,10 @@ def open_storage(uri: str) -> Storage:
     from limits.aio.storage import SlidingWindowCounterSupport, Storage
     from limits.errors import ConfigurationError
 
+    # The client that Redis itself maintains; limits would take coredis, in an old version.
+    options = {"implementation": "redispy"} if _REDIS in uri.partition("://")[0] else {}
     storage = limits.storage.storage_from_string(
-        _ASYNC + uri.removeprefix(_ASYNC), wrap_exceptions=True
+        _ASYNC + uri.removeprefix(_ASYNC), wrap_exceptions=True, **options
     )
     if not (isinstance(storage, Storage) and isinstance(storage, SlidingWindowCounterSupport)):
         raise ConfigurationError(f"{uri}: the storage counts no sliding windows")

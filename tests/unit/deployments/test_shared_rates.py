@@ -1,0 +1,76 @@
+"""Rates that several gateways count together, in a real Redis."""
+
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from cluster.keys_config import KeyConfig, hash_of
+from cluster.limits_config import LimitsConfig
+from cluster.local_ray import free_port
+from deployments.callers import Callers
+from deployments.rate_limits import RateLimitError
+
+pytestmark = pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server")
+SECRET = "apar-one-of-the-keys"
+START_S = 20.0
+
+
+def gateway(port: int) -> Callers:
+    """The callers of a gateway whose one key has two requests a minute, counted in Redis."""
+    key = KeyConfig(name="a", hash=hash_of(SECRET), requests_per_minute=2)
+    limits = LimitsConfig(rate_storage=f"redis://127.0.0.1:{port}")
+    return Callers((key,), None, limits)
+
+
+async def admit(known: Callers) -> None:
+    rates = (await known.identify([(b"authorization", f"Bearer {SECRET}".encode())])).rates
+    assert rates is not None
+    await rates.admit(0)
+
+
+@contextmanager
+def redis(port: int) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(
+        ["redis-server", "--port", str(port), "--save", "", "--bind", "127.0.0.1"],
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + START_S
+        while True:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def test_two_gateways_count_the_rate_of_a_key_together() -> None:
+    port = free_port()
+    with redis(port):
+        first, second = gateway(port), gateway(port)
+        await admit(first)
+        await admit(second)
+
+        for known in (first, second):
+            with pytest.raises(RateLimitError):
+                await admit(known)
+
+
+async def test_requests_pass_while_the_store_is_gone() -> None:
+    port = free_port()
+    with redis(port) as process:
+        known = gateway(port)
+        await admit(known)
+        process.kill()
+        process.wait()
+
+        for _ in range(5):
+            await admit(known)
