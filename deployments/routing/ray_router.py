@@ -4,12 +4,12 @@ Ray Serve makes one for each handle, hands it every request with its arguments, 
 runs and what has ended. The choice itself is the shared router of the deployment in this process.
 """
 
-import asyncio
 import itertools
 import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
-from ray.serve._private.common import ReplicaID
+from ray.serve._private.common import ReplicaID, RequestMetadata
 from ray.serve._private.request_router.common import PendingRequest
 from ray.serve._private.request_router.replica_wrapper import RunningReplica
 from ray.serve._private.request_router.request_router import FIFOMixin, RequestRouter
@@ -24,6 +24,24 @@ from deployments.routing.views import RequestHint
 _ASKED_WHEN_FULL = 2
 # A number for each of Ray's routers; an id may come again when its object is gone.
 _sources = itertools.count()
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request that has been offered to replicas, and has none yet."""
+
+    pending: PendingRequest
+    request_id: str
+    picked: str | None = None
+    tried: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A request at a replica; more than one call where it was refused there before."""
+
+    request_id: str
+    num_calls: int = 0
 
 
 class ThreadRequestRouter(FIFOMixin, RequestRouter):
@@ -41,11 +59,9 @@ class ThreadRequestRouter(FIFOMixin, RequestRouter):
         self._source = next(_sources)
         # Ray Serve says nothing when it drops a router, as it does with a handle.
         weakref.finalize(self, self._shared.left, self._source).atexit = False
-        # Our id of each request, by Ray Serve's and the replica: a request that is tried again
-        # elsewhere keeps both of its ids.
-        self._request_ids: dict[tuple[str, str], str] = {}
-        # Replicas that a request which has none yet has been offered, by Ray Serve's id of it.
-        self._tried: dict[str, set[str]] = {}
+        # Both by Ray Serve's id of a request, which it keeps when it is tried again elsewhere.
+        self._waiting: dict[str, _Waiting] = {}
+        self._sent: dict[tuple[str, str], _Sent] = {}
         self._asked = 0
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -73,12 +89,7 @@ class ThreadRequestRouter(FIFOMixin, RequestRouter):
             return [candidate_replicas]
         # Without this Ray Serve would try again at once, for ever, and freeze its process.
         pending_request.routing_context.should_backoff = True
-        request_id, hint = _identity(pending_request)
-        internal_id = pending_request.metadata.internal_request_id
-        chosen = self._pick(internal_id, request_id, hint)
-        pending_request.future.add_done_callback(
-            lambda future: self._settled(internal_id, request_id, hint, chosen, future)
-        )
+        chosen = self._pick(pending_request)
         for replica in candidate_replicas:
             if replica.replica_id.unique_id == chosen:
                 return [[replica]]
@@ -86,44 +97,70 @@ class ThreadRequestRouter(FIFOMixin, RequestRouter):
         turned = candidate_replicas[self._asked :] + candidate_replicas[: self._asked]
         return [turned[:_ASKED_WHEN_FULL]]
 
-    def _pick(self, internal_id: str, request_id: str, hint: RequestHint) -> str | None:
+    def _pick(self, pending_request: PendingRequest) -> str | None:
         """The next replica to try: Ray Serve asks again when one does not answer."""
-        tried = self._tried.setdefault(internal_id, set())
-        for before in tried:  # It counts there no longer.
-            self._request_ids.pop((internal_id, before), None)
-        chosen = self._shared.pick(request_id, hint, tried)
+        request_id, hint = _identity(pending_request)
+        waiting = self._waiting.setdefault(
+            pending_request.metadata.internal_request_id, _Waiting(pending_request, request_id)
+        )
+        chosen = waiting.picked = self._shared.pick(request_id, hint, waiting.tried)
         if chosen is not None:
-            self._request_ids[internal_id, chosen] = request_id
-            if chosen in tried:  # All others have been tried, or are full: begin anew.
-                tried.clear()
-            tried.add(chosen)
+            if chosen in waiting.tried:  # All others have been tried, or are full: begin anew.
+                waiting.tried.clear()
+            waiting.tried.add(chosen)
         return chosen
 
-    def _settled(
-        self,
-        internal_id: str,
-        request_id: str,
-        hint: RequestHint,
-        chosen: str | None,
-        future: "asyncio.Future[RunningReplica]",
+    def _fulfill_next_pending_request(
+        self, replica: RunningReplica, request_metadata: RequestMetadata | None = None
     ) -> None:
-        """Ray Serve sends the request, perhaps elsewhere than chosen; or it was cancelled."""
-        self._tried.pop(internal_id, None)
-        actual = None if future.cancelled() else future.result().replica_id.unique_id
-        if actual == chosen:
-            return
-        if chosen is not None:
-            self._request_ids.pop((internal_id, chosen), None)
-            self._shared.released(request_id, chosen)
-        if actual is not None and (internal_id, actual) not in self._request_ids:
-            self._request_ids[internal_id, actual] = request_id
-            self._shared.moved(request_id, actual, hint)
+        """The oldest request goes to a replica, which may have been picked for a younger one."""
+        super()._fulfill_next_pending_request(replica, request_metadata)
+        finder = request_metadata and self._waiting.get(request_metadata.internal_request_id)
+        if finder and finder.picked and not finder.pending.future.done():
+            finder.tried.discard(finder.picked)
+            self._unpick(finder)
+
+    def _unpick(self, waiting: _Waiting) -> None:
+        if waiting.picked is not None:
+            self._shared.released(waiting.request_id, waiting.picked)
+            waiting.picked = None
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        """Count the request where it really goes, which need not be where it was picked.
+
+        A request that a replica has refused may get the next place that anybody finds, without
+        having been offered one itself.
+        """
+        internal_id = pending_request.metadata.internal_request_id
+        try:
+            replica = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        except BaseException:
+            if waiting := self._waiting.pop(internal_id, None):
+                self._unpick(waiting)
+            raise
+        self._waiting.pop(internal_id, None)
+        request_id, hint = _identity(pending_request)
+        name = replica.replica_id.unique_id
+        self._shared.moved(request_id, name, hint)
+        self._sent.setdefault((internal_id, name), _Sent(request_id)).num_calls += 1
+        return replica
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """A request has left its replica: it ended, was refused there, or the replica died."""
-        request_id = self._request_ids.pop((internal_request_id, replica_id.unique_id), None)
-        if request_id is not None:
-            self._shared.released(request_id, replica_id.unique_id)
+        """A request has left its replica: it ended, was refused there, or the replica died.
+
+        Of a refused call Ray Serve may tell when the request is at the same replica again.
+        """
+        name = replica_id.unique_id
+        sent = self._sent.get((internal_request_id, name))
+        if sent is None:
+            return
+        sent.num_calls -= 1
+        if sent.num_calls == 0:
+            del self._sent[internal_request_id, name]
+            if internal_request_id not in self._waiting:
+                self._shared.released(sent.request_id, name)
 
 
 def _identity(pending_request: PendingRequest) -> tuple[str, RequestHint]:

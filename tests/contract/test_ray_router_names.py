@@ -19,6 +19,7 @@ def test_our_router_overrides_what_ray_serve_calls() -> None:
         "choose_replicas",
         "on_replica_actor_died",
         "on_request_completed",
+        "_choose_replica_for_request",
     ):
         ours, theirs = getattr(ThreadRequestRouter, name), getattr(RequestRouter, name)
         assert ours is not theirs
@@ -44,9 +45,22 @@ def test_a_replica_shows_its_id_its_cap_and_its_report() -> None:
     assert "record_routing_stats" in inspect.getsource(UserCallableWrapper)
 
 
-def test_the_chosen_replica_is_the_result_of_the_requests_future() -> None:
-    source = inspect.getsource(RequestRouter._fulfill_next_pending_request)
-    assert "matched_pending_request.future.set_result(replica)" in source
+def test_a_replica_goes_to_the_oldest_request_whoever_found_it() -> None:
+    ours = inspect.signature(ThreadRequestRouter._fulfill_next_pending_request)
+    assert list(ours.parameters) == list(
+        inspect.signature(FIFOMixin._fulfill_next_pending_request).parameters
+    )
+    assert "pr = self._pending_requests_to_fulfill.popleft()" in inspect.getsource(
+        FIFOMixin._fulfill_next_pending_request
+    )
+    assert "self._fulfill_next_pending_request(\n" in inspect.getsource(
+        RequestRouter._fulfill_pending_requests
+    )
+
+
+def test_every_way_to_a_replica_leads_through_the_choice_that_we_count_after() -> None:
+    choice = "request_router._choose_replica_for_request(\n"
+    assert choice in inspect.getsource(AsyncioRouter._route_and_send_request_once)
     assert "pending_request.reset_future()" in inspect.getsource(
         RequestRouter._choose_replica_for_request
     )

@@ -33,6 +33,7 @@ class PlayedReplica:
         self.routing_stats: dict[str, Any] = {}
         self.hangs = hangs
         self.num_asked = 0
+        self.full = False
         self.answers: list[int] = []
 
     async def get_queue_len(self, *, deadline_s: float) -> int:
@@ -41,7 +42,7 @@ class PlayedReplica:
             return self.answers.pop(0)
         if self.hangs:
             await asyncio.sleep(10 * deadline_s)
-        return 0
+        return self.max_ongoing_requests if self.full else 0
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +75,6 @@ def pending(request_id: str) -> PendingRequest:
 
 async def route(router: Any, request_id: str) -> str:
     chosen = await router._choose_replica_for_request(pending(request_id))
-    await asyncio.sleep(0)  # What was chosen is counted by a callback.
     name: str = chosen.replica_id.unique_id
     return name
 
@@ -95,7 +95,7 @@ async def test_a_request_goes_on_when_the_cheapest_replica_does_not_answer() -> 
     assert hung.num_asked == 2
     assert shared().replica_of("1") == "busy"
     assert shared().num_sent == 5
-    assert not router._tried
+    assert not router._waiting
     router.on_request_completed(busy.replica_id, "ray-1")
     assert shared().replica_of("1") is None
 
@@ -119,6 +119,65 @@ async def test_a_request_that_gets_in_after_all_seemed_full_is_counted() -> None
     assert shared().num_sent == 2
 
 
+async def test_a_refused_request_that_gets_the_next_place_anybody_finds_is_counted() -> None:
+    replica = PlayedReplica("a")
+    replica.max_ongoing_requests = 1
+    router = ray_router(replica)
+    refused = pending("1")
+    assert await router._choose_replica_for_request(refused) is replica
+    replica.full = True
+    # These two keep all the tasks that Ray Serve routes with busy, as one replica is all there is.
+    younger = [asyncio.create_task(route(router, name)) for name in "23"]
+    await asyncio.sleep(0.02)
+    router.on_request_completed(replica.replica_id, "ray-1")
+    again = asyncio.create_task(router._choose_replica_for_request(refused, is_retry=True))
+    await asyncio.sleep(0)
+
+    replica.answers = [0]  # One place.
+    assert await asyncio.wait_for(again, 5.0) is replica
+
+    assert not any(call.done() for call in younger)
+    assert shared().replica_of("1") == "a"
+    assert shared().num_sent == 1
+    for call in younger:
+        call.cancel()
+    await asyncio.wait(younger)
+    assert shared().num_sent == 1
+    assert not router._waiting
+
+
+async def test_the_late_end_of_a_refused_call_leaves_the_next_one_counted() -> None:
+    replica = PlayedReplica("a")
+    router = ray_router(replica)
+    request = pending("1")
+    await router._choose_replica_for_request(request)
+    await router._choose_replica_for_request(request, is_retry=True)
+
+    router.on_request_completed(replica.replica_id, "ray-1")
+    assert shared().replica_of("1") == "a"
+
+    router.on_request_completed(replica.replica_id, "ray-1")
+    assert shared().replica_of("1") is None
+    assert not router._sent
+
+
+async def test_the_end_of_a_refused_call_leaves_a_place_just_picked() -> None:
+    replica = PlayedReplica("a")
+    router = ray_router(replica)
+    request = pending("1")
+    await router._choose_replica_for_request(request)
+    replica.hangs = True
+    again = asyncio.create_task(router._choose_replica_for_request(request, is_retry=True))
+    await asyncio.sleep(0.01)
+
+    router.on_request_completed(replica.replica_id, "ray-1")
+
+    assert shared().replica_of("1") == "a"
+    again.cancel()
+    await asyncio.wait([again])
+    assert shared().num_sent == 0
+
+
 async def test_all_are_tried_in_turn_until_one_answers() -> None:
     replicas = [PlayedReplica(name, hangs=True) for name in "abc"]
     router = ray_router(*replicas)
@@ -130,7 +189,7 @@ async def test_all_are_tried_in_turn_until_one_answers() -> None:
 
     call.cancel()
     await asyncio.sleep(0.01)
-    assert not router._tried
+    assert not router._waiting
     assert shared().num_sent == 0
 
 
@@ -144,7 +203,7 @@ async def test_requests_are_spread_and_nothing_is_kept_of_them() -> None:
     for index in range(8):
         shared().ended(str(index), FORKED)
     assert shared().num_sent == 0
-    assert not router._tried
+    assert not router._waiting
 
 
 async def test_a_model_that_is_removed_and_added_again_has_its_replicas() -> None:
