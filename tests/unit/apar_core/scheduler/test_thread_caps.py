@@ -32,6 +32,24 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model_config(tmp_path_factory.mktemp("model"))
 
 
+def most_running_of_eight_families(engine: ScriptedEngine) -> int:
+    """The most threads in one step, of eight requests that would like to have 40.
+
+    Before, three requests one at a time, for the fork policy to learn step times from.
+    """
+    engine.step_s = lambda rows: 0.004 + 0.001 * rows
+    for number in range(3):
+        engine.add(f"first{number}", PROMPT, forking(3, child_tokens=12))
+        engine.run()
+    for number in range(8):
+        script = forking(4, child_tokens=20, tail=30)
+        engine.add(f"r{number}", PROMPT, script, max_tokens=999, arrival_time=10.0 + number)
+    most = 0
+    while engine.step():
+        most = max(most, len(engine.scheduler.running))
+    return most
+
+
 def started(engine: ScriptedEngine) -> list[str]:
     """Runs the engine to its end; the threads in the order in which they came to run."""
     order: list[str] = []
@@ -118,17 +136,8 @@ def test_adaptive_policy_keeps_steps_within_the_time_per_token(
         forks=forks,
     )  # fmt: skip
     engine = ScriptedEngine(shape, model_dir)
-    engine.step_s = lambda rows: 0.004 + 0.001 * rows
-    # One at a time, to learn from; then eight that would like to have 40 threads.
-    for number in range(3):
-        engine.add(f"first{number}", PROMPT, forking(3, child_tokens=12))
-        engine.run()
-    for number in range(8):
-        script = forking(4, child_tokens=20, tail=30)
-        engine.add(f"r{number}", PROMPT, script, max_tokens=999, arrival_time=10.0 + number)
-    most = 0
-    while engine.step():
-        most = max(most, len(engine.scheduler.running))
+
+    most = most_running_of_eight_families(engine)
 
     # The eight roots themselves take 12 ms: forks wait until some of them have ended.
     assert most == 8
@@ -148,18 +157,8 @@ def test_policy_and_token_time_decide_how_many_threads_run(
         num_blocks=2000, max_num_seqs=64, max_num_batched_tokens=512, forks=forks
     )  # fmt: skip
     engine = ScriptedEngine(shape, model_dir)
-    engine.step_s = lambda rows: 0.004 + 0.001 * rows
-    for number in range(3):
-        engine.add(f"first{number}", PROMPT, forking(3, child_tokens=12))
-        engine.run()
-    for number in range(8):
-        script = forking(4, child_tokens=20, tail=30)
-        engine.add(f"r{number}", PROMPT, script, max_tokens=999, arrival_time=10.0 + number)
-    found = 0
-    while engine.step():
-        found = max(found, len(engine.scheduler.running))
 
-    assert found == most
+    assert most_running_of_eight_families(engine) == most
     engine.assert_nothing_is_left()
 
 
