@@ -21,33 +21,43 @@ OUT = Path("out/simulation")
 EXPERIMENTS = ("routing", "forking", "scaling")
 
 
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Less than a minute; only to see that it runs.")
+]
+Full = Annotated[
+    bool, typer.Option("--full", help="Also 512 replicas, at all loads: hours on one core.")
+]
+ModelNames = Annotated[
+    list[str] | None,
+    typer.Option(help="Step times: 7b-roofline or tiny-measured. Repeatable; both if absent."),
+]
+ExperimentNames = Annotated[
+    list[str] | None,
+    typer.Option(help="Experiment: routing, forking or scaling. Repeatable; all if absent."),
+]
+ReplicaCounts = Annotated[
+    list[int] | None, typer.Option(help="Of the scenarios, only those with so many replicas.")
+]
+Loads = Annotated[
+    list[float] | None, typer.Option(help="Of the scenarios, only those with such a load.")
+]
+DataFolder = Annotated[
+    Path, typer.Option(help="Folder with traces/ and arrivals/ as in ../shared/data.")
+]
+OutFolder = Annotated[Path, typer.Option(help="Folder for Markdown, CSV and PNG.")]
+
+
 @app.callback(invoke_without_command=True)
 def simulate(
     context: typer.Context,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Less than a minute; only to see that it runs.")
-    ] = False,
-    full: Annotated[
-        bool, typer.Option("--full", help="Also 512 replicas, at all loads: hours on one core.")
-    ] = False,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(help="Step times: 7b-roofline or tiny-measured. Repeatable; both if absent."),
-    ] = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(help="Experiment: routing, forking or scaling. Repeatable; all if absent."),
-    ] = None,
-    replicas: Annotated[
-        list[int] | None, typer.Option(help="Of the scenarios, only those with so many replicas.")
-    ] = None,
-    load: Annotated[
-        list[float] | None, typer.Option(help="Of the scenarios, only those with such a load.")
-    ] = None,
-    data: Annotated[
-        Path, typer.Option(help="Folder with traces/ and arrivals/ as in ../shared/data.")
-    ] = DATA,
-    out: Annotated[Path, typer.Option(help="Folder for Markdown, CSV and PNG.")] = OUT,
+    quick: Quick = False,
+    full: Full = False,
+    model: ModelNames = None,
+    only: ExperimentNames = None,
+    replicas: ReplicaCounts = None,
+    load: Loads = None,
+    data: DataFolder = DATA,
+    out: OutFolder = OUT,
 ) -> None:
     """Simulate clusters: the product's own routers, fork policies and autoscaler under load.
 
