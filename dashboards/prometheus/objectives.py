@@ -1,0 +1,128 @@
+"""Service level objectives: how fast their error budgets burn.
+
+An objective of 99.9 % leaves a budget of 0.1 % bad requests a month. An alert fires when a long
+window has burnt a good part of it and a short one shows that it still burns. Source: Google, The
+Site Reliability Workbook, chapter 5, "Multiwindow, Multi-Burn-Rate Alerts".
+"""
+
+from dataclasses import dataclass
+
+from cluster.metrics import catalogue
+from dashboards.prometheus.promql import growth, share_above, share_of
+from dashboards.prometheus.rule import AlertRule, RecordingRule, Severity
+from dashboards.prometheus.settings import RuleSettings
+
+WINDOWS = ("5m", "30m", "1h", "6h", "3d")
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What is bad, and the share of requests that may be; `record` takes a window."""
+
+    key: str
+    alert: str
+    bad: str
+    goal: str
+    budget: float
+
+    def record(self, window: str) -> str:
+        """Name of the share of bad requests in a window."""
+        return f"model:apar_{self.key}:ratio_rate{window}"
+
+
+def objectives(settings: RuleSettings) -> tuple[Objective, ...]:
+    """The three of them."""
+    share = f"{settings.latency_share:.4g}"
+    return (
+        Objective(
+            "server_errors",
+            "AparErrorBudgetBurn",
+            "end with a server error",
+            f"a share of {settings.availability:.6g} without server error",
+            1 - settings.availability,
+        ),
+        Objective(
+            "slow_first_tokens",
+            "AparFirstTokenBudgetBurn",
+            f"wait longer than {settings.first_token_s:g} s for their first token",
+            f"a share of {share} within {settings.first_token_s:g} s",
+            1 - settings.latency_share,
+        ),
+        Objective(
+            "slow_output_tokens",
+            "AparOutputTokenBudgetBurn",
+            f"take longer than {settings.output_token_s:g} s per token of their critical path",
+            f"a share of {share} within {settings.output_token_s:g} s",
+            1 - settings.latency_share,
+        ),
+    )
+
+
+def recording_rules(settings: RuleSettings) -> list[RecordingRule]:
+    """The share of bad requests of every objective, in every window."""
+    errors, first, output = objectives(settings)
+    rules = []
+    for window in WINDOWS:
+        slow_first = share_above(
+            catalogue.TIME_TO_FIRST_TOKEN, settings.first_token_s, window, ("model",)
+        )
+        slow_output = share_above(
+            catalogue.TIME_PER_OUTPUT_TOKEN, settings.output_token_s, window, ("model",)
+        )
+        rules += [
+            RecordingRule(
+                _requests(window), growth(catalogue.REQUESTS, window, ("model", "outcome"))
+            ),
+            RecordingRule(
+                errors.record(window),
+                # What the client got wrong says nothing of the service.
+                share_of(_requests(window), "server_error", "ok|server_error|cancelled"),
+            ),
+            RecordingRule(first.record(window), slow_first),
+            RecordingRule(output.record(window), slow_output),
+        ]
+    return rules
+
+
+def alert_rules(settings: RuleSettings) -> list[AlertRule]:
+    """A page and a ticket for every objective."""
+    return [rule for objective in objectives(settings) for rule in _burns(objective, settings)]
+
+
+def _requests(window: str) -> str:
+    return f"model_outcome:apar_requests:increase{window}"
+
+
+def _burns(objective: Objective, settings: RuleSettings) -> list[AlertRule]:
+    fast = f"({_burn(objective, 14.4, '1h', '5m')})\nor ({_burn(objective, 6, '6h', '30m')})"
+    slow = _burn(objective, 1, "3d", "6h")
+    enough = f"sum by (model) ({_requests('1h')}) >= {settings.least_requests}"
+    said = f"Requests of {{{{ $labels.model }}}} {objective.bad}"
+    value = "{{ $value | humanizePercentage }} of the requests of the last"
+    return [
+        AlertRule(
+            f"{objective.alert}Fast",
+            Severity.PAGE,
+            f"({fast})\nand ({enough})",
+            120,
+            said,
+            f"{value} hours {objective.bad}. The objective is {objective.goal}; at this rate the "
+            "month's budget is gone within days.",
+            objective.key,
+        ),
+        AlertRule(
+            f"{objective.alert}Slow",
+            Severity.TICKET,
+            f"({slow})\nand ({enough})",
+            3600,
+            said,
+            f"{value} 3 days {objective.bad}. The objective is {objective.goal}; at this rate the "
+            "month's budget will not last the month.",
+            objective.key,
+        ),
+    ]
+
+
+def _burn(objective: Objective, factor: float, long: str, short: str) -> str:
+    bound = f"{factor * objective.budget:.6g}"
+    return f"{objective.record(long)} > {bound} and {objective.record(short)} > {bound}"
