@@ -20,7 +20,8 @@ def core_state(scheduler: Any) -> dict[str, Any]:
     several choices or prompts is as many; `threads` all threads, running or waiting; `kv_blocks`
     is what the cache has, `free_blocks` what no thread holds. `step_s` is the mean time of the last
     steps; `steps` counts them all, the rows that got a token in them, and the seconds that they
-    took; `step_time_model` what the adaptive fork policy has learnt of it.
+    took; `generated_tokens` all tokens sampled since the start; `step_time_model` what the adaptive
+    fork policy has learnt.
     """
     pool = scheduler.kv_cache_manager.block_pool
     num_running, num_waiting = scheduler.get_request_counts()
@@ -39,6 +40,7 @@ def core_state(scheduler: Any) -> dict[str, Any]:
         state["requests"] = len(groups) + len(scheduler.requests) - num_forked
         state["deferred_threads"] = sum(len(group.deferred) for group in groups)
         state["deferred_by_reason"] = scheduler.admission.waiting_by_reason(groups)
+        state["generated_tokens"] = scheduler.num_generated_tokens
         state["fork_counters"] = asdict(scheduler.block_sharing.counters)
         state["admission_counters"] = asdict(scheduler.admission.counters)
         clock = scheduler.step_clock

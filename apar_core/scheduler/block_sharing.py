@@ -22,14 +22,18 @@ class ForkCounters:
     """What forks have cost since the engine started.
 
     `shared_tokens` had their KV taken from the parent, `computed_tokens` of the children's prompts
-    had not. `fallbacks` are forks whose parent had no KV to share any more, or whose reference was
-    given up because memory was short.
+    had not. Of the blocks taken, `shared_blocks` are used by both, and `copied_blocks` were half
+    full. `released_early_blocks` came free with a thread that ended before its request.
+    `fallbacks` are forks whose parent had no KV to share any more, or whose reference was given up
+    because memory was short.
     """
 
     forks: int = 0
     shared_tokens: int = 0
     computed_tokens: int = 0
+    shared_blocks: int = 0
     copied_blocks: int = 0
+    released_early_blocks: int = 0
     fallbacks: int = 0
 
 
@@ -89,6 +93,13 @@ class BlockSharing:
         self._unscheduled.discard(request_id)
         self._release(request_id)
 
+    def count_released_early(self, request_id: str) -> None:
+        """Count the blocks that a thread, about to be freed, shares with nobody."""
+        groups = self._manager.get_blocks(request_id).blocks
+        self.counters.released_early_blocks += sum(
+            block.ref_cnt == 1 and not block.is_null for blocks in groups for block in blocks
+        )
+
     def release_all(self) -> None:
         """Drop every reference; the children will look for their prefix in the prefix cache."""
         for request_id in list(self._prefixes):
@@ -137,6 +148,6 @@ class BlockSharing:
         self.counters.fallbacks += request.request_id not in self._prefixes
         self.counters.shared_tokens += num_new_computed_tokens
         self.counters.computed_tokens += request.num_prompt_tokens - num_new_computed_tokens
-        self.counters.copied_blocks += sum(
-            num_new_computed_tokens % block_size != 0 for block_size in self._block_sizes
-        )
+        for block_size in self._block_sizes:
+            self.counters.shared_blocks += num_new_computed_tokens // block_size
+            self.counters.copied_blocks += num_new_computed_tokens % block_size != 0

@@ -56,6 +56,7 @@ class ForkMixin(Scheduler):
             settings.max_replica_threads, policy, lambda child: child.num_prompt_tokens
         )
         self.step_clock = StepClock()
+        self.num_generated_tokens = 0
         # Only a policy that learns needs to know how much the rows of a step attend to.
         self._learns = isinstance(policy, AdaptivePolicy)
         self._exhausted: list[ThreadGroup[Request]] = []
@@ -168,13 +169,16 @@ class ForkMixin(Scheduler):
     ) -> tuple[list[int], bool]:
         group = self.threads.group(request.request_id)
         if group is None:
-            return super()._update_request_with_output(request, new_token_ids, is_stale)
+            kept, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
+            self.num_generated_tokens += len(kept)
+            return kept, stopped
         tokens = group.within_budget(new_token_ids)
         # Control tokens are no text: each raises the thread's own limit by itself.
         request.max_tokens += sum(group.is_control(token_id) for token_id in tokens)
         stopped = False
         if tokens:
             tokens, stopped = super()._update_request_with_output(request, tokens, is_stale)
+            self.num_generated_tokens += len(tokens)
         group.count_text(tokens, ended=stopped and _ended_itself(request, group.parameters))
         self._fork_at_fork_tokens(group, request, tokens)
         if group.exhausted and not group.closed:
@@ -259,6 +263,9 @@ class ForkMixin(Scheduler):
     def _free_request(
         self, request: Request, delay_free_blocks: bool = False
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        group = self.threads.group(request.request_id)
+        if group is not None and group.goes_on_without(request.request_id):
+            self.block_sharing.count_released_early(request.request_id)
         freed = super()._free_request(request, delay_free_blocks)
         self.block_sharing.forget(request.request_id)
         self.admission.queue.thread_ended(request.request_id)

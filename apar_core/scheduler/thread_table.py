@@ -55,6 +55,10 @@ class ThreadGroup(Generic[Child]):
         """Whether one more thread may run beside those alive."""
         return not self.closed and len(self.live) < self.parameters.max_threads
 
+    def goes_on_without(self, thread_id: str) -> bool:
+        """Whether other threads of the request run, or will run, when this one has ended."""
+        return not self.closed and (bool(self.deferred) or self.live != {thread_id})
+
     @property
     def has_startable(self) -> bool:
         """Whether a child waits that the request's own limit lets start."""
