@@ -14,6 +14,7 @@ from cluster.config import ClusterConfig
 from cluster.logging_config import LoggingConfig
 from cluster.model_config import ModelConfig
 from cluster.routing_config import RoutingSettings
+from cluster.tracing_config import TracingConfig
 from deployments.autoscaling import gateway_autoscaling, model_autoscaling
 from deployments.gateway_settings import gateway_settings
 from deployments.ingress import APPLICATION, GATEWAY, GatewayIngress, IngressSettings
@@ -37,7 +38,8 @@ class Surroundings:
     `num_replicas` share the machine's cores, of all models, but for a model named in
     `core_shares`, which keeps the number it was started with. Replicas of one `generation` are
     kept when the application is deployed again without a change to them. `has_room` says whether
-    a new replica finds resources beside the one that it replaces.
+    a new replica finds resources beside the one that it replaces. `engine_resource` is Ray's name
+    of what a node has once for each replica that it may run.
     """
 
     on_gpu: bool = False
@@ -46,6 +48,7 @@ class Surroundings:
     generation: str = field(default_factory=lambda: uuid.uuid4().hex)
     has_room: bool = True
     drain_s: float = 30.0
+    engine_resource: str | None = None
 
     def version(self, *facts: Any) -> str:
         """Ray Serve's version of a deployment: replicas of another one are replaced."""
@@ -103,6 +106,7 @@ def build_replicas(
     routing: RoutingSettings,
     *,
     logs: LoggingConfig,
+    tracing: TracingConfig = TracingConfig(),
 ) -> serve.Application:
     """The replicas of one model."""
     on_gpu = surroundings.on_gpu
@@ -113,6 +117,7 @@ def build_replicas(
         engine=engine_arguments(model, on_gpu=on_gpu),
         coalesce_s=model.coalesce_s,
         logging=logs,
+        tracing=tracing,
     )
     autoscaling = model_autoscaling(model)
     deployment = serve.deployment(
@@ -130,12 +135,13 @@ def build_replicas(
         ray_actor_options={
             "num_cpus": 0 if not on_gpu else 1,
             "num_gpus": model.gpus_in_ray if on_gpu else 0,
+            "resources": {surroundings.engine_resource: 1} if surroundings.engine_resource else {},
             "runtime_env": {
                 "env_vars": replica_environment(model, on_gpu=on_gpu, num_replicas=share)
             },
         },
     )(Replica)
-    version = surroundings.version(settings.model_dump(mode="json"))
+    version = surroundings.version(settings.model_dump(mode="json"), tracing.secrets)
     # Left to itself, Ray Serve replaces every replica whenever an application is deployed.
     return deployment.options(version=version, _internal=True).bind(settings)
 
@@ -157,6 +163,7 @@ def build_application(
             known,
             config.routing,
             logs=config.logging,
+            tracing=config.tracing,
         )
         for model in config.models
     ]
@@ -181,4 +188,4 @@ def build_application(
         user_config=ingress.as_user_config(),
     )(GatewayIngress)
     version = known.version()
-    return deployment.options(version=version, _internal=True).bind(settings, *replicas)
+    return deployment.options(version=version, _internal=True).bind(ingress, *replicas)

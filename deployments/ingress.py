@@ -1,6 +1,7 @@
 """The gateway as a Ray Serve deployment: its handles, its settings as they change, its end."""
 
 import base64
+import logging
 import pickle
 from typing import Any
 
@@ -8,15 +9,19 @@ from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from cluster.config import ConfigError
 from cluster.routing_config import RoutingSettings
 from deployments.asgi_relay import AsgiApp
 from deployments.autoscaling import gateway_report
 from deployments.front_door import FrontDoor
 from deployments.gateway import Gateway
 from deployments.gateway_settings import GatewaySettings
+from deployments.in_place import in_place_settings
 from deployments.json_logs import ProcessLogs
 from deployments.replica_calls import HandleCalls
 from deployments.routing import registry
+
+logger = logging.getLogger(__name__)
 
 APPLICATION = "apar"
 GATEWAY = "Gateway"
@@ -46,6 +51,20 @@ class IngressSettings(BaseModel):
         assert isinstance(settings, cls)
         return settings
 
+    def changed_by(self, config: dict[str, Any]) -> "IngressSettings":
+        """These settings as a `user_config` changes them; raises ConfigError.
+
+        One that `as_user_config` has made replaces them; a person's changes some.
+        """
+        if "pickled" in config:
+            return self.from_user_config(config)
+        changes = in_place_settings(config)
+        changed = {
+            "gateway": changes.over(self.gateway),
+            "routing": changes.routing or self.routing,
+        }
+        return self.model_copy(update=changed)
+
 
 class _Replicas:
     """The calls to one model's replicas, and how many of these run."""
@@ -66,12 +85,14 @@ class _Replicas:
 class GatewayIngress:
     """The gateway behind its front door."""
 
-    def __init__(self, settings: GatewaySettings, *replicas: DeploymentHandle[Any]) -> None:
+    def __init__(self, built: IngressSettings, *replicas: DeploymentHandle[Any]) -> None:
+        settings = built.gateway
         self._logs = ProcessLogs(settings.logging, "gateway")
         self._replicas = {handle.deployment_name: _Replicas(handle) for handle in replicas}
-        self._settings = IngressSettings(
-            gateway=settings, deployments=tuple(self._replicas)[: len(settings.models)]
-        )
+        self._built = built
+        # Routers begin with the default routing; the first `reconfigure` tells them another.
+        self._settings = built.model_copy(update={"routing": RoutingSettings()})
+        self._is_configured = False
         calls = [self._replicas[name].calls for name in self._settings.deployments]
         # Ray Serve's own middleware sends each request's id back, and makes one where none came.
         self._gateway = Gateway(settings, calls, self._is_ready, sends_request_ids=False)
@@ -80,9 +101,20 @@ class GatewayIngress:
     async def __serve_build_asgi_app__(self) -> AsgiApp:
         return self._door
 
-    async def reconfigure(self, user_config: dict[str, str]) -> None:
-        """Take new settings; requests that are inside keep what they began with."""
-        settings = IngressSettings.from_user_config(user_config)
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Take new settings; requests that are inside keep what they began with.
+
+        Ray Serve replaces a replica that raises here. So a wrong `user_config` keeps a gateway
+        from starting, and is only logged by one that serves already.
+        """
+        try:
+            settings = self._built.changed_by(user_config)
+        except ConfigError as error:
+            if not self._is_configured:
+                raise
+            logger.error("user_config not taken", extra={"problem": str(error)})
+            return
+        self._is_configured = True
         self._replicas = {
             name: self._replicas.get(name) or _Replicas(DeploymentHandle(name, APPLICATION))
             for name in settings.deployments
@@ -115,6 +147,10 @@ class GatewayIngress:
     async def cut(self) -> int:
         """End the requests that are left, each with an error; returns how many."""
         return self._door.cut()
+
+    async def __del__(self) -> None:
+        if self._gateway.tracing is not None:
+            await self._gateway.tracing.close()
 
     async def _is_ready(self) -> bool:
         """Whether a request would find a replica, or start one."""

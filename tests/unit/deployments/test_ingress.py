@@ -19,7 +19,7 @@ async def test_autoscaling_is_told_only_of_what_more_replicas_could_serve(
     state = QueueState(1, 1, {"a": 5}, num_startable=2, oldest_wait_s=0.0)
     monkeypatch.setattr(Gateway, "waiting", lambda _: {"Replica-m": state})
     gateway = GatewaySettings(models=(), logging=LoggingConfig(folder=tmp_path))
-    ingress = GatewayIngress.__mro__[1](gateway)
+    ingress = GatewayIngress.__mro__[1](IngressSettings(gateway=gateway, deployments=()))
 
     assert 2.0 in (await ingress.record_autoscaling_stats()).values()
 
@@ -31,8 +31,8 @@ async def test_new_routing_settings_reach_the_routers(
     monkeypatch.setattr(registry, "configure", configured.append)
     gateway = GatewaySettings(models=(), logging=LoggingConfig(folder=tmp_path))
     # Ray Serve's wrapper around the class is made to be awaited; the class itself is below it.
-    ingress = GatewayIngress.__mro__[1](gateway)
     same = IngressSettings(gateway=gateway, deployments=())
+    ingress = GatewayIngress.__mro__[1](same)
     changed = same.model_copy(update={"routing": RoutingSettings(policy=RoutingPolicy.RANDOM)})
     for settings in (same, changed, changed):
         await ingress.reconfigure(settings.as_user_config())
