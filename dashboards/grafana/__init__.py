@@ -1,0 +1,5 @@
+"""Grafana dashboards as code: `dashboards()` gives their JSON, `make dashboards` writes it."""
+
+from dashboards.grafana.generate import dashboards
+
+__all__ = ["dashboards"]

@@ -1,0 +1,32 @@
+"""The dashboards' JSON, as Grafana imports it."""
+
+import json
+from pathlib import Path
+
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+
+from dashboards.grafana.figure5 import figure5
+from dashboards.grafana.forks import forks
+from dashboards.grafana.overview import overview
+from dashboards.grafana.replicas import replicas
+
+FOLDER = Path(__file__).with_name("json")
+
+
+def dashboards() -> dict[str, str]:
+    """JSON text of each dashboard by its uid, which is also the name of its file."""
+    return {
+        board.uid: json.dumps(board.build(), cls=JSONEncoder, indent=2, sort_keys=True) + "\n"
+        for board in (overview(), forks(), figure5(), replicas())
+    }
+
+
+def write(folder: Path = FOLDER) -> None:
+    """Write one file a dashboard, and remove those of dashboards that are gone."""
+    folder.mkdir(exist_ok=True)
+    texts = dashboards()
+    for file in folder.glob("*.json"):
+        if file.stem not in texts:
+            file.unlink()
+    for name, text in texts.items():
+        (folder / f"{name}.json").write_text(text)

@@ -1,0 +1,59 @@
+"""What goes wrong: refusals, losses of replicas, alerts."""
+
+from cluster.metrics import catalogue as of
+from cluster.metrics.catalogue import Metric
+from dashboards.grafana.board import ALERT_NAMES
+from dashboards.grafana.panels import COUNT, EVENTS_PER_S, AnyPanel, Query, Text, lines
+from dashboards.grafana.promql import events, rate, zero_unless
+from dashboards.grafana.tables import Column, table
+
+
+def panels() -> list[AnyPanel]:
+    return [_reasons(), _key_classes(), _losses(), _alerts()]
+
+
+def _reasons() -> AnyPanel:
+    text = Text(
+        "Rejections by reason", "Requests that no replica has seen, a second.", EVENTS_PER_S
+    )
+    return lines(text, Query(rate(of.REQUESTS_REJECTED, "reason"), "{{reason}}"), stacked=True)
+
+
+def _key_classes() -> AnyPanel:
+    text = Text(
+        "Rejections by class of key", "The same by `metrics_class` of the API key.", EVENTS_PER_S
+    )
+    query = Query(rate(of.REQUESTS_REJECTED, "key_class"), "{{key_class}}")
+    return lines(text, query, stacked=True)
+
+
+def _losses() -> AnyPanel:
+    text = Text(
+        "After losses of replicas",
+        "Requests sent again from the start, streams continued on another replica, requests given "
+        "up, and replicas started in place of lost ones, within the last scrapes.",
+        COUNT,
+    )
+    return lines(
+        text,
+        _loss(of.RETRIES, "sent again"),
+        _loss(of.MIGRATIONS, "continued"),
+        _loss(of.GIVEN_UP, "given up"),
+        _loss(of.REPLICA_RESTARTS, "replicas started"),
+    )
+
+
+def _loss(metric: Metric, name: str) -> Query:
+    return Query(
+        zero_unless(events(metric, "model"), of.REPLICAS, "model"), f"{{{{model}}}} {name}"
+    )
+
+
+def _alerts() -> AnyPanel:
+    labels = {"alertname": "Alert", "severity": "Severity", "model": "Model", "alertstate": "State"}
+    return table(
+        Text("Alerts", "Alerts that are pending or fire; none is good.", COUNT, 24, 6),
+        labels,
+        [Column("Series", f"count by ({', '.join(labels)}) (ALERTS{{{ALERT_NAMES}}})", COUNT)],
+        sorted_by="State",
+    )
