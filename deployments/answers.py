@@ -113,7 +113,7 @@ async def relay_answer(
             answer, end = await _whole(replicas, request, watch, retries)
             await send_whole(send, answer)
         else:
-            end = await stream.run(replicas)
+            await stream.run(replicas)
     except Exception as error:  # noqa: BLE001  # the boundary: logged, and answered
         failure = _answer_for_failure(error, request)
         if stream is not None and stream.begun:
@@ -121,7 +121,7 @@ async def relay_answer(
         else:
             await send_error(send, failure)
     finally:
-        watch.ended(end)
+        watch.ended(end if stream is None else stream.end)
 
 
 class _Told:

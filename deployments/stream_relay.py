@@ -12,7 +12,7 @@ from deployments.answer_parts import AnswerEnd, AnswerStart, Piece
 from deployments.answer_sending import send_end, send_piece, send_start, send_whole
 from deployments.asgi_relay import RelayedRequest, Send
 from deployments.continuation import ClientStream, can_continue
-from deployments.error_responses import ErrorAnswer
+from deployments.error_responses import DONE_EVENT, ErrorAnswer
 from deployments.retries import ReplicaLostError, Retries
 
 if TYPE_CHECKING:
@@ -33,11 +33,16 @@ class StreamRelay:
         self._stream = ClientStream()
         self._journal = JournalBook()
         self._continuable = False
+        # What ends the stream. A client may leave once it has it, and what the answer has cost
+        # comes behind it.
+        self._last = b""
         self.begun = False
         """Whether the client has got the start of its answer."""
+        self.end: AnswerEnd | None = None
+        """What the answer has cost, once that is known."""
 
-    async def run(self, replicas: ReplicaCalls) -> AnswerEnd | None:
-        """Relay the answer to its end; returns what it has cost, if that is known.
+    async def run(self, replicas: ReplicaCalls) -> None:
+        """Relay the answer to its end.
 
         Raises what went wrong where no replica can help. Once the stream has begun, `end_with`
         must then end it.
@@ -50,8 +55,8 @@ class StreamRelay:
             except ReplicaLostError as error:
                 if self.begun:
                     if self._stream.complete:
-                        await send_end(self._send)
-                        return None
+                        await self._finish()
+                        return
                     if not (self._continuable and can_continue(self._request)):
                         attempts.give_up(error)
                 await attempts.another(error, continued=self.begun)
@@ -62,7 +67,11 @@ class StreamRelay:
     async def end_with(self, error: ErrorAnswer) -> None:
         """End a stream that has begun with an error event."""
         if not self._stream.complete:
-            await send_piece(self._send, error.events)
+            self._last = error.events
+        await self._finish()
+
+    async def _finish(self) -> None:
+        await send_piece(self._send, self._last)
         await send_end(self._send)
 
     def _go_on(self) -> None:
@@ -71,27 +80,25 @@ class StreamRelay:
         self._request = replace(self._request, terms=terms)
         self._stream.begin_again()
 
-    async def _relay(self, parts: Parts) -> AnswerEnd | None:
+    async def _relay(self, parts: Parts) -> None:
         start = await anext(parts)
         if not isinstance(start, AnswerStart):
             raise TypeError("a replica's answer must begin with its start")
         if start.status >= 400:
             await self._refused(start, parts)
-            return None
+            return
         self._continuable = start.continuable
         if not self.begun:
             await send_start(self._send, start.status, start.headers)
             self.begun = True
         await self._pass_on(start.body, start.journal, start.num_tokens)
-        end: AnswerEnd | None = None
         async for part in parts:
             if isinstance(part, Piece):
                 await self._pass_on(part.body, part.journal, part.num_tokens)
             elif isinstance(part, AnswerEnd):
-                end = part
-        await send_piece(self._send, self._stream.flush())
-        await send_end(self._send)
-        return end
+                self.end = part
+        self._last += self._stream.flush()
+        await self._finish()
 
     async def _refused(self, start: AnswerStart, parts: Parts) -> None:
         """Pass on an error answer; raises ReplicaLostError for one to a stream that has begun."""
@@ -107,4 +114,7 @@ class StreamRelay:
             self._journal.add(journal)
         if num_tokens:
             self._watch.progress(num_tokens)
-        await send_piece(self._send, self._stream.forward(body))
+        events = self._stream.forward(body)
+        if events.endswith(DONE_EVENT):
+            self._last, events = events, b""
+        await send_piece(self._send, events)

@@ -1,5 +1,6 @@
 """Streams over the loss of replicas, wherever it comes; the replicas are played here."""
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -8,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apar_core.journal import ThreadDelta, merged
+from apar_core.journal import ThreadDelta
 from cluster.retry_config import RetryConfig
 from deployments.answer_parts import AnswerEnd, AnswerStart, Piece
 from deployments.answers import Progress, ReplicaLostError, relay_answer
 from deployments.asgi_relay import Message, RelayedRequest
-from deployments.continuation import ClientStream, ContinuationError, can_continue
+from deployments.continuation import ClientStream, ContinuationError
+from deployments.error_responses import DONE_EVENT
 from deployments.retries import NoReplicaError, Retries
 
 CHAT = "/v1/chat/completions"
@@ -240,6 +242,22 @@ async def test_stream_that_has_sent_nothing_begins_anew() -> None:
     assert client.chunks[0]["id"] == "chatcmpl-3"
 
 
+async def test_a_client_that_leaves_with_the_last_event_is_charged_like_any() -> None:
+    class Leaving(Client):
+        async def send(self, message: Message) -> None:
+            await super().send(message)
+            if self.body.endswith(DONE_EVENT):
+                raise asyncio.CancelledError
+
+    client = Leaving()
+    replicas = DyingReplicas()
+    request = RelayedRequest("POST", CHAT, b"", [], b"{}")
+    with pytest.raises(asyncio.CancelledError):
+        await relay_answer(replicas, request, True, client.send, _Watch(client))
+
+    assert [end and end.generated_tokens for end in client.ends] == [len(TOKENS)]
+
+
 async def test_whole_answer_is_asked_for_again() -> None:
     replicas = DyingReplicas(0, 0)
 
@@ -355,37 +373,3 @@ def test_long_streams_are_read_as_they_go() -> None:
         stream.forward(event({"choices": [{"index": 0, "text": "a" * 50}]}))
 
     assert stream._num_unread < 140_000
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({}, True),
-        ({"prompt": "a"}, True),
-        ({"prompt": [1, 2]}, True),
-        ({"prompt": ["a"]}, True),
-        ({"prompt": ["a", "b"]}, False),
-        ({"prompt": [[1], [2]]}, False),
-        ({"echo": True}, False),
-        ({"return_token_ids": True}, False),
-        ({"use_beam_search": True}, False),
-        ({"tools": [{}]}, False),
-        ({"tools": [{}], "tool_choice": "none"}, True),
-    ],
-)
-def test_what_can_be_continued(fields: dict[str, Any], expected: bool) -> None:
-    body = json.dumps(fields).encode()
-
-    assert can_continue(RelayedRequest("POST", CHAT, b"", [], body)) is expected
-    assert not can_continue(RelayedRequest("POST", "/tokenize", b"", [], body))
-
-
-def test_journals_merge_by_thread() -> None:
-    deltas = [
-        ThreadDelta((0,), (5,)),
-        ThreadDelta((), (1, 2)),
-        ThreadDelta((0,), (6,), 0),
-        ThreadDelta((), (3,)),
-    ]
-
-    assert merged(deltas) == (ThreadDelta((), (1, 2, 3)), ThreadDelta((0,), (5, 6), 0))
