@@ -18,6 +18,7 @@ from apar_core.errors import AparError
 from cluster.keys_config import KeyConfig, check_keys, is_loopback
 from cluster.limits_config import LimitsConfig
 from cluster.logging_config import LoggingConfig
+from cluster.metrics_config import MetricsConfig
 from cluster.model_config import ModelConfig
 from cluster.retry_config import RetryConfig
 from cluster.routing_config import RoutingSettings
@@ -89,6 +90,9 @@ class ClusterConfig(BaseModel):
     retries: RetryConfig = Field(
         RetryConfig(), description="What becomes of requests whose replica is lost."
     )
+    metrics: MetricsConfig = Field(
+        MetricsConfig(), description="What the cluster tells Prometheus, and where."
+    )
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
@@ -113,6 +117,15 @@ class ClusterConfig(BaseModel):
         for key in self.keys:
             if unknown := sorted(set(key.models or ()) - served):
                 raise ValueError(f"keys: {key.name!r} names models not served here: {unknown}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_metrics(self) -> Self:
+        if self.ray_address is not None and self.metrics.port is not None:
+            raise ValueError(
+                "metrics.port: a running Ray cluster has its own, from `ray start "
+                "--metrics-export-port`; leave it out beside `ray_address`"
+            )
         return self
 
     @property

@@ -57,6 +57,13 @@ class KeyConfig(BaseModel):
         None, description="Characters of a prompt; a longer one gets a 400. No limit when absent."
     )
 
+    metrics_class: str = Field(
+        "default",
+        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        description="Class under which metrics count the key's refused requests. Let many keys "
+        "share one: each class is a series of its own.",
+    )
+
     @field_validator("hash")
     @classmethod
     def _check_hash(cls, value: str) -> str:

@@ -189,6 +189,11 @@ class ModelConfig(BaseModel):
         return self.replicas if self.autoscaling is None else self.autoscaling.max_replicas
 
     @property
+    def min_replicas(self) -> int:
+        """Fewest engines that serve this model at a time."""
+        return self.replicas if self.autoscaling is None else self.autoscaling.min_replicas
+
+    @property
     def target_threads(self) -> float:
         """Threads that the autoscaler wants a replica to carry."""
         given = None if self.autoscaling is None else self.autoscaling.target_threads

@@ -9,6 +9,9 @@ from apar_core.errors import AparError, CapacityError, RequestError
 
 JSON_TYPE = (b"content-type", b"application/json")
 DONE_EVENT = b"data: [DONE]\n\n"
+ERROR_EVENT = b'data: {"error"'
+"""How an event begins that ends a stream with an error, ours or vLLM's."""
+ENGINE_LOST = "engine_lost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,7 @@ def wrong_method(method: str, path: str) -> ErrorAnswer:
 def engine_lost() -> ErrorAnswer:
     """The answer when a replica dies under a request: the client may send it again."""
     message = "The engine that served this request stopped; please send the request again."
-    return ErrorAnswer(503, message, code="engine_lost", retry_after_s=5.0)
+    return ErrorAnswer(503, message, code=ENGINE_LOST, retry_after_s=5.0)
 
 
 def internal_error() -> ErrorAnswer:
@@ -121,6 +124,12 @@ def error_code(body: bytes) -> str | None:
     except (ValueError, LookupError, TypeError):
         return None
     return code if isinstance(code, str) else None
+
+
+def event_error_code(events: bytes) -> str:
+    """The code in the error event that a piece of a stream begins with; `error` where it has none."""
+    event = events.removeprefix(b"data: ").partition(b"\n\n")[0]
+    return error_code(event) or "error"
 
 
 def normalised(status: int, body: bytes) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 
 from deployments.answer_parts import Headers
 from deployments.asgi_relay import Message, Scope, Send
-from deployments.error_responses import error_code
+from deployments.error_responses import ERROR_EVENT, error_code, event_error_code
 from deployments.request_log import RequestRecord, content_of
 
 REQUEST_ID = b"x-request-id"
@@ -58,6 +58,8 @@ class Exchange:
             self._content.append(message.get("body", b""))
         if self._failed and "body" in message:
             self.record.error_code = error_code(message["body"]) or self.record.error_code
+        elif message.get("body", b"").startswith(ERROR_EVENT):
+            self.record.error_code = event_error_code(message["body"])
         return self._send(message)
 
     def _started(self, message: Message) -> Message:

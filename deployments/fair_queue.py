@@ -17,6 +17,12 @@ from deployments.account import Account, Waiter
 from deployments.drain_rate import DrainRate
 from deployments.rate_limits import RateLimitError
 
+
+
+class QueueTimeoutError(CapacityError):
+    """There was no room for the request for as long as it may wait: HTTP 503."""
+
+
 # Weight of the newest answer in a mean.
 _NEWEST = 0.1
 
@@ -224,7 +230,8 @@ class FairQueue:
         if not waiter.granted.done():
             self._forget(waiter)
             reason = f"and there was no room for this request within {max_wait_s:g} s"
-            waiter.granted.set_exception(self._refusal(waiter.account, reason))
+            refusal = self._refusal(waiter.account, reason, QueueTimeoutError)
+            waiter.granted.set_exception(refusal)
 
     def _forget(self, waiter: Waiter) -> None:
         account = waiter.account
@@ -267,7 +274,9 @@ class FairQueue:
                 ticket = self._start(account, self._clock() - waiter.since_s)
                 waiter.granted.set_result(ticket)
 
-    def _refusal(self, account: Account, reason: str) -> CapacityError | RateLimitError:
+    def _refusal(
+        self, account: Account, reason: str, kind: type[CapacityError] = CapacityError
+    ) -> CapacityError | RateLimitError:
         retry_after_s = self._drain.time_for(self._num_waiting + 1)
         if not account.may_run:
             return RateLimitError(
@@ -277,6 +286,6 @@ class FairQueue:
                 kind="threads",
                 retry_after_s=retry_after_s,
             )
-        return CapacityError(
+        return kind(
             f"All replicas are busy, {reason}; please try again.", retry_after_s=retry_after_s
         )

@@ -1,6 +1,7 @@
 """What stands before the gateway: lets requests in, and out again in peace before the end."""
 
 import asyncio
+from collections.abc import Callable
 from http import HTTPStatus
 
 from deployments.answer_parts import AnswerStart
@@ -26,8 +27,10 @@ def draining() -> ErrorAnswer:
 class FrontDoor:
     """ASGI middleware: counts the requests inside, refuses new ones once it is closed."""
 
-    def __init__(self, app: AsgiApp) -> None:
+    def __init__(self, app: AsgiApp, refused: Callable[[], None] = lambda: None) -> None:
+        """`refused` is told of each request that comes too late."""
         self._app = app
+        self._refused = refused
         self._tasks: dict[asyncio.Task[object], bool] = {}
         self._closed = False
 
@@ -55,6 +58,7 @@ class FrontDoor:
         elif scope["path"] == LIVE_PATH:
             await send_whole(send, AnswerStart(HTTPStatus.OK, [JSON_TYPE], b'{"status":"ok"}'))
         elif self._closed:
+            self._refused()
             await send_error(send, draining())
         else:
             await self._serve(scope, receive, send)

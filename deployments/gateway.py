@@ -25,6 +25,9 @@ from deployments.error_responses import (
 from deployments.exchange import REQUEST_ID, Exchange
 from deployments.fair_queue import QueueState
 from deployments.gateway_settings import GatewaySettings
+from deployments.metrics.gateway_metrics import GatewayMetrics
+from deployments.metrics.ray_instruments import NoInstruments
+from deployments.metrics.rejections import Rejection
 from deployments.model_list import ModelList
 from deployments.rate_limits import Admission
 from deployments.refusals import refusal_for
@@ -66,6 +69,7 @@ class Gateway:
         is_healthy: Callable[[], Awaitable[bool]],
         *,
         sends_request_ids: bool = True,
+        metrics: GatewayMetrics | None = None,
     ) -> None:
         """`replicas` are those of the settings' models, in their order.
 
@@ -75,6 +79,7 @@ class Gateway:
         self._settings = settings
         self._is_healthy = is_healthy
         self._sends_request_ids = sends_request_ids
+        self.metrics = metrics or GatewayMetrics(NoInstruments())
         self._callers = Callers(settings.keys, settings.keys_file, settings.limits)
         self._models = {
             model.name: Model(model, calls)
@@ -104,6 +109,10 @@ class Gateway:
     def waiting(self) -> dict[str, QueueState]:
         """How the queue of each model stands, by the name of its deployment."""
         return {model.settings.deployment: model.state for model in self._models.values()}
+
+    async def tell_metrics(self) -> None:
+        """Hand the metrics over, as they are now."""
+        self.metrics.flush(self._models.values())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one HTTP request."""
@@ -135,11 +144,13 @@ class Gateway:
                 await send_error(exchange.send, internal_error())
             finally:
                 exchange.close()
+                self.metrics.ended(exchange.record)
 
     async def _serve(self, exchange: Exchange, scope: Scope, receive: Receive) -> None:
         method, path = scope["method"], scope["path"]
         allowed = ROUTES.get(path)
         if allowed != method:
+            self.metrics.rejected(Rejection.UNKNOWN_ROUTE)
             known = allowed is not None or path == HEALTH_PATH
             await send_error(
                 exchange.send, (wrong_method if known else unknown_route)(method, path)
@@ -155,6 +166,7 @@ class Gateway:
             else:
                 await self._answer(caller, scope, body, exchange)
         except (RequestError, CapacityError) as error:
+            self.metrics.refused(error, caller)
             if caller is not None:
                 exchange.rate_headers = await caller.rate_headers()
             await send_error(exchange.send, refusal_for(error))

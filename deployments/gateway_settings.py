@@ -15,7 +15,8 @@ from cluster.retry_config import RetryConfig
 class ServedModel(BaseModel):
     """A model's name, its deployment, and how many of its requests the gateway lets in.
 
-    `replicas` are taken to run until Ray Serve has said how many do.
+    `replicas` are taken to run until Ray Serve has said how many do; `wanted` is the least number
+    that should.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -23,6 +24,7 @@ class ServedModel(BaseModel):
     name: str
     deployment: str
     replicas: PositiveInt = 1
+    wanted: NonNegativeInt = 1
     requests_per_replica: PositiveInt
     max_queued: NonNegativeInt
     max_queue_s: PositiveFloat = 60.0
@@ -34,6 +36,7 @@ class ServedModel(BaseModel):
             name=model.public_name,
             deployment=model.deployment_name,
             replicas=model.max_replicas,
+            wanted=model.min_replicas,
             requests_per_replica=model.requests_per_replica,
             max_queued=model.max_queued_requests,
             max_queue_s=model.max_queue_s,
@@ -51,6 +54,7 @@ class GatewaySettings(BaseModel):
     limits: LimitsConfig = LimitsConfig()
     logging: LoggingConfig = LoggingConfig()
     retries: RetryConfig = RetryConfig()
+    metrics: bool = True
     # A call to a model without a replica waits until there is one again.
     models_wait_s: PositiveFloat = 5.0
 
@@ -66,4 +70,5 @@ def gateway_settings(config: ClusterConfig) -> GatewaySettings:
         limits=config.limits,
         logging=config.logging,
         retries=config.retries,
+        metrics=config.metrics.enabled,
     )

@@ -3,6 +3,7 @@
 import base64
 import logging
 import pickle
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -18,6 +19,10 @@ from deployments.gateway import Gateway
 from deployments.gateway_settings import GatewaySettings
 from deployments.in_place import in_place_settings
 from deployments.json_logs import ProcessLogs
+from deployments.metrics.gateway_metrics import GatewayMetrics
+from deployments.metrics.ray_instruments import NoInstruments, RayInstruments
+from deployments.metrics.rejections import Rejection
+from deployments.metrics.timer import FlushTimer
 from deployments.replica_calls import HandleCalls
 from deployments.routing import registry
 
@@ -95,8 +100,12 @@ class GatewayIngress:
         self._is_configured = False
         calls = [self._replicas[name].calls for name in self._settings.deployments]
         # Ray Serve's own middleware sends each request's id back, and makes one where none came.
-        self._gateway = Gateway(settings, calls, self._is_ready, sends_request_ids=False)
-        self._door = FrontDoor(self._gateway)
+        metrics = GatewayMetrics(RayInstruments() if settings.metrics else NoInstruments())
+        self._gateway = Gateway(
+            settings, calls, self._is_ready, sends_request_ids=False, metrics=metrics
+        )
+        self._door = FrontDoor(self._gateway, partial(metrics.rejected, Rejection.DRAINING))
+        self._telling: FlushTimer | None = None
 
     async def __serve_build_asgi_app__(self) -> AsgiApp:
         return self._door
@@ -115,6 +124,8 @@ class GatewayIngress:
             logger.error("user_config not taken", extra={"problem": str(error)})
             return
         self._is_configured = True
+        if self._telling is None and self._built.gateway.metrics:
+            self._telling = FlushTimer(self._gateway.tell_metrics)
         self._replicas = {
             name: self._replicas.get(name) or _Replicas(DeploymentHandle(name, APPLICATION))
             for name in settings.deployments
@@ -149,6 +160,8 @@ class GatewayIngress:
         return self._door.cut()
 
     async def __del__(self) -> None:
+        if self._telling is not None:
+            await self._telling.close()
         if self._gateway.tracing is not None:
             await self._gateway.tracing.close()
 

@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 from cluster.config import ClusterConfig, ConfigError
 
-_FIXED = ("host", "port", "ray_address")
+_FIXED = ("host", "port", "ray_address", "metrics")
 
 
 @dataclass(frozen=True, slots=True)

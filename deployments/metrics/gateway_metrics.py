@@ -1,0 +1,126 @@
+"""What a gateway tells: its requests, as they end, and its queues and routers at the moment."""
+
+from collections.abc import Iterable
+from enum import StrEnum
+from http import HTTPStatus
+
+from apar_core.errors import CapacityError, RequestError
+from cluster.keys_config import ANONYMOUS
+from cluster.metrics import catalogue
+from deployments.callers import Caller
+from deployments.error_responses import ENGINE_LOST
+from deployments.metrics.families import Instruments
+from deployments.metrics.recorder import Recorder
+from deployments.metrics.rejections import Rejection, rejection_for
+from deployments.request_log import RequestRecord
+from deployments.routing import registry
+from deployments.routing.policy import Reason
+from deployments.served_models import Model
+
+COMPLETION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+UNKNOWN = "unknown"
+"""The model of a request that named none, or was refused before anyone looked."""
+
+_COUNTS = (catalogue.RETRIES, catalogue.MIGRATIONS, catalogue.GIVEN_UP)
+_HISTOGRAMS = (catalogue.TIME_TO_FIRST_TOKEN, catalogue.REQUEST_LATENCY, catalogue.QUEUE_TIME)
+
+
+class Outcome(StrEnum):
+    """How a request has ended."""
+
+    OK = "ok"
+    CLIENT_ERROR = "client_error"
+    SERVER_ERROR = "server_error"
+    CANCELLED = "cancelled"
+
+
+def outcome_of(record: RequestRecord) -> Outcome:
+    """How a request has ended, by what its client has got."""
+    status = record.status
+    if record.cancelled or status is None:
+        return Outcome.CANCELLED
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        return Outcome.SERVER_ERROR
+    if status >= HTTPStatus.BAD_REQUEST:
+        return Outcome.CLIENT_ERROR
+    # An error within a stream comes behind the status 200.
+    return Outcome.OK if record.error_code is None else Outcome.SERVER_ERROR
+
+
+class GatewayMetrics:
+    """The metrics of one gateway process."""
+
+    def __init__(self, instruments: Instruments) -> None:
+        self._recorder = Recorder(instruments)
+        self._known: set[str] = set()
+        self._declare_rejections(ANONYMOUS)
+        for outcome in (Outcome.CLIENT_ERROR, Outcome.SERVER_ERROR, Outcome.CANCELLED):
+            self._recorder.inc(catalogue.REQUESTS, 0, model=UNKNOWN, outcome=outcome.value)
+
+    def refused(self, error: RequestError | CapacityError, caller: Caller | None) -> None:
+        """Count a request that the gateway has not let in."""
+        self.rejected(rejection_for(error), caller)
+
+    def rejected(self, reason: Rejection, caller: Caller | None = None) -> None:
+        """Count a request that no replica has seen."""
+        key = None if caller is None else caller.key
+        key_class = ANONYMOUS if key is None else key.metrics_class
+        self._recorder.inc(catalogue.REQUESTS_REJECTED, reason=reason.value, key_class=key_class)
+
+    def ended(self, record: RequestRecord) -> None:
+        """Count a request that is over, and has been logged."""
+        if record.path not in COMPLETION_PATHS:
+            return
+        recorder, model, outcome = self._recorder, record.model or UNKNOWN, outcome_of(record)
+        recorder.inc(catalogue.REQUESTS, model=model, outcome=outcome.value)
+        if record.queue_s is not None:
+            recorder.observe(catalogue.QUEUE_TIME, record.queue_s, model=model)
+        if record.stream and record.status == HTTPStatus.OK and record.first_byte_s is not None:
+            recorder.observe(catalogue.TIME_TO_FIRST_TOKEN, record.first_byte_s, model=model)
+        if outcome is Outcome.OK and record.total_s is not None:
+            recorder.observe(catalogue.REQUEST_LATENCY, record.total_s, model=model)
+        if record.retries:
+            recorder.inc(catalogue.RETRIES, record.retries - record.continued, model=model)
+            recorder.inc(catalogue.MIGRATIONS, record.continued, model=model)
+        if record.error_code == ENGINE_LOST:
+            recorder.inc(catalogue.GIVEN_UP, model=model)
+
+    def flush(self, models: Iterable[Model]) -> None:
+        """Hand all over, with the queues and routers of the models as they are now."""
+        decisions = registry.decisions()
+        for model in models:
+            self._take(model, decisions.get(model.settings.deployment, {}))
+        self._recorder.flush()
+
+    def _take(self, model: Model, decisions: dict[Reason, int]) -> None:
+        recorder, name, state = self._recorder, model.settings.name, model.state
+        if name not in self._known:
+            self._declare(name)
+        recorder.set(catalogue.REQUESTS_RUNNING, state.running, model=name)
+        recorder.set(catalogue.REQUESTS_QUEUED, sum(state.waiting.values()), model=name)
+        recorder.set(catalogue.REPLICAS_WANTED, model.settings.wanted, model=name)
+        running = registry.capacity(model.settings.deployment)
+        recorder.set(catalogue.REPLICAS, running, model=name)
+        for reason in Reason:
+            recorder.set_total(
+                catalogue.ROUTER_DECISIONS,
+                decisions.get(reason, 0),
+                model=name,
+                reason=reason.value,
+            )
+
+    def _declare(self, model: str) -> None:
+        """Let the counts of a model begin with 0: Prometheus sees no rise to a first value."""
+        self._known.add(model)
+        for outcome in Outcome:
+            self._recorder.inc(catalogue.REQUESTS, 0, model=model, outcome=outcome.value)
+        for metric in _COUNTS:
+            self._recorder.inc(metric, 0, model=model)
+        for metric in _HISTOGRAMS:
+            self._recorder.declare(metric, model=model)
+
+    def _declare_rejections(self, key_class: str) -> None:
+        for reason in Rejection:
+            self._recorder.inc(
+                catalogue.REQUESTS_REJECTED, 0, reason=reason.value, key_class=key_class
+            )
