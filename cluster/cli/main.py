@@ -12,6 +12,7 @@ from cluster.cli.data import data
 from cluster.cli.doctor import doctor
 from cluster.cli.evaluate import evaluate
 from cluster.cli.generate import generate
+from cluster.cli.monitor import monitor
 from cluster.cli.rollout import rollout
 from cluster.cli.serve import serve
 from cluster.cli.train import train
@@ -25,7 +26,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (serve, rollout, generate, train, train_medusa, train_tiny, doctor):
+for command in (serve, rollout, monitor, generate, train, train_medusa, train_tiny, doctor):
     app.command(no_args_is_help=command in (generate, train, train_medusa))(command)
 app.add_typer(evaluate, name="evaluate")
 app.add_typer(config.app, name="config")

@@ -1,0 +1,205 @@
+"""A running cluster in figures, from its series now and from what they have gained lately."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cluster.metrics import catalogue
+from cluster.metrics.catalogue import Metric
+from cluster.monitor.quantiles import histogram_quantile
+from cluster.monitor.rates import History, Window
+from cluster.monitor.series import GroupKey, Snapshot, Values, buckets, largest, summed, total
+
+TREND_POINTS = 240
+"""Intervals that the line of tokens per second goes back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Median and 99th percentile in seconds; None where nothing has been observed."""
+
+    p50: float | None
+    p99: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFigures:
+    """One replica; rates are per second, None before there are two snapshots.
+
+    `age_s` counts from when it was first seen; `older` if it was there before.
+    """
+
+    model: str
+    replica: str
+    requests: float
+    running: float
+    waiting: float
+    deferred: float
+    kv_share: float | None
+    tokens_per_s: float | None
+    forks_per_s: float | None
+    age_s: float
+    older: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFigures:
+    """One model over all its replicas; shares are 0 to 1, None where nothing has happened."""
+
+    model: str
+    replicas: float
+    running: float
+    queued: float
+    tokens_per_s: float | None
+    requests_per_s: float | None
+    error_share: float | None
+    forks_per_s: Mapping[str, float] | None
+    attention_saved: float | None
+    cache_saved: float | None
+    first_token_s: Quantiles
+    token_s: Quantiles
+    latency_s: Quantiles
+    queue_s: Quantiles
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """All that the monitor shows; rates over `rate_s`, shares and quantiles over `window_s`.
+
+    `rejected` are requests in the window, by reason. `trend` is tokens per second, the newest last.
+    """
+
+    rate_s: float
+    window_s: float
+    models: tuple[ModelFigures, ...]
+    replicas: tuple[ReplicaFigures, ...]
+    rejected: Mapping[str, float]
+    trend: tuple[float, ...]
+    failures: Mapping[str, str]
+
+
+@dataclass(slots=True)
+class ClusterHistory:
+    """What is remembered between two readings."""
+
+    rate_s: float
+    window_s: float
+    history: History = field(init=False)
+    _trend: deque[float] = field(init=False)
+    _seen: dict[GroupKey, tuple[float, bool]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.history = History(max(self.rate_s, self.window_s))
+        self._trend = deque(maxlen=TREND_POINTS)
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Take the next snapshot."""
+        older = self.history.latest is None
+        interval = self.history.add(snapshot)
+        if interval is not None and interval.seconds > 0:
+            gained = total(interval.gained, catalogue.GENERATED_TOKENS)
+            self._trend.append(gained / interval.seconds)
+        alive = summed(snapshot.values, catalogue.THREADS, "model", "replica")
+        self._seen = {each: self._seen.get(each, (snapshot.at_s, older)) for each in alive}
+
+    def overview(self) -> Overview:
+        """The figures as of the last snapshot; needs one."""
+        latest = self.history.latest
+        assert latest is not None
+        recent, window = self.history.window(self.rate_s), self.history.window(self.window_s)
+        rejected = summed(window.gained, catalogue.REQUESTS_REJECTED, "reason")
+        return Overview(
+            rate_s=recent.seconds,
+            window_s=window.seconds,
+            models=_models(latest.values, recent, window),
+            replicas=self._replicas(latest, recent),
+            rejected={reason: count for (reason,), count in sorted(rejected.items()) if count},
+            trend=tuple(self._trend),
+            failures=dict(latest.failures),
+        )
+
+    def _replicas(self, latest: Snapshot, recent: Window) -> tuple[ReplicaFigures, ...]:
+        by = ("model", "replica")
+        values = latest.values
+        threads = summed(values, catalogue.THREADS, *by, "state")
+        requests = summed(values, catalogue.REPLICA_REQUESTS, *by)
+        kv_share = largest(values, catalogue.KV_CACHE_USAGE, *by)
+        tokens = summed(recent.gained, catalogue.GENERATED_TOKENS, *by)
+        forks = summed(recent.gained, catalogue.FORKS, *by, "outcome")
+        return tuple(
+            ReplicaFigures(
+                model=each[0],
+                replica=each[1],
+                requests=requests.get(each, 0.0),
+                running=threads.get((*each, "running"), 0.0),
+                waiting=threads.get((*each, "waiting"), 0.0),
+                deferred=threads.get((*each, "deferred"), 0.0),
+                kv_share=kv_share.get(each),
+                tokens_per_s=recent.rate(tokens.get(each, 0.0)),
+                forks_per_s=recent.rate(forks.get((*each, "accepted"), 0.0)),
+                age_s=latest.at_s - since_s,
+                older=older,
+            )
+            for each, (since_s, older) in sorted(self._seen.items())
+        )
+
+
+def _models(values: Values, recent: Window, window: Window) -> tuple[ModelFigures, ...]:
+    names = {name for metric in _OF_MODELS for (name,) in summed(values, metric, "model")}
+    return tuple(_model(name, values, recent, window) for name in sorted(names - {""}))
+
+
+# A model that has no replica at the moment still has a queue, and the other way round.
+_OF_MODELS = (catalogue.THREADS, catalogue.REQUESTS_RUNNING, catalogue.REPLICAS)
+
+
+def _model(name: str, values: Values, recent: Window, window: Window) -> ModelFigures:
+    def now(metric: Metric) -> float:
+        return summed(values, metric, "model").get((name,), 0.0)
+
+    def gained(metric: Metric, within: Window = window) -> float:
+        return summed(within.gained, metric, "model").get((name,), 0.0)
+
+    def quantiles(metric: Metric) -> Quantiles:
+        counts = buckets(window.gained, metric, "model").get((name,), {})
+        return Quantiles(histogram_quantile(0.5, counts), histogram_quantile(0.99, counts))
+
+    ended = summed(recent.gained, catalogue.REQUESTS, "model", "outcome")
+    forks = summed(recent.gained, catalogue.FORKS, "model", "outcome")
+    num_ended = gained(catalogue.REQUESTS)
+    errors = summed(window.gained, catalogue.REQUESTS, "model", "outcome")
+    return ModelFigures(
+        model=name,
+        replicas=largest(values, catalogue.REPLICAS, "model").get((name,), 0.0),
+        running=now(catalogue.REQUESTS_RUNNING),
+        queued=now(catalogue.REQUESTS_QUEUED),
+        tokens_per_s=recent.rate(gained(catalogue.GENERATED_TOKENS, recent)),
+        requests_per_s=recent.rate(_of_model(ended, name)),
+        error_share=errors.get((name, "server_error"), 0.0) / num_ended if num_ended else None,
+        forks_per_s=None
+        if recent.seconds == 0
+        else {
+            outcome: forks.get((name, outcome), 0.0) / recent.seconds
+            for outcome in ("accepted", "delayed", "refused")
+        },
+        attention_saved=_saved(
+            gained(catalogue.ATTENDED_TOKENS), gained(catalogue.SEQUENTIAL_ATTENDED_TOKENS)
+        ),
+        cache_saved=_saved(
+            gained(catalogue.CACHED_TOKENS), gained(catalogue.SEQUENTIAL_CACHED_TOKENS)
+        ),
+        first_token_s=quantiles(catalogue.TIME_TO_FIRST_TOKEN),
+        token_s=quantiles(catalogue.TIME_PER_OUTPUT_TOKEN),
+        latency_s=quantiles(catalogue.REQUEST_LATENCY),
+        queue_s=quantiles(catalogue.QUEUE_TIME),
+    )
+
+
+def _of_model(sums: Mapping[GroupKey, float], name: str) -> float:
+    return sum(value for group, value in sums.items() if group[0] == name)
+
+
+def _saved(with_forks: float, sequential: float) -> float | None:
+    return 1 - with_forks / sequential if sequential > 0 else None

@@ -1,0 +1,177 @@
+"""The overview of a cluster on a terminal of any width and height."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from cluster.monitor.overview import ModelFigures, Overview, Quantiles, ReplicaFigures
+from cluster.monitor.words import age, bar, number, percent, quantile_pair, seconds, sparkline
+
+_NARROW = 100
+_LEAST_REPLICA_ROWS = 3
+_KV_WARNING, _KV_ALARM = 0.75, 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """What is to be seen: the overview, of what, when, and what is wrong; renders to any size.
+
+    `silence` says since when nothing answers; the overview is then the last one there was.
+    """
+
+    overview: Overview
+    title: str
+    clock: str
+    silence: str | None = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        narrow = width < _NARROW
+        above: list[RenderableType] = self._head(width)
+        above.append(_models(self.overview.models, narrow=narrow))
+        below: list[RenderableType] = [
+            _latencies(self.overview, narrow=narrow),
+            _forks(self.overview, narrow=narrow),
+            _rejected(self.overview),
+        ]
+        height = options.height if options.height is not None else 10_000
+        taken = len(console.render_lines(Group(*above, *below), options.update(height=None)))
+        # The table's own title and head, and the line that tells of rows left out.
+        rows = max(height - taken - 4, _LEAST_REPLICA_ROWS)
+        yield Group(*above, _replicas(self.overview.replicas, rows, narrow=narrow), *below)
+
+    def _head(self, width: int) -> list[RenderableType]:
+        overview = self.overview
+        lines: list[RenderableType] = [
+            Rule(Text.assemble(("apar monitor", "bold"), f"  {self.title}  {self.clock}"))
+        ]
+        if self.silence is not None:
+            lines.append(Text(self.silence, style="bold white on red"))
+        lines += [
+            Text(f"{page} {reason}", style="red") for page, reason in overview.failures.items()
+        ]
+        now = overview.trend[-1] if overview.trend else None
+        label = f"tokens/s {number(now):>6} "
+        highest = f" max {number(max(overview.trend, default=None))}"
+        room = width - len(label) - len(highest)
+        lines.append(
+            Text.assemble(label, (sparkline(overview.trend, room), "green"), (highest, "dim"))
+        )
+        return lines
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(
+        title=title, title_justify="left", title_style="bold cyan", box=None, pad_edge=False
+    )
+    for place, column in enumerate(columns):
+        is_name = place == 0 or column == "replica"
+        table.add_column(
+            column,
+            justify="left" if is_name or column == "KV cache" else "right",
+            overflow="ellipsis",
+            no_wrap=True,
+        )
+    return table
+
+
+def _models(models: Sequence[ModelFigures], *, narrow: bool) -> Table:
+    queued = sum(model.queued for model in models)
+    running = sum(model.running for model in models)
+    title = f"Models: {number(running)} requests running, {number(queued)} queued"
+    table = _table(
+        title, "model", "replicas", "running", "queued", "tokens/s",
+        "req/s" if narrow else "requests/s", "errors",
+    )  # fmt: skip
+    for model in models:
+        errors = Text(percent(model.error_share), style="bold red" if model.error_share else "")
+        queue = Text(number(model.queued), style="yellow" if model.queued else "")
+        table.add_row(
+            Text(model.model), number(model.replicas), number(model.running), queue,
+            number(model.tokens_per_s), number(model.requests_per_s), errors,
+        )  # fmt: skip
+    return table
+
+
+def _replicas(replicas: Sequence[ReplicaFigures], most_rows: int, *, narrow: bool) -> Table:
+    table = _table(
+        "Replicas (threads: running/waiting/deferred)", "model", "replica",
+        "reqs" if narrow else "requests", "threads", "KV cache", "tokens/s", "forks/s", "age",
+    )  # fmt: skip
+    shown = list(replicas)
+    if len(shown) > most_rows:
+        # Those that an operator looks for first.
+        shown.sort(key=lambda each: -(each.kv_share or 0.0))
+        shown = shown[: most_rows - 1]
+    for each in shown:
+        table.add_row(
+            Text(each.model),
+            Text(each.replica),
+            number(each.requests),
+            f"{number(each.running)}/{number(each.waiting)}/{number(each.deferred)}",
+            _kv_bar(each.kv_share, 6 if narrow else 20),
+            number(each.tokens_per_s),
+            number(each.forks_per_s),
+            age(each.age_s, older=each.older),
+        )
+    left_out = len(replicas) - len(shown)
+    if left_out:
+        table.add_row(Text(f"and {left_out} more", style="dim"))
+    if not replicas:
+        table.add_row(Text("none reports", style="yellow"))
+    return table
+
+
+def _kv_bar(share: float | None, width: int) -> Text:
+    if share is None:
+        return Text("-")
+    style = "red" if share >= _KV_ALARM else "yellow" if share >= _KV_WARNING else "green"
+    return Text.assemble((bar(share, width), style), f" {percent(share):>5}")
+
+
+def _latencies(overview: Overview, *, narrow: bool) -> Table:
+    title = f"Latency, p50 / p99 of the last {overview.window_s:.0f} s"
+    table = _table(title, "model", "first token", "per token", "whole answer", "queue")
+    for model in overview.models:
+        pairs = (model.first_token_s, model.token_s, model.latency_s, model.queue_s)
+        table.add_row(Text(model.model), *(_pair(pair, narrow=narrow) for pair in pairs))
+    return table
+
+
+def _pair(quantiles: Quantiles, *, narrow: bool) -> str:
+    text = quantile_pair(quantiles)
+    return text.replace(" ms", "ms").replace(" s", "s") if narrow else text
+
+
+def _forks(overview: Overview, *, narrow: bool) -> Table:
+    title = f"Forks (per second), and what they saved in the last {overview.window_s:.0f} s"
+    table = _table(
+        title, "model", "accepted", "delayed", "refused",
+        "attended" if narrow else "attended tokens", "cached" if narrow else "cached at the peak",
+    )  # fmt: skip
+    for model in overview.models:
+        forks = model.forks_per_s or {}
+        table.add_row(
+            Text(model.model),
+            *(number(forks.get(each)) for each in ("accepted", "delayed", "refused")),
+            _saving(model.attention_saved),
+            _saving(model.cache_saved),
+        )
+    return table
+
+
+def _saving(share: float | None) -> str:
+    return percent(None if share is None else -share)
+
+
+def _rejected(overview: Overview) -> Text:
+    reasons = ", ".join(f"{reason} {number(count)}" for reason, count in overview.rejected.items())
+    style = "yellow" if overview.rejected else "dim"
+    span = seconds(overview.window_s)
+    return Text.assemble((f"Rejected in the last {span}: {reasons or 'none'}", style))

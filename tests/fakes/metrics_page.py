@@ -1,0 +1,117 @@
+"""Metrics pages as Ray's agents write them, rendered by prometheus_client, and served if wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from cluster.metrics import catalogue
+from cluster.metrics.catalogue import Kind, Metric
+
+
+@dataclass
+class MetricsPage:
+    """One node's page; every series carries Ray's own labels of the process that wrote it."""
+
+    worker: str = "worker-1"
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+    _metrics: dict[str, Counter | Gauge | Histogram] = field(default_factory=dict)
+
+    def set(self, metric: Metric, value: float, **labels: str) -> None:
+        """Set a gauge."""
+        child = self._child(metric, labels)
+        assert isinstance(child, Gauge)
+        child.set(value)
+
+    def add(self, metric: Metric, amount: float, **labels: str) -> None:
+        """Count up."""
+        child = self._child(metric, labels)
+        assert isinstance(child, Counter)
+        child.inc(amount)
+
+    def observe(self, metric: Metric, *values: float, **labels: str) -> None:
+        """Add to a histogram."""
+        child = self._child(metric, labels)
+        assert isinstance(child, Histogram)
+        for value in values:
+            child.observe(value)
+
+    def text(self) -> str:
+        """The page."""
+        return generate_latest(self.registry).decode()
+
+    def _child(self, metric: Metric, labels: dict[str, str]) -> Counter | Gauge | Histogram:
+        own = {"SessionName": "session_1", "NodeAddress": "10.0.0.1", "WorkerId": self.worker}
+        if metric.name not in self._metrics:
+            self._metrics[metric.name] = self._new(metric, [*metric.labels, *own])
+        return self._metrics[metric.name].labels(**labels, **own)
+
+    def _new(self, metric: Metric, labels: list[str]) -> Counter | Gauge | Histogram:
+        name, text, registry = metric.exported, metric.help, self.registry
+        if metric.kind is Kind.COUNTER:
+            return Counter(name, text, labels, registry=registry)
+        if metric.kind is Kind.GAUGE:
+            return Gauge(name, text, labels, registry=registry)
+        return Histogram(name, text, labels, registry=registry, buckets=metric.buckets)
+
+
+def busy_page(
+    replica: str = "r1", model: str = "apar-tiny", worker: str = "worker-1"
+) -> MetricsPage:
+    """A page with a replica that has work, and the gateway's figures."""
+    page = MetricsPage(worker)
+    of = {"model": model, "replica": replica}
+    for state, count in (("running", 12), ("waiting", 2), ("deferred", 1)):
+        page.set(catalogue.THREADS, count, **of, state=state)
+    page.set(catalogue.REPLICA_REQUESTS, 4, **of)
+    page.set(catalogue.KV_CACHE_USAGE, 0.6, **of)
+    page.add(catalogue.GENERATED_TOKENS, 1000, **of)
+    page.add(catalogue.FORKS, 50, **of, outcome="accepted")
+    page.add(catalogue.ATTENDED_TOKENS, 5000, **of)
+    page.add(catalogue.SEQUENTIAL_ATTENDED_TOKENS, 10_000, **of)
+    page.set(catalogue.REPLICAS, 1, model=model)
+    page.set(catalogue.REQUESTS_RUNNING, 4, model=model)
+    page.set(catalogue.REQUESTS_QUEUED, 3, model=model)
+    page.add(catalogue.REQUESTS, 20, model=model, outcome="ok")
+    page.observe(catalogue.REQUEST_LATENCY, 0.3, 0.4, model=model)
+    return page
+
+
+@dataclass
+class PageServer:
+    """What a port answers; may be changed while it runs."""
+
+    url: str
+    body: str
+    status: int = 200
+
+
+@contextmanager
+def served(body: str, port: int = 0) -> Iterator[PageServer]:
+    """A server on loopback that answers every GET with the body."""
+    state = PageServer("", body)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(state.status)
+            self.end_headers()
+            self.wfile.write(state.body.encode())
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    state.url = f"http://127.0.0.1:{server.server_port}/metrics"
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield state
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,117 @@
+"""`apar monitor` as a command."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli.main import app
+from cluster.local_ray import free_port
+from tests.fakes.metrics_page import busy_page, served
+
+COMMAND = [sys.executable, "-c", "from cluster.cli.main import app; app()", "monitor"]
+DEADLINE_S = 60.0
+
+
+def test_once_as_json_is_for_scripts() -> None:
+    with served(busy_page().text()) as server:
+        result = CliRunner().invoke(
+            app,
+            ["monitor", "--metrics", server.url, "--once", "--json", "--interval", "0.1"],
+        )
+
+    assert result.exit_code == 0, result.output
+    content = json.loads(result.output)
+    assert content["silence"] is None
+    assert content["models"][0]["queued"] == 3
+    assert content["replicas"][0]["kv_share"] == pytest.approx(0.6)
+    assert content["replicas"][0]["tokens_per_s"] == 0
+
+
+def test_once_on_no_terminal_is_plain_text_of_any_length() -> None:
+    with served("".join(busy_page(f"r{n}", worker=f"w{n}").text() for n in range(60))) as server:
+        result = CliRunner().invoke(
+            app, ["monitor", "--metrics", server.url, "--once", "--interval", "0.1"]
+        )
+
+    assert result.exit_code == 0, result.output
+    assert "12/2/1" in result.output
+    assert "r59" in result.output
+    assert "\x1b" not in result.output
+
+
+def test_a_wrong_address_is_told_in_one_line() -> None:
+    url = f"http://127.0.0.1:{free_port()}/metrics"
+    result = CliRunner().invoke(app, ["monitor", "--metrics", url, "--once"])
+
+    assert result.exit_code == 1
+    assert f"Error: {url} no answer" in result.output
+
+
+def test_an_outage_during_once_is_an_error() -> None:
+    with served(busy_page().text()) as server:
+        process = subprocess.Popen(
+            [*COMMAND, "--metrics", server.url, "--once", "--json", "--interval", "3"],
+            stdout=subprocess.PIPE,
+        )
+        time.sleep(1.5)
+        server.status = 500
+        output, _ = process.communicate(timeout=DEADLINE_S)
+
+    assert process.returncode == 1
+    assert output == b"" or "answered 500" in json.loads(output)["silence"]
+
+
+def test_pages_and_prometheus_exclude_each_other() -> None:
+    result = CliRunner().invoke(app, ["monitor", "--metrics", "a:1", "--prometheus", "b:2"])
+
+    assert result.exit_code == 2
+
+
+def test_ctrl_c_ends_it_cleanly_and_gives_the_screen_back(tmp_path: Path) -> None:
+    with served(busy_page().text()) as server:
+        leader, follower = pty.openpty()
+        errors = (tmp_path / "errors").open("wb")
+        process = subprocess.Popen(
+            [*COMMAND, "--metrics", server.url, "--interval", "0.2"],
+            stdin=follower,
+            stdout=follower,
+            stderr=errors,
+            env=os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "30"},
+        )
+        os.close(follower)
+        seen = b""
+        deadline = time.monotonic() + DEADLINE_S
+        while b"12/2/1" not in seen:
+            assert time.monotonic() < deadline, seen
+            if select.select([leader], [], [], 0.1)[0]:
+                seen += os.read(leader, 65536)
+        process.send_signal(signal.SIGINT)
+        while process.poll() is None:
+            assert time.monotonic() < deadline, seen
+            if select.select([leader], [], [], 0.1)[0]:
+                seen += _rest(leader)
+        seen += _rest(leader)
+        os.close(leader)
+
+    assert process.returncode == 0
+    assert seen.count(b"\x1b[?1049h") == seen.count(b"\x1b[?1049l") == 1
+    assert b"Traceback" not in seen
+    assert (tmp_path / "errors").read_bytes() == b""
+
+
+def _rest(leader: int) -> bytes:
+    try:
+        return os.read(leader, 65536) if select.select([leader], [], [], 0.1)[0] else b""
+    except OSError:  # nobody holds the other end any more
+        return b""

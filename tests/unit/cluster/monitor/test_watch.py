@@ -1,0 +1,73 @@
+"""A watch goes on through outages, and says at once when there is nothing to watch."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.metrics import catalogue
+from cluster.monitor.overview import ClusterHistory
+from cluster.monitor.sources import PagesSource
+from cluster.monitor.watch import MonitorError, Watch
+from tests.fakes.metrics_page import busy_page, served
+
+
+def watch_of(url: str) -> Watch:
+    return Watch(PagesSource([url]), ClusterHistory(rate_s=5.0, window_s=60.0))
+
+
+def test_a_restarted_server_is_watched_on_and_its_silence_is_told() -> None:
+    page = busy_page()
+    with served(page.text()) as server:
+        port = int(server.url.split(":")[2].split("/")[0])
+        watch = watch_of(server.url)
+        watch.read()
+        assert watch.silence is None
+
+    watch.read()
+    watch.read()
+    assert watch.silence is not None
+    assert watch.silence.startswith("no answer since ")
+    assert server.url in watch.silence
+    assert len(watch.overview().replicas) == 1
+
+    with served(busy_page("r2").text(), port):
+        watch.read()
+    assert watch.silence is None
+    (replica,) = watch.overview().replicas
+    assert replica.replica == "r2"
+    (model,) = watch.overview().models
+    assert model.tokens_per_s is not None
+    assert model.tokens_per_s > 0
+
+
+def test_an_error_page_in_the_middle_is_an_outage_too() -> None:
+    with served(busy_page().text()) as server:
+        watch = watch_of(server.url)
+        watch.read()
+        server.status = 503
+        watch.read()
+        assert "answered 503" in (watch.silence or "")
+        server.status, server.body = 200, "<html>maintenance</html>"
+        watch.read()
+        assert "is no metrics page" in (watch.silence or "")
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [("other_metric 1\n", "none of this cluster"), ("", "none of this cluster"), ("<html>", "no")],
+)
+def test_nothing_to_watch_is_an_error_at_the_start(body: str, reason: str) -> None:
+    with served(body) as server, pytest.raises(MonitorError, match=reason):
+        watch_of(server.url).read()
+
+
+def test_metrics_that_end_are_no_error_later() -> None:
+    page = busy_page()
+    with served(page.text()) as server:
+        watch = watch_of(server.url)
+        watch.read()
+        server.body = f"# TYPE {catalogue.FORKS.exported} counter\n"
+        watch.read()
+
+    assert watch.silence is None
+    assert watch.overview().replicas == ()
