@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from cluster.keys_config import KeyConfig, hash_of
+from deployments.counter_store import WINDOW_S
 from tests.integration.serving.apar_process import TINY, serving, wait_for
 
 pytestmark = pytest.mark.cluster
@@ -91,6 +92,13 @@ def ask(client: openai.OpenAI, prompt: str = LIST_PROMPT, **fields: Any) -> Any:
     )
 
 
+def wait_for_a_new_minute() -> None:
+    """Where this minute is nearly over: at its edge a little more than the limit can pass."""
+    left_s = WINDOW_S - time.time() % WINDOW_S
+    if left_s < 20:
+        time.sleep(left_s)
+
+
 def test_without_the_right_key_nobody_is_let_in(served: Served) -> None:
     with pytest.raises(openai.AuthenticationError) as refused:
         ask(served.client("wrong"))
@@ -150,6 +158,7 @@ def test_a_stream_is_charged_and_logged_too(served: Served) -> None:
 
 
 def test_a_key_that_has_used_up_its_requests_is_told_when_to_come_again(served: Served) -> None:
+    wait_for_a_new_minute()
     client = served.client("few")
     first = client.chat.completions.with_raw_response.create(
         model="apar-tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=5
@@ -169,6 +178,7 @@ def test_a_key_that_has_used_up_its_requests_is_told_when_to_come_again(served: 
 
 
 def test_generated_tokens_use_a_key_up(served: Served) -> None:
+    wait_for_a_new_minute()
     client = served.client("frugal")
     answer = ask(client, max_tokens=400)
     assert answer.usage.total_tokens > 150
@@ -234,6 +244,7 @@ def test_keys_are_rolled_out_and_requests_shown_where_no_folder_is_set(tmp_path:
 
         server.write(TINY, keys=[record("new", requests_per_minute=1)])
         said = server.roll_out()
+        wait_for_a_new_minute()
         ask(running.client("new"), extra_headers={"x-request-id": "rolled-out"})
         with pytest.raises(openai.AuthenticationError):
             ask(running.client("old"))
