@@ -29,9 +29,10 @@ from deployments.metrics.gateway_metrics import GatewayMetrics
 from deployments.metrics.ray_instruments import NoInstruments
 from deployments.metrics.rejections import Rejection
 from deployments.model_list import ModelList
+from deployments.prompt_limits import checked_prompt
 from deployments.rate_limits import Admission
 from deployments.refusals import refusal_for
-from deployments.request_body import check_prompt, parse_fields, prompt_tokens, read_body
+from deployments.request_body import parse_fields, prompt_tokens, read_body
 from deployments.request_terms import RequestTerms
 from deployments.retries import Retries
 from deployments.routing import registry
@@ -177,13 +178,14 @@ class Gateway:
         fields = parse_fields(body) if generates else {}
         model = find_model(self._models, fields.get("model"), caller, needed=generates)
         exchange.begin(model.settings.name, fields)
-        self._check_fields(fields, caller)
+        chars = checked_prompt(fields, caller, self._settings.limits.max_prompt_chars)
         terms = _terms(caller, model, exchange)
         request = _relayed(exchange, scope, body, terms, _hint(fields, caller))
-        # The hint is about the first of several prompts.
-        num_tokens = max(request.hint.prompt_tokens, prompt_tokens(fields))
         admission: Admission = ()
+        num_tokens = 0
         if caller.rates is not None and generates:
+            # The hint is about the first of several prompts.
+            num_tokens = max(request.hint.prompt_tokens, prompt_tokens(chars))
             admission = await caller.rates.admit(num_tokens)
         try:
             ticket = await model.enter(caller)
@@ -207,15 +209,6 @@ class Gateway:
         finally:
             charge.close()
             registry.ended(model.settings.deployment, exchange.unique_id, charge.end)
-
-    def _check_fields(self, fields: dict[str, Any], caller: Caller) -> None:
-        key = caller.key
-        if key is not None and fields.get("priority") is not None:
-            raise RequestError("`priority` is that of the API key", param="priority")
-        if (max_chars := self._settings.limits.max_prompt_chars) is not None:
-            check_prompt(fields, max_chars, "the limit `limits.max_prompt_chars`")
-        if key is not None and key.max_prompt_chars is not None:
-            check_prompt(fields, key.max_prompt_chars, "the limit `max_prompt_chars` of this key")
 
     async def _answer_models(
         self, caller: Caller, request: RelayedRequest, exchange: Exchange

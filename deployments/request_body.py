@@ -59,11 +59,10 @@ def prompt_chars(fields: dict[str, Any]) -> dict[str, int]:
     return {name: num for name, num in chars.items() if num}
 
 
-def check_prompt(fields: dict[str, Any], max_chars: int, name: str) -> None:
-    """Raise PromptTooLongError for a prompt over the limit, which is called `name`."""
-    chars = prompt_chars(fields)
+def check_prompt(chars: dict[str, int], max_chars: int | None, name: str) -> None:
+    """Raise PromptTooLongError for a prompt over the limit, if any, which is called `name`."""
     num_chars = sum(chars.values())
-    if num_chars > max_chars:
+    if max_chars is not None and num_chars > max_chars:
         params = " and ".join(f"`{param}`" for param in chars)
         raise PromptTooLongError(
             f"{params} {'holds' if len(chars) == 1 else 'hold'} {num_chars} characters; "
@@ -72,9 +71,9 @@ def check_prompt(fields: dict[str, Any], max_chars: int, name: str) -> None:
         )
 
 
-def prompt_tokens(fields: dict[str, Any]) -> int:
-    """A rough number of tokens of all messages and prompts together."""
-    return -(-sum(prompt_chars(fields).values()) // _CHARS_PER_TOKEN)
+def prompt_tokens(chars: dict[str, int]) -> int:
+    """A rough number of tokens of a prompt of so many characters."""
+    return -(-sum(chars.values()) // _CHARS_PER_TOKEN)
 
 
 def _message_chars(message: Any) -> int:
