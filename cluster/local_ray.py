@@ -15,6 +15,9 @@ from pathlib import Path
 
 import psutil
 
+from cluster.config import ConfigError
+from cluster.metrics_config import DEFAULT_PORT, MetricsConfig
+
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "apar"
@@ -22,6 +25,7 @@ NAMESPACE = "apar"
 SERVE_FLAGS = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 """What makes Ray Serve fast; a cluster of the user's needs them too, on every node."""
 
+_ANY_METRICS_PORT = MetricsConfig(port=0)
 _PR_SET_CHILD_SUBREAPER = 36
 _TERMINATE_S = 3.0
 _KILL_S = 5.0
@@ -66,6 +70,8 @@ def serve_environment(folder: Path) -> dict[str, str]:
     """
     return SERVE_FLAGS | {
         "RAY_USAGE_STATS_ENABLED": "0",
+        # The only way to tell Ray to listen on loopback alone: all of it, metrics included.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         # By default Ray's workers, and with them our engines, give way to all other processes.
         "RAY_worker_niceness": "0",
         # Ray Serve's controller alone would use 4 % of a core for nothing.
@@ -84,6 +90,34 @@ def serve_environment(folder: Path) -> dict[str, str]:
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
         "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "0.1",
     }
+
+
+def metrics_environment(metrics: MetricsConfig) -> dict[str, str]:
+    """Ray's settings for metrics; its processes read them when they start."""
+    if not metrics.enabled:
+        return {"RAY_enable_metrics_collection": "0"}
+    return {"RAY_metrics_report_interval_ms": str(round(metrics.report_s * 1000))}
+
+
+def metrics_port(metrics: MetricsConfig) -> int:
+    """The port for a private cluster's metrics; 0 lets Ray find one.
+
+    Raises ConfigError if the configured one is taken: Ray would die of it without a word.
+    """
+    if not metrics.enabled or metrics.port == 0:
+        return 0
+    port = metrics.port or DEFAULT_PORT
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            if metrics.port is None:
+                return 0
+            raise ConfigError(
+                f"metrics.port: cannot listen on 127.0.0.1:{port}: {error.strerror}"
+            ) from error
+    return port
 
 
 def write_haproxy_wrapper(path: Path) -> None:
@@ -136,22 +170,25 @@ def _reap() -> None:
 
 
 @contextlib.contextmanager
-def local_ray(*, num_cpus: int) -> Iterator[None]:
-    """A Ray cluster on loopback, without dashboard and without fixed ports.
+def local_ray(
+    *, num_cpus: int, metrics: MetricsConfig = _ANY_METRICS_PORT
+) -> Iterator[None]:
+    """A Ray cluster on loopback, without dashboard; but for the metrics', without fixed ports.
 
-    Raises RuntimeError if `ray.serve` has been imported without SERVE_FLAGS: it reads them then,
+    Raises ConfigError for a metrics port that is taken, and RuntimeError if `ray.serve` has been imported without SERVE_FLAGS: it reads them then,
     and handles made without them are several times slower. The temporary folder is short,
     because Ray's socket paths may have 107 characters.
     """
     if "ray.serve" in sys.modules and SERVE_FLAGS.items() - os.environ.items():
         raise RuntimeError("ray.serve was imported before its settings were made")
+    port = metrics_port(metrics)
     outer_environment = dict(os.environ)
     before = frozenset(child.pid for child in psutil.Process().children(recursive=True))
     folder = Path(tempfile.mkdtemp(prefix="apar-", dir="/tmp"))
     adopt_orphans()
     try:
         write_haproxy_wrapper(folder / "haproxy")
-        os.environ.update(serve_environment(folder))
+        os.environ.update(serve_environment(folder) | metrics_environment(metrics))
         import ray
 
         logging.getLogger("ray").setLevel(logging.ERROR)
@@ -165,6 +202,7 @@ def local_ray(*, num_cpus: int) -> Iterator[None]:
             namespace=NAMESPACE,
             _node_ip_address="127.0.0.1",
             _temp_dir=str(folder),
+            _metrics_export_port=port,
         )
         try:
             yield

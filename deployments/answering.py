@@ -7,6 +7,7 @@ from typing import Protocol
 
 from deployments.answer_parts import AnswerBroken, AnswerPart, AnswerStart, WholeAnswer
 from deployments.asgi_relay import AsgiApp, RelayedRequest, relay
+from deployments.metrics.replica_metrics import ReplicaMetrics
 from deployments.served_request import FollowedRequest, FollowingEngine
 
 # A step on a CPU may take seconds, but not this long; under Ray Serve's own limit of 30 s.
@@ -33,6 +34,7 @@ class Answering:
         self._engine_ends = False
         # As Ray Serve counts requests against its cap: each once, however many choices.
         self.num_inside = 0
+        self.metrics: ReplicaMetrics | None = None
 
     @property
     def engine_lost(self) -> bool:
@@ -115,6 +117,8 @@ class Answering:
             self._engine_ends |= served.aborted
             served.close()
             self.num_inside -= 1
+            if self.metrics is not None and not self._broken(served):
+                self.metrics.finished(served.follower)
 
     def _broken(self, served: FollowedRequest) -> AnswerBroken | None:
         """Why the replica cannot go on with an answer; None while it can."""

@@ -106,6 +106,7 @@ def build_replicas(
     routing: RoutingSettings,
     *,
     logs: LoggingConfig,
+    metrics: bool = True,
     tracing: TracingConfig = TracingConfig(),
 ) -> serve.Application:
     """The replicas of one model."""
@@ -117,6 +118,7 @@ def build_replicas(
         engine=engine_arguments(model, on_gpu=on_gpu),
         coalesce_s=model.coalesce_s,
         logging=logs,
+        metrics=metrics,
         tracing=tracing,
     )
     autoscaling = model_autoscaling(model)
@@ -163,6 +165,7 @@ def build_application(
             known,
             config.routing,
             logs=config.logging,
+            metrics=config.metrics.enabled,
             tracing=config.tracing,
         )
         for model in config.models

@@ -2,7 +2,7 @@
 
 import functools
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from fastapi import FastAPI
@@ -42,12 +42,17 @@ def server_arguments(model: str, served_name: str, engine: Mapping[str, Any]) ->
     return args
 
 
-def build_engine(args: Namespace) -> AparAsyncLLM:
-    """The engine; starts its process. Must run inside the event loop that will use it."""
+def build_engine(args: Namespace, stat_loggers: Sequence[Any] = ()) -> AparAsyncLLM:
+    """The engine; starts its process. Must run inside the event loop that will use it.
+
+    `stat_loggers` are told vLLM's statistics, beside its own log.
+    """
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
         usage_context=UsageContext.OPENAI_API_SERVER
     )
-    engine = AparAsyncLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
+    engine = AparAsyncLLM.from_vllm_config(
+        config, usage_context=UsageContext.OPENAI_API_SERVER, stat_loggers=list(stat_loggers)
+    )
     return cast(AparAsyncLLM, engine)
 
 

@@ -34,6 +34,7 @@ class ReplicaSettings(BaseModel):
     engine: dict[str, Any]
     coalesce_s: NonNegativeFloat
     logging: LoggingConfig = LoggingConfig()
+    metrics: bool = True
 
 
 class Replica(Answering):
@@ -44,6 +45,9 @@ class Replica(Answering):
             app = await self._build(settings)
         self._reporter = LoadReporter(self._engine.vllm_config.cache_config.block_size)
         super().__init__(self._engine, app, serve.get_replica_context().replica_id.unique_id)
+        if self._told is not None:
+            self.metrics = self._told.metrics
+            self._told.begin(self._engine.core_state, lambda: self.num_inside)
         self._watchdog = asyncio.create_task(watch(lambda: self.engine_lost))
 
     async def _build(self, settings: ReplicaSettings) -> AsgiApp:
@@ -54,11 +58,18 @@ class Replica(Answering):
             build_http_application,
             server_arguments,
         )
+        from deployments.metrics.replica_reporter import ReplicaReporter
 
         name = settings.served_name.replace("/", "-")
         self._logs = ProcessLogs(settings.logging, f"replica-{name}")
         args = server_arguments(settings.model, settings.served_name, settings.engine)
-        self._engine = build_engine(args)
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        self._told = (
+            ReplicaReporter(model=settings.served_name, replica=replica_id)
+            if settings.metrics
+            else None
+        )
+        self._engine = build_engine(args, self._told.stat_loggers if self._told else ())
         self._engine.pace_streams(settings.coalesce_s)
         tokens = self._engine.control_tokens
         return AparExtension(
@@ -100,4 +111,6 @@ class Replica(Answering):
 
     async def __del__(self) -> None:
         self._watchdog.cancel()
+        if self._told is not None:
+            await self._told.close()
         self._engine.shutdown()

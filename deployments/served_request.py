@@ -30,6 +30,11 @@ class FollowedRequest:
         self._came_s = time.monotonic()
 
     @property
+    def follower(self) -> RequestFollower:
+        """What is known of the request in the engine."""
+        return self._follower
+
+    @property
     def aborted(self) -> bool:
         """Whether the engine core has given the request up, as it does before it exits."""
         return self._follower.aborted

@@ -49,8 +49,8 @@ class RequestFollower:
         self.num_roots = 0
         self.aborted = False
         self.statistics: TreeStatistics | None = None
-        # When the engine got the request, and when its last output came; by the monotonic clock.
-        self.began_s = self.last_output_s = 0.0
+        # When the engine got the request, and when its outputs came; by the monotonic clock.
+        self.began_s = self.first_output_s = self.last_output_s = 0.0
         self._wants_journal = keeps_journal
         self._journal: dict[str, _Fresh] | None = None
         self._root_id = ""
@@ -101,6 +101,7 @@ class RequestFollower:
         if self._replaying:
             return
         self.last_output_s = time.monotonic()
+        self.first_output_s = self.first_output_s or self.last_output_s
         self._num_fresh += len(token_ids)
         finish_reason = None if output.finish_reason is None else int(output.finish_reason)
         if finish_reason == _ABORT:

@@ -23,6 +23,7 @@ from cluster.config import ClusterConfig, ConfigError, StartError, load_config
 from cluster.keys_file import check_keys_file
 from cluster.local_ray import NAMESPACE, local_ray, reap_orphans
 from cluster.log_folder import shown_logs
+from cluster.metrics.targets import node_targets, write_targets
 from cluster.model_config import DEFAULT_MODEL, PRESETS, ModelConfig
 from cluster.server_state import RolloutOutcome, ServerState, state_path, write_state
 
@@ -179,12 +180,15 @@ def _watch(service: Any, signals: ServeSignals, load: Load, config: Path | None)
     path = state_path(service.config.port)
     state = ServerState.of_this_process(config)
     write_state(path, state)
+    file = service.config.metrics.targets_file if service.config.metrics.enabled else None
     next_reap = time.monotonic()
     try:
         while True:
             time.sleep(POLL_S)
             if time.monotonic() >= next_reap:
                 reap_orphans(own)
+                if file is not None:
+                    write_targets(file, node_targets())
                 next_reap = time.monotonic() + REAP_PERIOD_S
             if signals.take_rollout():
                 number = 1 if state.outcome is None else state.outcome.number + 1
@@ -211,7 +215,8 @@ def _roll_out(service: Any, load: Load, config: Path | None) -> tuple[bool, str]
 @contextmanager
 def _cluster(settings: ClusterConfig) -> Iterator[None]:
     if settings.ray_address is None:
-        with local_ray(num_cpus=max(os.cpu_count() or 1, settings.num_replicas)):
+        num_cpus = max(os.cpu_count() or 1, settings.num_replicas)
+        with local_ray(num_cpus=num_cpus, metrics=settings.metrics):
             yield
         return
     import ray
@@ -257,4 +262,7 @@ def _print_ready(settings: ClusterConfig, url: str, seconds: float) -> None:
         markup=False,
         soft_wrap=True,
     )
+    if settings.metrics.enabled:
+        urls = ", ".join(f"http://{target}/metrics" for target in node_targets())
+        console.print(f"Metrics for Prometheus: {urls}", highlight=False, soft_wrap=True)
     console.print("Ctrl-C stops it.")

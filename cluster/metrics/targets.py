@@ -1,0 +1,33 @@
+"""Where the metrics of a Ray cluster's nodes can be read."""
+
+import json
+from pathlib import Path
+
+JOB = "ray"
+"""The job that Ray's own service discovery gives its nodes."""
+
+
+def node_targets() -> list[str]:
+    """`host:port` of each living node of the connected Ray cluster that tells of metrics."""
+    import ray  # Imported late: it reads its settings from the environment then.
+
+    return [
+        f"{_host(node['NodeManagerAddress'])}:{node['MetricsExportPort']}"
+        for node in ray.nodes()
+        if node["Alive"] and node["MetricsExportPort"] > 0
+    ]
+
+
+def _host(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+def write_targets(file: Path, targets: list[str]) -> bool:
+    """Write a file for Prometheus' `file_sd_configs`, in one piece; returns whether it changed."""
+    text = json.dumps([{"labels": {"job": JOB}, "targets": targets}]) + "\n"
+    if file.exists() and file.read_text(encoding="utf-8") == text:
+        return False
+    part = file.with_name(f".{file.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(file)
+    return True
