@@ -1,0 +1,1 @@
+"""Kubernetes: the manifests, and what of them is made of the code."""
