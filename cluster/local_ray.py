@@ -170,14 +170,12 @@ def _reap() -> None:
 
 
 @contextlib.contextmanager
-def local_ray(
-    *, num_cpus: int, metrics: MetricsConfig = _ANY_METRICS_PORT
-) -> Iterator[None]:
+def local_ray(*, num_cpus: int, metrics: MetricsConfig = _ANY_METRICS_PORT) -> Iterator[None]:
     """A Ray cluster on loopback, without dashboard; but for the metrics', without fixed ports.
 
-    Raises ConfigError for a metrics port that is taken, and RuntimeError if `ray.serve` has been imported without SERVE_FLAGS: it reads them then,
-    and handles made without them are several times slower. The temporary folder is short,
-    because Ray's socket paths may have 107 characters.
+    Raises ConfigError for a metrics port that is taken, and RuntimeError if `ray.serve` has been
+    imported without SERVE_FLAGS: it reads them then, and handles made without them are several
+    times slower. The temporary folder is short, because Ray's socket paths may have 107 characters.
     """
     if "ray.serve" in sys.modules and SERVE_FLAGS.items() - os.environ.items():
         raise RuntimeError("ray.serve was imported before its settings were made")

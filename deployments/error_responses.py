@@ -127,7 +127,7 @@ def error_code(body: bytes) -> str | None:
 
 
 def event_error_code(events: bytes) -> str:
-    """The code in the error event that a piece of a stream begins with; `error` where it has none."""
+    """The code in the error event that a stream ends with; `error` where it has none."""
     event = events.removeprefix(b"data: ").partition(b"\n\n")[0]
     return error_code(event) or "error"
 

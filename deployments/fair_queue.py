@@ -18,7 +18,6 @@ from deployments.drain_rate import DrainRate
 from deployments.rate_limits import RateLimitError
 
 
-
 class QueueTimeoutError(CapacityError):
     """There was no room for the request for as long as it may wait: HTTP 503."""
 
