@@ -22,6 +22,7 @@ from cluster.metrics_config import MetricsConfig
 from cluster.model_config import ModelConfig
 from cluster.retry_config import RetryConfig
 from cluster.routing_config import RoutingSettings
+from cluster.tracing_config import TracingConfig
 
 
 class ConfigError(AparError):
@@ -50,7 +51,9 @@ class _Loader(yaml.SafeLoader):
 
 _MODELS = ("models",)
 # Someone may have put the key itself where its hash belongs.
-_SECRET_FIELDS = ("keys", "hash", "cache_secret", "rate_storage")
+_SECRET_FIELDS = frozenset(
+    {"keys", "hash", "cache_secret", "rate_storage", "headers", "endpoint"}
+)
 
 
 class ClusterConfig(BaseModel):
@@ -92,6 +95,9 @@ class ClusterConfig(BaseModel):
     )
     metrics: MetricsConfig = Field(
         MetricsConfig(), description="What the cluster tells Prometheus, and where."
+    )
+    tracing: TracingConfig = Field(
+        TracingConfig(), description="OpenTelemetry traces of requests; off when absent."
     )
 
     @model_validator(mode="after")
@@ -210,6 +216,8 @@ def _may_be_shown(problem: Any) -> bool:
     A whole record or an item of a list may be, or hold, an API key.
     """
     field = problem["loc"][-1]
-    if problem["type"] == "extra_forbidden" or field in _SECRET_FIELDS or isinstance(field, int):
+    if problem["type"] == "extra_forbidden" or isinstance(field, int):
+        return False
+    if not _SECRET_FIELDS.isdisjoint(problem["loc"]):
         return False
     return not isinstance(problem["input"], dict | list | tuple)

@@ -9,6 +9,7 @@ from deployments.answer_parts import AnswerBroken, AnswerPart, AnswerStart, Whol
 from deployments.asgi_relay import AsgiApp, RelayedRequest, relay
 from deployments.metrics.replica_metrics import ReplicaMetrics
 from deployments.served_request import FollowedRequest, FollowingEngine
+from deployments.tracing import Tracing, engine_trace
 
 # A step on a CPU may take seconds, but not this long; under Ray Serve's own limit of 30 s.
 ENGINE_ANSWER_S = 25.0
@@ -28,13 +29,14 @@ class Answering:
     """The calls of a replica that answer a client's request."""
 
     def __init__(self, engine: AnsweringEngine, app: AsgiApp, replica_id: str) -> None:
-        self._answering_engine = engine
+        self._engine = engine
         self._app = app
         self._replica_id = replica_id
         self._engine_ends = False
         # As Ray Serve counts requests against its cap: each once, however many choices.
         self.num_inside = 0
         self.metrics: ReplicaMetrics | None = None
+        self.tracing: Tracing | None = None
 
     @property
     def engine_lost(self) -> bool:
@@ -42,11 +44,11 @@ class Answering:
 
         It may take seconds to exit, and only then counts as dead.
         """
-        return self._engine_ends or self._answering_engine.errored
+        return self._engine_ends or self._engine.errored
 
     async def stream(self, request: RelayedRequest) -> AsyncIterator[AnswerPart]:
         """The answer, piece by piece."""
-        served = FollowedRequest(self._answering_engine, request.terms)
+        served = self._followed(request)
         begun = False
         async with aclosing(self._answer(request, served)) as parts:
             async for part in parts:
@@ -63,7 +65,7 @@ class Answering:
 
     async def whole(self, request: RelayedRequest) -> AsyncIterator[WholeAnswer]:
         """The answer in one piece, and what it has cost; before, now and then, the new tokens."""
-        served = FollowedRequest(self._answering_engine, request.terms)
+        served = self._followed(request)
         answer = asyncio.create_task(self._joined(request, served))
         try:
             while not (await asyncio.wait([answer], timeout=PROGRESS_S))[0]:
@@ -78,6 +80,11 @@ class Answering:
         if broken is not None and (num_tokens := served.take_num_tokens()):
             yield num_tokens
         yield broken or (start, served.signed_end(self._replica_id))
+
+    def _followed(self, request: RelayedRequest) -> FollowedRequest:
+        terms = request.terms
+        trace = engine_trace(self.tracing, terms.trace_headers, self._replica_id)
+        return FollowedRequest(self._engine, terms, trace)
 
     async def _joined(self, request: RelayedRequest, served: FollowedRequest) -> AnswerStart:
         start = AnswerStart(500, [], b"")
@@ -115,13 +122,13 @@ class Answering:
                 raise
         finally:
             self._engine_ends |= served.aborted
-            served.close()
+            served.close(broken=self._broken(served) is not None)
             self.num_inside -= 1
             if self.metrics is not None and not self._broken(served):
                 self.metrics.finished(served.follower)
 
     def _broken(self, served: FollowedRequest) -> AnswerBroken | None:
         """Why the replica cannot go on with an answer; None while it can."""
-        if self._answering_engine.errored:
+        if self._engine.errored:
             return AnswerBroken("the engine has died")
         return AnswerBroken("the engine has given the request up") if served.aborted else None

@@ -107,7 +107,7 @@ def build_replicas(
     *,
     logs: LoggingConfig,
     metrics: bool = True,
-    tracing: TracingConfig = TracingConfig(),
+    tracing: TracingConfig | None = None,
 ) -> serve.Application:
     """The replicas of one model."""
     on_gpu = surroundings.on_gpu
@@ -119,7 +119,7 @@ def build_replicas(
         coalesce_s=model.coalesce_s,
         logging=logs,
         metrics=metrics,
-        tracing=tracing,
+        tracing=tracing or TracingConfig(),
     )
     autoscaling = model_autoscaling(model)
     deployment = serve.deployment(
@@ -143,7 +143,7 @@ def build_replicas(
             },
         },
     )(Replica)
-    version = surroundings.version(settings.model_dump(mode="json"), tracing.secrets)
+    version = surroundings.version(settings.model_dump(mode="json"), settings.tracing.secrets)
     # Left to itself, Ray Serve replaces every replica whenever an application is deployed.
     return deployment.options(version=version, _internal=True).bind(settings)
 

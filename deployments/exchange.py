@@ -1,16 +1,22 @@
 """One HTTP request and its answer, as the gateway sees them: id, headers, times, record."""
 
+from __future__ import annotations
+
 import re
 import time
 import uuid
 from collections.abc import Awaitable
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deployments.answer_parts import Headers
 from deployments.asgi_relay import Message, Scope, Send
 from deployments.error_responses import ERROR_EVENT, error_code, event_error_code
 from deployments.request_log import RequestRecord, content_of
+
+if TYPE_CHECKING:
+    from deployments.answers import ReplicaCalls
+    from deployments.tracing.gateway_trace import RequestTrace
 
 REQUEST_ID = b"x-request-id"
 # What can stand in a log, a header and an engine's request id as it is.
@@ -27,6 +33,7 @@ class Exchange:
         *,
         keeps_content: bool = False,
         sends_id: bool = True,
+        trace: RequestTrace | None = None,
     ) -> None:
         unique = uuid.uuid4().hex
         given = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
@@ -37,6 +44,8 @@ class Exchange:
         # A server before us may send a sane id back by itself.
         self._sends_id = sends_id or not sane
         self.record = RequestRecord(self.request_id, scope["method"], scope["path"])
+        self._trace = trace
+        self.record.trace_id = None if trace is None else trace.trace_id
         self.rate_headers: Headers = []
         self.fields: dict[str, Any] = {}
         self._failed = False
@@ -49,6 +58,17 @@ class Exchange:
         self.fields = fields
         self.record.model = model
         self.record.stream = bool(fields.get("stream"))
+        if self._trace is not None:
+            self._trace.asked(fields)
+
+    def queueing(self) -> None:
+        """Note that the request waits for a place at the replicas now."""
+        if self._trace is not None:
+            self._trace.queueing()
+
+    def calls(self, replicas: ReplicaCalls, deployment: str) -> ReplicaCalls:
+        """The calls to a deployment's replicas, seen by the request's trace if it has one."""
+        return replicas if self._trace is None else self._trace.calls(replicas, deployment)
 
     def send(self, message: Message) -> Awaitable[None]:
         """An ASGI `send`; no coroutine of its own, because each piece of a stream passes it."""
@@ -74,6 +94,8 @@ class Exchange:
     def sending(self) -> None:
         """Note that the request goes to a replica now."""
         self.record.sent_s = self._elapsed_s()
+        if self._trace is not None:
+            self._trace.sending()
 
     def close(self) -> None:
         """Log the request; nothing more may be sent."""
@@ -82,6 +104,8 @@ class Exchange:
         if self._content is not None:
             content = content_of(self.fields, b"".join(self._content))
         self.record.write(content)
+        if self._trace is not None:
+            self._trace.end(self.record)
 
     def _elapsed_s(self) -> float:
         return round(time.monotonic() - self._began_s, 6)

@@ -40,6 +40,7 @@ from deployments.routing.hint import request_hint
 from deployments.routing.views import RequestHint
 from deployments.served_models import Model, find_model
 from deployments.terms_in_body import salt_within
+from deployments.tracing import GATEWAY, open_tracing, reopened, start_trace
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class Gateway:
             for model, calls in zip(settings.models, replicas, strict=True)
         }
         self.retries = Retries(settings.retries)
+        self.tracing = open_tracing(settings.tracing, GATEWAY)
         self._list = ModelList()
         self._followed: set[str] = set()
 
@@ -105,6 +107,7 @@ class Gateway:
         self._list.forget(self._models)
         self._models = models
         self.retries.config = settings.retries
+        self.tracing = reopened(self.tracing, settings.tracing, GATEWAY)
         self._settings = settings
 
     def waiting(self) -> dict[str, QueueState]:
@@ -128,6 +131,7 @@ class Gateway:
                 send,
                 keeps_content=self._settings.logging.content,
                 sends_id=self._sends_request_ids,
+                trace=start_trace(self.tracing, scope),
             )
             try:
                 await self._serve(exchange, scope, receive)
@@ -187,6 +191,7 @@ class Gateway:
             # The hint is about the first of several prompts.
             num_tokens = max(request.hint.prompt_tokens, prompt_tokens(chars))
             admission = await caller.rates.admit(num_tokens)
+        exchange.queueing()
         try:
             ticket = await model.enter(caller)
         except BaseException:
@@ -199,7 +204,7 @@ class Gateway:
             exchange.rate_headers = await caller.rate_headers()
             exchange.sending()
             await relay_answer(
-                model.replicas,
+                exchange.calls(model.replicas, model.settings.deployment),
                 request,
                 exchange.record.stream,
                 exchange.send,

@@ -10,6 +10,7 @@ from cluster.limits_config import LimitsConfig
 from cluster.logging_config import LoggingConfig
 from cluster.model_config import ModelConfig
 from cluster.retry_config import RetryConfig
+from cluster.tracing_config import TracingConfig
 
 
 class ServedModel(BaseModel):
@@ -54,6 +55,7 @@ class GatewaySettings(BaseModel):
     limits: LimitsConfig = LimitsConfig()
     logging: LoggingConfig = LoggingConfig()
     retries: RetryConfig = RetryConfig()
+    tracing: TracingConfig = TracingConfig()
     metrics: bool = True
     # A call to a model without a replica waits until there is one again.
     models_wait_s: PositiveFloat = 5.0
@@ -71,4 +73,5 @@ def gateway_settings(config: ClusterConfig) -> GatewaySettings:
         logging=config.logging,
         retries=config.retries,
         metrics=config.metrics.enabled,
+        tracing=config.tracing,
     )

@@ -5,13 +5,14 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat
 from ray import serve
 
 from apar_core.errors import EngineError
 from cluster.logging_config import LoggingConfig
+from cluster.tracing_config import TracingConfig
 from deployments.answering import ENGINE_ANSWER_S, Answering
 from deployments.apar_extension import AparExtension
 from deployments.asgi_relay import AsgiApp
@@ -19,7 +20,11 @@ from deployments.autoscaling import replica_report
 from deployments.json_logs import ProcessLogs
 from deployments.routing.load_report import LoadReporter
 from deployments.serve_logs import kept_serve_logs
+from deployments.tracing import REPLICA, open_tracing
 from deployments.watchdog import watch
+
+if TYPE_CHECKING:
+    from apar_core.engine.async_engine import AparAsyncLLM
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +40,13 @@ class ReplicaSettings(BaseModel):
     coalesce_s: NonNegativeFloat
     logging: LoggingConfig = LoggingConfig()
     metrics: bool = True
+    tracing: TracingConfig = TracingConfig()
 
 
 class Replica(Answering):
     """Runs requests through vLLM's application in process; the gateway is its only caller."""
+
+    _engine: "AparAsyncLLM"
 
     async def __init__(self, settings: ReplicaSettings) -> None:  # type: ignore[misc] # Ray Serve awaits it.
         with kept_serve_logs():
@@ -48,6 +56,7 @@ class Replica(Answering):
         if self._told is not None:
             self.metrics = self._told.metrics
             self._told.begin(self._engine.core_state, lambda: self.num_inside)
+        self.tracing = open_tracing(settings.tracing, REPLICA)
         self._watchdog = asyncio.create_task(watch(lambda: self.engine_lost))
 
     async def _build(self, settings: ReplicaSettings) -> AsgiApp:
@@ -114,3 +123,5 @@ class Replica(Answering):
         if self._told is not None:
             await self._told.close()
         self._engine.shutdown()
+        if self.tracing is not None:
+            await self.tracing.close()

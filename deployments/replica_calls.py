@@ -12,7 +12,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from deployments.answer_parts import AnswerBroken, AnswerEnd, AnswerStart, Piece
 from deployments.answers import Progress
 from deployments.asgi_relay import RelayedRequest
-from deployments.retries import NoReplicaError, ReplicaLostError
+from deployments.retries import NoReplicaError, ReplicaBrokenError, ReplicaLostError
 
 LOST = (RayActorError, DeploymentUnavailableError, ReplicaUnavailableError)
 
@@ -58,7 +58,7 @@ async def _parts(
         await _taken(response, request.replica_wait_s)
         async for part in response:
             if isinstance(part, AnswerBroken):
-                raise ReplicaLostError(part.reason)
+                raise ReplicaBrokenError(part.reason)
             yield part
     except LOST as error:
         raise ReplicaLostError(str(error)) from error

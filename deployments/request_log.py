@@ -23,6 +23,7 @@ class RequestRecord:
     those of all threads; when the replica could not say what the answer cost, those that it had
     told of by then. `retries` counts lost replicas; `replica` is the one that the answer ended on.
     `cancelled` says that the client left, or that the server had no more time for the request.
+    `trace_id` is that of its OpenTelemetry trace, where it has one.
     """
 
     request_id: str
@@ -47,6 +48,7 @@ class RequestRecord:
     retries: int = 0
     continued: int = 0
     cancelled: bool = False
+    trace_id: str | None = None
 
     def take_end(self, end: AnswerEnd) -> None:
         """Note what the answer has cost."""

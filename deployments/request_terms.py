@@ -1,5 +1,6 @@
 """What the gateway has decided about a request, for the replica that will run it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from deployments.answer_parts import Journal
@@ -14,7 +15,8 @@ class RequestTerms:
     that all requests of that key may have alive on one replica; None for no cap. `cache_salt`
     keeps the prefix cache of one key from another's. `keeps_journal` asks for `ThreadDelta`s with
     the pieces of a stream, so that it can be continued elsewhere; `resume` is the journal of the
-    stream that this request continues.
+    stream that this request continues. `trace_headers` are W3C's `traceparent` and `tracestate` of
+    a request that is traced.
     """
 
     request_id: str | None = None
@@ -24,3 +26,4 @@ class RequestTerms:
     cache_salt: str | None = None
     keeps_journal: bool = False
     resume: Journal | None = None
+    trace_headers: Mapping[str, str] | None = None

@@ -16,6 +16,10 @@ class ReplicaLostError(EngineError):
     """The replica died, hands its requests over, or cannot be reached, while it held a request."""
 
 
+class ReplicaBrokenError(ReplicaLostError):
+    """The replica said itself that it cannot go on."""
+
+
 class NoReplicaError(ReplicaLostError):
     """No replica has taken the request for so long that it will not be tried again."""
 

@@ -1,12 +1,17 @@
 """One request inside a replica: its terms, and what the engine tells of it."""
 
+from __future__ import annotations
+
 import time
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from apar_core.engine.journal import RequestFollower
 from deployments.answer_parts import AnswerEnd, AnswerStart, Piece
 from deployments.request_terms import RequestTerms
+
+if TYPE_CHECKING:
+    from deployments.tracing.engine_trace import EngineTrace
 
 
 class FollowingEngine(Protocol):
@@ -22,10 +27,15 @@ class FollowingEngine(Protocol):
 class FollowedRequest:
     """Follows a request in the engine, and writes what it learns on the parts of the answer."""
 
-    def __init__(self, engine: FollowingEngine, terms: RequestTerms) -> None:
+    def __init__(
+        self, engine: FollowingEngine, terms: RequestTerms, trace: EngineTrace | None = None
+    ) -> None:
         self.terms = terms
         self._engine = engine
-        self._follower = RequestFollower(keeps_journal=terms.keeps_journal, resume=terms.resume)
+        self._trace = trace
+        self._follower = RequestFollower(
+            keeps_journal=terms.keeps_journal, resume=terms.resume, observer=trace
+        )
         self._engine_request_id: str | None = None
         self._came_s = time.monotonic()
 
@@ -44,10 +54,12 @@ class FollowedRequest:
         self._engine_request_id = engine_request_id
         self._engine.follow(engine_request_id, self._follower)
 
-    def close(self) -> None:
-        """Follow it no more."""
+    def close(self, *, broken: bool = False) -> None:
+        """Follow it no more; `broken` says that it did not end here."""
         if self._engine_request_id is not None:
             self._engine.unfollow(self._engine_request_id)
+        if self._trace is not None:
+            self._trace.end(self.end(), broken=broken)
 
     def start(self, start: AnswerStart) -> AnswerStart:
         """The start of a streamed answer, with its share of tokens and journal."""

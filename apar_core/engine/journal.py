@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from apar_core.engine.thread_observer import ThreadObserver
 from apar_core.fork_parameters import thread_path
 from apar_core.journal import Journal, ThreadDelta
 from apar_core.tree.statistics import TreeStatistics
@@ -42,8 +43,15 @@ class RequestFollower:
     the request at once and asks the engine core for no answer.
     """
 
-    def __init__(self, *, keeps_journal: bool, resume: Journal | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        keeps_journal: bool,
+        resume: Journal | None = None,
+        observer: ThreadObserver | None = None,
+    ) -> None:
         self.resume = resume
+        self._observer = observer
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self.num_roots = 0
@@ -82,6 +90,8 @@ class RequestFollower:
         self._root_id = root_id
         alone = self.num_roots == 1 and choice is None
         self._journal = {} if self._wants_journal and alone and can_continue(params) else None
+        if self._observer is not None:
+            self._observer.began(root_id, choice)
 
     def begin_beam(self, search: str, num_prompt_tokens: int) -> None:
         """Told of each beam of each step of a beam search, which has one name for all of them.
@@ -96,6 +106,8 @@ class RequestFollower:
 
     def add(self, output: EngineCoreOutput) -> None:
         """Take what one thread has generated in one step; called for every output."""
+        if self._observer is not None:
+            self._observer.generated(output, replayed=self._replaying)
         token_ids = output.new_token_ids
         self.generated_tokens += len(token_ids)
         if self._replaying:
@@ -116,6 +128,11 @@ class RequestFollower:
         fresh.token_ids += token_ids
         if finish_reason is not None:
             fresh.finish_reason = finish_reason
+
+    def forked(self, parent_id: str, child_id: str) -> None:
+        """Told of each fork token, by the engine request ids of the two threads."""
+        if self._observer is not None:
+            self._observer.forked(parent_id, child_id)
 
     def end(self, statistics: TreeStatistics) -> None:
         """Told the statistics of each finished tree; those of beams are no answer's."""

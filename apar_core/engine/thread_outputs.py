@@ -163,6 +163,8 @@ class RequestThreads:
         child = ThreadId(f"{thread}.{ordinal}")
         self.tree.fork(thread, child)
         self._threads[child_id] = child
+        if self.follower is not None:
+            self.follower.forked(request_id, child_id)
         return child_id
 
     def _append(self, thread: ThreadId, output: EngineCoreOutput, start: int, end: int) -> None:

@@ -196,6 +196,11 @@ class Registry:
         if router := self._routers.get(deployment):
             router.ended(request_id, end)
 
+    def replica_of(self, deployment: str, request_id: str) -> str | None:
+        """See the function `replica_of`."""
+        router = self._routers.get(deployment)
+        return None if router is None else router.replica_of(request_id)
+
     def capacity(self, deployment: str) -> int:
         """See the function `capacity`."""
         router = self._routers.get(deployment)
@@ -226,6 +231,11 @@ def ended(deployment: str, request_id: str, end: AnswerEnd | None) -> None:
     would take a request that was cancelled on its way for one that runs for ever.
     """
     PROCESS.ended(deployment, request_id, end)
+
+
+def replica_of(deployment: str, request_id: str) -> str | None:
+    """Where a request was last sent; None where it is not known, or no longer."""
+    return PROCESS.replica_of(deployment, request_id)
 
 
 def configure(settings: RoutingSettings) -> None:

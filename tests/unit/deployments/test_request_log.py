@@ -83,6 +83,7 @@ async def test_a_request_is_one_line_at_its_end(
         "retries": 0,
         "continued": 0,
         "cancelled": False,
+        "trace_id": None,
     }
 
 
