@@ -13,8 +13,13 @@ from typing import Protocol
 from deployments.answer_parts import AnswerEnd, AnswerStart, Piece
 from deployments.answer_sending import send_error, send_whole
 from deployments.asgi_relay import RelayedRequest, Send
-from deployments.error_responses import ErrorAnswer, engine_lost, internal_error
-from deployments.retries import ReplicaLostError, Retries
+from deployments.error_responses import (
+    ErrorAnswer,
+    engine_lost,
+    internal_error,
+    replica_unavailable,
+)
+from deployments.retries import NoReplicaError, ReplicaLostError, Retries
 from deployments.stream_relay import StreamRelay
 
 __all__ = [
@@ -161,6 +166,6 @@ def _answer_for_failure(error: Exception, request: RelayedRequest) -> ErrorAnswe
     facts = {"path": request.path, "request_id": request.terms.request_id}
     if isinstance(error, ReplicaLostError):
         logger.warning("replica lost under a request", extra=facts | {"reason": str(error)})
-        return engine_lost()
+        return replica_unavailable() if isinstance(error, NoReplicaError) else engine_lost()
     logger.error("request failed", extra=facts, exc_info=error)
     return internal_error()

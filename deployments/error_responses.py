@@ -12,6 +12,7 @@ DONE_EVENT = b"data: [DONE]\n\n"
 ERROR_EVENT = b'data: {"error"'
 """How an event begins that ends a stream with an error, ours or vLLM's."""
 ENGINE_LOST = "engine_lost"
+REPLICA_UNAVAILABLE = "replica_unavailable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,12 @@ def engine_lost() -> ErrorAnswer:
     """The answer when a replica dies under a request: the client may send it again."""
     message = "The engine that served this request stopped; please send the request again."
     return ErrorAnswer(503, message, code=ENGINE_LOST, retry_after_s=5.0)
+
+
+def replica_unavailable() -> ErrorAnswer:
+    """The answer when no replica has taken a request in time: the client may send it again."""
+    message = "No replica has taken this request in time; please send it again."
+    return ErrorAnswer(503, message, code=REPLICA_UNAVAILABLE, retry_after_s=5.0)
 
 
 def internal_error() -> ErrorAnswer:

@@ -16,6 +16,7 @@ from deployments.request_log import RequestRecord, content_of
 
 if TYPE_CHECKING:
     from deployments.answers import ReplicaCalls
+    from deployments.callers import Caller
     from deployments.tracing.gateway_trace import RequestTrace
 
 REQUEST_ID = b"x-request-id"
@@ -47,11 +48,17 @@ class Exchange:
         self._trace = trace
         self.record.trace_id = None if trace is None else trace.trace_id
         self.rate_headers: Headers = []
+        self.caller: Caller | None = None
         self.fields: dict[str, Any] = {}
         self._failed = False
         self._content: list[bytes] | None = [] if keeps_content else None
         self._send = send
         self._began_s = time.monotonic()
+
+    def called_by(self, caller: Caller) -> None:
+        """Note whose request it is."""
+        self.caller = caller
+        self.record.key = caller.name
 
     def begin(self, model: str, fields: dict[str, Any]) -> None:
         """Note what the request is about."""

@@ -116,7 +116,7 @@ class Gateway:
 
     async def tell_metrics(self) -> None:
         """Hand the metrics over, as they are now."""
-        self.metrics.flush(self._models.values())
+        self.metrics.flush(self._models.values(), self._settings.keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one HTTP request."""
@@ -149,7 +149,7 @@ class Gateway:
                 await send_error(exchange.send, internal_error())
             finally:
                 exchange.close()
-                self.metrics.ended(exchange.record)
+                self.metrics.ended(exchange.record, exchange.caller)
 
     async def _serve(self, exchange: Exchange, scope: Scope, receive: Receive) -> None:
         method, path = scope["method"], scope["path"]
@@ -164,7 +164,7 @@ class Gateway:
         caller: Caller | None = None
         try:
             caller = await self._callers.identify(scope["headers"])
-            exchange.record.key = caller.name
+            exchange.called_by(caller)
             body = await read_body(receive, self._settings.limits.max_body_bytes)
             if path == MODELS_PATH:
                 await self._answer_models(caller, _relayed(exchange, scope, body), exchange)

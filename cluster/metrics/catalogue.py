@@ -110,6 +110,12 @@ KV_RELEASED_EARLY_BLOCKS = _counter(
     _REPLICA,
     "KV blocks given back by threads that ended before their request.",
 )
+REPLICA_RESTARTS = _counter(
+    "apar_replica_restarts_total",
+    "replicas",
+    _REPLICA,
+    "Replicas started in place of lost ones: 1 of each that was, 0 of the others.",
+)
 ENGINE_STEPS = _counter("apar_engine_steps_total", "steps", _REPLICA, "Forward passes.")
 ENGINE_BUSY_SECONDS = _counter(
     "apar_engine_busy_seconds_total", "seconds", _REPLICA, "Time in forward passes."
@@ -252,9 +258,6 @@ REPLICAS_WANTED = _gauge(
     "replicas",
     _MODEL,
     "Replicas that the model should have: as configured, or the autoscaler's least number.",
-)
-REPLICA_RESTARTS = _counter(
-    "apar_replica_restarts_total", "replicas", _MODEL, "Replicas started in place of lost ones."
 )
 
 

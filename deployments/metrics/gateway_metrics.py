@@ -5,10 +5,10 @@ from enum import StrEnum
 from http import HTTPStatus
 
 from apar_core.errors import CapacityError, RequestError
-from cluster.keys_config import ANONYMOUS
+from cluster.keys_config import ANONYMOUS, KeyConfig
 from cluster.metrics import catalogue
 from deployments.callers import Caller
-from deployments.error_responses import ENGINE_LOST
+from deployments.error_responses import ENGINE_LOST, REPLICA_UNAVAILABLE
 from deployments.metrics.families import Instruments
 from deployments.metrics.recorder import Recorder
 from deployments.metrics.rejections import Rejection, rejection_for
@@ -52,8 +52,8 @@ class GatewayMetrics:
 
     def __init__(self, instruments: Instruments) -> None:
         self._recorder = Recorder(instruments)
-        self._known: set[str] = set()
-        self._declare_rejections(ANONYMOUS)
+        self._known_models: set[str] = set()
+        self._known_classes: set[str] = set()
         for outcome in (Outcome.CLIENT_ERROR, Outcome.SERVER_ERROR, Outcome.CANCELLED):
             self._recorder.inc(catalogue.REQUESTS, 0, model=UNKNOWN, outcome=outcome.value)
 
@@ -67,8 +67,10 @@ class GatewayMetrics:
         key_class = ANONYMOUS if key is None else key.metrics_class
         self._recorder.inc(catalogue.REQUESTS_REJECTED, reason=reason.value, key_class=key_class)
 
-    def ended(self, record: RequestRecord) -> None:
+    def ended(self, record: RequestRecord, caller: Caller | None = None) -> None:
         """Count a request that is over, and has been logged."""
+        if record.error_code == REPLICA_UNAVAILABLE and record.status != HTTPStatus.OK:
+            self.rejected(Rejection.NO_REPLICA, caller)
         if record.path not in COMPLETION_PATHS:
             return
         recorder, model, outcome = self._recorder, record.model or UNKNOWN, outcome_of(record)
@@ -82,19 +84,22 @@ class GatewayMetrics:
         if record.retries:
             recorder.inc(catalogue.RETRIES, record.retries - record.continued, model=model)
             recorder.inc(catalogue.MIGRATIONS, record.continued, model=model)
-        if record.error_code == ENGINE_LOST:
+        if record.error_code in (ENGINE_LOST, REPLICA_UNAVAILABLE):
             recorder.inc(catalogue.GIVEN_UP, model=model)
 
-    def flush(self, models: Iterable[Model]) -> None:
+    def flush(self, models: Iterable[Model], keys: Iterable[KeyConfig]) -> None:
         """Hand all over, with the queues and routers of the models as they are now."""
         decisions = registry.decisions()
+        classes = {ANONYMOUS, *(key.metrics_class for key in keys)}
+        for key_class in classes - self._known_classes:
+            self._declare_rejections(key_class)
         for model in models:
             self._take(model, decisions.get(model.settings.deployment, {}))
         self._recorder.flush()
 
     def _take(self, model: Model, decisions: dict[Reason, int]) -> None:
         recorder, name, state = self._recorder, model.settings.name, model.state
-        if name not in self._known:
+        if name not in self._known_models:
             self._declare(name)
         recorder.set(catalogue.REQUESTS_RUNNING, state.running, model=name)
         recorder.set(catalogue.REQUESTS_QUEUED, sum(state.waiting.values()), model=name)
@@ -111,7 +116,7 @@ class GatewayMetrics:
 
     def _declare(self, model: str) -> None:
         """Let the counts of a model begin with 0: Prometheus sees no rise to a first value."""
-        self._known.add(model)
+        self._known_models.add(model)
         for outcome in Outcome:
             self._recorder.inc(catalogue.REQUESTS, 0, model=model, outcome=outcome.value)
         for metric in _COUNTS:
@@ -120,6 +125,7 @@ class GatewayMetrics:
             self._recorder.declare(metric, model=model)
 
     def _declare_rejections(self, key_class: str) -> None:
+        self._known_classes.add(key_class)
         for reason in Rejection:
             self._recorder.inc(
                 catalogue.REQUESTS_REJECTED, 0, reason=reason.value, key_class=key_class

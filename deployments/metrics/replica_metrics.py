@@ -34,6 +34,10 @@ class ReplicaMetrics:
         ):
             self._recorder.declare(metric)
 
+    def started(self, *, replaces_lost: bool) -> None:
+        """Count the replica itself, if it stands in for a lost one."""
+        self._recorder.inc(catalogue.REPLICA_RESTARTS, int(replaces_lost))
+
     def finished(self, follower: RequestFollower) -> None:
         """Count a client's request that has reached the engine and is over, whatever ended it."""
         if follower.num_roots == 0:

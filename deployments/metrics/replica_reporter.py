@@ -6,6 +6,7 @@ from typing import Any
 
 from deployments.metrics.ray_instruments import RayInstruments
 from deployments.metrics.replica_metrics import ReplicaMetrics
+from deployments.metrics.restarts import note_of_this_replica
 from deployments.metrics.timer import FlushTimer
 from deployments.metrics.vllm_stats import VllmStats
 
@@ -20,6 +21,7 @@ class ReplicaReporter:
         instruments = RayInstruments()
         self.metrics = ReplicaMetrics(instruments, model=model, replica=replica)
         self._vllm = VllmStats(instruments, replica)
+        self._note = note_of_this_replica()
         self._timer: FlushTimer | None = None
 
     @property
@@ -32,6 +34,8 @@ class ReplicaReporter:
     ) -> None:
         """Tell of the engine and of the requests inside from now on."""
 
+        self.metrics.started(replaces_lost=self._note.leave())
+
         async def flush() -> None:
             state = await asyncio.wait_for(core_state(), _STATE_S)
             self.metrics.flush(state, num_inside())
@@ -43,3 +47,4 @@ class ReplicaReporter:
         """Hand everything over a last time; the engine must still answer."""
         if self._timer is not None:
             await self._timer.close()
+            self._note.take_back()
