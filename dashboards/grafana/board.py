@@ -85,10 +85,10 @@ def _variables() -> list[Builder[dashboard.VariableModel]]:
     return [
         frame.DatasourceVariable("datasource").label("Data source").type("prometheus"),
         _chosen("model", "Model")
-        .query(_variable_query(1, f"label_values({catalogue.REPLICAS.exported}, model)"))
+        .query(f"label_values({catalogue.REPLICAS.exported}, model)")
         .all_value(".*"),
         _chosen("replica", "Replica (engine panels)")
-        .query(_variable_query(3, f"query_result({alive})"))
+        .query(f"query_result({alive})")
         .regex('/replica="([^"]+)"/')
         .all_value(".*"),
     ]
@@ -105,11 +105,6 @@ def _chosen(name: str, label: str) -> frame.QueryVariable:
         .include_all(True)
         .current(dashboard.VariableOption(selected=True, text=["All"], value=["$__all"]))
     )
-
-
-def _variable_query(kind: int, query: str) -> dict[str, object]:
-    """A query in the shape of Grafana's Prometheus data source: 1 label values, 3 a result."""
-    return {"qryType": kind, "query": query, "refId": "PrometheusVariableQueryEditor-VariableQuery"}
 
 
 def _other_dashboards() -> frame.DashboardLink:

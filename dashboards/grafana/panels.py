@@ -15,16 +15,6 @@ from grafana_foundation_sdk.models import common, dashboard, heatmap
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 SOURCE = dashboard.DataSourceRef(type_val="prometheus", uid="${datasource}")
-TOKENS_PER_S = "suffix: tokens/s"
-TOKENS = "suffix: tokens"
-BLOCKS_PER_S = "suffix: blocks/s"
-STEPS_PER_S = "suffix: steps/s"
-FORKS_PER_S = "suffix: forks/s"
-EVENTS_PER_S = "suffix: /s"
-REQUESTS_PER_S = "reqps"
-SECONDS = "s"
-SHARE = "percentunit"
-COUNT = "none"
 IDLE = "idle"
 """What a panel says when nothing was observed, so that a ratio has no value."""
 
@@ -32,6 +22,31 @@ AnyPanel = Builder[dashboard.Panel]
 """What the builders of all kinds of panels have in common."""
 Limits = tuple[tuple[float, str], ...]
 """Colours of values from a bound upwards; below the first the colour is green."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """How Grafana writes values, and what stands at their axis where that does not say it."""
+
+    grafana: str
+    axis: str = ""
+
+
+REQUESTS_PER_S = Unit("reqps")
+SECONDS = Unit("s")
+SHARE = Unit("percentunit")
+TOKENS_PER_S = Unit("short", "tokens/s")
+BLOCKS_PER_S = Unit("short", "blocks/s")
+STEPS_PER_S = Unit("short", "steps/s")
+FORKS_PER_S = Unit("short", "forks/s")
+DECISIONS_PER_S = Unit("short", "decisions/s")
+REQUESTS = Unit("short", "requests")
+REPLICAS = Unit("short", "replicas")
+THREADS = Unit("short", "threads")
+BLOCKS = Unit("short", "blocks")
+TOKENS = Unit("short", "tokens")
+LEVELS = Unit("short", "levels")
+ALERTS = Unit("short", "alerts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +63,7 @@ class Text:
 
     title: str
     description: str
-    unit: str
+    unit: Unit
     span: int = 8
     height: int = 8
 
@@ -79,7 +94,7 @@ def lines(
     maximum: float | None = None,
     limits: Limits = (),
     colours: Mapping[str, str] | None = None,
-    right_axis: Mapping[str, str] | None = None,
+    right_axis: Mapping[str, Unit] | None = None,
 ) -> plots.Panel:
     """Values over time.
 
@@ -91,13 +106,14 @@ def lines(
         .title(text.title)
         .description(text.description)
         .datasource(SOURCE)
-        .unit(text.unit)
+        .unit(text.unit.grafana)
         .span(text.span)
         .height(text.height)
         .min(0)
         .line_width(1)
         .fill_opacity(40 if stacked else 8)
         .show_points(common.VisibilityMode.AUTO)
+        .axis_label(text.unit.axis)
         .legend(_legend())
         .tooltip(_tooltip())
         .thresholds(thresholds(limits))
@@ -134,7 +150,7 @@ def stat(
         .title(text.title)
         .description(text.description)
         .datasource(SOURCE)
-        .unit(text.unit)
+        .unit(text.unit.grafana)
         .span(text.span)
         .height(text.height)
         .no_value(IDLE)
@@ -154,7 +170,7 @@ def gauge(text: Text, query: Query, *, maximum: float, limits: Limits) -> gauges
         .title(text.title)
         .description(text.description)
         .datasource(SOURCE)
-        .unit(text.unit)
+        .unit(text.unit.grafana)
         .span(text.span)
         .height(text.height)
         .min(0)
@@ -167,8 +183,8 @@ def gauge(text: Text, query: Query, *, maximum: float, limits: Limits) -> gauges
     )
 
 
-def buckets(text: Text, query: Query, *, axis: str) -> heatmaps.Panel:
-    """A histogram over time: how much was observed in each bucket."""
+def buckets(text: Text, query: Query) -> heatmaps.Panel:
+    """A histogram over time: how much was observed in each bucket; the unit is the buckets'."""
     colours = (
         heatmaps.HeatmapColorOptions()
         .mode(heatmap.HeatmapColorMode.SCHEME)
@@ -189,9 +205,11 @@ def buckets(text: Text, query: Query, *, axis: str) -> heatmaps.Panel:
         .calculate(False)
         .color(colours)
         .cell_gap(1)
-        .cell_values(heatmaps.CellValues().unit(text.unit))
+        .cell_values(heatmaps.CellValues().unit(text.unit.grafana))
         .filter_values(heatmaps.FilterValueRange().le(1e-9))
-        .y_axis(heatmaps.YAxisConfig().axis_label(axis).unit(COUNT).decimals(0))
+        .y_axis(
+            heatmaps.YAxisConfig().axis_label(text.unit.axis).unit(text.unit.grafana).decimals(0)
+        )
         .show_legend()
         .mode(common.TooltipDisplayMode.SINGLE)
         .exemplars_color("rgba(255,0,255,0.7)")
@@ -232,9 +250,10 @@ def _fixed_colour(colour: str) -> dashboard.DynamicConfigValue:
     )
 
 
-def _on_the_right(unit: str) -> list[dashboard.DynamicConfigValue]:
+def _on_the_right(unit: Unit) -> list[dashboard.DynamicConfigValue]:
     values: Sequence[tuple[str, object]] = (
-        ("unit", unit),
+        ("unit", unit.grafana),
+        ("custom.axisLabel", unit.axis),
         ("custom.axisPlacement", common.AxisPlacement.RIGHT.value),
         ("custom.fillOpacity", 0),
     )

@@ -7,9 +7,10 @@ from dashboards.grafana.forks.engine import time_per_step, tokens_a_step
 from dashboards.grafana.forks.threads import FORK_COLOURS, STATE_COLOURS
 from dashboards.grafana.overview.now import CACHE_LIMITS
 from dashboards.grafana.panels import (
-    COUNT,
     FORKS_PER_S,
+    REQUESTS,
     SHARE,
+    THREADS,
     TOKENS_PER_S,
     AnyPanel,
     Query,
@@ -41,11 +42,11 @@ def _moment() -> list[AnyPanel]:
             limits=CACHE_LIMITS,
         ),
         lines(
-            Text("Requests inside", "Requests in the replica.", COUNT, 4, HEIGHT),
+            Text("Requests inside", "Requests in the replica.", REQUESTS, 4, HEIGHT),
             Query(level(of.REPLICA_REQUESTS), "requests"),
         ),
         lines(
-            Text("Threads by state", "Threads of its engine.", COUNT, 6, HEIGHT),
+            Text("Threads by state", "Threads of its engine.", THREADS, 6, HEIGHT),
             Query(level(of.THREADS, "state"), "{{state}}"),
             stacked=True,
             colours=STATE_COLOURS,

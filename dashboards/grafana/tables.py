@@ -15,6 +15,7 @@ from dashboards.grafana.panels import (
     Limits,
     Query,
     Text,
+    Unit,
     last_value,
     letter,
     target,
@@ -28,7 +29,7 @@ class Column:
 
     title: str
     expression: str
-    unit: str
+    unit: Unit
     limits: Limits = ()
     decimals: int | None = None
 
@@ -52,7 +53,7 @@ def table(
         .title(text.title)
         .description(text.description)
         .datasource(SOURCE)
-        .unit(text.unit)
+        .unit(text.unit.grafana)
         .span(text.span)
         .height(text.height)
         .thresholds(thresholds((), base="text"))
@@ -82,7 +83,7 @@ def bar_row(
         .title(text.title)
         .description(text.description)
         .datasource(SOURCE)
-        .unit(text.unit)
+        .unit(text.unit.grafana)
         .span(text.span)
         .height(text.height)
         .min(0)
@@ -131,7 +132,7 @@ def _as_numbers(labels: Sequence[str]) -> dashboard.DataTransformerConfig:
 
 
 def _cells(column: Column) -> list[dashboard.DynamicConfigValue]:
-    properties: list[tuple[str, object]] = [("unit", column.unit)]
+    properties: list[tuple[str, object]] = [("unit", column.unit.grafana)]
     if column.decimals is not None:
         properties.append(("decimals", column.decimals))
     if column.limits:

@@ -5,6 +5,7 @@ as the paper's measurements were. A line of the paper's figure is a model here: 
 model beside the forking one to compare them.
 """
 
+from dashboards.grafana.panels import Unit
 from dashboards.grafana.promql import WHOLE_RANGE
 from dashboards.grafana.tables import Column
 
@@ -27,7 +28,7 @@ def mean(samples: str) -> str:
     return f"avg_over_time(({samples})[{SAMPLES}])"
 
 
-def spread(samples: str, unit: str, decimals: int | None = None) -> list[Column]:
+def spread(samples: str, unit: Unit, decimals: int | None = None) -> list[Column]:
     """The paper's dots and error bars."""
     return [
         Column("Mean", mean(samples), unit, decimals=decimals),

@@ -4,7 +4,7 @@ from cluster.metrics import catalogue as of
 from cluster.metrics.catalogue import Metric
 from dashboards.grafana.board import Board, Row
 from dashboards.grafana.figure5 import latency, throughput
-from dashboards.grafana.panels import COUNT, AnyPanel, Query, Text, lines
+from dashboards.grafana.panels import TOKENS, AnyPanel, Query, Text, lines
 from dashboards.grafana.promql import rate, ratio
 
 
@@ -29,7 +29,7 @@ def _attended() -> AnyPanel:
         "Attended tokens per token",
         "How many tokens one of the text attends to, on average over finished requests: forked, "
         "and flattened as in the paper's table 2 (there 166 against 256 on Vicuna-Bench).",
-        COUNT,
+        TOKENS,
         12,
     )
     # One thread takes a step for each token of the text.
@@ -43,7 +43,7 @@ def _cached() -> AnyPanel:
         "Cached tokens at the peak",
         "Tokens cached at a request's peak, on average over finished requests: forked, and "
         "flattened as in the paper's table 1 (there 303 against 417 on Vicuna-Bench).",
-        COUNT,
+        TOKENS,
         12,
     )
     requests = rate(of.REQUEST_THREADS, "model", series="_count")

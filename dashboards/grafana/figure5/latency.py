@@ -3,7 +3,7 @@
 from cluster.metrics import catalogue as of
 from dashboards.grafana.figure5.classes import classed, mean, spread, while_in
 from dashboards.grafana.figure5.throughput import THROUGHPUT
-from dashboards.grafana.panels import COUNT, SECONDS, AnyPanel, Query, Text, lines
+from dashboards.grafana.panels import REQUESTS, SECONDS, AnyPanel, Query, Text, lines
 from dashboards.grafana.promql import level, rate, ratio
 from dashboards.grafana.promql import mean as mean_of
 from dashboards.grafana.tables import Column, bar_row, table
@@ -69,7 +69,7 @@ def _over_time() -> AnyPanel:
         text,
         Query(LATENCY, "{{model}} latency"),
         Query(CONCURRENCY, "{{model}} requests"),
-        right_axis={"B": COUNT},
+        right_axis={"B": REQUESTS},
     )
 
 

@@ -2,7 +2,16 @@
 
 from cluster.metrics import catalogue as of
 from dashboards.grafana.foreign_metrics import PREEMPTIONS, PREFIX_CACHE_HITS, PREFIX_CACHE_QUERIES
-from dashboards.grafana.panels import BLOCKS_PER_S, COUNT, SHARE, AnyPanel, Query, Text, lines
+from dashboards.grafana.panels import (
+    BLOCKS,
+    BLOCKS_PER_S,
+    SHARE,
+    AnyPanel,
+    Query,
+    Text,
+    Unit,
+    lines,
+)
 from dashboards.grafana.promql import events, level, rate, ratio
 
 
@@ -32,7 +41,7 @@ def _held() -> AnyPanel:
     text = Text(
         "Blocks held and free",
         "KV blocks of all engines that threads hold, and those that none holds.",
-        COUNT,
+        BLOCKS,
     )
     return lines(
         text,
@@ -48,7 +57,7 @@ def _per_fork() -> AnyPanel:
         "Blocks per accepted fork",
         "At most one block is copied at a fork; the longer the text before forks, the more are "
         "shared.",
-        COUNT,
+        BLOCKS,
     )
     accepted = rate(of.FORKS, "model", matchers=('outcome="accepted"',))
     return lines(
@@ -63,7 +72,7 @@ def _preemptions() -> AnyPanel:
         "Preemptions",
         "Threads whose blocks vLLM took away for others, within the last scrapes: the cache is "
         "too small for what was let in.",
-        COUNT,
+        Unit("short", "preemptions"),
         12,
     )
     # vLLM exports the counter from the first preemption on.

@@ -1,7 +1,7 @@
 """Steps of the engines: how many, how long, how much in each."""
 
 from cluster.metrics import catalogue as of
-from dashboards.grafana.panels import COUNT, SECONDS, STEPS_PER_S, AnyPanel, Query, Text, lines
+from dashboards.grafana.panels import SECONDS, STEPS_PER_S, TOKENS, AnyPanel, Query, Text, lines
 from dashboards.grafana.promql import rate, ratio
 
 
@@ -22,7 +22,7 @@ def tokens_a_step(*by: str, span: int = 8, height: int = 8) -> AnyPanel:
     text = Text(
         "Tokens a step",
         "Generated tokens per forward pass: how many threads share one.",
-        COUNT,
+        TOKENS,
         span,
         height,
     )

@@ -1,7 +1,18 @@
 """What forking saved against one thread that generates the same text (paper, section 3.4)."""
 
 from cluster.metrics import catalogue as of
-from dashboards.grafana.panels import COUNT, SHARE, TOKENS_PER_S, AnyPanel, Query, Text, lines, stat
+from dashboards.grafana.panels import (
+    LEVELS,
+    SHARE,
+    THREADS,
+    TOKENS_PER_S,
+    AnyPanel,
+    Query,
+    Text,
+    Unit,
+    lines,
+    stat,
+)
 from dashboards.grafana.promql import WHOLE_RANGE, mean, rate, ratio, saving
 
 
@@ -32,7 +43,7 @@ def totals() -> list[AnyPanel]:
         _total(
             "Threads a request",
             "Threads of a finished request, on average (paper, table 7: #T).",
-            COUNT,
+            THREADS,
             mean(of.REQUEST_THREADS, window=WHOLE_RANGE),
         ),
         _total(
@@ -44,7 +55,7 @@ def totals() -> list[AnyPanel]:
         _total(
             "Depth",
             "Depth of a finished paragraph tree, on average; 0 without a fork.",
-            COUNT,
+            LEVELS,
             mean(of.REQUEST_DEPTH, window=WHOLE_RANGE),
         ),
     ]
@@ -54,7 +65,7 @@ def over_time() -> list[AnyPanel]:
     return [_attended(), _attended_saved(), _peak_and_path()]
 
 
-def _total(title: str, description: str, unit: str, expression: str) -> AnyPanel:
+def _total(title: str, description: str, unit: Unit, expression: str) -> AnyPanel:
     return stat(
         Text(title, description, unit, 4, 5), Query(expression, ""), instant=True, decimals=1
     )

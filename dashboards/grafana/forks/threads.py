@@ -2,7 +2,16 @@
 
 from cluster.metrics import catalogue as of
 from cluster.metrics.catalogue import Metric
-from dashboards.grafana.panels import COUNT, FORKS_PER_S, AnyPanel, Query, Text, buckets, lines
+from dashboards.grafana.panels import (
+    FORKS_PER_S,
+    LEVELS,
+    THREADS,
+    AnyPanel,
+    Query,
+    Text,
+    buckets,
+    lines,
+)
 from dashboards.grafana.promql import RATE_WINDOW, level, rate, selector, total
 
 STATE_COLOURS = {"running": "green", "waiting": "orange", "deferred": "purple"}
@@ -18,7 +27,7 @@ def _states() -> AnyPanel:
         "Threads by state",
         "Threads that are in a batch, that wait for the scheduler, and forks that a cap has not "
         "let in yet.",
-        COUNT,
+        THREADS,
         12,
     )
     query = Query(level(of.THREADS, "state"), "{{state}}")
@@ -37,18 +46,18 @@ def _outcomes() -> AnyPanel:
 
 
 def _threads_per_request() -> AnyPanel:
-    text = Text("Threads per request", "Finished requests by number of threads.", COUNT, 12)
-    return buckets(text, Query(_observed(of.REQUEST_THREADS), "{{le}}"), axis="threads, up to")
+    text = Text("Threads per request", "Finished requests by number of threads.", THREADS, 12)
+    return buckets(text, Query(_observed(of.REQUEST_THREADS), "{{le}}"))
 
 
 def _depths() -> AnyPanel:
     text = Text(
         "Depth of the paragraph tree",
         "Finished requests by the depth of their tree; 0 without a fork.",
-        COUNT,
+        LEVELS,
         12,
     )
-    return buckets(text, Query(_observed(of.REQUEST_DEPTH), "{{le}}"), axis="levels, up to")
+    return buckets(text, Query(_observed(of.REQUEST_DEPTH), "{{le}}"))
 
 
 def _observed(histogram: Metric) -> str:

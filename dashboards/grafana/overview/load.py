@@ -3,10 +3,12 @@
 from cluster.metrics import catalogue as of
 from dashboards.grafana.overview.now import CACHE_LIMITS
 from dashboards.grafana.panels import (
-    COUNT,
-    EVENTS_PER_S,
+    DECISIONS_PER_S,
     FORKS_PER_S,
+    REPLICAS,
+    REQUESTS,
     SHARE,
+    THREADS,
     TOKENS_PER_S,
     AnyPanel,
     Query,
@@ -32,17 +34,17 @@ def replica_table() -> AnyPanel:
         Text(
             "Replicas",
             "One row for each replica that reports now. A click on its id leads to its panels.",
-            COUNT,
+            REPLICAS,
             24,
             8,
         ),
         {"model": "Model", "replica": "Replica"},
         [
-            Column("Requests", level(of.REPLICA_REQUESTS, *by), COUNT),
-            Column("Threads", level(of.THREADS, *by), COUNT),
+            Column("Requests", level(of.REPLICA_REQUESTS, *by), REQUESTS),
+            Column("Threads", level(of.THREADS, *by), THREADS),
             Column("KV cache", level(of.KV_CACHE_USAGE, *by), SHARE, CACHE_LIMITS, 0),
-            Column("Tokens", rate(of.GENERATED_TOKENS, *by), TOKENS_PER_S, decimals=0),
-            Column("Forks", rate(of.FORKS, *by), FORKS_PER_S, decimals=1),
+            Column("Tokens/s", rate(of.GENERATED_TOKENS, *by), TOKENS_PER_S, decimals=0),
+            Column("Forks/s", rate(of.FORKS, *by), FORKS_PER_S, decimals=1),
             Column("Busy", rate(of.ENGINE_BUSY_SECONDS, *by), SHARE, decimals=0),
         ],
         sorted_by="Replica",
@@ -52,7 +54,7 @@ def replica_table() -> AnyPanel:
 
 def _requests() -> AnyPanel:
     text = Text(
-        "Requests running and queued", "Requests at replicas, and in the gateway's queue.", COUNT
+        "Requests running and queued", "Requests at replicas, and in the gateway's queue.", REQUESTS
     )
     return lines(
         text,
@@ -81,7 +83,7 @@ def _replicas() -> AnyPanel:
         "Replicas",
         "Replicas that take requests, and how many the model should have: as configured, or the "
         "autoscaler's least number.",
-        COUNT,
+        REPLICAS,
     )
     return lines(
         text,
@@ -92,13 +94,15 @@ def _replicas() -> AnyPanel:
 
 def _decisions() -> AnyPanel:
     text = Text(
-        "Router decisions", "Why a request went to its replica, decisions a second.", EVENTS_PER_S
+        "Router decisions",
+        "Why a request went to its replica, a second.",
+        DECISIONS_PER_S,
     )
     return lines(text, Query(rate(of.ROUTER_DECISIONS, "reason"), "{{reason}}"), stacked=True)
 
 
 def _threads() -> AnyPanel:
-    text = Text("Threads a request", "Threads of a finished request, on average.", COUNT)
+    text = Text("Threads a request", "Threads of a finished request, on average.", THREADS)
     return lines(text, Query(mean(of.REQUEST_THREADS, "model"), "{{model}}"))
 
 

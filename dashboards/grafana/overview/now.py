@@ -2,7 +2,8 @@
 
 from cluster.metrics import catalogue as of
 from dashboards.grafana.panels import (
-    COUNT,
+    REPLICAS,
+    REQUESTS,
     REQUESTS_PER_S,
     SECONDS,
     SHARE,
@@ -58,7 +59,7 @@ def _first_token() -> AnyPanel:
 
 def _tokens() -> AnyPanel:
     text = Text(
-        "Generated tokens",
+        "Generated tokens/s",
         "Tokens that all threads of all replicas generate, a second.",
         TOKENS_PER_S,
         4,
@@ -81,12 +82,12 @@ def _cache() -> AnyPanel:
 
 def _queued() -> AnyPanel:
     text = Text(
-        "Queued", "Requests that wait in the gateway for a place at a replica.", COUNT, 3, HEIGHT
+        "Queued", "Requests that wait in the gateway for a place at a replica.", REQUESTS, 3, HEIGHT
     )
     query = Query(level(of.REQUESTS_QUEUED), "")
     return stat(text, query, limits=((1, "orange"), (100, "red")), base="green")
 
 
 def _replicas() -> AnyPanel:
-    text = Text("Replicas", "Replicas that take requests.", COUNT, 4, HEIGHT)
+    text = Text("Replicas", "Replicas that take requests.", REPLICAS, 4, HEIGHT)
     return stat(text, Query(level(of.REPLICAS), ""), limits=((1, "green"),), base="red")

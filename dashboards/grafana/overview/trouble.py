@@ -3,7 +3,15 @@
 from cluster.metrics import catalogue as of
 from cluster.metrics.catalogue import Metric
 from dashboards.grafana.board import ALERT_NAMES
-from dashboards.grafana.panels import COUNT, EVENTS_PER_S, AnyPanel, Query, Text, lines
+from dashboards.grafana.panels import (
+    ALERTS,
+    REQUESTS,
+    REQUESTS_PER_S,
+    AnyPanel,
+    Query,
+    Text,
+    lines,
+)
 from dashboards.grafana.promql import events, rate, zero_unless
 from dashboards.grafana.tables import Column, table
 
@@ -14,14 +22,14 @@ def panels() -> list[AnyPanel]:
 
 def _reasons() -> AnyPanel:
     text = Text(
-        "Rejections by reason", "Requests that no replica has seen, a second.", EVENTS_PER_S
+        "Rejections by reason", "Requests that no replica has seen, a second.", REQUESTS_PER_S
     )
     return lines(text, Query(rate(of.REQUESTS_REJECTED, "reason"), "{{reason}}"), stacked=True)
 
 
 def _key_classes() -> AnyPanel:
     text = Text(
-        "Rejections by class of key", "The same by `metrics_class` of the API key.", EVENTS_PER_S
+        "Rejections by class of key", "The same by `metrics_class` of the API key.", REQUESTS_PER_S
     )
     query = Query(rate(of.REQUESTS_REJECTED, "key_class"), "{{key_class}}")
     return lines(text, query, stacked=True)
@@ -32,7 +40,7 @@ def _losses() -> AnyPanel:
         "After losses of replicas",
         "Requests sent again from the start, streams continued on another replica, requests given "
         "up, and replicas started in place of lost ones, within the last scrapes.",
-        COUNT,
+        REQUESTS,
     )
     return lines(
         text,
@@ -52,8 +60,8 @@ def _loss(metric: Metric, name: str) -> Query:
 def _alerts() -> AnyPanel:
     labels = {"alertname": "Alert", "severity": "Severity", "model": "Model", "alertstate": "State"}
     return table(
-        Text("Alerts", "Alerts that are pending or fire; none is good.", COUNT, 24, 6),
+        Text("Alerts", "Alerts that are pending or fire; none is good.", ALERTS, 24, 6),
         labels,
-        [Column("Series", f"count by ({', '.join(labels)}) (ALERTS{{{ALERT_NAMES}}})", COUNT)],
+        [Column("Series", f"count by ({', '.join(labels)}) (ALERTS{{{ALERT_NAMES}}})", ALERTS)],
         sorted_by="State",
     )
