@@ -51,9 +51,7 @@ class _Loader(yaml.SafeLoader):
 
 _MODELS = ("models",)
 # Someone may have put the key itself where its hash belongs.
-_SECRET_FIELDS = frozenset(
-    {"keys", "hash", "cache_secret", "rate_storage", "headers", "endpoint"}
-)
+_SECRET_FIELDS = ("keys", "hash", "cache_secret", "rate_storage", "endpoint")
 
 
 class ClusterConfig(BaseModel):
@@ -216,8 +214,8 @@ def _may_be_shown(problem: Any) -> bool:
     A whole record or an item of a list may be, or hold, an API key.
     """
     field = problem["loc"][-1]
-    if problem["type"] == "extra_forbidden" or isinstance(field, int):
+    if problem["type"] == "extra_forbidden" or field in _SECRET_FIELDS or isinstance(field, int):
         return False
-    if not _SECRET_FIELDS.isdisjoint(problem["loc"]):
+    if "headers" in problem["loc"]:
         return False
     return not isinstance(problem["input"], dict | list | tuple)

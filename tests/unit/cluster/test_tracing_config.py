@@ -1,0 +1,74 @@
+"""Which tracing configurations are taken, and that none shows a secret."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from cluster.config import ClusterConfig, ConfigError, load_config
+from cluster.tracing_config import TracingConfig
+
+SECRET = "Bearer very-secret"
+HERE = "http://127.0.0.1:4318"
+
+
+def test_nothing_is_traced_unless_an_endpoint_is_given() -> None:
+    assert not ClusterConfig().tracing.enabled
+    assert TracingConfig(endpoint=HERE).enabled
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["127.0.0.1:4318", "ftp://host", "http://", "http://me:password@host", "http://host/?token=1"],
+)
+def test_endpoint_is_a_url_without_secrets(endpoint: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({"tracing": {"endpoint": endpoint}}))
+
+    with pytest.raises(ConfigError, match=r"tracing\.endpoint") as raised:
+        load_config(file, {}, {})
+
+    assert "password" not in str(raised.value)
+
+
+@pytest.mark.parametrize("headers", [{"a b": "x"}, {"a": "x\ny"}, {"a": "ä"}, {"": "x"}])
+def test_headers_can_be_sent(headers: dict[str, str]) -> None:
+    with pytest.raises(ValidationError, match="header"):
+        TracingConfig(endpoint=HERE, headers=headers)
+
+
+@pytest.mark.parametrize(
+    "headers", [{"authorization": 123456789}, {"authorization": "123456789\n"}]
+)
+def test_a_wrong_header_is_not_shown(headers: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({"tracing": {"endpoint": HERE, "headers": headers}}))
+
+    with pytest.raises(ConfigError, match=r"tracing\.headers") as raised:
+        load_config(file, {}, {})
+
+    assert "123456789" not in str(raised.value)
+
+
+def test_headers_are_never_shown_and_are_sent_whole() -> None:
+    config = ClusterConfig.model_validate(
+        {"tracing": {"endpoint": HERE, "headers": {"Authorization": SECRET}}}
+    )
+
+    assert SECRET not in json.dumps(config.model_dump(mode="json"))
+    assert SECRET not in repr(config)
+    assert config.tracing.secrets == {"authorization": SECRET}
+
+
+def test_a_setting_without_effect_is_refused() -> None:
+    with pytest.raises(ValidationError, match="sample_ratio: without effect"):
+        TracingConfig(sample_ratio=0.5)
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.1])
+def test_sample_ratio_is_a_share(ratio: float) -> None:
+    with pytest.raises(ValidationError):
+        TracingConfig(endpoint=HERE, sample_ratio=ratio)
