@@ -11,7 +11,7 @@ from grafana_foundation_sdk.builders import prometheus
 from grafana_foundation_sdk.builders import stat as stats
 from grafana_foundation_sdk.builders import timeseries as plots
 from grafana_foundation_sdk.cog.builder import Builder
-from grafana_foundation_sdk.models import common, dashboard, heatmap
+from grafana_foundation_sdk.models import common, dashboard, heatmap, units
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 SOURCE = dashboard.DataSourceRef(type_val="prometheus", uid="${datasource}")
@@ -32,21 +32,21 @@ class Unit:
     axis: str = ""
 
 
-REQUESTS_PER_S = Unit("reqps")
-SECONDS = Unit("s")
-SHARE = Unit("percentunit")
-TOKENS_PER_S = Unit("short", "tokens/s")
-BLOCKS_PER_S = Unit("short", "blocks/s")
-STEPS_PER_S = Unit("short", "steps/s")
-FORKS_PER_S = Unit("short", "forks/s")
-DECISIONS_PER_S = Unit("short", "decisions/s")
-REQUESTS = Unit("short", "requests")
-REPLICAS = Unit("short", "replicas")
-THREADS = Unit("short", "threads")
-BLOCKS = Unit("short", "blocks")
-TOKENS = Unit("short", "tokens")
-LEVELS = Unit("short", "levels")
-ALERTS = Unit("short", "alerts")
+REQUESTS_PER_S = Unit(units.RequestsPerSecond)
+SECONDS = Unit(units.Seconds)
+SHARE = Unit(units.PercentUnit)
+TOKENS_PER_S = Unit(units.Short, "tokens/s")
+BLOCKS_PER_S = Unit(units.Short, "blocks/s")
+STEPS_PER_S = Unit(units.Short, "steps/s")
+FORKS_PER_S = Unit(units.Short, "forks/s")
+DECISIONS_PER_S = Unit(units.Short, "decisions/s")
+REQUESTS = Unit(units.Short, "requests")
+REPLICAS = Unit(units.Short, "replicas")
+THREADS = Unit(units.Short, "threads")
+BLOCKS = Unit(units.Short, "blocks")
+TOKENS = Unit(units.Short, "tokens")
+LEVELS = Unit(units.Short, "levels")
+ALERTS = Unit(units.Short, "alerts")
 
 
 @dataclass(frozen=True, slots=True)

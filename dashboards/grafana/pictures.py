@@ -139,7 +139,7 @@ def _draw_panel(figure: Figure, placed: Placed, found: list[Series], height: int
         (
             left + axis * column,
             bottom + below * row,
-            width - (axis + 0.5) * column,
+            width - (axis + _right_margin(panel)) * column,
             tall - (below + 1.1) * row,
         )
     )
@@ -149,6 +149,10 @@ def _draw_panel(figure: Figure, placed: Placed, found: list[Series], height: int
         figures.empty(axes)
         text = panel["fieldConfig"]["defaults"].get("noValue", "No data")
         axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color=TEXT, fontsize=11)
+
+
+def _right_margin(panel: Mapping[str, Any]) -> float:
+    return 1.2 if "custom.axisPlacement" in str(panel.get("fieldConfig")) else 0.5
 
 
 if __name__ == "__main__":

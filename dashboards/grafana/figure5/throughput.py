@@ -19,7 +19,7 @@ def panels() -> list[AnyPanel]:
 
 def _means() -> AnyPanel:
     text = Text(
-        "Throughput by KV use",
+        "Throughput by KV use (tokens/s)",
         "Mean of the tokens generated a second while so much of the KV cache was in use; a class "
         "that never occurred has no bar.",
         TOKENS_PER_S,
@@ -40,7 +40,7 @@ def _spread() -> AnyPanel:
     samples = classed(THROUGHPUT, "kv_use", f"floor(clamp_max({CACHE_USE}, 0.99) * 10) * 10")
     return table(
         Text(
-            "Throughput by KV use: spread",
+            "Throughput by KV use: spread (tokens/s)",
             "The paper's dots and error bars: mean, 25 % and 75 % of the samples in each class "
             "of KV use (its lower bound, in per cent).",
             TOKENS_PER_S,

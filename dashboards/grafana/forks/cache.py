@@ -1,5 +1,7 @@
 """Blocks of the KV cache: held, shared, copied, released early, taken away."""
 
+from grafana_foundation_sdk.models import units
+
 from cluster.metrics import catalogue as of
 from dashboards.grafana.foreign_metrics import PREEMPTIONS, PREFIX_CACHE_HITS, PREFIX_CACHE_QUERIES
 from dashboards.grafana.panels import (
@@ -72,7 +74,7 @@ def _preemptions() -> AnyPanel:
         "Preemptions",
         "Threads whose blocks vLLM took away for others, within the last scrapes: the cache is "
         "too small for what was let in.",
-        Unit("short", "preemptions"),
+        Unit(units.Short, "preemptions"),
         12,
     )
     # vLLM exports the counter from the first preemption on.

@@ -1,5 +1,6 @@
 """Grafana's own JSON schemas of dashboards, panels and queries, and what they find wrong."""
 
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -53,13 +54,17 @@ def _in_property(kind: str, name: str, value: object, where: str) -> Iterator[st
 
 
 def _against(file: str, definition: str, value: object, where: str) -> Iterator[str]:
-    schema = _as_meant(json.loads((FOLDER / f"{file}.jsonschema.json").read_text()))
-    rule = {"$ref": f"#/definitions/{definition}"}
-    validator = Draft7Validator({"definitions": schema["definitions"], **rule})
-    for error in validator.iter_errors(value):
+    for error in _validator(file, definition).iter_errors(value):
         for cause in _causes(error):
             path = ".".join(map(str, cause.absolute_path))
             yield f"{where}: {path}: {cause.message[:300]}"
+
+
+@functools.cache
+def _validator(file: str, definition: str) -> Draft7Validator:
+    schema = _as_meant(json.loads((FOLDER / f"{file}.jsonschema.json").read_text()))
+    rule = {"$ref": f"#/definitions/{definition}"}
+    return Draft7Validator({"definitions": schema["definitions"], **rule})
 
 
 def _as_meant(schema: Any) -> Any:

@@ -1,0 +1,126 @@
+"""What schemas do not say: places, links, descriptions, units, variables."""
+
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+from grafana_foundation_sdk.models import units
+
+from dashboards.grafana.queries import boards, panels
+
+BOARDS = boards()
+EVERY = pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
+PANELS = [
+    pytest.param(panel, id=f"{name}-{panel['id']}")
+    for name, board in BOARDS.items()
+    for panel, _ in panels(board)
+]
+VARIABLES = {"datasource", "model", "replica"}
+UNITS = {value for name, value in vars(units).items() if name[0].isupper()}
+
+
+def cells(panel: dict[str, Any]) -> list[tuple[int, int]]:
+    place = panel["gridPos"]
+    return [
+        (x, y)
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+
+
+@EVERY
+def test_panels_neither_overlap_nor_leave_the_page(board: dict[str, Any]) -> None:
+    taken = Counter(cell for panel in board["panels"] for cell in cells(panel))
+
+    assert max(taken.values()) == 1
+    assert max(x for x, _ in taken) == 23
+
+
+@EVERY
+def test_each_panel_and_each_query_has_a_name_of_its_own(board: dict[str, Any]) -> None:
+    assert max(Counter(panel["id"] for panel in board["panels"]).values()) == 1
+    for panel, _ in panels(board):
+        refs = [target["refId"] for target in panel["targets"]]
+        assert len(set(refs)) == len(refs) > 0
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_every_panel_says_what_it_shows_and_in_which_unit(panel: dict[str, Any]) -> None:
+    assert panel["title"]
+    assert re.search(r"[.:)]", panel["description"])
+    used = {
+        panel.get("fieldConfig", {}).get("defaults", {}).get("unit")
+        or panel["options"]["yAxis"]["unit"]
+    }
+    for override in panel.get("fieldConfig", {}).get("overrides", []):
+        used |= {each["value"] for each in override["properties"] if each["id"] == "unit"}
+    assert used <= UNITS
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_thresholds_rise_from_minus_infinity(panel: dict[str, Any]) -> None:
+    field = panel.get("fieldConfig", {}).get("defaults", {})
+    if "thresholds" not in field:
+        assert panel["type"] == "heatmap"
+        return
+    steps = [step["value"] for step in field["thresholds"]["steps"]]
+
+    assert steps[0] is None
+    assert steps[1:] == sorted(steps[1:])
+
+
+@EVERY
+def test_everything_comes_from_the_chosen_data_source(board: dict[str, Any]) -> None:
+    chosen = {"type": "prometheus", "uid": "${datasource}"}
+    asked = [panel for panel, _ in panels(board)]
+    asked += [target for panel in asked for target in panel["targets"]]
+    asked += board["annotations"]["list"]
+    asked += [each for each in board["templating"]["list"] if each["type"] == "query"]
+
+    assert {tuple(sorted(each["datasource"].items())) for each in asked} == {
+        tuple(sorted(chosen.items()))
+    }
+
+
+@EVERY
+def test_each_dashboard_has_the_same_variables(board: dict[str, Any]) -> None:
+    variables = {each["name"]: each for each in board["templating"]["list"]}
+
+    assert set(variables) == VARIABLES
+    assert variables["datasource"]["query"] == "prometheus"
+    for name in ("model", "replica"):
+        assert variables[name]["includeAll"]
+        assert variables[name]["multi"]
+        assert variables[name]["refresh"] == 2  # with the range: replicas come and go
+
+
+@EVERY
+def test_dashboards_lead_to_each_other_and_keep_what_was_chosen(board: dict[str, Any]) -> None:
+    [link] = board["links"]
+
+    assert link["type"] == "dashboards"
+    assert set(link["tags"]) <= set(board["tags"])
+    assert link["includeVars"]
+    assert link["keepTime"]
+
+
+def test_links_within_panels_lead_to_dashboards_that_exist() -> None:
+    urls = re.findall(r"/d/([\w-]+)/", str(list(BOARDS.values())))
+
+    assert "apar-replicas" in urls
+    assert set(urls) <= set(BOARDS)
+    assert {name: board["uid"] for name, board in BOARDS.items()} == {name: name for name in BOARDS}
+
+
+@EVERY
+def test_a_dashboard_is_not_read_more_often_than_it_changes(board: dict[str, Any]) -> None:
+    assert board["refresh"] == "30s"
+    assert re.fullmatch(r"now-[13]h", board["time"]["from"])
+
+
+def test_the_replicas_have_a_row_each() -> None:
+    rows = [panel for panel in BOARDS["apar-replicas"]["panels"] if panel["type"] == "row"]
+
+    assert [(row["repeat"], row["collapsed"]) for row in rows] == [("replica", False)]
+    assert {repeat for _, repeat in panels(BOARDS["apar-replicas"])} == {"replica"}
