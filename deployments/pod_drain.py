@@ -8,14 +8,20 @@ import argparse
 import os
 import sys
 import time
+from typing import Any
 
 import psutil
-from ray._raylet import GcsClient
+from ray import _raylet
 from ray.core.generated import autoscaler_pb2, gcs_pb2
 
+# None of the three has type information.
+_RAYLET: Any = _raylet
+_GCS: Any = gcs_pb2
+_AUTOSCALER: Any = autoscaler_pb2
+
 REPLICA_TITLE = "ray::ServeReplica:"
-_PREEMPTION = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-_ALIVE = gcs_pb2.GcsNodeInfo.GcsNodeState.Value("ALIVE")
+_PREEMPTION = _AUTOSCALER.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+_ALIVE = _GCS.GcsNodeInfo.GcsNodeState.Value("ALIVE")
 _POLL_S = 0.5
 
 
@@ -28,7 +34,7 @@ def drain(gcs_address: str, node_ip: str, seconds: float) -> int:
 
     Raises DrainError where no such node is alive, or where GCS refuses.
     """
-    gcs = GcsClient(address=gcs_address)
+    gcs = _RAYLET.GcsClient(address=gcs_address)
     node_id = _node_id(gcs, node_ip)
     deadline_s = time.time() + seconds
     accepted, reason = gcs.drain_node(
@@ -50,7 +56,7 @@ def replicas_here() -> int:
     )
 
 
-def _node_id(gcs: GcsClient, node_ip: str) -> str:
+def _node_id(gcs: Any, node_ip: str) -> str:
     nodes = gcs.get_all_node_info().values()
     for node in nodes:
         if node.node_manager_address == node_ip and node.state == _ALIVE:
