@@ -224,11 +224,19 @@ def _cluster(settings: ClusterConfig) -> Iterator[None]:
     try:
         ray.init(address=settings.ray_address, namespace=NAMESPACE, log_to_driver=False)
     except ConnectionError as error:
-        raise ConfigError(f"no Ray cluster at {settings.ray_address}: {error}") from error
+        raise ConfigError(_unreachable(settings.ray_address, error)) from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _unreachable(address: str, error: ConnectionError) -> str:
+    """Why there is no connection; Ray says of a wrong token only that it cannot connect."""
+    message = f"no Ray cluster at {address}: {error}"
+    if "RAY_AUTH_MODE" not in os.environ:
+        message += "; if it asks for a token, as Ray's do by default, set RAY_AUTH_MODE=token"
+    return message
 
 
 def _wait_until_healthy(url: str) -> None:
