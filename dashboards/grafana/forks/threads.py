@@ -19,7 +19,7 @@ FORK_COLOURS = {"accepted": "green", "delayed": "purple", "refused": "red"}
 
 
 def panels() -> list[AnyPanel]:
-    return [_states(), _outcomes(), _threads_per_request(), _depths()]
+    return [_states(), _outcomes(), _delays(), _threads_per_request(), _depths()]
 
 
 def _states() -> AnyPanel:
@@ -28,7 +28,6 @@ def _states() -> AnyPanel:
         "Threads that are in a batch, that wait for the scheduler, and forks that a cap has not "
         "let in yet.",
         THREADS,
-        12,
     )
     query = Query(level(of.THREADS, "state"), "{{state}}")
     return lines(text, query, stacked=True, colours=STATE_COLOURS)
@@ -39,10 +38,14 @@ def _outcomes() -> AnyPanel:
         "Forks by outcome",
         "Forks that models asked for, a second. A delayed one counts again when it is accepted.",
         FORKS_PER_S,
-        12,
     )
     query = Query(rate(of.FORKS, "outcome"), "{{outcome}}")
     return lines(text, query, stacked=True, colours=FORK_COLOURS)
+
+
+def _delays() -> AnyPanel:
+    text = Text("Delayed forks by reason", "Which cap they waited for, a second.", FORKS_PER_S)
+    return lines(text, Query(rate(of.FORK_DELAYS, "reason"), "{{reason}}"), stacked=True)
 
 
 def _threads_per_request() -> AnyPanel:

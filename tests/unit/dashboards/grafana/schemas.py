@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jsonschema import Draft7Validator, ValidationError  # type: ignore[import-untyped]
+from jsonschema import Draft7Validator, ValidationError
 
 FOLDER = Path(__file__).resolve().parents[5] / "shared" / "grafana_schema"
 

@@ -1,0 +1,137 @@
+"""Every query of every dashboard parses, and names only metrics and labels that exist."""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.metrics import catalogue
+from cluster.metrics.catalogue import Kind, Metric
+from dashboards.grafana.foreign_metrics import FOREIGN
+from dashboards.grafana.queries import View, all_queries, boards
+
+VIEW = View(1000.0, 4600.0)
+PROMTOOL = shutil.which("promtool")
+QUERIES = [pytest.param(query.expression, id=query.place) for query in all_queries()] + [
+    pytest.param(event["expr"], id=f"{name} / {event['name']}")
+    for name, board in boards().items()
+    for event in board["annotations"]["list"]
+]
+# Prometheus' own, with the labels that the dashboards use of them.
+OWN = {
+    "ALERTS": {"alertname", "alertstate", "severity", "model"},
+    "up": {"instance"},
+}
+WORDS = {"sum", "avg", "max", "min", "count", "count_values", "by", "on", "or", "and", "unless"}
+WORDS |= {"offset", "group_left", "rate", "increase", "histogram_quantile", "avg_over_time"}
+WORDS |= {"quantile_over_time", "floor", "log2", "clamp_min", "clamp_max"}
+NAME = r"[a-zA-Z_][a-zA-Z0-9_]*"
+
+
+def series_of(metric: Metric) -> Iterable[str]:
+    if metric.kind is Kind.HISTOGRAM:
+        return (f"{metric.exported}{part}" for part in ("_bucket", "_sum", "_count"))
+    return (metric.exported,)
+
+
+LABELS = OWN | {
+    series: {*metric.labels, "le", "instance"}
+    for metric in (*catalogue.metrics(), *FOREIGN)
+    for series in series_of(metric)
+}
+
+
+def names_used(expression: str) -> set[str]:
+    """Series in an expression: what is neither word, label, text, number nor duration."""
+    bare = re.sub(r'"[^"]*"|\[[^]]*\]|\{[^}]*\}|\$\w+', "", expression)
+    bare = re.sub(r"\b(by|on|group_left)\s*\([^)]*\)", "", bare)
+    return set(re.findall(rf"\b{NAME}", bare)) - WORDS
+
+
+def labels_used(expression: str) -> set[str]:
+    """Labels that an expression matches or adds up by, but for those that it makes itself."""
+    made = set(re.findall(r'count_values by \(\w+\) \("(\w+)"', expression))
+    matched = set(re.findall(rf"({NAME})(?:=~|!~|!=|=)\"", expression))
+    grouped = re.findall(r"\b(?:by|on)\s*\(([^)]*)\)", expression)
+    return (matched | {label.strip() for each in grouped for label in each.split(",")}) - made
+
+
+def unknown(expression: str) -> set[str]:
+    """Metrics that nobody exports, and labels that none of the metrics used has."""
+    names = names_used(expression)
+    known = set().union(*(LABELS.get(name, set()) for name in names))
+    return names - LABELS.keys() | labels_used(expression) - known
+
+
+def parse_errors(expressions: Iterable[str], folder: Path) -> list[str]:
+    """What promtool says of expressions that Prometheus cannot parse."""
+    assert PROMTOOL is not None
+    file = folder / "rules.yml"
+    rules = [{"record": f"r{place}", "expr": each} for place, each in enumerate(expressions)]
+    file.write_text(yaml.safe_dump({"groups": [{"name": "all", "rules": rules}]}))
+    checked = subprocess.run(
+        [PROMTOOL, "check", "rules", "--lint=none", str(file)], capture_output=True, text=True
+    )
+    said = (checked.stdout + checked.stderr).splitlines()
+    return [line for line in said if "parse" in line.lower()] if checked.returncode else []
+
+
+@pytest.mark.parametrize("expression", QUERIES)
+def test_every_metric_and_label_exists(expression: str) -> None:
+    assert names_used(expression)
+    assert unknown(expression) == set()
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
+def test_every_query_parses(tmp_path: Path) -> None:
+    expressions = [VIEW.expression(str(query.values[0])) for query in QUERIES]
+
+    assert parse_errors(expressions, tmp_path) == []
+
+
+@pytest.mark.parametrize("expression", QUERIES)
+def test_every_query_adds_up_what_processes_export(expression: str) -> None:
+    # Ray's agents label series with nodes and processes, of which there may be any number.
+    assert re.search(r"\b(sum|avg|max|count)\b", expression)
+    grouped = re.findall(r"\bby\s*\(([^)]*)\)", expression)
+    labels = {label.strip() for each in grouped for label in each.split(",")}
+
+    bounded = {"model", "model_name", "replica", "le"}
+    bounded |= {"state", "outcome", "reason", "key_class"}
+    bounded |= {"alertname", "severity", "alertstate"}
+    assert labels <= bounded
+
+
+def test_every_metric_of_the_catalogue_is_on_a_dashboard() -> None:
+    used = set().union(*(names_used(str(query.values[0])) for query in QUERIES))
+
+    unseen = {metric.name for metric in catalogue.metrics() if not used & set(series_of(metric))}
+    assert unseen == set()
+
+
+@pytest.mark.parametrize(
+    ("expression", "mistakes"),
+    [
+        ("sum (rate(ray_apar_forks[5m]))", {"ray_apar_forks"}),
+        ('sum by (modle) (ray_apar_replicas{model="x"})', {"modle"}),
+        ('sum (ray_apar_replicas{replica=~"$replica"})', {"replica"}),
+        ("sum (rate(ray_apar_request_latency_seconds[5m]))", {"ray_apar_request_latency_seconds"}),
+        ('sum (ray_vllm_num_preemptions_total{model=~"$model"})', {"model"}),
+        ("sum by (le) (increase(ray_apar_request_threads_bucket[5m]))", set()),
+        ("count by (severity) (ALERTS) or 0 * sum (up)", set()),
+    ],
+)
+def test_planted_mistakes_are_found(expression: str, mistakes: set[str]) -> None:
+    assert unknown(expression) == mistakes
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
+@pytest.mark.parametrize(
+    "expression", ["sum(rate(up[5m])", "sum by model (up)", "rate(up)", "up[$__range]"]
+)
+def test_what_does_not_parse_is_found(expression: str, tmp_path: Path) -> None:
+    assert parse_errors([expression], tmp_path)
