@@ -9,6 +9,8 @@ KILLS ?= 50
 SEED ?= 0
 SOAK_MINUTES ?= 30
 FUZZ_EXAMPLES ?= 150
+PROMETHEUS ?= http://127.0.0.1:9090
+PICTURES ?= out/dashboards
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -43,6 +45,9 @@ fuzz: $(INSTALLED) ## Fuzz the HTTP API from its OpenAPI description
 
 dashboards: $(INSTALLED) ## Write Grafana's dashboards from the catalogue of metrics
 	$(BIN)/python -m dashboards.grafana
+
+dashboard-pictures: $(INSTALLED) ## Draw the dashboards with what PROMETHEUS=http://HOST:PORT answers
+	$(BIN)/python -m dashboards.grafana.pictures $(PROMETHEUS) $(PICTURES)
 
 k8s: $(INSTALLED) ## Make rules and dashboards into Kubernetes objects, and check every overlay
 	$(BIN)/python -m k8s $(if $(CRDS),--crds $(CRDS))

@@ -1,0 +1,147 @@
+"""Expressions give the values worked out by hand, in Prometheus' own evaluation."""
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.metrics import catalogue as of
+from cluster.metrics.catalogue import Metric
+from dashboards.grafana import promql
+from dashboards.grafana.figure5.classes import classed, spread, while_in
+from dashboards.grafana.panels import SECONDS
+from dashboards.grafana.queries import View
+
+PROMTOOL = shutil.which("promtool")
+# A range of half an hour: points and scrapes are 15 s apart, rates cover a minute.
+VIEW = View(0.0, 1800.0)
+BUSY = of.ENGINE_BUSY_SECONDS
+LATENCY = of.REQUEST_LATENCY
+
+
+@dataclass(frozen=True)
+class Case:
+    """Series as promtool writes them, an expression, and what it gives after half an hour."""
+
+    series: dict[str, str]
+    expression: str
+    expected: dict[str, float]
+
+
+def of_replica(metric: Metric, replica: str, part: str = "", **labels: str) -> str:
+    """A series as one of several processes exports it."""
+    own = {"model": "m", "replica": replica, "WorkerId": f"w-{replica}"} | labels
+    inside = ",".join(f'{name}="{value}"' for name, value in own.items() if value)
+    return f"{metric.exported}{part}{{{inside}}}"
+
+
+STEADY = {
+    of_replica(of.ATTENDED_TOKENS, "a"): "0+60x120",
+    of_replica(of.ATTENDED_TOKENS, "b"): "0+30x120",
+    of_replica(of.SEQUENTIAL_ATTENDED_TOKENS, "a"): "0+90x120",
+    of_replica(of.SEQUENTIAL_ATTENDED_TOKENS, "b"): "0+30x120",
+}
+IDLE = {name: "7+0x120" for name in STEADY}
+QUICK = {
+    of_replica(LATENCY, "", "_bucket", le="1.0"): "0+15x120",
+    of_replica(LATENCY, "", "_bucket", le="2.5"): "0+30x120",
+    of_replica(LATENCY, "", "_bucket", le="+Inf"): "0+30x120",
+    of_replica(LATENCY, "", "_sum"): "0+45x120",
+    of_replica(LATENCY, "", "_count"): "0+30x120",
+}
+UP = 'up{instance="n"}'
+RETRY = 'ray_apar_retries_total{model="m",instance="n"}'
+REPLICAS = 'ray_apar_replicas{model="m"}'
+RETRIES = promql.zero_unless(promql.events(of.RETRIES, "model"), of.REPLICAS, "model")
+# For a quarter of an hour 5 busy seconds a second at half a cache, then 1 at a quarter; the cache
+# is told of only when the first minute, and with it the first whole rate, is over.
+CHANGING = {
+    of_replica(BUSY, "a"): "0+75x60 4515+15x60",
+    of_replica(of.KV_CACHE_USAGE, "a"): "_x8 0.5x52 0.25x60",
+}
+RATE = promql.rate(BUSY, "model")
+USE = promql.level(of.KV_CACHE_USAGE, "model", how="avg")
+[MEAN, LOW, HIGH] = spread(classed(RATE, "kv_use", f"floor({USE} * 10) * 10"), SECONDS)
+
+CASES = {
+    "a rate adds processes up": Case(
+        STEADY, promql.rate(of.ATTENDED_TOKENS, "model"), {'{model="m"}': 6.0}
+    ),
+    "a saving is of all replicas together": Case(
+        STEADY, promql.saving(of.ATTENDED_TOKENS, of.SEQUENTIAL_ATTENDED_TOKENS), {"{}": 0.25}
+    ),
+    "a saving over the range": Case(
+        STEADY,
+        promql.saving(of.ATTENDED_TOKENS, of.SEQUENTIAL_ATTENDED_TOKENS, window=promql.WHOLE_RANGE),
+        {"{}": 0.25},
+    ),
+    "where nothing happened there is no saving": Case(
+        IDLE, promql.saving(of.ATTENDED_TOKENS, of.SEQUENTIAL_ATTENDED_TOKENS), {}
+    ),
+    "a quantile lies within its bucket": Case(
+        QUICK, promql.quantile(0.75, LATENCY, "model"), {'{model="m"}': 1.75}
+    ),
+    "where nothing was observed there is no quantile": Case(
+        {name: "3+0x120" for name in QUICK}, promql.quantile(0.75, LATENCY, "model"), {}
+    ),
+    "a mean is the sum over the count": Case(
+        QUICK, promql.mean(LATENCY, "model"), {'{model="m"}': 1.5}
+    ),
+    "what never happened counts 0": Case(
+        {UP: "1x120", REPLICAS: "2x120"}, RETRIES, {'{model="m"}': 0.0}
+    ),
+    "the first time counts": Case(
+        {UP: "1x120", REPLICAS: "2x120", RETRY: "_x118 1x2"}, RETRIES, {'{model="m"}': 1.0}
+    ),
+    "what a new target brings with it does not count": Case(
+        {UP: "_x118 1x2", REPLICAS: "2x120", RETRY: "_x118 900x2"}, RETRIES, {'{model="m"}': 0.0}
+    ),
+    "a class holds the samples of its times": Case(
+        CHANGING, while_in(RATE, USE, 0.5, 0.6), {'{model="m"}': 5.0}
+    ),
+    "a class ends before its upper bound": Case(CHANGING, while_in(RATE, USE, 0.4, 0.5), {}),
+    "the last class has no upper bound": Case(
+        CHANGING, while_in(RATE, USE, 0.5, None), {'{model="m"}': 5.0}
+    ),
+    "samples are labelled with their class": Case(
+        CHANGING, HIGH.expression, {'{model="m",kv_use="50"}': 5.0, '{model="m",kv_use="20"}': 1.0}
+    ),
+    "quantiles are of a class's samples": Case(
+        CHANGING, LOW.expression, {'{model="m",kv_use="50"}': 5.0, '{model="m",kv_use="20"}': 1.0}
+    ),
+}
+
+
+def failures(case: Case, folder: Path) -> str:
+    """What promtool finds different from the expectation; empty when all is right."""
+    assert PROMTOOL is not None
+    expected = [{"labels": labels, "value": value} for labels, value in case.expected.items()]
+    query = {
+        "expr": VIEW.expression(case.expression),
+        "eval_time": "30m",
+        "exp_samples": expected,
+    }
+    series = [{"series": name, "values": values} for name, values in case.series.items()]
+    test = {"interval": "15s", "input_series": series, "promql_expr_test": [query]}
+    file = folder / "test.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [], "tests": [test]}))
+    ran = subprocess.run(
+        [PROMTOOL, "test", "rules", str(file)], capture_output=True, text=True, cwd=folder
+    )
+    return "" if ran.returncode == 0 else ran.stdout + ran.stderr
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
+@pytest.mark.parametrize("name", CASES)
+def test_an_expression_gives_the_value_worked_out_by_hand(name: str, tmp_path: Path) -> None:
+    assert failures(CASES[name], tmp_path) == ""
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
+def test_a_wrong_value_is_found(tmp_path: Path) -> None:
+    case = CASES["a rate adds processes up"]
+
+    assert failures(Case(case.series, case.expression, {'{model="m"}': 5.0}), tmp_path)
