@@ -89,7 +89,7 @@ def tree_statistics(tree: ParagraphTree[Item], num_prompt_tokens: int) -> TreeSt
             for span in spans.values()
         ),
         sequential_attended_tokens=_attended(num_prompt_tokens, sequential_steps),
-        max_cached_tokens=num_prompt_tokens + _most_cached(tree, spans),
+        max_cached_tokens=num_prompt_tokens + max(cached_tokens_by_step(tree, spans)),
         sequential_max_cached_tokens=num_prompt_tokens + max(sequential_steps - 1, 0),
         text_tokens=text_tokens,
         control_tokens=2 * forks + num_ended,
@@ -100,8 +100,10 @@ def _attended(num_before: int, num_generated: int) -> int:
     return num_generated * num_before + num_generated * (num_generated - 1) // 2
 
 
-def _most_cached(tree: ParagraphTree[Item], spans: dict[ThreadId, ThreadSpan]) -> int:
-    """The peak over steps of the threads' own tokens that some live thread still reads.
+def cached_tokens_by_step(
+    tree: ParagraphTree[Item], spans: dict[ThreadId, ThreadSpan]
+) -> list[int]:
+    """The threads' own tokens that some live thread still reads, in each step, from step 0 on.
 
     In step s a live thread holds what it generated before s, and [Child] if it is not the root.
     A finished one holds what its living descendants read of it. Between such changes the number
@@ -125,7 +127,7 @@ def _most_cached(tree: ParagraphTree[Item], spans: dict[ThreadId, ThreadSpan]) -
         changes[span.subtree_end + 1] -= held + num_child_tokens
     # What grows in step s is there from step s + 1 on.
     grown = [0, *accumulate(growth_changes)][: num_steps + 2]
-    return max(accumulate(change + more for change, more in zip(changes, grown, strict=True)))
+    return list(accumulate(change + more for change, more in zip(changes, grown, strict=True)))
 
 
 def _reads_after_end(

@@ -13,6 +13,7 @@ from cluster.cli.doctor import doctor
 from cluster.cli.evaluate import evaluate
 from cluster.cli.generate import generate
 from cluster.cli.monitor import monitor
+from cluster.cli.plan import plan
 from cluster.cli.rollout import rollout
 from cluster.cli.serve import serve
 from cluster.cli.train import train
@@ -26,7 +27,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (serve, rollout, monitor, generate, train, train_medusa, train_tiny, doctor):
+for command in (
+    serve, rollout, monitor, plan, generate, train, train_medusa, train_tiny, doctor,
+):  # fmt: skip
     app.command(no_args_is_help=command in (generate, train, train_medusa))(command)
 app.add_typer(evaluate, name="evaluate")
 app.add_typer(config.app, name="config")

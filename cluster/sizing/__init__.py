@@ -1,0 +1,1 @@
+"""How large a cluster has to be for a load: memory, step times, queueing."""
