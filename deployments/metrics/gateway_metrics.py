@@ -94,22 +94,24 @@ class GatewayMetrics:
         for key_class in classes - self._known_classes:
             self._declare_rejections(key_class)
         for model in models:
-            self._take(model, decisions.get(model.settings.deployment, {}))
+            self._take(model, decisions.get(model.settings.deployment))
         self._recorder.flush()
 
-    def _take(self, model: Model, decisions: dict[Reason, int]) -> None:
+    def _take(self, model: Model, decisions: dict[Reason, int] | None) -> None:
         recorder, name, state = self._recorder, model.settings.name, model.state
         if name not in self._known_models:
             self._declare(name)
         recorder.set(catalogue.REQUESTS_RUNNING, state.running, model=name)
         recorder.set(catalogue.REQUESTS_QUEUED, sum(state.waiting.values()), model=name)
         recorder.set(catalogue.REPLICAS_WANTED, model.settings.wanted, model=name)
-        running = registry.capacity(model.settings.deployment)
-        recorder.set(catalogue.REPLICAS, running, model=name)
+        # Without a router yet, 0 would look like a loss of all replicas.
+        if decisions is not None:
+            running = registry.capacity(model.settings.deployment)
+            recorder.set(catalogue.REPLICAS, running, model=name)
         for reason in Reason:
             recorder.set_total(
                 catalogue.ROUTER_DECISIONS,
-                decisions.get(reason, 0),
+                (decisions or {}).get(reason, 0),
                 model=name,
                 reason=reason.value,
             )

@@ -22,7 +22,7 @@ def deployments(config: ClusterConfig) -> tuple[GatewaySettings, list[Any]]:
     gateway = build_application(config)._bound_deployment
     arguments: Any = gateway.init_args
     settings, *replicas = arguments
-    return settings, [replica._bound_deployment for replica in replicas]
+    return settings.gateway, [replica._bound_deployment for replica in replicas]
 
 
 def test_limits_reach_gateway_and_replica() -> None:
@@ -38,6 +38,7 @@ def test_limits_reach_gateway_and_replica() -> None:
             name="apar-tiny",
             deployment="Replica-apar-tiny",
             replicas=3,
+            wanted=3,
             requests_per_replica=10,
             max_queued=7,
             max_queue_s=5.0,
