@@ -3,8 +3,9 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Protocol
+from typing import Any, Protocol
 
+from apar_core.errors import EngineError
 from deployments.answer_parts import AnswerBroken, AnswerPart, AnswerStart, WholeAnswer
 from deployments.asgi_relay import AsgiApp, RelayedRequest, relay
 from deployments.metrics.replica_metrics import ReplicaMetrics
@@ -13,6 +14,8 @@ from deployments.tracing import Tracing, engine_trace
 
 # A step on a CPU may take seconds, but not this long; under Ray Serve's own limit of 30 s.
 ENGINE_ANSWER_S = 25.0
+# Ray Serve itself would look three times, and then give the requests inside time to end.
+_MAX_UNANSWERED = 2
 # How often a whole answer tells what it has generated so far.
 PROGRESS_S = 0.5
 
@@ -24,6 +27,9 @@ class AnsweringEngine(FollowingEngine, Protocol):
     def errored(self) -> bool:
         """Whether the engine is dead."""
 
+    async def core_state(self) -> dict[str, Any]:
+        """What the engine core says of itself, between two steps."""
+
 
 class Answering:
     """The calls of a replica that answer a client's request."""
@@ -33,6 +39,7 @@ class Answering:
         self._app = app
         self._replica_id = replica_id
         self._engine_ends = False
+        self._num_unanswered = 0
         # As Ray Serve counts requests against its cap: each once, however many choices.
         self.num_inside = 0
         self.metrics: ReplicaMetrics | None = None
@@ -40,11 +47,26 @@ class Answering:
 
     @property
     def engine_lost(self) -> bool:
-        """Whether the engine is dead, or has given requests up, which it does when told to exit.
+        """Whether the engine is dead, hangs, or has given requests up as it does when told to exit.
 
         It may take seconds to exit, and only then counts as dead.
         """
         return self._engine_ends or self._engine.errored
+
+    async def check_health(self) -> None:
+        """Ray Serve's health check; raises EngineError when the engine is dead or does not answer.
+
+        One that hangs never dies: its requests are handed on once it has not answered twice.
+        """
+        if self.engine_lost:
+            raise EngineError("the engine process has died")
+        try:
+            await asyncio.wait_for(self._engine.core_state(), ENGINE_ANSWER_S)
+        except TimeoutError as error:
+            self._num_unanswered += 1
+            self._engine_ends |= self._num_unanswered >= _MAX_UNANSWERED
+            raise EngineError(f"the engine did not answer within {ENGINE_ANSWER_S} s") from error
+        self._num_unanswered = 0
 
     async def stream(self, request: RelayedRequest) -> AsyncIterator[AnswerPart]:
         """The answer, piece by piece."""

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat
 from ray import serve
 
-from apar_core.errors import EngineError
 from cluster.logging_config import LoggingConfig
 from cluster.tracing_config import TracingConfig
-from deployments.answering import ENGINE_ANSWER_S, Answering
+from deployments.answering import Answering
 from deployments.apar_extension import AparExtension
 from deployments.asgi_relay import AsgiApp
 from deployments.autoscaling import replica_report
@@ -108,15 +107,6 @@ class Replica(Answering):
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Ray Serve's autoscaling: what this replica carries."""
         return replica_report(await self._engine.core_state(), self.num_inside)
-
-    async def check_health(self) -> None:
-        """Ray Serve's health check; raises when the engine is dead or does not answer."""
-        if self.engine_lost:
-            raise EngineError("the engine process has died")
-        try:
-            await asyncio.wait_for(self._engine.core_state(), ENGINE_ANSWER_S)
-        except TimeoutError as error:
-            raise EngineError(f"the engine did not answer within {ENGINE_ANSWER_S} s") from error
 
     async def __del__(self) -> None:
         self._watchdog.cancel()

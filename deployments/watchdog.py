@@ -1,9 +1,12 @@
-"""Ends a replica whose engine has died, so that Ray Serve replaces it within seconds."""
+"""Ends a replica whose engine has died or hangs, so that Ray Serve replaces it within seconds."""
 
 import asyncio
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
+
+import psutil
 
 logger = logging.getLogger(__name__)
 
@@ -13,10 +16,18 @@ LAST_WORDS_S = 0.5
 EXIT_STATUS = 70
 
 
+def end_with_children(status: int) -> None:
+    """End this process, and first those it has started: an engine that hangs does not follow."""
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    os._exit(status)
+
+
 async def watch(
     is_dead: Callable[[], bool],
     *,
-    end_process: Callable[[int], None] = os._exit,
+    end_process: Callable[[int], None] = end_with_children,
     period_s: float = PERIOD_S,
     last_words_s: float = LAST_WORDS_S,
 ) -> None:
@@ -27,6 +38,6 @@ async def watch(
     """
     while not is_dead():  # noqa: ASYNC110 - the engine sets a flag when it dies, no event
         await asyncio.sleep(period_s)
-    logger.error("engine died; ending the replica")
+    logger.error("engine lost; ending the replica")
     await asyncio.sleep(last_words_s)
     end_process(EXIT_STATUS)

@@ -9,6 +9,7 @@ from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from apar_core.engine.journal import RequestFollower
+from apar_core.errors import EngineError
 from apar_core.journal import ThreadDelta
 from deployments import answering
 from deployments.answer_parts import AnswerBroken, AnswerEnd, AnswerStart, Piece
@@ -27,6 +28,12 @@ class PlayedEngine:
     def __init__(self) -> None:
         self.errored = False
         self.follower = RequestFollower(keeps_journal=False)
+        self.hangs = False
+
+    async def core_state(self) -> dict[str, Any]:
+        if self.hangs:
+            await asyncio.Event().wait()
+        return {}
 
     def follow(self, request_id: str, follower: RequestFollower) -> None:
         self.follower = follower
@@ -194,3 +201,27 @@ async def test_an_error_of_the_application_is_no_loss() -> None:
         with pytest.raises(RuntimeError, match="broken app"):
             _ = [part async for part in call(REQUEST)]
     assert not failed.engine_lost
+
+
+async def test_an_engine_that_hangs_is_given_up_when_it_has_not_answered_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(answering, "ENGINE_ANSWER_S", 0.01)
+    replica, _, engine = answering_with()
+
+    async def look() -> None:
+        with pytest.raises(EngineError):
+            await replica.check_health()
+
+    engine.hangs = True
+    await look()
+    engine.hangs = False
+    await replica.check_health()
+    engine.hangs = True
+    await look()
+    assert not replica.engine_lost
+    await look()
+    assert replica.engine_lost
+
+    engine.hangs = False
+    await look()

@@ -1,4 +1,8 @@
 import asyncio
+import subprocess
+import sys
+
+import psutil
 
 from deployments.watchdog import EXIT_STATUS, watch
 
@@ -18,3 +22,20 @@ async def test_the_process_ends_once_the_engine_is_dead_and_not_before() -> None
     await task
 
     assert ended == [EXIT_STATUS]
+
+
+def test_an_engine_that_stands_still_ends_with_its_replica() -> None:
+    """A stopped process takes no signal but SIGKILL, and would keep its GPU's memory."""
+    program = """
+import os, signal, subprocess
+from deployments.watchdog import end_with_children
+engine = subprocess.Popen(["sleep", "600"])
+os.kill(engine.pid, signal.SIGSTOP)
+print(engine.pid, flush=True)
+end_with_children(70)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+
+    assert done.returncode == EXIT_STATUS, done.stderr
+    engine = int(done.stdout)
+    assert not psutil.pid_exists(engine) or psutil.Process(engine).status() == psutil.STATUS_ZOMBIE
