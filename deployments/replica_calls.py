@@ -5,6 +5,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, cast
 
+from grpc import StatusCode
+from grpc.aio import AioRpcError
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
@@ -62,6 +64,12 @@ async def _parts(
             yield part
     except LOST as error:
         raise ReplicaLostError(str(error)) from error
+    except AioRpcError as error:
+        # A replica that shuts down cancels the calls that it still holds. Our own cancelling never
+        # comes back this way.
+        if error.code() is StatusCode.CANCELLED:
+            raise ReplicaLostError("the replica has cancelled the call") from error
+        raise
     finally:
         response.cancel()
 

@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from grpc import StatusCode
+from grpc.aio import AioRpcError, Metadata
 from ray.exceptions import ActorDiedError
 
 from apar_core.journal import ThreadDelta
@@ -68,7 +70,14 @@ async def test_pieces_travel_as_plain_tuples() -> None:
     assert isinstance(parts[1].journal[0], ThreadDelta)
 
 
-@pytest.mark.parametrize("lost", [AnswerBroken("the engine has died"), ActorDiedError()])
+def rpc_error(code: StatusCode) -> AioRpcError:
+    return AioRpcError(code, Metadata(), Metadata())
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [AnswerBroken("the engine has died"), ActorDiedError(), rpc_error(StatusCode.CANCELLED)],
+)
 async def test_a_replica_that_cannot_go_on_is_lost(lost: object) -> None:
     handle = PlayedHandle(START, lost)
     stream = calls(handle).stream(REQUEST)
@@ -80,6 +89,13 @@ async def test_a_replica_that_cannot_go_on_is_lost(lost: object) -> None:
         await calls(PlayedHandle(lost)).whole(REQUEST)
 
     assert handle.response.cancelled
+
+
+async def test_a_call_that_would_fail_anywhere_is_no_loss_of_a_replica() -> None:
+    error = rpc_error(StatusCode.RESOURCE_EXHAUSTED)
+
+    with pytest.raises(AioRpcError):
+        await calls(PlayedHandle(error)).whole(REQUEST)
 
 
 async def test_a_whole_answer_comes_with_its_cost() -> None:
