@@ -142,8 +142,8 @@ def engine(settings: RuleSettings) -> list[AlertRule]:
             f"{recording.FORKS_REFUSED} > {settings.refused_forks:g}",
             900,
             f"Forks of {_MODEL} are refused",
-            f"{_PERCENT} of the forks of {_MODEL} are refused; their text comes one after the "
-            "other.",
+            f"{_PERCENT} of the forks of {_MODEL} open no thread: their requests have used up "
+            "their forks or tokens, or the model's context is full.",
         ),
         AlertRule(
             "AparForksDelayed",
@@ -165,7 +165,7 @@ def monitoring() -> list[AlertRule]:
         AlertRule(
             "AparMetricsAbsent",
             Severity.PAGE,
-            f"absent({selector(catalogue.REPLICAS)})",
+            f"absent({selector(catalogue.REPLICAS_WANTED)})",
             300,
             "No cluster tells anything",
             "No gateway has exported anything for 5 minutes (absent is {{ $value }}): the cluster "

@@ -22,9 +22,9 @@ def rate(metric: Metric, window: str, by: Iterable[str], /, **labels: str) -> st
 def growth(metric: Metric, window: str, by: Iterable[str], /, **labels: str) -> str:
     """What a counter has gained in a window, its first value included.
 
-    Ray exports a counter from its first increment on, so a rare event's series often begins at
-    1, and `increase` sees nothing of it. A series that was not there a window ago counts whole,
-    if its target was scraped then: else it is Prometheus that is new, and not the series.
+    A series may begin with its first event, as a restarted replica's, and `increase` sees nothing
+    of a first value. So a series that was not there a window ago counts whole, if its target had
+    been read before without it: else it is Prometheus that is new, and not the series.
     """
     return f"sum by ({_list(metric, by)}) ({_growth(selector(metric, **labels), window)})"
 
@@ -71,8 +71,12 @@ def over(part: str, whole: str) -> str:
 
 
 def _growth(series: str, window: str) -> str:
-    born = f"({series} unless {series} offset {window})"
-    return f"({born} and on (instance) (up offset {window} == 1)) or increase({series}[{window}])"
+    reads = f"max by (instance) (sum_over_time(up[{window}]))"
+    return (
+        f"({series} unless {series} offset {window}\n"
+        f"  and count_over_time({series}[{window}]) < on (instance) group_left () {reads})\n"
+        f"or increase({series}[{window}])"
+    )
 
 
 def _list(metric: Metric, by: Iterable[str]) -> str:

@@ -100,7 +100,7 @@ def forks() -> list[RecordingRule]:
     """What becomes of forks, and the threads that they open."""
     return [
         RecordingRule(FORKS, rate(catalogue.FORKS, "5m", ("model", "outcome"))),
-        RecordingRule(FORKS_REFUSED, share_of(FORKS, "refused", "accepted|refused")),
+        RecordingRule(FORKS_REFUSED, share_of(FORKS, "refused", "accepted|delayed|refused")),
         RecordingRule(THREADS, f"sum by (model, state) ({selector(catalogue.THREADS)})"),
         *_quantiles(catalogue.REQUEST_THREADS),
     ]

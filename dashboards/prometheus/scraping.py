@@ -4,13 +4,15 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
+from cluster.metrics_config import DEFAULT_PORT
 from dashboards.prometheus.settings import JOB
 
 RAY_FILE = "/tmp/ray/prom_metrics_service_discovery.json"
 """Where the head of a Ray cluster keeps the addresses of all nodes, renewed every 5 s."""
 RAY_DASHBOARD = "http://127.0.0.1:8265/api/prometheus/sd"
 """The same list over HTTP, from the head's dashboard."""
-SINGLE_MACHINE = "127.0.0.1:9464"
+SINGLE_MACHINE = f"127.0.0.1:{DEFAULT_PORT}"
+"""Where a private cluster of `apar serve` tells its metrics."""
 
 
 class ScrapeSettings(BaseModel):

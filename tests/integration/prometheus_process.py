@@ -98,6 +98,10 @@ class Prometheus:
         """Alerts that are pending or fire."""
         return list(self._get("alerts", {})["alerts"])
 
+    def rules(self) -> list[dict[str, Any]]:
+        """All rules: `name`, `query`, `health`, `lastError`, and of alerts `state`."""
+        return [rule for group in self._get("rules", {})["groups"] for rule in group["rules"]]
+
     def metric_names(self) -> set[str]:
         """Names of all series that it holds."""
         return set(self._get("label/__name__/values", {}))
