@@ -43,8 +43,9 @@ soak: $(INSTALLED) ## Serve mixed load for SOAK_MINUTES=30 and watch every proce
 fuzz: $(INSTALLED) ## Fuzz the HTTP API from its OpenAPI description
 	APAR_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest tests/integration/serving/test_fuzz.py
 
-dashboards: $(INSTALLED) ## Write Grafana's dashboards from the catalogue of metrics
+dashboards: $(INSTALLED) ## Write Grafana's dashboards and Prometheus' rules from the catalogue of metrics
 	$(BIN)/python -m dashboards.grafana
+	$(BIN)/python -m dashboards.prometheus
 
 dashboard-pictures: $(INSTALLED) ## Draw the dashboards with what PROMETHEUS=http://HOST:PORT answers
 	$(BIN)/python -m dashboards.grafana.pictures $(PROMETHEUS) $(PICTURES)
