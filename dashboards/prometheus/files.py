@@ -14,6 +14,15 @@ FOLDER = Path(__file__).parent
 _HEADER = (
     "# Made by `python -m dashboards.prometheus`, which takes other addresses and thresholds.\n"
 )
+_CLUSTER = """\
+# For a Ray cluster: finds its nodes by the list that Ray keeps on its head, as a file (Prometheus
+# on the head, or /tmp/ray mounted) and over HTTP (put the head's name for 127.0.0.1). A list that
+# cannot be read does no harm. A node in both has the same address, and is read once.
+"""
+_ONE_MACHINE = """\
+# For `apar serve` with a Ray of its own, which has one address; or name the file that
+# `metrics.targets_file` keeps, under `file_sd_configs`.
+"""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -28,9 +37,9 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-def as_yaml(content: dict[str, Any]) -> str:
-    """A file's text."""
-    return _HEADER + yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=100)
+def as_yaml(content: dict[str, Any], about: str = "") -> str:
+    """A file's text, with comments `about` it at its head."""
+    return _HEADER + about + yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=100)
 
 
 def rule_files(rules: RuleSettings) -> dict[str, str]:
@@ -45,8 +54,8 @@ def shipped_files() -> dict[str, str]:
     """Paths below this folder, and texts, of everything that is made."""
     return {
         **rule_files(RuleSettings()),
-        "prometheus.yml": as_yaml(prometheus_config(CLUSTER)),
-        "prometheus-single-machine.yml": as_yaml(prometheus_config(ONE_MACHINE)),
+        "prometheus.yml": as_yaml(prometheus_config(CLUSTER), _CLUSTER),
+        "prometheus-single-machine.yml": as_yaml(prometheus_config(ONE_MACHINE), _ONE_MACHINE),
         "alertmanager.yml": as_yaml(alertmanager_config(NotifySettings())),
     }
 
