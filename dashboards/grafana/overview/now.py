@@ -16,9 +16,11 @@ from dashboards.grafana.panels import (
     stat,
 )
 from dashboards.grafana.promql import level, quantile, rate, ratio
+from dashboards.prometheus.settings import RuleSettings
 
 HEIGHT = 5
-CACHE_LIMITS: Limits = ((0.85, "orange"), (0.95, "red"))
+ALERTING = RuleSettings()
+CACHE_LIMITS: Limits = ((0.85, "orange"), (ALERTING.kv_cache_usage, "red"))
 """From the red bound on, an alert fires as well."""
 
 
@@ -54,7 +56,7 @@ def _first_token() -> AnyPanel:
         HEIGHT,
     )
     query = Query(quantile(0.9, of.TIME_TO_FIRST_TOKEN), "")
-    return stat(text, query, limits=((2.5, "orange"), (10, "red")), base="green")
+    return stat(text, query, limits=((ALERTING.first_token_s, "orange"), (10, "red")), base="green")
 
 
 def _tokens() -> AnyPanel:
