@@ -1,0 +1,64 @@
+"""Reads a server's metrics as Prometheus does."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.metrics.catalogue import Metric
+
+SETTLE_S = 40.0
+OURS = "ray_apar_"
+
+
+@dataclass(frozen=True)
+class Page:
+    """The samples of one look: name, labels, value."""
+
+    samples: tuple[tuple[str, dict[str, str], float], ...]
+
+    def total(self, metric: Metric, part: str = "", **labels: str) -> float:
+        """The sum of the series with these labels; `part` is `_sum`, `_count` or `_bucket`."""
+        return sum(
+            value
+            for name, given, value in self.samples
+            if name == metric.exported + part and labels.items() <= given.items()
+        )
+
+    def by(self, metric: Metric, *names: str) -> dict[tuple[str, ...], float]:
+        """A metric's values by some of its labels, without the zeros."""
+        found: dict[tuple[str, ...], float] = {}
+        for name, given, value in self.samples:
+            if name == metric.exported and value:
+                key = tuple(given[label] for label in names)
+                found[key] = found.get(key, 0.0) + value
+        return found
+
+    @property
+    def names(self) -> set[str]:
+        """All names."""
+        return {name for name, _, _ in self.samples}
+
+
+def read(url: str) -> Page:
+    """The page of one node."""
+    answer = httpx.get(url, timeout=30)
+    answer.raise_for_status()
+    families = text_string_to_metric_families(answer.text)
+    return Page(tuple((s.name, s.labels, s.value) for family in families for s in family.samples))
+
+
+def read_when(url: str, is_there: Callable[[Page], bool], timeout_s: float = SETTLE_S) -> Page:
+    """The first page that shows something; fails when none does."""
+    deadline = time.monotonic() + timeout_s
+    while not is_there(page := read(url)):
+        ours = [sample for sample in page.samples if sample[0].startswith(OURS) and sample[2]]
+        assert time.monotonic() < deadline, [
+            (name, {k: v for k, v in labels.items() if k.islower()}, value)
+            for name, labels, value in ours
+            if not name.endswith("_bucket")
+        ]
+        time.sleep(0.3)
+    return page

@@ -1,0 +1,53 @@
+"""Names, units and labels of all metrics, and the page that describes them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cluster.metrics.catalogue import Kind, Metric, metrics
+from cluster.metrics.table import as_markdown
+
+PAGE = Path(__file__).parents[4] / "dashboards" / "METRICS.md"
+ALL = list(metrics())
+# Ray's own labels, and what Prometheus adds.
+TAKEN = {"WorkerId", "NodeAddress", "Component", "SessionName", "Version", "le", "job", "instance"}
+
+
+def test_each_name_is_declared_once() -> None:
+    names = [metric.name for metric in ALL]
+
+    assert len(names) == len(set(names)) > 30
+
+
+@pytest.mark.parametrize("metric", ALL, ids=lambda metric: metric.name)
+def test_names_follow_prometheus(metric: Metric) -> None:
+    assert re.fullmatch(r"apar_[a-z0-9_]+", metric.name)
+    assert metric.exported == f"ray_{metric.name}"
+    # Ray's agent would write it behind a counter's name, and `exported` would be another.
+    assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
+    if metric.unit in ("seconds", "ratio"):
+        assert metric.unit in metric.name
+    assert metric.help.endswith(".")
+    assert not TAKEN & set(metric.labels)
+    assert set(metric.labels) <= {"model", "replica", "state", "outcome", "reason", "key_class"}
+
+
+@pytest.mark.parametrize("metric", ALL, ids=lambda metric: metric.name)
+def test_buckets_are_a_histograms_and_rise(metric: Metric) -> None:
+    assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM)
+    assert list(metric.buckets) == sorted(set(metric.buckets))
+
+
+def test_the_page_of_all_metrics_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == as_markdown(), "run `python -m cluster.metrics`"
+
+
+def test_the_page_names_every_metric_and_label() -> None:
+    page = as_markdown()
+
+    for metric in ALL:
+        assert f"## `{metric.exported}`\n" in page
+        assert metric.help in page
+        for name, values in metric.labels.items():
+            assert f"- `{name}`: {values}\n" in page

@@ -1,0 +1,33 @@
+"""The file that tells Prometheus where the nodes are."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from cluster.metrics.targets import node_targets, write_targets
+
+
+def test_living_nodes_that_tell_of_metrics_are_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [
+        {"NodeManagerAddress": "10.0.0.1", "MetricsExportPort": 8080, "Alive": True},
+        {"NodeManagerAddress": "fd00::2", "MetricsExportPort": 8081, "Alive": True},
+        {"NodeManagerAddress": "10.0.0.3", "MetricsExportPort": 8080, "Alive": False},
+        {"NodeManagerAddress": "10.0.0.4", "MetricsExportPort": -1, "Alive": True},
+    ]
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(nodes=lambda: nodes))
+
+    assert node_targets() == ["10.0.0.1:8080", "[fd00::2]:8081"]
+
+
+def test_the_file_is_what_prometheus_reads_and_written_when_it_changes(tmp_path: Path) -> None:
+    file = tmp_path / "targets.json"
+
+    assert write_targets(file, ["a:1"])
+    assert not write_targets(file, ["a:1"])
+    assert write_targets(file, ["a:1", "b:2"])
+
+    assert json.loads(file.read_text()) == [{"labels": {"job": "ray"}, "targets": ["a:1", "b:2"]}]
+    assert [path.name for path in tmp_path.iterdir()] == ["targets.json"]
