@@ -13,14 +13,14 @@ Ray's agent on each node tells all of them at `/metrics`, beside Ray's own (`ray
 do not ask for; of gauges that all gateways tell alike (`replicas`, `replicas_wanted`), take the
 largest.
 
-- Counters begin with 0 when their process starts, and stay when it has ended, until the agent of its
-  node ends.
-- A histogram is told as `_bucket`, `_sum` and `_count`, which Ray types as gauges: its own histograms
-  would put each value in the middle of its bucket. They behave as a histogram's, and go with gauges
-  when the process ends.
+- Counters begin with 0 when their process starts, and stay when it has ended, until the agent of
+  its node ends.
+- A histogram is told as `_bucket`, `_sum` and `_count`, which Ray types as gauges: its own
+  histograms would put each value in the middle of its bucket. They behave as a histogram's, and go
+  with the gauges when the process ends.
 - Numbers are handed over once a second, and reach the agent with the process' next report:
-  `metrics.report_s` on a private cluster, 10 s on another (`RAY_metrics_report_interval_ms`). What a
-  process that is killed had not reported is lost.
+  `metrics.report_s` on a private cluster, 10 s on another (`RAY_metrics_report_interval_ms`). What
+  a process that is killed had not reported is lost.
 """
 
 

@@ -1,0 +1,56 @@
+"""Each refusal of the gateway has one reason."""
+
+import inspect
+from collections.abc import Iterator
+
+import pytest
+
+from apar_core.errors import CapacityError, RequestError
+from cluster.metrics import catalogue
+from deployments import fair_queue, keys, rate_limits, request_body, served_models
+from deployments.fair_queue import QueueTimeoutError
+from deployments.keys import UnknownKeyError
+from deployments.metrics.rejections import Rejection, rejection_for
+from deployments.rate_limits import RateLimitError
+from deployments.request_body import BodyTooLargeError, PromptTooLongError
+from deployments.served_models import UnknownModelError
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (UnknownKeyError("no"), Rejection.AUTHENTICATION),
+        (RateLimitError("no", kind="tokens", retry_after_s=1), Rejection.KEY_LIMIT),
+        (BodyTooLargeError("no"), Rejection.TOO_LARGE),
+        (PromptTooLongError("no"), Rejection.TOO_LARGE),
+        (UnknownModelError("m"), Rejection.UNKNOWN_MODEL),
+        (QueueTimeoutError("no"), Rejection.QUEUE_TIMEOUT),
+        (CapacityError("no"), Rejection.OVERLOADED),
+        (RequestError("no"), Rejection.INVALID),
+    ],
+)
+def test_each_error_has_its_reason(error: RequestError | CapacityError, reason: Rejection) -> None:
+    assert rejection_for(error) is reason
+
+
+def test_no_kind_of_refusal_is_left_to_the_general_reasons() -> None:
+    def kinds() -> Iterator[type[Exception]]:
+        for module in (fair_queue, keys, rate_limits, request_body, served_models):
+            for _, kind in inspect.getmembers(module, inspect.isclass):
+                is_own = kind.__module__ == module.__name__
+                if is_own and issubclass(kind, RequestError | CapacityError):
+                    yield kind
+
+    found = list(kinds())
+
+    assert len(found) == 6
+    for kind in found:
+        reason = rejection_for(kind.__new__(kind))
+        assert reason not in (Rejection.INVALID, Rejection.OVERLOADED), kind
+
+
+def test_the_catalogue_names_every_reason() -> None:
+    described = catalogue.REQUESTS_REJECTED.labels["reason"]
+
+    for reason in Rejection:
+        assert reason.value in described
