@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from ray.serve.schema import ServeDeploySchema
+from pydantic import BaseModel
+from ray.serve.schema import (
+    DeploymentSchema,
+    HTTPOptionsSchema,
+    ServeApplicationSchema,
+    ServeDeploySchema,
+)
 
 from cluster.config import ConfigError
 from cluster.local_ray import SERVE_FLAGS
@@ -26,7 +32,9 @@ def problems(objects: list[Object]) -> Iterator[str]:
     for service in of_kind(objects, "RayService"):
         label = label_of(service)
         try:
-            config = ServeDeploySchema.model_validate(serve_config(service))
+            loaded = serve_config(service)
+            yield from (f"{label}: serveConfigV2: {name}" for name in _unknown(loaded))
+            config = ServeDeploySchema.model_validate(loaded)
             [app] = config.applications
             arguments = arguments_of(app.args)
         except (ValueError, ConfigError, yaml.YAMLError) as error:
@@ -49,6 +57,24 @@ def serve_config(service: Object) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ValueError("a mapping is expected")
     return loaded
+
+
+def _unknown(loaded: dict[str, Any]) -> Iterator[str]:
+    """Fields that Ray Serve does not know, and passes over in silence."""
+
+    def unknown(values: Any, schema: type[BaseModel], place: str) -> Iterator[str]:
+        if isinstance(values, dict):
+            yield from (
+                f"{place}{name}: Ray Serve knows no such field"
+                for name in values.keys() - schema.model_fields.keys()
+            )
+
+    yield from unknown(loaded, ServeDeploySchema, "")
+    yield from unknown(loaded.get("http_options"), HTTPOptionsSchema, "http_options.")
+    for app in loaded.get("applications", []):
+        yield from unknown(app, ServeApplicationSchema, "applications.")
+        for deployment in app.get("deployments", []):
+            yield from unknown(deployment, DeploymentSchema, "applications.deployments.")
 
 
 def _address(config: ServeDeploySchema, ray: list[Pod]) -> Iterator[str]:

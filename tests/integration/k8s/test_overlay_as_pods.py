@@ -1,0 +1,212 @@
+"""The overlay `local` in pods made by hand: deployed as KubeRay does it, used as clients do."""
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import yaml
+
+from cluster.keys_config import hash_of
+from k8s.objects import FOLDER, build, of_kind, pods
+from k8s.serving import serve_config
+from tests.integration.k8s.pods_by_hand import (
+    TOKEN,
+    HandMadePod,
+    HandMadePods,
+    cannot_make_pods,
+    hand_made_pods,
+)
+from tests.unit.k8s.built import NEEDS_KUBECTL
+
+REASON = cannot_make_pods()
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.slow,
+    NEEDS_KUBECTL,
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+]
+
+KEY, NEW_KEY = "apar-alice", "apar-bob"
+QUESTION: list[Any] = [{"role": "user", "content": "Give me 3 tips for sleeping well."}]
+READY_S = 180.0
+
+
+class Cluster:
+    """The running pods, and what an operator would do with them."""
+
+    def __init__(self, made: HandMadePods, head: HandMadePod, engine: HandMadePod) -> None:
+        self.pods = made
+        self.head = head
+        self.engine = engine
+        self.config: dict[str, Any] = {}
+
+    def deploy(self, config: dict[str, Any]) -> None:
+        """Give Ray Serve its configuration, through the dashboard, as KubeRay does."""
+        self._api("PUT", json=config).raise_for_status()
+        self.config = config
+
+    def replicas(self, deployment: str) -> dict[str, str]:
+        """Ids of the replicas that run, and the address of their pod."""
+        status = self._api("GET").json()["applications"]["apar"]["deployments"][deployment]
+        running = [each for each in status["replicas"] if each["state"] == "RUNNING"]
+        return {each["replica_id"]: each["node_ip"] for each in running}
+
+    def _api(self, method: str, **arguments: Any) -> httpx.Response:
+        url = (
+            f"http://{self.head.address}:{self.head.pod.ports['dashboard']}/api/serve/applications/"
+        )
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        return httpx.request(method, url, headers=headers, timeout=30, **arguments)
+
+
+def client_of(pod: HandMadePod, key: str = KEY) -> openai.OpenAI:
+    url = f"http://{pod.address}:{pod.pod.ports['serve']}/v1"
+    return openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60)
+
+
+def answer_of(pod: HandMadePod, key: str = KEY) -> str:
+    chat = client_of(pod, key).chat.completions
+    answer = chat.create(model="apar-tiny", messages=QUESTION, temperature=0)
+    return answer.choices[0].message.content or ""
+
+
+def wait_for_answer(pod: HandMadePod, *, refused: bool) -> str:
+    """The first answer, or the first refusal of a request, which it takes a moment to get."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            said, is_refusal = answer_of(pod), False
+        except openai.BadRequestError as error:
+            said, is_refusal = error.message, True
+        if is_refusal == refused:
+            return said
+        time.sleep(1)
+    raise AssertionError(said)
+
+
+def records(*keys: str) -> str:
+    return yaml.safe_dump([{"name": f"key-{key}", "hash": hash_of(key)} for key in keys])
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    objects = build(FOLDER / "overlays" / "local")
+    templates = [pod for pod in pods(objects) if pod.ray_start is not None]
+    folder = tmp_path_factory.mktemp("pods")
+    with hand_made_pods(objects, folder, records(KEY)) as made:
+        head = made.start(templates[0])
+        try:
+            head.wait_until("readinessProbe")
+            engine = made.start(templates[1])
+            engine.wait_until("livenessProbe")
+            running = Cluster(made, head, engine)
+            running.deploy(serve_config(of_kind(objects, "RayService")[0]))
+            engine.wait_until("readinessProbe", timeout_s=READY_S)
+        except BaseException:
+            made.keep_logs(Path("out") / "pods")
+            raise
+        yield running
+
+
+def test_a_pod_is_confined_as_its_template_says(cluster: Cluster) -> None:
+    script = "id -u; touch /x /etc/x; touch /tmp/x && echo wrote; grep CapEff /proc/self/status"
+
+    done = cluster.engine.run(["bash", "-c", script], timeout_s=20)
+
+    assert done.stdout.split() == ["10001", "wrote", "CapEff:", "0" * 16]
+    assert done.stderr.count("Read-only file system") == 2
+
+
+def test_a_chat_is_answered_to_whoever_has_a_key(cluster: Cluster) -> None:
+    assert "1." in answer_of(cluster.engine)
+    with pytest.raises(openai.AuthenticationError):
+        answer_of(cluster.engine, key="apar-nobody")
+
+
+def test_the_engine_is_where_its_resource_is_and_all_pods_pass_their_probes(
+    cluster: Cluster,
+) -> None:
+    assert set(cluster.replicas("Replica-apar-tiny").values()) == {cluster.engine.address}
+    for pod in (cluster.head, cluster.engine):
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            assert pod.passes(probe), (pod.name, probe)
+
+
+def test_metrics_are_where_the_pod_monitors_look(cluster: Cluster) -> None:
+    deadline = time.monotonic() + 30
+    while "ray_vllm_" not in cluster.engine.get("/metrics", "metrics").text:
+        assert time.monotonic() < deadline
+        time.sleep(1)
+    assert cluster.head.get("/metrics", "metrics").is_success
+
+
+def test_a_changed_secret_reaches_the_running_gateway(cluster: Cluster) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        answer_of(cluster.engine, key=NEW_KEY)
+
+    (cluster.pods.keys / "keys.yaml").write_text(records(KEY, NEW_KEY))
+    time.sleep(2)
+
+    assert "1." in answer_of(cluster.engine, key=NEW_KEY)
+
+
+def test_a_changed_user_config_changes_the_gateway_and_restarts_nothing(cluster: Cluster) -> None:
+    before = [cluster.replicas(name) for name in ("Gateway", "Replica-apar-tiny")]
+    [app] = cluster.config["applications"]
+    changed = app | {
+        "deployments": [{"name": "Gateway", "user_config": {"limits": {"max_prompt_chars": 5}}}]
+    }
+    whole = cluster.config
+
+    cluster.deploy(whole | {"applications": [changed]})
+    refusal = wait_for_answer(cluster.engine, refused=True)
+    after = [cluster.replicas(name) for name in ("Gateway", "Replica-apar-tiny")]
+    assert "characters" in refusal
+    assert after == before
+    cluster.deploy(whole)
+    assert "1." in wait_for_answer(cluster.engine, refused=False)
+
+
+def test_a_pod_that_is_to_end_hands_over_and_no_request_fails(cluster: Cluster) -> None:
+    second = cluster.pods.start(cluster.engine.pod)
+    second.wait_until("livenessProbe")
+    ready = [cluster.engine]
+    stop = threading.Event()
+    answers: list[str] = []
+
+    def ask() -> None:
+        while not stop.is_set():
+            # As a Service does it: a pod that is about to end gets no new connections.
+            answers.append(answer_of(ready[-1]))
+
+    hook = cluster.engine.pod.container["lifecycle"]["preStop"]["exec"]["command"]
+    with ThreadPoolExecutor(3) as executor:
+        asking = executor.submit(ask)
+        draining = executor.submit(cluster.engine.run, hook, 120)
+        try:
+            for _ in itertools.takewhile(lambda _: not second.passes("readinessProbe"), range(180)):
+                time.sleep(0.5)
+            ready.append(second)
+            drained = draining.result()
+            before = len(answers)
+            cluster.engine.end()
+            deadline = time.monotonic() + 30
+            while len(answers) < before + 2 and not asking.done():
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+        finally:
+            stop.set()
+        asking.result()
+
+    assert drained.returncode == 0, drained.stderr
+    assert drained.stdout.strip() == "0 replicas left"
+    assert set(cluster.replicas("Replica-apar-tiny").values()) == {second.address}
+    assert len(answers) >= 3
+    assert len(set(answers)) == 1

