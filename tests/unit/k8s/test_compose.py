@@ -101,3 +101,19 @@ def test_prometheus_finds_the_cluster_where_its_configuration_says() -> None:
     port = load_config(SERVED, {}, {}).metrics.port
     assert job["static_configs"] == [{"targets": [f"127.0.0.1:{port}"]}]
     assert compose["grafana"]["environment"]["PROMETHEUS_URL"] == "http://127.0.0.1:9090"
+
+
+def test_grafana_finds_the_dashboards_and_prometheus_as_they_are_provisioned() -> None:
+    grafana = composed()["services"]["grafana"]
+    mounts = dict(volume.removesuffix(":ro").split(":") for volume in grafana["volumes"])
+    provisioning = REPOSITORY / "dashboards" / "grafana" / "provisioning"
+    [provider] = yaml.safe_load((provisioning / "dashboards" / "apar.yaml").read_text())[
+        "providers"
+    ]
+    [source] = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())[
+        "datasources"
+    ]
+
+    assert mounts["./dashboards/grafana/provisioning"] == "/etc/grafana/provisioning"
+    assert mounts["./dashboards/grafana/json"] == provider["options"]["path"]
+    assert source["url"].strip("${}") in grafana["environment"]
