@@ -25,6 +25,7 @@ from deployments.metrics.rejections import Rejection
 from deployments.metrics.timer import FlushTimer
 from deployments.replica_calls import HandleCalls
 from deployments.routing import registry
+from deployments.tracing import close_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -162,8 +163,7 @@ class GatewayIngress:
     async def __del__(self) -> None:
         if self._telling is not None:
             await self._telling.close()
-        if self._gateway.tracing is not None:
-            await self._gateway.tracing.close()
+        await close_tracing(self._gateway.tracing)
 
     async def _is_ready(self) -> bool:
         """Whether a request would find a replica, or start one."""

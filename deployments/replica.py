@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat
@@ -19,7 +20,7 @@ from deployments.autoscaling import replica_report
 from deployments.json_logs import ProcessLogs
 from deployments.routing.load_report import LoadReporter
 from deployments.serve_logs import kept_serve_logs
-from deployments.tracing import REPLICA, open_tracing
+from deployments.tracing import REPLICA, close_tracing, open_tracing
 from deployments.watchdog import watch
 
 if TYPE_CHECKING:
@@ -56,7 +57,9 @@ class Replica(Answering):
             self.metrics = self._told.metrics
             self._told.begin(self._engine.core_state, lambda: self.num_inside)
         self.tracing = open_tracing(settings.tracing, REPLICA)
-        self._watchdog = asyncio.create_task(watch(lambda: self.engine_lost))
+        self._watchdog = asyncio.create_task(
+            watch(lambda: self.engine_lost, at_last=partial(close_tracing, self.tracing, 1.0))
+        )
 
     async def _build(self, settings: ReplicaSettings) -> AsgiApp:
         """The engine, and the application over it."""
@@ -113,5 +116,4 @@ class Replica(Answering):
         if self._told is not None:
             await self._told.close()
         self._engine.shutdown()
-        if self.tracing is not None:
-            await self.tracing.close()
+        await close_tracing(self.tracing)

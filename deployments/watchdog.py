@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import psutil
@@ -30,14 +30,18 @@ async def watch(
     end_process: Callable[[int], None] = end_with_children,
     period_s: float = PERIOD_S,
     last_words_s: float = LAST_WORDS_S,
+    at_last: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Poll the engine until it is dead, then end the process.
 
     A failed health check alone would leave the replica answering errors for seconds; it ends
-    hard because Ray Serve's own teardown waits for requests that cannot finish.
+    hard because Ray Serve's own teardown waits for requests that cannot finish. `at_last` runs
+    just before, and must not take long.
     """
     while not is_dead():  # noqa: ASYNC110 - the engine sets a flag when it dies, no event
         await asyncio.sleep(period_s)
     logger.error("engine lost; ending the replica")
     await asyncio.sleep(last_words_s)
+    if at_last is not None:
+        await at_last()
     end_process(EXIT_STATUS)

@@ -8,12 +8,20 @@ where tracing is on.
 
 from deployments.tracing.engine_trace import engine_trace
 from deployments.tracing.gateway_trace import start_trace
-from deployments.tracing.tracing import GATEWAY, REPLICA, Tracing, open_tracing, reopened
+from deployments.tracing.tracing import (
+    GATEWAY,
+    REPLICA,
+    Tracing,
+    close_tracing,
+    open_tracing,
+    reopened,
+)
 
 __all__ = [
     "GATEWAY",
     "REPLICA",
     "Tracing",
+    "close_tracing",
     "engine_trace",
     "open_tracing",
     "reopened",

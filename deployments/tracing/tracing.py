@@ -91,14 +91,16 @@ class Tracing:
         closing.start()
         return closing
 
-    async def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Send what waits, for as long as `timeout_s`, and nothing more."""
-        await asyncio.to_thread(self.close_soon().join, timeout_s)
-
 
 def open_tracing(config: TracingConfig, role: str) -> Tracing | None:
     """The tracing of this process; None where none is configured."""
     return Tracing(config, role) if config.enabled else None
+
+
+async def close_tracing(tracing: Tracing | None, timeout_s: float = CLOSE_S) -> None:
+    """Send what waits, for as long as `timeout_s`, and nothing more."""
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close_soon().join, timeout_s)
 
 
 def reopened(tracing: Tracing | None, config: TracingConfig, role: str) -> Tracing | None:

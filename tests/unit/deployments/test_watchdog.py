@@ -10,8 +10,19 @@ from deployments.watchdog import EXIT_STATUS, watch
 async def test_the_process_ends_once_the_engine_is_dead_and_not_before() -> None:
     dead = False
     ended: list[int] = []
+    said: list[list[int]] = []
+
+    async def at_last() -> None:
+        said.append([*ended])
+
     task = asyncio.create_task(
-        watch(lambda: dead, end_process=ended.append, period_s=0.001, last_words_s=0.02)
+        watch(
+            lambda: dead,
+            end_process=ended.append,
+            period_s=0.001,
+            last_words_s=0.02,
+            at_last=at_last,
+        )
     )
     await asyncio.sleep(0.01)
     assert not task.done()
@@ -22,6 +33,7 @@ async def test_the_process_ends_once_the_engine_is_dead_and_not_before() -> None
     await task
 
     assert ended == [EXIT_STATUS]
+    assert said == [[]]  # before the end, once
 
 
 def test_an_engine_that_stands_still_ends_with_its_replica() -> None:

@@ -214,7 +214,9 @@ async def test_a_wait_in_the_queue_is_a_span_as_long(kept: KeptSpans) -> None:
     replicas.gate.clear()
     http = client(kept, replicas, max_queued=1)
     tasks = [asyncio.create_task(http.post(CHAT, json=BODY)) for _ in range(3)]
-    await asyncio.sleep(0.1)
+    while len(replicas.requests) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.2)
     replicas.gate.set()
     await asyncio.gather(*tasks)
 

@@ -14,7 +14,7 @@ from opentelemetry.trace import SpanKind
 
 from cluster.local_ray import free_port
 from cluster.tracing_config import TracingConfig
-from deployments.tracing import Tracing, open_tracing, reopened
+from deployments.tracing import Tracing, close_tracing, open_tracing, reopened
 from tests.fakes.otlp_collector import grpc_collector, http_collector
 
 SLOWLY: dict[str, Any] = {"export_s": 60.0}
@@ -36,7 +36,7 @@ async def test_spans_reach_a_collector_over_http_with_headers_and_name() -> None
         )
         tracing = Tracing(config, "gateway")
         make_spans(tracing, 3)
-        await tracing.close()
+        await close_tracing(tracing)
 
     assert [span.name for span in collector.spans] == ["work"] * 3
     (headers,) = collector.headers
@@ -50,7 +50,7 @@ async def test_a_path_of_the_endpoint_is_kept() -> None:
     with http_collector() as collector:
         tracing = Tracing(TracingConfig(endpoint=collector.endpoint + "/otlp/traces"), "gateway")
         make_spans(tracing, 1)
-        await tracing.close()
+        await close_tracing(tracing)
 
     assert collector.headers[0][":path"] == "/otlp/traces"
 
@@ -66,7 +66,7 @@ async def test_spans_reach_a_collector_over_grpc() -> None:
         )
         tracing = Tracing(config, "replica")
         make_spans(tracing, 3)
-        await tracing.close()
+        await close_tracing(tracing)
 
     assert len(collector.spans) == 3
     assert collector.headers[0]["authorization"] == "secret"
@@ -130,7 +130,7 @@ async def test_the_queue_is_bounded() -> None:
 
     make_spans(tracing, 1000)
     exporter.delay_s = 0.0
-    await tracing.close()
+    await close_tracing(tracing)
 
     assert 10 <= exporter.num_spans <= 30
 
@@ -140,7 +140,7 @@ async def test_a_collector_that_hangs_holds_the_end_up_for_no_longer_than_given(
     make_spans(tracing, 1)
     began_s = time.monotonic()
 
-    await tracing.close(0.2)
+    await close_tracing(tracing, 0.2)
 
     assert time.monotonic() - began_s < 15.0
 
@@ -152,7 +152,7 @@ async def test_a_collector_that_is_down_is_logged_once(caplog: pytest.LogCapture
         for _ in range(5):
             make_spans(tracing, 1)
             await asyncio.sleep(0.3)
-        await tracing.close()
+        await close_tracing(tracing)
 
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert [record.getMessage() for record in warnings] == ["spans could not be exported"]
