@@ -65,6 +65,7 @@ def check_queries(server: Prometheus) -> None:
     (ranged,) = server.query_range("water_level", at, at + 2, 1)
     assert [value for _, value in ranged.points] == [2.5, 2.5, 2.5]
     assert "water_level" in server.metric_names()
+    assert [rule["name"] for rule in server.rules()] == ["Flood"]
     assert [target["health"] for target in server.targets()] == ["up"]
     with pytest.raises(QueryError, match="parse error"):
         server.query("sum(")
