@@ -12,12 +12,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
+from cluster.metrics_config import DEFAULT_PORT
 from cluster.monitor.overview import ClusterHistory
 from cluster.monitor.sources import PagesSource, PrometheusSource, Source
 from cluster.monitor.view import Screen
 from cluster.monitor.watch import MonitorError, Watch
 
-DEFAULT_PAGE = "http://127.0.0.1:9464/metrics"
+DEFAULT_PAGE = f"http://127.0.0.1:{DEFAULT_PORT}/metrics"
 # Pages change about once a second, so that a rate over one short interval would jump.
 _INTERVALS_PER_RATE = 3
 _LEAST_RATE_S = 5.0

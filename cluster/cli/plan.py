@@ -19,6 +19,8 @@ from cluster.sizing.deployment import cluster_yaml, overlay_values
 from cluster.sizing.plan import Plan, make_plan
 from cluster.sizing.reasons import Section, reasons
 
+_VALUE_WIDTH = 30
+
 
 def plan(
     context: typer.Context,
@@ -94,7 +96,7 @@ def _plan(request: PlanRequest, out: Any, *, as_json: bool) -> None:
 def _print(sections: list[Section]) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table.add_column(overflow="fold", max_width=_VALUE_WIDTH)
     table.add_column(style="dim", overflow="fold")
     for number, (title, lines) in enumerate(sections):
         if number:

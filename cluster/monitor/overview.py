@@ -138,7 +138,10 @@ class ClusterHistory:
                 deferred=threads.get((*each, "deferred"), 0.0),
                 kv_share=kv_share.get(each),
                 tokens_per_s=recent.rate(tokens.get(each, 0.0)),
-                forks_per_s=recent.rate(forks.get((*each, "accepted"), 0.0)),
+                # A delayed one has been started later.
+                forks_per_s=recent.rate(
+                    sum(forks.get((*each, outcome), 0.0) for outcome in ("accepted", "delayed"))
+                ),
                 age_s=latest.at_s - since_s,
                 older=older,
             )
@@ -172,7 +175,7 @@ def _model(name: str, values: Values, recent: Window, window: Window) -> ModelFi
     errors = summed(window.gained, catalogue.REQUESTS, "model", "outcome")
     return ModelFigures(
         model=name,
-        replicas=largest(values, catalogue.REPLICAS, "model").get((name,), 0.0),
+        replicas=_replicas_of(name, values),
         running=now(catalogue.REQUESTS_RUNNING),
         queued=now(catalogue.REQUESTS_QUEUED),
         tokens_per_s=recent.rate(gained(catalogue.GENERATED_TOKENS, recent)),
@@ -195,6 +198,13 @@ def _model(name: str, values: Values, recent: Window, window: Window) -> ModelFi
         latency_s=quantiles(catalogue.REQUEST_LATENCY),
         queue_s=quantiles(catalogue.QUEUE_TIME),
     )
+
+
+def _replicas_of(name: str, values: Values) -> float:
+    """Those that the gateway knows, or if none has asked yet, those that report."""
+    reporting = summed(values, catalogue.THREADS, "model", "replica")
+    known = largest(values, catalogue.REPLICAS, "model").get((name,), 0.0)
+    return max(known, float(sum(model == name for model, _ in reporting)))
 
 
 def _of_model(sums: Mapping[GroupKey, float], name: str) -> float:

@@ -150,7 +150,7 @@ def _pair(quantiles: Quantiles, *, narrow: bool) -> str:
 
 
 def _forks(overview: Overview, *, narrow: bool) -> Table:
-    title = f"Forks (per second), and what they saved in the last {overview.window_s:.0f} s"
+    title = f"Forks per second, and what they saved in the last {overview.window_s:.0f} s"
     table = _table(
         title, "model", "accepted", "delayed", "refused",
         "attended" if narrow else "attended tokens", "cached" if narrow else "cached at the peak",

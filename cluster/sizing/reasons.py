@@ -190,8 +190,9 @@ def _replicas(plan: Plan) -> Iterator[Line]:
         "within 99 of 100",
         f"first token {_s(expected.first_token_s)}, {1000 * expected.busy_step_s:.0f} ms a token, "
         f"long answer {_s(expected.latency_s)}",
-        f"goals: {_goal(goals.first_token_s)}, {_goal(goals.token_s)}, {_goal(goals.latency_s)}; "
-        f"mean answer {_s(expected.mean_latency_s)}, wait for a place {_s(expected.wait_s)}",
+        f"asked for: {_goal(goals.first_token_s)}, {_goal(goals.token_s)}, "
+        f"{_goal(goals.latency_s)}; wait for a place {_s(expected.wait_s)}; a mean answer takes "
+        f"{_s(expected.mean_latency_s)}",
     )
 
 
@@ -210,4 +211,4 @@ def _s(value_s: float) -> str:
 
 
 def _goal(value_s: float | None) -> str:
-    return "none" if value_s is None else _s(value_s)
+    return "nothing" if value_s is None else _s(value_s)

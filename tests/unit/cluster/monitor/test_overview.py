@@ -63,7 +63,7 @@ def test_two_readings_give_rates_savings_and_quantiles() -> None:
     overview, model = history.overview(), only_model(history)
 
     assert overview.replicas[0].tokens_per_s == model.tokens_per_s == 250
-    assert overview.replicas[0].forks_per_s == 4
+    assert overview.replicas[0].forks_per_s == 5
     assert model.forks_per_s == {"accepted": 4, "delayed": 1, "refused": 0}
     assert model.requests_per_s == 5
     assert model.error_share == pytest.approx(0.1)

@@ -1,0 +1,140 @@
+"""`apar monitor` and `apar plan --measure-from` beside the running application, under load."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.local_ray import free_port
+from tests.integration.serving.apar_process import TINY, serving
+from tests.integration.serving.load_clients import under_load
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+COMMAND = (sys.executable, "-c", "from cluster.cli.main import app; app()")
+WAIT_S = 60.0
+
+
+@contextmanager
+def loaded(url: str, num_clients: int) -> Iterator[None]:
+    """So many clients at work, in another executor."""
+    begun, enough = threading.Event(), threading.Event()
+
+    async def work() -> None:
+        async with under_load(url, num_clients=num_clients):
+            begun.set()
+            await asyncio.to_thread(enough.wait)
+
+    executor = threading.Thread(target=lambda: asyncio.run(work()))
+    executor.start()
+    assert begun.wait(WAIT_S)
+    try:
+        yield
+    finally:
+        enough.set()
+        executor.join()
+
+
+def run(*arguments: str) -> dict[str, Any]:
+    """The last line of a command's output, which is JSON."""
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_a_loaded_cluster_is_shown_as_it_is(tmp_path: Path) -> None:
+    port = free_port()
+    page = f"127.0.0.1:{port}"
+    with serving(tmp_path, TINY | {"replicas": 2}, metrics={"port": port}) as server:
+        with loaded(server.url, 8):
+            time.sleep(6)
+            shown = run("monitor", "--metrics", page, "--once", "--json", "--interval", "8")
+            threads = sum(load["threads"] for load in server.loads())
+        text = subprocess.run(
+            [*COMMAND, "monitor", "--metrics", page, "--once"], capture_output=True, text=True,
+            check=True,
+        ).stdout  # fmt: skip
+
+    (model,) = shown["models"]
+    assert (model["model"], model["replicas"]) == ("apar-tiny", 2)
+    assert len(shown["replicas"]) == 2
+    assert 0 < model["running"] <= 8
+    assert model["error_share"] == 0
+    assert model["tokens_per_s"] > 0
+    assert model["tokens_per_s"] == pytest.approx(
+        sum(each["tokens_per_s"] for each in shown["replicas"])
+    )
+    # Every prompt asks for a list, of which the model forks every item.
+    assert 2 <= model["forks_per_s"]["accepted"] / model["requests_per_s"] <= 8
+    assert 0.1 < model["attention_saved"] < 0.7
+    assert 0.1 < model["cache_saved"] < 0.7
+    assert 0 < model["latency_s"]["p50"] <= model["latency_s"]["p99"] < WAIT_S
+    assert 0 < model["token_s"]["p50"] < model["latency_s"]["p50"]
+    assert threads > 0
+    for each in shown["replicas"]:
+        assert 0 < each["kv_share"] < 1
+        assert each["running"] + each["waiting"] > 0
+    assert "apar-tiny" in text
+    assert "none" in text  # rejected
+
+
+def test_step_times_are_measured_on_the_running_cluster(tmp_path: Path) -> None:
+    port = free_port()
+    with serving(tmp_path, TINY, metrics={"port": port}) as server, loaded(server.url, 1):
+        planning = subprocess.Popen(
+            [*COMMAND, "plan", "--rate", "3", "--model", "apar-tiny", "--measure-from",
+             f"127.0.0.1:{port}", "--measure-s", "30", "--json"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        time.sleep(14)
+        with loaded(server.url, 12):
+            output, errors = planning.communicate(timeout=WAIT_S)
+
+    assert planning.returncode == 0, errors
+    costs = json.loads(output)["costs"]
+    assert "measured:" in costs["source"]
+    assert 0 < costs["base_s"] < 0.2
+    assert 0 < costs["thread_s"] < 0.02
+
+
+def test_a_watch_goes_on_through_a_restart_of_the_server(tmp_path: Path) -> None:
+    port, log = free_port(), tmp_path / "watched"
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+
+    def wait_for(condition: Any) -> dict[str, Any]:
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            lines = [json.loads(line) for line in log.read_text().splitlines()[:-1]]
+            if lines and condition(lines[-1]):
+                return dict(lines[-1])
+            assert watching.poll() is None, "the monitor has ended"
+            assert time.monotonic() < deadline, lines[-1:]
+            time.sleep(0.2)
+
+    with serving(first, TINY, metrics={"port": port}), log.open("w") as output:
+        watching = subprocess.Popen(
+            [*COMMAND, "monitor", "--metrics", f"127.0.0.1:{port}", "--json", "--interval", "0.5"],
+            stdout=output,
+        )
+        before = wait_for(lambda shown: shown["replicas"])
+    try:
+        wait_for(lambda shown: shown["silence"] is not None)
+        with serving(second, TINY, metrics={"port": port}):
+            after = wait_for(lambda shown: shown["silence"] is None and shown["replicas"])
+    finally:
+        watching.send_signal(2)
+        assert watching.wait(timeout=WAIT_S) == 0
+
+    assert after["replicas"][0]["replica"] != before["replicas"][0]["replica"]
+    assert not after["replicas"][0]["older"]
+    assert all(value >= 0 for value in after["trend"])
