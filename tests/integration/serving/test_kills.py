@@ -3,12 +3,13 @@
 `APAR_KILLS` sets the number of kills of the long run, `APAR_KILL_SEED` its seed.
 """
 
+import asyncio
 import os
 from pathlib import Path
 
 import pytest
 
-from tests.integration.serving.apar_process import CONTROLLER, HAPROXY, TINY, serving
+from tests.integration.serving.apar_process import CONTROLLER, ENGINE, HAPROXY, TINY, serving
 from tests.integration.serving.kill_run import (
     KillRun,
     healthy,
@@ -16,10 +17,13 @@ from tests.integration.serving.kill_run import (
     kill_run,
     until_alive,
 )
+from tests.integration.serving.load_clients import under_load
 
 pytestmark = pytest.mark.cluster
 NUM_KILLS = int(os.environ.get("APAR_KILLS", "50"))
 SEED = int(os.environ.get("APAR_KILL_SEED", "0"))
+# Two health checks without an answer, of 25 s each, and the end of a replica.
+HANG_S = 80.0
 # What a client may be told while, for a moment, no replica is left to go on with.
 CLEAN = {"engine_lost", "not_ready", "overloaded", "replica_unavailable"}
 
@@ -50,6 +54,25 @@ async def test_many_kills_lose_no_request(
         with capsys.disabled():
             print(f"\nseed {SEED}\n{run.table()}")  # noqa: T201  # the figures are its purpose
         check(run)
+        server.wait_until_idle(2)
+
+
+@pytest.mark.slow
+async def test_an_engine_that_stands_still_is_given_up_and_its_requests_go_on(
+    tmp_path: Path,
+) -> None:
+    with serving(tmp_path, TINY | {"replicas": 2}) as server:
+        async with under_load(server.url, num_clients=8) as load:
+            await asyncio.sleep(2)
+            victim = server.processes(ENGINE)[0]
+            victim.suspend()
+            async with asyncio.timeout(HANG_S):
+                while victim.is_running():  # noqa: ASYNC110 - another process's end
+                    await asyncio.sleep(0.5)
+        assert load.failures == []
+        slowest = max(outcome.seconds for outcome in load.outcomes)
+        assert slowest > 10  # Some did sit in the engine that stood still.
+        await asyncio.to_thread(server.wait_for_replicas, 2)
         server.wait_until_idle(2)
 
 
