@@ -56,8 +56,36 @@ def test_fork_computes_two_tokens_and_copies_at_most_one_block(model_dir: Path) 
     # The first child shares the prompt and 10 11, the second 10 11 [Fork] 12 13.
     assert counters.shared_tokens == 12 + 15
     # 12 tokens fill three blocks of four, 15 leave the fourth half full.
+    assert counters.shared_blocks == 3 + 3
     assert counters.copied_blocks == 1
     assert counters.fallbacks == 0
+    assert engine.scheduler.num_generated_tokens == sum(map(len, SCRIPT.values()))
+
+
+@pytest.mark.parametrize(("run_ahead", "num_blocks"), [(False, 2 + 2), (True, 1 + 2)])
+def test_blocks_of_threads_that_end_before_their_request_are_counted(
+    model_dir: Path, run_ahead: bool, num_blocks: int
+) -> None:
+    engine = ScriptedEngine(EngineShape(run_ahead=run_ahead), model_dir)
+    engine.add("a", PROMPT, SCRIPT)
+
+    engine.run()
+
+    # The root ends first: its 17 computed tokens fill five blocks, of which the children hold
+    # three, or four where the second child's fork found its 16 tokens computed. That child ends
+    # next, with 19 tokens in five blocks, of which the first child holds three. The first child
+    # ends the request: nothing is early then.
+    assert engine.scheduler.block_sharing.counters.released_early_blocks == num_blocks
+
+
+def test_nothing_is_released_early_where_nothing_forks(model_dir: Path) -> None:
+    engine = ScriptedEngine(EngineShape(), model_dir)
+    engine.add("a", PROMPT, {"": [10, 11, 12, END]})
+
+    engine.run()
+
+    assert engine.scheduler.block_sharing.counters.released_early_blocks == 0
+    assert engine.scheduler.num_generated_tokens == 4
 
 
 def test_child_runs_in_the_step_after_its_fork(model_dir: Path) -> None:
