@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from cluster.autoscaling_config import AutoscalingConfig
+from cluster.load_trend import LoadTrend
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class ScalingState:
     under_since_s: float | None = None
     # The highest wish since then: a short lull in the load takes no replica away.
     most_while_under: int = 0
+    trend: LoadTrend = field(default_factory=LoadTrend)
 
 
 def replicas_worth(load: ModelLoad, settings: AutoscalingConfig, target_threads: float) -> float:
@@ -71,10 +73,24 @@ def decide(
 ) -> tuple[int, ScalingState]:
     """The replicas to ask for now, within the configured bounds, and the state to decide on next.
 
-    More are asked for once they have been wanted for `upscale_delay_s`; fewer once the remaining
-    would have had `downscale_headroom` for `downscale_delay_s`, and never while a running replica
-    has not reported. `target_threads` is the settings' value or its default.
+    More are asked for once they have been wanted for `upscale_delay_s`, and while what has piled up
+    would not be gone within `catch_up_s`; fewer once the remaining would have had
+    `downscale_headroom` for `downscale_delay_s`, and never while a running replica has not
+    reported. `target_threads` is the settings' value or its default.
     """
+    held = sum(report.requests for report in load.replicas) + load.waiting_requests
+    trend = state.trend.after(now_s, held, load.running)
+    decision, after = _decide(load, settings, target_threads, replace(state, trend=trend), now_s)
+    return decision, replace(after, trend=trend)
+
+
+def _decide(
+    load: ModelLoad,
+    settings: AutoscalingConfig,
+    target_threads: float,
+    state: ScalingState,
+    now_s: float,
+) -> tuple[int, ScalingState]:
     worth = replicas_worth(load, settings, target_threads)
     lowest, highest = settings.min_replicas, settings.max_replicas
     # A replica takes long to start, and what piles up meanwhile must not count as more load.
@@ -86,7 +102,11 @@ def decide(
     enough = max(_bounded(worth / (1 - settings.downscale_headroom), lowest, highest), shrunk)
     if wanted > load.target:
         since = now_s if state.over_since_s is None else state.over_since_s
-        if load.target == 0 or now_s - since >= settings.upscale_delay_s:
+        # A full replica is worth several at their targets, also when it works off what came before
+        # it did: that is no load that goes on.
+        catches_up = settings.catch_up_s > 0 and state.trend.clears(worth, settings.catch_up_s)
+        long_enough = now_s - since >= settings.upscale_delay_s
+        if load.target == 0 or (long_enough and not catches_up):
             return wanted, ScalingState()
         return load.target, ScalingState(over_since_s=since)
     if enough < load.target and len(load.replicas) >= load.running:

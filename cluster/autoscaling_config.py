@@ -54,6 +54,13 @@ class AutoscalingConfig(BaseModel):
         "no more are taken away at once than leave the running ones divided by it.",
     )
 
+    catch_up_s: NonNegativeFloat = Field(
+        120.0,
+        description="No more replicas are asked for while requests become fewer so fast that what "
+        "is over the targets is gone within this time, in seconds, nor in the first 10 s of new "
+        "replicas. 0 asks for them all the same.",
+    )
+
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
         if self.min_replicas > self.max_replicas:

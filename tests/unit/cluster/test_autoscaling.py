@@ -14,6 +14,7 @@ SETTINGS = AutoscalingConfig(
     max_replicas=8, target_kv_use=0.8, upscale_delay_s=5, downscale_delay_s=60
 )
 TARGET_THREADS = 100.0
+SETTLES_LATER = SETTINGS.model_copy(update={"catch_up_s": 0.0})
 
 
 def report(**fields: float) -> ReplicaReport:
@@ -91,6 +92,35 @@ def test_growth_is_bounded_by_what_runs() -> None:
     assert at_once(flooded) == 2
     assert at_once(flooded, max_growth=4.0) == 4
     assert at_once(load_of(report(threads=5000), target=2)) == 2
+
+
+def flooded(waiting: float, running: int = 2) -> ModelLoad:
+    """Full replicas, each worth four at its target, and requests that wait for them."""
+    return load_of(*[report(requests=100, threads=400)] * running, waiting_requests=waiting)
+
+
+def test_no_more_are_asked_for_while_what_has_piled_up_is_worked_off() -> None:
+    # 200 running and 1000 waiting, of which 10 go in a second: 2 replicas are worth 24, so that
+    # 1100 are too many, and gone after 110 s.
+    falling = [flooded(1000.0 - 10 * second) for second in range(21)]
+
+    assert max(decided(falling)[10:]) == 2
+    assert max(decided(falling, SETTLES_LATER)[10:]) > 2
+    assert max(decided(falling[::-1])[10:]) > 2
+
+
+def test_a_backlog_that_falls_too_slowly_asks_for_more() -> None:
+    falling = [flooded(1000.0 - 10 * second) for second in range(21)]
+    in_time = SETTINGS.model_copy(update={"catch_up_s": 100.0})
+
+    assert max(decided(falling, in_time)[10:]) > 2
+
+
+def test_new_replicas_get_ten_seconds_to_show_what_they_do() -> None:
+    loads = [*[flooded(1000.0)] * 4, *[replace(flooded(1000.0, 4), target=4)] * 20]
+
+    assert decided(loads)[4:] == [4] * 10 + [8] + [4] * 5 + [8] + [4] * 3
+    assert decided(loads, SETTLES_LATER)[4:6] == [4, 8]
 
 
 def test_no_more_than_half_are_taken_away_at_once_but_for_an_idle_model() -> None:
