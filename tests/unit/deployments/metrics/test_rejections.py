@@ -34,7 +34,7 @@ def test_each_error_has_its_reason(error: RequestError | CapacityError, reason: 
 
 
 def test_no_kind_of_refusal_is_left_to_the_general_reasons() -> None:
-    def kinds() -> Iterator[type[Exception]]:
+    def kinds() -> Iterator[type[RequestError | CapacityError]]:
         for module in (fair_queue, keys, rate_limits, request_body, served_models):
             for _, kind in inspect.getmembers(module, inspect.isclass):
                 is_own = kind.__module__ == module.__name__
