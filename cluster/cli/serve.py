@@ -23,7 +23,7 @@ from cluster.config import ClusterConfig, ConfigError, StartError, load_config
 from cluster.keys_file import check_keys_file
 from cluster.local_ray import NAMESPACE, local_ray, reap_orphans
 from cluster.log_folder import shown_logs
-from cluster.metrics.targets import node_targets, write_targets
+from cluster.metrics.targets import discovery_url, node_targets, write_targets
 from cluster.model_config import DEFAULT_MODEL, PRESETS, ModelConfig
 from cluster.server_state import RolloutOutcome, ServerState, state_path, write_state
 
@@ -273,4 +273,8 @@ def _print_ready(settings: ClusterConfig, url: str, seconds: float) -> None:
     if settings.metrics.enabled:
         urls = ", ".join(f"http://{target}/metrics" for target in node_targets())
         console.print(f"Metrics for Prometheus: {urls}", highlight=False, soft_wrap=True)
+        if settings.ray_address is not None and (found_at := discovery_url()):
+            console.print(
+                f"It finds the nodes, also new ones, at {found_at}", highlight=False, soft_wrap=True
+            )
     console.print("Ctrl-C stops it.")

@@ -18,6 +18,14 @@ def node_targets() -> list[str]:
     ]
 
 
+def discovery_url() -> str | None:
+    """Where Prometheus asks for the nodes (`http_sd_configs`); None without Ray's dashboard."""
+    from ray._private.worker import get_dashboard_url  # Imported late, as above.
+
+    address = get_dashboard_url()
+    return f"http://{address}/api/prometheus/sd" if address else None
+
+
 def _host(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 

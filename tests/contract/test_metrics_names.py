@@ -4,7 +4,7 @@ import inspect
 from pathlib import Path
 
 import ray
-from ray._private import ray_constants, services
+from ray._private import ray_constants, services, worker
 from ray._private.telemetry import open_telemetry_metric_recorder as recorder
 from ray.dashboard.modules.reporter import reporter_agent
 from ray.experimental import internal_kv
@@ -53,6 +53,10 @@ def test_rays_store_of_keys_has_the_calls_of_notes() -> None:
     for name in ("put", "get", "del", "list"):
         call = getattr(internal_kv, f"_internal_kv_{name}")
         assert "namespace" in inspect.signature(call).parameters
+
+
+def test_ray_tells_where_its_dashboard_is() -> None:
+    assert list(inspect.signature(worker.get_dashboard_url).parameters) == []
 
 
 def test_vllm_makes_its_metrics_of_classes_that_can_be_replaced() -> None:
