@@ -58,11 +58,11 @@ exec chroot . /usr/bin/setpriv --reuid "$2" --regid "$2" --clear-groups --no-new
 """
 
 
-def cannot_make_pods() -> str | None:
-    """Why this machine cannot; None where it can."""
+def cannot_make_pods(*programs: str) -> str | None:
+    """Why this machine cannot, with these programs in use; None where it can."""
     if os.geteuid() != 0:
         return "only root may make network and mount namespaces"
-    for program in ("ip", "unshare", "setpriv", "nsenter"):
+    for program in ("ip", "unshare", "setpriv", "nsenter", *programs):
         if shutil.which(program) is None:
             return f"{program} is not installed"
     tried = subprocess.run(["unshare", "--mount", "--net", "--pid", "--fork", "true"], check=False)
@@ -182,19 +182,23 @@ class HandMadePods:
         return f"{NETWORK}.2"
 
     def start(self, pod: Pod, **environment: str) -> HandMadePod:
-        """Start a pod of a template, the head first."""
+        """Start a pod of a template, the head first; `environment` comes on top of its own."""
         number = len(self._running) + 2
         name, address = f"{BRIDGE}-{number}", f"{NETWORK}.{number}"
-        is_head = number == 2
-        made = HandMadePod(name, address, pod, self._environment(pod, address, is_head))
+        made = HandMadePod(name, address, pod, self._environment(pod, address, number == 2))
         made.environment |= environment
-        _connect(name, number, address)
         self._running.append(made)
-        empty = self._folder / name
-        empty.mkdir()
-        log = self._folder / f"{name}.log"
-        made.start(self._command(pod, is_head), (empty, self.keys, self._opt), log)
+        self.start_again(made)
         return made
+
+    def start_again(self, pod: HandMadePod) -> None:
+        """Start the pod that is called so, also in the place of one that has ended."""
+        number = self._running.index(pod) + 2
+        _connect(pod.name, number, pod.address)
+        empty = self._folder / pod.name
+        empty.mkdir(exist_ok=True)
+        log = self._folder / f"{pod.name}.log"
+        pod.start(self._command(pod.pod, number == 2), (empty, self.keys, self._opt), log)
 
     def keep_logs(self, folder: Path) -> None:
         """Copy what the pods have printed, and Ray's logs in them."""

@@ -6,23 +6,21 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import httpx
 import openai
 import pytest
-import yaml
 
-from cluster.keys_config import hash_of
 from k8s.objects import FOLDER, build, of_kind, pods
 from k8s.serving import serve_config
-from tests.integration.k8s.pods_by_hand import (
-    TOKEN,
-    HandMadePod,
-    HandMadePods,
-    cannot_make_pods,
-    hand_made_pods,
+from tests.integration.k8s.hand_made_cluster import (
+    KEY,
+    READY_S,
+    Cluster,
+    answer_of,
+    records,
+    wait_for_answer,
 )
+from tests.integration.k8s.pods_by_hand import cannot_make_pods, hand_made_pods
 from tests.unit.k8s.built import NEEDS_KUBECTL
 
 REASON = cannot_make_pods()
@@ -33,66 +31,7 @@ pytestmark = [
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
 ]
 
-KEY, NEW_KEY = "apar-alice", "apar-bob"
-QUESTION: list[Any] = [{"role": "user", "content": "Give me 3 tips for sleeping well."}]
-READY_S = 180.0
-
-
-class Cluster:
-    """The running pods, and what an operator would do with them."""
-
-    def __init__(self, made: HandMadePods, head: HandMadePod, engine: HandMadePod) -> None:
-        self.pods = made
-        self.head = head
-        self.engine = engine
-        self.config: dict[str, Any] = {}
-
-    def deploy(self, config: dict[str, Any]) -> None:
-        """Give Ray Serve its configuration, through the dashboard, as KubeRay does."""
-        self._api("PUT", json=config).raise_for_status()
-        self.config = config
-
-    def replicas(self, deployment: str) -> dict[str, str]:
-        """Ids of the replicas that run, and the address of their pod."""
-        status = self._api("GET").json()["applications"]["apar"]["deployments"][deployment]
-        running = [each for each in status["replicas"] if each["state"] == "RUNNING"]
-        return {each["replica_id"]: each["node_ip"] for each in running}
-
-    def _api(self, method: str, **arguments: Any) -> httpx.Response:
-        url = (
-            f"http://{self.head.address}:{self.head.pod.ports['dashboard']}/api/serve/applications/"
-        )
-        headers = {"Authorization": f"Bearer {TOKEN}"}
-        return httpx.request(method, url, headers=headers, timeout=30, **arguments)
-
-
-def client_of(pod: HandMadePod, key: str = KEY) -> openai.OpenAI:
-    url = f"http://{pod.address}:{pod.pod.ports['serve']}/v1"
-    return openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60)
-
-
-def answer_of(pod: HandMadePod, key: str = KEY) -> str:
-    chat = client_of(pod, key).chat.completions
-    answer = chat.create(model="apar-tiny", messages=QUESTION, temperature=0)
-    return answer.choices[0].message.content or ""
-
-
-def wait_for_answer(pod: HandMadePod, *, refused: bool) -> str:
-    """The first answer, or the first refusal of a request, which it takes a moment to get."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            said, is_refusal = answer_of(pod), False
-        except openai.BadRequestError as error:
-            said, is_refusal = error.message, True
-        if is_refusal == refused:
-            return said
-        time.sleep(1)
-    raise AssertionError(said)
-
-
-def records(*keys: str) -> str:
-    return yaml.safe_dump([{"name": f"key-{key}", "hash": hash_of(key)} for key in keys])
+NEW_KEY = "apar-bob"
 
 
 @pytest.fixture(scope="module")
