@@ -23,7 +23,12 @@ from cluster.config import ClusterConfig, ConfigError, StartError, load_config
 from cluster.keys_file import check_keys_file
 from cluster.local_ray import NAMESPACE, local_ray, reap_orphans
 from cluster.log_folder import shown_logs
-from cluster.metrics.targets import discovery_url, node_targets, write_targets
+from cluster.metrics.targets import (
+    check_targets_file,
+    discovery_url,
+    node_targets,
+    write_targets,
+)
 from cluster.model_config import DEFAULT_MODEL, PRESETS, ModelConfig
 from cluster.server_state import RolloutOutcome, ServerState, state_path, write_state
 
@@ -107,6 +112,7 @@ def serve(
     try:
         settings = load()
         _check_port(settings)
+        check_targets_file(settings.metrics.targets_file)
         signals = ServeSignals()
         run(settings, signals, lambda service: _watch(service, signals, load, config))
     except AparError as error:
@@ -188,7 +194,8 @@ def _watch(service: Any, signals: ServeSignals, load: Load, config: Path | None)
             if time.monotonic() >= next_reap:
                 reap_orphans(own)
                 if file is not None:
-                    write_targets(file, node_targets())
+                    with suppress(OSError):  # It could be written when the server started.
+                        write_targets(file, node_targets())
                 next_reap = time.monotonic() + REAP_PERIOD_S
             if signals.take_rollout():
                 number = 1 if state.outcome is None else state.outcome.number + 1

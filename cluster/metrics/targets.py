@@ -1,7 +1,10 @@
 """Where the metrics of a Ray cluster's nodes can be read."""
 
 import json
+import os
 from pathlib import Path
+
+from cluster.config import ConfigError
 
 JOB = "ray"
 """The job that Ray's own service discovery gives its nodes."""
@@ -28,6 +31,12 @@ def discovery_url() -> str | None:
 
 def _host(address: str) -> str:
     return f"[{address}]" if ":" in address else address
+
+
+def check_targets_file(file: Path | None) -> None:
+    """Raise ConfigError where the file could not be written."""
+    if file is not None and not os.access(file.parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"metrics.targets_file: {file.parent} is no folder to write to")
 
 
 def write_targets(file: Path, targets: list[str]) -> bool:

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.metrics.targets import node_targets, write_targets
+from cluster.config import ConfigError
+from cluster.metrics.targets import check_targets_file, node_targets, write_targets
 
 
 def test_living_nodes_that_tell_of_metrics_are_targets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,6 +21,13 @@ def test_living_nodes_that_tell_of_metrics_are_targets(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(nodes=lambda: nodes))
 
     assert node_targets() == ["10.0.0.1:8080", "[fd00::2]:8081"]
+
+
+def test_a_file_that_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
+    check_targets_file(None)
+    check_targets_file(tmp_path / "targets.json")
+    with pytest.raises(ConfigError, match=r"metrics\.targets_file: .*missing is no folder"):
+        check_targets_file(tmp_path / "missing" / "targets.json")
 
 
 def test_the_file_is_what_prometheus_reads_and_written_when_it_changes(tmp_path: Path) -> None:
