@@ -88,11 +88,16 @@ def _follow(watch: Watch, title: str, interval_s: float, *, as_json: bool) -> No
             time.sleep(interval_s)
             watch.read()
             _print(watch, title, as_json=as_json)
-    with Live(_screen(watch, title), console=console, screen=True, auto_refresh=False) as live:
+    live = Live(_screen(watch, title), console=console, screen=True, auto_refresh=False)
+    try:
+        # As a context manager it would not give the screen back after Ctrl-C in its first drawing.
+        live.start(refresh=True)
         while True:
             time.sleep(interval_s)
             watch.read()
             live.update(_screen(watch, title), refresh=True)
+    finally:
+        live.stop()
 
 
 def _screen(watch: Watch, title: str) -> Screen:
