@@ -1,0 +1,52 @@
+"""How the tracing of a running application is changed."""
+
+from typing import Any
+
+from cluster.config import ClusterConfig
+from deployments.application import Surroundings, build_application
+from deployments.gateway_settings import gateway_settings
+from deployments.ingress import IngressSettings
+from tests.fakes.played_replicas import PlayedReplicas, gateway_of, settings_of
+
+HERE = Surroundings(num_replicas=1, core_shares={}, generation="one")
+ENDPOINT = "http://127.0.0.1:1"
+
+
+def config(**tracing: Any) -> ClusterConfig:
+    return ClusterConfig.model_validate({"tracing": {"endpoint": ENDPOINT} | tracing})
+
+
+def built(config: ClusterConfig) -> dict[str, Any]:
+    gateway: Any = build_application(config, HERE)._bound_deployment
+    return {each.name: each for each in (gateway, gateway.init_args[1]._bound_deployment)}
+
+
+def test_gateway_and_replicas_get_the_headers_whole() -> None:
+    given = config(headers={"authorization": "secret"})
+
+    gateway, replica = built(given).values()
+
+    carried = IngressSettings.from_user_config(gateway._deployment_config.user_config)
+    assert carried.gateway.tracing == given.tracing == gateway_settings(given).tracing
+    assert replica.init_args[0].tracing.secrets == {"authorization": "secret"}
+
+
+def test_another_secret_replaces_the_replicas_and_not_the_gateway() -> None:
+    one, other = (built(config(headers={"authorization": value})) for value in ("a", "b"))
+
+    assert [one[name].version == other[name].version for name in one] == [True, False]
+
+
+def test_a_running_gateway_takes_another_tracing() -> None:
+    replicas = PlayedReplicas()
+    gateway = gateway_of(replicas)
+    assert gateway.tracing is None
+
+    gateway.reconfigure(settings_of(1, tracing=config().tracing), [replicas])
+    first = gateway.tracing
+    gateway.reconfigure(settings_of(1, tracing=config(sample_ratio=0.5).tracing), [replicas])
+
+    assert first is not None
+    assert gateway.tracing is not None
+    assert gateway.tracing is not first
+    assert gateway.tracing.config.sample_ratio == 0.5
