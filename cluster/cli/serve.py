@@ -111,8 +111,7 @@ def serve(
 
     try:
         settings = load()
-        _check_port(settings)
-        check_targets_file(settings.metrics.targets_file)
+        _check_surroundings(settings)
         signals = ServeSignals()
         run(settings, signals, lambda service: _watch(service, signals, load, config))
     except AparError as error:
@@ -127,8 +126,9 @@ def check_checkpoint(model: ModelConfig) -> None:
         raise ConfigError(f"no such folder: {path}")
 
 
-def _check_port(settings: ClusterConfig) -> None:
-    """Raise ConfigError if the address cannot be listened on."""
+def _check_surroundings(settings: ClusterConfig) -> None:
+    """Raise ConfigError if the address cannot be listened on, or a file not be written."""
+    check_targets_file(settings.metrics.targets_file)
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
