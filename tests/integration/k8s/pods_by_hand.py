@@ -117,11 +117,8 @@ class HandMadePod:
         """The process that is number 1 in the pod, by its number out here."""
         assert self.process is not None
         pid = self.process.pid
-        while True:
-            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            if Path(f"/proc/{pid}/comm").read_text().strip() == "unshare":
-                return int(children[0])
-            pid = int(children[0])
+        [child] = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(child)
 
     def get(self, path: str, port: int | str) -> httpx.Response:
         """Ask the pod for a page, by the number or the name of a port."""
@@ -156,8 +153,9 @@ class HandMadePod:
             self.kill()
 
     def kill(self) -> None:
-        """End everything in it at once."""
+        """End everything in it at once: with its first process a process namespace ends."""
         if self.process is not None and self.process.poll() is None:
+            os.kill(self.first, signal.SIGKILL)
             self.process.kill()
             self.process.wait()
 
@@ -206,7 +204,8 @@ class HandMadePods:
             kept = folder / pod.name
             shutil.rmtree(kept, ignore_errors=True)
             kept.mkdir(parents=True)
-            shutil.copy(self._folder / f"{pod.name}.log", kept)
+            if (log := self._folder / f"{pod.name}.log").exists():
+                shutil.copy(log, kept)
             if pod.process is not None and pod.process.poll() is None:
                 logs = Path(f"/proc/{pod.first}/root/tmp/ray/session_latest/logs")
                 subprocess.run(["cp", "-rL", str(logs), str(kept)], check=False)
@@ -267,6 +266,8 @@ def hand_made_pods(objects: list[Object], folder: Path, keys: str) -> Iterator[H
 def _connect(name: str, number: int, address: str) -> None:
     """A network namespace on the bridge."""
     outside = f"{BRIDGE}{number}"
+    # A namespace goes when its last process has gone, and the address must be free before.
+    _ip("link", "del", outside, check=False)
     _ip("netns", "del", name, check=False)
     _ip("netns", "add", name)
     _ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", name)
