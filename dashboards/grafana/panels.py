@@ -91,15 +91,15 @@ def lines(
     text: Text,
     *queries: Query,
     stacked: bool = False,
-    maximum: float | None = None,
+    at_least: float | None = None,
     limits: Limits = (),
     colours: Mapping[str, str] | None = None,
     right_axis: Mapping[str, Unit] | None = None,
 ) -> plots.Panel:
     """Values over time.
 
-    `colours` are of series by name; `right_axis` moves queries, by their letter, to an axis of
-    another unit.
+    The axis reaches up to `at_least`. `colours` are of series by name; `right_axis` moves queries,
+    by their letter, to an axis of another unit.
     """
     panel = (
         plots.Panel()
@@ -111,7 +111,7 @@ def lines(
         .height(text.height)
         .min(0)
         .line_width(1)
-        .fill_opacity(40 if stacked else 8)
+        .fill_opacity(70 if stacked else 8)
         .show_points(common.VisibilityMode.AUTO)
         .axis_label(text.unit.axis)
         .legend(_legend())
@@ -119,10 +119,13 @@ def lines(
         .thresholds(thresholds(limits))
         .color_scheme(frame.FieldColor().mode(dashboard.FieldColorModeId.PALETTE_CLASSIC))
     )
-    if maximum is not None:
-        panel = panel.max(maximum)
+    if at_least is not None:
+        panel = panel.axis_soft_max(at_least)
     if stacked:
-        panel = panel.stacking(shared.StackingConfig().mode(common.StackingMode.NORMAL).group("A"))
+        # A line of a series at 0 would lie on those below it, and hide them.
+        panel = panel.line_width(0).stacking(
+            shared.StackingConfig().mode(common.StackingMode.NORMAL).group("A")
+        )
     if limits:
         style = shared.GraphThresholdsStyleConfig().mode(common.GraphThresholdsStyleMode.DASHED)
         panel = panel.thresholds_style(style)

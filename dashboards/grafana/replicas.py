@@ -69,7 +69,7 @@ def _over_time() -> list[AnyPanel]:
         lines(
             Text("KV cache over time", "Share of the KV blocks held.", SHARE, 5, HEIGHT),
             Query(level(of.KV_CACHE_USAGE), "held"),
-            maximum=1,
+            at_least=1,
             limits=CACHE_LIMITS,
         ),
         lines(
@@ -82,7 +82,7 @@ def _over_time() -> list[AnyPanel]:
             ),
             Query(rate(of.ENGINE_BUSY_SECONDS), "busy"),
             Query(saving(of.ATTENDED_TOKENS, of.SEQUENTIAL_ATTENDED_TOKENS), "saved"),
-            maximum=1,
+            at_least=1,
         ),
         time_per_step(span=4, height=HEIGHT),
         tokens_a_step(span=4, height=HEIGHT),

@@ -92,6 +92,9 @@ def bar_row(
         .display_mode(common.BarGaugeDisplayMode.BASIC)
         .orientation(common.VizOrientation.HORIZONTAL)
         .show_unfilled(False)
+        .sizing(common.BarGaugeSizing.MANUAL)
+        .min_viz_height(16)
+        .max_viz_height(32)
         .legend(
             shared.VizLegendOptions()
             .display_mode(common.LegendDisplayMode.LIST)

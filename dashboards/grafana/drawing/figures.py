@@ -11,6 +11,8 @@ from dashboards.grafana.drawing.style import COLOURS, GRID, PANEL, TEXT, shown, 
 from dashboards.grafana.results import Series
 
 MAX_ROWS = 12
+# Few bars stay thin, as the panel's largest height of a bar makes them.
+LEAST_BARS = 8
 
 
 def stat(axes: Axes, panel: Mapping[str, Any], series: Sequence[Series]) -> None:
@@ -53,7 +55,7 @@ def bargauge(axes: Axes, panel: Mapping[str, Any], series: Sequence[Series]) -> 
         text = shown(each.last, field["unit"], field.get("decimals"))
         axes.text(each.last, place, f" {text}", va="center", color=colour, fontsize=8)
     axes.set_yticks(range(len(series)), [each.name for each in series])
-    axes.invert_yaxis()
+    axes.set_ylim(max(len(series), LEAST_BARS) - 0.5, -0.5)
     axes.margins(x=0.25)
     axes.set_xticks([])
     axes.set_facecolor(PANEL)

@@ -3,12 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.ticker import FuncFormatter
+from numpy.typing import NDArray
 
 from dashboards.grafana.drawing.style import COLOURS, GRID, PALETTE, PANEL, TEXT, overrides, shown
 from dashboards.grafana.results import Series
@@ -21,6 +23,7 @@ def timeseries(axes: Axes, panel: Mapping[str, Any], series: Sequence[Series]) -
     """Lines, or a stack of them, with the legend below."""
     field = panel["fieldConfig"]["defaults"]
     stacked = field["custom"].get("stacking", {}).get("mode") == "normal"
+    opacity = field["custom"]["fillOpacity"] / 100
     right: Axes | None = None
     base = np.zeros(0)
     for number, each in enumerate(series):
@@ -28,22 +31,25 @@ def timeseries(axes: Axes, panel: Mapping[str, Any], series: Sequence[Series]) -
         colour = PALETTE[number % len(PALETTE)]
         if "color" in special:
             colour = COLOURS[special["color"]["fixedColor"]]
-        times, values = _times(each), np.array([value for _, value in each.points])
+        times, values = _with_gaps(each)
         if special.get("custom.axisPlacement") == "right":
-            right = right or _right_axis(axes, special)
+            right = right or _right_axis(axes, special, panel)
             right.plot(times, values, color=colour, linewidth=1, linestyle="--", label=each.name)
         elif stacked and len(values) == len(base):
-            axes.fill_between(times, base, base + values, color=colour, alpha=0.5)
+            axes.fill_between(
+                times, base, base + values, color=colour, alpha=opacity, label=each.name
+            )
             base = base + values
-            axes.plot(times, base, color=colour, linewidth=1, label=each.name)
+        elif stacked:
+            axes.fill_between(times, 0, values, color=colour, alpha=opacity, label=each.name)
+            base = values
         else:
-            axes.fill_between(times, 0, values, color=colour, alpha=0.5 if stacked else 0.08)
+            axes.fill_between(times, 0, values, color=colour, alpha=opacity)
             axes.plot(times, values, color=colour, linewidth=1, label=each.name)
-            base = values if stacked else base
     _limits(axes, field)
-    axes.set_ylim(bottom=0, top=field.get("max"))
+    axes.set_ylim(0, max(axes.get_ylim()[1], field["custom"].get("axisSoftMax", 0)))
     axes.set_ylabel(field["custom"]["axisLabel"], color=TEXT, fontsize=7)
-    _frame(axes, field["unit"])
+    _frame(axes, field["unit"], panel)
     _legend(axes, right)
 
 
@@ -68,23 +74,31 @@ def heatmap(axes: Axes, panel: Mapping[str, Any], series: Sequence[Series]) -> N
     )
     axes.set_yticks(np.arange(len(bounds)) + 0.5, [each.name.removesuffix(".0") for each in bounds])
     axes.set_ylabel(shape["yAxis"]["axisLabel"], color=TEXT, fontsize=8)
-    _frame(axes, None)
+    _frame(axes, None, panel)
     bar = axes.figure.colorbar(mesh, ax=axes, fraction=0.03, pad=0.01)
     bar.ax.tick_params(colors=TEXT, labelsize=7)
 
 
-def _times(series: Series) -> list[float]:
-    return [time_s for time_s, _ in series.points]
+def _with_gaps(series: Series) -> tuple[list[float], NDArray[np.float64]]:
+    """Times and values; where points are missing a NaN ends the line, as in Grafana."""
+    times, values = [time_s for time_s, _ in series.points], [value for _, value in series.points]
+    steps = [after - before for before, after in pairwise(times)]
+    step_s = min(steps, default=0.0)
+    for place in reversed(range(len(steps))):
+        if steps[place] > 1.5 * step_s:
+            times.insert(place + 1, times[place] + step_s)
+            values.insert(place + 1, math.nan)
+    return times, np.array(values)
 
 
 def _clock(time_s: float) -> str:
     return f"{datetime.fromtimestamp(time_s, UTC):%H:%M:%S}"
 
 
-def _right_axis(axes: Axes, special: Mapping[str, Any]) -> Axes:
+def _right_axis(axes: Axes, special: Mapping[str, Any], panel: Mapping[str, Any]) -> Axes:
     right = axes.twinx()
     right.set_ylabel(special["custom.axisLabel"], color=TEXT, fontsize=7)
-    _frame(right, special["unit"])
+    _frame(right, special["unit"], panel)
     right.grid(False)
     return right
 
@@ -98,13 +112,13 @@ def _limits(axes: Axes, field: Mapping[str, Any]) -> None:
             axes.axhline(step["value"], color=colour, linestyle="--", linewidth=0.8)
 
 
-def _frame(axes: Axes, unit: str | None) -> None:
+def _frame(axes: Axes, unit: str | None, panel: Mapping[str, Any]) -> None:
     axes.set_facecolor(PANEL)
     axes.grid(color=GRID, linewidth=0.5)
     axes.tick_params(colors=TEXT, labelsize=8)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    axes.locator_params(axis="x", nbins=4)
+    axes.locator_params(axis="x", nbins=max(2, panel["gridPos"]["w"] // 2))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda time_s, _: _clock(time_s)))
     if unit is not None:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: shown(value, unit)))

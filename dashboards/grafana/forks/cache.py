@@ -78,7 +78,8 @@ def _preemptions() -> AnyPanel:
         12,
     )
     # vLLM exports the counter from the first preemption on.
-    return lines(text, Query(f"{events(PREEMPTIONS)} or 0 * {level(of.KV_BLOCKS)}", "preemptions"))
+    expression = f"{events(PREEMPTIONS)} or 0 * {level(of.KV_BLOCKS)}"
+    return lines(text, Query(expression, "preemptions"), at_least=1)
 
 
 def _prefix_cache() -> AnyPanel:
@@ -90,4 +91,4 @@ def _prefix_cache() -> AnyPanel:
         12,
     )
     share = ratio(rate(PREFIX_CACHE_HITS, "model_name"), rate(PREFIX_CACHE_QUERIES, "model_name"))
-    return lines(text, Query(share, "{{model_name}}"), maximum=1)
+    return lines(text, Query(share, "{{model_name}}"), at_least=1)

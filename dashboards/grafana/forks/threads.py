@@ -45,7 +45,9 @@ def _outcomes() -> AnyPanel:
 
 def _delays() -> AnyPanel:
     text = Text("Delayed forks by reason", "Which cap they waited for, a second.", FORKS_PER_S)
-    return lines(text, Query(rate(of.FORK_DELAYS, "reason"), "{{reason}}"), stacked=True)
+    return lines(
+        text, Query(rate(of.FORK_DELAYS, "reason"), "{{reason}}"), stacked=True, at_least=1
+    )
 
 
 def _threads_per_request() -> AnyPanel:

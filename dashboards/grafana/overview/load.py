@@ -36,7 +36,7 @@ def replica_table() -> AnyPanel:
             "One row for each replica that reports now. A click on its id leads to its panels.",
             REPLICAS,
             24,
-            8,
+            6,
         ),
         {"model": "Model", "replica": "Replica"},
         [
@@ -73,7 +73,7 @@ def _cache() -> AnyPanel:
         text,
         Query(level(of.KV_CACHE_USAGE, "model", how="avg"), "{{model}} mean"),
         Query(level(of.KV_CACHE_USAGE, "model", how="max"), "{{model}} fullest"),
-        maximum=1,
+        at_least=1,
         limits=CACHE_LIMITS,
     )
 
@@ -113,4 +113,4 @@ def _busy() -> AnyPanel:
         SHARE,
     )
     share = total(rate(of.ENGINE_BUSY_SECONDS, "model", "replica"), "model", how="avg")
-    return lines(text, Query(share, "{{model}}"), maximum=1)
+    return lines(text, Query(share, "{{model}}"), at_least=1)

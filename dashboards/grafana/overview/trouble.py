@@ -48,6 +48,7 @@ def _losses() -> AnyPanel:
         _loss(of.MIGRATIONS, "continued"),
         _loss(of.GIVEN_UP, "given up"),
         _loss(of.REPLICA_RESTARTS, "replicas started"),
+        at_least=1,
     )
 
 
@@ -60,7 +61,7 @@ def _loss(metric: Metric, name: str) -> Query:
 def _alerts() -> AnyPanel:
     labels = {"alertname": "Alert", "severity": "Severity", "model": "Model", "alertstate": "State"}
     return table(
-        Text("Alerts", "Alerts that are pending or fire; none is good.", ALERTS, 24, 6),
+        Text("Alerts", "Alerts that are pending or fire; none is good.", ALERTS, 24, 5),
         labels,
         [Column("Series", f"count by ({', '.join(labels)}) (ALERTS{{{ALERT_NAMES}}})", ALERTS)],
         sorted_by="State",

@@ -7,6 +7,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 
 from dashboards.grafana import pictures
 from dashboards.grafana.drawing import figures, plots
@@ -66,15 +67,23 @@ def test_a_stack_ends_at_the_sum(axes: Axes) -> None:
 
     plots.timeseries(axes, stacked, [series("running", 1, 2), series("waiting", 3, 4)])
 
-    [running, waiting] = axes.lines
-    assert [np.asarray(line.get_ydata()).tolist() for line in (running, waiting)] == [
-        [1, 2],
-        [4, 6],
-    ]
-    assert running.get_color() == COLOURS["green"]
+    [running, waiting] = axes.collections
+    tops = [area.get_paths()[0].get_extents().y1 for area in (running, waiting)]
+    assert tops == [2, 6]
+    assert to_hex(np.asarray(running.get_facecolor())[0]).upper() == COLOURS["green"]
     legend = axes.get_legend()
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == ["running", "waiting"]
+
+
+def test_a_line_has_a_gap_where_points_are_missing(axes: Axes) -> None:
+    steps = panel("apar-forks", "Steps")
+    points = ((0.0, 1.0), (15.0, 2.0), (60.0, 3.0))
+
+    plots.timeseries(axes, steps, [Series("A", "m", {}, points)])
+
+    values = np.asarray(axes.lines[0].get_ydata())
+    assert np.isnan(values).tolist() == [False, False, True, False]
 
 
 def test_a_query_may_have_its_axis_on_the_right(axes: Axes) -> None:

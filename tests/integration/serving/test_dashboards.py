@@ -1,0 +1,232 @@
+"""Every query of the dashboards, against a Prometheus that scrapes a loaded server."""
+
+import math
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from cluster.keys_config import KeyConfig, hash_of
+from cluster.local_ray import free_port
+from dashboards.grafana.foreign_metrics import FOREIGN
+from dashboards.grafana.pictures import draw, replicas_alive
+from dashboards.grafana.queries import PanelQuery, View, all_queries, boards
+from dashboards.grafana.results import QueryError, Series, ask, results
+from dashboards.prometheus.scraping import ScrapeSettings, prometheus_config
+from tests.integration.prometheus_process import Prometheus, needs_prometheus, prometheus
+from tests.integration.serving.apar_process import TINY, serving
+from tests.integration.serving.load_clients import PROMPTS, chat
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, needs_prometheus]
+SCRAPE_S = 2
+LOAD_S = 45.0
+CLIENTS = 12
+MOST_SERIES = 20
+MODEL = "apar-tiny"
+# So small that requests wait, forks are delayed and refused, and threads are preempted.
+FULL: dict[str, Any] = TINY | {
+    "replicas": 2,
+    "max_concurrency": 5,
+    "forks": {"max_threads": 3, "max_forks": 3},
+    "engine": TINY["engine"] | {"num_gpu_blocks_override": 34, "max_model_len": 1024},
+}
+KEY = KeyConfig.model_validate({"name": "load", "hash": hash_of("load"), "metrics_class": "pro"})
+ALERT = {
+    "alert": "AparTest",
+    "expr": "vector(1)",
+    "labels": {"severity": "ticket", "model": MODEL},
+}
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A Prometheus that has scraped a server, and what somebody saw who looked under load."""
+
+    url: str
+    prometheus: Prometheus
+    view: View
+
+
+def ask_server(url: str, number: int) -> None:
+    """One request: most stream a forked answer, some are wrong, some leave early."""
+    body = chat(PROMPTS[number % len(PROMPTS)], MODEL) | {"stream": number % 3 > 0}
+    key = "load"
+    match number % 10:
+        case 0:
+            body["model"] = "elsewhere"
+        case 1:
+            body["max_tokens"] = "many"
+        case 2:
+            key = "wrong"
+    headers = {"Authorization": f"Bearer {key}"}
+    with httpx.stream(
+        "POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60
+    ) as answer:
+        for place, _ in enumerate(answer.iter_lines()):
+            if number % 10 == 3 and place > 20:
+                return
+
+
+@contextmanager
+def under_load(url: str) -> Iterator[None]:
+    """Clients that ask without a pause."""
+    stop = threading.Event()
+
+    def client(first: int) -> None:
+        number = first
+        while not stop.is_set():
+            with suppress(httpx.HTTPError):
+                ask_server(url, number)
+            number += 1
+
+    clients = [threading.Thread(target=client, args=(7 * place,)) for place in range(CLIENTS)]
+    for each in clients:
+        each.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for each in clients:
+            each.join()
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    folder, port = tmp_path_factory.mktemp("dashboards"), free_port()
+    settings = ScrapeSettings(
+        targets=(f"127.0.0.1:{port}",),
+        scrape_s=SCRAPE_S,
+        evaluation_s=SCRAPE_S,
+        rule_files=("alert.yml",),
+    )
+    config = folder / "prometheus.yml"
+    config.write_text(yaml.safe_dump(prometheus_config(settings)))
+    rules = {"groups": [{"name": "test", "rules": [ALERT]}]}
+    (folder / "alert.yml").write_text(yaml.safe_dump(rules))
+    metrics = {"port": port, "report_s": 1}
+    keys = [KEY.model_dump(mode="json", exclude_none=True)]
+    with prometheus(config, folder) as process:
+        with serving(folder, FULL, metrics=metrics, keys=keys) as server, under_load(server.url):
+            start_s = time.time()
+            time.sleep(LOAD_S)
+            # A little back: the newest scrape of all is not in for every series.
+            view = View(start_s, time.time() - SCRAPE_S, scrape_s=SCRAPE_S)
+        yield Watched(process.url, process, view)
+
+
+def seen(watched: Watched, query: PanelQuery) -> list[Series]:
+    """What a query returns; in a repeated row, for its first replica."""
+    view = watched.view
+    if query.repeat:
+        view = view.of(query.repeat, replicas_alive(watched.url, view)[0])
+    return results(watched.url, query, view)
+
+
+def trouble(watched: Watched, query: PanelQuery) -> str | None:
+    """What is wrong with the answer to a query."""
+    try:
+        found = seen(watched, query)
+    except QueryError as error:
+        return f"broken: {error}"
+    if not any(math.isfinite(value) for series in found for _, value in series.points):
+        return "empty"
+    if len(found) > MOST_SERIES:
+        return f"{len(found)} series"
+    # A label in a legend that the series does not have leaves a gap.
+    if unnamed := [each for each in found if query.legend and re.search(r"^ | $|^$", each.name)]:
+        return f"names of series: {unnamed[0].labels}"
+    return None
+
+
+def test_every_query_of_every_panel_returns_values(watched: Watched) -> None:
+    found = {query.place: (query, trouble(watched, query)) for query in all_queries()}
+
+    broken = {place: what for place, (_, what) in found.items() if what is not None}
+    # Of the classes of Figure 5 only some occur, yet one at least in each panel.
+    classes = [place for place, (query, _) in found.items() if query.panel["type"] == "bargauge"]
+    empty_classes = {place for place in classes if broken.get(place) == "empty"}
+    assert {place: broken[place] for place in broken.keys() - empty_classes} == {}
+    panels = {place.rpartition(" / ")[0] for place in classes}
+    assert panels == {place.rpartition(" / ")[0] for place in set(classes) - empty_classes}
+
+
+def test_a_broken_and_an_empty_query_are_found(watched: Watched) -> None:
+    query = all_queries()[0]
+
+    assert trouble(watched, query) is None
+    broken = replace(query, expression=f"sum ({query.expression}")
+    assert "broken" in str(trouble(watched, broken))
+    renamed = replace(query, expression=query.expression.replace("_total", "_totals"))
+    assert trouble(watched, renamed) == "empty"
+    unnamed = replace(query, legend="{{outcome}}")
+    assert "names of series" in str(trouble(watched, unnamed))
+
+
+def test_what_was_provoked_is_seen(watched: Watched) -> None:
+    names = {
+        query.panel["title"]: {series.name for series in seen(watched, query)}
+        for query in all_queries()
+        if query.dashboard in ("apar-overview", "apar-forks") and query.ref == "A"
+    }
+
+    assert names["Requests by outcome"] >= {"ok", "cancelled"}
+    assert names["Rejections by reason"] >= {"unknown_model", "authentication"}
+    assert names["Rejections by class of key"] >= {"pro"}
+    assert names["Forks by outcome"] == {"accepted", "delayed", "refused"}
+    assert names["Threads by state"] >= {"running", "waiting", "deferred"}
+
+
+def test_vllm_exports_what_the_dashboards_use_of_it(watched: Watched) -> None:
+    assert {metric.exported for metric in FOREIGN} <= watched.prometheus.metric_names()
+
+
+def test_the_variables_find_the_model_and_both_replicas(watched: Watched) -> None:
+    board = next(iter(boards().values()))
+    variables = {each["name"]: each for each in board["templating"]["list"]}
+    [(metric, label)] = re.findall(r"label_values\((\w+), (\w+)\)", variables["model"]["query"])
+
+    models = ask(watched.url, f"label/{label}/values", {"match[]": metric})
+    replicas = replicas_alive(watched.url, watched.view)
+    assert models == [MODEL]
+    assert len(replicas) == 2
+    # As Grafana cuts them from the answer.
+    [pattern] = re.findall(r"^/(.*)/$", variables["replica"]["regex"])
+    assert re.findall(pattern, f'{{replica="{replicas[0]}"}} 1') == [replicas[0]]
+
+
+def test_the_marks_of_events_are_accepted(watched: Watched) -> None:
+    found = {}
+    for board in boards().values():
+        for event in board["annotations"]["list"]:
+            expression = watched.view.expression(event["expr"])
+            parameters = {"query": expression, "time": str(watched.view.end_s)}
+            found[event["name"]] = ask(watched.url, "query", parameters)["result"]
+
+    assert [each["metric"] for each in found["Alerts"]] == [{"alertname": "AparTest"}]
+    assert found["Replica restarts"] == []
+
+
+def test_a_replica_that_is_chosen_is_seen_alone(watched: Watched) -> None:
+    first, second = replicas_alive(watched.url, watched.view)
+    query = next(query for query in all_queries() if query.panel["title"] == "Requests inside")
+
+    def last(*chosen: str) -> float:
+        view = replace(watched.view, chosen={"replica": chosen})
+        return results(watched.url, query, view)[0].last
+
+    assert last(first) + last(second) == last(first, second) == last() > 0
+
+
+def test_every_dashboard_can_be_drawn(watched: Watched, tmp_path: Path) -> None:
+    for name, board in boards().items():
+        draw(watched.url, board, watched.view, tmp_path / f"{name}.png")
+
+        assert (tmp_path / f"{name}.png").stat().st_size > 20_000
