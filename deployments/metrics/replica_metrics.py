@@ -64,20 +64,25 @@ class ReplicaMetrics:
         record.observe(catalogue.REQUEST_THREADS, trees.threads)
         record.observe(catalogue.REQUEST_DEPTH, trees.max_depth)
 
-    def flush(self, state: Mapping[str, Any], num_requests: int) -> None:
-        """Hand all over, with the engine core's state and the requests inside as they are now."""
+    def flush(self, state: Mapping[str, Any] | None, num_requests: int) -> None:
+        """Hand all over, with the requests inside and the engine core's state, if it is known."""
+        self._recorder.set(catalogue.REPLICA_REQUESTS, num_requests)
+        if state is not None:
+            self._take_values(state)
+            if "steps" in state:
+                self._take_totals(state)
+        self._recorder.flush()
+
+    def _take_values(self, state: Mapping[str, Any]) -> None:
+        """Take what the engine holds at the moment."""
         record = self._recorder
         blocks, free = state["kv_blocks"], state["free_blocks"]
         record.set(catalogue.KV_BLOCKS, blocks)
         record.set(catalogue.KV_FREE_BLOCKS, free)
         record.set(catalogue.KV_CACHE_USAGE, 1 - free / blocks if blocks else 0.0)
-        record.set(catalogue.REPLICA_REQUESTS, num_requests)
         record.set(catalogue.THREADS, state["running_threads"], state="running")
         record.set(catalogue.THREADS, state["waiting_threads"], state="waiting")
         record.set(catalogue.THREADS, state.get("deferred_threads", 0), state="deferred")
-        if "steps" in state:
-            self._take_totals(state)
-        record.flush()
 
     def _take_totals(self, state: Mapping[str, Any]) -> None:
         """Take the counts that the scheduler has kept since the engine's start."""

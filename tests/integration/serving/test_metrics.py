@@ -3,9 +3,9 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 from cluster.keys_config import hash_of
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Kind
-from tests.integration.serving.apar_process import REPLICA, TINY, Server, serving
+from tests.integration.serving.apar_process import ENGINE, REPLICA, TINY, Server, serving
 from tests.integration.serving.metrics_reading import OURS, Page, read, read_when
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -52,7 +52,7 @@ class Answered:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    model = TINY | {"max_concurrency": 2, "max_queued_requests": 1, "max_queue_s": 1.5}
+    model = TINY | {"max_concurrency": 2, "max_queued_requests": 1, "max_queue_s": 4}
     with serving(
         tmp_path_factory.mktemp("metrics"),
         model,
@@ -293,19 +293,20 @@ def test_a_full_server_tells_who_runs_waits_is_refused_and_leaves(
         answer = httpx.post(server.url + CHAT, json=request, headers=headers(), timeout=60)
         return answer.status_code
 
-    with ThreadPoolExecutor(4) as executor:
+    with ThreadPoolExecutor(4) as executor, suspended(server, ENGINE) as suspend:
         running = [executor.submit(run_until_told_to_leave) for _ in range(2)]
-        page = read_when(page_url, lambda page: page.total(catalogue.REQUESTS_RUNNING) == 2)
-        assert page.total(catalogue.REPLICA_REQUESTS) == 2
+        page = read_when(page_url, lambda page: page.total(catalogue.REPLICA_REQUESTS) == 2)
+        assert page.total(catalogue.REQUESTS_RUNNING) == 2
+        assert page.total(catalogue.THREADS, state="running") == 2
+        assert page.total(catalogue.KV_CACHE_USAGE) > 0
+        suspend()  # Now nobody ends before the queue's time is over.
         waiting = executor.submit(status_of_one_more)
-        time.sleep(0.3)
+        read_when(page_url, lambda page: page.total(catalogue.REQUESTS_QUEUED) == 1)
         refused = status_of_one_more()
-        queued = read_when(page_url, lambda page: waiting.done() or bool(_queued(page)))
         assert waiting.result() == refused == 503
         leave.set()
-        for each in running:
-            each.result()
-    assert _queued(queued) == 1
+    for each in running:
+        each.result()
 
     page = read_when(
         page_url, lambda page: page.total(catalogue.REQUESTS, outcome="cancelled") == 2
@@ -322,8 +323,14 @@ def test_a_full_server_tells_who_runs_waits_is_refused_and_leaves(
     assert attended == sequential - before.total(catalogue.SEQUENTIAL_ATTENDED_TOKENS) > 0
 
 
-def _queued(page: Page) -> float:
-    return page.total(catalogue.REQUESTS_QUEUED)
+@contextmanager
+def suspended(server: Server, title: str) -> Iterator[Callable[[], None]]:
+    """Gives a call that lets a process stand still until the end."""
+    [process] = server.processes(title)
+    try:
+        yield process.suspend
+    finally:
+        process.resume()
 
 
 def test_a_killed_replica_is_a_migration_and_a_restart(server: Server, page_url: str) -> None:
