@@ -20,7 +20,7 @@ def run(*arguments: str) -> tuple[int, str]:
 def test_without_arguments_the_help_lists_every_command() -> None:
     _, output = run()
 
-    for command in ("serve", "generate", "train-tiny", "doctor"):
+    for command in ("serve", "generate", "train-tiny", "doctor", "monitor", "plan"):
         assert f" {command} " in output
 
 
@@ -33,6 +33,8 @@ def test_without_arguments_the_help_lists_every_command() -> None:
         ("train-medusa", ["--recipe", "--model", "--data", "--resume"]),
         ("train-tiny", ["--out", "--steps", "--seed", "--medusa"]),
         ("doctor", ["--model", "exits with 1"]),
+        ("monitor", ["--metrics", "--prometheus", "--interval", "--window", "--once", "--json"]),
+        ("plan", ["--rate", "--users", "--trace", "--token-ms", "--gpu", "--measure-from"]),
     ],
 )
 def test_the_help_of_each_command_teaches_its_options(command: str, taught: list[str]) -> None:
