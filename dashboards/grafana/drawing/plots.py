@@ -36,15 +36,13 @@ def timeseries(axes: Axes, panel: Mapping[str, Any], series: Sequence[Series]) -
             right = right or _right_axis(axes, special, panel)
             right.plot(times, values, color=colour, linewidth=1, linestyle="--", label=each.name)
         elif stacked and len(values) == len(base):
-            axes.fill_between(
-                times, base, base + values, color=colour, alpha=opacity, label=each.name
-            )
+            _area(axes, times, base, base + values, color=colour, alpha=opacity, label=each.name)
             base = base + values
         elif stacked:
-            axes.fill_between(times, 0, values, color=colour, alpha=opacity, label=each.name)
+            _area(axes, times, 0, values, color=colour, alpha=opacity, label=each.name)
             base = values
         else:
-            axes.fill_between(times, 0, values, color=colour, alpha=opacity)
+            _area(axes, times, 0, values, color=colour, alpha=opacity)
             axes.plot(times, values, color=colour, linewidth=1, label=each.name)
     _limits(axes, field)
     axes.set_ylim(0, max(axes.get_ylim()[1], field["custom"].get("axisSoftMax", 0)))
@@ -77,6 +75,11 @@ def heatmap(axes: Axes, panel: Mapping[str, Any], series: Sequence[Series]) -> N
     _frame(axes, None, panel)
     bar = axes.figure.colorbar(mesh, ax=axes, fraction=0.03, pad=0.01)
     bar.ax.tick_params(colors=TEXT, labelsize=7)
+
+
+def _area(axes: Axes, *shape: Any, **look: Any) -> None:
+    # Without an edge, so that an area of height 0 cannot be seen.
+    axes.fill_between(*shape, linewidth=0, **look)
 
 
 def _with_gaps(series: Series) -> tuple[list[float], NDArray[np.float64]]:
