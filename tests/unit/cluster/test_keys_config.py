@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from cluster.cli.main import app
@@ -174,3 +175,12 @@ def test_a_secret_is_shown_by_no_command(tmp_path: Path) -> None:
 
 def test_the_memory_storage_needs_no_client() -> None:
     assert type(open_storage(LimitsConfig().rate_storage)).__name__ == "MemoryStorage"
+
+
+def test_a_class_for_metrics_is_a_plain_word() -> None:
+    fields = {"name": "alice", "hash": HASH_OF_ABC}
+
+    assert KeyConfig.model_validate(fields).metrics_class == "default"
+    assert KeyConfig.model_validate(fields | {"metrics_class": "paying"}).metrics_class == "paying"
+    with pytest.raises(ValidationError):
+        KeyConfig.model_validate(fields | {"metrics_class": "two words"})

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from cluster.autoscaling_config import AutoscalingConfig
 from cluster.model_config import MAX_THREADS, ModelConfig
 
 
@@ -87,3 +88,10 @@ def test_replicas_share_a_gpu_by_their_share_of_its_memory(
 def test_engine_arguments_cannot_contradict_a_field(engine: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         ModelConfig(engine=engine)
+
+
+def test_the_fewest_replicas_are_those_configured_or_the_autoscalers_least() -> None:
+    scaled = AutoscalingConfig(min_replicas=2, max_replicas=5)
+
+    assert ModelConfig(replicas=3).min_replicas == 3
+    assert ModelConfig(autoscaling=scaled).min_replicas == 2
