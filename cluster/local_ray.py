@@ -126,7 +126,8 @@ def write_haproxy_wrapper(path: Path) -> None:
 
     wrapper = _HAPROXY_WRAPPER.replace("{binary}", get_haproxy_binary())
     path.write_text(wrapper.replace("{drop_odd_ids}", _DROP_ODD_IDS), encoding="utf-8")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    # Also for whom it was not written: in an image root makes it, and another runs it.
+    path.chmod(path.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
 
 
 def adopt_orphans() -> None:

@@ -30,10 +30,15 @@ class Cluster:
         self.config = config
 
     def replicas(self, deployment: str) -> dict[str, str]:
-        """Ids of the replicas that run, and the address of their pod."""
-        status = self._api("GET").json()["applications"]["apar"]["deployments"][deployment]
-        running = [each for each in status["replicas"] if each["state"] == "RUNNING"]
-        return {each["replica_id"]: each["node_ip"] for each in running}
+        """Ids of a deployment's replicas, once all of them run, and the addresses of their pods."""
+        deadline = time.monotonic() + 60
+        while True:
+            deployments = self._api("GET").json()["applications"]["apar"]["deployments"]
+            found = deployments[deployment]["replicas"]
+            if found and all(each["state"] == "RUNNING" for each in found):
+                return {each["replica_id"]: each["node_ip"] for each in found}
+            assert time.monotonic() < deadline, found
+            time.sleep(0.5)
 
     def _api(self, method: str, **arguments: Any) -> httpx.Response:
         url = (

@@ -37,6 +37,7 @@ mkdir "$1/upper" "$1/work" "$1/root"
 mount -t overlay overlay -o "lowerdir=/,upperdir=$1/upper,workdir=$1/work" "$1/root"
 cd "$1/root"
 mkdir -p etc/apar/keys opt/apar
+echo "apar:x:$2:$2::/tmp:/usr/sbin/nologin" >> etc/passwd
 mount -t proc proc proc
 mount --rbind /dev dev
 mount -t tmpfs -o mode=1777 none dev/shm

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cluster.local_ray import write_haproxy_wrapper
+
 REPOSITORY = Path(__file__).parents[3]
 FILES = sorted((REPOSITORY / "containers").glob("Dockerfile.*"))
 ENVIRONMENT = REPOSITORY / "k8s" / "base" / "environment.env"
@@ -129,3 +131,9 @@ def test_the_image_has_what_the_pods_environment_names(file: Path) -> None:
 
     assert f"write(Path('{wrapper}'))" in file.read_text()
     assert "COPY --from=build /opt/apar /opt/apar" in file.read_text()
+
+
+def test_the_haproxy_that_root_makes_in_the_image_can_be_run_by_its_user(tmp_path: Path) -> None:
+    write_haproxy_wrapper(tmp_path / "haproxy")
+
+    assert (tmp_path / "haproxy").stat().st_mode & 0o777 == 0o755
