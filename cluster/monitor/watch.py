@@ -10,6 +10,11 @@ from cluster.monitor.overview import ClusterHistory, Overview
 from cluster.monitor.pages import PageError
 from cluster.monitor.sources import Source
 
+_HINT = (
+    "`apar serve` prints the address of its metrics when it is ready, unless its configuration "
+    "says `metrics: {enabled: false}`."
+)
+
 
 class MonitorError(AparError):
     """There is nothing to show; the message says what may be the reason."""
@@ -41,7 +46,7 @@ class Watch:
                 )
         except PageError as error:
             if first:
-                raise MonitorError(str(error)) from error
+                raise MonitorError(f"{error}. {_HINT}") from error
             self.silent_since = self.silent_since or self._answered
             self.reason = str(error)
             return

@@ -56,6 +56,7 @@ def test_a_wrong_address_is_told_in_one_line() -> None:
 
     assert result.exit_code == 1
     assert f"Error: {url} no answer" in result.output
+    assert "metrics: {enabled: false}" in result.output
 
 
 def test_an_outage_during_once_is_an_error() -> None:
