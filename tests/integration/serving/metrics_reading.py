@@ -10,6 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.metrics.catalogue import Metric
 
 SETTLE_S = 40.0
+# Longer than a count is on its way: handed over once a second, and reported once a second.
+REST_S = 3.0
 OURS = "ray_apar_"
 
 
@@ -36,6 +38,14 @@ class Page:
                 found[key] = found.get(key, 0.0) + value
         return found
 
+    def counts(self) -> dict[tuple[str, ...], float]:
+        """All counts of ours, by name and labels."""
+        return {
+            (name, *labels.values()): value
+            for name, labels, value in self.samples
+            if name.startswith(OURS) and name.endswith(("_total", "_count"))
+        }
+
     @property
     def names(self) -> set[str]:
         """All names."""
@@ -48,6 +58,16 @@ def read(url: str) -> Page:
     answer.raise_for_status()
     families = text_string_to_metric_families(answer.text)
     return Page(tuple((s.name, s.labels, s.value) for family in families for s in family.samples))
+
+
+def read_at_rest(url: str) -> Page:
+    """The page once all that has happened stands on it; nothing may happen meanwhile."""
+    page = read(url)
+    while True:
+        time.sleep(REST_S)
+        before, page = page, read(url)
+        if before.counts() == page.counts():
+            return page
 
 
 def read_when(url: str, is_there: Callable[[Page], bool], timeout_s: float = SETTLE_S) -> Page:
