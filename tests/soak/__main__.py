@@ -70,6 +70,8 @@ def sampled(server: Server, started: float) -> list[Sample]:
         except psutil.NoSuchProcess:
             continue
         short = "/".join(name.split()[0].split("/")[-1:]) if name else process.name()
+        if short.startswith("ray::"):
+            short = short.partition(".")[0]  # behind it stands what the actor does just now
         if short == "python":
             short = next((part for part in process.cmdline()[1:] if part[0] != "-"), short)
             short = short.rpartition("/")[2]

@@ -72,9 +72,8 @@ def plot(samples: Sequence[Sample], warm_up_s: float, path: Path) -> None:
         axes.plot([s.seconds / 60 for s in some], [s.mib for s in some], label=process)
     axes.axvline(warm_up_s / 60, linestyle="--", color="grey", label="end of the warm-up")
     axes.set(xlabel="minutes", ylabel="resident memory (MiB)", yscale="log")
-    axes.legend(fontsize=6, ncols=2)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
 def _median(values: Sequence[float]) -> float:
