@@ -146,9 +146,9 @@ def test_the_command_writes_files_for_other_settings(tmp_path: Path) -> None:
         "-m",
         "dashboards.prometheus",
         "--settings",
-        settings,
+        str(settings),
         "--out",
-        tmp_path,
+        str(tmp_path),
     ]
 
     subprocess.run(command, check=True, timeout=60)
@@ -167,9 +167,9 @@ def test_the_command_names_what_is_wrong_with_settings(tmp_path: Path) -> None:
         "-m",
         "dashboards.prometheus",
         "--settings",
-        settings,
+        str(settings),
         "--out",
-        tmp_path,
+        str(tmp_path),
     ]
 
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
