@@ -84,6 +84,12 @@ def serving(settings: RuleSettings) -> list[AlertRule]:
             f"A tenth of the requests of {_MODEL} waits {{{{ $value | humanizeDuration }}}} or "
             "longer for a replica.",
         ),
+    ]
+
+
+def refusals(settings: RuleSettings) -> list[AlertRule]:
+    """Requests that get an error instead of an answer."""
+    return [
         AlertRule(
             "AparRequestsRejected",
             Severity.PAGE,

@@ -24,7 +24,7 @@ def alert_groups(settings: RuleSettings) -> dict[str, list[AlertRule]]:
     """Alert rules by the name of their group."""
     return {
         "apar-replica-alerts": alerts.replicas(settings),
-        "apar-serving-alerts": alerts.serving(settings),
+        "apar-serving-alerts": alerts.serving(settings) + alerts.refusals(settings),
         "apar-engine-alerts": alerts.engine(settings),
         "apar-objective-alerts": objectives.alert_rules(settings),
         "apar-monitoring-alerts": alerts.monitoring(),
