@@ -42,7 +42,7 @@ for argument in "$@"; do
     previous=$argument
 done
 [ -n "$config" ] && sed -i \\
-    -e 's/^\\( *bind \\)[*]*:/\\1127.0.0.1:/' \\
+    -e '/^frontend http_frontend/,/^backend /!s/^\\( *bind \\)[*]*:/\\1127.0.0.1:/' \\
     -e '/^ *option splice-request$/d' \\
     -e '/^frontend http_frontend/a\\    {drop_odd_ids}' "$config"
 exec {binary} "$@"

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -39,6 +39,7 @@ cd "$1/root"
 mkdir -p etc/apar/keys opt/apar
 echo "apar:x:$2:$2::/tmp:/usr/sbin/nologin" >> etc/passwd
 mount -t proc proc proc
+mount --rbind /sys sys
 mount --rbind /dev dev
 mount -t tmpfs -o mode=1777 none dev/shm
 mount -t tmpfs -o mode=1777 none tmp
@@ -212,10 +213,15 @@ class HandMadePods:
                 subprocess.run(["cp", "-rL", str(logs), str(kept)], check=False)
 
     def close(self) -> None:
-        """End all pods, and remove their addresses."""
+        """End all pods, also those of a test that was killed, and remove their addresses."""
         for pod in reversed(self._running):
             pod.kill()
-            _ip("netns", "del", pod.name, check=False)
+        names = _ip("netns", "list", check=False).split()
+        for name in [each for each in names if each.startswith(BRIDGE)]:
+            for pid in _ip("netns", "pids", name, check=False).split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            _ip("netns", "del", name, check=False)
         _ip("link", "del", BRIDGE, check=False)
 
     def _environment(self, pod: Pod, address: str, is_head: bool) -> dict[str, str]:
@@ -281,7 +287,8 @@ def _connect(name: str, number: int, address: str) -> None:
     _ip(*inside, "route", "add", "default", "via", f"{NETWORK}.1")
 
 
-def _ip(*arguments: str, check: bool = True) -> None:
+def _ip(*arguments: str, check: bool = True) -> str:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if check and done.returncode:
         raise RuntimeError(f"ip {shlex.join(arguments)}: {done.stderr}")
+    return done.stdout

@@ -72,6 +72,21 @@ def test_haproxy_gets_its_configuration_put_right(tmp_path: Path) -> None:
     )
 
 
+def test_haproxy_listens_on_all_addresses_where_the_server_shall(tmp_path: Path) -> None:
+    config, wrapper = tmp_path / "c.cfg", tmp_path / "haproxy"
+    # Ray Serve's sections, with `host: 0.0.0.0`.
+    config.write_text(
+        "frontend prometheus\n    bind :9101\nfrontend http_frontend\n    bind *:8000\n"
+        "    default_backend default_backend\nbackend default_backend\nlisten stats\n  bind *:8404\n"
+    )
+    write_haproxy_wrapper(wrapper)
+
+    subprocess.run([str(wrapper), "-c", "-f", str(config)], capture_output=True, check=False)
+
+    binds = [line.strip() for line in config.read_text().splitlines() if " bind " in line]
+    assert binds == ["bind 127.0.0.1:9101", "bind *:8000", "bind 127.0.0.1:8404"]
+
+
 def test_haproxys_files_stay_in_the_private_folder(tmp_path: Path) -> None:
     paths = [value for key, value in serve_environment(tmp_path).items() if "HAPROXY" in key]
 
