@@ -40,6 +40,7 @@ def test_ray_serve_reads_every_setting_that_we_make() -> None:
         "    bind :{{ config.metrics_port }}",
         "    option splice-request\n",
         "\nfrontend http_frontend\n",
+        "\nbackend default_backend\n",
     ],
 )
 def test_haproxys_template_has_the_lines_that_we_put_right(line: str) -> None:

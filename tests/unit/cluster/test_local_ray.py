@@ -77,7 +77,8 @@ def test_haproxy_listens_on_all_addresses_where_the_server_shall(tmp_path: Path)
     # Ray Serve's sections, with `host: 0.0.0.0`.
     config.write_text(
         "frontend prometheus\n    bind :9101\nfrontend http_frontend\n    bind *:8000\n"
-        "    default_backend default_backend\nbackend default_backend\nlisten stats\n  bind *:8404\n"
+        "    default_backend default_backend\nbackend default_backend\n"
+        "listen stats\n  bind *:8404\n"
     )
     write_haproxy_wrapper(wrapper)
 
