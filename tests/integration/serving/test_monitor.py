@@ -53,11 +53,13 @@ def run(*arguments: str) -> dict[str, Any]:
 def test_a_loaded_cluster_is_shown_as_it_is(tmp_path: Path) -> None:
     port = free_port()
     page = f"127.0.0.1:{port}"
+    once = ("monitor", "--metrics", page, "--once", "--json", "--interval", "1")
     with serving(tmp_path, TINY | {"replicas": 2}, metrics={"port": port}) as server:
         with loaded(server.url, 8):
             time.sleep(6)
             shown = run("monitor", "--metrics", page, "--once", "--json", "--interval", "8")
-            threads = sum(load["threads"] for load in server.loads())
+            # At any one moment an engine may have nothing to do.
+            readings = [shown, *(run(*once) for _ in range(4))]
         text = subprocess.run(
             [*COMMAND, "monitor", "--metrics", page, "--once"], capture_output=True, text=True,
             check=True,
@@ -66,7 +68,7 @@ def test_a_loaded_cluster_is_shown_as_it_is(tmp_path: Path) -> None:
     (model,) = shown["models"]
     assert (model["model"], model["replicas"]) == ("apar-tiny", 2)
     assert len(shown["replicas"]) == 2
-    assert 0 < model["running"] <= 8
+    assert 0 < max(each["models"][0]["running"] for each in readings) <= 8
     assert model["error_share"] == 0
     assert model["tokens_per_s"] > 0
     assert model["tokens_per_s"] == pytest.approx(
@@ -78,10 +80,10 @@ def test_a_loaded_cluster_is_shown_as_it_is(tmp_path: Path) -> None:
     assert 0.1 < model["cache_saved"] < 0.7
     assert 0 < model["latency_s"]["p50"] <= model["latency_s"]["p99"] < WAIT_S
     assert 0 < model["token_s"]["p50"] < model["latency_s"]["p50"]
-    assert threads > 0
-    for each in shown["replicas"]:
-        assert 0 < each["kv_share"] < 1
-        assert each["running"] + each["waiting"] > 0
+    for place in range(2):
+        replica = [each["replicas"][place] for each in readings]
+        assert 0 < max(each["kv_share"] for each in replica) < 1
+        assert max(each["running"] + each["waiting"] for each in replica) > 0
     assert "apar-tiny" in text
     assert "none" in text  # rejected
 
