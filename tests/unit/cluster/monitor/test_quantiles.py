@@ -6,7 +6,7 @@ import math
 from itertools import accumulate
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.monitor.quantiles import histogram_quantile
@@ -47,6 +47,7 @@ histograms = st.lists(st.integers(0, 20), min_size=3, max_size=8).map(
 )
 
 
+@settings(deadline=None)
 @given(histograms, st.floats(0, 1), st.floats(0, 1))
 def test_a_quantile_grows_with_its_share_and_stays_within_the_bounds(
     buckets: dict[float, float], one: float, other: float
@@ -63,6 +64,7 @@ def test_a_quantile_grows_with_its_share_and_stays_within_the_bounds(
     assert above <= max(bound for bound in buckets if bound < INF)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.001, 100), min_size=1, max_size=60), st.sampled_from([0.5, 0.9, 0.99]))
 def test_the_true_quantile_lies_in_the_same_bucket(values: list[float], quantile: float) -> None:
     bounds = (0.01, 0.1, 0.5, 1.0, 5.0, 20.0, 100.0, INF)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.metrics import catalogue
@@ -102,6 +102,7 @@ def test_a_page_that_is_listed_no_more_is_forgotten() -> None:
 steps = st.lists(st.one_of(st.integers(0, 50), st.just("restart")), max_size=30)
 
 
+@settings(deadline=None)
 @given(steps)
 def test_any_run_of_a_counter_gains_what_was_counted(run: list[int | str]) -> None:
     """A counter that restarts has counted, between two readings, at least what it shows."""
@@ -118,6 +119,7 @@ def test_any_run_of_a_counter_gains_what_was_counted(run: list[int | str]) -> No
     assert tokens(history) == pytest.approx(counted)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=2, max_size=20))
 def test_no_readings_make_a_counter_lose(values: list[float]) -> None:
     snapshots = [snapshot(second, {key(): value}) for second, value in enumerate(values)]

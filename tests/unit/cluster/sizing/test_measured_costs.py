@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.metrics import catalogue
@@ -60,6 +60,7 @@ def test_an_idle_cluster_has_no_step_times() -> None:
         fit_costs(step_points(pages([0, 0, 0])))
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.builds(StepPoint, st.floats(1, 200), st.floats(1e-4, 1.0), st.floats(20, 1e4)),

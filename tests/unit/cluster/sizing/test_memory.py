@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.sizing.errors import SizingError
@@ -91,6 +91,7 @@ def test_forks_serve_as_many_more_requests_in_the_same_memory_as_the_paper_measu
     assert 1.2 < rates["structured"] / rates["none"] < 1.7
 
 
+@settings(deadline=None)
 @given(st.floats(1, 4000), st.floats(0, 2000), st.integers(1, 400_000))
 def test_what_fits_is_the_most_that_fits(mean: float, deviation: float, tokens: int) -> None:
     shape = replace(SHAPE, held_tokens=mean, held_tokens_sd=deviation, alive_threads=1.0)
@@ -106,6 +107,7 @@ def test_what_fits_is_the_most_that_fits(mean: float, deviation: float, tokens: 
     assert needed(number + 1) > memory.tokens * (1 - 1e-6)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 1000))
 def test_threads_and_requests_bound_each_other(requests: int) -> None:
     threads = threads_of(requests, SHAPE)

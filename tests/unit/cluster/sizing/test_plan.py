@@ -102,6 +102,7 @@ rates = st.floats(0.1, 500)
 factors = st.floats(1.0, 8.0)
 
 
+@settings(deadline=None)
 @given(rates, factors)
 def test_more_load_never_needs_fewer_replicas(rate: float, factor: float) -> None:
     low = planned(replace(GOALS, requests_per_s=rate))
@@ -111,6 +112,7 @@ def test_more_load_never_needs_fewer_replicas(rate: float, factor: float) -> Non
     assert low.caps == high.caps
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5000), st.integers(0, 5000), st.floats(0, 60))
 def test_more_users_never_need_fewer_replicas(users: int, more: int, think_s: float) -> None:
     goals = Goals(users=users, think_s=think_s, token_s=0.05)
@@ -118,7 +120,7 @@ def test_more_users_never_need_fewer_replicas(users: int, more: int, think_s: fl
     assert planned(goals).replicas <= planned(replace(goals, users=users + more)).replicas
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(rates, st.floats(0.02, 0.2), factors, st.sampled_from(["token_s", "latency_s"]))
 def test_a_stricter_goal_never_needs_fewer_replicas(
     rate: float, token_s: float, factor: float, goal: str
@@ -129,7 +131,7 @@ def test_a_stricter_goal_never_needs_fewer_replicas(
     assert planned(mild).replicas <= planned(strict).replicas
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(rates, factors, st.sampled_from(["memory", "headroom", "spare", "answer", "speed"]))
 def test_each_input_moves_the_plan_its_own_way(rate: float, factor: float, what: str) -> None:
     goals = Goals(requests_per_s=rate)
@@ -155,6 +157,7 @@ def test_each_input_moves_the_plan_its_own_way(rate: float, factor: float, what:
         assert planned(goals, costs=slower).replicas >= base.replicas
 
 
+@settings(deadline=None)
 @given(rates)
 def test_forks_never_need_more_replicas(rate: float) -> None:
     goals = Goals(requests_per_s=rate, token_s=0.05)

@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.sizing.queueing import ReplicaModel, operate
@@ -92,6 +92,7 @@ def test_a_simulated_queue_agrees() -> None:
     assert total / now == pytest.approx(operation.mean_latency_s * rate, rel=0.06)
 
 
+@settings(deadline=None)
 @given(st.floats(0.05, 0.9), st.floats(0.01, 0.09))
 def test_more_load_is_better_for_nothing(share: float, more: float) -> None:
     low = operate(MODEL, share * MODEL.full_rate)
