@@ -1,0 +1,199 @@
+"""The running application, watched by a real Prometheus and Alertmanager with the shipped rules."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from dashboards.prometheus import RuleSettings, rule_groups
+from dashboards.prometheus.files import as_yaml, own_files, write
+from dashboards.prometheus.notifying import NotifySettings, alertmanager_config
+from dashboards.prometheus.scraping import ScrapeSettings
+from tests.integration.prometheus_process import (
+    Prometheus,
+    Webhook,
+    alertmanager,
+    needs_alertmanager,
+    needs_prometheus,
+    prometheus,
+    webhook,
+)
+from tests.integration.serving.apar_process import REPLICA, TINY, Server, serving
+from tests.integration.serving.load_clients import PROMPTS, chat
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, needs_prometheus, needs_alertmanager]
+MODEL = "apar-tiny"
+NUM_REQUESTS = 16
+NUM_CLIENTS = 4
+WINDOW_S = 60.0
+# Alerts hold for seconds instead of minutes; all else is as shipped.
+RULES = RuleSettings(hold_scale=0.01)
+
+
+@dataclass
+class Watched:
+    """A loaded server and those who watch it."""
+
+    server: Server
+    prometheus: Prometheus
+    webhook: Webhook
+
+
+@contextmanager
+def watched(folder: Path) -> Iterator[Watched]:
+    """Two replicas, found by the file of targets that the server keeps."""
+    targets = folder / "targets.json"
+    metrics = {"port": 0, "targets_file": str(targets), "report_s": 1}
+    with webhook() as receiver:
+        notifying = NotifySettings(
+            page_url=receiver.url, ticket_url=receiver.url, group_wait_s=1, group_interval_s=1
+        )
+        routing = folder / "routing.yml"
+        routing.write_text(as_yaml(alertmanager_config(notifying)))
+        with (
+            alertmanager(routing, folder) as address,
+            serving(folder, TINY | {"replicas": 2}, metrics=metrics) as server,
+        ):
+            scraping = ScrapeSettings(
+                discovery_files=(str(targets),),
+                alertmanagers=(address,),
+                scrape_s=1,
+                evaluation_s=1,
+            )
+            write(own_files(scraping, RULES, notifying), folder)
+            with prometheus(folder / "prometheus.yml", folder) as reader:
+                yield Watched(server, reader, receiver)
+
+
+async def answer(client: httpx.AsyncClient, number: int) -> tuple[dict[str, Any], float]:
+    """The `apar` object of one answer, and the seconds it took."""
+    body = chat(PROMPTS[number % len(PROMPTS)], MODEL)
+    started = time.monotonic()
+    if number % 2:
+        whole = (await client.post("/v1/chat/completions", json=body)).raise_for_status()
+        return whole.json()["apar"], time.monotonic() - started
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    async with client.stream("POST", "/v1/chat/completions", json=body) as stream:
+        lines = [line async for line in stream.aiter_lines() if line]
+    last = json.loads(lines[-2].removeprefix("data: "))  # before [DONE]
+    return last["apar"], time.monotonic() - started
+
+
+async def load(url: str) -> list[tuple[dict[str, Any], float]]:
+    """What a few clients get from all their requests."""
+    places = asyncio.Semaphore(NUM_CLIENTS)
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+
+        async def one(number: int) -> tuple[dict[str, Any], float]:
+            async with places:
+                return await answer(client, number)
+
+        return list(await asyncio.gather(*map(one, range(NUM_REQUESTS))))
+
+
+@asynccontextmanager
+async def loaded(folder: Path) -> AsyncIterator[tuple[Watched, list[dict[str, Any]], list[float]]]:
+    """The server after its load, the `apar` objects of its answers, and their latencies."""
+    with watched(folder) as all_of_it:
+        all_of_it.prometheus.wait_for("count(ray_apar_forks_total == 0) == 6")
+        answers = await load(all_of_it.server.url)
+        parts, seconds = [part for part, _ in answers], [second for _, second in answers]
+        attended = total(parts, "attended_tokens")
+        all_of_it.prometheus.wait_for(f"sum(ray_apar_attended_tokens_total) == {attended}")
+        all_of_it.prometheus.wait_for("ray_apar_replicas == 2")
+        yield all_of_it, parts, seconds
+
+
+def total(parts: list[dict[str, Any]], field: str) -> int:
+    """A field's sum."""
+    return sum(part[field] for part in parts)
+
+
+def check_targets(reader: Prometheus) -> None:
+    """The node is found, once, under the job that the rules ask for."""
+    (target,) = reader.targets()
+    assert target["health"] == "up", target
+    assert target["labels"]["job"] == "apar"
+
+
+def check_rules(reader: Prometheus) -> None:
+    """Every rule can be evaluated, and every recorded series is there under load."""
+    rules = reader.rules()
+    assert len(rules) == sum(len(group["rules"]) for group in rule_groups(RULES))
+    assert [rule for rule in rules if rule["health"] != "ok"] == []
+    records = {
+        rule["record"] for group in rule_groups() for rule in group["rules"] if "record" in rule
+    }
+    assert records - reader.metric_names() == set()
+    assert "ray_vllm_num_preemptions_total" in reader.metric_names()
+    assert reader.value("model:apar_replicas:max") == 2
+    assert reader.value("model:apar_replicas_wanted:max") == 2
+    assert reader.value("model:apar_kv_cache_usage:ratio") == 0
+    assert reader.value("model:apar_server_errors:ratio_rate5m") == 0
+
+
+def check_shares(reader: Prometheus, parts: list[dict[str, Any]], seconds: list[float]) -> None:
+    """What Prometheus records is what the clients have been told."""
+
+    def near(expression: str, truth: float) -> None:
+        assert reader.value(expression) == pytest.approx(truth, rel=0.03), expression
+
+    near(
+        "1 - model:apar_attended_tokens_saved:ratio_rate5m",
+        total(parts, "attended_tokens") / total(parts, "sequential_attended_tokens"),
+    )
+    near(
+        "1 - model:apar_max_cached_tokens_saved:ratio_rate5m",
+        total(parts, "max_cached_tokens") / total(parts, "sequential_max_cached_tokens"),
+    )
+    near(
+        "model:apar_critical_path:ratio_rate5m",
+        total(parts, "decode_steps") / total(parts, "sequential_steps"),
+    )
+    near('model_outcome:apar_requests:increase5m{outcome="ok"}', NUM_REQUESTS)
+    near("sum(model_outcome:apar_forks:rate5m) * 300", total(parts, "forks"))
+    fastest, slowest = min(seconds), max(seconds)
+    for name in ("p50", "p90", "p99"):
+        # Within a bucket nothing is known; no bucket is more than 2.5 times as wide as the last.
+        found = reader.value(f"model:apar_request_latency_seconds:{name}_5m")
+        assert fastest / 2.5 <= found <= slowest * 2.5
+
+
+def check_throughput(reader: Prometheus, since_s: float, parts: list[dict[str, Any]]) -> None:
+    """The recorded tokens a second add up to the tokens of the answers."""
+    tokens = total(parts, "text_tokens") + total(parts, "control_tokens") - total(parts, "forks")
+    expression = 'model:apar_generated_tokens:rate1m{model="apar-tiny"}'
+    (series,) = reader.query_range(expression, since_s, time.time(), 1)
+    assert series.value == 0
+    assert sum(value for _, value in series.points) == pytest.approx(tokens, rel=0.05)
+
+
+async def test_rules_tell_the_truth_and_a_lost_replica_is_reported(tmp_path: Path) -> None:
+    started = time.time()
+    async with loaded(tmp_path) as (watching, parts, seconds):
+        reader, receiver = watching.prometheus, watching.webhook
+        check_targets(reader)
+        check_rules(reader)
+        assert receiver.alerts("AparReplicaMissing") == []
+        ended = time.time()
+
+        watching.server.processes(REPLICA)[0].kill()
+
+        alert = receiver.wait_for("AparReplicaMissing")
+        assert alert["labels"]["model"] == MODEL
+        assert alert["labels"]["severity"] == "ticket"
+        assert alert["annotations"]["description"] == f"1 replicas of {MODEL} are missing."
+        receiver.wait_for("AparReplicaMissing", "resolved", timeout_s=120)
+        reader.wait_for("model:apar_replica_restarts:increase30m == 1")
+        assert {alert["labels"]["alertname"] for alert in reader.alerts()} <= {"AparReplicaMissing"}
+        await asyncio.sleep(max(0.0, ended + WINDOW_S + 5 - time.time()))
+        # Rates are extrapolated by half an interval, which no longer matters after a minute.
+        check_shares(reader, parts, seconds)
+        check_throughput(reader, started, parts)
