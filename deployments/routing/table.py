@@ -120,7 +120,7 @@ class ReplicaTable:
         row = self._row(slot)
         if row.load is not None and load.taken_at_s <= row.load.taken_at_s:
             return
-        row.load = load
+        before, row.load = row.load, load
         self.silence.heard(slot, now_s)
         self.block_size = max(load.block_size, 1)
         row.taken_at_s = _on_own_clock(row, load, now_s)
@@ -134,6 +134,8 @@ class ReplicaTable:
         if load.step_s > 0 and load.tokens_per_s > 0:
             batch = load.tokens_per_s * load.step_s
             self.step_time.measured(slot, batch, load.step_s)
+        elif before is not None:
+            self.step_time.rested(slot, load.taken_at_s - before.taken_at_s)
         self._estimate(slot)
 
     def _change(self, slot: int, row: _Row, forecast: Forecast, now_s: float, *, sign: int) -> None:

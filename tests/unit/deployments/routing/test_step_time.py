@@ -1,12 +1,17 @@
 """The line of step times, and how slow each replica is beside it."""
 
 import random
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.routing_config import RoutingSettings
+from deployments.routing.baselines import build_router
 from deployments.routing.step_time import StepTime
+from tests.unit.deployments.routing.loads import FORKED, HINT, IDLE, busy
 
 
 def learnt(slowness: list[float], *, base_s: float, per_thread_s: float) -> StepTime:
@@ -64,3 +69,28 @@ def test_no_report_makes_a_step_take_no_time(reports: list[tuple[int, float, flo
     assert step_time.base_s > 0
     assert step_time.per_thread_s >= 0
     assert (step_time.slowness > 0).all()
+
+
+def test_a_replica_that_was_slow_for_a_moment_gets_requests_again() -> None:
+    router = build_router(RoutingSettings(), seed=1)
+    router.replicas_changed({"slow": 8, "fast": 8})
+    for tick in range(40):
+        router.reported("slow", busy(1, 2, step_s=0.5, at_s=tick), tick)
+        router.reported("fast", busy(1, 2, step_s=0.01, at_s=tick), tick)
+
+    def choices(seconds: range) -> Counter[str | None]:
+        """Where single requests go, one a second, while the slow replica idles."""
+        chosen: Counter[str | None] = Counter()
+        for now_s in seconds:
+            router.reported("slow", replace(IDLE, taken_at_s=now_s), now_s)
+            router.reported("fast", busy(1, 2, step_s=0.01, at_s=now_s), now_s)
+            name = router.choose(HINT, now_s)
+            assert name is not None
+            router.sent(str(now_s), name, HINT, now_s)
+            router.ended(str(now_s), FORKED, now_s)
+            chosen[name] += 1
+        return chosen
+
+    assert choices(range(40, 45)) == {"fast": 5}
+    choices(range(45, 160))
+    assert choices(range(160, 170)) == {"slow": 10}
