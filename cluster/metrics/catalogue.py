@@ -6,7 +6,7 @@ The names follow Prometheus: base units, `_total` for counters. Ray's agent on e
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 PREFIX = "ray_"
@@ -33,7 +33,7 @@ class Metric:
     kind: Kind
     unit: str
     help: str
-    labels: dict[str, str]
+    labels: dict[str, str] = field(hash=False)
     buckets: tuple[float, ...] = ()
 
     @property

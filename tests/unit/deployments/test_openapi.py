@@ -1,7 +1,7 @@
 import json
 from typing import Any
 
-from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
+from jsonschema import Draft202012Validator
 
 from deployments.error_responses import ErrorAnswer
 from deployments.front_door import LIVE_PATH
