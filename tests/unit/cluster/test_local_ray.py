@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -86,6 +87,31 @@ def test_haproxy_listens_on_all_addresses_where_the_server_shall(tmp_path: Path)
 
     binds = [line.strip() for line in config.read_text().splitlines() if " bind " in line]
     assert binds == ["bind 127.0.0.1:9101", "bind *:8000", "bind 127.0.0.1:8404"]
+
+
+def test_haproxys_own_errors_have_openais_form(tmp_path: Path) -> None:
+    config, wrapper, port = tmp_path / "c.cfg", tmp_path / "haproxy", free_port()
+    config.write_text(
+        "defaults\n    mode http\n    timeout connect 1s\n    timeout client 5s\n"
+        "    timeout server 5s\n    errorfile 503 /nowhere/500.http\n"
+        f"frontend http_frontend\n    bind 127.0.0.1:{port}\n"
+        f"    default_backend dead\nbackend dead\n    server one 127.0.0.1:{free_port()}\n"
+    )
+    write_haproxy_wrapper(wrapper)
+    process = subprocess.Popen([str(wrapper), "-db", "-f", str(config)])
+    try:
+        answer = httpx.Client(transport=httpx.HTTPTransport(retries=8)).get(
+            f"http://127.0.0.1:{port}/v1/models"
+        )
+    finally:
+        process.kill()
+        process.wait()
+
+    assert answer.status_code == 503
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["retry-after"] == "1"
+    assert answer.json()["error"]["code"] == "not_ready"
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
 def test_haproxys_files_stay_in_the_private_folder(tmp_path: Path) -> None:
