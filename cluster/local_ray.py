@@ -46,6 +46,7 @@ done
     -e '/^frontend http_frontend/,/^backend /!s/^\\( *bind \\)[*]*:/\\1127.0.0.1:/' \\
     -e '/^ *option splice-request$/d' \\
     -e 's#^\\( *errorfile 50[234] \\).*#\\1{errors}#' \\
+    -e '/^backend default_backend/,$s#return status 404 content-type .*#{no_backend}#' \\
     -e '/^frontend http_frontend/a\\    {drop_odd_ids}' "$config"
 exec {binary} "$@"
 """
@@ -54,6 +55,9 @@ _DROP_ODD_IDS = (
     "http-request del-header x-request-id unless "
     "{ req.hdr(x-request-id) -m reg ^[A-Za-z0-9._-]{1,64}$ }"
 )
+# Our application takes every path, so there is none that is not found, but for a HAProxy that has
+# not been told of the application yet.
+_NO_BACKEND = "return status 503 default-errorfiles"
 
 # What HAProxy says while it reaches nobody behind it, as when it has just been started again.
 _UNREACHABLE = {
@@ -146,6 +150,7 @@ def write_haproxy_wrapper(path: Path) -> None:
     errors.write_bytes("\r\n".join(lines).encode())
     wrapper = _HAPROXY_WRAPPER.replace("{binary}", get_haproxy_binary())
     wrapper = wrapper.replace("{drop_odd_ids}", _DROP_ODD_IDS).replace("{errors}", str(errors))
+    wrapper = wrapper.replace("{no_backend}", _NO_BACKEND)
     path.write_text(wrapper, encoding="utf-8")
     # Also for whom it was not written: in an image root makes it, and another runs it.
     path.chmod(path.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)

@@ -41,7 +41,7 @@ def test_ray_serve_reads_every_setting_that_we_make() -> None:
         "    option splice-request\n",
         "    errorfile 503 {{ config.error_file_path }}\n",
         "\nfrontend http_frontend\n",
-        "\nbackend default_backend\n",
+        "\nbackend default_backend\n    http-request return status 404 content-type text/plain ",
     ],
 )
 def test_haproxys_template_has_the_lines_that_we_put_right(line: str) -> None:

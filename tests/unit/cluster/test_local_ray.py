@@ -89,20 +89,30 @@ def test_haproxy_listens_on_all_addresses_where_the_server_shall(tmp_path: Path)
     assert binds == ["bind 127.0.0.1:9101", "bind *:8000", "bind 127.0.0.1:8404"]
 
 
-def test_haproxys_own_errors_have_openais_form(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("    server one 127.0.0.1:{dead}\n", id="nobody listens"),
+        pytest.param(
+            '    http-request return status 404 content-type text/plain lf-string "No %[path]"\n',
+            id="no application yet",
+        ),
+    ],
+)
+def test_haproxys_own_errors_have_openais_form(tmp_path: Path, backend: str) -> None:
     config, wrapper, port = tmp_path / "c.cfg", tmp_path / "haproxy", free_port()
     config.write_text(
         "defaults\n    mode http\n    timeout connect 1s\n    timeout client 5s\n"
         "    timeout server 5s\n    errorfile 503 /nowhere/500.http\n"
         f"frontend http_frontend\n    bind 127.0.0.1:{port}\n"
-        f"    default_backend dead\nbackend dead\n    server one 127.0.0.1:{free_port()}\n"
+        "    default_backend default_backend\nbackend default_backend\n"
+        + backend.format(dead=free_port())
     )
     write_haproxy_wrapper(wrapper)
     process = subprocess.Popen([str(wrapper), "-db", "-f", str(config)])
     try:
-        answer = httpx.Client(transport=httpx.HTTPTransport(retries=8)).get(
-            f"http://127.0.0.1:{port}/v1/models"
-        )
+        with httpx.Client(transport=httpx.HTTPTransport(retries=8)) as client:
+            answer = client.get(f"http://127.0.0.1:{port}/v1/models")
     finally:
         process.kill()
         process.wait()
