@@ -1,0 +1,166 @@
+"""A Ray cluster of the user's own, whose head loses its GCS: serving goes on (issue 4, faults).
+
+The GCS keeps its state in Redis, as Ray asks for head fault tolerance.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster.local_ray import free_port, serve_environment, write_haproxy_wrapper
+from tests.integration.serving.apar_process import ENGINE, TINY, serving, session_members
+from tests.integration.serving.kill_run import healthy
+from tests.integration.serving.load_clients import under_load
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server"),
+]
+GCS = "gcs_server"
+WAIT_S = 120.0
+# Raylets give up a GCS that stays away for a minute.
+ABSENCE_S = 15.0
+
+
+@dataclass
+class RayCluster:
+    """A head node, started as `ray start` does it, and its Redis."""
+
+    address: str
+    leader: int
+
+    def processes(self, title: str) -> list[psutil.Process]:
+        """The cluster's living processes whose command line begins with `title`."""
+        found = []
+        for pid in session_members(self.leader):
+            with suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                if title in " ".join(process.cmdline()[:1]):
+                    found.append(process)
+        return found
+
+    def wait_for(self, title: str, number: int) -> None:
+        """Return when so many of them live."""
+        deadline = time.monotonic() + WAIT_S
+        while len(self.processes(title)) != number:
+            assert time.monotonic() < deadline, title
+            time.sleep(0.2)
+
+
+@contextmanager
+def ray_cluster(folder: Path) -> Iterator[RayCluster]:
+    """A Ray cluster of one node that survives the death of its GCS."""
+    redis_port, port = free_port(), free_port()
+    address = f"127.0.0.1:{port}"
+    command = (
+        f"redis-server --port {redis_port} --save '' --bind 127.0.0.1 --dir {folder} & "
+        f"{Path(sys.executable).parent / 'ray'} start --head --port {port} --temp-dir {folder} "
+        "--node-ip-address 127.0.0.1 --include-dashboard false --num-cpus 4 "
+        f"--object-store-memory {128 * 2**20} --disable-usage-stats && sleep infinity"
+    )
+    log = folder / "ray-start.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            ["sh", "-c", command],
+            env=os.environ | {"RAY_REDIS_ADDRESS": f"127.0.0.1:{redis_port}"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        _wait_for_start(log, process)
+        yield RayCluster(address, process.pid)
+    finally:
+        for member in session_members(process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(member, signal.SIGKILL)
+        process.wait()
+
+
+def _wait_for_start(log: Path, process: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + WAIT_S
+    while "Ray runtime started" not in log.read_text():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.2)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayCluster]:
+    # Ray's socket paths may have 107 characters.
+    folder = Path(tempfile.mkdtemp(prefix="apar-", dir="/tmp"))
+    write_haproxy_wrapper(folder / "haproxy")
+    for name, value in (serve_environment(folder) | {"RAY_AUTH_MODE": "token"}).items():
+        monkeypatch.setenv(name, value)
+    try:
+        with ray_cluster(folder) as running:
+            yield running
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def start_again(process: psutil.Process) -> "subprocess.Popen[bytes]":
+    """Kill a process, wait, and start it as it was started."""
+    command, environment, folder = process.cmdline(), process.environ(), process.cwd()
+    process.kill()
+    time.sleep(ABSENCE_S)
+    return subprocess.Popen(
+        command,
+        env=environment,
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def wait_until_it_listens(address: str) -> None:
+    host, port = address.split(":")
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        with suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
+            return
+        assert time.monotonic() < deadline, address
+        time.sleep(0.2)
+
+
+async def test_serving_goes_on_while_the_head_has_no_gcs(
+    tmp_path: Path, cluster: RayCluster
+) -> None:
+    with serving(tmp_path, TINY | {"replicas": 2}, ray_address=cluster.address) as server:
+        gcs = None
+        try:
+            async with under_load(server.url, num_clients=8) as load:
+                await asyncio.sleep(2)
+                (running,) = cluster.processes(GCS)
+                gcs = await asyncio.to_thread(start_again, running)
+                num_without = len(load.outcomes)
+                await asyncio.to_thread(wait_until_it_listens, cluster.address)
+                await asyncio.sleep(5)
+                # The cluster is whole again: a lost engine is replaced.
+                victim = cluster.processes(ENGINE)[0]
+                victim.kill()
+                victim.wait()
+                await asyncio.to_thread(cluster.wait_for, ENGINE, 2)
+                num_before = len(load.outcomes)
+                await asyncio.sleep(5)
+            assert load.failures == [], load.table()
+            assert 10 < num_without < num_before < len(load.outcomes)
+            assert await healthy(server)
+        finally:
+            if gcs is not None:
+                gcs.kill()
+                gcs.wait()
