@@ -7,7 +7,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 
 from apar_core.engine.paced_outputs import PacedQueue, interval_under_load
 
-INTERVAL_S = 0.05
+INTERVAL_S = 0.2
 
 
 class Puts:
