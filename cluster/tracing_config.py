@@ -97,6 +97,8 @@ class TracingConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_use(self) -> Self:
-        if self.endpoint is None and (given := sorted(self.model_fields_set - {"endpoint"})):
-            raise ValueError(f"{', '.join(given)}: without effect where `endpoint` is not given")
+        # What is as it would be anyway is let through: `apar config show` prints all defaults.
+        changed = sorted(self.model_dump(exclude_defaults=True))
+        if self.endpoint is None and changed:
+            raise ValueError(f"{', '.join(changed)}: without effect where `endpoint` is not given")
         return self
