@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+from grafana_foundation_sdk.builders import bargauge as bars
 from grafana_foundation_sdk.builders import common as shared
 from grafana_foundation_sdk.builders import dashboard as frame
 from grafana_foundation_sdk.builders import gauge as gauges
 from grafana_foundation_sdk.builders import heatmap as heatmaps
 from grafana_foundation_sdk.builders import prometheus
 from grafana_foundation_sdk.builders import stat as stats
+from grafana_foundation_sdk.builders import table as tables
 from grafana_foundation_sdk.builders import timeseries as plots
 from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.models import common, dashboard, heatmap, units
@@ -20,6 +23,9 @@ IDLE = "idle"
 
 AnyPanel = Builder[dashboard.Panel]
 """What the builders of all kinds of panels have in common."""
+Framed = TypeVar(
+    "Framed", plots.Panel, stats.Panel, gauges.Panel, heatmaps.Panel, tables.Panel, bars.Panel
+)
 Limits = tuple[tuple[float, str], ...]
 """Colours of values from a bound upwards; below the first the colour is green."""
 
@@ -87,6 +93,17 @@ def thresholds(limits: Limits, base: str = "green") -> frame.ThresholdsConfig:
     return frame.ThresholdsConfig().mode(dashboard.ThresholdsMode.ABSOLUTE).steps(steps)
 
 
+def framed(panel: Framed, text: Text) -> Framed:
+    """What stands around the values of every panel: words, data source, size."""
+    return (
+        panel.title(text.title)
+        .description(text.description)
+        .datasource(SOURCE)
+        .span(text.span)
+        .height(text.height)
+    )
+
+
 def lines(
     text: Text,
     *queries: Query,
@@ -102,13 +119,8 @@ def lines(
     by their letter, to an axis of another unit.
     """
     panel = (
-        plots.Panel()
-        .title(text.title)
-        .description(text.description)
-        .datasource(SOURCE)
+        framed(plots.Panel(), text)
         .unit(text.unit.grafana)
-        .span(text.span)
-        .height(text.height)
         .min(0)
         .line_width(1)
         .fill_opacity(70 if stacked else 8)
@@ -149,13 +161,8 @@ def stat(
 ) -> stats.Panel:
     """The newest value in large figures; `instant` for one that covers the whole range."""
     panel = (
-        stats.Panel()
-        .title(text.title)
-        .description(text.description)
-        .datasource(SOURCE)
+        framed(stats.Panel(), text)
         .unit(text.unit.grafana)
-        .span(text.span)
-        .height(text.height)
         .no_value(IDLE)
         .thresholds(thresholds(limits, base))
         .color_mode(common.BigValueColorMode.VALUE)
@@ -169,13 +176,8 @@ def stat(
 def gauge(text: Text, query: Query, *, maximum: float, limits: Limits) -> gauges.Panel:
     """The newest value on a scale that ends at `maximum`."""
     return (
-        gauges.Panel()
-        .title(text.title)
-        .description(text.description)
-        .datasource(SOURCE)
+        framed(gauges.Panel(), text)
         .unit(text.unit.grafana)
-        .span(text.span)
-        .height(text.height)
         .min(0)
         .max(maximum)
         .no_value(IDLE)
@@ -199,12 +201,7 @@ def buckets(text: Text, query: Query) -> heatmaps.Panel:
         .reverse(False)
     )
     return (
-        heatmaps.Panel()
-        .title(text.title)
-        .description(text.description)
-        .datasource(SOURCE)
-        .span(text.span)
-        .height(text.height)
+        framed(heatmaps.Panel(), text)
         .calculate(False)
         .color(colours)
         .cell_gap(1)

@@ -11,11 +11,11 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 from dashboards.grafana.panels import (
     IDLE,
-    SOURCE,
     Limits,
     Query,
     Text,
     Unit,
+    framed,
     last_value,
     letter,
     target,
@@ -49,13 +49,8 @@ def table(
     `links` leads from the cells of a column, by its title: what the link is called, and its URL.
     """
     panel = (
-        tables.Panel()
-        .title(text.title)
-        .description(text.description)
-        .datasource(SOURCE)
+        framed(tables.Panel(), text)
         .unit(text.unit.grafana)
-        .span(text.span)
-        .height(text.height)
         .thresholds(thresholds((), base="text"))
         .sort_by([shared.TableSortByFieldState().display_name(sorted_by).desc(False)])
         .with_transformation(dashboard.DataTransformerConfig(id_val="merge", options={}))
@@ -79,13 +74,8 @@ def bar_row(
 ) -> bars.Panel:
     """One horizontal bar a query."""
     panel = (
-        bars.Panel()
-        .title(text.title)
-        .description(text.description)
-        .datasource(SOURCE)
+        framed(bars.Panel(), text)
         .unit(text.unit.grafana)
-        .span(text.span)
-        .height(text.height)
         .min(0)
         .no_value(IDLE)
         .thresholds(thresholds((), base=colour))
