@@ -4,14 +4,39 @@ from collections.abc import Iterator
 
 from k8s.objects import Object, Pod, example_secrets, label_of, matches, of_kind, pods
 
+_OF_NO_NAMESPACE = {
+    "ClusterRole",
+    "ClusterRoleBinding",
+    "CustomResourceDefinition",
+    "PersistentVolume",
+    "PriorityClass",
+    "RuntimeClass",
+    "StorageClass",
+}
+
 
 def problems(objects: list[Object]) -> Iterator[str]:
     """What refers to nothing."""
+    yield from _namespaces(objects)
     yield from _names(objects)
     yield from _selectors(objects)
     yield from _monitors(objects)
     yield from _services(objects)
     yield from _budgets(objects)
+
+
+def _namespaces(objects: list[Object]) -> Iterator[str]:
+    """What does not lie beside the RayService, as all other checks take for granted."""
+    services = of_kind(objects, "RayService")
+    home = services[0]["metadata"].get("namespace") if services else None
+    for each in objects:
+        if each["kind"] in _OF_NO_NAMESPACE:
+            continue
+        place = each["metadata"].get("name" if each["kind"] == "Namespace" else "namespace")
+        if place is None:
+            yield f"{label_of(each)}: goes to whatever namespace kubectl is set to"
+        elif place != home:
+            yield f"{label_of(each)}: {place} is not the RayService's namespace"
 
 
 def _names(objects: list[Object]) -> Iterator[str]:

@@ -30,7 +30,7 @@ def problems(objects: list[Object]) -> Iterator[str]:
         yield from _of_ray_pod(policies, pod, ray)
     for pod in everyone:
         for protocol in ("UDP", "TCP"):
-            if not _lets_out(policies, pod, DNS, DNS_POD, 53, protocol):
+            if not lets_out(policies, pod, DNS, DNS_POD, 53, protocol):
                 yield f"NetworkPolicy: {pod.owner} cannot ask for names over {protocol}"
         for name, number in pod.ports.items():
             if _lets_in(policies, pod, STRANGER, {}, name, number):
@@ -56,7 +56,7 @@ def _of_ray_pod(policies: list[Object], pod: Pod, ray: list[Pod]) -> Iterator[st
         # Any port, as Ray chooses most of them.
         if not (
             _lets_in(policies, pod, None, other.labels, "", 23456)
-            and _lets_out(policies, pod, None, other.labels, 23456, "TCP")
+            and lets_out(policies, pod, None, other.labels, 23456, "TCP")
         ):
             yield f"NetworkPolicy: {pod.owner} and {other.owner} cannot talk"
 
@@ -70,7 +70,7 @@ def _of_redis(policies: list[Object], everyone: list[Pod]) -> Iterator[str]:
                 continue
             reaches = _lets_in(
                 policies, redis, None, pod.labels, "redis", redis.ports["redis"]
-            ) and _lets_out(policies, pod, None, redis.labels, "redis", "TCP")
+            ) and lets_out(policies, pod, None, redis.labels, "redis", "TCP")
             if reaches != ("head" in pod.owner):
                 yield f"NetworkPolicy: {pod.owner} {'' if reaches else 'cannot '}reach Redis"
 
@@ -93,7 +93,7 @@ def _lets_in(
     )
 
 
-def _lets_out(
+def lets_out(
     policies: list[Object],
     pod: Pod,
     namespace: dict[str, str] | None,
@@ -101,6 +101,7 @@ def _lets_out(
     port: int | str,
     protocol: str,
 ) -> bool:
+    """Whether a pod gets out to one of these labels, in a namespace of those (None: its own)."""
     return any(
         _peer(peer, namespace, labels) and _port(rule, (port,), protocol)
         for policy in policies

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel
@@ -17,11 +18,12 @@ from ray.serve.schema import (
     ServeDeploySchema,
 )
 
-from cluster.config import ConfigError
+from cluster.config import ClusterConfig, ConfigError
 from cluster.local_ray import SERVE_FLAGS
 from deployments.in_place import in_place_settings
 from deployments.ingress import GATEWAY
 from deployments.kuberay import KubeRayArguments, application, arguments_of
+from k8s.network import lets_out
 from k8s.objects import Object, Pod, example_secrets, label_of, of_kind, pods
 
 IMPORT_PATH = "deployments.kuberay:application"
@@ -47,6 +49,7 @@ def problems(objects: list[Object]) -> Iterator[str]:
             *_application(app.model_dump(exclude_unset=True), arguments, ray),
             *_times(service, arguments.cluster.drain_s, ray),
             *_room(arguments, ray[1:]),
+            *_elsewhere(objects, arguments.cluster, ray),
         ):
             yield f"{label}: {problem}"
 
@@ -194,6 +197,25 @@ def _room(arguments: KubeRayArguments, workers: list[Pod]) -> Iterator[str]:
     )
     if arguments.cluster.num_replicas > there:
         yield f"{arguments.cluster.num_replicas} engines, and pods for {there:g}"
+
+
+def _elsewhere(objects: list[Object], config: ClusterConfig, ray: list[Pod]) -> Iterator[str]:
+    """What of other namespaces (NAME.NAMESPACE) is needed, and network policies close."""
+    policies = of_kind(objects, "NetworkPolicy")
+    for field, address in (
+        ("tracing.endpoint", config.tracing.endpoint or ""),
+        ("limits.rate_storage", config.limits.rate_storage),
+    ):
+        url = urlsplit(address)
+        _, _, domain = (url.hostname or "").partition(".")
+        namespace = domain.removesuffix(".cluster.local").removesuffix(".svc")
+        if not namespace or "." in namespace:
+            continue  # Beside us, or outside of the cluster, of which selectors say nothing.
+        labels = {"kubernetes.io/metadata.name": namespace}
+        port = url.port or (443 if url.scheme == "https" else 80)
+        for pod in ray:
+            if not lets_out(policies, pod, labels, {}, port, "TCP"):
+                yield f"{pod.owner}: no network policy lets it reach {field}, {url.hostname}"
 
 
 def _limit(pod: Pod, name: str) -> float:

@@ -26,7 +26,8 @@ class Cluster:
 
     def deploy(self, config: dict[str, Any]) -> None:
         """Give Ray Serve its configuration, through the dashboard, as KubeRay does."""
-        self._api("PUT", json=config).raise_for_status()
+        answer = self._api("PUT", json=config)
+        assert answer.is_success, answer.text
         self.config = config
 
     def replicas(self, deployment: str) -> dict[str, str]:

@@ -46,7 +46,23 @@ def problems_of(compose: dict[str, Any]) -> list[str]:
         for other in service.get("depends_on", {}):
             if other not in compose["services"]:
                 found.append(f"{name}: there is no service {other}")
+        found += (f"{name}: {problem}" for problem in problems_of_network(compose, service))
+    # Ray Serve starts HAProxy by the wrapper that lies there, and Docker's default is noexec.
+    [options] = [each for each in compose["services"]["cluster"]["tmpfs"] if "/tmp:" in each]
+    if "exec" not in options.removeprefix("/tmp:").split(","):
+        found.append(f"cluster: nothing in /tmp can be started: {options}")
     return found
+
+
+def problems_of_network(compose: dict[str, Any], service: dict[str, Any]) -> list[str]:
+    """What is wrong with the network that a service takes over, if it does."""
+    mode, _, owner = service.get("network_mode", "").partition(":")
+    if mode != "service":
+        return []
+    # A container that is started again has a new network, and those that joined it the old one.
+    if not compose["services"].get(owner, {}).get("image", "").startswith("registry.k8s.io/pause:"):
+        return [f"loses its network when {owner} is started again"]
+    return ["has ports, which its network publishes"] if "ports" in service else []
 
 
 def test_it_is_in_order() -> None:
@@ -58,7 +74,10 @@ def test_it_is_in_order() -> None:
     [
         ("cluster", "shmsize", "1g", "shmsize"),
         ("cluster", "stop_grace_period", "soon", "soon"),
-        ("cluster", "ports", ["8000:8000"], "others reach 8000:8000"),
+        ("network", "ports", ["8000:8000"], "others reach 8000:8000"),
+        ("cluster", "ports", ["127.0.0.1:8000:8000"], "has ports, which its network publishes"),
+        ("cluster", "tmpfs", ["/tmp:mode=1777,size=2g"], "nothing in /tmp can be started"),
+        ("prometheus", "network_mode", "service:cluster", "when cluster is started again"),
         ("grafana", "image", "grafana/grafana", "grafana/grafana is not pinned"),
         ("grafana", "image", "grafana/grafana:latest", "is not pinned"),
         ("prometheus", "read_only", False, "is not hardened"),
@@ -77,9 +96,10 @@ def test_a_mistake_is_found(service: str, field: str, value: Any, problem: str) 
 
 def test_the_cluster_serves_with_the_settings_that_are_mounted() -> None:
     config = load_config(SERVED, {}, {})
-    cluster = composed()["services"]["cluster"]
+    services = composed()["services"]
+    cluster = services["cluster"]
 
-    assert f"127.0.0.1:{config.port}:{config.port}" in cluster["ports"]
+    assert f"127.0.0.1:{config.port}:{config.port}" in services["network"]["ports"]
     assert config.host == "0.0.0.0"
     assert f":{config.port}/health'" in cluster["healthcheck"]["test"][-1]
     # It is killed after this, and draining must be over before.
@@ -96,8 +116,8 @@ def test_prometheus_finds_the_cluster_where_its_configuration_says() -> None:
     [job] = scraped["scrape_configs"]
 
     # One network for all, so that loopback is the same for all.
-    for name in ("prometheus", "alertmanager", "grafana"):
-        assert compose[name]["network_mode"] == "service:cluster"
+    for name in ("cluster", "prometheus", "alertmanager", "grafana"):
+        assert compose[name]["network_mode"] == "service:network"
     port = load_config(SERVED, {}, {}).metrics.port
     assert job["static_configs"] == [{"targets": [f"127.0.0.1:{port}"]}]
     assert compose["grafana"]["environment"]["PROMETHEUS_URL"] == "http://127.0.0.1:9090"

@@ -1,13 +1,17 @@
 """Every overlay, built by kustomize and checked without a cluster."""
 
+import os
+from pathlib import Path
+
 import pytest
+import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from deployments.kuberay import arguments_of
 from k8s.checks import problems
 from k8s.made import FOLDER as MADE
 from k8s.made import made_files
-from k8s.objects import OVERLAYS, Object, label_of, of_kind, pods
+from k8s.objects import FOLDER, OVERLAYS, Object, build, label_of, of_kind, pods
 from k8s.serving import serve_config
 from tests.unit.k8s.built import NEEDS_CRDS, NEEDS_KUBECTL, objects_of, schemas
 
@@ -95,6 +99,39 @@ def test_each_overlay_runs_its_own_image() -> None:
         "head-fault-tolerance": {"apar-serve:0.1.0-cpu"},
         "local": {"apar-serve:0.1.0-cpu"},
     }
+
+
+@NEEDS_CRDS
+def test_traces_and_shared_rates_have_their_ways_out(tmp_path: Path) -> None:
+    components = ("tracing", "rate-storage")
+    overlay = {
+        "resources": [os.path.relpath(FOLDER / "overlays" / "local", tmp_path)],
+        "components": [
+            os.path.relpath(FOLDER / "components" / each, tmp_path) for each in components
+        ],
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    objects = build(tmp_path)
+    [service] = of_kind(objects, "RayService")
+    config = serve_config(service)
+    config["applications"][0]["args"]["cluster"] |= {
+        "tracing": {"endpoint": "http://collector.observability:4318"},
+        "limits": {"rate_storage": "redis://redis.redis:6379"},
+    }
+    service["spec"]["serveConfigV2"] = yaml.safe_dump(config)
+
+    assert list(problems(objects, schemas())) == []
+    for pod in pods([service]):
+        names = [each["name"] for each in pod.container["env"]]
+        assert names == ["POD_IP", "OTEL_EXPORTER_OTLP_HEADERS"]
+
+
+def test_prometheus_keeps_its_own_namespace() -> None:
+    """It is not moved to ours with everything else."""
+    [binding] = of_kind(objects_of("local"), "RoleBinding")
+
+    assert binding["metadata"]["namespace"] == "apar-serve"
+    assert [each["namespace"] for each in binding["subjects"]] == ["monitoring"]
 
 
 @pytest.mark.parametrize("name", sorted(made_files()))

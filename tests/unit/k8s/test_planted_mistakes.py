@@ -47,6 +47,7 @@ def found_with(overlay: str, kind: str, name: str, change: Callable[[Object], No
 MISTAKES: dict[tuple[str, str, str], list[tuple[str, Any, str]]] = {
     (CPU, "Namespace", "apar"): [
         ("metadata/label", {}, "label"),
+        ("metadata/name", "apar", "Namespace/apar: apar is not the RayService's namespace"),
     ],
     (CPU, "ServiceAccount", "apar"): [
         ("metadata/name", "apr", "no ServiceAccount apar"),
@@ -90,6 +91,7 @@ MISTAKES: dict[tuple[str, str, str], list[tuple[str, Any, str]]] = {
         ("spec/ingress/0/from/0", {"podSelector": {}}, "monitoring cannot reach"),
     ],
     (CPU, "NetworkPolicy", "redis"): [
+        ("metadata/namespace", "default", "redis: default is not the RayService's namespace"),
         ("spec/podSelector", {"matchLabels": {"x": "y"}}, "cannot reach Redis"),
     ],
     (CPU, "NetworkPolicy", "head-to-redis"): [
@@ -100,6 +102,7 @@ MISTAKES: dict[tuple[str, str, str], list[tuple[str, Any, str]]] = {
     ],
     (GPU, "PersistentVolumeClaim", "apar-models"): [
         ("metadata/name", "models", "no PersistentVolumeClaim"),
+        ("metadata/namespace", GONE, "whatever namespace kubectl is set to"),
         ("spec/accessMode", ["x"], "accessMode"),
     ],
     (CPU, "PodMonitor", "apar-head"): [
@@ -119,6 +122,7 @@ MISTAKES: dict[tuple[str, str, str], list[tuple[str, Any, str]]] = {
     ],
     (CPU, "RoleBinding", "prometheus"): [
         ("roleRef/name", "prom", "no Role prom"),
+        ("metadata/namespace", GONE, "whatever namespace kubectl is set to"),
     ],
     (CPU, "Service", "apar-redis"): [
         ("spec/selector", {"a": "b"}, "selects no pod"),
@@ -196,6 +200,16 @@ IN_THE_APPLICATION: list[tuple[str, Any, str]] = [
     ("applications/0/args/cluster/keys_file", GONE, "nothing says who may call"),
     ("applications/0/args/cluster/keys_file", "/etc/keys.yaml", "no Secret is mounted"),
     ("applications/0/args/cluster/drain_s", 600, "draining may take 600 s"),
+    (
+        "applications/0/args/cluster/tracing",
+        {"endpoint": "http://collector.observability.svc.cluster.local:4318"},
+        "lets it reach tracing.endpoint, collector.observability",
+    ),
+    (
+        "applications/0/args/cluster/limits",
+        {"rate_storage": "redis://redis.redis:6379"},
+        "lets it reach limits.rate_storage, redis.redis",
+    ),
     ("applications/0/args/cluster/models/0/cpu_threads", 64, "more than the cores"),
     ("applications/0/args/cluster/models/0/replicas", 3, "3 engines, and pods for 1"),
     ("applications/0/deployments/0/name", "Gatway", "Gatway is none of Gateway, Replica"),
