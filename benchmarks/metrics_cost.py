@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,20 +106,20 @@ def serving(name: str, folder: Path, *, enabled: bool) -> Iterator[Server]:
 
 @contextmanager
 def read_every(page: str | None, seconds: float) -> Iterator[None]:
-    """Read the page again and again, as Prometheus does."""
+    """Read the page again and again, as Prometheus does; a reading that fails is an error."""
     ended = threading.Event()
 
     def read() -> None:
         while page is not None and not ended.wait(seconds):
             httpx.get(page, timeout=60).raise_for_status()
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        reader.join()
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        reading = executor.submit(read)
+        try:
+            yield
+        finally:
+            ended.set()
+        reading.result()
 
 
 def run(servers: list[Server], arguments: argparse.Namespace) -> list[dict[str, Any]]:

@@ -38,6 +38,7 @@ _HAPROXY_WRAPPER = """#!/bin/sh
 # HAProxy, with the configuration that Ray wrote put right.
 config=
 previous=
+errors=$(dirname "$0")/unreachable.http
 for argument in "$@"; do
     [ "$previous" = "-f" ] && config=$argument
     previous=$argument
@@ -45,7 +46,7 @@ done
 [ -n "$config" ] && sed -i \\
     -e '/^frontend http_frontend/,/^backend /!s/^\\( *bind \\)[*]*:/\\1127.0.0.1:/' \\
     -e '/^ *option splice-request$/d' \\
-    -e 's#^\\( *errorfile 50[234] \\).*#\\1{errors}#' \\
+    -e 's#^\\( *errorfile 50[234] \\).*#\\1'"$errors"'#' \\
     -e '/^backend default_backend/,$s#return status 404 content-type .*#{no_backend}#' \\
     -e '/^frontend http_frontend/a\\    {drop_odd_ids}' "$config"
 exec {binary} "$@"
@@ -149,7 +150,7 @@ def write_haproxy_wrapper(path: Path) -> None:
     lines = (*_ERROR_HEADERS, "", json.dumps({"error": _UNREACHABLE}))
     errors.write_bytes("\r\n".join(lines).encode())
     wrapper = _HAPROXY_WRAPPER.replace("{binary}", get_haproxy_binary())
-    wrapper = wrapper.replace("{drop_odd_ids}", _DROP_ODD_IDS).replace("{errors}", str(errors))
+    wrapper = wrapper.replace("{drop_odd_ids}", _DROP_ODD_IDS)
     wrapper = wrapper.replace("{no_backend}", _NO_BACKEND)
     path.write_text(wrapper, encoding="utf-8")
     # Also for whom it was not written: in an image root makes it, and another runs it.

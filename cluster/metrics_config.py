@@ -22,7 +22,7 @@ class MetricsConfig(BaseModel):
         f"free one. {DEFAULT_PORT} when absent, or any free one where that is taken.",
     )
     report_s: float = Field(
-        2.0,
+        5.0,
         ge=1,
         le=30,
         description="How often a private cluster's processes report their numbers: how old these "

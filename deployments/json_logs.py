@@ -31,8 +31,8 @@ class JsonFormatter(logging.Formatter):
         line |= {
             name: value
             for name, value in vars(record).items()
-            # Ray adds names of its own with an underscore.
-            if name not in _STANDARD and not name.startswith("_")
+            # Ray adds names of its own with an underscore, vLLM with its name.
+            if name not in _STANDARD and not name.startswith(("_", "vllm_"))
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
+from cluster.cli.numbers import check_finite
 from cluster.metrics_config import DEFAULT_PORT
 from cluster.monitor.overview import ClusterHistory
 from cluster.monitor.sources import PagesSource, PrometheusSource, Source
@@ -19,7 +20,7 @@ from cluster.monitor.view import Screen
 from cluster.monitor.watch import MonitorError, Watch
 
 DEFAULT_PAGE = f"http://127.0.0.1:{DEFAULT_PORT}/metrics"
-# Pages change about once a second, so that a rate over one short interval would jump.
+# A reading may see one report more or less than the next.
 _INTERVALS_PER_RATE = 3
 _LEAST_RATE_S = 5.0
 
@@ -38,6 +39,7 @@ Prometheus = Annotated[
 
 
 def monitor(
+    context: typer.Context,
     metrics: MetricsPages = None,
     prometheus: Prometheus = None,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 2.0,
@@ -45,7 +47,12 @@ def monitor(
         float, typer.Option(min=1, help="Seconds that latencies, errors and savings go back.")
     ] = 60.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Read twice, show what happened between, and end.")
+        bool,
+        typer.Option(
+            "--once",
+            help="Read until rates are known, show it, and end. Takes two reports of each process: "
+            "4 s where `apar serve` has its own Ray, 20 s elsewhere, 15 s where nothing happens.",
+        ),
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, one line a reading; for scripts.")
@@ -56,18 +63,19 @@ def monitor(
     Goes on through restarts of the server. Ctrl-C ends it. Exit code 1 if there is nothing to show.
     Example for scripts: [bold]apar monitor --once --json[/bold]
     """
+    check_finite(context)
     if metrics and prometheus:
         raise typer.BadParameter("give either --metrics or --prometheus")
     pages = metrics or [DEFAULT_PAGE]
     source: Source = PrometheusSource(prometheus) if prometheus else PagesSource(pages)
-    rate_s = max(_INTERVALS_PER_RATE * interval, _LEAST_RATE_S)
-    watch = Watch(source, ClusterHistory(rate_s=rate_s, window_s=max(window, interval)))
+    watch = Watch(source, history_for(source, interval, window))
     title = prometheus or ", ".join(pages)
     try:
         watch.read()
         if once:
-            time.sleep(interval)
-            watch.read()
+            while watch.silence is None and not watch.history.reports.settled:
+                time.sleep(interval)
+                watch.read()
             _print(watch, title, as_json=as_json)
             if watch.silence is not None:
                 raise typer.Exit(1)
@@ -78,6 +86,14 @@ def monitor(
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         pass
+
+
+def history_for(source: Source, interval_s: float, window_s: float) -> ClusterHistory:
+    """The history of a source that is read so often."""
+    several_s = _INTERVALS_PER_RATE * interval_s
+    # Who looks seldom sees nothing change for as long as he does not look.
+    quiet_s = max(source.quiet_s, several_s)
+    return ClusterHistory(max(several_s, _LEAST_RATE_S), max(window_s, interval_s), quiet_s)
 
 
 def _follow(watch: Watch, title: str, interval_s: float, *, as_json: bool) -> None:

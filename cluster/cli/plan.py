@@ -14,6 +14,7 @@ from rich.text import Text
 
 from apar_core.errors import AparError
 from cluster.cli import plan_options as options
+from cluster.cli.numbers import check_finite
 from cluster.cli.plan_request import PlanRequest
 from cluster.sizing.deployment import cluster_yaml, overlay_values
 from cluster.sizing.plan import Plan, make_plan
@@ -66,12 +67,18 @@ def plan(
     Ends with the YAML for [bold]apar serve --config[/bold] and the values of a Kubernetes overlay.
     Example: [bold]apar plan --rate 20 --model apar-7b --gpu a100-80g --token-ms 50[/bold]
     """
-    values = {name: each for name, each in context.params.items() if name not in ("out", "as_json")}
     try:
-        _plan(PlanRequest.model_validate(values), context.params["out"], as_json=as_json)
+        _plan(_request(context), context.params["out"], as_json=as_json)
     except (AparError, OSError) as error:
         Console(stderr=True).print(f"[red]Error:[/red] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from error
+
+
+def _request(context: typer.Context) -> PlanRequest:
+    """What was asked for; raises typer.BadParameter for a number that is none."""
+    check_finite(context)
+    values = {name: each for name, each in context.params.items() if name not in ("out", "as_json")}
+    return PlanRequest.model_validate(values)
 
 
 def _plan(request: PlanRequest, out: Any, *, as_json: bool) -> None:

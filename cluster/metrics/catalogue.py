@@ -195,8 +195,8 @@ REQUESTS = _counter(
         "outcome": "ok; client_error (4xx); server_error (5xx, or an error within a stream); "
         "cancelled, because the client left, or the server at its end had no more time for it"
     },
-    "Requests for completions that have ended. The model is `unknown` where none that is served "
-    "was named, or the request was refused before.",
+    "Requests for completions that have ended, those that the gateway refused included. The model "
+    "is `unknown` where none that is served was named, or the request was refused before.",
 )
 REQUESTS_RUNNING = _gauge(
     "apar_requests_running", "requests", _MODEL, "Requests that are at replicas."

@@ -10,10 +10,11 @@ from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Metric
 from cluster.monitor.quantiles import histogram_quantile
 from cluster.monitor.rates import History, Window
+from cluster.monitor.reports import Rates, Reports
 from cluster.monitor.series import GroupKey, Snapshot, Values, buckets, largest, summed, total
 
 TREND_POINTS = 240
-"""Intervals that the line of tokens per second goes back."""
+"""Readings that the line of tokens per second goes back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFigures:
-    """One replica; rates are per second, None before there are two snapshots.
+    """One replica; rates are per second, None before they are known.
 
     `age_s` counts from when it was first seen; `older` if it was there before.
     """
@@ -66,7 +67,7 @@ class ModelFigures:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """All that the monitor shows; rates over `rate_s`, shares and quantiles over `window_s`.
+    """All that the monitor shows; rates over `rate_s` at most, the rest over `window_s`.
 
     `rejected` are requests in the window, by reason. `trend` is tokens per second, the newest last.
     """
@@ -82,25 +83,33 @@ class Overview:
 
 @dataclass(slots=True)
 class ClusterHistory:
-    """What is remembered between two readings."""
+    """What is remembered between two readings.
+
+    Rates are over `rate_s` or as long as it takes to see two reports; `quiet_s` says when a process
+    that has not reported stands still.
+    """
 
     rate_s: float
     window_s: float
+    quiet_s: float
     history: History = field(init=False)
+    reports: Reports = field(init=False)
     _trend: deque[float] = field(init=False)
     _seen: dict[GroupKey, tuple[float, bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.history = History(max(self.rate_s, self.window_s))
+        self.history = History(self.window_s)
+        self.reports = Reports(self.rate_s, self.quiet_s)
         self._trend = deque(maxlen=TREND_POINTS)
 
     def add(self, snapshot: Snapshot) -> None:
         """Take the next snapshot."""
         older = self.history.latest is None
         interval = self.history.add(snapshot)
-        if interval is not None and interval.seconds > 0:
-            gained = total(interval.gained, catalogue.GENERATED_TOKENS)
-            self._trend.append(gained / interval.seconds)
+        self.reports.add(snapshot.at_s, {} if interval is None else interval.gained)
+        rates = self.reports.rates()
+        if rates.known:
+            self._trend.append(total(rates.per_s, catalogue.GENERATED_TOKENS))
         alive = summed(snapshot.values, catalogue.THREADS, "model", "replica")
         self._seen = {each: self._seen.get(each, (snapshot.at_s, older)) for each in alive}
 
@@ -108,26 +117,26 @@ class ClusterHistory:
         """The figures as of the last snapshot; needs one."""
         latest = self.history.latest
         assert latest is not None
-        recent, window = self.history.window(self.rate_s), self.history.window(self.window_s)
+        rates, window = self.reports.rates(), self.history.window(self.window_s)
         rejected = summed(window.gained, catalogue.REQUESTS_REJECTED, "reason")
         return Overview(
-            rate_s=recent.seconds,
+            rate_s=rates.seconds,
             window_s=window.seconds,
-            models=_models(latest.values, recent, window),
-            replicas=self._replicas(latest, recent),
+            models=_models(latest.values, rates, window),
+            replicas=self._replicas(latest, rates),
             rejected={reason: count for (reason,), count in sorted(rejected.items()) if count},
             trend=tuple(self._trend),
             failures=dict(latest.failures),
         )
 
-    def _replicas(self, latest: Snapshot, recent: Window) -> tuple[ReplicaFigures, ...]:
+    def _replicas(self, latest: Snapshot, rates: Rates) -> tuple[ReplicaFigures, ...]:
         by = ("model", "replica")
         values = latest.values
         threads = summed(values, catalogue.THREADS, *by, "state")
         requests = summed(values, catalogue.REPLICA_REQUESTS, *by)
         kv_share = largest(values, catalogue.KV_CACHE_USAGE, *by)
-        tokens = summed(recent.gained, catalogue.GENERATED_TOKENS, *by)
-        forks = summed(recent.gained, catalogue.FORKS, *by, "outcome")
+        tokens = summed(rates.per_s, catalogue.GENERATED_TOKENS, *by)
+        forks = summed(rates.per_s, catalogue.FORKS, *by, "outcome")
         return tuple(
             ReplicaFigures(
                 model=each[0],
@@ -137,9 +146,9 @@ class ClusterHistory:
                 waiting=threads.get((*each, "waiting"), 0.0),
                 deferred=threads.get((*each, "deferred"), 0.0),
                 kv_share=kv_share.get(each),
-                tokens_per_s=recent.rate(tokens.get(each, 0.0)),
+                tokens_per_s=rates.of(tokens.get(each, 0.0)),
                 # A delayed one has been started later.
-                forks_per_s=recent.rate(
+                forks_per_s=rates.of(
                     sum(forks.get((*each, outcome), 0.0) for outcome in ("accepted", "delayed"))
                 ),
                 age_s=latest.at_s - since_s,
@@ -149,28 +158,30 @@ class ClusterHistory:
         )
 
 
-def _models(values: Values, recent: Window, window: Window) -> tuple[ModelFigures, ...]:
+def _models(values: Values, rates: Rates, window: Window) -> tuple[ModelFigures, ...]:
     names = {name for metric in _OF_MODELS for (name,) in summed(values, metric, "model")}
-    return tuple(_model(name, values, recent, window) for name in sorted(names - {""}))
+    return tuple(_model(name, values, rates, window) for name in sorted(names - {""}))
 
 
 # A model that has no replica at the moment still has a queue, and the other way round.
 _OF_MODELS = (catalogue.THREADS, catalogue.REQUESTS_RUNNING, catalogue.REPLICAS)
 
 
-def _model(name: str, values: Values, recent: Window, window: Window) -> ModelFigures:
+def _model(name: str, values: Values, rates: Rates, window: Window) -> ModelFigures:
     def now(metric: Metric) -> float:
         return summed(values, metric, "model").get((name,), 0.0)
 
-    def gained(metric: Metric, within: Window = window) -> float:
-        return summed(within.gained, metric, "model").get((name,), 0.0)
+    def gained(metric: Metric) -> float:
+        return summed(window.gained, metric, "model").get((name,), 0.0)
+
+    def per_s(metric: Metric) -> float | None:
+        return rates.of(summed(rates.per_s, metric, "model").get((name,), 0.0))
 
     def quantiles(metric: Metric) -> Quantiles:
         counts = buckets(window.gained, metric, "model").get((name,), {})
         return Quantiles(histogram_quantile(0.5, counts), histogram_quantile(0.99, counts))
 
-    ended = summed(recent.gained, catalogue.REQUESTS, "model", "outcome")
-    forks = summed(recent.gained, catalogue.FORKS, "model", "outcome")
+    forks = summed(rates.per_s, catalogue.FORKS, "model", "outcome")
     num_ended = gained(catalogue.REQUESTS)
     errors = summed(window.gained, catalogue.REQUESTS, "model", "outcome")
     return ModelFigures(
@@ -178,13 +189,13 @@ def _model(name: str, values: Values, recent: Window, window: Window) -> ModelFi
         replicas=_replicas_of(name, values),
         running=now(catalogue.REQUESTS_RUNNING),
         queued=now(catalogue.REQUESTS_QUEUED),
-        tokens_per_s=recent.rate(gained(catalogue.GENERATED_TOKENS, recent)),
-        requests_per_s=recent.rate(_of_model(ended, name)),
+        tokens_per_s=per_s(catalogue.GENERATED_TOKENS),
+        requests_per_s=per_s(catalogue.REQUESTS),
         error_share=errors.get((name, "server_error"), 0.0) / num_ended if num_ended else None,
         forks_per_s=None
-        if recent.seconds == 0
+        if not rates.known
         else {
-            outcome: forks.get((name, outcome), 0.0) / recent.seconds
+            outcome: forks.get((name, outcome), 0.0)
             for outcome in ("accepted", "delayed", "refused")
         },
         attention_saved=_saved(
@@ -205,10 +216,6 @@ def _replicas_of(name: str, values: Values) -> float:
     reporting = summed(values, catalogue.THREADS, "model", "replica")
     known = largest(values, catalogue.REPLICAS, "model").get((name,), 0.0)
     return max(known, float(sum(model == name for model, _ in reporting)))
-
-
-def _of_model(sums: Mapping[GroupKey, float], name: str) -> float:
-    return sum(value for group, value in sums.items() if group[0] == name)
 
 
 def _saved(with_forks: float, sequential: float) -> float | None:

@@ -44,10 +44,6 @@ class Window:
     seconds: float
     gained: Values
 
-    def rate(self, amount: float) -> float | None:
-        """An amount gained, per second; None before there are two snapshots."""
-        return amount / self.seconds if self.seconds > 0 else None
-
 
 class History:
     """The latest snapshot, and what has been gained over the last `keep_s` seconds before it."""

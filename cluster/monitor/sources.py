@@ -15,11 +15,18 @@ from cluster.monitor.pages import PageError, fetch, parse_page
 from cluster.monitor.series import SeriesKey, Snapshot, exported_names
 
 TIMEOUT_S = 3.0
+QUIET_S = 15.0
+"""Longer than two readings of a page without a report between them: Ray's come every 10 s."""
 _MOST_AT_ONCE = 16
 
 
 class Source(Protocol):
-    """Gives the series of a cluster as they are now."""
+    """Gives the series of a cluster as they are now.
+
+    One that has not changed for `quiet_s` stands still: nothing is waiting to be told.
+    """
+
+    quiet_s: float
 
     def read(self) -> Snapshot:
         """Raises PageError when nothing of it answers."""
@@ -32,6 +39,8 @@ class PagesSource:
     of such a list as a file, as Ray writes it; lists are read anew each time, so that nodes come
     and go.
     """
+
+    quiet_s = QUIET_S
 
     def __init__(self, addresses: Sequence[str], timeout_s: float = TIMEOUT_S) -> None:
         self.addresses = tuple(addresses)
@@ -62,6 +71,8 @@ class PagesSource:
                 return (address, None), _listed(Path(address).read_text(encoding="utf-8"))
             except OSError as error:
                 return (address, PageError(f"cannot be read: {error.strerror}")), []
+            except UnicodeDecodeError:
+                return (address, PageError("is no service-discovery list: it is no text")), []
             except PageError as error:
                 return (address, error), []
         url = page_url(address)
@@ -84,7 +95,9 @@ _Answer = tuple[str, "dict[SeriesKey, float] | PageError | None"]
 
 
 class PrometheusSource:
-    """The same series as a Prometheus server last scraped them."""
+    """The same series as a Prometheus server last scraped them, every 30 s at least."""
+
+    quiet_s = 35.0
 
     def __init__(self, url: str, timeout_s: float = TIMEOUT_S) -> None:
         self.url = url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}"

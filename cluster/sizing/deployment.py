@@ -81,7 +81,10 @@ def _model(plan: Plan, served: Served) -> dict[str, Any]:
 
 
 def overlay_values(plan: Plan, served: Served) -> dict[str, Any]:
-    """What a Kubernetes overlay takes: engine pods, one replica each, and what each asks for."""
+    """What a Kubernetes overlay takes: engine pods, one replica each, and what each asks for.
+
+    As many pods as there may be replicas: our overlays let nothing but us change their number.
+    """
     gpu = served.gpu_utilisation is not None
     weights_gib = plan.memory.weight_bytes * served.tensor_parallel / GIB
     if gpu:
@@ -89,15 +92,15 @@ def overlay_values(plan: Plan, served: Served) -> dict[str, Any]:
         request_gib = _HOST_GPU_GIB + math.ceil(weights_gib)
     else:
         request_gib = _HOST_CPU_GIB + math.ceil(weights_gib + plan.memory.kv_bytes / GIB)
-    least = plan.replicas if served.min_replicas is None else served.min_replicas
     cpus = _BUSY_PROCESSES + served.tensor_parallel
     values: dict[str, Any] = {
-        "workerGroupSpecs/0/replicas": max(1, least),
-        "workerGroupSpecs/0/minReplicas": max(1, least),
+        "workerGroupSpecs/0/replicas": plan.replicas,
+        "workerGroupSpecs/0/minReplicas": plan.replicas,
         "workerGroupSpecs/0/maxReplicas": plan.replicas,
-        "PodDisruptionBudget apar-engines minAvailable": plan.serving_replicas
-        if served.min_replicas is None
-        else max(1, served.min_replicas - plan.goals.spare),
+        # One at least may go, or no node could be drained.
+        "PodDisruptionBudget apar-engines minAvailable": max(
+            1, min(plan.serving_replicas, plan.replicas - 1)
+        ),
         "resources.requests.cpu": str(cpus),
         "resources.requests.memory": f"{request_gib}Gi",
         "resources.limits.memory": f"{request_gib + _LIMIT_GIB}Gi",

@@ -45,7 +45,7 @@ class Goals:
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """Most requests in one replica, by each thing that bounds them; None where there is no goal."""
+    """Most requests in one replica, by each thing that bounds them; None where it bounds none."""
 
     by_memory: int
     by_threads: int
@@ -143,16 +143,29 @@ def _caps(goals: Goals, shape: RequestShape, costs: StepCosts, memory: ReplicaMe
             "more memory, or more --tensor-parallel"
         )
     by_threads = max(1, requests_of_threads(MAX_THREADS, shape))
-    if goals.token_s is None:
-        return Caps(by_memory, by_threads, None)
     one = replica_model(shape, costs, 1)
-    by_token_time = math.floor((goals.token_s - one.base_s) / one.growth_s + 1e-9)
-    if by_token_time < 1:
+    if one.step_s(1) <= 0:
+        raise SizingError(
+            f"a step with one request takes no time ({costs.source}): any number of requests would "
+            "do; give --step-time-base-ms or --step-time-per-thread-ms as measured"
+        )
+    return Caps(by_memory, by_threads, _by_token_time(goals.token_s, one))
+
+
+def _by_token_time(token_s: float | None, one: ReplicaModel) -> int | None:
+    """Requests whose step stays within the time per token; None where any number does."""
+    if token_s is None:
+        return None
+    room_s = token_s - one.base_s
+    if one.growth_s == 0 and room_s >= 0:
+        return None
+    most = math.floor(room_s / one.growth_s + 1e-9) if one.growth_s > 0 else 0
+    if most < 1:
         raise SizingError(
             f"a step with one request takes {1000 * one.step_s(1):.1f} ms, longer than the "
-            f"{1000 * goals.token_s:g} ms a token that were asked for: no number of replicas helps"
+            f"{1000 * token_s:g} ms a token that were asked for: no number of replicas helps"
         )
-    return Caps(by_memory, by_threads, by_token_time)
+    return most
 
 
 def _meets(operation: Operation, goals: Goals) -> bool:

@@ -9,7 +9,7 @@ from grafana_foundation_sdk.models import dashboard
 
 from cluster.metrics import catalogue
 from dashboards.grafana.panels import SOURCE
-from dashboards.grafana.promql import selector
+from dashboards.grafana.promql import events
 
 TAG = "apar"
 REFRESH = "30s"
@@ -125,10 +125,9 @@ def _other_dashboards() -> frame.DashboardLink:
 def _events() -> list[Builder[dashboard.AnnotationQuery]]:
     """Marks on every plot: alerts that fire, replicas that were started in place of lost ones."""
     firing = f'ALERTS{{alertstate="firing",{ALERT_NAMES}}}'
-    restarts = f"increase({selector(catalogue.REPLICA_RESTARTS)}[$__rate_interval])"
     return [
         _event("Alerts", "red", f"sum by (alertname) ({firing})"),
-        _event("Replica restarts", "orange", f"sum by (model) ({restarts}) > 0"),
+        _event("Replica restarts", "orange", f"{events(catalogue.REPLICA_RESTARTS, 'model')} > 0"),
     ]
 
 

@@ -20,7 +20,8 @@ def replicas(settings: RuleSettings) -> list[AlertRule]:
         AlertRule(
             "AparNoReplica",
             Severity.PAGE,
-            f"{recording.REPLICAS} == 0",
+            # A model that may sleep wants none; AparNothingGenerated tells if it does not wake up.
+            f"{recording.REPLICAS} == 0\nand {recording.REPLICAS_WANTED} > 0",
             60,
             f"No replica of {_MODEL} takes requests",
             f"{_NUMBER} replicas of {_MODEL} take requests; nobody is served.",

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from cluster.metrics.catalogue import Kind, Metric
+from dashboards.prometheus.settings import JOB
 
 
 def selector(metric: Metric, /, **labels: str) -> str:
@@ -71,7 +72,7 @@ def over(part: str, whole: str) -> str:
 
 
 def _growth(series: str, window: str) -> str:
-    reads = f"max by (instance) (sum_over_time(up[{window}]))"
+    reads = f'max by (instance) (sum_over_time(up{{job="{JOB}"}}[{window}]))'
     return (
         f"({series} unless {series} offset {window}\n"
         f"  and count_over_time({series}[{window}]) < on (instance) group_left () {reads})\n"

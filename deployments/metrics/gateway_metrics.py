@@ -47,6 +47,12 @@ def outcome_of(record: RequestRecord) -> Outcome:
     return Outcome.OK if record.error_code is None else Outcome.SERVER_ERROR
 
 
+def _was_never_taken(record: RequestRecord) -> bool:
+    """Whether no replica has seen a request; after a loss another may be missing as well."""
+    begun = record.status == HTTPStatus.OK or record.retries > 0
+    return record.error_code == REPLICA_UNAVAILABLE and not begun
+
+
 class GatewayMetrics:
     """The metrics of one gateway process."""
 
@@ -69,7 +75,8 @@ class GatewayMetrics:
 
     def ended(self, record: RequestRecord, caller: Caller | None = None) -> None:
         """Count a request that is over, and has been logged."""
-        if record.error_code == REPLICA_UNAVAILABLE and record.status != HTTPStatus.OK:
+        never_taken = _was_never_taken(record)
+        if never_taken:
             self.rejected(Rejection.NO_REPLICA, caller)
         if record.path not in COMPLETION_PATHS:
             return
@@ -84,7 +91,7 @@ class GatewayMetrics:
         if record.retries:
             recorder.inc(catalogue.RETRIES, record.retries - record.continued, model=model)
             recorder.inc(catalogue.MIGRATIONS, record.continued, model=model)
-        if record.error_code in (ENGINE_LOST, REPLICA_UNAVAILABLE):
+        if record.error_code in (ENGINE_LOST, REPLICA_UNAVAILABLE) and not never_taken:
             recorder.inc(catalogue.GIVEN_UP, model=model)
 
     def flush(self, models: Iterable[Model], keys: Iterable[KeyConfig]) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +26,21 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, needs_prometheus]
 RAY = Path(sys.executable).parent / "ray"
 NUM_NODES = 2
 WAIT_S = 120.0
+# A head that finds ~/.ray/auth_token asks for it unless told not to, and its nodes bring none; and
+# the tests' own settings keep Ray to one node.
+ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
+
+
+def ports(targets: Sequence[str]) -> set[str]:
+    """Of a list of addresses; Ray puts a host of its own choice before them."""
+    return {target.rpartition(":")[2] for target in targets}
 
 
 @dataclass(frozen=True)
 class RayCluster:
-    """Addresses of its nodes' metrics, and their list, which the head keeps as file and page."""
+    """Ports of its nodes' metrics, and their list, which the head keeps as file and page."""
 
-    nodes: tuple[str, ...]
+    nodes: frozenset[str]
     file: Path
     url: str
 
@@ -45,9 +53,9 @@ class RayCluster:
         return []
 
     def wait_for_nodes(self) -> None:
-        """Return when both nodes stand in the file, beside Ray's dashboard and autoscaler."""
+        """Return when both nodes stand in the file."""
         deadline = time.monotonic() + WAIT_S
-        while len(self.targets()) < NUM_NODES + 1:
+        while not self.nodes <= ports(self.targets()):
             assert time.monotonic() < deadline, self.targets()
             time.sleep(0.2)
 
@@ -56,6 +64,11 @@ class RayCluster:
 def ray_cluster(folder: Path) -> Iterator[RayCluster]:
     """A cluster with a dashboard and two nodes on this machine, as `ray start` makes it."""
     port, dashboard, *metrics = (free_port() for _ in range(2 + NUM_NODES))
+    # Fixed ones otherwise, which any other Ray on this machine has already.
+    own_ports = {
+        "DASHBOARD_METRIC_PORT": str(free_port()),
+        "AUTOSCALER_METRIC_PORT": str(free_port()),
+    }
     common = (
         f"--node-ip-address 127.0.0.1 --num-cpus 1 --object-store-memory {80 * 2**20} "
         "--disable-usage-stats"
@@ -70,13 +83,18 @@ def ray_cluster(folder: Path) -> Iterator[RayCluster]:
     log = folder.with_suffix(".log")
     with log.open("wb") as output:
         process = subprocess.Popen(
-            ["sh", "-c", command], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            ["sh", "-c", command],
+            env=os.environ | ENVIRONMENT | own_ports,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         name = Path(RAY_FILE).name
         path = RAY_DASHBOARD.partition("8265")[2]
-        nodes = tuple(f"127.0.0.1:{number}" for number in metrics)
-        yield RayCluster(nodes, folder / name, f"http://127.0.0.1:{dashboard}{path}")
+        yield RayCluster(
+            frozenset(map(str, metrics)), folder / name, f"http://127.0.0.1:{dashboard}{path}"
+        )
     finally:
         for member in session_members(process.pid):
             with suppress(ProcessLookupError):
@@ -106,5 +124,5 @@ def test_every_node_is_found_once_by_file_and_http(tmp_path: Path) -> None:
             while sorted(read(reader)) != sorted(cluster.targets()):
                 assert time.monotonic() < deadline, (reader.targets(), cluster.targets())
                 time.sleep(0.5)
-            assert set(cluster.nodes) <= set(read(reader))
+            assert cluster.nodes <= ports(read(reader))
             assert len(cluster.targets()) == len(set(cluster.targets()))

@@ -28,7 +28,8 @@ def _means() -> AnyPanel:
     )
     queries = (
         Query(
-            while_in(THROUGHPUT, CACHE_USE, low / 100, (low + 10) / 100),
+            # A full cache is in the last class.
+            while_in(THROUGHPUT, CACHE_USE, low / 100, (low + 10) / 100 if low < 90 else None),
             f"{{{{model}}}} {low}-{low + 10} %",
         )
         for low in CLASSES

@@ -56,16 +56,16 @@ def _held() -> AnyPanel:
 
 def _per_fork() -> AnyPanel:
     text = Text(
-        "Blocks per accepted fork",
-        "At most one block is copied at a fork; the longer the text before forks, the more are "
-        "shared.",
+        "Blocks per fork",
+        "Of forks that open a thread, at once or delayed. At most one block is copied at a fork; "
+        "the longer the text before forks, the more are shared.",
         BLOCKS,
     )
-    accepted = rate(of.FORKS, "model", matchers=('outcome="accepted"',))
+    opened = rate(of.FORKS, "model", matchers=('outcome=~"accepted|delayed"',))
     return lines(
         text,
-        Query(ratio(rate(of.KV_SHARED_BLOCKS, "model"), accepted), "{{model}} shared"),
-        Query(ratio(rate(of.KV_COPIED_BLOCKS, "model"), accepted), "{{model}} copied"),
+        Query(ratio(rate(of.KV_SHARED_BLOCKS, "model"), opened), "{{model}} shared"),
+        Query(ratio(rate(of.KV_COPIED_BLOCKS, "model"), opened), "{{model}} copied"),
     )
 
 

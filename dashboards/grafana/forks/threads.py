@@ -36,7 +36,8 @@ def _states() -> AnyPanel:
 def _outcomes() -> AnyPanel:
     text = Text(
         "Forks by outcome",
-        "Forks that models asked for, a second. A delayed one counts again when it is accepted.",
+        "Forks that models asked for, a second, each with one outcome: accepted at once, delayed "
+        "by a cap and started later, or refused.",
         FORKS_PER_S,
     )
     query = Query(rate(of.FORKS, "outcome"), "{{outcome}}")

@@ -87,8 +87,8 @@ def _replicas() -> AnyPanel:
     )
     return lines(
         text,
-        Query(level(of.REPLICAS, "model"), "{{model}}"),
-        Query(level(of.REPLICAS_WANTED, "model"), "{{model}} wanted"),
+        Query(level(of.REPLICAS, "model", how="max"), "{{model}}"),
+        Query(level(of.REPLICAS_WANTED, "model", how="max"), "{{model}} wanted"),
     )
 
 

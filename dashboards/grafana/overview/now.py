@@ -15,7 +15,7 @@ from dashboards.grafana.panels import (
     gauge,
     stat,
 )
-from dashboards.grafana.promql import level, quantile, rate, ratio
+from dashboards.grafana.promql import level, quantile, rate, ratio, total
 from dashboards.prometheus.settings import RuleSettings
 
 HEIGHT = 5
@@ -92,4 +92,6 @@ def _queued() -> AnyPanel:
 
 def _replicas() -> AnyPanel:
     text = Text("Replicas", "Replicas that take requests.", REPLICAS, 4, HEIGHT)
-    return stat(text, Query(level(of.REPLICAS), ""), limits=((1, "green"),), base="red")
+    # All gateways tell alike, also the old one and the new while one is replaced.
+    running = total(level(of.REPLICAS, "model", how="max"))
+    return stat(text, Query(running, ""), limits=((1, "green"),), base="red")

@@ -48,8 +48,8 @@ def panels() -> list[AnyPanel]:
 def _outcomes() -> AnyPanel:
     text = Text(
         "Requests by outcome",
-        "Requests that end, a second. A client error is a 4xx of a request that a replica saw; "
-        "refusals at the door are below.",
+        "Requests that end, a second, refused ones included: a 4xx is a client error, a 5xx a "
+        "server error, whoever gave it. Why the gateway refused some is below.",
         REQUESTS_PER_S,
     )
     query = Query(rate(of.REQUESTS, "outcome"), "{{outcome}}")

@@ -22,12 +22,13 @@ from dashboards.grafana.queries import PanelQuery, View, all_queries, boards
 from dashboards.grafana.results import QueryError, Series, ask, results
 from dashboards.prometheus.scraping import ScrapeSettings, prometheus_config
 from tests.integration.prometheus_process import Prometheus, needs_prometheus, prometheus
-from tests.integration.serving.apar_process import TINY, serving
+from tests.integration.serving.apar_process import REPLICA, TINY, serving
 from tests.integration.serving.load_clients import PROMPTS, chat
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, needs_prometheus]
 SCRAPE_S = 2
 LOAD_S = 45.0
+LOST_AFTER_S = 10.0
 CLIENTS = 12
 MOST_SERIES = 20
 MODEL = "apar-tiny"
@@ -48,7 +49,10 @@ ALERT = {
 
 @dataclass(frozen=True)
 class Watched:
-    """A Prometheus that has scraped a server, and what somebody saw who looked under load."""
+    """A Prometheus that has scraped a server, and what somebody saw who looked under load.
+
+    One of the two replicas was lost meanwhile.
+    """
 
     url: str
     prometheus: Prometheus
@@ -116,6 +120,9 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     with prometheus(config, folder) as process:
         with serving(folder, FULL, metrics=metrics, keys=keys) as server, under_load(server.url):
             start_s = time.time()
+            time.sleep(LOST_AFTER_S)
+            server.processes(REPLICA)[0].kill()
+            process.wait_for("ray_apar_replica_restarts_total > 0", timeout_s=120)
             time.sleep(LOAD_S)
             # A little back: the newest scrape of all is not in for every series.
             view = View(start_s, time.time() - SCRAPE_S, scrape_s=SCRAPE_S)
@@ -202,16 +209,19 @@ def test_the_variables_find_the_model_and_both_replicas(watched: Watched) -> Non
     assert re.findall(pattern, f'{{replica="{replicas[0]}"}} 1') == [replicas[0]]
 
 
-def test_the_marks_of_events_are_accepted(watched: Watched) -> None:
+def test_the_marks_of_events_are_seen(watched: Watched) -> None:
     found = {}
     for board in boards().values():
         for event in board["annotations"]["list"]:
-            expression = watched.view.expression(event["expr"])
-            parameters = {"query": expression, "time": str(watched.view.end_s)}
-            found[event["name"]] = ask(watched.url, "query", parameters)["result"]
+            view = watched.view
+            span = {"start": str(view.start_s), "end": str(view.end_s), "step": str(SCRAPE_S)}
+            query = {"query": view.expression(event["expr"])}
+            found[event["name"]] = ask(watched.url, "query_range", query | span)["result"]
 
     assert [each["metric"] for each in found["Alerts"]] == [{"alertname": "AparTest"}]
-    assert found["Replica restarts"] == []
+    [mark] = found["Replica restarts"]
+    assert mark["metric"] == {"model": MODEL}
+    assert {value for _, value in mark["values"]} == {"1"}
 
 
 def test_a_replica_that_is_chosen_is_seen_alone(watched: Watched) -> None:

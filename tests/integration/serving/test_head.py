@@ -140,9 +140,9 @@ def wait_until_it_listens(address: str) -> None:
 async def test_serving_goes_on_while_the_head_has_no_gcs(
     tmp_path: Path, cluster: RayCluster
 ) -> None:
-    with serving(tmp_path, TINY | {"replicas": 2}, ray_address=cluster.address) as server:
-        gcs = None
-        try:
+    gcs = None
+    try:
+        with serving(tmp_path, TINY | {"replicas": 2}, ray_address=cluster.address) as server:
             async with under_load(server.url, num_clients=8) as load:
                 await asyncio.sleep(2)
                 (running,) = cluster.processes(GCS)
@@ -160,7 +160,7 @@ async def test_serving_goes_on_while_the_head_has_no_gcs(
             assert load.failures == [], load.table()
             assert 10 < num_without < num_before < len(load.outcomes)
             assert await healthy(server)
-        finally:
-            if gcs is not None:
-                gcs.kill()
-                gcs.wait()
+    finally:  # After the server, which ends by the GCS.
+        if gcs is not None:
+            gcs.kill()
+            gcs.wait()

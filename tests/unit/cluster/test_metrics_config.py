@@ -63,7 +63,7 @@ def test_a_running_ray_cluster_has_a_port_of_its_own() -> None:
 
 def test_metrics_change_with_a_restart_only() -> None:
     with pytest.raises(ConfigError, match="metrics: cannot be changed"):
-        check_change(ClusterConfig(), ClusterConfig(metrics=MetricsConfig(report_s=5)))
+        check_change(ClusterConfig(), ClusterConfig(metrics=MetricsConfig(report_s=3)))
 
 
 @pytest.mark.parametrize("fields", [{"port": 70000}, {"report_s": 0.5}, {"interval": 1}])

@@ -46,6 +46,22 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
+@pytest.fixture
+def named_by_vllm() -> Iterator[None]:
+    """Records as they are made once vLLM has been imported, and where Ray has its say."""
+    make = logging.getLogRecordFactory()
+
+    def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        made = make(*args, **kwargs)
+        made.vllm_process_name, made._ray_timestamp_ns = "MainProcess", 1
+        return made
+
+    logging.setLogRecordFactory(record)
+    yield
+    logging.setLogRecordFactory(make)
+
+
+@pytest.mark.usefixtures("named_by_vllm")
 @pytest.mark.parametrize("streaming", [True, False])
 async def test_a_request_is_one_line_at_its_end(
     logs: ProcessLogs, tmp_path: Path, streaming: bool

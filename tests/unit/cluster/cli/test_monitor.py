@@ -10,19 +10,90 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 from typer.testing import CliRunner
 
 from cluster.cli.main import app
+from cluster.cli.monitor import history_for
 from cluster.local_ray import free_port
-from tests.fakes.metrics_page import busy_page, served
+from cluster.metrics import catalogue
+from cluster.monitor.pages import parse_page
+from cluster.monitor.series import Snapshot
+from cluster.monitor.sources import PagesSource
+from tests.fakes.metrics_page import MetricsPage, PageServer, busy_page, served
 
 COMMAND = [sys.executable, "-c", "from cluster.cli.main import app; app()", "monitor"]
 DEADLINE_S = 60.0
 
 
+@pytest.fixture
+def soon_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that does not change is not waited for."""
+    monkeypatch.setattr(PagesSource, "quiet_s", 0.3)
+
+
+@contextmanager
+def counting(page: MetricsPage, server: PageServer, report_s: float) -> Iterator[None]:
+    """100 tokens a second, told once in `report_s`."""
+    ended = Event()
+
+    def count() -> None:
+        while not ended.wait(report_s):
+            page.add(catalogue.GENERATED_TOKENS, 100 * report_s, model="apar-tiny", replica="r1")
+            server.body = page.text()
+
+    counter = Thread(target=count)
+    counter.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        counter.join()
+
+
+def test_once_waits_for_two_reports_and_gives_their_rate() -> None:
+    page = busy_page()
+    with served(page.text()) as server, counting(page, server, 1.0):
+        result = CliRunner().invoke(
+            app, ["monitor", "--metrics", server.url, "--once", "--json", "--interval", "0.1"]
+        )
+
+    assert result.exit_code == 0, result.output
+    (model,) = json.loads(result.output)["models"]
+    assert model["tokens_per_s"] == pytest.approx(100, rel=0.3)
+
+
+@pytest.mark.parametrize("interval_s", [0.5, 2.0, 30.0])
+def test_rates_are_right_however_often_pages_are_read(interval_s: float) -> None:
+    page = busy_page()
+    history = history_for(PagesSource([]), interval_s, 60.0)
+    for number in range(40):
+        values = parse_page("u", page.text())
+        history.add(Snapshot(number * interval_s, values, frozenset({"u"}), {}))
+        page.add(catalogue.GENERATED_TOKENS, 100 * interval_s, model="apar-tiny", replica="r1")
+
+    (model,) = history.overview().models
+    assert model.tokens_per_s == pytest.approx(100)
+    trend = history.overview().trend
+    assert len(trend) == 38
+    assert trend == pytest.approx((100,) * len(trend))
+
+
+@pytest.mark.parametrize("option", ["--interval", "--window"])
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_what_is_no_number_is_refused(option: str, value: str) -> None:
+    result = CliRunner().invoke(app, ["monitor", "--once", option, value], env={"COLUMNS": "200"})
+
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option}'" in result.output
+
+
+@pytest.mark.usefixtures("soon_quiet")
 def test_once_as_json_is_for_scripts() -> None:
     with served(busy_page().text()) as server:
         result = CliRunner().invoke(
@@ -38,6 +109,7 @@ def test_once_as_json_is_for_scripts() -> None:
     assert content["replicas"][0]["tokens_per_s"] == 0
 
 
+@pytest.mark.usefixtures("soon_quiet")
 def test_once_on_no_terminal_is_plain_text_of_any_length() -> None:
     with served("".join(busy_page(f"r{n}", worker=f"w{n}").text() for n in range(60))) as server:
         result = CliRunner().invoke(

@@ -16,6 +16,7 @@ from cluster.metrics import catalogue
 from tests.fakes.metrics_page import MetricsPage, served
 
 LOAD = ("--rate", "20", "--token-ms", "50")
+BUDGET = "PodDisruptionBudget apar-engines minAvailable"
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -67,7 +68,18 @@ def test_a_plan_for_the_autoscaler_has_its_targets() -> None:
     assert model.autoscaling.max_replicas == plan["replicas"]
     threads = plan["most"]["requests"] * plan["shape"]["alive_threads"]
     assert model.autoscaling.target_threads == pytest.approx(threads, abs=0.5)
-    assert plan["overlay"]["workerGroupSpecs/0/minReplicas"] == 2
+    # KubeRay changes nobody's number of pods: each engine that may come has its own.
+    for bound in ("replicas", "minReplicas", "maxReplicas"):
+        assert plan["overlay"][f"workerGroupSpecs/0/{bound}"] == plan["replicas"]
+    assert plan["overlay"][BUDGET] == plan["serving_replicas"]
+
+
+@pytest.mark.parametrize(("rate", "spare"), [("1", "0"), ("20", "0"), ("20", "2")])
+def test_some_pod_may_go_if_there_are_several(rate: str, spare: str) -> None:
+    plan = content("--rate", rate, "--spare", spare)
+
+    left = plan["serving_replicas"] - (spare == "0")
+    assert plan["overlay"][BUDGET] == max(1, left)
 
 
 def test_the_embedded_model_is_planned_for_a_cpu() -> None:
@@ -106,6 +118,15 @@ def test_measured_constants_are_taken_as_they_are() -> None:
     assert plan["caps"]["by_token_time"] < 210
 
 
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+@pytest.mark.parametrize("option", ["--rate", "--token-ms", "--headroom", "--measure-s"])
+def test_what_is_no_number_is_refused_by_its_option(option: str, value: str) -> None:
+    exit_code, output = run(*LOAD, option, value)
+
+    assert exit_code == 2
+    assert f"Invalid value for '{option}'" in output
+
+
 def test_a_trace_is_planned_for(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text(json.dumps({"prompt": "p" * 420, "response": "x" * 420}))
@@ -137,6 +158,10 @@ def test_step_times_are_measured_on_a_running_cluster() -> None:
         (("--rate", "1", "--gpu", "abacus"), "unknown GPU 'abacus'"),
         (("--rate", "1", "--gpu", "cpu"), "nothing is known of step times on this CPU"),
         (("--rate", "1", "--step-time-base-ms", "3"), "give both --step-time-base-ms"),
+        (
+            ("--rate", "1", "--step-time-base-ms", "0", "--step-time-per-thread-ms", "0"),
+            "takes no time",
+        ),
         (("--rate", "1", "--forks", "wild"), "unknown fork profile"),
         (("--rate", "1", "--model", "apar-13b", "--gpu", "l4"), "does not fit"),
         (("--rate", "1", "--answer-tokens", "3000"), "longer than the context of 2,048"),

@@ -21,8 +21,16 @@ def taken(at_s: float, *pages: MetricsPage) -> Snapshot:
 
 
 def history_of(page: MetricsPage) -> ClusterHistory:
-    history = ClusterHistory(rate_s=5.0, window_s=60.0)
+    history = ClusterHistory(rate_s=5.0, window_s=60.0, quiet_s=15.0)
     history.add(taken(100.0, page))
+    return history
+
+
+def after_a_report(page: MetricsPage) -> ClusterHistory:
+    """The history of a page that has been seen to change once, at 102 s."""
+    history = history_of(page)
+    page.add(catalogue.PROMPT_TOKENS, 1, **OF)
+    history.add(taken(102.0, page))
     return history
 
 
@@ -45,9 +53,10 @@ def test_after_one_reading_states_are_known_and_rates_are_not() -> None:
     assert overview.trend == ()
 
 
-def test_two_readings_give_rates_savings_and_quantiles() -> None:
+def test_two_reports_give_rates_savings_and_quantiles() -> None:
     page = busy_page()
-    history = history_of(page)
+    history = after_a_report(page)
+    assert only_model(history).tokens_per_s is None
     page.add(catalogue.GENERATED_TOKENS, 500, **OF)
     page.add(catalogue.FORKS, 8, **OF, outcome="accepted")
     page.add(catalogue.FORKS, 2, **OF, outcome="delayed")
@@ -58,7 +67,7 @@ def test_two_readings_give_rates_savings_and_quantiles() -> None:
     page.add(catalogue.REQUESTS_REJECTED, 3, reason="key_limit", key_class="basic")
     page.add(catalogue.REQUESTS_REJECTED, 2, reason="key_limit", key_class="gold")
     page.observe(catalogue.REQUEST_LATENCY, *[0.2] * 98, 40.0, 40.0, model="apar-tiny")
-    history.add(taken(102.0, page))
+    history.add(taken(104.0, page))
 
     overview, model = history.overview(), only_model(history)
 
@@ -79,24 +88,28 @@ def test_two_readings_give_rates_savings_and_quantiles() -> None:
 
 def test_a_replica_that_has_gone_leaves_no_row_and_its_tokens_still_count() -> None:
     old, new = busy_page("r1"), busy_page("r2", worker="worker-2")
-    history = history_of(old)
+    history = after_a_report(old)
     assert [each.older for each in history.overview().replicas] == [True]
 
     old.add(catalogue.GENERATED_TOKENS, 100, **OF)
-    history.add(taken(102.0, old, new))
-    history.add(taken(104.0, new))
+    history.add(taken(104.0, old, new))
+    new.add(catalogue.GENERATED_TOKENS, 600, **OF | {"replica": "r2"})
+    history.add(taken(106.0, new))
 
     (replica,) = history.overview().replicas
     assert (replica.replica, replica.age_s, replica.older) == ("r2", 2.0, False)
-    assert sum(history.overview().trend) == pytest.approx((100 + 1000) / 2)
+    assert replica.tokens_per_s == 300
+    # The one that has gone may as well be late with its report.
+    assert history.overview().trend == (50, 350)
+    history.add(taken(112.0, new))
+    assert only_model(history).tokens_per_s == 300
 
 
 def test_a_restarted_server_counts_from_zero_and_never_below() -> None:
-    page = busy_page()
-    history = history_of(page)
+    history = after_a_report(busy_page())
     restarted = busy_page("r9")
 
-    history.add(taken(102.0, restarted))
+    history.add(taken(104.0, restarted))
 
     model = only_model(history)
     assert model.tokens_per_s == 500
@@ -114,7 +127,7 @@ def test_a_model_without_replicas_is_still_listed_with_its_queue() -> None:
 
 
 def test_models_are_kept_apart() -> None:
-    history = ClusterHistory(5.0, 60.0)
+    history = ClusterHistory(5.0, 60.0, 15.0)
     history.add(taken(0.0, busy_page("r1", "a"), busy_page("r2", "b")))
 
     assert [(each.model, each.queued) for each in history.overview().models] == [("a", 3), ("b", 3)]

@@ -112,17 +112,18 @@ def test_a_discovery_list_may_be_had_from_an_address() -> None:
     ("content", "reason"),
     [
         (None, "cannot be read"),
+        (b"\xff\xfe\x00", "is no service-discovery list: it is no text"),
         ("{}", "is no service-discovery list"),
         ("[1]", "is no service-discovery list"),
         ("[]", "lists no page"),
     ],
 )
 def test_an_unusable_discovery_file_is_named(
-    tmp_path: Path, content: str | None, reason: str
+    tmp_path: Path, content: str | bytes | None, reason: str
 ) -> None:
     file = tmp_path / "nodes.json"
     if content is not None:
-        file.write_text(content)
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
 
     with pytest.raises(PageError, match=f"nodes.json {reason}"):
         PagesSource([str(file)]).read()

@@ -12,7 +12,7 @@ from tests.fakes.metrics_page import busy_page, served
 
 
 def watch_of(url: str) -> Watch:
-    return Watch(PagesSource([url]), ClusterHistory(rate_s=5.0, window_s=60.0))
+    return Watch(PagesSource([url]), ClusterHistory(5.0, 60.0, quiet_s=15.0))
 
 
 def test_a_restarted_server_is_watched_on_and_its_silence_is_told() -> None:
@@ -30,7 +30,11 @@ def test_a_restarted_server_is_watched_on_and_its_silence_is_told() -> None:
     assert server.url in watch.silence
     assert len(watch.overview().replicas) == 1
 
-    with served(busy_page("r2").text(), port):
+    page = busy_page("r2")
+    with served(page.text(), port) as server:
+        watch.read()
+        page.add(catalogue.GENERATED_TOKENS, 10, model="apar-tiny", replica="r2")
+        server.body = page.text()
         watch.read()
     assert watch.silence is None
     (replica,) = watch.overview().replicas

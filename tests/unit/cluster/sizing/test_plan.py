@@ -20,6 +20,7 @@ SIZE, GPU = find_model("apar-7b"), find_gpu("a100-80g")
 COSTS = roofline(SIZE, GPU, 1)
 MEMORY = gpu_memory(SIZE, GPU.memory_gib, 0.9, 1, 16)
 SHAPE = find_profile("mixed").shape(140, 300)
+FREE = StepCosts(0.0, 0.0, 0.0, 0.0, "given")
 GOALS = Goals(requests_per_s=20.0, token_s=0.05, first_token_s=1.0, latency_s=30.0)
 
 
@@ -61,6 +62,14 @@ def test_the_cap_is_the_least_of_what_bounds_it() -> None:
     assert without.caps.requests == without.caps.by_memory
 
 
+def test_threads_that_cost_nothing_are_bounded_by_memory_alone() -> None:
+    plan = planned(Goals(requests_per_s=20.0, token_s=0.05), costs=replace(FREE, base_s=0.01))
+
+    assert plan.caps.by_token_time is None
+    assert plan.caps.requests == plan.caps.by_memory
+    assert plan.expected.busy_step_s == plan.most.step_s == 0.01
+
+
 def test_users_are_served_by_the_response_time_law() -> None:
     busy = planned(Goals(users=400, token_s=0.05))
     thoughtful = planned(Goals(users=400, think_s=20.0, token_s=0.05))
@@ -89,6 +98,18 @@ def test_users_are_served_by_the_response_time_law() -> None:
 def test_what_cannot_be_met_is_told_with_figures(goals: Goals, named: str) -> None:
     with pytest.raises(SizingError, match=named):
         planned(goals)
+
+
+@pytest.mark.parametrize(
+    ("costs", "named"),
+    [
+        (FREE, r"takes no time \(given\)"),
+        (replace(FREE, base_s=0.1), r"takes 100\.0 ms, longer than the 50 ms"),
+    ],
+)
+def test_step_times_that_make_no_plan_are_told(costs: StepCosts, named: str) -> None:
+    with pytest.raises(SizingError, match=named):
+        planned(Goals(users=5, token_s=0.05), costs=costs)
 
 
 def test_a_request_that_does_not_fit_is_told() -> None:

@@ -13,7 +13,7 @@ from cluster.metrics.catalogue import Metric
 from dashboards.grafana import promql
 from dashboards.grafana.figure5.classes import classed, spread, while_in
 from dashboards.grafana.panels import SECONDS
-from dashboards.grafana.queries import View
+from dashboards.grafana.queries import View, all_queries, boards
 
 PROMTOOL = shutil.which("promtool")
 # A range of half an hour: points and scrapes are 15 s apart, rates cover a minute.
@@ -66,7 +66,71 @@ RATE = promql.rate(BUSY, "model")
 USE = promql.level(of.KV_CACHE_USAGE, "model", how="avg")
 [MEAN, LOW, HIGH] = spread(classed(RATE, "kv_use", f"floor({USE} * 10) * 10"), SECONDS)
 
+# Two gateways, of which one takes the other's place, and a model that has one of its own.
+GATEWAYS = {
+    'ray_apar_replicas{model="m",WorkerId="old"}': "2x120",
+    'ray_apar_replicas{model="m",WorkerId="new"}': "2x120",
+    'ray_apar_replicas{model="n",WorkerId="new"}': "1x120",
+    'ray_apar_replicas_wanted{model="m",WorkerId="old"}': "3x120",
+    'ray_apar_replicas_wanted{model="m",WorkerId="new"}': "3x120",
+}
+RESTART = 'ray_apar_replica_restarts_total{model="m",replica="r2",instance="n"}'
+
+
+def query_of(dashboard: str, kind: str, title: str, ref: str = "A") -> str:
+    """What a panel asks for."""
+    [expression] = [
+        query.expression
+        for query in all_queries()
+        if (query.dashboard, query.ref) == (dashboard, ref)
+        and (query.panel["type"], query.panel["title"]) == (kind, title)
+    ]
+    return expression
+
+
+def mark(name: str) -> str:
+    """What a kind of marks on all plots asks for."""
+    events = boards()["apar-overview"]["annotations"]["list"]
+    [expression] = [str(event["expr"]) for event in events if event["name"] == name]
+    return expression
+
+
 CASES = {
+    "a replica that stands in for a lost one is marked": Case(
+        {UP: "1x120", RESTART: "_x118 1x2"}, mark("Replica restarts"), {'{model="m"}': 1.0}
+    ),
+    "a replica that is new is not": Case(
+        {UP: "1x120", RESTART: "_x118 0x2"}, mark("Replica restarts"), {}
+    ),
+    "replicas are counted once, however many gateways tell of them": Case(
+        GATEWAYS, query_of("apar-overview", "stat", "Replicas"), {"{}": 3.0}
+    ),
+    "and so by model": Case(
+        GATEWAYS,
+        query_of("apar-overview", "timeseries", "Replicas"),
+        {'{model="m"}': 2.0, '{model="n"}': 1.0},
+    ),
+    "and those that are wanted": Case(
+        GATEWAYS, query_of("apar-overview", "timeseries", "Replicas", "B"), {'{model="m"}': 3.0}
+    ),
+    "delayed forks share blocks too": Case(
+        {
+            of_replica(of.FORKS, "a", outcome="accepted"): "0+15x120",
+            of_replica(of.FORKS, "a", outcome="delayed"): "0+30x120",
+            of_replica(of.FORKS, "a", outcome="refused"): "0+90x120",
+            of_replica(of.KV_SHARED_BLOCKS, "a"): "0+180x120",
+        },
+        query_of("apar-forks", "timeseries", "Blocks per fork"),
+        {'{model="m"}': 4.0},
+    ),
+    "a full cache is in the last class": Case(
+        {
+            of_replica(of.GENERATED_TOKENS, "a"): "0+75x120",
+            of_replica(of.KV_CACHE_USAGE, "a"): "_x8 1x112",
+        },
+        query_of("apar-figure5", "bargauge", "Throughput by KV use (tokens/s)", "J"),
+        {'{model="m"}': 5.0},
+    ),
     "a rate adds processes up": Case(
         STEADY, promql.rate(of.ATTENDED_TOKENS, "model"), {'{model="m"}': 6.0}
     ),

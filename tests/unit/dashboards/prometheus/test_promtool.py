@@ -151,6 +151,7 @@ def planted(folder: Path, path: str, old: str, new: str) -> Path:
     ("path", "old", "new", "test"),
     [
         slow(ALERTS, "apar_replicas:max == 0", "apar_replicas:max == 1", "replica_alerts"),
+        (ALERTS, "_wanted:max > 0", "_wanted:max >= 0", "replica_alerts"),
         (ALERTS, "> 0\n      unless sum", "> 0\n      and sum", "replica_alerts"),
         slow(ALERTS, "p90_5m > 5\n", "p90_5m > 50\n", "serving_alerts"),
         slow(ALERTS, "and min_over_time", "or min_over_time", "serving_alerts"),

@@ -9,7 +9,10 @@ import pytest
 from cluster.keys_config import ANONYMOUS, KeyConfig, hash_of
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Metric
-from deployments.answer_parts import AnswerStart, Piece
+from deployments.answer_parts import AnswerEnd, AnswerStart, Piece
+from deployments.answers import Progress
+from deployments.asgi_relay import RelayedRequest
+from deployments.error_responses import REPLICA_UNAVAILABLE
 from deployments.front_door import FrontDoor
 from deployments.gateway import Gateway
 from deployments.metrics.gateway_metrics import GatewayMetrics, Outcome, outcome_of
@@ -92,7 +95,7 @@ async def test_only_requests_for_completions_count() -> None:
             PlayedReplicas(NoReplicaError("none")),
             False,
             "server_error",
-            1,
+            0,
             {("no_replica", ANONYMOUS): 1},
         ),
     ],
@@ -112,6 +115,29 @@ async def test_every_end_has_its_outcome(
     assert told.value(catalogue.GIVEN_UP, model="m") == given_up
     assert await told.rejections() == rejected
     assert told.value(catalogue.REQUEST_LATENCY, "_count", model="m") == 0
+
+
+class Losing(PlayedReplicas):
+    """Each attempt meets the next error."""
+
+    async def whole(
+        self, request: RelayedRequest, progress: Progress | None = None
+    ) -> tuple[AnswerStart, AnswerEnd]:
+        self.requests.append(request)
+        error = self.parts[len(self.requests) - 1]
+        assert isinstance(error, Exception)
+        raise error
+
+
+async def test_a_request_that_was_taken_lost_and_taken_no_more_is_given_up() -> None:
+    told = Told(Losing(ReplicaLostError("dead"), NoReplicaError("none")))
+
+    answer = await told.http.post(CHAT, json={"model": "m"})
+
+    assert answer.json()["error"]["code"] == REPLICA_UNAVAILABLE
+    assert await told.outcomes() == {"server_error": 1}
+    assert told.value(catalogue.GIVEN_UP, model="m") == 1
+    assert await told.rejections() == {}
 
 
 async def test_a_client_that_leaves_is_cancelled_and_seen_while_it_runs() -> None:
