@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vllm.config import VllmConfig
 
+from apar_core.engine.replay_request import REPLAY
 from apar_core.scheduler.fork_scheduler import ForkAsyncScheduler, ForkMixin, ForkScheduler
 
 FORK_BANS = "apar_core.engine.fork_bans:ForkBans"
@@ -24,6 +25,11 @@ def bans_by_logits_processor(vllm_config: VllmConfig) -> bool:
     not run processors of the V1 interface. Bad words work everywhere, but cost time per row.
     """
     return vllm_config.speculative_config is None and not vllm_config.use_v2_model_runner
+
+
+def replays(vllm_config: VllmConfig) -> bool:
+    """Whether the engine can be made to generate given tokens."""
+    return REPLAY in (vllm_config.model_config.logits_processors or ())
 
 
 def complete(vllm_config: VllmConfig) -> VllmConfig:

@@ -31,6 +31,11 @@ class ForkSettings(BaseModel):
         description="Threads of all requests alive at once, beyond which a fork waits; absent, "
         "vLLM's max_num_seqs alone bounds what runs.",
     )
+    max_requests: PositiveInt | None = Field(
+        None,
+        description="Requests that run at once, each with all its threads, beyond which a request "
+        "waits in the engine; absent, vLLM's max_num_seqs alone bounds what runs.",
+    )
     policy: PolicyName = Field(
         "eager",
         description="When a fork within these limits starts. 'eager': at once. 'adaptive': while "

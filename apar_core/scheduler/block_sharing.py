@@ -48,8 +48,8 @@ class SharedPrefix:
 class BlockSharing:
     """Shares blocks between the threads of one engine's KV cache manager.
 
-    Takes over the manager's `allocate_slots`: a child's reference on shared blocks is dropped when
-    the child has got its own, or when memory is short.
+    Takes over the manager's `allocate_slots` while a child has yet to be scheduled: its reference
+    on shared blocks is dropped when the child has got its own, or when memory is short.
     """
 
     def __init__(self, manager: KVCacheManager, num_running: Callable[[], int]) -> None:
@@ -64,7 +64,6 @@ class BlockSharing:
         # kinds of attention, which drop or relocate blocks, and in the benchmark of fork costs.
         self.enabled = all(type(single) is FullAttentionManager for single in single_managers)
         self._allocate = manager.allocate_slots
-        vars(manager)["allocate_slots"] = self._allocate_slots
 
     def share(self, parent: Request, child: Request) -> None:
         """Keep what the parent has computed of the child's prompt, until the child takes it."""
@@ -72,6 +71,7 @@ class BlockSharing:
         num_tokens = min(child.num_prompt_tokens - 1, parent.num_computed_tokens)
         self.counters.forks += 1
         self._unscheduled.add(child.request_id)
+        vars(self._manager)["allocate_slots"] = self._allocate_slots
         if num_tokens <= 0 or not self.enabled:
             return
         groups = self._manager.get_blocks(parent.request_id).blocks
@@ -92,6 +92,9 @@ class BlockSharing:
         """Drop all that is held for a thread that has ended or will not start."""
         self._unscheduled.discard(request_id)
         self._release(request_id)
+        if not self._unscheduled:
+            # It is called for every row of every step.
+            vars(self._manager).pop("allocate_slots", None)
 
     def count_released_early(self, request_id: str) -> None:
         """Count the blocks that a thread, about to be freed, shares with nobody."""

@@ -20,15 +20,16 @@ from vllm.v1.request import Request, RequestStatus
 
 from apar_core.engine.fork_settings import fork_settings
 from apar_core.errors import EngineError
-from apar_core.fork_parameters import ForkParameters
 from apar_core.journal import Journal
+from apar_core.scheduler.batches import coming_batch, scheduled_batch
 from apar_core.scheduler.block_sharing import BlockSharing
 from apar_core.scheduler.child_request import build_child_request
 from apar_core.scheduler.fork_admission import ForkAdmission
 from apar_core.scheduler.fork_policy import AdaptivePolicy, build_policy
+from apar_core.scheduler.request_facts import ended_itself, fork_parameters
+from apar_core.scheduler.request_gate import GatedQueue
 from apar_core.scheduler.resumption import resumed_alone, resumed_threads, take_journal
 from apar_core.scheduler.step_clock import StepClock
-from apar_core.scheduler.step_time_model import BatchView
 from apar_core.scheduler.thread_table import ThreadGroup, ThreadTable
 
 
@@ -51,6 +52,7 @@ class ForkMixin(Scheduler):
         self.threads: ThreadTable[Request] = ThreadTable()
         self.block_sharing = BlockSharing(self.kv_cache_manager, lambda: len(self.running))
         settings = fork_settings(vllm_config)
+        self.waiting = self.gate = GatedQueue(settings.max_requests)
         policy = build_policy(settings.policy, settings.token_time_ms / 1000)
         self.admission: ForkAdmission[Request] = ForkAdmission(
             settings.max_replica_threads, policy, lambda child: child.num_prompt_tokens
@@ -70,8 +72,10 @@ class ForkMixin(Scheduler):
             self._resume(request, journal)
             return
         is_new = request.request_id not in self.requests
+        if is_new:
+            self.gate.arrives(request.request_id)
         super().add_request(request)
-        parameters = _fork_parameters(request)
+        parameters = fork_parameters(request)
         if not is_new or parameters is None:
             return
         self.admission.queue.thread_began(request.request_id, parameters.key)
@@ -85,7 +89,8 @@ class ForkMixin(Scheduler):
 
     def _resume(self, request: Request, journal: Journal) -> None:
         """Go on with a request behind its journal; one thread at once, the others as forks do."""
-        parameters = _fork_parameters(request)
+        self.gate.enters(request.request_id)
+        parameters = fork_parameters(request)
         if parameters is None or not parameters.enabled:
             super().add_request(resumed_alone(request, journal))
             if parameters is not None:
@@ -124,8 +129,10 @@ class ForkMixin(Scheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """As in vLLM; the step is timed from here."""
         step = super().schedule(throttle_prefills)
+        self.gate.scheduled()
         if step.total_num_scheduled_tokens > 0:
-            self.step_clock.begin(step, self._batch_of(step))
+            batch = scheduled_batch(step, self.requests, counts_attended=self._learns)
+            self.step_clock.begin(step, batch)
         return step
 
     def update_from_output(
@@ -172,6 +179,29 @@ class ForkMixin(Scheduler):
             kept, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
             self.num_generated_tokens += len(kept)
             return kept, stopped
+        if len(new_token_ids) == 1 and group.takes_as_text(new_token_ids[0]):
+            # What nearly every row gets in nearly every step.
+            tokens, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
+            self.num_generated_tokens += len(tokens)
+            group.used_tokens += len(tokens) - (stopped and ended_itself(request, group.parameters))
+        else:
+            tokens, stopped = self._take_tokens(group, request, new_token_ids, is_stale)
+        if group.exhausted and not group.closed:
+            self._exhausted.append(group)
+            group.closed = True
+        if group.closed and not stopped:
+            request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+            stopped = True
+        return tokens, stopped
+
+    def _take_tokens(
+        self,
+        group: ThreadGroup[Request],
+        request: Request,
+        new_token_ids: list[int],
+        is_stale: bool,
+    ) -> tuple[list[int], bool]:
+        """Any number of tokens, forks among them, as far as the budget allows."""
         tokens = group.within_budget(new_token_ids)
         # Control tokens are no text: each raises the thread's own limit by itself.
         request.max_tokens += sum(group.is_control(token_id) for token_id in tokens)
@@ -179,14 +209,8 @@ class ForkMixin(Scheduler):
         if tokens:
             tokens, stopped = super()._update_request_with_output(request, tokens, is_stale)
             self.num_generated_tokens += len(tokens)
-        group.count_text(tokens, ended=stopped and _ended_itself(request, group.parameters))
+        group.count_text(tokens, ended=stopped and ended_itself(request, group.parameters))
         self._fork_at_fork_tokens(group, request, tokens)
-        if group.exhausted and not group.closed:
-            self._exhausted.append(group)
-            group.closed = True
-        if group.closed and not stopped:
-            request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-            stopped = True
         return tokens, stopped
 
     def _fork_at_fork_tokens(
@@ -228,26 +252,13 @@ class ForkMixin(Scheduler):
     def _start_waiting_forks(self) -> None:
         """Start what caps and policy let start now; the others are asked about in the next step."""
         if self.admission.queue.first() is not None:
-            batch = self._coming_batch()
-            while taken := self.admission.next(len(self.requests), batch):
+            rows = min(len(self.running) + self.gate.num_ready, self.max_num_running_reqs)
+            batch = coming_batch(rows, self.running, counts_attended=self._learns)
+            while taken := self.admission.next(len(self.requests) - self.gate.num_held, batch):
                 group, child = taken
                 self._start(group, child)
                 batch = batch.grown(rows=1, attended_tokens=child.num_prompt_tokens)
         self.admission.settle()
-
-    def _batch_of(self, step: SchedulerOutput) -> BatchView:
-        rows = len(step.num_scheduled_tokens)
-        attended = 0
-        if self._learns:
-            requests = self.requests
-            attended = sum(requests[name].num_computed_tokens for name in step.num_scheduled_tokens)
-        return BatchView(rows, attended, step.total_num_scheduled_tokens - rows)
-
-    def _coming_batch(self) -> BatchView:
-        """What the next steps will compute, as far as it is known, without prompts."""
-        rows = min(len(self.requests), self.max_num_running_reqs)
-        attended = sum(each.num_tokens for each in self.running) if self._learns else 0
-        return BatchView(rows, attended)
 
     def _close(self, group: ThreadGroup[Request]) -> list[Request]:
         """Open no further thread for a group; returns the children that had been waiting."""
@@ -275,6 +286,9 @@ class ForkMixin(Scheduler):
                 # Nobody else would ever let it go on: neither caps nor policy hold it back.
                 self._start(group, group.deferred.popleft())
             self.admission.queue.offer(group)
+        root_id = request.request_id if group is None else group.root_id
+        if self.threads.group_of_root(root_id) is None:
+            self.gate.left(root_id)
         return freed
 
 
@@ -284,15 +298,3 @@ class ForkScheduler(ForkMixin, Scheduler):
 
 class ForkAsyncScheduler(ForkMixin, AsyncScheduler):
     """The forking scheduler for `scheduler_cls`, where vLLM schedules ahead (GPU)."""
-
-
-def _fork_parameters(request: Request) -> ForkParameters | None:
-    if request.sampling_params is None:
-        return None
-    return ForkParameters.from_extra_args(request.sampling_params.extra_args)
-
-
-def _ended_itself(request: Request, parameters: ForkParameters) -> bool:
-    if request.status != RequestStatus.FINISHED_STOPPED:
-        return False
-    return request.all_token_ids[-1] in parameters.end_ids

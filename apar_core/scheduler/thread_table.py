@@ -88,6 +88,15 @@ class ThreadGroup(Generic[Child]):
             remaining -= not self.is_control(token_id)
         return kept
 
+    def takes_as_text(self, token_id: int) -> bool:
+        """Whether a token is text that the budget allows."""
+        parameters = self.parameters
+        return (
+            self.used_tokens < self.token_budget
+            and token_id != parameters.fork_id
+            and token_id != parameters.child_id
+        )
+
     def is_control(self, token_id: int) -> bool:
         """Whether a token is a fork or child token, and so no text."""
         return token_id in (self.parameters.fork_id, self.parameters.child_id)

@@ -17,6 +17,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import PriorityRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.core.single_type_kv_cache_manager import (
@@ -110,6 +111,9 @@ SIGNATURES = (
         "self, reset_running_requests=False, reset_connector=False",
         "blocks kept for waiting children would keep the cache from being reset",
     ),
+    # Overridden by GatedQueue.
+    Signature(PriorityRequestQueue.add_request, "self, request", "a request may stand outside"),
+    Signature(PriorityRequestQueue.remove_requests, "self, requests", "an abort, also outside"),
     # Called by BlockSharing and core_state.
     Signature(
         KVCacheManager.allocate_slots,
@@ -190,6 +194,16 @@ FIELDS = {
 }
 
 PASSAGES = (
+    Passage(
+        Scheduler.schedule,
+        r"request_queue = self\.waiting if not request_queue or input_budget <= draft_slots: break",
+        "what GatedQueue holds back is not offered: its truth, not its length, is asked for",
+    ),
+    Passage(
+        Scheduler.get_request_counts,
+        r"len\(self\.running\), len\(self\.waiting\)",
+        "what GatedQueue holds back counts as waiting",
+    ),
     Passage(
         Scheduler.schedule,
         r"new_computed_blocks, num_new_local_computed_tokens, request\.shared_prefix_boundary, "

@@ -1,0 +1,149 @@
+"""The limit on requests that run at once, in vLLM's real scheduler, driven by a scripted model."""
+
+from pathlib import Path
+
+import pytest
+
+from apar_core.engine.core_state import core_state
+from apar_core.engine.fork_settings import ForkSettings
+from tests.fakes.scripted_engine import (
+    END,
+    FORK,
+    EngineShape,
+    ScriptedEngine,
+    write_model_config,
+)
+
+PROMPT = list(range(100, 110))
+FORKING = {
+    "": [10, FORK, 11, FORK, *range(30, 40), END],
+    "0": [*range(50, 60), END],
+    "1": [*range(60, 70), END],
+}
+PLAIN = {"": [*range(30, 40), END]}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_config(tmp_path_factory.mktemp("model"))
+
+
+def most_requests_and_threads(engine: ScriptedEngine) -> tuple[int, int]:
+    """Run to the end; the most roots and the most threads that ran in one step."""
+    roots = threads = 0
+    while engine.step():
+        running = [request.request_id for request in engine.scheduler.running]
+        roots = max(roots, len({name.split("~")[0] for name in running}))
+        threads = max(threads, len(running))
+    return roots, threads
+
+
+def test_no_more_requests_run_than_the_gate_lets_in_and_their_forks_do(model_dir: Path) -> None:
+    engine = ScriptedEngine(EngineShape(forks={"max_requests": 2}), model_dir)
+    for number in range(5):
+        engine.add(f"r{number}", PROMPT, FORKING, arrival_time=float(number))
+
+    # Both requests run with both children beside their roots at some moment.
+    assert most_requests_and_threads(engine) == (2, 6)
+    assert set(engine.finish_reasons) == {f"r{number}" for number in range(5)}
+    assert engine.scheduler.gate.num_held == 0
+    engine.assert_nothing_is_left()
+
+
+def test_without_a_limit_all_run(model_dir: Path) -> None:
+    engine = ScriptedEngine(EngineShape(), model_dir)
+    for number in range(5):
+        engine.add(f"r{number}", PROMPT, PLAIN)
+
+    assert most_requests_and_threads(engine) == (5, 5)
+
+
+def test_those_that_wait_come_in_by_priority_and_arrival(model_dir: Path) -> None:
+    engine = ScriptedEngine(EngineShape(forks={"max_requests": 1}), model_dir)
+    engine.add("first", PROMPT, PLAIN, arrival_time=1.0)
+    engine.add("late", PROMPT, PLAIN, arrival_time=3.0)
+    engine.add("soon", PROMPT, PLAIN, arrival_time=2.0)
+    engine.add("urgent", PROMPT, PLAIN, arrival_time=4.0, priority=-1)
+    order: list[str] = []
+    while engine.step():
+        order += [r.request_id for r in engine.scheduler.running if r.request_id not in order]
+
+    assert order == ["first", "urgent", "soon", "late"]
+
+
+def test_a_request_before_the_gate_is_counted_as_waiting_and_can_be_aborted(
+    model_dir: Path,
+) -> None:
+    engine = ScriptedEngine(EngineShape(forks={"max_requests": 1}), model_dir)
+    for name in ("a", "b", "c"):
+        engine.add(name, PROMPT, FORKING)
+    engine.step()
+
+    assert core_state(engine.scheduler)["waiting_threads"] == 2
+    engine.abort("b")
+    assert core_state(engine.scheduler)["waiting_threads"] == 1
+    engine.run()
+
+    assert set(engine.finish_reasons) == {"a", "c"}
+    engine.assert_nothing_is_left()
+
+
+def test_an_aborted_request_makes_room(model_dir: Path) -> None:
+    engine = ScriptedEngine(EngineShape(forks={"max_requests": 1}), model_dir)
+    for name in ("a", "b"):
+        engine.add(name, PROMPT, FORKING)
+    for _ in range(5):
+        engine.step()
+
+    engine.abort("a")
+    engine.run()
+
+    assert set(engine.finish_reasons) == {"b"}
+    engine.assert_nothing_is_left()
+
+
+def test_requests_before_the_gate_hold_no_fork_back(model_dir: Path) -> None:
+    shape = EngineShape(forks={"max_requests": 1, "max_replica_threads": 3})
+    engine = ScriptedEngine(shape, model_dir)
+    for number in range(6):
+        engine.add(f"r{number}", PROMPT, FORKING)
+    engine.run()
+
+    assert engine.scheduler.admission.counters.delayed["replica"] == 0
+    assert engine.scheduler.admission.counters.accepted == 12
+
+
+def test_a_preempted_request_does_not_wait_before_the_gate(model_dir: Path) -> None:
+    long = {"": [*range(30, 90), END]}
+    # Room for three prompts, and for one answer: the others are preempted and come again.
+    engine = ScriptedEngine(EngineShape(num_blocks=24, forks={"max_requests": 3}), model_dir)
+    for number in range(4):
+        engine.add(f"r{number}", PROMPT, long, arrival_time=float(number))
+    engine.run()
+
+    assert set(engine.finish_reasons.values()) == {"stop"}
+    assert len(engine.finish_reasons) == 4
+    engine.assert_nothing_is_left()
+
+
+def test_a_limit_of_no_request_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_requests"):
+        ForkSettings(max_requests=0)
+
+
+def test_requests_that_find_no_memory_are_no_rows_of_the_coming_batch(model_dir: Path) -> None:
+    shape = EngineShape(num_blocks=24, forks={"policy": "adaptive", "token_time_ms": 20.0})
+    engine = ScriptedEngine(shape, model_dir)
+    engine.step_s = lambda rows: 0.004 + 0.001 * rows
+    for number in range(4):
+        engine.add(f"first{number}", PROMPT, FORKING)
+        engine.run()
+    for number in range(30):
+        prompt = list(range(200 + 10 * number, 210 + 10 * number))
+        engine.add(f"r{number}", prompt, FORKING, arrival_time=1.0 + number)
+    engine.run()
+
+    # Were all that wait rows, a step would take more than 30 ms. Memory lets few of them run, whose
+    # steps are well below the 20 ms that the policy keeps to.
+    assert engine.scheduler.step_clock.num_rows / engine.scheduler.step_clock.num_steps < 10
+    assert engine.scheduler.admission.counters.delayed["policy"] == 0
