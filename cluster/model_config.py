@@ -140,6 +140,11 @@ class ModelConfig(BaseModel):
         description="Time within which tokens of a stream are sent on together; up to four times "
         "as long with many streams; 0 sends each at once.",
     )
+    replay: bool = Field(
+        False,
+        description="Whether requests may name the tokens of their answer, in `apar.replay`: for "
+        "load tests with recorded answers, also with `engine: {load_format: dummy}`.",
+    )
     engine: dict[str, Any] = Field(
         default_factory=dict, description="vLLM engine arguments, by their Python names."
     )
@@ -148,6 +153,12 @@ class ModelConfig(BaseModel):
     def _check_replicas(self) -> Self:
         if self.autoscaling is not None and "replicas" in self.model_fields_set:
             raise ValueError("replicas: leave it out beside `autoscaling`")
+        return self
+
+    @model_validator(mode="after")
+    def _check_replay(self) -> Self:
+        if self.replay and self.engine.get("speculative_config"):
+            raise ValueError("replay: impossible beside `engine.speculative_config` in vLLM")
         return self
 
     @field_validator("engine")

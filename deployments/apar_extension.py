@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
-
 from apar_core.errors import RequestError
+from deployments.apar_options import AparOptions, fit_replay, parse_options
 from deployments.asgi_relay import (
     SERVED_KEY,
     AsgiApp,
@@ -41,38 +40,6 @@ _NUMBER_LIMIT = 2**63
 _PLAIN_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 TakeStatistics = Callable[[str], Mapping[str, Any] | None]
-
-
-class AparOptions(BaseModel):
-    """What a client may say about the forks of its request."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    enabled: bool | None = None
-    max_threads: PositiveInt | None = None
-
-    def engine_args(self) -> dict[str, int]:
-        """The internal keys of `SamplingParams.extra_args`; vLLM's field knows no booleans.
-
-        What the client leaves open is the engine's to decide.
-        """
-        args = {"apar_enabled": self.enabled, "apar_max_threads": self.max_threads}
-        return {name: int(value) for name, value in args.items() if value is not None}
-
-
-def parse_options(value: object) -> AparOptions:
-    """The checked `apar` field; raises RequestError naming the wrong key."""
-    if not isinstance(value, dict):
-        raise RequestError("`apar` must be an object", param="apar")
-    try:
-        return AparOptions.model_validate(value)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        name = ".".join(["apar", *(str(part) for part in problem["loc"])])
-        if problem["type"] == "extra_forbidden":
-            known = ", ".join(AparOptions.model_fields)
-            raise RequestError(f"Unknown key `{name}`; known: {known}", param=name) from error
-        raise RequestError(f"`{name}`: {problem['msg']}", param=name) from error
 
 
 def _token_ids(value: object, *, texts: bool) -> Iterable[int]:
@@ -136,6 +103,8 @@ def translate(body: dict[str, Any], control_token_ids: frozenset[int]) -> bool:
     options = AparOptions() if given is None else parse_options(given)
     if calls_tools:  # A call is one sequence of tokens, which a parser reads as it comes.
         options = options.model_copy(update={"enabled": False})
+    if options.replay is not None:
+        fit_replay(body, options.replay, control_token_ids)
     body["vllm_xargs"] = {**(extra or {}), **options.engine_args()}
     return True
 

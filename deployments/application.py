@@ -10,6 +10,7 @@ from typing import Any
 
 from ray import serve
 
+from apar_core.engine.replay_request import REPLAY
 from cluster.config import ClusterConfig
 from cluster.logging_config import LoggingConfig
 from cluster.model_config import ModelConfig
@@ -73,6 +74,8 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
     arguments |= model.preset.engine | model.engine
     if limits := model.forks.model_dump(exclude_none=True):
         arguments["additional_config"] = arguments.get("additional_config", {}) | {"apar": limits}
+    if model.replay:
+        arguments["logits_processors"] = [*arguments.get("logits_processors", ()), REPLAY]
     return arguments
 
 
@@ -89,7 +92,8 @@ def replica_environment(
         "VLLM_MAX_N_SEQUENCES": str(MAX_CHOICES),
     }
     if on_gpu:
-        return environment
+        # vLLM's V2 model runner, its default on GPU, takes logits processors of another interface.
+        return environment | ({"VLLM_USE_V2_MODEL_RUNNER": "0"} if model.replay else {})
     threads = model.cpu_threads or max(1, (os.cpu_count() or 1) // num_replicas)
     return environment | {
         # `auto` would pin every replica to the same first core.

@@ -31,6 +31,20 @@ _APAR = {
             "properties": {
                 "enabled": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
                 "max_threads": {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]},
+                "replay": {
+                    "description": "The token ids that each thread shall generate, by its path; "
+                    "only where the server's configuration allows it.",
+                    "anyOf": [
+                        {
+                            "type": "object",
+                            "additionalProperties": {
+                                "type": "array",
+                                "items": {"type": "integer"},
+                            },
+                        },
+                        {"type": "null"},
+                    ],
+                },
             },
         },
         {"type": "null"},

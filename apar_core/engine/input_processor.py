@@ -23,6 +23,8 @@ from apar_core.control_tokens import (
 from apar_core.engine import engine_config
 from apar_core.engine.fork_bans import bad_words
 from apar_core.engine.fork_settings import ForkSettings, fork_settings
+from apar_core.engine.replay import replay_args
+from apar_core.engine.replay_request import PARAM, REPLAY_REQUEST_ARG, ReplayRules
 from apar_core.errors import RequestError
 from apar_core.fork_parameters import EXTRA_ARG, ForkParameters
 
@@ -51,6 +53,11 @@ class ForkInputProcessor(InputProcessor):
         self._ignores_priority = (
             engine_config.forks(vllm_config) and vllm_config.scheduler_config.policy != "priority"
         )
+        self._replay_rules = (
+            ReplayRules(vllm_config.model_config.get_vocab_size(), frozenset(self._end_ids()))
+            if engine_config.replays(vllm_config)
+            else None
+        )
         if self.control_tokens is None:
             return
         self._settings: ForkSettings = fork_settings(vllm_config)
@@ -74,10 +81,12 @@ class ForkInputProcessor(InputProcessor):
         self._set_priority(request)
         if self.control_tokens is None:
             _drop_parameters(request.sampling_params)
-            return request
-        self._clean_prompt(request, prompt, self.control_tokens)
+        else:
+            self._clean_prompt(request, prompt, self.control_tokens)
+            if request.sampling_params is not None:
+                self._set_parameters(request, request.sampling_params)
         if request.sampling_params is not None:
-            self._set_parameters(request, request.sampling_params)
+            self._set_replay(request.sampling_params)
         return request
 
     def _set_priority(self, request: EngineCoreRequest) -> None:
@@ -145,6 +154,27 @@ class ForkInputProcessor(InputProcessor):
                 *(params._bad_words_token_ids or []),
                 *bad_words(parameters),
             ]
+
+    def _set_replay(self, params: SamplingParams) -> None:
+        """Turn what the client wants replayed, if anything, into what the engine replays."""
+        if REPLAY_REQUEST_ARG not in (params.extra_args or {}):
+            return
+        # A copy: the prompts of one HTTP request share these arguments.
+        extra_args = dict(params.extra_args or {})
+        text = extra_args.pop(REPLAY_REQUEST_ARG)
+        try:
+            if self._replay_rules is None:
+                raise RequestError(
+                    f"`{PARAM}` is not allowed: the server's configuration of this model does not "
+                    "have `replay: true`"
+                )
+            if params.structured_outputs is not None:
+                raise RequestError(f"`{PARAM}` cannot follow a grammar: ask for one of the two")
+            parameters = ForkParameters.from_extra_args(extra_args)
+            scripts = self._replay_rules.parse(text, parameters, params.max_tokens)
+        except RequestError as error:
+            raise VLLMValidationError(str(error), parameter=PARAM) from error
+        params.extra_args = {**extra_args, **replay_args(scripts)}
 
     def _check_stop_tokens(self, params: SamplingParams) -> None:
         """Refuse control tokens as stop tokens: they are no part of the text that is to stop."""

@@ -1,13 +1,14 @@
 """Logits processor: makes the engine generate a given text, or a given tree of threads.
 
 For benchmarks and tests: timing, KV blocks, forks and scheduling are real, only the choice of the
-tokens is not. A request names its tokens in `extra_args["apar_replay"]`, a mapping from a thread's
-path ("" for the root thread, "0.2" for the third child of its first child) to the token ids that
-the thread shall generate, fork and end tokens included.
+tokens is not. A request's `extra_args["apar_replay"]` is a text with a line for each thread: its
+path ("" for the root thread, "0.2" for the third child of its first child), "=", and the token ids
+that the thread shall generate, fork and end tokens included.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +16,25 @@ from typing import Any
 import torch
 from vllm.sampling_params import SamplingParams
 
+from apar_core.engine.replay_request import REPLAY
 from apar_core.engine.row_processor import RowProcessor
 from apar_core.fork_parameters import ForkParameters
+from apar_core.journal import Journal
+
+__all__ = [
+    "REPLAY",
+    "REPLAY_ARG",
+    "Replay",
+    "path_key",
+    "replay_args",
+    "replayed_tokens",
+    "without_generated",
+]
 
 REPLAY_ARG = "apar_replay"
-REPLAY = "apar_core.engine.replay:Replay"
-"""Value for vLLM's `logits_processors`."""
+# Above every logit by so much that no other token is ever sampled, and finite still when divided
+# by the smallest temperature. Filling all rows with minus infinity would cost as much as sampling.
+_CERTAIN = 1e30
 
 
 def path_key(thread_path: Sequence[int]) -> str:
@@ -30,7 +44,30 @@ def path_key(thread_path: Sequence[int]) -> str:
 
 def replay_args(tokens_of_thread: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     """Entries of `extra_args` that make the engine generate these tokens."""
-    return {REPLAY_ARG: {path: list(tokens) for path, tokens in tokens_of_thread.items()}}
+    lines = (f"{path}={','.join(map(str, ids))}" for path, ids in tokens_of_thread.items())
+    # Text, because each fork copies the parameters; of lines, because each thread reads its own.
+    return {REPLAY_ARG: "\n".join(["", *lines, ""])}
+
+
+def replayed_tokens(extra_args: Mapping[str, Any]) -> dict[str, list[int]]:
+    """The tokens of each thread, by its path, that `replay_args` wrote."""
+    lines = str(extra_args[REPLAY_ARG]).split("\n")[1:-1]
+    return {line.partition("=")[0]: _ids(line.partition("=")[2]) for line in lines}
+
+
+def without_generated(extra_args: dict[str, Any], journal: Journal) -> dict[str, Any]:
+    """`extra_args` for another engine that goes on behind a journal.
+
+    There a thread's outputs are counted anew, so its tokens must begin where it stopped.
+    """
+    if REPLAY_ARG not in extra_args:
+        return extra_args
+    scripts = replayed_tokens(extra_args)
+    for delta in journal:
+        key = path_key(delta.path)
+        if key in scripts:
+            scripts[key] = scripts[key][len(delta.token_ids) :]
+    return {**extra_args, **replay_args(scripts)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +79,7 @@ class Row:
 
 
 class Replay(RowProcessor[Row]):
-    """Leaves each replayed sequence one token to choose."""
+    """Makes one token certain in each replayed sequence."""
 
     def new_row(
         self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]
@@ -53,18 +90,32 @@ class Replay(RowProcessor[Row]):
             return None
         parameters = ForkParameters.from_extra_args(params.extra_args)
         key = path_key(parameters.thread_path if parameters else ())
-        return Row(replay.get(key, ()), output_ids)
+        return Row(_thread_ids(replay, key), output_ids)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Set all logits [num_rows, vocabulary] of replayed rows but one to minus infinity."""
+        """Raise one logit of each replayed row of [num_rows, vocabulary], in place."""
         rows: list[int] = []
         chosen: list[int] = []
         for index, row in self.rows.items():
-            if len(row.output_ids) < len(row.token_ids):
+            position = len(row.output_ids)
+            if position < len(row.token_ids):
                 rows.append(index)
-                chosen.append(row.token_ids[len(row.output_ids)])
+                chosen.append(row.token_ids[position])
         if rows:
-            row_indices = torch.tensor(rows, device=self.device)
-            logits[row_indices] = -torch.inf
-            logits[row_indices, torch.tensor(chosen, device=self.device)] = 0.0
+            places = torch.tensor([rows, chosen], device=self.device)
+            logits[places[0], places[1]] = _CERTAIN
         return logits
+
+
+def _thread_ids(replay: str, key: str) -> list[int]:
+    head = f"\n{key}="
+    start = replay.find(head)
+    if start < 0:
+        return []
+    start += len(head)
+    return _ids(replay[start : replay.index("\n", start)])
+
+
+def _ids(text: str) -> list[int]:
+    ids: list[int] = json.loads(f"[{text}]")
+    return ids

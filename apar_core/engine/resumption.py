@@ -10,6 +10,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.request import Request
 
 from apar_core.engine.journal import stop_reason
+from apar_core.engine.replay import without_generated
 from apar_core.fork_parameters import ForkParameters, thread_request_id
 from apar_core.journal import Journal, ThreadDelta, to_plain
 from apar_core.scheduler.resumption import RESUME_ARG, ended_itself, thread_sequences, was_refused
@@ -24,7 +25,8 @@ def hand_to_scheduler(request: AnyRequest, journal: Journal) -> None:
     """Write a journal into a request's parameters, where the scheduler looks for it."""
     params = request.sampling_params
     if params is not None:
-        params.extra_args = {**(params.extra_args or {}), RESUME_ARG: to_plain(journal)}
+        extra_args = without_generated(params.extra_args or {}, journal)
+        params.extra_args = {**extra_args, RESUME_ARG: to_plain(journal)}
 
 
 def outputs_so_far(request: AnyRequest, journal: Journal) -> list[EngineCoreOutput]:

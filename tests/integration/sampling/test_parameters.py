@@ -53,20 +53,21 @@ class EngineThread:
 def ask_and_watch(
     engine: OfflineEngine, settings: list[Any]
 ) -> tuple[list[Answer], list[EngineThread]]:
-    """Answers, and every thread that got KV blocks. Runs in the engine's process."""
-    manager = engine.scheduler.kv_cache_manager
+    """Answers, and every thread that ran. Runs in the engine's process."""
+    scheduler = engine.scheduler
     requests: dict[str, Any] = {}
-    allocate = manager.allocate_slots
+    schedule = scheduler.schedule
 
-    def noting(request: Any, *args: Any, **kwargs: Any) -> Any:
-        requests[request.request_id] = request
-        return allocate(request, *args, **kwargs)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        requests.update({request.request_id: request for request in scheduler.running})
+        return output
 
-    manager.allocate_slots = noting
+    scheduler.schedule = noting
     try:
         answers = chat(engine, settings)
     finally:
-        manager.allocate_slots = allocate
+        scheduler.schedule = schedule
     return answers, [
         EngineThread(
             request.sampling_params.seed,

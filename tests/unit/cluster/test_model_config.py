@@ -95,3 +95,11 @@ def test_the_fewest_replicas_are_those_configured_or_the_autoscalers_least() -> 
 
     assert ModelConfig(replicas=3).min_replicas == 3
     assert ModelConfig(autoscaling=scaled).min_replicas == 2
+
+
+def test_speculation_and_replay_are_not_for_one_engine() -> None:
+    speculation = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
+
+    assert not ModelConfig(engine=speculation).replay
+    with pytest.raises(ValidationError, match=r"replay: impossible beside .*speculative_config"):
+        ModelConfig(replay=True, engine=speculation)

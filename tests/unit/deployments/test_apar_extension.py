@@ -5,7 +5,8 @@ import pytest
 
 from apar_core.errors import RequestError
 from deployments.answer_parts import AnswerStart
-from deployments.apar_extension import AparExtension, AparOptions, parse_options, translate
+from deployments.apar_extension import AparExtension, translate
+from deployments.apar_options import AparOptions, parse_options
 from deployments.asgi_relay import (
     Receive,
     RelayedRequest,

@@ -7,6 +7,7 @@ from ray.serve.schema import LoggingConfig
 from vllm.config import VllmConfig
 
 from apar_core.engine.fork_settings import fork_settings
+from apar_core.engine.replay import REPLAY
 from cluster.config import ClusterConfig
 from cluster.model_config import ForkLimits, ModelConfig
 from deployments.application import (
@@ -98,6 +99,21 @@ def test_fork_limits_stand_beside_other_additional_settings() -> None:
         "other": {"key": 1},
         "apar": {"max_threads": 3},
     }
+
+
+def test_an_engine_replays_only_where_its_model_says_so() -> None:
+    mine = {"logits_processors": ["mine:Processor"]}
+
+    replaying = engine_arguments(ModelConfig(replay=True, engine=mine), on_gpu=False)
+    default = engine_arguments(ModelConfig(engine=mine), on_gpu=False)
+
+    assert replaying["logits_processors"] == ["mine:Processor", REPLAY]
+    assert default["logits_processors"] == ["mine:Processor"]
+    assert "logits_processors" not in engine_arguments(ModelConfig(), on_gpu=True)
+    # On GPU only vLLM's first model runner has such processors.
+    environment = replica_environment(ModelConfig(replay=True), on_gpu=True)
+    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in replica_environment(ModelConfig(), on_gpu=True)
 
 
 def test_fork_limits_of_a_model_reach_its_engine() -> None:

@@ -65,6 +65,9 @@ def test_our_field_is_described_and_refused_ones_are_not() -> None:
     assert valid({"enabled": False, "max_threads": 2})
     assert not valid({"max_threads": 0})
     assert not valid({"threads": 1})
+    assert valid({"replay": {"": [5, 2], "0.1": []}})
+    assert valid({"replay": None})
+    assert not valid({"replay": {"": ["5"]}})
 
 
 def test_errors_are_of_our_form_and_no_route_answers_500() -> None:

@@ -13,6 +13,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from apar_core.control_tokens import find_control_tokens
 from apar_core.engine.journal import RequestFollower, can_continue
 from apar_core.engine.output_processor import ForkOutputProcessor
+from apar_core.engine.replay import REPLAY_ARG, replay_args, replayed_tokens
 from apar_core.engine.resumption import completed, hand_to_scheduler
 from apar_core.fork_parameters import EXTRA_ARG, ForkParameters
 from apar_core.journal import Journal, ThreadDelta, merged
@@ -195,6 +196,20 @@ def test_untold_children_are_opened_as_far_as_limits_let() -> None:
         ((1,), None),
     ]
     assert [each.finish_reason for each in refused] == [None, int(FinishReason.LENGTH), None]
+
+
+def test_a_replayed_answer_goes_on_behind_what_the_journal_holds() -> None:
+    scripts = {path.replace("~", "."): thread_tokens(texts) for path, texts in TEXTS.items()}
+    scripts = {path.removeprefix("."): ids for path, ids in scripts.items()}
+    journal = (ThreadDelta((), tuple(scripts[""][:9])), ThreadDelta((0,), tuple(scripts["0"][:2])))
+    request = ApiProcess().request
+    request.sampling_params.extra_args |= replay_args(scripts)
+
+    hand_to_scheduler(request, journal)
+
+    rest = replayed_tokens(request.sampling_params.extra_args)
+    assert rest == {**scripts, "": scripts[""][9:], "0": scripts["0"][2:]}
+    assert request.sampling_params.extra_args.keys() == {EXTRA_ARG, REPLAY_ARG, RESUME_ARG}
 
 
 def test_context_without_room_opens_no_child() -> None:

@@ -3,16 +3,26 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
 from apar_core.engine.fork_bans import ForkBans, bad_words
-from apar_core.engine.replay import Replay, replay_args
+from apar_core.engine.replay import (
+    Replay,
+    path_key,
+    replay_args,
+    replayed_tokens,
+    without_generated,
+)
 from apar_core.fork_parameters import EXTRA_ARG, ForkParameters
+from apar_core.journal import ThreadDelta
 from tests.fakes.scripted_engine import CHILD, END, FORK, fork_parameters
 
 CPU = torch.device("cpu")
 NO_CONFIG: Any = SimpleNamespace()
+TOKENS = st.lists(st.integers(0, 200_000), max_size=5)
 
 
 def added(*rows: tuple[dict[str, Any] | None, list[int], list[int]]) -> BatchUpdate:
@@ -86,21 +96,73 @@ def test_bad_words_are_the_same_bans() -> None:
     assert bad_words(off) == [[CHILD], [FORK]]
 
 
-def test_replay_leaves_one_token_to_each_thread() -> None:
+def test_replay_makes_one_token_of_each_thread_certain() -> None:
     plan = replay_args({"": [10, 11], "1": [12]})
     child = {**plan, **forking(thread_path=[1])}
     replay = Replay(NO_CONFIG, CPU, False)
     replay.update_state(added(({**plan, **forking()}, [9], [10]), (child, [9], []), (None, [], [])))
+    before = torch.randn(3, 16)
 
-    logits = replay.apply(torch.randn(3, 16))
+    logits = replay.apply(before.clone())
 
-    assert logits[:2].argmax(dim=1).tolist() == [11, 12]
-    assert torch.isinf(logits[:2]).sum(dim=1).tolist() == [15, 15]
-    assert not torch.isinf(logits[2]).any()
+    # vLLM divides by the temperature, at least 1e-5, before it samples.
+    certain = (logits[:2] / 1e-5).softmax(dim=1)
+    assert certain.nonzero().tolist() == [[0, 11], [1, 12]]
+    assert certain.sum() == 2
+    assert torch.equal(logits[2], before[2])
+
+
+def test_replay_follows_the_growing_output_and_outlives_a_ban() -> None:
+    plan = replay_args({"": [10, FORK, 11]})
+    generated: list[int] = []
+    bans, replay = ForkBans(NO_CONFIG, CPU, False), Replay(NO_CONFIG, CPU, False)
+    rows = ({**plan, **forking()}, [9], generated)
+    bans.update_state(added(rows))
+    replay.update_state(added(rows))
+
+    chosen = []
+    for _ in range(3):
+        # The order in which an engine has them.
+        logits = bans.apply(replay.apply(torch.randn(1, 16)))
+        chosen.append(int(logits.argmax()))
+        generated.append(chosen[-1])
+
+    assert chosen == [10, FORK, 11]
+
+
+@given(st.dictionaries(st.sampled_from(["", "0", "1", "10", "0.1", "1.0"]), TOKENS))
+def test_each_thread_finds_its_own_tokens(scripts: dict[str, list[int]]) -> None:
+    plan = replay_args(scripts)
+    paths = [(), (0,), (1,), (1, 0), (0, 1), (10,)]
+    replay = Replay(NO_CONFIG, CPU, False)
+    replay.update_state(added(*(({**plan, **forking(thread_path=p)}, [9], []) for p in paths)))
+
+    found = {path_key(path): list(replay.rows[row].token_ids) for row, path in enumerate(paths)}
+
+    assert found == {key: scripts.get(key, []) for key in found}
+    assert replayed_tokens(plan) == scripts
 
 
 def test_replay_past_its_end_leaves_the_choice_to_the_model() -> None:
     replay = Replay(NO_CONFIG, CPU, False)
     replay.update_state(added((replay_args({"": [10]}), [9], [10])))
+    before = torch.randn(1, 16)
 
-    assert banned(replay) == [set()]
+    assert torch.equal(replay.apply(before.clone()), before)
+
+
+def test_another_engine_begins_where_each_thread_has_stopped() -> None:
+    scripts = {"": [10, FORK, 11, FORK, 12, END], "0": [13, END], "1": [14, END]}
+    journal = (
+        ThreadDelta((), (10, FORK, 11)),
+        ThreadDelta((0,), (13, END), finish_reason=0),
+        ThreadDelta((1,), ()),
+    )
+
+    rest = without_generated({"other": 1, **replay_args(scripts)}, journal)
+
+    assert rest == {
+        "other": 1,
+        **replay_args({"": [FORK, 12, END], "0": [], "1": [14, END]}),
+    }
+    assert without_generated({"other": 1}, journal) == {"other": 1}

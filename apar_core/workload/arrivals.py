@@ -1,0 +1,153 @@
+"""When the requests of a load test come: all at once, when others end, or at given times.
+
+`all`; `closed:32` keeps 32 requests running; `poisson:4` sends 4 a second on average;
+`gamma:4,cv=2` does so in bursts; `trace:FILE,rate=4` keeps the gaps of a recorded service.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from apar_core.errors import EvaluationError
+from apar_core.workload.timestamps import read_timestamps
+
+FORMS = "all, closed:N, poisson:RATE, gamma:RATE,cv=CV or trace:FILE[,rate=RATE]"
+
+
+class OpenLoop(Protocol):
+    """Requests come at times of their own, whatever has become of the earlier ones."""
+
+    def times_s(self, number: int, seed: int) -> list[float]:
+        """Return so many times in order, in seconds from the start; equal seeds give equal ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedLoop:
+    """So many requests run at any time: the next one comes when one has ended."""
+
+    concurrency: int
+
+
+Arrivals = OpenLoop | ClosedLoop
+
+
+@dataclass(frozen=True, slots=True)
+class AllAtOnce:
+    """All requests come at the start, as in the paper's tests."""
+
+    def times_s(self, number: int, seed: int) -> list[float]:
+        """Return zeros."""
+        return [0.0] * number
+
+
+@dataclass(frozen=True, slots=True)
+class GammaArrivals:
+    """Gaps of a gamma distribution: `rate` requests a second on average.
+
+    `cv` is the gaps' standard deviation over their mean: 1 is a Poisson process, more are bursts.
+    """
+
+    rate: float
+    cv: float = 1.0
+
+    def times_s(self, number: int, seed: int) -> list[float]:
+        """Return the ends of so many gaps in a row."""
+        shape = self.cv**-2
+        gaps = np.random.default_rng(seed).gamma(shape, 1 / (shape * self.rate), number)
+        return [float(time_s) for time_s in np.cumsum(gaps)]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedArrivals:
+    """The gaps between recorded requests, in seconds; `rate` None keeps them as they are."""
+
+    gaps_s: tuple[float, ...]
+    rate: float | None
+
+    def times_s(self, number: int, seed: int) -> list[float]:
+        """Return the ends of so many gaps from a random one on, round and round.
+
+        They are stretched so that the mean rate of just these requests is `rate` a second: their
+        bursts stay, relative to it.
+        """
+        size = len(self.gaps_s)
+        start = random.Random(seed).randrange(size)
+        gaps = [self.gaps_s[(start + index) % size] for index in range(number)]
+        total_s = sum(gaps)
+        scale = number / self.rate / total_s if self.rate is not None and total_s > 0 else 1.0
+        return [float(time_s) * scale for time_s in np.cumsum(gaps)]
+
+
+def parse(spec: str) -> Arrivals:
+    """Return what a text such as `gamma:4,cv=2` says.
+
+    Raises EvaluationError, which names the text, for anything else.
+    """
+    kind, _, rest = spec.partition(":")
+    reader = _KINDS.get(kind)
+    if reader is None:
+        raise EvaluationError(f"arrivals {spec!r}: unknown; give {FORMS}")
+    try:
+        return reader(rest)
+    except (ValueError, EvaluationError) as error:
+        raise EvaluationError(f"arrivals {spec!r}: {error}") from error
+
+
+def _all_at_once(rest: str) -> Arrivals:
+    if rest:
+        raise ValueError("`all` takes nothing behind it")
+    return AllAtOnce()
+
+
+def _closed(rest: str) -> Arrivals:
+    if not rest.isascii() or not rest.isdigit() or int(rest) < 1:
+        raise ValueError(f"the number of requests that run must be 1 or more, not {rest!r}")
+    return ClosedLoop(int(rest))
+
+
+def _poisson(rest: str) -> Arrivals:
+    return GammaArrivals(_positive("rate", rest))
+
+
+def _gamma(rest: str) -> Arrivals:
+    rate, comma, option = rest.partition(",")
+    name, _, value = option.partition("=")
+    if not comma or name != "cv":
+        raise ValueError("gamma needs a rate and a coefficient of variation, as in gamma:4,cv=2")
+    return GammaArrivals(_positive("rate", rate), _positive("cv", value))
+
+
+def _trace(rest: str) -> Arrivals:
+    path, comma, rate_text = rest.rpartition(",rate=")
+    rate = _positive("rate", rate_text) if comma else None
+    times = sorted(read_timestamps(Path(path if comma else rest)))
+    gaps = tuple(after - before for before, after in pairwise(times))
+    if not any(gaps):
+        raise ValueError(f"the {len(times)} recorded times have no gap between them")
+    return RecordedArrivals(gaps, rate)
+
+
+def _positive(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"the {name} must be a number above 0, not {text!r}")
+    return value
+
+
+_KINDS: dict[str, Callable[[str], Arrivals]] = {
+    "all": _all_at_once,
+    "closed": _closed,
+    "poisson": _poisson,
+    "gamma": _gamma,
+    "trace": _trace,
+}
