@@ -1,0 +1,201 @@
+"""Sends a request and follows its answer: what becomes of it is a record, never an exception."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+
+from apar_core.data.records import ChatMessage
+from cluster.loadtest.answer_stream import AnswerStream, NotAStreamError, StreamError
+from cluster.loadtest.jobs import Job
+from cluster.loadtest.records import CANCELLED, RequestRecord
+from cluster.loadtest.target import Target
+
+# Servers close idle connections after 5 s (uvicorn) or later: leave them before they do, or a
+# request is lost on a connection that is being closed.
+_KEEP_S = 3.0
+_CONNECT_S = 10.0
+_LAST_BYTES_S = 1.0
+_STREAM_TYPE = "text/event-stream"
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A record, and what was asked and said."""
+
+    record: RequestRecord
+    messages: tuple[ChatMessage, ...]
+    text: str
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One request under way; `started_s` is on time.perf_counter's clock."""
+
+    job: Job
+    started_s: float
+    stream: AnswerStream = field(default_factory=AnswerStream)
+    status: int | None = None
+    error: str | None = None
+    message: str | None = None
+
+    def fail(self, kind: str, reason: object) -> None:
+        """Note why it ends without a whole answer."""
+        self.error, self.message = kind, str(reason)[:300] or None
+
+
+class LoadClient:
+    """One connection pool to one server, without a limit. Use as an async context manager.
+
+    It never repeats a request: what the server refuses is a result. `timeout_s` is the longest
+    time of a request in all.
+    """
+
+    def __init__(self, target: Target, *, timeout_s: float) -> None:
+        self._target = target
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
+        self.under_way: set[Attempt] = set()
+
+    async def __aenter__(self) -> LoadClient:
+        _allow_many_connections()
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_S),
+            timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=_CONNECT_S),
+            headers={**self._target.headers, "Content-Type": "application/json"},
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def send(
+        self, job: Job, *, repeat: int, index: int, start_s: float, planned_s: float | None
+    ) -> Answered:
+        """Send a job; the repeat began at `start_s` on time.perf_counter's clock.
+
+        A task that is cancelled meanwhile ends at once with a record that says so.
+        """
+        attempt = Attempt(job, time.perf_counter())
+        self.under_way.add(attempt)
+        try:
+            await self._follow(attempt)
+        except asyncio.CancelledError:
+            attempt.fail(CANCELLED, "the run was ended while the request was under way")
+        finally:
+            self.under_way.discard(attempt)
+        end_s = time.perf_counter() - attempt.started_s
+        if attempt.error is None and attempt.stream.last_s is not None:
+            # As other clients have it: usage belongs to no token, and may be held back for a while.
+            end_s = attempt.stream.last_s
+        record = _record(
+            attempt,
+            repeat=repeat,
+            index=index,
+            planned_s=None if planned_s is None else round(planned_s, 5),
+            sent_s=round(attempt.started_s - start_s, 5),
+            end_s=round(end_s, 5),
+        )
+        return Answered(record, job.messages, "".join(attempt.stream.text))
+
+    async def _follow(self, attempt: Attempt) -> None:
+        assert self._session is not None
+        try:
+            async with self._session.post(self._target.chat_url, data=attempt.job.body) as answer:
+                attempt.status = answer.status
+                if answer.status != 200:
+                    attempt.fail(f"http_{answer.status}", _reason(await answer.read()))
+                elif answer.content_type != _STREAM_TYPE:
+                    attempt.fail("not_a_stream", f"the answer is {answer.content_type}")
+                else:
+                    await _read(answer.content, attempt)
+        except aiohttp.ConnectionTimeoutError as error:
+            attempt.fail("connection", error)
+        except TimeoutError:
+            attempt.fail("timeout", f"no whole answer within {self._timeout_s:g} s")
+        except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError) as error:
+            # What was whole has been read before; the rest of the connection is of no interest.
+            if not attempt.stream.whole:
+                attempt.fail("cut", error)
+        except aiohttp.ClientConnectionError as error:
+            kind = "cut" if attempt.status is not None else "connection"
+            attempt.fail(kind, error)
+        except aiohttp.ClientError as error:
+            attempt.fail("http", error)
+
+
+async def _read(content: aiohttp.StreamReader, attempt: Attempt) -> None:
+    stream, started_s = attempt.stream, attempt.started_s
+    clock: Callable[[], float] = time.perf_counter
+    try:
+        async for data in content.iter_any():
+            stream.feed(data, clock() - started_s)
+            if stream.done:
+                break
+    except StreamError as error:
+        attempt.fail("stream_error", error)
+    except NotAStreamError as error:
+        attempt.fail("not_a_stream", error)
+    else:
+        if not stream.whole:
+            attempt.fail("cut", "the stream ended before the answer did")
+        # A connection whose answer is read to its end serves another request.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_BYTES_S):
+                await content.read()
+
+
+def _record(attempt: Attempt, **times: Any) -> RequestRecord:
+    stream = attempt.stream
+    apar = stream.apar or {}
+    counted = apar.get("text_tokens", stream.usage.get("completion_tokens"))
+    expected = attempt.job.text_tokens
+    if attempt.error is None and expected is not None and counted != expected:
+        attempt.fail("not_replayed", f"{counted} tokens of text instead of {expected}")
+    return RequestRecord(
+        **times,
+        id=attempt.job.id,
+        category=attempt.job.category,
+        pieces=stream.pieces,
+        # The end of the answer ends its only paragraph.
+        paragraph_s=stream.paragraph_s
+        or (times["end_s"] if attempt.error is None and stream.pieces else None),
+        status=attempt.status,
+        finish_reason=stream.finish_reason,
+        prompt_tokens=stream.usage.get("prompt_tokens"),
+        text_tokens=len(stream.pieces) if counted is None else counted,
+        counted=counted is not None,
+        error=attempt.error,
+        message=attempt.message,
+        apar=stream.apar,
+    )
+
+
+def _reason(body: bytes) -> str:
+    """Return the message of OpenAI's error body, or its beginning as it is."""
+    try:
+        error = json.loads(body)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return body[:300].decode(errors="replace")
+
+
+def _allow_many_connections() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

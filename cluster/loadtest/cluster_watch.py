@@ -1,0 +1,196 @@
+"""What a cluster's exported metrics say of a run: forks, threads, KV cache, attended tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+
+from pydantic import BaseModel, ConfigDict
+
+from cluster.metrics import catalogue
+from cluster.metrics.catalogue import Metric
+from cluster.monitor.pages import PageError
+from cluster.monitor.rates import increase
+from cluster.monitor.series import SeriesKey, Snapshot, largest, summed, total
+from cluster.monitor.sources import PagesSource
+from cluster.monitor.watch import MonitorError
+
+SETTLE_S = 11.0
+"""Longer than a process waits between reports: `metrics.report_s`, or Ray's 10 s elsewhere."""
+_LOOK_S = 1.0
+# Other clients may keep a server counting.
+_MOST_SETTLES = 3
+_COUNTED = frozenset(
+    metric.exported
+    for metric in (
+        catalogue.GENERATED_TOKENS,
+        catalogue.ENGINE_STEPS,
+        catalogue.ENGINE_BUSY_SECONDS,
+        catalogue.FORKS,
+        catalogue.KV_SHARED_BLOCKS,
+        catalogue.KV_COPIED_BLOCKS,
+        catalogue.ATTENDED_TOKENS,
+        catalogue.SEQUENTIAL_ATTENDED_TOKENS,
+        catalogue.CACHED_TOKENS,
+        catalogue.SEQUENTIAL_CACHED_TOKENS,
+    )
+)
+
+
+class ClusterMoment(BaseModel):
+    """Gauges at a moment of a repeat; the KV share is that of the fullest replica."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    at_s: float
+    kv_share: float
+    running: float
+    waiting: float
+    deferred: float
+
+
+class ClusterFigures(BaseModel):
+    """What the servers themselves counted in one repeat, and how they stood meanwhile.
+
+    Counters hold all that the servers did, other clients' requests included.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    generated_tokens: float
+    engine_steps: float
+    engine_busy_s: float
+    forks: dict[str, float]
+    shared_blocks: float
+    copied_blocks: float
+    attended_tokens: float
+    sequential_attended_tokens: float
+    cached_tokens: float
+    sequential_cached_tokens: float
+    moments: list[ClusterMoment]
+    failures: int = 0
+
+
+@dataclass(slots=True)
+class ClusterWatch:
+    """Reads metrics pages again and again while a repeat runs.
+
+    A page that gives no answer is noted; what it counted meanwhile comes with its next answer.
+    `waiting` is entered while the last counts are waited for.
+    """
+
+    source: PagesSource
+    every_s: float
+    settle_s: float = SETTLE_S
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    _last: Snapshot | None = None
+    _gained: dict[SeriesKey, float] = field(default_factory=dict)
+    _moments: list[ClusterMoment] = field(default_factory=list)
+    _failures: int = 0
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Read before, during and after the block.
+
+        Raises MonitorError if there is nothing to read before it.
+        """
+        await asyncio.to_thread(self._begin)
+        ended = asyncio.Event()
+        reading = asyncio.create_task(self._read_often(time.perf_counter(), ended))
+        try:
+            yield
+        finally:
+            ended.set()
+            await reading
+            await self.settle()
+
+    async def settle(self) -> None:
+        """Read on until nothing has been counted for `settle_s`, or for three times that long.
+
+        Raises MonitorError if there is nothing to read at all.
+        """
+        with self.waiting():
+            if self._last is None:
+                await asyncio.to_thread(self._begin)
+            began_s = still_s = time.perf_counter()
+            while True:
+                stood_still = await asyncio.to_thread(self._read, None)
+                now_s = time.perf_counter()
+                still_s = still_s if stood_still else now_s
+                waited = now_s - began_s >= _MOST_SETTLES * self.settle_s
+                if waited or now_s - still_s >= self.settle_s:
+                    return
+                await asyncio.sleep(min(_LOOK_S, self.settle_s / 4))
+
+    def figures(self) -> ClusterFigures:
+        """Return the gains between the first reading and the last."""
+
+        def gained(metric: Metric) -> float:
+            return total(self._gained, metric)
+
+        forks = summed(self._gained, catalogue.FORKS, "outcome")
+        return ClusterFigures(
+            generated_tokens=gained(catalogue.GENERATED_TOKENS),
+            engine_steps=gained(catalogue.ENGINE_STEPS),
+            engine_busy_s=gained(catalogue.ENGINE_BUSY_SECONDS),
+            forks={outcome: count for (outcome,), count in sorted(forks.items())},
+            shared_blocks=gained(catalogue.KV_SHARED_BLOCKS),
+            copied_blocks=gained(catalogue.KV_COPIED_BLOCKS),
+            attended_tokens=gained(catalogue.ATTENDED_TOKENS),
+            sequential_attended_tokens=gained(catalogue.SEQUENTIAL_ATTENDED_TOKENS),
+            cached_tokens=gained(catalogue.CACHED_TOKENS),
+            sequential_cached_tokens=gained(catalogue.SEQUENTIAL_CACHED_TOKENS),
+            moments=self._moments,
+            failures=self._failures,
+        )
+
+    def _begin(self) -> None:
+        try:
+            snapshot = self.source.read()
+        except PageError as error:
+            raise MonitorError(f"--metrics: {error}") from error
+        if not snapshot.values:
+            raise MonitorError(
+                f"--metrics {', '.join(self.source.addresses)}: none of this cluster"
+            )
+        self._last = snapshot
+
+    async def _read_often(self, started_s: float, ended: asyncio.Event) -> None:
+        while not ended.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), self.every_s)
+            if not ended.is_set():
+                await asyncio.to_thread(self._read, started_s)
+
+    def _read(self, started_s: float | None) -> bool:
+        """Take a reading; after the run (without `started_s`) the counters only.
+
+        Returns whether it was answered and no counter has grown.
+        """
+        assert self._last is not None
+        try:
+            snapshot = self.source.read()
+        except PageError:
+            self._failures += 1
+            return False
+        gained = increase(self._last, snapshot)
+        for key, amount in gained.items():
+            self._gained[key] = self._gained.get(key, 0.0) + amount
+        self._last = snapshot
+        if started_s is not None:
+            self._moments.append(_moment(time.perf_counter() - started_s, snapshot))
+        return not any(amount for key, amount in gained.items() if key.name in _COUNTED)
+
+
+def _moment(at_s: float, snapshot: Snapshot) -> ClusterMoment:
+    threads = summed(snapshot.values, catalogue.THREADS, "state")
+    return ClusterMoment(
+        at_s=at_s,
+        kv_share=largest(snapshot.values, catalogue.KV_CACHE_USAGE).get((), 0.0),
+        running=threads.get(("running",), 0.0),
+        waiting=threads.get(("waiting",), 0.0),
+        deferred=threads.get(("deferred",), 0.0),
+    )

@@ -1,0 +1,206 @@
+"""What is sent: recorded answers to generate again, or plain prompts, each as a request's body."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+from apar_core.data.records import ChatMessage
+from apar_core.errors import EvaluationError
+from apar_core.evaluation.prompt_sets import Question, load_prompts
+from cluster.loadtest.target import ModelCard
+
+if TYPE_CHECKING:
+    from apar_core.evaluation.replay_text import ModelText
+    from apar_core.workload.replay_answers import ReplayAnswer
+    from apar_core.workload.trace import TraceLine
+
+REPLAY, PROMPTS = "replay", "prompts"
+FORMS = (
+    f"{REPLAY}:TRACE.jsonl, or {PROMPTS}:NAME with vicuna-bench, mt-bench, held-out, a file of "
+    "JSON lines with a prompt each, or a .txt file with a prompt in each line"
+)
+
+
+class WorkloadSettings(BaseModel):
+    """Which requests are sent.
+
+    `flat` replays without forks. Recorded answers that are longer than `context_tokens` with their
+    prompts are left out. `extra_body` goes into every body.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    spec: str = Field(description=FORMS)
+    flat: bool = False
+    requests: PositiveInt | None = None
+    tokenizer: str | None = None
+    context_tokens: PositiveInt | None = None
+    max_tokens: PositiveInt = 512
+    temperature: float = 0.0
+    ignore_eos: bool = False
+    questions: Path | None = None
+    extra_body: dict[str, Any] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request to send; `text_tokens` is the number its answer must have, if that is known."""
+
+    id: str
+    category: str
+    messages: tuple[ChatMessage, ...]
+    body: bytes
+    text_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedJobs:
+    """The jobs of a repeat in their order.
+
+    The last `repeated` of them came before; `left_out` recorded answers on the way were too long.
+    """
+
+    jobs: Sequence[Job]
+    left_out: int = 0
+    repeated: int = 0
+
+
+def build_jobs(settings: WorkloadSettings, card: ModelCard) -> PlannedJobs:
+    """Return as many jobs as wanted, the workload again and again if it has fewer.
+
+    Raises EvaluationError for a workload that cannot be read.
+    """
+    kind, colon, name = settings.spec.partition(":")
+    if not colon or not name or kind not in (REPLAY, PROMPTS):
+        raise EvaluationError(f"--workload {settings.spec!r}: give {FORMS}")
+    if settings.flat and kind != REPLAY:
+        raise EvaluationError(f"--flat: {settings.spec!r} is no recorded answer to flatten")
+    if kind == REPLAY:
+        jobs, left_out = _replay_jobs(name, settings, card)
+    else:
+        jobs, left_out = _prompt_jobs(name, settings, card), 0
+    wanted = settings.requests or len(jobs)
+    sent = [jobs[index % len(jobs)] for index in range(wanted)]
+    return PlannedJobs(sent, left_out, repeated=max(wanted - len(jobs), 0))
+
+
+def _replay_jobs(name: str, settings: WorkloadSettings, card: ModelCard) -> tuple[list[Job], int]:
+    """Return the jobs, and how many answers were left out."""
+    # transformers takes seconds to import, and plain prompts need none of it.
+    from apar_core.evaluation.replay_text import load_text
+    from apar_core.workload.trace import read_trace
+
+    text = load_text(_tokenizer(settings, card))
+    context = settings.context_tokens or card.max_model_len
+    answers, left_out = _fitting(read_trace(Path(name)), text, context, settings.requests)
+    jobs = [
+        Job(
+            answer.answer_id,
+            answer.category,
+            answer.messages,
+            _body(
+                card.id,
+                answer.messages,
+                {"max_tokens": answer.max_tokens, "temperature": 0.0}
+                | {"apar": answer.apar_field(forked=not settings.flat)}
+                | settings.extra_body,
+            ),
+            answer.text_tokens,
+        )
+        for answer in answers
+    ]
+    return jobs, left_out
+
+
+def _fitting(
+    lines: Sequence[TraceLine], text: ModelText, context: int | None, wanted: int | None
+) -> tuple[list[ReplayAnswer], int]:
+    """Return the first answers that fit into the context, and how many before did not.
+
+    Raises EvaluationError if none fits.
+    """
+    from apar_core.workload.replay_answers import longest_sequence, replay_answer
+
+    answers: list[ReplayAnswer] = []
+    left_out = 0
+    for line in lines:
+        if len(answers) == wanted:
+            break
+        answer = replay_answer(line, text, text.tokens)
+        if context is None or longest_sequence(answer, text.tokens) <= context:
+            answers.append(answer)
+        else:
+            left_out += 1
+    if not answers:
+        raise EvaluationError(
+            f"none of {len(lines)} answers fits into {context} tokens with its prompt"
+        )
+    return answers, left_out
+
+
+def _tokenizer(settings: WorkloadSettings, card: ModelCard) -> str:
+    if settings.tokenizer is not None:
+        return settings.tokenizer
+    for name in (card.root, card.id):
+        if name is not None and Path(name).is_dir():
+            return name
+    raise EvaluationError(
+        f"--workload {settings.spec}: a replay needs the model's tokens; say with --tokenizer "
+        f"where the tokenizer of {card.id!r} lies (its checkpoint folder)"
+    )
+
+
+def _prompt_jobs(name: str, settings: WorkloadSettings, card: ModelCard) -> list[Job]:
+    options: dict[str, Any] = {
+        "max_tokens": settings.max_tokens,
+        "temperature": settings.temperature,
+    }
+    if settings.ignore_eos:
+        options["ignore_eos"] = True
+    return [
+        Job(
+            question.question_id,
+            question.category,
+            messages,
+            _body(card.id, messages, options | settings.extra_body),
+        )
+        for question in _questions(name, settings.questions)
+        if (messages := question.messages(0, ())) and not question.raw_prompt
+    ]
+
+
+def _questions(name: str, folder: Path | None) -> Sequence[Question]:
+    """Return the questions of a set; of several turns the first is asked."""
+    path = Path(name)
+    if path.suffix != ".txt":
+        return load_prompts(name, folder)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise EvaluationError(f"{path} cannot be read: {error}") from error
+    questions = [
+        Question(question_id=str(number), category="other", turns=(line,))
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+    if not questions:
+        raise EvaluationError(f"{path} has no prompt")
+    return questions
+
+
+def _body(model: str, messages: Sequence[ChatMessage], options: Mapping[str, Any]) -> bytes:
+    return json.dumps(
+        {
+            "model": model,
+            "messages": [message.as_dict() for message in messages],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **options,
+        }
+    ).encode()

@@ -1,0 +1,98 @@
+"""Streams of chat completions, cut into bytes in any way."""
+
+import json
+from typing import Any
+
+import pytest
+
+from cluster.loadtest.answer_stream import AnswerStream, NotAStreamError, StreamError
+
+
+def event(text: str | None = None, **fields: Any) -> bytes:
+    delta = {} if text is None else {"content": text}
+    content = {"choices": [{"index": 0, "delta": delta}]} | fields
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
+WHOLE = (
+    event("Ünter")
+    + b": a comment\n\n"
+    + event(" one\nand")
+    + event(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}])
+    + event(choices=[], usage={"completion_tokens": 4}, apar={"threads": 2})
+    + b"data: [DONE]\n\n"
+)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, len(WHOLE)])
+def test_a_stream_is_the_same_however_its_bytes_come(size: int) -> None:
+    stream = AnswerStream()
+
+    for start in range(0, len(WHOLE), size):
+        stream.feed(WHOLE[start : start + size], 1.0)
+
+    assert "".join(stream.text) == "Ünter one\nand"
+    assert [characters for _, characters in stream.pieces] == [5, 8]
+    assert stream.finish_reason == "stop"
+    assert stream.usage == {"completion_tokens": 4}
+    assert stream.apar == {"threads": 2}
+    assert stream.done
+
+
+def test_lines_may_end_as_on_windows() -> None:
+    stream = AnswerStream()
+
+    stream.feed(WHOLE.replace(b"\n", b"\r\n"), 1.0)
+
+    assert stream.done
+    assert "".join(stream.text) == "Ünter one\nand"
+
+
+def test_a_paragraph_is_complete_at_the_line_break_behind_its_text() -> None:
+    stream = AnswerStream()
+
+    for time_s, text in enumerate(["\n", "  \nFirst", " words", ".\n\nSecond", " more\n"]):
+        stream.feed(event(text), float(time_s))
+
+    assert stream.paragraph_s == 3.0
+
+
+def test_an_empty_piece_is_no_text() -> None:
+    stream = AnswerStream()
+
+    stream.feed(event("") + event("word"), 2.0)
+
+    assert stream.pieces == [(2.0, 4)]
+
+
+def test_text_that_is_thought_aloud_counts() -> None:
+    stream = AnswerStream()
+
+    stream.feed(event(choices=[{"delta": {"reasoning_content": "hm"}}]), 1.0)
+
+    assert stream.pieces == [(1.0, 2)]
+
+
+def test_usage_comes_after_the_answer_s_end() -> None:
+    stream = AnswerStream()
+
+    stream.feed(event("word"), 1.0)
+    stream.feed(event(choices=[{"delta": {}, "finish_reason": "stop"}]), 2.0)
+    stream.feed(event(choices=[], usage={"completion_tokens": 1}) + b"data: [DONE]\n\n", 3.0)
+
+    assert stream.last_s == 2.0
+
+
+def test_an_error_within_the_stream_is_raised_with_its_words() -> None:
+    stream = AnswerStream()
+
+    with pytest.raises(StreamError, match="the engine died"):
+        stream.feed(b'data: {"error": {"message": "the engine died"}}\n\n', 1.0)
+
+
+@pytest.mark.parametrize("payload", [b"hello", b"[1]", b'{"object": "list"}', b'{"choices": [3]}'])
+def test_what_is_no_chunk_of_a_chat_is_refused(payload: bytes) -> None:
+    stream = AnswerStream()
+
+    with pytest.raises(NotAStreamError):
+        stream.feed(b"data: " + payload + b"\n\n", 1.0)

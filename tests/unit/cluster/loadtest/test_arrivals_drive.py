@@ -1,0 +1,113 @@
+"""When requests are sent, and how a run ends early."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from apar_core.data.records import ChatMessage
+from apar_core.workload.arrivals import AllAtOnce, Arrivals, ClosedLoop
+from cluster.loadtest.arrivals_drive import Drive, Stop
+from cluster.loadtest.client import Answered, LoadClient
+from cluster.loadtest.jobs import Job
+from cluster.loadtest.target import Target
+from tests.fakes.chat_server import ChatServer, Reply, chat_server
+
+BODY = b'{"model": "scripted", "messages": [], "stream": true}'
+
+
+@dataclass(frozen=True)
+class GivenTimes:
+    times: list[float]
+
+    def times_s(self, number: int, seed: int) -> list[float]:
+        return self.times[:number]
+
+
+def jobs(number: int) -> list[Job]:
+    return [Job(str(each), "other", (ChatMessage("user", "?"),), BODY) for each in range(number)]
+
+
+async def drive(
+    server: ChatServer,
+    arrivals: Arrivals,
+    number: int,
+    *,
+    stop: Stop | None = None,
+    longest_s: float = float("inf"),
+) -> tuple[list[Answered], float]:
+    answers: list[Answered] = []
+    async with LoadClient(Target(url=server.url), timeout_s=30) as client:
+        repeat = Drive(client, 0, stop or Stop(), answers.append, longest_s)
+        seconds = await repeat.run(jobs(number), arrivals, seed=0)
+    return answers, seconds
+
+
+async def test_all_at_once_leaves_none_waiting_for_another() -> None:
+    with chat_server(lambda body, number: Reply(first_s=0.3)) as server:
+        answers, seconds = await drive(server, AllAtOnce(), 40)
+
+    assert server.most_under_way == 40
+    assert len(answers) == 40
+    assert {answer.record.error for answer in answers} == {None}
+    assert 0.3 <= seconds < 1.5
+
+
+async def test_a_closed_loop_keeps_as_many_running() -> None:
+    with chat_server(lambda body, number: Reply(first_s=0.1)) as server:
+        answers, seconds = await drive(server, ClosedLoop(4), 12)
+
+    assert server.most_under_way == 4
+    assert sorted(answer.record.index for answer in answers) == list(range(12))
+    assert all(answer.record.planned_s is None for answer in answers)
+    assert 0.3 <= seconds < 1.0
+
+
+async def test_an_open_loop_sends_at_its_times_whatever_becomes_of_the_others() -> None:
+    times = [0.0, 0.1, 0.1, 0.4]
+    with chat_server(lambda body, number: Reply(first_s=0.5)) as server:
+        answers, _ = await drive(server, GivenTimes(times), 4)
+
+    records = sorted((answer.record for answer in answers), key=lambda record: record.index)
+    assert [record.planned_s for record in records] == times
+    assert [record.sent_s for record in records] == pytest.approx(times, abs=0.08)
+    assert server.most_under_way == 4
+
+
+async def test_a_run_that_is_ended_sends_nothing_more_and_waits_for_nothing() -> None:
+    stop = Stop()
+    times = [0.0] * 5 + [30.0] * 5
+    with chat_server(lambda body, number: Reply(("a",), ending="hang")) as server:
+        running = asyncio.create_task(drive(server, GivenTimes(times), 10, stop=stop))
+        await asyncio.sleep(0.4)
+        started = time.perf_counter()
+        stop.ask()
+        answers, _ = await running
+
+    assert time.perf_counter() - started < 1
+    assert [answer.record.error for answer in answers] == ["cancelled"] * 5
+    assert all(answer.text == "a" for answer in answers)
+
+
+async def test_a_closed_loop_that_is_ended_takes_no_further_job() -> None:
+    stop = Stop()
+    with chat_server(lambda body, number: Reply(ending="hang")) as server:
+        running = asyncio.create_task(drive(server, ClosedLoop(3), 100, stop=stop))
+        await asyncio.sleep(0.3)
+        stop.ask()
+        answers, _ = await running
+
+    assert len(answers) == 3
+    assert len(server.bodies) == 3
+
+
+@pytest.mark.parametrize("arrivals", [ClosedLoop(1), GivenTimes([0.0, 0.3, 0.6, 0.9, 1.2])])
+async def test_nothing_is_sent_after_the_longest_time(arrivals: Arrivals) -> None:
+    with chat_server(lambda body, number: Reply(first_s=0.3)) as server:
+        answers, _ = await drive(server, arrivals, 5, longest_s=0.8)
+
+    assert len(answers) == 3
+    assert {answer.record.error for answer in answers} == {None}

@@ -1,0 +1,123 @@
+"""Requests against a real port: times, counts, and every way to fail, none of which hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from apar_core.data.records import ChatMessage
+from cluster.loadtest.client import Answered, LoadClient
+from cluster.loadtest.jobs import Job
+from cluster.loadtest.target import Target
+from cluster.local_ray import free_port
+from tests.fakes.chat_server import Reply, chat_server
+
+BODY = b'{"model": "scripted", "messages": [], "stream": true}'
+
+
+def job(text_tokens: int | None = None) -> Job:
+    return Job("q1", "other", (ChatMessage("user", "Hello?"),), BODY, text_tokens)
+
+
+async def ask(
+    url: str, *, timeout_s: float = 5.0, key: str | None = None, text_tokens: int | None = None
+) -> Answered:
+    async with LoadClient(Target(url=url, api_key=key), timeout_s=timeout_s) as client:
+        return await client.send(
+            job(text_tokens), repeat=0, index=3, start_s=time.perf_counter(), planned_s=0.0
+        )
+
+
+async def test_a_whole_answer_is_timed_and_counted() -> None:
+    reply = Reply(
+        ("One\n", "two", " three"), first_s=0.2, gap_s=0.1, tokens=9, apar={"decode_steps": 4}
+    )
+    with chat_server(lambda body, number: reply) as server:
+        answered = await ask(server.url, key="secret")
+
+    record = answered.record
+    assert answered.text == "One\ntwo three"
+    assert (record.error, record.status, record.finish_reason) == (None, 200, "stop")
+    assert (record.prompt_tokens, record.text_tokens, record.counted) == (7, 9, True)
+    assert record.apar == {"decode_steps": 4}
+    assert [characters for _, characters in record.pieces] == [4, 3, 6]
+    assert record.pieces[0][0] == pytest.approx(0.2, abs=0.1)
+    assert record.paragraph_s == record.pieces[0][0]
+    assert record.end_s == pytest.approx(0.4, abs=0.15)
+    assert server.keys == ["Bearer secret"]
+    assert server.bodies == [{"model": "scripted", "messages": [], "stream": True}]
+
+
+async def test_the_server_s_own_count_of_text_tokens_goes_before_its_usage() -> None:
+    reply = Reply(tokens=10, apar={"text_tokens": 9})
+    with chat_server(lambda body, number: reply) as server:
+        assert (await ask(server.url)).record.text_tokens == 9
+
+
+async def test_without_usage_pieces_are_counted_and_that_is_said() -> None:
+    with chat_server(lambda body, number: Reply(("a", "b", "c"), usage=False)) as server:
+        record = (await ask(server.url)).record
+
+    assert (record.text_tokens, record.counted, record.error) == (3, False, None)
+
+
+@pytest.mark.parametrize(
+    ("reply", "error", "message"),
+    [
+        (Reply(status=429), "http_429", "scripted"),
+        (Reply(status=503), "http_503", "scripted"),
+        (Reply(status=404, body="<h1>Not here</h1>"), "http_404", "<h1>Not here</h1>"),
+        (Reply(body='{"choices": []}'), "not_a_stream", "text/plain"),
+        (Reply(ending="cut"), "cut", ""),
+        (Reply(ending="unfinished"), "cut", "before the answer did"),
+        (Reply(ending="error"), "stream_error", "the engine died"),
+        (Reply(ending="hang"), "timeout", "0.5 s"),
+    ],
+)
+async def test_every_failure_has_its_kind(reply: Reply, error: str, message: str) -> None:
+    with chat_server(lambda body, number: reply) as server:
+        record = (await ask(server.url, timeout_s=0.5)).record
+
+    assert record.error == error
+    assert message in (record.message or "")
+    assert record.end_s < 2
+
+
+async def test_a_server_that_is_down_is_no_connection() -> None:
+    record = (await ask(f"http://127.0.0.1:{free_port()}")).record
+
+    assert (record.error, record.status, record.pieces) == ("connection", None, [])
+
+
+async def test_an_address_that_is_none_is_an_error_too() -> None:
+    assert (await ask("http://256.256.256.256.nowhere:1")).record.error == "connection"
+
+
+async def test_a_replay_of_other_tokens_is_an_error() -> None:
+    with chat_server(lambda body, number: Reply(tokens=5)) as server:
+        wrong = (await ask(server.url, text_tokens=6)).record
+        right = (await ask(server.url, text_tokens=5)).record
+
+    assert (wrong.error, wrong.message) == ("not_replayed", "5 tokens of text instead of 6")
+    assert right.error is None
+
+
+async def test_a_cancelled_request_ends_at_once_with_what_had_come() -> None:
+    with chat_server(lambda body, number: Reply(("a", "b"), ending="hang")) as server:
+        asking = asyncio.create_task(ask(server.url, timeout_s=60))
+        await asyncio.sleep(0.4)
+        asking.cancel()
+        record = (await asking).record
+
+    assert (record.error, len(record.pieces)) == ("cancelled", 2)
+
+
+async def test_a_connection_serves_one_request_after_the_other() -> None:
+    with chat_server(lambda body, number: Reply(linger_s=0.1)) as server:
+        async with LoadClient(Target(url=server.url), timeout_s=5) as client:
+            for index in range(3):
+                await client.send(job(), repeat=0, index=index, start_s=0.0, planned_s=None)
+
+    assert len(server.connections) == 1

@@ -1,0 +1,41 @@
+"""The client's own share: an event loop that is held up is seen."""
+
+import asyncio
+import time
+
+from cluster.loadtest.client_watch import ClientWatch
+from tests.unit.cluster.loadtest.load_records import record
+
+
+async def test_an_idle_client_keeps_up() -> None:
+    watch = ClientWatch()
+    async with watch.watching():
+        await asyncio.sleep(0.3)
+
+    figures = watch.figures([record(planned_s=0.0, sent_s=0.01)])
+    assert figures.cpu_share < 0.5
+    assert figures.late_p99_s == 0.01
+
+
+async def test_a_client_that_computes_all_the_time_is_marked() -> None:
+    watch = ClientWatch()
+    async with watch.watching():
+        for _ in range(8):
+            burned = time.process_time() + 0.15
+            while time.process_time() < burned:
+                pass
+            await asyncio.sleep(0)
+
+    figures = watch.figures([])
+    assert figures.lag_max_s > 0.1
+    assert figures.late_p99_s is None
+    assert any("event loop" in mark for mark in figures.marks)
+
+
+async def test_requests_sent_long_after_their_time_are_marked() -> None:
+    watch = ClientWatch()
+    async with watch.watching():
+        await asyncio.sleep(0.05)
+
+    figures = watch.figures([record(planned_s=1.0, sent_s=1.5)])
+    assert [mark for mark in figures.marks if "sent 500 ms late" in mark]

@@ -1,0 +1,244 @@
+"""Figures of made-up runs, worked out by hand, and the report that shows them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from apar_core.errors import EvaluationError
+from apar_core.evaluation.report_files import write_report
+from cluster.loadtest.all_figures import ALL_FIGURES
+from cluster.loadtest.cluster_watch import ClusterFigures, ClusterMoment
+from cluster.loadtest.records import RequestRecord
+from cluster.loadtest.report import compared, marks_of, run_report, summary
+from cluster.loadtest.run_file import Run
+from tests.unit.cluster.loadtest.load_records import KEPT_UP, record, run_of
+
+APAR = {
+    "threads": 4,
+    "text_tokens": 5,
+    "decode_steps": 3,
+    "sequential_steps": 6,
+    "attended_tokens": 60,
+    "sequential_attended_tokens": 100,
+    "max_cached_tokens": 9,
+    "sequential_max_cached_tokens": 12,
+}
+CLUSTER = ClusterFigures(
+    generated_tokens=600.0,
+    engine_steps=150.0,
+    engine_busy_s=9.0,
+    forks={"accepted": 20.0, "delayed": 5.0},
+    shared_blocks=10.0,
+    copied_blocks=5.0,
+    attended_tokens=600.0,
+    sequential_attended_tokens=1000.0,
+    cached_tokens=75.0,
+    sequential_cached_tokens=100.0,
+    moments=[
+        ClusterMoment(at_s=3.0, kv_share=0.2, running=4.0, waiting=0.0, deferred=0.0),
+        ClusterMoment(at_s=6.0, kv_share=0.4, running=8.0, waiting=2.0, deferred=0.0),
+    ],
+)
+
+
+def answers(number: int, factor: float = 1.0) -> list[RequestRecord]:
+    return [
+        record(
+            index=index,
+            sent_s=0.1 * index,
+            pieces=[(factor * (1.0 + 0.5 * piece), 4) for piece in range(5)],
+            apar=APAR,
+        )
+        for index in range(number)
+    ]
+
+
+def value(run: Run, name: str) -> float:
+    return float(summary(run)[name]["value"])
+
+
+def test_throughput_counts_whole_answers_by_the_time_of_the_repeat() -> None:
+    run = run_of([*answers(4), record(error="http_503", pieces=[])])
+
+    assert value(run, "tokens_per_s") == pytest.approx(20 / 10)
+    assert value(run, "requests_per_s") == pytest.approx(0.4)
+
+
+def test_goodput_counts_those_that_met_every_objective() -> None:
+    slow = record(pieces=[(5.0, 4), (9.0, 4)])
+    run = run_of([*answers(3), slow, record(error="cut")], slo={"ttft": 2.0, "e2e": 4.0})
+
+    assert value(run, "goodput") == pytest.approx(0.3)
+    assert value(run, "good_share") == pytest.approx(60.0)
+    assert "goodput" not in summary(run_of(answers(3)))
+
+
+def test_there_is_no_goodput_by_a_time_that_no_answer_has() -> None:
+    slo = {"ttft": 2.0, "path": 0.1}
+    run = run_of([record(), record()], slo=slo)
+
+    assert not {"goodput", "good_share"} & summary(run).keys()
+    assert "no answer has the time of the objective path" in marks_of(run)[0]
+    measured = run_of([record(), record(apar={"decode_steps": 3})], slo=slo)
+    assert value(measured, "good_share") == pytest.approx(50.0)
+    assert marks_of(measured) == []
+    failed = run_of([record(error="cut")], slo=slo)
+    assert value(failed, "goodput") == 0.0
+
+
+def test_an_answer_without_text_does_not_meet_the_time_to_its_first_token() -> None:
+    run = run_of([*answers(3), record(pieces=[])], slo={"ttft": 2.0})
+
+    assert value(run, "good_share") == pytest.approx(75.0)
+    assert value(run_of([record(pieces=[])], slo={"ttft": 2.0}), "goodput") == 0.0
+
+
+def test_times_are_percentiles_in_milliseconds() -> None:
+    run = run_of([record(pieces=[(float(second), 4)], end_s=10.0) for second in range(1, 12)])
+
+    assert value(run, "ttft.p50") == 6000.0
+    assert value(run, "ttft.p90") == 10000.0
+    assert value(run, "ttft.mean") == 6000.0
+    low, high = summary(run)["ttft.p50"]["low"], summary(run)["ttft.p50"]["high"]
+    assert 2000 <= low < 6000 < high <= 10000
+    # The gaps of an answer depend on each other: no interval without repeats.
+    assert summary(run_of(answers(5)))["itl.p50"]["low"] is None
+
+
+def test_repeats_give_the_mean_and_student_s_interval() -> None:
+    run = run_of(answers(5), answers(5, 1.2), answers(5, 1.4))
+
+    e2e = summary(run)["e2e.p50"]
+    assert e2e["repeats"] == pytest.approx([3000, 3600, 4200])
+    assert e2e["value"] == pytest.approx(3600)
+    assert e2e["high"] == pytest.approx(3600 + 4.302653 * 600 / 3**0.5, rel=1e-5)
+
+
+def test_forking_comes_from_the_answers_own_statistics() -> None:
+    run = run_of(answers(4))
+
+    assert value(run, "threads") == 4.0
+    assert value(run, "steps_saved") == pytest.approx(50.0)
+    assert value(run, "attention_saved") == pytest.approx(40.0)
+    assert value(run, "cache_saved") == pytest.approx(25.0)
+    assert "threads" not in summary(run_of([record()]))
+
+
+def test_a_client_that_did_not_keep_up_marks_the_run() -> None:
+    late = KEPT_UP.model_copy(update={"cpu_share": 0.97, "lag_p99_s": 0.4, "late_p99_s": 0.5})
+
+    marks = marks_of(run_of(answers(3), client=late))
+
+    assert len(marks) == 3
+    assert "used 0.97 of a core" in marks[0]
+    assert "400 ms late" in marks[1]
+    assert "sent 500 ms late" in marks[2]
+    assert marks_of(run_of(answers(3))) == []
+
+
+def test_failures_and_uncounted_tokens_are_marked() -> None:
+    (mark, other) = marks_of(run_of([record(counted=False), record(error="cut")]))
+
+    assert "counts no tokens" in mark
+    assert "1 of 2 requests have no whole answer" in other
+
+
+def test_answers_left_out_and_repeated_are_marked() -> None:
+    run = run_of(answers(3))
+    facts = run.facts.model_copy(update={"left_out": 7, "repeated": 2})
+
+    left_out, repeated = marks_of(replace(run, facts=facts))
+
+    assert "7 recorded answers were left out" in left_out
+    assert "2 requests of a repeat came before in it" in repeated
+
+
+def test_the_report_is_a_page_with_everything_in_it(tmp_path: Path) -> None:
+    broken = [record(error="http_429", message="slow down", pieces=[])] * 2
+    run = run_of([*answers(30), *broken], sample_s=0.5, slo={"ttft": 2.0})
+    run.facts.repeats[0] = run.facts.repeats[0].model_copy(update={"cluster": CLUSTER})
+
+    page = write_report(run_report(run), tmp_path)
+
+    text = page.read_text()
+    for said in ("http_429", "slow down", "goodput", "kept up", "KV cache in use", "Attention"):
+        assert said in text
+    assert text.count("data:image/png") == 3
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert data["figures"]["threads"]["value"] == 4.0
+    shown = {row[0]: row[1] for row in data["tables"]["cluster"]["rows"]}
+    assert shown == pytest.approx(
+        {
+            "tokens generated by all threads": 60.0,
+            "tokens of an engine step": 4.0,
+            "KV cache in use, mean": 30.0,
+            "KV cache in use, most": 40.0,
+            "threads running, mean": 6.0,
+            "threads running, most": 8.0,
+            "threads waiting, mean": 1.0,
+            "forks": 25.0,
+            "forks started later": 5.0,
+            "attended tokens saved, by the servers' count": 40.0,
+            "cached tokens saved, by the servers' count": 25.0,
+        }
+    )
+
+
+def test_a_run_in_which_all_failed_still_has_a_report(tmp_path: Path) -> None:
+    run = run_of([record(error="connection", pieces=[]) for _ in range(3)])
+
+    write_report(run_report(run), tmp_path)
+
+    assert summary(run)["tokens_per_s"]["value"] == 0.0
+
+
+def test_two_runs_are_compared_figure_by_figure(tmp_path: Path) -> None:
+    slow = run_of(answers(20), answers(20, 1.01), answers(20, 1.02), name="slow")
+    fast = run_of(answers(20, 0.5), answers(20, 0.505), answers(20, 0.51), name="fast")
+
+    report = compared([slow, fast])
+    write_report(report, tmp_path)
+
+    rows = {str(row[0]): row for row in report.tables[0].rows}
+    e2e = rows["end-to-end latency, p50 (ms)"]
+    assert e2e[3] == pytest.approx(0.5)
+    assert str(e2e[4]).startswith("0.4")
+    assert rows["requests (requests/s)"][3] == pytest.approx(1.0)
+    assert (tmp_path / "report.html").exists()
+
+
+def test_runs_of_one_repeat_are_compared_by_resampling() -> None:
+    slow, fast = run_of(answers(20), name="slow"), run_of(answers(20, 0.5), name="fast")
+    figure = next(figure for figure in ALL_FIGURES if figure.name == "e2e.mean")
+
+    ratio = figure.ratio(fast, slow)
+
+    assert ratio is not None
+    assert ratio.value == pytest.approx(0.5)
+    assert ratio.low is not None
+
+
+def test_neighbouring_samples_of_throughput_are_not_resampled() -> None:
+    slow = run_of(answers(100), sample_s=0.5, name="slow")
+    fast = run_of(answers(100, 0.5), sample_s=0.5, name="fast")
+    figure = next(figure for figure in ALL_FIGURES if figure.name == "tokens_per_s_kept")
+
+    estimate, ratio = figure.estimate(slow), figure.ratio(fast, slow)
+
+    assert estimate is not None
+    assert ratio is not None
+    assert min(estimate.value, ratio.value) > 0
+    assert estimate.low is ratio.low is None
+    repeated = figure.estimate(run_of(*[answers(100)] * 3, sample_s=0.5))
+    assert repeated is not None
+    assert repeated.low == pytest.approx(estimate.value)
+
+
+@pytest.mark.parametrize("names", [("one",), ("same", "same")])
+def test_fewer_than_two_different_runs_cannot_be_compared(names: tuple[str, ...]) -> None:
+    with pytest.raises(EvaluationError, match="two or more runs of different names"):
+        compared([run_of(answers(2), name=name) for name in names])

@@ -1,0 +1,65 @@
+"""The times of a request, and its objectives, by hand."""
+
+import pytest
+
+from apar_core.errors import EvaluationError
+from cluster.loadtest.slo import meets, parse_slo
+from cluster.loadtest.times import ITL, REQUEST_TIMES, values_of
+from tests.unit.cluster.loadtest.load_records import record
+
+
+def test_every_time_is_what_its_name_says() -> None:
+    # Text at 1, 1.5, 2, 2.5 and 3 s, 5 tokens; 3 steps on the critical path.
+    one = record(apar={"decode_steps": 3})
+
+    assert {name: time.of(one) for name, time in REQUEST_TIMES.items()} == {
+        "ttft": 1.0,
+        "tpot": 0.5,
+        "path": 1.0,
+        "paragraph": 2.0,
+        "e2e": 3.0,
+    }
+    assert values_of(ITL, [one]) == [0.5] * 4
+
+
+def test_times_of_requests_that_failed_do_not_count() -> None:
+    assert values_of("e2e", [record(error="cut"), record()]) == [3.0]
+
+
+def test_one_token_has_no_time_per_further_token() -> None:
+    one = record(pieces=[(1.0, 4)], text_tokens=1)
+
+    assert REQUEST_TIMES["tpot"].of(one) is None
+    assert REQUEST_TIMES["path"].of(one) is None
+
+
+def test_objectives_are_read_with_their_units() -> None:
+    assert parse_slo("ttft=2s, tpot=50ms,e2e=0.5s") == {"ttft": 2.0, "tpot": 0.05, "e2e": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("first=2s", "no time is called 'first'; known: ttft, tpot, path, paragraph, e2e"),
+        ("ttft=2", "'2' is no time"),
+        ("ttft=1.2.3s", "'1.2.3s' is no time"),
+        ("ttft=0s", "'0s' is no time"),
+        ("ttft=1s,ttft=2s", "ttft is given twice"),
+        (" , ", "names no objective"),
+    ],
+)
+def test_a_wrong_objective_is_named(text: str, problem: str) -> None:
+    with pytest.raises(EvaluationError, match=r"--slo") as error:
+        parse_slo(text)
+
+    assert problem in str(error.value)
+
+
+def test_a_request_meets_its_objectives_up_to_the_very_value() -> None:
+    assert meets(record(), {"ttft": 1.0, "e2e": 3.0})
+    assert not meets(record(), {"ttft": 0.999, "e2e": 3.0})
+    assert not meets(record(error="cut"), {"ttft": 1.0})
+
+
+def test_a_time_that_an_answer_does_not_have_is_met() -> None:
+    assert meets(record(), {"path": 0.001})
