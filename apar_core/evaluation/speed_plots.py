@@ -16,12 +16,12 @@ from apar_core.evaluation.paper_figures import MEAN
 from apar_core.evaluation.speed_tables import SpeedRun, category_rows
 
 _BASELINE_COLOUR = "#9aa5b1"
-_RUN_COLOURS = ("#2f6f9f", "#d1602b", "#4b8b3b", "#8a5a9e", "#b08d1e", "#50707a")
+RUN_COLOURS = ("#2f6f9f", "#d1602b", "#4b8b3b", "#8a5a9e", "#b08d1e", "#50707a")
 _GROUP_WIDTH = 0.8
 _MOST_CHARACTERS_ON_AN_AXIS = 90
 _NUM_LENGTH_BINS = 18
 # Text stays text in an SVG, so that it can be searched; and two runs write the same bytes.
-_SETTINGS: Any = {
+PLOT_SETTINGS: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "apar-serve",
     "font.size": 10,
@@ -43,7 +43,7 @@ def speed_figure(runs: Sequence[SpeedRun]) -> Figure | None:
         groups.setdefault((run.model, run.prompts), []).append(run)
     if not groups:
         return None
-    with mpl.rc_context(_SETTINGS):
+    with mpl.rc_context(PLOT_SETTINGS):
         width = 8.5 + max(map(len, groups.values()))
         figure = Figure(figsize=(width, 3.6 * len(groups)), layout="constrained")
         panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
@@ -55,7 +55,7 @@ def speed_figure(runs: Sequence[SpeedRun]) -> Figure | None:
 def length_figure(runs: Sequence[SpeedRun]) -> Figure:
     """Return figure 6: the lengths of the answers, one panel for each set of prompts."""
     prompts = list(dict.fromkeys(run.prompts for run in runs))
-    with mpl.rc_context(_SETTINGS):
+    with mpl.rc_context(PLOT_SETTINGS):
         figure = Figure(figsize=(9.5, 3.4 * len(prompts)), layout="constrained")
         panels = figure.subplots(len(prompts), 1, squeeze=False)[:, 0]
         for panel, name in zip(panels, prompts, strict=True):
@@ -66,7 +66,7 @@ def length_figure(runs: Sequence[SpeedRun]) -> Figure:
 def save_figure(figure: Figure, path_without_suffix: Path) -> list[Path]:
     """Write a figure as PNG and as SVG; return both paths."""
     paths = [path_without_suffix.with_suffix(suffix) for suffix in (".png", ".svg")]
-    with mpl.rc_context(_SETTINGS):
+    with mpl.rc_context(PLOT_SETTINGS):
         figure.savefig(paths[0], dpi=150)
         figure.savefig(paths[1], metadata={"Date": None})
     return paths
@@ -98,7 +98,7 @@ def _draw_speeds(panel: Axes, runs: Sequence[SpeedRun]) -> None:
             places + first + (1 + index) * width,
             speeds,
             width,
-            color=_RUN_COLOURS[index],
+            color=RUN_COLOURS[index],
             label=run.answers[0].decoder,
         )
         ratios = [fast / base if base else 0.0 for fast, base in zip(speeds, slow, strict=True)]
@@ -143,7 +143,7 @@ def _draw_lengths(panel: Axes, runs: Sequence[SpeedRun]) -> None:
     longest = max(max(lengths) for lengths in series.values())
     bins = list(np.linspace(0, longest + 1, _NUM_LENGTH_BINS + 1))
     for index, (label, lengths) in enumerate(series.items()):
-        colour = _RUN_COLOURS[index % len(_RUN_COLOURS)]
+        colour = RUN_COLOURS[index % len(RUN_COLOURS)]
         mean = sum(lengths) / len(lengths)
         weights = [1 / len(lengths)] * len(lengths)
         panel.hist(lengths, bins, weights=weights, histtype="stepfilled", color=colour, alpha=0.18)

@@ -11,7 +11,9 @@ from cluster.cli import config, keys
 from cluster.cli.data import data
 from cluster.cli.doctor import doctor
 from cluster.cli.evaluate import evaluate
+from cluster.cli.experiment import experiment
 from cluster.cli.generate import generate
+from cluster.cli.loadtest import loadtest
 from cluster.cli.monitor import monitor
 from cluster.cli.plan import plan
 from cluster.cli.rollout import rollout
@@ -32,6 +34,8 @@ for command in (
 ):  # fmt: skip
     app.command(no_args_is_help=command in (generate, train, train_medusa))(command)
 app.add_typer(evaluate, name="evaluate")
+app.add_typer(experiment, name="experiment")
+app.add_typer(loadtest, name="loadtest")
 app.add_typer(config.app, name="config")
 app.add_typer(keys.app, name="keys")
 app.add_typer(data, name="data")

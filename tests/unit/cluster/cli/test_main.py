@@ -33,6 +33,10 @@ def test_without_arguments_the_help_lists_every_command() -> None:
         ("train-medusa", ["--recipe", "--model", "--data", "--resume"]),
         ("train-tiny", ["--out", "--steps", "--seed", "--medusa"]),
         ("doctor", ["--model", "exits with 1"]),
+        (
+            "loadtest",
+            ["--target", "--workload", "--arrivals", "--slo", "closed:16", "loadtest compare"],
+        ),
         ("monitor", ["--metrics", "--prometheus", "--interval", "--window", "--once", "--json"]),
         ("plan", ["--rate", "--users", "--trace", "--token-ms", "--gpu", "--measure-from"]),
     ],

@@ -1,0 +1,101 @@
+"""`apar experiment scale-out`: throughput with more replicas, measured and simulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from cluster.cli.evaluation_progress import StageProgress, clear_errors, stage_progress
+from cluster.cli.experiment_peers import Trace, show_report
+
+if TYPE_CHECKING:
+    from apar_core.evaluation.report_files import Report
+    from cluster.experiments.scale_out import ScaleOutSettings
+
+_SIMULATED_REPLICAS = (1, 2, 4, 8, 16, 32)
+
+
+def scale_out(
+    trace: Trace,
+    out: Annotated[
+        Path, typer.Option(help="Folder of data and report; run again to go on.", file_okay=False)
+    ] = Path("out/experiments/scale-out"),
+    model: Annotated[str, typer.Option(help="Preset or checkpoint that is served.")] = "apar-tiny",
+    replicas: Annotated[
+        list[int] | None, typer.Option(min=1, help="Replicas; repeatable: 1 and 2.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Answers of a repeat.")] = 96,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 32,
+    repeats: Annotated[int, typer.Option(min=1, help="Repeats of the load.")] = 3,
+    simulated_s: Annotated[
+        float, typer.Option(min=0, help="Seconds of simulated arrivals; 0 simulates nothing.")
+    ] = 60.0,
+    simulated_model: Annotated[
+        str, typer.Option(help="Step times of the simulation: 7b-roofline or tiny-measured.")
+    ] = "7b-roofline",
+    data: Annotated[
+        Path, typer.Option(help="Folder with traces/ and arrivals/ for the simulation.")
+    ] = Path("../shared/data"),
+) -> None:
+    """Serve with 1 and 2 replicas under the same load, and simulate more than fit here.
+
+    The load is replayed answers through `apar serve`, forked and sequential. Replicas of one
+    machine share its cores with gateway and client: the CPU time of a token is reported too.
+    Example: [bold]apar experiment scale-out --trace TRACE.jsonl --requests 48 --repeats 1[/bold]
+    """
+    from cluster.experiments.scale_out import ScaleOutSettings
+    from cluster.experiments.simulated_scale_out import can_simulate, check_model
+
+    settings = ScaleOutSettings(
+        trace=trace,
+        model=model,
+        replicas=tuple(replicas or (1, 2)),
+        requests=requests,
+        concurrency=concurrency,
+        repeats=repeats,
+    )
+    with clear_errors(Console(stderr=True)):
+        if simulated_s > 0 and can_simulate(data):
+            check_model(simulated_model)
+        with stage_progress(Console(stderr=True)) as progress:
+            report = _measure(settings, out, progress)
+            if simulated_s > 0:
+                report = _simulated(report, data, simulated_model, simulated_s, progress)
+        show_report(report, out)
+
+
+def _measure(settings: ScaleOutSettings, out: Path, progress: StageProgress) -> Report:
+    from apar_core.evaluation.report_files import Report
+    from cluster.experiments.parts import PartStore
+    from cluster.experiments.scale_out import ReplicasRun, run_replicas, scale_out_table
+
+    store = PartStore(out, settings.as_text())
+    done = progress.start("numbers of replicas", len(settings.replicas))
+    runs: list[ReplicasRun] = []
+    for number in settings.replicas:
+        runs += run_replicas(settings, number, out, store)
+        done()
+    facts = {
+        "Model": settings.model,
+        "Load": f"{settings.requests} answers of {settings.trace}, {settings.concurrency} under "
+        f"way at once, {settings.repeats} repeats",
+    }
+    data = {"runs": [run.model_dump(mode="json") for run in runs]}
+    return Report("Scaling out", facts, [scale_out_table(runs)], {}, data)
+
+
+def _simulated(
+    report: Report, data: Path, model: str, duration_s: float, progress: StageProgress
+) -> Report:
+    """Add what the simulation says to a report, or what has to be run for it."""
+    from cluster.experiments.simulated_scale_out import HOW_TO, can_simulate, simulated_table
+
+    if not can_simulate(data):
+        return replace(report, facts={**report.facts, "More replicas": f"not simulated: {HOW_TO}"})
+    done = progress.start("simulated clusters", 2 * len(_SIMULATED_REPLICAS))
+    table = simulated_table(data, model, _SIMULATED_REPLICAS, duration_s=duration_s, done=done)
+    return replace(report, tables=[*report.tables, table])

@@ -1,0 +1,182 @@
+"""The runs of an experiment in its folder: one line each, kept as they end."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from apar_core.evaluation.answer_store import claim_folder
+from apar_core.evaluation.json_lines import append_line, read_finished_lines
+from cluster.experiments.driver import Drive, Served
+from cluster.experiments.experiment_engine import Conditions
+from cluster.experiments.samples import Sample, Spread, spread, steady
+from cluster.experiments.settings import ExperimentSettings, Mode
+
+CELLS_FILE = "cells.jsonl"
+
+
+class CellKey(BaseModel):
+    """Which run this is."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    figure: str
+    trace: str
+    mode: Mode
+    kv_share: float
+    concurrency: int | None = None
+
+
+class CategoryCounts(BaseModel):
+    """Sums over the answers of one category, for tables 1 and 2."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    answers: int = 0
+    forked: int = 0
+    threads: int = 0
+    predicted_tokens: int = 0
+    sequential_predicted_tokens: int = 0
+    max_cached_tokens: int = 0
+    sequential_max_cached_tokens: int = 0
+    attended_tokens: int = 0
+    sequential_attended_tokens: int = 0
+
+
+class Cell(BaseModel):
+    """What one run came to.
+
+    `throughput` are text tokens a second over the `kept_samples` samples that count, `kv_tokens`
+    and `rows` means over the same; with 0 of them all three are of the whole run, as
+    `overall_tokens_per_s` always is. Latencies are means over the answers, in seconds, and a token
+    of the text.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    key: CellKey
+    kv_capacity_tokens: int
+    max_requests: int
+    token_time_s: float | None
+    answers: int
+    text_tokens: int
+    wall_s: float
+    kept_samples: int
+    throughput: Spread
+    overall_tokens_per_s: float
+    kv_tokens: float
+    rows: float
+    latency_s: Spread
+    token_latency_s: float
+    steps: int
+    computed_tokens: int
+    preemptions: int
+    forks: int
+    forks_delayed: int
+    categories: dict[str, CategoryCounts]
+    samples: tuple[Sample, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Mean time of a step."""
+        return self.wall_s / self.steps
+
+
+def cell_of(key: CellKey, conditions: Conditions, run: Drive, max_requests: int) -> Cell:
+    """Sum a run up."""
+    text_tokens = sum(each.text_tokens for each in run.served)
+    # A closed loop also generates answers that are not measured.
+    counted = run.counts.text_tokens if conditions.concurrency is None else text_tokens
+    steady_samples = steady(run.samples)
+    kept = steady_samples or [run.whole]
+    return Cell(
+        key=key,
+        kv_capacity_tokens=run.kv_tokens,
+        max_requests=max_requests,
+        token_time_s=conditions.token_time_s if conditions.policy == "adaptive" else None,
+        answers=len(run.served),
+        text_tokens=text_tokens,
+        wall_s=run.wall_s,
+        kept_samples=len(steady_samples),
+        throughput=spread([each.tokens_per_s * text_tokens / counted for each in kept]),
+        overall_tokens_per_s=run.whole.tokens_per_s * text_tokens / counted,
+        kv_tokens=statistics.fmean(each.kv_tokens for each in kept),
+        rows=statistics.fmean(each.rows for each in kept),
+        latency_s=spread([each.latency_s for each in run.served]),
+        token_latency_s=statistics.fmean(each.latency_s / each.text_tokens for each in run.served),
+        steps=run.counts.steps,
+        computed_tokens=run.counts.computed_tokens,
+        preemptions=run.counts.preemptions,
+        forks=run.forks,
+        forks_delayed=run.forks_delayed,
+        categories=_by_category(run.served),
+        samples=run.samples,
+    )
+
+
+class CellStore:
+    """Cells of one folder, in memory and in a JSON lines file."""
+
+    def __init__(self, folder: Path, settings: ExperimentSettings) -> None:
+        """Open the folder. Raises EvaluationError if runs with other settings are in it."""
+        claim_folder(folder, settings.as_text())
+        self._path = folder / CELLS_FILE
+        self._cells = {cell.key: cell for cell in read_finished_lines(self._path, Cell)}
+
+    def find(self, key: CellKey) -> Cell | None:
+        """Return a finished cell."""
+        return self._cells.get(key)
+
+    def add(self, cell: Cell) -> None:
+        """Keep a cell."""
+        append_line(self._path, cell)
+        self._cells[cell.key] = cell
+
+    def all(self, figure: str, trace: str) -> list[Cell]:
+        """Return the finished cells of a figure and a trace."""
+        return [
+            cell for key, cell in self._cells.items() if (key.figure, key.trace) == (figure, trace)
+        ]
+
+
+def pick(cells: Sequence[Cell], mode: Mode, **wanted: float | int | None) -> Cell | None:
+    """Return the cell of a mode with these values in its key."""
+    for cell in cells:
+        if cell.key.mode == mode and all(
+            getattr(cell.key, name) == value for name, value in wanted.items()
+        ):
+            return cell
+    return None
+
+
+def write_data(cells: Sequence[Cell], path: Path) -> None:
+    """Write cells without their samples as one JSON file."""
+    data = [json.loads(cell.model_dump_json(exclude={"samples"})) for cell in cells]
+    path.write_text(json.dumps(data, indent=1), encoding="utf-8")
+
+
+def _by_category(served: Sequence[Served]) -> dict[str, CategoryCounts]:
+    sums: dict[str, dict[str, int]] = {}
+    for each in served:
+        known = each.statistics
+        if known is None:
+            continue
+        counts = sums.setdefault(each.category, dict.fromkeys(CategoryCounts.model_fields, 0))
+        values = {
+            "answers": 1,
+            "forked": int(known.forks > 0),
+            "threads": known.threads,
+            "predicted_tokens": known.text_tokens + known.forks + known.threads,
+            "sequential_predicted_tokens": known.sequential_steps,
+            "max_cached_tokens": known.max_cached_tokens,
+            "sequential_max_cached_tokens": known.sequential_max_cached_tokens,
+            "attended_tokens": known.attended_tokens,
+            "sequential_attended_tokens": known.sequential_attended_tokens,
+        }
+        for name, value in values.items():
+            counts[name] += value
+    return {name: CategoryCounts(**counts) for name, counts in sums.items()}

@@ -1,0 +1,94 @@
+"""The comparison from its settings to its files; what a folder has already is not done again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster.experiments.parts import StartStage
+from cluster.experiments.peers.runs import (
+    PeerRunner,
+    PeerSettings,
+    RunKey,
+    RunStore,
+    keys_of,
+)
+
+if TYPE_CHECKING:
+    from apar_core.evaluation.report_files import Report
+
+
+def run_peers(settings: PeerSettings, folder: Path, start_stage: StartStage) -> Report:
+    """Do the runs that are missing and return what all of them came to.
+
+    Raises EvaluationError for a folder with other settings, a trace that cannot be read, or an
+    answer that was not generated as recorded.
+    """
+    store = RunStore(folder, settings)
+    missing = [key for key in keys_of(settings) if key not in store.runs]
+    if missing:
+        _run(missing, settings, store, start_stage)
+    return _report(settings, store)
+
+
+def _run(
+    missing: Sequence[RunKey], settings: PeerSettings, store: RunStore, start_stage: StartStage
+) -> None:
+    # These import vLLM, torch and transformers, which take seconds.
+    from cluster.experiments.open_engine import model_folder, open_engine
+    from cluster.experiments.peers.methods import build_questions, marker_id
+    from cluster.experiments.workload import load_answers, load_experiment_text
+
+    with model_folder(settings) as model_path:
+        text = load_experiment_text(settings, model_path)
+        answers = load_answers(settings.trace, settings, text)
+        arguments = {"max_model_len": settings.context_tokens, **settings.engine}
+        with open_engine(settings.model_copy(update={"engine": arguments}), model_path) as engine:
+            least_tokens = round(min(settings.kv_shares) * engine.num_blocks) * engine.block_size
+            questions = build_questions(
+                answers,
+                settings.trace,
+                text,
+                max_model_tokens=min(settings.context_tokens, least_tokens),
+            )
+            tokens = text.tokens
+            taken = (tokens.fork_id, tokens.child_id, tokens.end_id)
+            marker = marker_id(engine.engine.tokenizer, taken)
+            runner = PeerRunner(engine, questions, marker, settings, store)
+            runner.warm_up()
+            for key in missing:
+                title = f"round {key.round + 1}, {key.kv_share:g} of KV, {key.method}"
+                runner.run(key, start_stage(title, len(questions)))
+
+
+def _report(settings: PeerSettings, store: RunStore) -> Report:
+    from apar_core.evaluation.report_files import Report
+    from cluster.experiments.peers.plot import peers_figure
+    from cluster.experiments.peers.table import (
+        comparison_table,
+        comparisons,
+        peer_goals,
+        standing_table,
+    )
+
+    found = comparisons(store.runs)
+    facts = {
+        "Model": settings.model,
+        "Trace": str(settings.trace),
+        "Questions": f"{settings.max_requests} under way at once, kept by their clients",
+        "Time": "no client pays for network, HTTP or tokenising; all methods in one process, in "
+        "turn in each round; every answer was compared with the text of the trace",
+    }
+    marks = {True: "met", False: "MISSED", None: "not measured"}
+    for number, goal in enumerate(peer_goals(found), start=1):
+        facts[f"Goal {number}"] = f"{goal.text}: {goal.measured} ({marks[goal.is_met]})"
+    tables = [standing_table(found), *(comparison_table(each) for each in found)]
+    data = {"runs": [run.model_dump(mode="json") for run in store.runs.values()]}
+    return Report(
+        "Ways of answering in parallel, side by side",
+        facts,
+        tables,
+        {"peers": peers_figure(found)},
+        data,
+    )

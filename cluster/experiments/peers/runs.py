@@ -1,0 +1,219 @@
+"""The runs of the comparison, kept one by one: every method in turn, in each round."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
+
+from apar_core.errors import EvaluationError
+from apar_core.evaluation.answer_store import claim_folder
+from apar_core.evaluation.json_lines import append_line, read_finished_lines
+from cluster.experiments.driver import Drive, drive
+from cluster.experiments.experiment_engine import LEARNING_ANSWERS, Conditions, ExperimentEngine
+from cluster.experiments.peers.methods import ADAPTIVE, METHODS, SEQUENTIAL, Question
+from cluster.experiments.run_watch import RunWatch, watched
+from cluster.experiments.samples import steady
+from cluster.experiments.settings import ExperimentSettings
+
+RUNS_FILE = "runs.jsonl"
+
+
+class PeerSettings(ExperimentSettings):
+    """The settings of an experiment, and which methods meet how often."""
+
+    methods: tuple[str, ...] = Field(tuple(METHODS), description="Ways of answering.")
+    rounds: PositiveInt = Field(2, description="Runs of each method at each share.")
+    kv_shares: tuple[PositiveFloat, ...] = Field((0.3, 0.9), description="Shares of the KV cache.")
+
+    context_tokens: PositiveInt = Field(
+        2048, description="Longest sequence of the engine: other methods' prompts are longer."
+    )
+
+    @field_validator("methods")
+    @classmethod
+    def _check_methods(cls, methods: tuple[str, ...]) -> tuple[str, ...]:
+        unknown = [method for method in methods if method not in METHODS]
+        if unknown:
+            raise ValueError(f"no method {', '.join(unknown)}: there are {', '.join(METHODS)}")
+        if SEQUENTIAL not in methods:
+            raise ValueError(f"{SEQUENTIAL} must be among the methods: all are compared with it")
+        # It comes first: what the adaptive policy keeps to is a multiple of its step.
+        return (SEQUENTIAL, *(method for method in methods if method != SEQUENTIAL))
+
+
+class RunKey(BaseModel):
+    """Which run this is."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    method: str
+    kv_share: float
+    round: int
+
+
+class PeerRun(BaseModel):
+    """What one run came to.
+
+    `tokens_per_s` are text tokens a second while questions waited, warm-up cut, over
+    `kept_samples` samples; with 0 of them it is of the whole run. Latencies are of
+    answers, in seconds. `prompt_tokens` are those computed, beginnings of children and what
+    preemptions made the engine compute again included.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    key: RunKey
+    answers: int
+    text_tokens: int
+    wall_s: float
+    tokens_per_s: float
+    kept_samples: int
+    latency_mean_s: float
+    latency_p99_s: float
+    steps: int
+    rows: int
+    sequences: int
+    prompt_tokens: int
+    peak_kv_tokens: int
+    kv_capacity_tokens: int
+    preemptions: int
+    token_time_s: float | None = None
+
+    @property
+    def whole_tokens_per_s(self) -> float:
+        """Text tokens a second of the whole run, its beginning and end included."""
+        return self.text_tokens / self.wall_s
+
+    @property
+    def step_s(self) -> float:
+        """Mean time of a step."""
+        return self.wall_s / self.steps
+
+
+class RunStore:
+    """The runs of one folder, in memory and in a JSON lines file."""
+
+    def __init__(self, folder: Path, settings: PeerSettings) -> None:
+        """Open the folder. Raises EvaluationError if runs with other settings are in it."""
+        claim_folder(folder, settings.as_text())
+        self._path = folder / RUNS_FILE
+        self.runs = {run.key: run for run in read_finished_lines(self._path, PeerRun)}
+
+    def add(self, run: PeerRun) -> None:
+        """Keep a run."""
+        append_line(self._path, run)
+        self.runs[run.key] = run
+
+
+def keys_of(settings: PeerSettings) -> list[RunKey]:
+    """All runs, the methods of one share and round one after the other."""
+    return [
+        RunKey(method=method, kv_share=share, round=number)
+        for number in range(settings.rounds)
+        for share in settings.kv_shares
+        for method in settings.methods
+    ]
+
+
+class PeerRunner:
+    """Does the runs that a folder does not have yet."""
+
+    def __init__(
+        self,
+        engine: ExperimentEngine,
+        questions: Sequence[Question],
+        marker: int,
+        settings: PeerSettings,
+        store: RunStore,
+    ) -> None:
+        self._engine = engine
+        self._questions = questions
+        self._marker = marker
+        self._settings = settings
+        self._store = store
+
+    def warm_up(self) -> None:
+        """Let every method answer a few questions."""
+        number = min(2, len(self._questions))
+        for method in self._settings.methods:
+            self._drive(method, Conditions(concurrency=number), number)
+
+    def run(self, key: RunKey, on_answer: Callable[[], None] = lambda: None) -> PeerRun:
+        """Do one run and keep it."""
+        conditions = self._conditions(key)
+        number = len(self._questions)
+        if conditions.policy == "adaptive":
+            self._drive(key.method, conditions, min(LEARNING_ANSWERS, number))
+            conditions = replace(conditions, keeps_learned=True)
+        with watched(self._engine) as watch:
+            found = self._drive(key.method, conditions, number, on_answer)
+        is_adaptive = METHODS[key.method].policy == "adaptive"
+        token_time_s = conditions.token_time_s if is_adaptive else None
+        run = run_of(key, found, watch, token_time_s)
+        self._store.add(run)
+        return run
+
+    def _drive(
+        self,
+        method: str,
+        conditions: Conditions,
+        number: int,
+        on_answer: Callable[[], None] = lambda: None,
+    ) -> Drive:
+        build = METHODS[method].build
+        return drive(
+            self._engine,
+            conditions,
+            lambda index: build(self._questions[index], self._marker),
+            number,
+            sample_s=self._settings.sample_s,
+            on_answer=on_answer,
+        )
+
+    def _conditions(self, key: RunKey) -> Conditions:
+        """The clients keep to the limit on questions: the engine cannot tell whose a request is."""
+        method = METHODS[key.method]
+        token_time_s = 1.0
+        if method.name == ADAPTIVE:
+            sequential = self._store.runs.get(key.model_copy(update={"method": SEQUENTIAL}))
+            if sequential is None:
+                raise EvaluationError(f"there is no sequential run beside {key}")
+            token_time_s = self._settings.token_time_multiple * sequential.step_s
+        return Conditions(
+            kv_share=key.kv_share,
+            concurrency=self._settings.max_requests,
+            keeps_busy=False,
+            policy=method.policy,
+            token_time_s=token_time_s,
+        )
+
+
+def run_of(key: RunKey, run: Drive, watch: RunWatch, token_time_s: float | None) -> PeerRun:
+    """Sum a run up."""
+    text_tokens = sum(each.text_tokens for each in run.served)
+    latencies = sorted(each.latency_s for each in run.served)
+    # The engine also counts the markers of other methods, which are no text.
+    of_text = text_tokens / run.counts.text_tokens
+    kept = [sample.tokens_per_s * of_text for sample in steady(run.samples)]
+    return PeerRun(
+        key=key,
+        answers=len(run.served),
+        text_tokens=text_tokens,
+        wall_s=run.wall_s,
+        tokens_per_s=statistics.fmean(kept) if kept else text_tokens / run.wall_s,
+        kept_samples=len(kept),
+        latency_mean_s=statistics.fmean(latencies),
+        latency_p99_s=latencies[min(int(0.99 * len(latencies)), len(latencies) - 1)],
+        steps=run.counts.steps,
+        rows=run.counts.rows,
+        sequences=watch.sequences,
+        prompt_tokens=watch.prompt_tokens(run.counts.computed_tokens),
+        peak_kv_tokens=watch.peak_kv_tokens,
+        kv_capacity_tokens=run.kv_tokens,
+        preemptions=run.counts.preemptions,
+        token_time_s=token_time_s,
+    )

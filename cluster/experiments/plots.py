@@ -1,0 +1,122 @@
+"""Figures 5a and 5b of the paper, and the step time of a model against its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from cluster.experiments.cells import Cell
+from cluster.experiments.settings import MODES
+
+if TYPE_CHECKING:
+    from cluster.experiments.step_curve import StepCurve
+
+_COLOURS = {"sequential": "#9aa5b1", "eager": "#2f6f9f", "adaptive": "#d1602b"}
+_SETTINGS: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "apar-serve",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+}
+
+
+def throughput_figure(cells_of_trace: Mapping[str, Sequence[Cell]]) -> Figure:
+    """Return figure 5a, a panel for each trace: means, and bars between the quartiles."""
+    with mpl.rc_context(_SETTINGS):
+        number = len(cells_of_trace)
+        figure = Figure(figsize=(5.5 * number, 4), layout="constrained")
+        panels = figure.subplots(1, number, squeeze=False)[0]
+        for panel, (trace, cells) in zip(panels, cells_of_trace.items(), strict=True):
+            _draw(panel, cells, lambda cell: cell.key.kv_share, lambda cell: cell.throughput)
+            panel.set_title(f"Throughput, {trace} trace")
+            panel.set_xlabel("share of the KV cache")
+            panel.set_ylabel("text tokens / s")
+            panel.set_xlim(0, 1)
+            panel.set_ylim(bottom=0)
+        panels[0].legend(frameon=False)
+    return figure
+
+
+def latency_figure(cells: Sequence[Cell]) -> Figure:
+    """Return figure 5b: mean latency of an answer, and of a token of it."""
+    with mpl.rc_context(_SETTINGS):
+        figure = Figure(figsize=(11, 4), layout="constrained")
+        whole, token = figure.subplots(1, 2)
+        _draw(whole, cells, lambda cell: cell.key.concurrency or 0, lambda cell: cell.latency_s)
+        whole.set_title("Mean latency of an answer")
+        whole.set_ylabel("s")
+        for mode in MODES:
+            chosen = [cell for cell in cells if cell.key.mode == mode]
+            if chosen:
+                token.plot(
+                    [cell.key.concurrency for cell in chosen],
+                    [1000 * cell.token_latency_s for cell in chosen],
+                    "o-",
+                    color=_COLOURS[mode],
+                    label=mode,
+                )
+        token.set_title("Latency a text token")
+        token.set_ylabel("ms")
+        for panel in (whole, token):
+            panel.set_xscale("log", base=2)
+            panel.set_xlabel("requests under way")
+            panel.set_ylim(bottom=0)
+        whole.legend(frameon=False)
+    return figure
+
+
+def _draw(
+    panel: Axes, cells: Sequence[Cell], place: Callable[[Cell], float], value: Callable[[Cell], Any]
+) -> None:
+    for mode in MODES:
+        chosen = sorted((cell for cell in cells if cell.key.mode == mode), key=place)
+        if not chosen:
+            continue
+        spreads = [value(cell) for cell in chosen]
+        panel.errorbar(
+            [place(cell) for cell in chosen],
+            [each.mean for each in spreads],
+            # The mean of a skewed sample can lie beyond a percentile.
+            yerr=[
+                [max(each.mean - each.p25, 0.0) for each in spreads],
+                [max(each.p75 - each.mean, 0.0) for each in spreads],
+            ],
+            fmt="o-",
+            capsize=3,
+            color=_COLOURS[mode],
+            label=mode,
+        )
+
+
+def step_figure(curve: StepCurve) -> Figure:
+    """Return the time of a step against its rows, and the throughput that follows."""
+    with mpl.rc_context(_SETTINGS):
+        figure = Figure(figsize=(11, 4), layout="constrained")
+        time, throughput = figure.subplots(1, 2)
+        rows = [point.rows for point in curve.points]
+        seconds = [point.step_s for point in curve.points]
+        line = [curve.fixed_s + curve.row_s * each for each in rows]
+        time.plot(rows, [1000 * each for each in seconds], "o", color=_COLOURS["eager"])
+        time.plot(rows, [1000 * each for each in line], "-", color=_COLOURS["sequential"])
+        time.set_title("Time of a decoding step")
+        time.set_ylabel("ms")
+        time.set_yscale("log")
+        throughput.plot(
+            rows, [r / s for r, s in zip(rows, seconds, strict=True)], "o-", color=_COLOURS["eager"]
+        )
+        throughput.set_title("Tokens a second")
+        for panel in (time, throughput):
+            panel.set_xscale("log", base=2)
+            panel.set_xlabel("rows")
+            panel.axvline(
+                curve.knee_rows, color="#d1602b", linestyle=":", label=f"{curve.knee_rows:.0f} rows"
+            )
+            panel.legend(frameon=False)
+    return figure

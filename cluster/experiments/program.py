@@ -1,0 +1,97 @@
+"""What a client does with one question: which requests it submits, and what it makes of them.
+
+The driver submits what a program returns, and tells it what the engine generates. Sequential
+decoding and forking in the engine are programs of one request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from apar_core.workload.replay_answers import ReplayAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One engine request: its name within the program, its prompt, `SamplingParams` arguments."""
+
+    name: str
+    prompt_ids: list[int]
+    sampling: dict[str, Any]
+
+
+class Program(Protocol):
+    """One question from its arrival to its answer; ended when nothing of it is alive.
+
+    `on_tokens` and `on_end` are called in the order of the engine's outputs, the tokens of a
+    request before its end; all tokens at once where the sampling does not stream.
+    """
+
+    answer: ReplayAnswer
+
+    def start(self) -> list[Submission]:
+        """What the client submits when the question arrives."""
+
+    def on_tokens(self, name: str, token_ids: Sequence[int]) -> list[Submission]:
+        """What it submits on new tokens of one of its requests, often nothing."""
+
+    def on_end(self, name: str) -> list[Submission]:
+        """What it submits when one of its requests has ended."""
+
+    def text_ids(self) -> list[int]:
+        """What was generated, in reading order, the end token last: must be `answer.flat`."""
+
+
+class OneRequest:
+    """A program of a single request, forked by the engine or not."""
+
+    def __init__(self, answer: ReplayAnswer, *, forks: bool) -> None:
+        self.answer = answer
+        self._forks = forks
+        self._token_ids: list[int] = []
+
+    def start(self) -> list[Submission]:
+        """The question as one request."""
+        threads = self.answer.scripts(forked=self._forks)
+        sampling = replay_sampling(threads, max_tokens=self.answer.max_tokens)
+        sampling["extra_args"]["apar_enabled"] = self._forks
+        return [Submission("answer", list(self.answer.prompt_ids), sampling)]
+
+    def on_tokens(self, name: str, token_ids: Sequence[int]) -> list[Submission]:
+        """Keep the tokens."""
+        self._token_ids.extend(token_ids)
+        return []
+
+    def on_end(self, name: str) -> list[Submission]:
+        """Nothing more to ask."""
+        return []
+
+    def text_ids(self) -> list[int]:
+        """The tokens of the request; a restored answer comes without its threads' end tokens."""
+        end_id = self.answer.flat[-1]
+        return [token_id for token_id in self._token_ids if token_id != end_id] + [end_id]
+
+
+def replay_sampling(
+    threads: Mapping[str, Sequence[int]], *, max_tokens: int, streams: bool = False
+) -> dict[str, Any]:
+    """Arguments of `SamplingParams` that make the engine generate these threads by their paths.
+
+    `streams`: the program is told of tokens as they come, not only of all at the end.
+    """
+    # These import vLLM and torch, which take seconds.
+    from vllm.sampling_params import RequestOutputKind
+
+    from apar_core.engine.replay import replay_args
+
+    return {
+        "temperature": 0.0,
+        "max_tokens": max_tokens,
+        # Ids are compared, not text: what spelling them costs is no part of an experiment.
+        "detokenize": False,
+        "extra_args": replay_args(threads),
+        "output_kind": RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY,
+    }

@@ -1,0 +1,76 @@
+"""One experiment from its settings to its files; what a folder has already is not done again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from cluster.experiments.cells import CellKey, CellStore
+from cluster.experiments.figures import (
+    FIGURE_5A,
+    FIGURE_5B,
+    MIXED,
+    STRUCTURED,
+    Runner,
+    keys_of,
+    num_answers,
+)
+from cluster.experiments.report import check_modes, write_experiment
+from cluster.experiments.settings import ExperimentSettings
+
+StartStage = Callable[[str, int], Callable[[], None]]
+"""Begins a stage of so many answers; what it returns is called once an answer."""
+
+
+def run_experiments(
+    experiments: Sequence[str],
+    settings: ExperimentSettings,
+    folder: Path,
+    start_stage: StartStage,
+) -> list[Path]:
+    """Do the runs that are missing and write the files; return the pages of result.
+
+    Raises EvaluationError for a table without the mode that it is counted in, a folder with other
+    settings, a trace that cannot be read, or an answer that was not generated as recorded.
+    """
+    check_modes(experiments, settings)
+    store = CellStore(folder, settings)
+    missing = [key for key in _keys(experiments, settings) if store.find(key) is None]
+    if missing:
+        _run(missing, settings, store, start_stage)
+    return [write_experiment(name, store, settings, folder) for name in experiments]
+
+
+def _keys(experiments: Sequence[str], settings: ExperimentSettings) -> list[CellKey]:
+    traces = [STRUCTURED] if settings.mixed_trace is None else [STRUCTURED, MIXED]
+    # The tables are counted in the runs of figure 5a.
+    figures = [FIGURE_5B if name == FIGURE_5B else FIGURE_5A for name in experiments]
+    return [key for figure in dict.fromkeys(figures) for key in keys_of(figure, settings, traces)]
+
+
+def _run(
+    missing: Sequence[CellKey],
+    settings: ExperimentSettings,
+    store: CellStore,
+    start_stage: StartStage,
+) -> None:
+    # These import vLLM, torch and transformers, which take seconds.
+    from cluster.experiments.open_engine import model_folder, open_engine
+    from cluster.experiments.workload import load_answers, load_experiment_text
+
+    with model_folder(settings) as model_path:
+        text = load_experiment_text(settings, model_path)
+        workloads = {STRUCTURED: load_answers(settings.trace, settings, text)}
+        if settings.mixed_trace is not None:
+            workloads[MIXED] = load_answers(settings.mixed_trace, settings, text)
+        with open_engine(settings, model_path) as engine:
+            runner = Runner(engine, workloads, settings, store)
+            runner.warm_up()
+            for key in missing:
+                number = num_answers(key, len(workloads[key.trace]))
+                runner.run(key, start_stage(_title(key), number))
+
+
+def _title(key: CellKey) -> str:
+    place = f"{key.kv_share:g} of KV" if key.concurrency is None else f"{key.concurrency} at once"
+    return f"{key.figure} {key.trace}, {place}, {key.mode}"

@@ -1,0 +1,52 @@
+"""What the tests of the other methods have an engine do; runs in the engine's process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from apar_core.data.structure import extract_tree
+from apar_core.engine.offline import OfflineEngine
+from cluster.experiments.driver import Drive, drive
+from cluster.experiments.experiment_engine import Conditions
+from cluster.experiments.peers.methods import METHODS, Question, marker_id
+from cluster.experiments.peers.skeleton_of_thought import skeleton_prompts
+from cluster.experiments.run_watch import RunWatch, watched
+from tests.integration.experiments.driving import LIST, answers, experiment_engine
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A run of one method, and what was counted beside it."""
+
+    drive: Drive
+    watch: RunWatch
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens computed that had not been generated just before."""
+        return self.watch.prompt_tokens(self.drive.counts.computed_tokens)
+
+
+def answered(engine: OfflineEngine, method: str, number: int, concurrency: int) -> Answered:
+    """Let a method answer so many questions; the driver checks every text."""
+    from apar_core.evaluation.replay_text import load_text
+    from apar_core.models.apar_tiny import checkpoint_path
+
+    opened = experiment_engine(engine)
+    text = load_text(str(checkpoint_path()))
+    questions = [
+        Question(each, skeleton_prompts(each, extract_tree(LIST.format(number=i)).tree, text))
+        for i, each in enumerate(answers(number))
+    ]
+    tokens = text.tokens
+    marker = marker_id(engine.tokenizer, (tokens.fork_id, tokens.child_id, tokens.end_id))
+    build = METHODS[method].build
+    with watched(opened) as watch:
+        found = drive(
+            opened,
+            Conditions(concurrency=concurrency, keeps_busy=False, policy=METHODS[method].policy),
+            lambda index: build(questions[index], marker),
+            number,
+            sample_s=0.1,
+        )
+    return Answered(found, watch)

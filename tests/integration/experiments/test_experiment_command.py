@@ -1,0 +1,69 @@
+"""`apar experiment` as a user runs it: figures and tables from one folder, resumed and refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+APAR = Path(sys.executable).with_name("apar")
+TIPS = "\n".join(f"{i}. Tip {i}: do this and that, and then do it again." for i in range(1, 6))
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "answers.jsonl"
+    lines = [
+        {"id": i, "category": "writing", "prompt": f"Give me {i} tips.", "response": TIPS}
+        for i in range(12)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def run(*arguments: str | Path, out: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [APAR, "experiment", *arguments, "--out", out],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_figures_and_tables_of_one_folder_come_from_the_same_runs(
+    tmp_path: Path, trace: Path
+) -> None:
+    out = tmp_path / "out"
+    options: list[str | Path] = ["--trace", trace, "--mixed", trace, "--quick"]
+    options += ["--answers", "10", "--kv-shares", "0.2,0.9", "--concurrencies", "1,4"]
+
+    first = run("fig5a", *options, out=out)
+    assert first.returncode == 0, first.stderr
+    with (out / "fig5a.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    # Three ways at two shares of the structured trace and one of the mixed one.
+    assert len(rows) == 9
+    steps = {(row["trace"], row["kv_share"], row["mode"]): int(row["steps"]) for row in rows}
+    assert steps["structured", "0.9", "eager"] < steps["structured", "0.9", "sequential"]
+    assert all(float(row["tokens_per_s"]) > 0 for row in rows)
+    assert "met" in (out / "fig5a.md").read_text()
+
+    # What is there is not done again; the tables need nothing more than that.
+    kept = (out / "cells.jsonl").read_bytes()
+    tables = run("table1", *options, out=out)
+    assert tables.returncode == 0, tables.stderr
+    assert "| writing |" in (out / "table1.md").read_text()
+    everything = run("all", *options, out=out)
+    assert everything.returncode == 0, everything.stderr
+    assert (out / "cells.jsonl").read_bytes().startswith(kept)
+    assert len((out / "fig5b.csv").read_text().splitlines()) == 1 + 2 * 3
+
+    other = run("fig5a", *options, "--seed", "7", out=out)
+    assert other.returncode == 1
+    assert "seed was '0', is '7'" in other.stderr
