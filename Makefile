@@ -29,7 +29,8 @@ serve: $(INSTALLED) ## Serve the embedded model on http://127.0.0.1:8000/v1
 	$(BIN)/apar serve
 
 test: $(INSTALLED) ## Run every test that needs neither a GPU nor long
-	$(BIN)/python -m pytest -m "not slow and not gpu" tests
+	$(BIN)/python -m pytest -m "not slow and not gpu" --numprocesses auto tests/unit tests/contract
+	$(BIN)/python -m pytest -m "not slow and not gpu" tests/integration
 
 test-slow: $(INSTALLED) ## Run the long tests
 	$(BIN)/python -m pytest -m "slow and not gpu and not kills" tests
