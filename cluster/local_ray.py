@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import random
 import shutil
 import socket
 import stat
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from cluster.config import ConfigError
+from cluster.config import ConfigError, StartError
 from cluster.metrics_config import DEFAULT_PORT, MetricsConfig
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,9 @@ _ANY_METRICS_PORT = MetricsConfig(port=0)
 _PR_SET_CHILD_SUBREAPER = 36
 _TERMINATE_S = 3.0
 _KILL_S = 5.0
+# Between Ray's ports for workers and those of Ray Serve's replicas, and below what Linux gives
+# outgoing connections (net.ipv4.ip_local_port_range) unless it has been told otherwise.
+_LASTING_PORTS = range(20_000, 30_000)
 _OBJECT_STORE_BYTES = 128 * 2**20
 # Ray writes HAProxy's configuration. In it the metrics and status pages would listen on all
 # addresses, and `splice-request` keeps HAProxy 2.8 from noticing that a client whose body came in
@@ -77,11 +81,19 @@ _ERROR_HEADERS = (
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port of the loopback interface that nothing listens on now.
+
+    Not one of those from which the system gives outgoing connections theirs, where it can be
+    helped: one of Ray's many could take it before the caller listens on it.
+    """
+    ports = list(_LASTING_PORTS)
+    random.shuffle(ports)
+    for port in (*ports, 0):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found: int = probe.getsockname()[1]
+            return found
+    raise OSError("no TCP port of 127.0.0.1 is free")
 
 
 def serve_environment(folder: Path) -> dict[str, str]:
@@ -201,9 +213,11 @@ def _reap() -> None:
 def local_ray(*, num_cpus: int, metrics: MetricsConfig = _ANY_METRICS_PORT) -> Iterator[None]:
     """A Ray cluster on loopback, without dashboard; but for the metrics', without fixed ports.
 
-    Raises ConfigError for a metrics port that is taken, and RuntimeError if `ray.serve` has been
-    imported without SERVE_FLAGS: it reads them then, and handles made without them are several
-    times slower. The temporary folder is short, because Ray's socket paths may have 107 characters.
+    Raises ConfigError for a metrics port that is taken, StartError if Ray does not start (another
+    server that starts at the same moment can take the port), and RuntimeError if `ray.serve` has
+    been imported without SERVE_FLAGS: it reads them then, and handles made without them are
+    several times slower. The temporary folder is short, because Ray's socket paths may have 107
+    characters.
     """
     if "ray.serve" in sys.modules and SERVE_FLAGS.items() - os.environ.items():
         raise RuntimeError("ray.serve was imported before its settings were made")
@@ -218,18 +232,21 @@ def local_ray(*, num_cpus: int, metrics: MetricsConfig = _ANY_METRICS_PORT) -> I
         import ray
 
         logging.getLogger("ray").setLevel(logging.ERROR)
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            namespace=NAMESPACE,
-            _node_ip_address="127.0.0.1",
-            _temp_dir=str(folder),
-            _metrics_export_port=port,
-        )
+        try:
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                namespace=NAMESPACE,
+                _node_ip_address="127.0.0.1",
+                _temp_dir=str(folder),
+                _metrics_export_port=port,
+            )
+        except Exception as error:  # Ray has no class of its own for it.
+            raise StartError(f"Ray could not be started: {error}") from error
         try:
             yield
         finally:

@@ -97,7 +97,7 @@ def test_sigterm_while_starting_stops_everything(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=STOP_S)
 
-    assert process.returncode == 0
+    assert process.returncode == 0, log.read_text()
     assert session_members(process.pid) == set()
 
 

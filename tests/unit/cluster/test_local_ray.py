@@ -1,5 +1,6 @@
 """Processes and HAProxy's configuration; Ray itself is in the integration tests."""
 
+import socket
 import subprocess
 import sys
 import time
@@ -131,8 +132,27 @@ def test_haproxys_files_stay_in_the_private_folder(tmp_path: Path) -> None:
     assert serve_environment(tmp_path).items() >= SERVE_FLAGS.items()
 
 
-def test_a_free_port_can_be_listened_on() -> None:
-    assert 1024 < free_port() < 65536
+def test_a_free_port_is_not_one_of_those_that_outgoing_connections_get() -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    if first < 30_000:
+        pytest.skip(f"this machine gives outgoing connections ports from {first} on")
+
+    assert all(20_000 <= free_port() < first for _ in range(100))
+
+
+def test_a_free_port_is_found_where_the_usual_ones_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr("cluster.local_ray._LASTING_PORTS", [port])
+
+        found = free_port()
+
+    assert found != port
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", found))
 
 
 def test_ray_serve_must_not_have_been_imported_with_other_settings(
