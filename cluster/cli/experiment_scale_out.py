@@ -13,8 +13,8 @@ from cluster.cli.evaluation_progress import StageProgress, clear_errors, stage_p
 from cluster.cli.experiment_peers import Trace, show_report
 
 if TYPE_CHECKING:
-    from apar_core.evaluation.report_files import Report
-    from cluster.experiments.scale_out import ScaleOutSettings
+    from cluster.experiments.scale_out import ReplicasRun, ScaleOutSettings
+    from cluster.experiments.simulated_scale_out import SimulatedClusters
 
 _SIMULATED_REPLICAS = (1, 2, 4, 8, 16, 32)
 
@@ -48,7 +48,8 @@ def scale_out(
     Example: [bold]apar experiment scale-out --trace TRACE.jsonl --requests 48 --repeats 1[/bold]
     """
     from cluster.experiments.scale_out import ScaleOutSettings
-    from cluster.experiments.simulated_scale_out import can_simulate, check_model
+    from cluster.experiments.scale_out_report import report_scale_out
+    from cluster.experiments.simulated_scale_out import HOW_TO, can_simulate, check_model
 
     settings = ScaleOutSettings(
         trace=trace,
@@ -62,16 +63,20 @@ def scale_out(
         if simulated_s > 0 and can_simulate(data):
             check_model(simulated_model)
         with stage_progress(Console(stderr=True)) as progress:
-            report = _measure(settings, out, progress)
-            if simulated_s > 0:
-                report = _simulated(report, data, simulated_model, simulated_s, progress)
+            runs = _measure(settings, out, progress)
+            simulated = None
+            if simulated_s > 0 and can_simulate(data):
+                simulated = _simulate(data, simulated_model, simulated_s, progress)
+        report = report_scale_out(settings, runs, simulated)
+        if simulated_s > 0 and simulated is None:
+            facts = {**report.facts, "More replicas": f"not simulated: {HOW_TO}"}
+            report = replace(report, facts=facts)
         show_report(report, out)
 
 
-def _measure(settings: ScaleOutSettings, out: Path, progress: StageProgress) -> Report:
-    from apar_core.evaluation.report_files import Report
+def _measure(settings: ScaleOutSettings, out: Path, progress: StageProgress) -> list[ReplicasRun]:
     from cluster.experiments.parts import PartStore
-    from cluster.experiments.scale_out import ReplicasRun, run_replicas, scale_out_table
+    from cluster.experiments.scale_out import run_replicas
 
     store = PartStore(out, settings.as_text())
     done = progress.start("numbers of replicas", len(settings.replicas))
@@ -79,23 +84,13 @@ def _measure(settings: ScaleOutSettings, out: Path, progress: StageProgress) -> 
     for number in settings.replicas:
         runs += run_replicas(settings, number, out, store)
         done()
-    facts = {
-        "Model": settings.model,
-        "Load": f"{settings.requests} answers of {settings.trace}, {settings.concurrency} under "
-        f"way at once, {settings.repeats} repeats",
-    }
-    data = {"runs": [run.model_dump(mode="json") for run in runs]}
-    return Report("Scaling out", facts, [scale_out_table(runs)], {}, data)
+    return runs
 
 
-def _simulated(
-    report: Report, data: Path, model: str, duration_s: float, progress: StageProgress
-) -> Report:
-    """Add what the simulation says to a report, or what has to be run for it."""
-    from cluster.experiments.simulated_scale_out import HOW_TO, can_simulate, simulated_table
+def _simulate(
+    data: Path, model: str, duration_s: float, progress: StageProgress
+) -> SimulatedClusters:
+    from cluster.experiments.simulated_scale_out import ROUTERS, simulate
 
-    if not can_simulate(data):
-        return replace(report, facts={**report.facts, "More replicas": f"not simulated: {HOW_TO}"})
-    done = progress.start("simulated clusters", 2 * len(_SIMULATED_REPLICAS))
-    table = simulated_table(data, model, _SIMULATED_REPLICAS, duration_s=duration_s, done=done)
-    return replace(report, tables=[*report.tables, table])
+    done = progress.start("simulated clusters", len(ROUTERS) * len(_SIMULATED_REPLICAS))
+    return simulate(data, model, _SIMULATED_REPLICAS, duration_s=duration_s, done=done)

@@ -17,12 +17,14 @@ def report_fork_cost(settings: ExperimentSettings, folder: Path, start_stage: St
     kept = store.get_or_do("forks", lambda: _measure_fork_cost(settings, start_stage))
     # Imports vLLM, which takes seconds.
     from apar_core.scheduler.block_sharing import ForkCounters
+    from cluster.experiments.cost_plots import fork_cost_figure
     from cluster.experiments.fork_cost import fork_cost_table
 
     costs = {way: ForkCounters(**values) for way, values in kept.items()}
     table = fork_cost_table(costs, settings.block_size)
     facts = {"Trace": str(settings.trace), "Model": settings.model}
-    return Report("What a fork costs", facts, [table], {}, {"ways": kept})
+    figures = {"fork-cost": fork_cost_figure(costs)}
+    return Report("What a fork costs", facts, [table], figures, {"ways": kept})
 
 
 def _measure_fork_cost(settings: ExperimentSettings, start_stage: StartStage) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from cluster.experiments.settings import MODES
 if TYPE_CHECKING:
     from cluster.experiments.step_curve import StepCurve
 
-_COLOURS = {"sequential": "#9aa5b1", "eager": "#2f6f9f", "adaptive": "#d1602b"}
+MODE_COLOURS = {"sequential": "#9aa5b1", "eager": "#2f6f9f", "adaptive": "#d1602b"}
 _SETTINGS: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "apar-serve",
@@ -59,7 +59,7 @@ def latency_figure(cells: Sequence[Cell]) -> Figure:
                     [cell.key.concurrency for cell in chosen],
                     [1000 * cell.token_latency_s for cell in chosen],
                     "o-",
-                    color=_COLOURS[mode],
+                    color=MODE_COLOURS[mode],
                     label=mode,
                 )
         token.set_title("Latency a text token")
@@ -90,7 +90,7 @@ def _draw(
             ],
             fmt="o-",
             capsize=3,
-            color=_COLOURS[mode],
+            color=MODE_COLOURS[mode],
             label=mode,
         )
 
@@ -103,13 +103,16 @@ def step_figure(curve: StepCurve) -> Figure:
         rows = [point.rows for point in curve.points]
         seconds = [point.step_s for point in curve.points]
         line = [curve.fixed_s + curve.row_s * each for each in rows]
-        time.plot(rows, [1000 * each for each in seconds], "o", color=_COLOURS["eager"])
-        time.plot(rows, [1000 * each for each in line], "-", color=_COLOURS["sequential"])
+        time.plot(rows, [1000 * each for each in seconds], "o", color=MODE_COLOURS["eager"])
+        time.plot(rows, [1000 * each for each in line], "-", color=MODE_COLOURS["sequential"])
         time.set_title("Time of a decoding step")
         time.set_ylabel("ms")
         time.set_yscale("log")
         throughput.plot(
-            rows, [r / s for r, s in zip(rows, seconds, strict=True)], "o-", color=_COLOURS["eager"]
+            rows,
+            [r / s for r, s in zip(rows, seconds, strict=True)],
+            "o-",
+            color=MODE_COLOURS["eager"],
         )
         throughput.set_title("Tokens a second")
         for panel in (time, throughput):

@@ -37,6 +37,7 @@ def report_profile(
     settings: ExperimentSettings, load: ProfileLoad, folder: Path, start_stage: StartStage
 ) -> Report:
     """Time the parts of a step in each mode that the folder does not have, and report them."""
+    from cluster.experiments.cost_plots import profile_figure
     from cluster.experiments.step_profile import MODES, StepProfile, profile_table
 
     store = PartStore(
@@ -50,7 +51,7 @@ def report_profile(
         "Where the time of a step goes",
         facts,
         [profile_table(profiles, load)],
-        {},
+        {"profile": profile_figure(profiles)},
         {"profiles": {mode: asdict(each) for mode, each in profiles.items()}},
     )
 

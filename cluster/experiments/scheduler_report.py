@@ -39,6 +39,7 @@ def report_scheduler_cost(
     store = PartStore(folder, {name: str(value) for name, value in settings})
     # These import vLLM, which takes seconds.
     from apar_core.models.apar_tiny import checkpoint_path
+    from cluster.experiments.cost_plots import scheduler_cost_figure
     from cluster.experiments.scheduler_cost import (
         SchedulerCosts,
         SchedulerLoad,
@@ -64,7 +65,7 @@ def report_scheduler_cost(
             **_scheduler_goals(costs),
         },
         [_scheduler_table(costs)],
-        {},
+        {"scheduler-cost": scheduler_cost_figure(costs)},
         {"rounds": [{w: asdict(c) for w, c in each.items()} for each in costs.rounds]},
     )
 

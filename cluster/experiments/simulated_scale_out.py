@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,34 @@ HOW_TO = (
     "arrivals as in ../shared/data"
 )
 _LOAD = 0.85
-_POLICIES = ("threads", "round_robin")
+ROUTERS = ("threads", "round_robin")
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedCluster:
+    """What arrives at so many replicas behind a router, and the share of it within its goals."""
+
+    router: str
+    replicas: int
+    arriving_per_s: float
+    kept_share: float
+    p50_s: float
+    p99_s: float
+    imbalance: float
+
+    @property
+    def kept_per_replica_s(self) -> float:
+        """Requests a second within their goals, of each replica."""
+        return self.arriving_per_s * self.kept_share / self.replicas
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedClusters:
+    """Clusters of one model of a replica, all at the same load; `note` tells goals and model."""
+
+    model: str
+    note: str
+    clusters: tuple[SimulatedCluster, ...]
 
 
 def can_simulate(data: Path) -> bool:
@@ -38,14 +66,14 @@ def check_model(name: str) -> None:
         raise EvaluationError(f"--simulated-model {name!r}: there are {', '.join(models)}")
 
 
-def simulated_table(
+def simulate(
     data: Path,
     model_name: str,
     replicas: Sequence[int],
     *,
     duration_s: float,
     done: Callable[[], None],
-) -> ReportTable:
+) -> SimulatedClusters:
     """Return what clusters of so many replicas serve within their goals, all at the same load.
 
     Load 1 is the rate that a saturated replica keeps up with when it forks eagerly.
@@ -57,44 +85,54 @@ def simulated_table(
     capacity = recorded.capacity(model)
     plan = scenarios.Plan((), duration_s, (), 1)
     slo = measures.Slo()
-    rows = []
-    for policy in _POLICIES:
-        alone = None
+    clusters = []
+    for router in ROUTERS:
         for number in replicas:
             found = scenarios.simulate_routing(
-                recorded, model, capacity, scenarios.Scenario(number, _LOAD), policy, 0, plan, slo
+                recorded, model, capacity, scenarios.Scenario(number, _LOAD), router, 0, plan, slo
             )
-            served = capacity * _LOAD * found.goodput
-            alone = alone or served
-            rows.append(
-                (policy, number, number * capacity * _LOAD, 100 * found.goodput, served * number,
-                 served / alone, found.p50_s, found.p99_s, found.imbalance)
+            arriving_per_s = number * capacity * _LOAD
+            clusters.append(
+                SimulatedCluster(
+                    router, number, arriving_per_s, found.goodput,
+                    found.p50_s, found.p99_s, found.imbalance,
+                )
             )  # fmt: skip
             done()
-    return _table(tuple(rows), model, slo)
+    note = (
+        f"Goals: first token in {slo.first_token_s:g} s, {1000 * slo.token_s:g} ms a token. "
+        f"A replica: {model.source}"
+    )
+    return SimulatedClusters(model.name, note, tuple(clusters))
+
+
+def simulated_table(simulated: SimulatedClusters) -> ReportTable:
+    """Return what was simulated, each router's clusters beside its smallest."""
+    columns = (
+        Column("router"),
+        Column("replicas", "d"),
+        Column("requests/s", ".1f"),
+        Column("in goals %", ".1f"),
+        Column("in goals/s", ".1f"),
+        Column("a replica, x one", ".2f"),
+        Column("p50 s", ".2f"),
+        Column("p99 s", ".2f"),
+        Column("imbalance", ".2f"),
+    )
+    alone: dict[str, float] = {}
+    rows = []
+    for each in simulated.clusters:
+        first = alone.setdefault(each.router, each.kept_per_replica_s)
+        rows.append(
+            (each.router, each.replicas, each.arriving_per_s, 100 * each.kept_share,
+             each.replicas * each.kept_per_replica_s,
+             each.kept_per_replica_s / first if first else None,
+             each.p50_s, each.p99_s, each.imbalance)
+        )  # fmt: skip
+    title = f"Simulated replicas at {_LOAD:g} of their capacity, {simulated.model}"
+    return ReportTable("simulated", title, columns, tuple(rows), note=simulated.note)
 
 
 def _models() -> Mapping[str, Any]:
     models: Mapping[str, Any] = importlib.import_module(f"{PACKAGE}.step_times").MODELS
     return models
-
-
-def _table(rows: tuple[tuple[str | float | None, ...], ...], model: Any, slo: Any) -> ReportTable:
-    return ReportTable(
-        name="simulated",
-        title=f"Simulated replicas at {_LOAD:g} of their capacity, {model.name}",
-        columns=(
-            Column("router"),
-            Column("replicas", "d"),
-            Column("requests/s", ".1f"),
-            Column("in goals %", ".1f"),
-            Column("in goals/s", ".1f"),
-            Column("a replica, x one", ".2f"),
-            Column("p50 s", ".2f"),
-            Column("p99 s", ".2f"),
-            Column("imbalance", ".2f"),
-        ),
-        rows=rows,
-        note=f"Goals: first token in {slo.first_token_s:g} s, {1000 * slo.token_s:g} ms a token. "
-        f"A replica: {model.source}",
-    )

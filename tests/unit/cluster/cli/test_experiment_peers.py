@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from cluster.cli.experiment_costs import scheduler_cost
 from cluster.cli.experiment_peers import peers
 from cluster.cli.experiment_scale_out import scale_out
+from cluster.experiments.scale_out import ReplicasRun
 
 TRACE = '{"id": "a", "prompt": "How?", "response": "Ten."}\n'
 
@@ -82,6 +83,28 @@ def test_a_simulated_model_that_is_not_there_is_named_before_anything_is_served(
     assert "--simulated-model '70b-roofline': there are 7b-roofline, tiny-measured" in output
     assert not served
     assert not (tmp_path / "out").exists()
+
+
+def test_without_recordings_the_report_says_what_the_simulation_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serve(settings: object, replicas: int, *_: object) -> list[ReplicasRun]:
+        figures = dict.fromkeys(("duration_s", "latency_mean_s", "server_cpu_s", "client_cpu_s"), 1)
+        return [
+            ReplicasRun(replicas=replicas, forked=forked, text_tokens=100, **figures)
+            for forked in (False, True)
+        ]
+
+    monkeypatch.setattr("cluster.experiments.scale_out.run_replicas", serve)
+    out = tmp_path / "out"
+
+    code, output = run(
+        scale_out, "--trace", "t", "--out", str(out), "--data", str(tmp_path / "none")
+    )
+
+    assert code == 0
+    assert "More replicas: not simulated: in the repository" in output
+    assert "(scale-out.png)" in (out / "report.md").read_text()
 
 
 @pytest.mark.parametrize("command", [peers, scheduler_cost, scale_out])
