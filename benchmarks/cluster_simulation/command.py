@@ -41,6 +41,11 @@ ReplicaCounts = Annotated[
 Loads = Annotated[
     list[float] | None, typer.Option(help="Of the scenarios, only those with such a load.")
 ]
+PolicyNames = Annotated[
+    list[str] | None,
+    typer.Option("--policy", help="Of the ways to route, only this one. Repeatable."),
+]
+Jobs = Annotated[int, typer.Option(min=1, help="Processes that simulate routing side by side.")]
 DataFolder = Annotated[
     Path, typer.Option(help="Folder with traces/ and arrivals/ as in ../shared/data.")
 ]
@@ -56,6 +61,8 @@ def simulate(
     only: ExperimentNames = None,
     replicas: ReplicaCounts = None,
     load: Loads = None,
+    policies: PolicyNames = None,
+    jobs: Jobs = 1,
     data: DataFolder = DATA,
     out: OutFolder = OUT,
 ) -> None:
@@ -82,16 +89,18 @@ def simulate(
     from benchmarks.cluster_simulation import experiments, scenarios
 
     models = _models(model, only)
+    _check_policies(policies)
     try:
         recorded = scenarios.RecordedData.read(data)
     except FileNotFoundError as error:
         console.print(f"[red]{error}[/red]; name the folder with --data")
         raise typer.Exit(1) from error
-    plan = scenarios.build_plan(quick=quick, full=full).only(replicas, load)
+    plan = scenarios.build_plan(quick=quick, full=full).only(replicas, load, policies)
     out.mkdir(parents=True, exist_ok=True)
     for name in only or EXPERIMENTS:
         with _progress() as progress:
-            experiments.RUN[name](recorded, models, plan, out, console, _stepper(progress, name))
+            begin = _stepper(progress, name)
+            experiments.RUN[name](recorded, models, plan, out, console, begin, jobs)
     console.print(f"written to {out}")
 
 
@@ -107,6 +116,14 @@ def _models(model: list[str] | None, only: list[str] | None) -> list[ReplicaMode
             f"experiments {', '.join(EXPERIMENTS)}"
         )
     return [MODELS[name] for name in model or MODELS]
+
+
+def _check_policies(policies: list[str] | None) -> None:
+    """Refuse unknown ways to route."""
+    from benchmarks.cluster_simulation.choosers import CHOOSERS
+
+    if unknown := [name for name in policies or () if name not in CHOOSERS]:
+        raise typer.BadParameter(f"{', '.join(unknown)}: policies are {', '.join(CHOOSERS)}")
 
 
 @app.command()

@@ -8,7 +8,6 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.cluster_simulation import plots, tables
-from benchmarks.cluster_simulation.choosers import CHOOSERS
 from benchmarks.cluster_simulation.measures import Slo
 from benchmarks.cluster_simulation.scaling import START_DELAY_S, simulate_scaling
 from benchmarks.cluster_simulation.scenarios import (
@@ -33,12 +32,13 @@ def routing(
     out: Path,
     console: Console,
     begin: BeginSteps,
+    jobs: int,
 ) -> None:
     """Compare the ways to choose a replica."""
-    runs = sum(num_seeds for _, num_seeds in plan.scenarios) * len(CHOOSERS)
+    runs = sum(num_seeds for _, num_seeds in plan.scenarios) * len(plan.policies)
     step = begin(runs * len(models))
     for model in models:
-        cells = routing_cells(data, model, plan, SLO, step)
+        cells = routing_cells(data, model, plan, SLO, step, jobs)
         title = f"Routing, {model.name}"
         _write(out, f"routing-{model.name}", title, cells, tables.ROUTING_COLUMNS, console)
         goals = tables.goal_table(cells)
@@ -66,6 +66,7 @@ def forking(
     out: Path,
     console: Console,
     begin: BeginSteps,
+    jobs: int,
 ) -> None:
     """Compare eager, adaptive and no forking."""
     step = begin(len(plan.fork_loads) * len(FORK_POLICIES) * plan.fork_seeds * len(models))
@@ -84,6 +85,7 @@ def scaling(
     out: Path,
     console: Console,
     begin: BeginSteps,
+    jobs: int,
 ) -> None:
     """Triple the load, and take it back."""
     step = begin(len(models))

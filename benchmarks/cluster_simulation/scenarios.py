@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -76,9 +77,15 @@ class Plan:
     fork_loads: tuple[float, ...]
     fork_seeds: int
     least_requests: int = 400
+    policies: tuple[str, ...] = CHOOSERS
 
-    def only(self, replicas: Sequence[int] | None, loads: Sequence[float] | None) -> Plan:
-        """The scenarios with these replicas and loads; None lets all be."""
+    def only(
+        self,
+        replicas: Sequence[int] | None,
+        loads: Sequence[float] | None,
+        policies: Sequence[str] | None,
+    ) -> Plan:
+        """The scenarios with these replicas and loads, under these policies; None lets all be."""
         scenarios = tuple(
             (scenario, seeds)
             for scenario, seeds in self.scenarios
@@ -86,7 +93,8 @@ class Plan:
             and (not loads or scenario.load in loads)
         )
         fork_loads = tuple(load for load in self.fork_loads if not loads or load in loads)
-        return replace(self, scenarios=scenarios, fork_loads=fork_loads)
+        chosen = tuple(name for name in self.policies if not policies or name in policies)
+        return replace(self, scenarios=scenarios, fork_loads=fork_loads, policies=chosen)
 
 
 def _disturbed(replicas: int, load: float) -> tuple[Scenario, ...]:
@@ -153,18 +161,34 @@ def simulate_routing(
 
 
 def routing_cells(
-    data: RecordedData, model: ReplicaModel, plan: Plan, slo: Slo, step: Callable[[], None]
+    data: RecordedData,
+    model: ReplicaModel,
+    plan: Plan,
+    slo: Slo,
+    step: Callable[[], None],
+    jobs: int = 1,
 ) -> list[Cell]:
-    """Every policy in every scenario; `step` is called after each run."""
+    """Every policy of the plan in every scenario, in `jobs` processes.
+
+    `step` is called as the runs are done, in their order.
+    """
     capacity = data.capacity(model)
-    cells = []
-    for scenario, num_seeds in plan.scenarios:
-        for policy in CHOOSERS:
-            measured = []
-            for seed in range(num_seeds):
-                measured.append(
-                    simulate_routing(data, model, capacity, scenario, policy, seed, plan, slo)
+    rows = [(*row, policy) for row in plan.scenarios for policy in plan.policies]
+    with ProcessPoolExecutor(jobs) as pool:
+        runs = [
+            [
+                pool.submit(
+                    simulate_routing, data, model, capacity, scenario, policy, seed, plan, slo
                 )
+                for seed in range(num_seeds)
+            ]
+            for scenario, num_seeds, policy in rows
+        ]
+        cells = []
+        for (scenario, _, policy), seeds in zip(rows, runs, strict=True):
+            measured = []
+            for run in seeds:
+                measured.append(run.result())
                 step()
             cells.append(Cell(model.name, scenario, policy, summarise(measured)))
     return cells

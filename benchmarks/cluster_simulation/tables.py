@@ -107,7 +107,10 @@ GOAL_OVER_ORACLE = 0.10
 
 
 def goal_table(cells: Sequence[Cell]) -> str:
-    """Where the thread router keeps its goals: p99 against power of two choices and the oracle."""
+    """Where the thread router keeps its goals: p99 against power of two choices and the oracle.
+
+    Only the scenarios in which all three were run.
+    """
     lines = [
         "| model | replicas | cluster | load | p99 latency vs power of two | vs oracle "
         "| p99 per token vs power of two | vs oracle | goals |",
@@ -115,10 +118,10 @@ def goal_table(cells: Sequence[Cell]) -> str:
     ]
     by_place = {(cell.model, cell.scenario, cell.policy): cell.summary.mean for cell in cells}
     for (model, scenario, policy), ours in by_place.items():
-        if policy != "threads":
+        other = by_place.get((model, scenario, "power_of_two"))
+        oracle = by_place.get((model, scenario, "oracle"))
+        if policy != "threads" or other is None or oracle is None:
             continue
-        other = by_place[model, scenario, "power_of_two"]
-        oracle = by_place[model, scenario, "oracle"]
         against = [
             ours.p99_s / other.p99_s - 1,
             ours.p99_s / oracle.p99_s - 1,

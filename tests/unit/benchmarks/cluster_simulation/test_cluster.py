@@ -233,5 +233,6 @@ def test_the_plan_has_the_loads_and_disturbances_that_are_asked_for() -> None:
         "4 gateways, reports every 1 s",
     }
     assert len(scenarios(quick=True)) == 1
-    only = build_plan(quick=False, full=True).only([512], [0.95])
+    only = build_plan(quick=False, full=True).only([512], [0.95], ["oracle"])
     assert [scenario.replicas for scenario, _ in only.scenarios] == [512]
+    assert only.policies == ("oracle",)
