@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from vllm.sampling_params import SamplingParams
 
-from apar_core.engine.replay_request import REPLAY
 from apar_core.engine.row_processor import RowProcessor
 from apar_core.fork_parameters import ForkParameters
 from apar_core.journal import Journal
 
 __all__ = [
-    "REPLAY",
     "REPLAY_ARG",
     "Replay",
     "path_key",

@@ -90,12 +90,7 @@ class ThreadGroup(Generic[Child]):
 
     def takes_as_text(self, token_id: int) -> bool:
         """Whether a token is text that the budget allows."""
-        parameters = self.parameters
-        return (
-            self.used_tokens < self.token_budget
-            and token_id != parameters.fork_id
-            and token_id != parameters.child_id
-        )
+        return self.used_tokens < self.token_budget and not self.is_control(token_id)
 
     def is_control(self, token_id: int) -> bool:
         """Whether a token is a fork or child token, and so no text."""

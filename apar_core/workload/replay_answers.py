@@ -75,22 +75,29 @@ def replay_answers(
     tokens: TreeTokens,
     *,
     max_tokens: int | None = None,
-) -> list[ReplayAnswer]:
+    wanted: int | None = None,
+) -> tuple[list[ReplayAnswer], int]:
     """Return the answers as trees by the rules of appendix B, each paragraph encoded by itself.
 
-    Left out are those of which a sequence, prompt included, is longer than `max_tokens`, forked or
-    flat. Raises EvaluationError if nothing remains.
+    The first `wanted`, of those of which no sequence, prompt included, is longer than `max_tokens`,
+    forked or flat; and how many were left out on the way to them. Raises EvaluationError if nothing
+    remains.
     """
-    answers = []
+    answers: list[ReplayAnswer] = []
+    left_out = 0
     for line in lines:
+        if len(answers) == wanted:
+            break
         answer = replay_answer(line, text, tokens)
         if max_tokens is None or longest_sequence(answer, tokens) <= max_tokens:
             answers.append(answer)
+        else:
+            left_out += 1
     if not answers:
         raise EvaluationError(
             f"none of {len(lines)} answers fits into {max_tokens} tokens with its prompt"
         )
-    return answers
+    return answers, left_out
 
 
 def replay_answer(line: TraceLine, text: AnswerText, tokens: TreeTokens) -> ReplayAnswer:

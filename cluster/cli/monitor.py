@@ -51,7 +51,7 @@ def monitor(
         typer.Option(
             "--once",
             help="Read until rates are known, show it, and end. Takes two reports of each process: "
-            "4 s where `apar serve` has its own Ray, 20 s elsewhere, 15 s where nothing happens.",
+            "10 s where `apar serve` has its own Ray, 20 s elsewhere, 15 s where nothing happens.",
         ),
     ] = False,
     as_json: Annotated[

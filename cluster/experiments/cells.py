@@ -9,10 +9,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from apar_core.evaluation.answer_store import claim_folder
-from apar_core.evaluation.json_lines import append_line, read_finished_lines
 from cluster.experiments.driver import Drive, Served
 from cluster.experiments.experiment_engine import Conditions
+from cluster.experiments.parts import LineStore
 from cluster.experiments.samples import Sample, Spread, spread, steady
 from cluster.experiments.settings import ExperimentSettings, Mode
 
@@ -118,28 +117,21 @@ def cell_of(key: CellKey, conditions: Conditions, run: Drive, max_requests: int)
     )
 
 
-class CellStore:
-    """Cells of one folder, in memory and in a JSON lines file."""
+class CellStore(LineStore[CellKey, Cell]):
+    """Cells of one folder."""
 
     def __init__(self, folder: Path, settings: ExperimentSettings) -> None:
         """Open the folder. Raises EvaluationError if runs with other settings are in it."""
-        claim_folder(folder, settings.as_text())
-        self._path = folder / CELLS_FILE
-        self._cells = {cell.key: cell for cell in read_finished_lines(self._path, Cell)}
+        super().__init__(folder / CELLS_FILE, settings.as_text(), Cell, lambda cell: cell.key)
 
     def find(self, key: CellKey) -> Cell | None:
         """Return a finished cell."""
-        return self._cells.get(key)
-
-    def add(self, cell: Cell) -> None:
-        """Keep a cell."""
-        append_line(self._path, cell)
-        self._cells[cell.key] = cell
+        return self.lines.get(key)
 
     def all(self, figure: str, trace: str) -> list[Cell]:
         """Return the finished cells of a figure and a trace."""
         return [
-            cell for key, cell in self._cells.items() if (key.figure, key.trace) == (figure, trace)
+            cell for key, cell in self.lines.items() if (key.figure, key.trace) == (figure, trace)
         ]
 
 

@@ -27,6 +27,12 @@ class Goal:
     measured: str
     is_met: bool | None
 
+    @property
+    def line(self) -> str:
+        """The claim, what was measured, and whether it holds."""
+        mark = {True: "met", False: "MISSED", None: "not measured"}[self.is_met]
+        return f"{self.text}: {self.measured} ({mark})"
+
 
 def throughput_goals(structured: Sequence[Cell], mixed: Sequence[Cell], mode: Mode) -> list[Goal]:
     """Return the goals of figure 5a for one way of forking.

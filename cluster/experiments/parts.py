@@ -1,10 +1,10 @@
-"""The parts of a measurement that is done part by part: kept as they end, not done again."""
+"""A measurement that is done part by part: each is kept as it ends, and not done again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -17,6 +17,10 @@ StartStage = Callable[[str, int], Callable[[], None]]
 """Begins a stage of so many parts; what it returns is called once a part."""
 
 
+Key = TypeVar("Key")
+Line = TypeVar("Line", bound=BaseModel)
+
+
 class Part(BaseModel):
     """A part by its name, and what it came to."""
 
@@ -26,30 +30,49 @@ class Part(BaseModel):
     data: dict[str, Any]
 
 
+class LineStore(Generic[Key, Line]):
+    """What one folder holds already: models by their key, in memory and in a JSON lines file."""
+
+    def __init__(
+        self,
+        path: Path,
+        settings: Mapping[str, str],
+        model: type[Line],
+        key_of: Callable[[Line], Key],
+    ) -> None:
+        """Open the file. Raises EvaluationError if other settings are those of its folder."""
+        claim_folder(path.parent, settings)
+        self._path = path
+        self._key_of = key_of
+        self.lines = {key_of(line): line for line in read_finished_lines(path, model)}
+
+    def add(self, line: Line) -> None:
+        """Keep one."""
+        append_line(self._path, line)
+        self.lines[self._key_of(line)] = line
+
+
 class PartStore:
-    """Parts of one folder, in memory and in a JSON lines file."""
+    """Parts of one folder by their names."""
 
     def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
         """Open the folder. Raises EvaluationError if parts with other settings are in it."""
-        claim_folder(folder, settings)
-        self._path = folder / PARTS_FILE
-        self._parts = {part.name: part.data for part in read_finished_lines(self._path, Part)}
+        self._store = LineStore(folder / PARTS_FILE, settings, Part, lambda part: part.name)
 
     def has(self, name: str) -> bool:
         """Whether a part has been done."""
-        return name in self._parts
+        return name in self._store.lines
 
     def find(self, name: str) -> dict[str, Any]:
         """Return what a part came to that has been done."""
-        return self._parts[name]
+        return self._store.lines[name].data
 
     def add(self, name: str, data: dict[str, Any]) -> None:
         """Keep a part."""
-        append_line(self._path, Part(name=name, data=data))
-        self._parts[name] = data
+        self._store.add(Part(name=name, data=data))
 
     def get_or_do(self, name: str, do: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return what a part came to; do it, if it has not been done."""
-        if name not in self._parts:
+        if not self.has(name):
             self.add(name, do())
-        return self._parts[name]
+        return self.find(name)

@@ -9,6 +9,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from apar_core.evaluation.speed_plots import PLOT_SETTINGS
 from cluster.experiments.cells import Cell
 from cluster.experiments.settings import MODES
 
@@ -16,20 +17,11 @@ if TYPE_CHECKING:
     from cluster.experiments.step_curve import StepCurve
 
 MODE_COLOURS = {"sequential": "#9aa5b1", "eager": "#2f6f9f", "adaptive": "#d1602b"}
-_SETTINGS: Any = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "apar-serve",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-}
 
 
 def throughput_figure(cells_of_trace: Mapping[str, Sequence[Cell]]) -> Figure:
     """Return figure 5a, a panel for each trace: means, and bars between the quartiles."""
-    with mpl.rc_context(_SETTINGS):
+    with mpl.rc_context(PLOT_SETTINGS):
         number = len(cells_of_trace)
         figure = Figure(figsize=(5.5 * number, 4), layout="constrained")
         panels = figure.subplots(1, number, squeeze=False)[0]
@@ -46,7 +38,7 @@ def throughput_figure(cells_of_trace: Mapping[str, Sequence[Cell]]) -> Figure:
 
 def latency_figure(cells: Sequence[Cell]) -> Figure:
     """Return figure 5b: mean latency of an answer, and of a token of it."""
-    with mpl.rc_context(_SETTINGS):
+    with mpl.rc_context(PLOT_SETTINGS):
         figure = Figure(figsize=(11, 4), layout="constrained")
         whole, token = figure.subplots(1, 2)
         _draw(whole, cells, lambda cell: cell.key.concurrency or 0, lambda cell: cell.latency_s)
@@ -97,29 +89,31 @@ def _draw(
 
 def step_figure(curve: StepCurve) -> Figure:
     """Return the time of a step against its rows, and the throughput that follows."""
-    with mpl.rc_context(_SETTINGS):
+    with mpl.rc_context(PLOT_SETTINGS):
         figure = Figure(figsize=(11, 4), layout="constrained")
         time, throughput = figure.subplots(1, 2)
         rows = [point.rows for point in curve.points]
         seconds = [point.step_s for point in curve.points]
         line = [curve.fixed_s + curve.row_s * each for each in rows]
-        time.plot(rows, [1000 * each for each in seconds], "o", color=MODE_COLOURS["eager"])
-        time.plot(rows, [1000 * each for each in line], "-", color=MODE_COLOURS["sequential"])
+        formula = f"{1000 * curve.fixed_s:.2f} ms + {1000 * curve.row_s:.3f} ms a row"
+        colour, line_colour = MODE_COLOURS["eager"], MODE_COLOURS["sequential"]
+        time.plot(rows, [1000 * each for each in seconds], "o", color=colour, label="median")
+        time.plot(rows, [1000 * each for each in line], "-", color=line_colour, label=formula)
         time.set_title("Time of a decoding step")
         time.set_ylabel("ms")
         time.set_yscale("log")
-        throughput.plot(
-            rows,
-            [r / s for r, s in zip(rows, seconds, strict=True)],
-            "o-",
-            color=MODE_COLOURS["eager"],
-        )
-        throughput.set_title("Tokens a second")
+        time.yaxis.set_major_formatter("{x:g}")
+        rates = [point.rows / point.step_s for point in curve.points]
+        throughput.plot(rows, rates, "o-", color=colour)
+        throughput.set_title("Throughput of decoding")
+        throughput.set_ylabel("tokens / s")
+        throughput.set_ylim(bottom=0)
         for panel in (time, throughput):
             panel.set_xscale("log", base=2)
+            panel.xaxis.set_major_formatter("{x:g}")
             panel.set_xlabel("rows")
-            panel.axvline(
-                curve.knee_rows, color="#d1602b", linestyle=":", label=f"{curve.knee_rows:.0f} rows"
-            )
-            panel.legend(frameon=False)
+            if (knee := curve.knee_rows) is not None:
+                label = f"knee: {knee:.0f} rows"
+                panel.axvline(knee, color=MODE_COLOURS["adaptive"], linestyle=":", label=label)
+        time.legend(frameon=False, loc="upper left")
     return figure

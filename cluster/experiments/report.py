@@ -31,7 +31,6 @@ _COLUMNS = (
     "token_latency_ms", "step_ms", "steps", "computed_tokens", "preemptions",
     "forks", "forks_delayed", "wall_s",
 )  # fmt: skip
-_MARKS = {True: "met", False: "MISSED", None: "not measured"}
 
 
 def check_modes(experiments: Sequence[str], settings: ExperimentSettings) -> None:
@@ -138,7 +137,7 @@ def _setting_line(settings: ExperimentSettings) -> str:
 
 
 def _goal_lines(goals: Sequence[Goal]) -> str:
-    return "\n".join(f"- {goal.text}: {goal.measured} ({_MARKS[goal.is_met]})" for goal in goals)
+    return "\n".join(f"- {goal.line}" for goal in goals)
 
 
 def _row(cell: Cell) -> tuple[object, ...]:

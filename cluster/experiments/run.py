@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.experiments.cells import CellKey, CellStore
@@ -15,11 +15,9 @@ from cluster.experiments.figures import (
     keys_of,
     num_answers,
 )
+from cluster.experiments.parts import StartStage
 from cluster.experiments.report import check_modes, write_experiment
 from cluster.experiments.settings import ExperimentSettings
-
-StartStage = Callable[[str, int], Callable[[], None]]
-"""Begins a stage of so many answers; what it returns is called once an answer."""
 
 
 def run_experiments(

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from apar_core.evaluation.report_files import Report
 from apar_core.evaluation.report_table import Column, ReportTable
+from cluster.experiments.goals import Goal
 from cluster.experiments.parts import PartStore, StartStage
 
 if TYPE_CHECKING:
@@ -77,11 +78,11 @@ def _scheduler_goals(costs: SchedulerCosts) -> dict[str, str]:
     for way in (EAGER, ADAPTIVE):
         ratios = costs.ratios(way)
         ratio = statistics.median(ratios)
-        mark = "met" if ratio <= SCHEDULER_GOAL else "MISSED"
-        goals[f"Goal, {way}"] = (
-            f"a step costs at most {SCHEDULER_GOAL}x vLLM's: {ratio:.3f}x "
-            f"({min(ratios):.3f} to {max(ratios):.3f}) ({mark})"
-        )
+        goals[f"Goal, {way}"] = Goal(
+            f"a step costs at most {SCHEDULER_GOAL}x vLLM's",
+            f"{ratio:.3f}x ({min(ratios):.3f} to {max(ratios):.3f})",
+            ratio <= SCHEDULER_GOAL,
+        ).line
     return goals
 
 

@@ -28,7 +28,7 @@ def load_answers(
     path: Path, settings: ExperimentSettings, text: FoldedText | ModelText
 ) -> Sequence[ReplayAnswer]:
     """Return as many answers of a trace as the settings say, drawn with their seed."""
-    fitting = replay_answers(read_trace(path), text, text.tokens, max_tokens=settings.max_tokens)
+    fitting, _ = replay_answers(read_trace(path), text, text.tokens, max_tokens=settings.max_tokens)
     if len(fitting) <= settings.answers:
         return fitting
     return random.Random(settings.seed).sample(fitting, settings.answers)

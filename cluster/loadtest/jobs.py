@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
@@ -14,11 +14,6 @@ from apar_core.data.records import ChatMessage
 from apar_core.errors import EvaluationError
 from apar_core.evaluation.prompt_sets import Question, load_prompts
 from cluster.loadtest.target import ModelCard
-
-if TYPE_CHECKING:
-    from apar_core.evaluation.replay_text import ModelText
-    from apar_core.workload.replay_answers import ReplayAnswer
-    from apar_core.workload.trace import TraceLine
 
 REPLAY, PROMPTS = "replay", "prompts"
 FORMS = (
@@ -85,6 +80,8 @@ def build_jobs(settings: WorkloadSettings, card: ModelCard) -> PlannedJobs:
         jobs, left_out = _replay_jobs(name, settings, card)
     else:
         jobs, left_out = _prompt_jobs(name, settings, card), 0
+    if not jobs:
+        raise EvaluationError(f"--workload {settings.spec!r} has no prompt for a chat")
     wanted = settings.requests or len(jobs)
     sent = [jobs[index % len(jobs)] for index in range(wanted)]
     return PlannedJobs(sent, left_out, repeated=max(wanted - len(jobs), 0))
@@ -94,11 +91,14 @@ def _replay_jobs(name: str, settings: WorkloadSettings, card: ModelCard) -> tupl
     """Return the jobs, and how many answers were left out."""
     # transformers takes seconds to import, and plain prompts need none of it.
     from apar_core.evaluation.replay_text import load_text
+    from apar_core.workload.replay_answers import replay_answers
     from apar_core.workload.trace import read_trace
 
     text = load_text(_tokenizer(settings, card))
     context = settings.context_tokens or card.max_model_len
-    answers, left_out = _fitting(read_trace(Path(name)), text, context, settings.requests)
+    answers, left_out = replay_answers(
+        read_trace(Path(name)), text, text.tokens, max_tokens=context, wanted=settings.requests
+    )
     jobs = [
         Job(
             answer.answer_id,
@@ -116,32 +116,6 @@ def _replay_jobs(name: str, settings: WorkloadSettings, card: ModelCard) -> tupl
         for answer in answers
     ]
     return jobs, left_out
-
-
-def _fitting(
-    lines: Sequence[TraceLine], text: ModelText, context: int | None, wanted: int | None
-) -> tuple[list[ReplayAnswer], int]:
-    """Return the first answers that fit into the context, and how many before did not.
-
-    Raises EvaluationError if none fits.
-    """
-    from apar_core.workload.replay_answers import longest_sequence, replay_answer
-
-    answers: list[ReplayAnswer] = []
-    left_out = 0
-    for line in lines:
-        if len(answers) == wanted:
-            break
-        answer = replay_answer(line, text, text.tokens)
-        if context is None or longest_sequence(answer, text.tokens) <= context:
-            answers.append(answer)
-        else:
-            left_out += 1
-    if not answers:
-        raise EvaluationError(
-            f"none of {len(lines)} answers fits into {context} tokens with its prompt"
-        )
-    return answers, left_out
 
 
 def _tokenizer(settings: WorkloadSettings, card: ModelCard) -> str:

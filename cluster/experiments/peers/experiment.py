@@ -26,7 +26,7 @@ def run_peers(settings: PeerSettings, folder: Path, start_stage: StartStage) -> 
     answer that was not generated as recorded.
     """
     store = RunStore(folder, settings)
-    missing = [key for key in keys_of(settings) if key not in store.runs]
+    missing = [key for key in keys_of(settings) if key not in store.lines]
     if missing:
         _run(missing, settings, store, start_stage)
     return _report(settings, store)
@@ -72,7 +72,7 @@ def _report(settings: PeerSettings, store: RunStore) -> Report:
         standing_table,
     )
 
-    found = comparisons(store.runs)
+    found = comparisons(store.lines)
     facts = {
         "Model": settings.model,
         "Trace": str(settings.trace),
@@ -80,11 +80,10 @@ def _report(settings: PeerSettings, store: RunStore) -> Report:
         "Time": "no client pays for network, HTTP or tokenising; all methods in one process, in "
         "turn in each round; every answer was compared with the text of the trace",
     }
-    marks = {True: "met", False: "MISSED", None: "not measured"}
     for number, goal in enumerate(peer_goals(found), start=1):
-        facts[f"Goal {number}"] = f"{goal.text}: {goal.measured} ({marks[goal.is_met]})"
+        facts[f"Goal {number}"] = goal.line
     tables = [standing_table(found), *(comparison_table(each) for each in found)]
-    data = {"runs": [run.model_dump(mode="json") for run in store.runs.values()]}
+    data = {"runs": [run.model_dump(mode="json") for run in store.lines.values()]}
     return Report(
         "Ways of answering in parallel, side by side",
         facts,

@@ -10,10 +10,9 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
 
 from apar_core.errors import EvaluationError
-from apar_core.evaluation.answer_store import claim_folder
-from apar_core.evaluation.json_lines import append_line, read_finished_lines
 from cluster.experiments.driver import Drive, drive
 from cluster.experiments.experiment_engine import LEARNING_ANSWERS, Conditions, ExperimentEngine
+from cluster.experiments.parts import LineStore
 from cluster.experiments.peers.methods import ADAPTIVE, METHODS, SEQUENTIAL, Question
 from cluster.experiments.run_watch import RunWatch, watched
 from cluster.experiments.samples import steady
@@ -94,19 +93,12 @@ class PeerRun(BaseModel):
         return self.wall_s / self.steps
 
 
-class RunStore:
-    """The runs of one folder, in memory and in a JSON lines file."""
+class RunStore(LineStore[RunKey, PeerRun]):
+    """The runs of one folder."""
 
     def __init__(self, folder: Path, settings: PeerSettings) -> None:
         """Open the folder. Raises EvaluationError if runs with other settings are in it."""
-        claim_folder(folder, settings.as_text())
-        self._path = folder / RUNS_FILE
-        self.runs = {run.key: run for run in read_finished_lines(self._path, PeerRun)}
-
-    def add(self, run: PeerRun) -> None:
-        """Keep a run."""
-        append_line(self._path, run)
-        self.runs[run.key] = run
+        super().__init__(folder / RUNS_FILE, settings.as_text(), PeerRun, lambda run: run.key)
 
 
 def keys_of(settings: PeerSettings) -> list[RunKey]:
@@ -179,7 +171,7 @@ class PeerRunner:
         method = METHODS[key.method]
         token_time_s = 1.0
         if method.name == ADAPTIVE:
-            sequential = self._store.runs.get(key.model_copy(update={"method": SEQUENTIAL}))
+            sequential = self._store.lines.get(key.model_copy(update={"method": SEQUENTIAL}))
             if sequential is None:
                 raise EvaluationError(f"there is no sequential run beside {key}")
             token_time_s = self._settings.token_time_multiple * sequential.step_s

@@ -50,7 +50,7 @@ def answers(number: int) -> Sequence[ReplayAnswer]:
         TraceLine(str(i), "writing", f"Give me {i} tips.", LIST.format(number=i))
         for i in range(number)
     ]
-    return replay_answers(lines, text, text.tokens)
+    return replay_answers(lines, text, text.tokens)[0]
 
 
 def watched(engine: OfflineEngine, conditions: Conditions, number: int, forks: bool) -> Watched:

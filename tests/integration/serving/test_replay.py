@@ -56,7 +56,7 @@ def client(server: Server) -> openai.OpenAI:
 def answers() -> list[ReplayAnswer]:
     structured = read_trace(DATA / "structured.jsonl", limit=10)
     lines = structured + read_trace(DATA / "mixed.jsonl", limit=3)
-    found = replay_answers(lines, TEXT, TEXT.tokens, max_tokens=CONTEXT)
+    found, _ = replay_answers(lines, TEXT, TEXT.tokens, max_tokens=CONTEXT)
     assert len(found) > 8
     assert any(answer.num_threads == 1 for answer in found)
     return found

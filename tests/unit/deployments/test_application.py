@@ -7,7 +7,7 @@ from ray.serve.schema import LoggingConfig
 from vllm.config import VllmConfig
 
 from apar_core.engine.fork_settings import fork_settings
-from apar_core.engine.replay import REPLAY
+from apar_core.engine.replay_request import REPLAY
 from cluster.config import ClusterConfig
 from cluster.model_config import ForkLimits, ModelConfig
 from deployments.application import (

@@ -110,9 +110,10 @@ def test_only_answers_that_fit_are_replayed() -> None:
     fits = len(answer.prompt_ids) + len(answer.flat)
 
     assert longest_sequence(answer, TINY.tokens) == fits
-    kept = replay_answers([short, long], TINY, TINY.tokens, max_tokens=fits)
+    kept, left_out = replay_answers([short, long], TINY, TINY.tokens, max_tokens=fits)
     assert [each.flat for each in kept] == [answer.flat]
-    assert len(replay_answers([short, long], TINY, TINY.tokens)) == 2
+    assert left_out == 1
+    assert len(replay_answers([short, long], TINY, TINY.tokens)[0]) == 2
     with pytest.raises(EvaluationError, match=f"none of 2 answers fits into {fits - 1} tokens"):
         replay_answers([short, long], TINY, TINY.tokens, max_tokens=fits - 1)
 
@@ -131,7 +132,7 @@ def test_a_forked_sequence_may_be_longer_than_the_flat_one() -> None:
 def test_real_answers_have_the_threads_that_their_rules_give() -> None:
     lines = read_trace(DATA / "structured.jsonl", limit=60)
 
-    answers = replay_answers(lines, LLAMA, LLAMA.tokens)
+    answers, _ = replay_answers(lines, LLAMA, LLAMA.tokens)
 
     for given_line, answer in zip(lines, answers, strict=True):
         check(answer, LLAMA, given_line.response)

@@ -56,7 +56,7 @@ def test_finished_runs_are_found_again(tmp_path: Path) -> None:
     finished = run("eager", 1, 12.0)
     RunStore(tmp_path, settings).add(finished)
 
-    assert RunStore(tmp_path, settings).runs == {finished.key: finished}
+    assert RunStore(tmp_path, settings).lines == {finished.key: finished}
 
 
 def test_markers_count_as_no_text_and_last_tokens_as_not_computed() -> None:
