@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
@@ -14,12 +14,9 @@ from rich.markdown import Markdown
 
 from cluster.cli.evaluation_progress import clear_errors, stage_progress
 from cluster.cli.experiment_costs import fork_cost, profile, scheduler_cost
-from cluster.cli.experiment_peers import peers
+from cluster.cli.experiment_peers import peers, show_report
 from cluster.cli.experiment_scale_out import scale_out
 from cluster.experiments.settings import ExperimentSettings
-
-if TYPE_CHECKING:
-    from cluster.experiments.step_curve import StepCurve
 
 experiment = typer.Typer(
     no_args_is_help=True,
@@ -175,12 +172,16 @@ def _engine_arguments(text: str | None) -> dict[str, Any] | None:
 
 
 def step_curve(
-    out: Annotated[Path, typer.Option(help="Folder of data and plot.", file_okay=False)],
+    out: Annotated[
+        Path, typer.Option(help="Folder of data and report; run again to go on.", file_okay=False)
+    ],
     model: Model = "cpu-7b",
     rows: Annotated[
-        str, typer.Option(help="Numbers of rows.")
+        str, typer.Option(help="Numbers of rows, two or more, for example 1,8,64.")
     ] = "1,2,4,8,16,32,64,128,256,512,1024",
-    context: Annotated[int, typer.Option(min=1, help="Tokens that each row attends to.")] = 64,
+    context: Annotated[
+        int, typer.Option(min=1, help="Prompt tokens that each row attends to.")
+    ] = 64,
     steps: Annotated[int, typer.Option(min=2, help="Steps that are timed at each number.")] = 20,
     engine: Engine = None,
 ) -> None:
@@ -188,56 +189,20 @@ def step_curve(
 
     Example: [bold]apar experiment step-curve --model cpu-7b --out out/curve[/bold]
     """
-    from cluster.experiments.open_engine import model_folder, open_engine
-    from cluster.experiments.step_curve import measure_curve, write_curve
+    from cluster.experiments.step_curve import CurveLoad
+    from cluster.experiments.step_curve_report import curve_settings, report_step_curve
 
-    counts = [_positive(part) for part in _listed(rows) or ()]
-    longest = context + 2 * steps + max(counts)
-    # One share of the cache, the whole of it, with room for every row.
-    settings = _settings(
-        {
-            "trace": Path(),
-            "model": model,
-            "max_tokens": longest,
-            "kv_tokens": max(counts) * (context + 3 * steps + 32) + longest,
-            "kv_shares": (1.0,),
-            "mixed_kv_shares": (1.0,),
-            "engine": _engine_arguments(engine),
-        },
-        quick=False,
-    )
-    console = Console(stderr=True)
-    with (
-        clear_errors(console),
-        stage_progress(console) as progress,
-        model_folder(settings) as path,
-        open_engine(settings, path) as opened,
-    ):
-        curve = measure_curve(
-            opened,
-            counts,
-            context_tokens=context,
-            steps=steps,
-            done=progress.start("numbers of rows", len(counts)),
-        )
-        written = write_curve(curve, out)
-    _show_curve(curve)
-    Console().print(f"Files: [bold]{', '.join(map(str, written))}[/bold]", soft_wrap=True)
+    load = CurveLoad(_row_counts(rows), context, steps)
+    settings = curve_settings(model=model, load=load, engine=_engine_arguments(engine))
+    with clear_errors(Console(stderr=True)), stage_progress(Console(stderr=True)) as progress:
+        show_report(report_step_curve(settings, load, out, progress.start), out)
 
 
-def _show_curve(curve: StepCurve) -> None:
-    console = Console()
-    for point in curve.points:
-        console.print(
-            f"{point.rows:5d} rows: {1000 * point.step_s:8.2f} ms, "
-            f"{point.rows / point.step_s:8.0f} tokens/s",
-            highlight=False,
-        )
-    console.print(
-        f"A step costs {1000 * curve.fixed_s:.2f} ms and {1000 * curve.row_s:.3f} ms a row: the "
-        f"knee is at {curve.knee_rows:.0f} rows.",
-        highlight=False,
-    )
+def _row_counts(text: str) -> tuple[int, ...]:
+    counts = tuple(sorted({_positive(part.strip()) for part in text.split(",")}))
+    if len(counts) < 2:
+        raise typer.BadParameter(f"--rows: {text!r} has one number: a line takes two")
+    return counts
 
 
 def _positive(text: str) -> int:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from apar_core.evaluation.report_table import Column, ReportTable
 from cluster.experiments.experiment_engine import Conditions, ExperimentEngine
 
-CURVE = "step-curve"
 _WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class CurveLoad:
+    """Numbers of rows, prompt tokens of each row, and steps that are timed at each number."""
+
+    row_counts: tuple[int, ...]
+    context_tokens: int = 64
+    steps: int = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +49,18 @@ class StepCurve:
     row_s: float
 
     @property
-    def knee_rows(self) -> float:
-        """Rows that take as long as the fixed part of a step."""
+    def knee_rows(self) -> float | None:
+        """Rows that take as long as the fixed part of a step; None if one of both is nothing."""
+        if self.fixed_s <= 0 or self.row_s <= 0:
+            return None
         return self.fixed_s / self.row_s
 
 
-def measure_curve(
-    engine: ExperimentEngine,
-    row_counts: Sequence[int],
-    *,
-    context_tokens: int,
-    steps: int,
-    done: Callable[[], None],
-) -> StepCurve:
-    """Time decoding steps of rows that each attend to about `context_tokens` tokens."""
-    points = []
-    for rows in row_counts:
-        times = _step_times(engine, rows, context_tokens, steps)
-        lower, middle, upper = statistics.quantiles(times, n=4, method="inclusive")
-        points.append(CurvePoint(rows, context_tokens, middle, lower, upper))
-        done()
-    return fit(points)
+def measure_point(engine: ExperimentEngine, rows: int, load: CurveLoad) -> CurvePoint:
+    """Time decoding steps of so many rows."""
+    times = _step_times(engine, rows, load.context_tokens, load.steps)
+    lower, middle, upper = statistics.quantiles(times, n=4, method="inclusive")
+    return CurvePoint(rows, load.context_tokens, middle, lower, upper)
 
 
 def fit(points: Sequence[CurvePoint]) -> StepCurve:
@@ -74,16 +72,34 @@ def fit(points: Sequence[CurvePoint]) -> StepCurve:
     return StepCurve(tuple(points), float(fixed_s), float(row_s))
 
 
-def write_curve(curve: StepCurve, folder: Path) -> list[Path]:
-    """Write points and line as JSON, and the plot."""
-    from apar_core.evaluation.speed_plots import save_figure
-    from cluster.experiments.plots import step_figure
-
-    folder.mkdir(parents=True, exist_ok=True)
-    data = {**asdict(curve), "knee_rows": curve.knee_rows}
-    path = folder / f"{CURVE}.json"
-    path.write_text(json.dumps(data, indent=1), encoding="utf-8")
-    return [path, *save_figure(step_figure(curve), folder / CURVE)]
+def curve_table(curve: StepCurve) -> ReportTable:
+    """Return the points, and what the line says at each."""
+    columns = (
+        Column("rows", "d"),
+        Column("step ms", ".2f"),
+        Column("p25 ms", ".2f"),
+        Column("p75 ms", ".2f"),
+        Column("line ms", ".2f"),
+        Column("tokens/s", ".0f"),
+    )
+    rows = tuple(
+        (
+            point.rows,
+            1000 * point.step_s,
+            1000 * point.p25_s,
+            1000 * point.p75_s,
+            1000 * (curve.fixed_s + curve.row_s * point.rows),
+            point.rows / point.step_s,
+        )
+        for point in curve.points
+    )
+    return ReportTable(
+        "step-curve",
+        "A decoding step by its rows",
+        columns,
+        rows,
+        note="Medians and quartiles; the line is laid through the medians by relative errors.",
+    )
 
 
 def _step_times(

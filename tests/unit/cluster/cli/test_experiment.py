@@ -46,7 +46,19 @@ def test_a_trace_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert "none.jsonl" in refused("fig5a", "--trace", str(missing), "--out", str(tmp_path / "o"))
 
 
-def test_rows_of_the_step_curve_are_numbers(tmp_path: Path) -> None:
-    assert "'x' is no number of rows" in refused(
-        "step-curve", "--out", str(tmp_path), "--rows", "1,x"
-    )
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("1,x", "'x' is no number of rows"),
+        ("1,", "'' is no number of rows"),
+        ("0,2", "'0' is no number of rows"),
+        ("8,8", "'8,8' has one number: a line takes two"),
+    ],
+)
+def test_rows_of_the_step_curve_are_two_numbers_or_more(
+    tmp_path: Path, rows: str, message: str
+) -> None:
+    out = tmp_path / "out"
+
+    assert message in refused("step-curve", "--out", str(out), "--rows", rows)
+    assert not out.exists()
