@@ -54,12 +54,16 @@ WAYS: dict[str, tuple[dict[str, Any], int, set[str]]] = {
         {"preempted", "speculated"},
     ),
 }
-MIN_FORKED_THREADS = 300
+# Left to `make test-slow`: each is also part of a way above that does more at once.
+SLOW_WAYS = {"large batch, blocks of 16", "short memory", "n-gram speculation"}
+MIN_FORKED_THREADS_PER_CHAT = 1.2
 # Filled by the runs, so that the last test can look at all of them.
 FORKED_THREADS: dict[str, int] = {}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way in SLOW_WAYS)) for way in WAYS]
+)
 def test_every_thread_equals_plain_decoding_of_its_prefix(way: str) -> None:
     engine_args, num_chats, expected = WAYS[way]
     engine = EngineProcess(**engine_args)
@@ -93,7 +97,8 @@ def test_every_thread_equals_plain_decoding_of_its_prefix(way: str) -> None:
 
 
 def test_enough_forked_threads_were_compared() -> None:
-    if FORKED_THREADS.keys() != WAYS.keys():
+    if WAYS.keys() - FORKED_THREADS.keys() - SLOW_WAYS:
         pytest.skip("only part of the runs was selected")
 
-    assert sum(FORKED_THREADS.values()) >= MIN_FORKED_THREADS
+    num_chats = sum(WAYS[way][1] for way in FORKED_THREADS)
+    assert sum(FORKED_THREADS.values()) >= MIN_FORKED_THREADS_PER_CHAT * num_chats
