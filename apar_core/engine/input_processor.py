@@ -54,7 +54,11 @@ class ForkInputProcessor(InputProcessor):
             engine_config.forks(vllm_config) and vllm_config.scheduler_config.policy != "priority"
         )
         self._replay_rules = (
-            ReplayRules(vllm_config.model_config.get_vocab_size(), frozenset(self._end_ids()))
+            ReplayRules(
+                vllm_config.model_config.get_vocab_size(),
+                frozenset(self._end_ids()),
+                vllm_config.model_config.max_model_len,
+            )
             if engine_config.replays(vllm_config)
             else None
         )
@@ -86,7 +90,7 @@ class ForkInputProcessor(InputProcessor):
             if request.sampling_params is not None:
                 self._set_parameters(request, request.sampling_params)
         if request.sampling_params is not None:
-            self._set_replay(request.sampling_params)
+            self._set_replay(request, request.sampling_params)
         return request
 
     def _set_priority(self, request: EngineCoreRequest) -> None:
@@ -155,7 +159,7 @@ class ForkInputProcessor(InputProcessor):
                 *bad_words(parameters),
             ]
 
-    def _set_replay(self, params: SamplingParams) -> None:
+    def _set_replay(self, request: EngineCoreRequest, params: SamplingParams) -> None:
         """Turn what the client wants replayed, if anything, into what the engine replays."""
         if REPLAY_REQUEST_ARG not in (params.extra_args or {}):
             return
@@ -171,7 +175,12 @@ class ForkInputProcessor(InputProcessor):
             if params.structured_outputs is not None:
                 raise RequestError(f"`{PARAM}` cannot follow a grammar: ask for one of the two")
             parameters = ForkParameters.from_extra_args(extra_args)
-            scripts = self._replay_rules.parse(text, parameters, params.max_tokens)
+            scripts = self._replay_rules.parse(
+                text,
+                parameters,
+                prompt_tokens=_num_prompt_tokens(request),
+                max_tokens=params.max_tokens,
+            )
         except RequestError as error:
             raise VLLMValidationError(str(error), parameter=PARAM) from error
         params.extra_args = {**extra_args, **replay_args(scripts)}
@@ -204,6 +213,12 @@ def _control_tokens(vllm_config: VllmConfig, tokenizer: Any) -> ControlTokens | 
             extra={"model": vllm_config.model_config.model},
         )
     return control_tokens
+
+
+def _num_prompt_tokens(request: EngineCoreRequest) -> int:
+    if request.prompt_token_ids is not None:
+        return len(request.prompt_token_ids)
+    return 0 if request.prompt_embeds is None else len(request.prompt_embeds)
 
 
 def _drop_parameters(params: SamplingParams | None) -> None:

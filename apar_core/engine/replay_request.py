@@ -6,7 +6,7 @@ which takes seconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -28,13 +28,19 @@ _SCRIPTS: TypeAdapter[dict[str, list[int]]] = TypeAdapter(dict[str, list[int]])
 
 @dataclass(frozen=True, slots=True)
 class ReplayRules:
-    """What an engine can generate: its ids, and the tokens that end a thread."""
+    """What an engine can generate: its ids, the tokens that end a thread, and its context."""
 
     vocabulary_size: int
     end_ids: frozenset[int]
+    context_tokens: int
 
     def parse(
-        self, text: object, parameters: ForkParameters | None, max_tokens: int | None
+        self,
+        text: object,
+        parameters: ForkParameters | None,
+        *,
+        prompt_tokens: int,
+        max_tokens: int | None,
     ) -> dict[str, list[int]]:
         """Return the tokens of each thread, from JSON text.
 
@@ -51,7 +57,8 @@ class ReplayRules:
             _check_alone(scripts, parameters)
         else:
             _check_tree(scripts, parameters)
-        _check_length(scripts, parameters, max_tokens)
+        self._check_context(scripts, parameters, prompt_tokens)
+        _check_length(scripts, parameters, max_tokens, self.context_tokens - prompt_tokens)
         return scripts
 
     def _check_thread(self, path: str, token_ids: Sequence[int]) -> None:
@@ -71,6 +78,19 @@ class ReplayRules:
                 f"thread {path!r} must have an end token {sorted(self.end_ids)} at its end and "
                 f"nowhere else"
             )
+
+    def _check_context(
+        self, scripts: Scripts, parameters: ForkParameters | None, prompt_tokens: int
+    ) -> None:
+        """Check that every thread ends within the context, where the engine would cut it off."""
+        fork_id = None if parameters is None else parameters.fork_id
+        for path, sequence_tokens in _sequence_lengths(scripts, fork_id, prompt_tokens):
+            if sequence_tokens > self.context_tokens:
+                raise _refusal(
+                    f"thread {path!r} takes {sequence_tokens} tokens, of which "
+                    f"{sequence_tokens - len(scripts[path])} are the prompt and what it was forked "
+                    f"from: the model's context holds {self.context_tokens}"
+                )
 
 
 def _check_alone(scripts: Scripts, parameters: ForkParameters | None) -> None:
@@ -99,11 +119,10 @@ def _check_tree(scripts: Scripts, parameters: ForkParameters) -> None:
         path = pending.pop()
         reached.add(path)
         _check_forks(path, scripts[path], parameters)
-        prefix = f"{path}." if path else ""
-        forks = scripts[path].count(parameters.fork_id)
-        for ordinal in range(forks):
-            if (child := f"{prefix}{ordinal}") not in scripts:
-                raise _refusal(f"thread {child!r} is missing: {path!r} forks {forks} times")
+        children = _children(path, scripts[path], parameters.fork_id)
+        for child in children:
+            if child not in scripts:
+                raise _refusal(f"thread {child!r} is missing: {path!r} forks {len(children)} times")
             pending.append(child)
     if unknown := sorted(scripts.keys() - reached):
         raise _refusal(f"thread {unknown[0][:80]!r} is not forked by any other")
@@ -124,16 +143,42 @@ def _check_forks(path: str, token_ids: Sequence[int], parameters: ForkParameters
         raise _refusal(f"thread {path!r} forks right behind a control token, before any text")
 
 
+def _children(path: str, token_ids: Sequence[int], fork_id: int | None) -> dict[str, int]:
+    """Return the paths of a thread's children, and where in its tokens their fork tokens are."""
+    prefix = f"{path}." if path else ""
+    places = (place for place, token_id in enumerate(token_ids) if token_id == fork_id)
+    return {f"{prefix}{ordinal}": place for ordinal, place in enumerate(places)}
+
+
+def _sequence_lengths(
+    scripts: Scripts, fork_id: int | None, prompt_tokens: int
+) -> Iterator[tuple[str, int]]:
+    """Yield each thread and the tokens of its sequence, all that it reads included."""
+    pending = [("", prompt_tokens)]
+    while pending:
+        path, read_tokens = pending.pop()
+        yield path, read_tokens + len(scripts[path])
+        for child, place in _children(path, scripts[path], fork_id).items():
+            # It reads its parent's fork token too, and then its own child token.
+            pending.append((child, read_tokens + place + 2))
+
+
 def _check_length(
-    scripts: Scripts, parameters: ForkParameters | None, max_tokens: int | None
+    scripts: Scripts, parameters: ForkParameters | None, max_tokens: int | None, room_tokens: int
 ) -> None:
-    """Check that the limit on tokens, which are those of the text, lets all threads end."""
+    """Check that the limit on tokens, which are those of the text, lets all threads end.
+
+    vLLM lowers it to `room_tokens`, what the context leaves behind the prompt.
+    """
     fork_id = None if parameters is None else parameters.fork_id
     generated = sum(len(ids) - ids.count(fork_id) for ids in scripts.values())
     # Every thread ends with a token that is no text; one must fit, so that the last thread ends.
     wanted = generated - len(scripts) + 1
     if max_tokens is not None and max_tokens < wanted:
-        raise _refusal(f"takes {wanted} tokens, more than `max_tokens` allows: {max_tokens}")
+        limit = "`max_tokens` allows"
+        if max_tokens == room_tokens:
+            limit = "`max_tokens` or the model's context behind the prompt allows"
+        raise _refusal(f"takes {wanted} tokens, more than {limit}: {max_tokens}")
 
 
 def _refusal(problem: str) -> RequestError:

@@ -12,7 +12,8 @@ from apar_core.engine.replay_request import PARAM, ReplayRules
 from apar_core.errors import RequestError
 from tests.fakes.scripted_engine import CHILD, END, FORK, fork_parameters
 
-RULES = ReplayRules(vocabulary_size=100, end_ids=frozenset({END, 99}))
+PROMPT_TOKENS, CONTEXT_TOKENS = 6, 16
+RULES = ReplayRules(100, frozenset({END, 99}), CONTEXT_TOKENS)
 FORKING = fork_parameters(max_forks=3)
 UNFORKED = replace(FORKING, enabled=False)
 TREE = {
@@ -24,18 +25,24 @@ TREE = {
 TEXT_TOKENS = 7
 
 
+def parse(
+    text: object, parameters: Any, max_tokens: int | None, prompt_tokens: int = PROMPT_TOKENS
+) -> dict[str, list[int]]:
+    return RULES.parse(text, parameters, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
+
+
 def test_a_tree_is_taken_as_it_is() -> None:
-    assert RULES.parse(json.dumps(TREE), FORKING, TEXT_TOKENS + 1) == TREE
-    assert RULES.parse(json.dumps(TREE), FORKING, None) == TREE
+    assert parse(json.dumps(TREE), FORKING, TEXT_TOKENS + 1) == TREE
+    assert parse(json.dumps(TREE), FORKING, None) == TREE
 
 
 @pytest.mark.parametrize("parameters", [UNFORKED, None, FORKING])
 def test_one_thread_is_taken_whether_the_request_forks_or_not(parameters: Any) -> None:
-    assert RULES.parse('{"": [10, 11, 3]}', parameters, 3) == {"": [10, 11, 3]}
+    assert parse('{"": [10, 11, 3]}', parameters, 3) == {"": [10, 11, 3]}
 
 
 def test_a_model_without_control_tokens_may_use_their_ids() -> None:
-    assert RULES.parse(f'{{"": [{FORK}, {CHILD}, 3]}}', None, 3) == {"": [FORK, CHILD, 3]}
+    assert parse(f'{{"": [{FORK}, {CHILD}, 3]}}', None, 3) == {"": [FORK, CHILD, 3]}
 
 
 @pytest.mark.parametrize(
@@ -64,7 +71,7 @@ def test_what_the_engine_could_not_generate_is_refused(
     scripts = {path: ids for path, ids in {**TREE, **changes}.items() if ids is not None}
 
     with pytest.raises(RequestError, match=f"`apar.replay`.*{message}") as raised:
-        RULES.parse(json.dumps(scripts), FORKING, 500)
+        parse(json.dumps(scripts), FORKING, 500)
 
     assert raised.value.param == PARAM
 
@@ -72,23 +79,69 @@ def test_what_the_engine_could_not_generate_is_refused(
 @pytest.mark.parametrize("parameters", [UNFORKED, None])
 def test_a_tree_is_refused_where_the_request_does_not_fork(parameters: Any) -> None:
     with pytest.raises(RequestError, match=r"only the root thread.*does not fork, not '0'"):
-        RULES.parse(json.dumps(TREE), parameters, 500)
+        parse(json.dumps(TREE), parameters, 500)
     with pytest.raises(RequestError, match="only the root thread"):
-        RULES.parse("{}", parameters, 500)
+        parse("{}", parameters, 500)
 
 
 def test_a_fork_token_is_refused_where_the_request_does_not_fork() -> None:
     with pytest.raises(RequestError, match=f"has the control token {FORK}"):
-        RULES.parse(json.dumps({"": [10, FORK, END]}), UNFORKED, 500)
+        parse(json.dumps({"": [10, FORK, END]}), UNFORKED, 500)
 
 
 def test_the_limit_on_tokens_must_cover_the_text_and_one_end() -> None:
     with pytest.raises(
         RequestError, match=f"takes {TEXT_TOKENS + 1} tokens, more than `max_tokens` allows: 7"
     ):
-        RULES.parse(json.dumps(TREE), FORKING, TEXT_TOKENS)
+        parse(json.dumps(TREE), FORKING, TEXT_TOKENS)
     with pytest.raises(RequestError, match="takes 3 tokens"):
-        RULES.parse('{"": [10, 11, 3]}', UNFORKED, 2)
+        parse('{"": [10, 11, 3]}', UNFORKED, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "prompt_tokens", "message"),
+    [
+        # The prompt, what the root writes, and its end token.
+        ({}, 11, "thread '' takes 17 tokens, of which 11 are the prompt"),
+        # The prompt, four tokens of the root, the child token, and its own.
+        ({"1": [15, FORK, 16, 16, 16, 99]}, 6, "thread '1' takes 17 tokens, of which 11 are"),
+        # The same, two tokens of its parent, another child token, and its own.
+        ({"1.0": [16, 17, END]}, 6, "thread '1.0' takes 17 tokens, of which 14 are the prompt and"),
+    ],
+)
+def test_a_thread_that_the_context_would_cut_off_is_refused_with_its_numbers(
+    changes: dict[str, Any], prompt_tokens: int, message: str
+) -> None:
+    scripts = json.dumps({**TREE, **changes})
+
+    with pytest.raises(RequestError, match=f"{message}.* the model's context holds 16") as raised:
+        parse(scripts, FORKING, 500, prompt_tokens)
+
+    assert raised.value.param == PARAM
+
+
+def test_the_last_token_may_be_the_last_of_the_context() -> None:
+    assert parse(json.dumps(TREE), FORKING, 500, 6) == TREE
+    with pytest.raises(RequestError, match=r"thread '1.0' takes 17 tokens"):
+        parse(json.dumps(TREE), FORKING, 500, 7)
+
+
+def test_a_limit_that_is_what_the_context_leaves_is_named_so() -> None:
+    # Each thread fits, but not their texts one behind the other.
+    wide = {**TREE, "0": [*[13] * 6, END]}
+    with pytest.raises(
+        RequestError, match=r"takes 12 tokens.*the model's context behind the prompt allows: 10"
+    ):
+        parse(json.dumps(wide), FORKING, CONTEXT_TOKENS - PROMPT_TOKENS)
+
+
+@pytest.mark.parametrize("parameters", [UNFORKED, None])
+def test_one_thread_is_held_against_the_context_too(parameters: Any) -> None:
+    scripts = json.dumps({"": [*[10] * 8, END]})
+
+    assert parse(scripts, parameters, 9, 7)
+    with pytest.raises(RequestError, match="thread '' takes 17 tokens, of which 8 are"):
+        parse(scripts, parameters, 9, 8)
 
 
 @pytest.mark.parametrize(
@@ -96,4 +149,4 @@ def test_the_limit_on_tokens_must_cover_the_text_and_one_end() -> None:
 )
 def test_what_is_no_mapping_of_lists_of_ids_is_refused(text: object) -> None:
     with pytest.raises(RequestError, match=r"`apar\.replay`: "):
-        RULES.parse(text, FORKING, 500)
+        parse(text, FORKING, 500)
