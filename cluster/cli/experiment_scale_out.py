@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,7 +48,7 @@ def scale_out(
     """
     from cluster.experiments.scale_out import ScaleOutSettings
     from cluster.experiments.scale_out_report import report_scale_out
-    from cluster.experiments.simulated_scale_out import HOW_TO, can_simulate, check_model
+    from cluster.experiments.simulated_scale_out import can_simulate, check_model
 
     settings = ScaleOutSettings(
         trace=trace,
@@ -67,11 +66,7 @@ def scale_out(
             simulated = None
             if simulated_s > 0 and can_simulate(data):
                 simulated = _simulate(data, simulated_model, simulated_s, progress)
-        report = report_scale_out(settings, runs, simulated)
-        if simulated_s > 0 and simulated is None:
-            facts = {**report.facts, "More replicas": f"not simulated: {HOW_TO}"}
-            report = replace(report, facts=facts)
-        show_report(report, out)
+        show_report(report_scale_out(settings, runs, simulated, wanted=simulated_s > 0), out)
 
 
 def _measure(settings: ScaleOutSettings, out: Path, progress: StageProgress) -> list[ReplicasRun]:

@@ -7,16 +7,23 @@ from typing import TYPE_CHECKING
 
 from apar_core.evaluation.report_files import Report
 from cluster.experiments.scale_out import ReplicasRun, ScaleOutSettings, scale_out_table
-from cluster.experiments.simulated_scale_out import simulated_table
+from cluster.experiments.simulated_scale_out import HOW_TO, simulated_table
 
 if TYPE_CHECKING:
     from cluster.experiments.simulated_scale_out import SimulatedClusters
 
 
 def report_scale_out(
-    settings: ScaleOutSettings, runs: Sequence[ReplicasRun], simulated: SimulatedClusters | None
+    settings: ScaleOutSettings,
+    runs: Sequence[ReplicasRun],
+    simulated: SimulatedClusters | None,
+    *,
+    wanted: bool,
 ) -> Report:
-    """Return tables and plot of what was measured, and of what was simulated, if anything was."""
+    """Return tables and plot of what was measured, and of what was simulated, if anything was.
+
+    Where a simulation was `wanted` and there is none, the report says what it takes.
+    """
     # matplotlib takes a second to import.
     from cluster.experiments.scale_out_plot import scale_out_figure
 
@@ -28,6 +35,8 @@ def report_scale_out(
     tables = [scale_out_table(runs)]
     if simulated is not None:
         tables.append(simulated_table(simulated))
+    elif wanted:
+        facts["More replicas"] = f"not simulated: {HOW_TO}"
     return Report(
         "Scaling out",
         facts,

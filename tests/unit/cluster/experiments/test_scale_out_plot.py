@@ -93,9 +93,10 @@ def test_the_report_has_a_table_and_a_panel_for_what_there_is(
 ) -> None:
     settings = ScaleOutSettings(trace=Path("t.jsonl"))
 
-    report = report_scale_out(settings, RUNS, simulated)
+    report = report_scale_out(settings, RUNS, simulated, wanted=True)
 
     assert len(report.figures["scale-out"].axes) == panels
     assert len(report.tables) == panels
     assert report.facts["Load"] == "96 answers of t.jsonl, 32 under way at once, 3 repeats"
     assert len(report.data["runs"]) == len(RUNS)
+    assert ("More replicas" in report.facts) == (simulated is None)
