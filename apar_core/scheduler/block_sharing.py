@@ -117,6 +117,10 @@ class BlockSharing:
             self._manager.block_pool.free_blocks(reversed(blocks))
 
     def _allocate_slots(self, request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
+        if request.request_id in self._prefixes:
+            # What vLLM keeps free (`watermark`) is kept from new requests, for those that run to
+            # grow into; a fork that brings its parent's blocks is growth.
+            kwargs["has_scheduled_reqs"] = False
         new_blocks = self._allocate(request, *args, **kwargs)
         if new_blocks is None and self._prefixes:
             new_blocks = self._allocate_without_waiting_prefixes(request, args, kwargs)

@@ -217,6 +217,17 @@ PASSAGES = (
         "ForkCounters reads the shared tokens from this keyword",
     ),
     Passage(
+        Scheduler.schedule,
+        r"has_scheduled_reqs=bool\(self\.running\)",
+        "a fork is given this keyword as False: what is kept free is not kept from it",
+    ),
+    Passage(
+        KVCacheManager.allocate_slots,
+        r"if has_scheduled_reqs and request\.status in \( RequestStatus\.WAITING, "
+        r"RequestStatus\.PREEMPTED, \): watermark_blocks = self\.watermark_blocks",
+        "without it the watermark does not count",
+    ),
+    Passage(
         FullAttentionManager.add_local_computed_blocks,
         r"if self\._has_partial_local_hit\(new_computed_blocks, num_local_computed_tokens\):",
         "a hit that ends inside a block is copied on write: the fork's one copied block",

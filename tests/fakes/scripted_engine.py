@@ -51,6 +51,7 @@ class EngineShape:
     max_num_batched_tokens: int = 64
     max_model_len: int = 256
     run_ahead: bool = False
+    watermark: float = 0.0
     forks: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -275,6 +276,7 @@ def _build_scheduler(shape: EngineShape, model_dir: Path) -> ForkMixin:
         max_model_len=shape.max_model_len,
         enable_chunked_prefill=True,
         is_encoder_decoder=False,
+        watermark=shape.watermark,
     )
     cache_config = CacheConfig(block_size=shape.block_size, enable_prefix_caching=True)
     vllm_config = VllmConfig(

@@ -216,3 +216,25 @@ def test_preemption_takes_the_youngest_request_and_its_text_is_whole(model_dir: 
     assert sum(preempted.values()) > 0
     assert preempted["r0"] == preempted["r0~0"] == 0
     engine.assert_nothing_is_left()
+
+
+def test_what_vllm_keeps_free_is_kept_from_requests_and_not_from_forks(model_dir: Path) -> None:
+    def steps(watermark: float) -> int:
+        engine = ScriptedEngine(EngineShape(num_blocks=30, watermark=watermark), model_dir)
+        engine.add("a", PROMPT, SCRIPT)
+        engine.step()
+        engine.add("b", PROMPT[::-1], SCRIPT, arrival_time=1.0)
+        engine.step()
+        # Eight tenths of 30 blocks are not free beside a request of three.
+        assert [each.request_id for each in engine.scheduler.waiting] == ["b"] * (watermark > 0)
+        num_steps = 2
+        while "a" not in engine.finish_reasons:
+            assert engine.step()
+            assert num_steps < 100
+            num_steps += 1
+        engine.run()
+        assert engine.texts == {"a": TEXT, "b": TEXT}
+        engine.assert_nothing_is_left()
+        return num_steps
+
+    assert steps(watermark=0.8) == steps(watermark=0.0)
