@@ -54,11 +54,7 @@ class ForkInputProcessor(InputProcessor):
             engine_config.forks(vllm_config) and vllm_config.scheduler_config.policy != "priority"
         )
         self._replay_rules = (
-            ReplayRules(
-                vllm_config.model_config.get_vocab_size(),
-                frozenset(self._end_ids()),
-                vllm_config.model_config.max_model_len,
-            )
+            ReplayRules(vllm_config.model_config.get_vocab_size(), frozenset(self._end_ids()))
             if engine_config.replays(vllm_config)
             else None
         )
@@ -179,6 +175,8 @@ class ForkInputProcessor(InputProcessor):
                 text,
                 parameters,
                 prompt_tokens=_num_prompt_tokens(request),
+                # Known for certain once the engine runs: a context can be fitted to its memory.
+                context_tokens=self.model_config.max_model_len,
                 max_tokens=params.max_tokens,
             )
         except RequestError as error:

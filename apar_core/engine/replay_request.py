@@ -28,11 +28,10 @@ _SCRIPTS: TypeAdapter[dict[str, list[int]]] = TypeAdapter(dict[str, list[int]])
 
 @dataclass(frozen=True, slots=True)
 class ReplayRules:
-    """What an engine can generate: its ids, the tokens that end a thread, and its context."""
+    """What an engine can generate: its ids, and the tokens that end a thread."""
 
     vocabulary_size: int
     end_ids: frozenset[int]
-    context_tokens: int
 
     def parse(
         self,
@@ -40,6 +39,7 @@ class ReplayRules:
         parameters: ForkParameters | None,
         *,
         prompt_tokens: int,
+        context_tokens: int,
         max_tokens: int | None,
     ) -> dict[str, list[int]]:
         """Return the tokens of each thread, from JSON text.
@@ -57,8 +57,9 @@ class ReplayRules:
             _check_alone(scripts, parameters)
         else:
             _check_tree(scripts, parameters)
-        self._check_context(scripts, parameters, prompt_tokens)
-        _check_length(scripts, parameters, max_tokens, self.context_tokens - prompt_tokens)
+        fork_id = None if parameters is None else parameters.fork_id
+        _check_context(scripts, fork_id, prompt_tokens, context_tokens)
+        _check_length(scripts, parameters, max_tokens, context_tokens - prompt_tokens)
         return scripts
 
     def _check_thread(self, path: str, token_ids: Sequence[int]) -> None:
@@ -79,18 +80,18 @@ class ReplayRules:
                 f"nowhere else"
             )
 
-    def _check_context(
-        self, scripts: Scripts, parameters: ForkParameters | None, prompt_tokens: int
-    ) -> None:
-        """Check that every thread ends within the context, where the engine would cut it off."""
-        fork_id = None if parameters is None else parameters.fork_id
-        for path, sequence_tokens in _sequence_lengths(scripts, fork_id, prompt_tokens):
-            if sequence_tokens > self.context_tokens:
-                raise _refusal(
-                    f"thread {path!r} takes {sequence_tokens} tokens, of which "
-                    f"{sequence_tokens - len(scripts[path])} are the prompt and what it was forked "
-                    f"from: the model's context holds {self.context_tokens}"
-                )
+
+def _check_context(
+    scripts: Scripts, fork_id: int | None, prompt_tokens: int, context_tokens: int
+) -> None:
+    """Check that every thread ends within the context, where the engine would cut it off."""
+    for path, sequence_tokens in _sequence_lengths(scripts, fork_id, prompt_tokens):
+        if sequence_tokens > context_tokens:
+            raise _refusal(
+                f"thread {path!r} takes {sequence_tokens} tokens, of which "
+                f"{sequence_tokens - len(scripts[path])} are the prompt and what it was forked "
+                f"from: the model's context holds {context_tokens}"
+            )
 
 
 def _check_alone(scripts: Scripts, parameters: ForkParameters | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ def set_replay(**prompt: Any) -> dict[str, Any]:
     """What the engine is told of a request with this prompt, in a context of ten tokens."""
     # Without an engine's configuration: what replays need is their rules.
     processor = ForkInputProcessor.__new__(ForkInputProcessor)
-    processor._replay_rules = ReplayRules(100, frozenset({END}), context_tokens=10)
+    processor._replay_rules = ReplayRules(100, frozenset({END}))
+    processor.model_config = SimpleNamespace(max_model_len=10)  # type: ignore[assignment]
     params = SamplingParams(max_tokens=50, extra_args={REPLAY_REQUEST_ARG: json.dumps(ROOT)})
     request = EngineCoreRequest(
         request_id="r",

@@ -13,7 +13,7 @@ from apar_core.errors import RequestError
 from tests.fakes.scripted_engine import CHILD, END, FORK, fork_parameters
 
 PROMPT_TOKENS, CONTEXT_TOKENS = 6, 16
-RULES = ReplayRules(100, frozenset({END, 99}), CONTEXT_TOKENS)
+RULES = ReplayRules(100, frozenset({END, 99}))
 FORKING = fork_parameters(max_forks=3)
 UNFORKED = replace(FORKING, enabled=False)
 TREE = {
@@ -28,7 +28,13 @@ TEXT_TOKENS = 7
 def parse(
     text: object, parameters: Any, max_tokens: int | None, prompt_tokens: int = PROMPT_TOKENS
 ) -> dict[str, list[int]]:
-    return RULES.parse(text, parameters, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
+    return RULES.parse(
+        text,
+        parameters,
+        prompt_tokens=prompt_tokens,
+        context_tokens=CONTEXT_TOKENS,
+        max_tokens=max_tokens,
+    )
 
 
 def test_a_tree_is_taken_as_it_is() -> None:
