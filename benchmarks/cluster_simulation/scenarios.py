@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 
 from apar_core.scheduler.fork_policy import PolicyName
@@ -174,24 +177,37 @@ def routing_cells(
     """
     capacity = data.capacity(model)
     rows = [(*row, policy) for row in plan.scenarios for policy in plan.policies]
-    with ProcessPoolExecutor(jobs) as pool:
-        runs = [
-            [
-                pool.submit(
-                    simulate_routing, data, model, capacity, scenario, policy, seed, plan, slo
-                )
-                for seed in range(num_seeds)
-            ]
-            for scenario, num_seeds, policy in rows
-        ]
-        cells = []
-        for (scenario, _, policy), seeds in zip(rows, runs, strict=True):
+    runs = [
+        (data, model, capacity, scenario, policy, seed, plan, slo)
+        for scenario, num_seeds, policy in rows
+        for seed in range(num_seeds)
+    ]
+    cells = []
+    with _calls(jobs) as call:
+        found = call(simulate_routing, *zip(*runs, strict=True)) if runs else iter(())
+        for scenario, num_seeds, policy in rows:
             measured = []
-            for run in seeds:
-                measured.append(run.result())
+            for measures in islice(found, num_seeds):
+                measured.append(measures)
                 step()
             cells.append(Cell(model.name, scenario, policy, summarise(measured)))
     return cells
+
+
+@contextmanager
+def _calls(jobs: int) -> Iterator[Callable[..., Iterator[Measures]]]:
+    """`map`, in so many processes; an error or Ctrl-C ends what has not begun."""
+    if jobs == 1:
+        yield map
+        return
+    # Not forked: a copy of a process with threads may wait for a lock that nobody holds.
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
+    try:
+        yield pool.map
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
 
 
 def simulate_forking(
