@@ -87,7 +87,7 @@ def free_port() -> int:
     helped: one of Ray's many could take it before the caller listens on it.
     """
     ports = list(_LASTING_PORTS)
-    random.shuffle(ports)
+    random.SystemRandom().shuffle(ports)
     for port in (*ports, 0):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -246,7 +246,9 @@ def local_ray(*, num_cpus: int, metrics: MetricsConfig = _ANY_METRICS_PORT) -> I
                 _metrics_export_port=port,
             )
         except Exception as error:  # Ray has no class of its own for it.
-            raise StartError(f"Ray could not be started: {error}") from error
+            raise StartError(
+                f"Ray could not be started: {type(error).__name__}: {error}"
+            ) from error
         try:
             yield
         finally:

@@ -1,5 +1,6 @@
 """Processes and HAProxy's configuration; Ray itself is in the integration tests."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import httpx
 import psutil
 import pytest
 
+from cluster.config import StartError
 from cluster.local_ray import (
     SERVE_FLAGS,
     adopt_orphans,
@@ -153,6 +155,29 @@ def test_a_free_port_is_found_where_the_usual_ones_are_taken(
     assert found != port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", found))
+
+
+def test_ray_that_does_not_start_is_an_error_that_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**_: object) -> None:
+        raise TimeoutError("no raylet")
+
+    folder = tmp_path / "ray"
+    folder.mkdir()
+    environment = dict(os.environ)
+    monkeypatch.delitem(sys.modules, "ray.serve", raising=False)
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setattr("cluster.local_ray.tempfile.mkdtemp", lambda **_: str(folder))
+
+    with (
+        pytest.raises(StartError, match="Ray could not be started: TimeoutError: no raylet"),
+        local_ray(num_cpus=1),
+    ):
+        pass
+
+    assert not folder.exists()
+    assert dict(os.environ) == environment
 
 
 def test_ray_serve_must_not_have_been_imported_with_other_settings(
