@@ -31,7 +31,7 @@ _QUICK: dict[str, Any] = {
     "answers": 24,
     "kv_shares": (0.2, 0.9),
     "mixed_kv_shares": (0.5,),
-    "concurrencies": (1, 16),
+    "concurrencies": (1, 8),
     "sample_s": 0.5,
 }
 

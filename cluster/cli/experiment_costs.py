@@ -9,11 +9,7 @@ import typer
 from rich.console import Console
 
 from cluster.cli.evaluation_progress import clear_errors, stage_progress
-from cluster.cli.experiment_peers import Model, Trace, show_report
-
-Out = Annotated[
-    Path, typer.Option(help="Folder of data and report; run again to go on.", file_okay=False)
-]
+from cluster.cli.experiment_peers import Model, Out, Trace, show_report
 
 
 def fork_cost(

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from cluster.cli.evaluation_progress import StageProgress, clear_errors, stage_progress
-from cluster.cli.experiment_peers import Trace, show_report
+from cluster.cli.experiment_peers import Out, Trace, show_report
 
 if TYPE_CHECKING:
     from cluster.experiments.scale_out import ReplicasRun, ScaleOutSettings
@@ -20,9 +20,7 @@ _SIMULATED_REPLICAS = (1, 2, 4, 8, 16, 32)
 
 def scale_out(
     trace: Trace,
-    out: Annotated[
-        Path, typer.Option(help="Folder of data and report; run again to go on.", file_okay=False)
-    ] = Path("out/experiments/scale-out"),
+    out: Out = Path("out/experiments/scale-out"),
     model: Annotated[str, typer.Option(help="Preset or checkpoint that is served.")] = "apar-tiny",
     replicas: Annotated[
         list[int] | None, typer.Option(min=1, help="Replicas; repeatable: 1 and 2.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from apar_core.errors import EvaluationError
+from apar_core.errors import EngineError, EvaluationError
 from apar_core.evaluation.report_table import Column, ReportTable
 from cluster.experiments.program import Submission
 
@@ -67,7 +67,8 @@ def _counters(engine: OfflineEngine, submissions: Sequence[Submission]) -> ForkC
     from apar_core.scheduler.block_sharing import ForkCounters
 
     sharing: BlockSharing = engine.scheduler.block_sharing
-    engine.scheduler.reset_prefix_cache()
+    if not engine.scheduler.reset_prefix_cache():
+        raise EngineError("the prefix cache was not reset: blocks of an earlier run are held")
     sharing.counters = ForkCounters()
     prompts = [{"prompt_token_ids": each.prompt_ids} for each in submissions]
     engine.generate(prompts, [each.sampling for each in submissions])

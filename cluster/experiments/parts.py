@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from apar_core.evaluation.answer_store import claim_folder
+from apar_core.evaluation.answer_store import SETTINGS_FILE, claim_folder
 from apar_core.evaluation.json_lines import append_line, read_finished_lines
 
 PARTS_FILE = "parts.jsonl"
@@ -40,14 +40,21 @@ class LineStore(Generic[Key, Line]):
         model: type[Line],
         key_of: Callable[[Line], Key],
     ) -> None:
-        """Open the file. Raises EvaluationError if other settings are those of its folder."""
-        claim_folder(path.parent, settings)
+        """Open the file. Raises EvaluationError if other settings are those of its folder.
+
+        What is refused before a first line is kept leaves the folder free for another try.
+        """
+        if (path.parent / SETTINGS_FILE).is_file():
+            claim_folder(path.parent, settings)
+        self._settings = settings
         self._path = path
         self._key_of = key_of
         self.lines = {key_of(line): line for line in read_finished_lines(path, model)}
 
     def add(self, line: Line) -> None:
         """Keep one."""
+        if not self.lines:
+            claim_folder(self._path.parent, self._settings)
         append_line(self._path, line)
         self.lines[self._key_of(line)] = line
 

@@ -56,8 +56,7 @@ def _apar_fields(repeat: Repeat, *names: str) -> list[dict[str, Any]]:
 
 def _apar_mean(name: str) -> Callable[[Repeat], float | None]:
     def of(repeat: Repeat) -> float | None:
-        values = [fields[name] for fields in _apar_fields(repeat, name)]
-        return float(np.mean(values)) if values else None
+        return _mean([fields[name] for fields in _apar_fields(repeat, name)])
 
     return of
 
@@ -69,8 +68,7 @@ def _apar_saved(name: str) -> Callable[[Repeat], float | None]:
         own = _OWN_NAME.get(name, name)
         fields = _apar_fields(repeat, own, f"sequential_{name}")
         sequential = sum(each[f"sequential_{name}"] for each in fields)
-        used = sum(each[own] for each in fields)
-        return 1 - used / sequential if sequential else None
+        return _saved(sum(each[own] for each in fields), sequential)
 
     return of
 

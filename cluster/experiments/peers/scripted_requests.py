@@ -63,13 +63,15 @@ class ScriptedRequests:
 
 
 def split_paragraphs(
-    given: Sequence[int], paragraphs: Sequence[Sequence[int]]
+    given: Sequence[int], paragraphs: Sequence[Sequence[int]], *, gap: int = 1
 ) -> Iterator[Sequence[int]]:
-    """What was given in place of each paragraph; a marker or an end token stands behind each."""
+    """What was given in place of each paragraph; `gap` tokens stand behind each, a marker or the
+    end token.
+    """
     start = 0
     for paragraph in paragraphs:
         yield given[start : start + len(paragraph)]
-        start += len(paragraph) + 1
+        start += len(paragraph) + gap
 
 
 def flat_text(texts: Texts, thread: ThreadId) -> list[int]:

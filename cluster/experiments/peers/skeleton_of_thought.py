@@ -19,6 +19,7 @@ from apar_core.tree.paragraph import ROOT_THREAD
 from cluster.experiments.peers.scripted_requests import (
     ScriptedRequests,
     flat_text,
+    split_paragraphs,
 )
 from cluster.experiments.program import Submission
 
@@ -108,19 +109,9 @@ class SkeletonOfThought:
     def text_ids(self) -> list[int]:
         """Skeleton and details in reading order."""
         given = self._requests.given
-        first, *others = _cut(given[SKELETON], self._root.paragraphs)
+        first, *others = split_paragraphs(given[SKELETON], self._root.paragraphs, gap=0)
         text = list(first)
         for child, paragraph in zip(self._root.children, others, strict=True):
             text += given[child][:-1]
             text += paragraph
         return [*text, *given[SKELETON][-1:]]
-
-
-def _cut(given: Sequence[int], paragraphs: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """What was given in place of each paragraph, nothing standing between them."""
-    cut: list[Sequence[int]] = []
-    start = 0
-    for paragraph in paragraphs:
-        cut.append(given[start : start + len(paragraph)])
-        start += len(paragraph)
-    return cut

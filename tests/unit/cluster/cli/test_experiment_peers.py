@@ -8,9 +8,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from apar_core.errors import EvaluationError
 from cluster.cli.experiment_costs import scheduler_cost
 from cluster.cli.experiment_peers import peers
 from cluster.cli.experiment_scale_out import scale_out
+from cluster.experiments.peers.methods import METHODS
+from cluster.experiments.peers.runs import PeerSettings
 from cluster.experiments.scale_out import ReplicasRun
 
 TRACE = '{"id": "a", "prompt": "How?", "response": "Ten."}\n'
@@ -44,16 +47,29 @@ def test_a_comparison_that_cannot_be_made_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_options_that_are_not_given_leave_the_settings_as_they_are(tmp_path: Path) -> None:
-    # A missing trace is found only once the settings stand.
+def test_options_that_are_not_given_leave_the_settings_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[PeerSettings] = []
+
+    def run_peers(settings: PeerSettings, *_: object) -> None:
+        made.append(settings)
+        raise EvaluationError("stop here")
+
+    monkeypatch.setattr("cluster.experiments.peers.experiment.run_peers", run_peers)
+
+    code, output = run(peers, "--trace", str(tmp_path / "t"), "--out", str(tmp_path / "out"))
+
+    assert (code, "stop here" in output) == (1, True)
+    assert (made[0].methods, made[0].kv_shares) == (tuple(METHODS), (0.3, 0.9))
+    assert made[0].max_requests == PeerSettings(trace=tmp_path / "t").max_requests
+
+
+def test_a_missing_trace_is_named(tmp_path: Path) -> None:
     code, output = run(peers, "--trace", str(tmp_path / "none"), "--out", str(tmp_path / "out"))
 
     assert code == 1
     assert "none cannot be read" in output
-    assert (
-        "\"methods\": \"['sequential', 'client-forking'"
-        in (tmp_path / "out" / "run.json").read_text()
-    )
 
 
 def test_threads_that_do_not_make_whole_requests_are_refused() -> None:

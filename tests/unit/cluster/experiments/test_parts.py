@@ -47,7 +47,15 @@ def test_a_line_that_was_being_written_when_the_run_ended_is_no_part(tmp_path: P
 
 
 def test_a_folder_with_other_settings_is_refused(tmp_path: Path) -> None:
-    PartStore(tmp_path, {"model": "a"})
+    PartStore(tmp_path, {"model": "a"}).add("one", {})
 
     with pytest.raises(EvaluationError, match="model was 'a', is 'b'"):
         PartStore(tmp_path, {"model": "b"})
+
+
+def test_a_folder_without_a_part_is_free_for_other_settings(tmp_path: Path) -> None:
+    PartStore(tmp_path, {"model": "a"})
+
+    PartStore(tmp_path, {"model": "b"}).add("one", {"steps": 1})
+
+    assert PartStore(tmp_path, {"model": "b"}).find("one") == {"steps": 1}

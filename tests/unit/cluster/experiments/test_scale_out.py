@@ -53,7 +53,7 @@ class Played:
 def test_a_folder_of_a_trace_that_has_changed_is_refused(tmp_path: Path) -> None:
     settings = ScaleOutSettings(trace=tmp_path / "trace.jsonl")
     settings.trace.write_text("one answer")
-    PartStore(tmp_path / "out", settings.as_text())
+    PartStore(tmp_path / "out", settings.as_text()).add("one", {})
     settings.trace.write_text("another one")
 
     with pytest.raises(EvaluationError, match="trace_sha256 was"):
