@@ -1,8 +1,10 @@
 """A model with random weights whose engine, on a CPU, is bound as a large one is on a GPU.
 
 One row of its step waits for weights from memory, since they are well beyond the last cache; many
-rows wait for computation; and reading the KV cache of many rows takes its share of the step, as in
-the paper's models, which have a key and a value per head. `apar experiment step-curve` shows it.
+rows wait for computation; and reading the KV cache takes its share of the step: a token's keys and
+values are the same part of the weights as in the model of the name (1/25,000 for Llama 7B, 1/31,000
+for 13B), for which a small model needs fewer heads. Its layers are few and wide: on a CPU, rows
+through narrow matrices cost time from the first few on. `apar experiment step-curve` shows it.
 Tokens are forced in replay, so that weights decide nothing but time.
 """
 
@@ -37,19 +39,20 @@ _BYTES_OF_BFLOAT16 = 2
 
 @dataclass(frozen=True, slots=True)
 class CpuModel:
-    """Dimensions of a Llama; every head has keys and values of its own."""
+    """Dimensions of a Llama, `kv_heads` of whose heads have keys and values."""
 
     name: str
     hidden: int
     intermediate: int
     layers: int
     heads: int
+    kv_heads: int
     head_dim: int
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that a step reads, embeddings looked up left out."""
-        attention = 4 * self.hidden * self.heads * self.head_dim
+        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
         feed_forward = 3 * self.hidden * self.intermediate
         layers = self.layers * (attention + feed_forward)
         return _BYTES_OF_BFLOAT16 * (layers + _VOCABULARY_SIZE * self.hidden)
@@ -57,14 +60,18 @@ class CpuModel:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of KV cache that a token takes."""
-        return _BYTES_OF_BFLOAT16 * 2 * self.layers * self.heads * self.head_dim
+        return _BYTES_OF_BFLOAT16 * 2 * self.layers * self.kv_heads * self.head_dim
 
 
 CPU_MODELS = {
     model.name: model
     for model in (
-        CpuModel("cpu-7b", hidden=768, intermediate=2048, layers=8, heads=12, head_dim=64),
-        CpuModel("cpu-13b", hidden=1024, intermediate=2816, layers=8, heads=16, head_dim=64),
+        CpuModel(
+            "cpu-7b", hidden=1536, intermediate=3584, layers=2, heads=24, kv_heads=8, head_dim=64
+        ),
+        CpuModel(
+            "cpu-13b", hidden=1728, intermediate=4608, layers=3, heads=27, kv_heads=9, head_dim=64
+        ),
     )
 }
 
@@ -79,7 +86,7 @@ def write_cpu_model(model: CpuModel, folder: Path) -> Path:
         intermediate_size=model.intermediate,
         num_hidden_layers=model.layers,
         num_attention_heads=model.heads,
-        num_key_value_heads=model.heads,
+        num_key_value_heads=model.kv_heads,
         head_dim=model.head_dim,
         max_position_embeddings=_POSITIONS,
         vocab_size=_VOCABULARY_SIZE,

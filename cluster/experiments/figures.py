@@ -109,7 +109,8 @@ class Runner:
             token_time_s = self._settings.token_time_multiple * self._sequential_step_s(key)
         return Conditions(
             kv_share=key.kv_share,
-            max_requests=self._settings.max_requests,
+            # A closed loop keeps to its own number, also where that is larger.
+            max_requests=self._settings.max_requests if key.concurrency is None else None,
             concurrency=key.concurrency,
             policy="adaptive" if key.mode == "adaptive" else "eager",
             token_time_s=token_time_s,

@@ -56,8 +56,10 @@ def latency_figure(cells: Sequence[Cell]) -> Figure:
                 )
         token.set_title("Latency a text token")
         token.set_ylabel("ms")
+        numbers = sorted({cell.key.concurrency or 0 for cell in cells})
         for panel in (whole, token):
             panel.set_xscale("log", base=2)
+            panel.set_xticks(numbers, [str(number) for number in numbers])
             panel.set_xlabel("requests under way")
             panel.set_ylim(bottom=0)
         whole.legend(frameon=False)

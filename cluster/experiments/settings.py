@@ -23,17 +23,19 @@ class ExperimentSettings(BaseModel):
     model: str = Field("cpu-7b", description="A CPU model by name, or a checkpoint.")
     trace: Path = Field(description="Answers that fork: figure 5 and the tables.")
     mixed_trace: Path | None = Field(None, description="Answers in their natural mix.")
-    answers: PositiveInt = Field(72, description="Answers of each trace, drawn at random.")
+    answers: PositiveInt = Field(60, description="Answers of each trace, drawn at random.")
     max_tokens: PositiveInt = Field(
-        400, description="Answers that are longer than this, prompt included, are left out."
+        600, description="Answers that are longer than this, prompt included, are left out."
     )
     seed: int = Field(0, description="Of the drawing.")
     kv_tokens: PositiveInt | None = Field(
-        4096, description="Tokens of the whole KV cache; absent, vLLM sizes it by memory."
+        6144, description="Tokens of the whole KV cache; absent, vLLM sizes it by memory."
     )
     block_size: PositiveInt = Field(32, description="Tokens of a KV block.")
     max_requests: PositiveInt = Field(
-        32, description="Requests that run at once at most (350 and 180 in the paper)."
+        8,
+        description="Requests that run at once at most (350 and 180 in the paper); with a CPU "
+        "model well below its knee, where a step has room for more rows.",
     )
     kv_shares: tuple[PositiveFloat, ...] = Field(
         (0.1, 0.2, 0.3, 0.5, 0.7, 0.9), description="Shares of the KV cache in figure 5a."
@@ -42,7 +44,7 @@ class ExperimentSettings(BaseModel):
         (0.1, 0.5, 0.9), description="Shares at which the mixed trace is run."
     )
     concurrencies: tuple[PositiveInt, ...] = Field(
-        (1, 2, 4, 8, 16, 32), description="Requests under way in figure 5b."
+        (1, 2, 4, 8), description="Requests under way in figure 5b."
     )
     modes: tuple[Mode, ...] = Field(MODES, description="Ways of decoding.")
     sample_s: PositiveFloat = Field(3.0, description="Seconds between samples.")
@@ -70,6 +72,8 @@ class ExperimentSettings(BaseModel):
         """The settings as they are compared with those of an earlier run, traces by content."""
         values = {name: str(value) for name, value in self.model_dump(mode="json").items()}
         values["trace_sha256"] = trace_digest(self.trace)
+        if self.model in CPU_MODELS:
+            values["model_dimensions"] = repr(CPU_MODELS[self.model])
         if self.mixed_trace is not None:
             values["mixed_trace_sha256"] = trace_digest(self.mixed_trace)
         return values

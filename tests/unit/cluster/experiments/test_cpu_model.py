@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from transformers import AutoConfig
 
 from apar_core.data.records import ChatMessage
@@ -19,7 +20,8 @@ def test_the_folder_is_a_model_of_these_dimensions_with_a_tokenizer(tmp_path: Pa
 
     config = AutoConfig.from_pretrained(folder)
     assert (config.hidden_size, config.num_hidden_layers) == (model.hidden, model.layers)
-    assert config.num_key_value_heads == config.num_attention_heads == model.heads
+    assert config.num_attention_heads == model.heads
+    assert config.num_key_value_heads == model.kv_heads
     assert json.loads((folder / "config.json").read_text())["vocab_size"] == 4096
     assert load_text(str(folder)).tokens == load_text(str(checkpoint_path())).tokens
 
@@ -30,6 +32,21 @@ def test_weights_are_well_beyond_the_last_cache() -> None:
     assert small.weight_bytes > 3 * LAST_CACHE_BYTES
     # As 13 billion weights are to 7.
     assert 1.6 < large.weight_bytes / small.weight_bytes < 2.1
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "hidden", "intermediate"),
+    [("cpu-7b", 32, 4096, 11008), ("cpu-13b", 40, 5120, 13824)],
+)
+def test_a_token_of_the_kv_cache_is_the_part_of_the_weights_that_it_is_in_llama(
+    name: str, layers: int, hidden: int, intermediate: int
+) -> None:
+    weights = layers * (4 * hidden**2 + 3 * hidden * intermediate) + 32_000 * hidden
+    in_llama = 2 * layers * hidden / weights
+
+    model = CPU_MODELS[name]
+
+    assert model.kv_bytes_per_token / model.weight_bytes == pytest.approx(in_llama, rel=0.06)
 
 
 def test_folded_text_has_the_counts_of_the_large_tokenizer_and_ids_of_the_small_model() -> None:
