@@ -123,7 +123,7 @@ def test_a_folder_of_a_trace_that_has_changed_is_refused(tmp_path: Path, changed
     for path in paths.values():
         path.write_text("one answer")
     settings = ExperimentSettings.model_validate(paths)
-    CellStore(tmp_path / "out", settings)
+    CellStore(tmp_path / "out", settings).add(cell("eager"))
     CellStore(tmp_path / "out", settings)
     paths[changed].write_text("another one")
 
@@ -132,7 +132,7 @@ def test_a_folder_of_a_trace_that_has_changed_is_refused(tmp_path: Path, changed
 
 
 def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
-    CellStore(tmp_path, SETTINGS)
+    CellStore(tmp_path, SETTINGS).add(cell("eager"))
 
-    with pytest.raises(EvaluationError, match="answers was '72', is '12'"):
+    with pytest.raises(EvaluationError, match="answers was '60', is '12'"):
         CellStore(tmp_path, SETTINGS.model_copy(update={"answers": 12}))
