@@ -18,6 +18,11 @@ def test_a_reading_that_fails_is_an_error_of_the_measurement() -> None:
             time.sleep(0.1)
 
 
-def test_what_has_no_metrics_is_not_read() -> None:
+def test_what_has_no_metrics_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[object] = []
+    monkeypatch.setattr(httpx, "get", lambda page, **_: read.append(page))
+
     with read_every(None, 0.01):
         time.sleep(0.05)
+
+    assert read == []

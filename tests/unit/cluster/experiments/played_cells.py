@@ -1,9 +1,10 @@
-"""Cells as runs would leave them, with figures that can be worked out by hand."""
+"""Cells and runs as experiments would leave them, with figures that can be worked out by hand."""
 
 from typing import Any
 
 from cluster.experiments.cells import Cell, CellKey
 from cluster.experiments.samples import Sample, Spread
+from cluster.experiments.scale_out import ReplicasRun
 from cluster.experiments.settings import Mode
 
 
@@ -43,3 +44,15 @@ def cell(
         "samples": (Sample(3.0, 100.0, 400.0, 3.0, True),),
     }
     return Cell(**{**defaults, **values})
+
+
+def replicas_run(replicas: int, *, forked: bool, tokens: int) -> ReplicasRun:
+    return ReplicasRun(
+        replicas=replicas,
+        forked=forked,
+        text_tokens=tokens,
+        duration_s=10.0,
+        latency_mean_s=1.0,
+        server_cpu_s=12.0,
+        client_cpu_s=3.0,
+    )

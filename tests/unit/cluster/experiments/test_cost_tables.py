@@ -8,21 +8,10 @@ from pydantic import ValidationError
 from apar_core.scheduler.block_sharing import ForkCounters
 from cluster.experiments import simulated_scale_out
 from cluster.experiments.fork_cost import CACHED, SHARED, fork_cost_table
-from cluster.experiments.scale_out import ReplicasRun, ScaleOutSettings, scale_out_table
+from cluster.experiments.scale_out import ScaleOutSettings, scale_out_table
 from cluster.experiments.step_profile import ProfileLoad, StepProfile, profile_table
 from cluster.experiments.step_timers import PARTS
-
-
-def replicas_run(replicas: int, *, forked: bool, tokens: int) -> ReplicasRun:
-    return ReplicasRun(
-        replicas=replicas,
-        forked=forked,
-        text_tokens=tokens,
-        duration_s=10.0,
-        latency_mean_s=1.0,
-        server_cpu_s=12.0,
-        client_cpu_s=3.0,
-    )
+from tests.unit.cluster.experiments.played_cells import replicas_run
 
 
 def test_a_fork_costs_what_its_counters_say_over_the_number_of_forks() -> None:

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import pytest
-
 from cluster.experiments.peers.client_forking import ClientForking
 from tests.unit.cluster.experiments.peers.played import (
     END,
     Played,
     nested_answer,
-    unforked_answer,
 )
 
 # Stands in for fork and child tokens.
@@ -36,16 +33,6 @@ def test_the_parent_goes_on_while_its_children_write() -> None:
     assert played.num_rounds == 8
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_text_is_the_answer_however_many_tokens_come_at_once(seed: int) -> None:
-    answer = nested_answer()
-    program = ClientForking(answer, MARK)
-
-    Played(program, most_tokens=4, seed=seed)
-
-    assert program.text_ids() == answer.flat == [10, 11, 20, 30, 31, 21, 12, 22, 13, END]
-
-
 def test_the_text_is_made_of_what_came_not_of_what_was_asked_for() -> None:
     program = ClientForking(nested_answer(), MARK)
     program.start()
@@ -58,13 +45,3 @@ def test_the_text_is_made_of_what_came_not_of_what_was_asked_for() -> None:
         program.on_tokens(name, token_ids)
 
     assert program.text_ids() == [10, 99, 20, 30, END, 21, 12, 22, 13, END]
-
-
-def test_an_answer_without_forks_is_one_request() -> None:
-    answer = unforked_answer()
-    program = ClientForking(answer, MARK)
-
-    played = Played(program)
-
-    assert list(played.submitted) == ["root"]
-    assert program.text_ids() == answer.flat

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import pytest
-
 from cluster.experiments.peers.parent_stops import ParentStops
 from tests.unit.cluster.experiments.peers.played import (
     END,
     Played,
     nested_answer,
-    unforked_answer,
 )
 
 # Stands in for fork and child tokens.
@@ -58,24 +55,4 @@ def test_a_free_merge_leaves_the_childrens_text_out_of_what_is_read() -> None:
 
     assert played.prompt("root/rest") == [*PROMPT, *OUTLINE]
     assert played.prompt("root.0/rest") == [*PROMPT, *OUTLINE, MARK, 20, MARK]
-    assert program.text_ids() == answer.flat
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_text_is_the_answer_in_any_order_of_outputs(seed: int) -> None:
-    answer = nested_answer()
-    program = ParentStops(answer, MARK)
-
-    Played(program, most_tokens=4, seed=seed)
-
-    assert program.text_ids() == answer.flat == [10, 11, 20, 30, 31, 21, 12, 22, 13, END]
-
-
-def test_an_answer_without_forks_is_one_request() -> None:
-    answer = unforked_answer()
-    program = ParentStops(answer, MARK)
-
-    played = Played(program)
-
-    assert list(played.submitted) == ["root"]
     assert program.text_ids() == answer.flat
