@@ -262,28 +262,8 @@ def test_a_full_server_tells_who_runs_waits_is_refused_and_leaves(
     before = read_at_rest(page_url)
     leave = threading.Event()
 
-    def run_until_told_to_leave() -> None:
-        with (
-            suppress(httpx.HTTPError),
-            httpx.stream(
-                "POST",
-                server.url + CHAT,
-                json=body(stream=True, **LONG),
-                headers=headers(),
-                timeout=60,
-            ) as answer,
-        ):
-            for _ in answer.iter_bytes():
-                if leave.is_set():
-                    return
-
-    def status_of_one_more() -> int:
-        request = body(max_tokens=2)
-        answer = httpx.post(server.url + CHAT, json=request, headers=headers(), timeout=60)
-        return answer.status_code
-
     with ThreadPoolExecutor(4) as executor, suspended(server, ENGINE) as suspend:
-        running = [executor.submit(run_until_told_to_leave) for _ in range(2)]
+        running = [executor.submit(stream_until, leave, server) for _ in range(2)]
         page = read_when(
             page_url,
             lambda page: (
@@ -295,9 +275,9 @@ def test_a_full_server_tells_who_runs_waits_is_refused_and_leaves(
         )
         assert page.total(catalogue.KV_CACHE_USAGE) > 0
         suspend()  # Now nobody ends before the queue's time is over.
-        waiting = executor.submit(status_of_one_more)
+        waiting = executor.submit(status_of_one, server)
         read_when(page_url, lambda page: page.total(catalogue.REQUESTS_QUEUED) == 1)
-        refused = status_of_one_more()
+        refused = status_of_one(server)
         assert waiting.result() == refused == 503
         leave.set()
     for each in running:
@@ -315,6 +295,29 @@ def test_a_full_server_tells_who_runs_waits_is_refused_and_leaves(
     attended = page.total(catalogue.ATTENDED_TOKENS) - before.total(catalogue.ATTENDED_TOKENS)
     sequential = page.total(catalogue.SEQUENTIAL_ATTENDED_TOKENS)
     assert attended == sequential - before.total(catalogue.SEQUENTIAL_ATTENDED_TOKENS) > 0
+
+
+def stream_until(leave: threading.Event, server: Server) -> None:
+    """Read a long answer as it comes, and leave it when told to."""
+    with (
+        suppress(httpx.HTTPError),
+        httpx.stream(
+            "POST",
+            server.url + CHAT,
+            json=body(stream=True, **LONG),
+            headers=headers(),
+            timeout=60,
+        ) as answer,
+    ):
+        for _ in answer.iter_bytes():
+            if leave.is_set():
+                return
+
+
+def status_of_one(server: Server) -> int:
+    request = body(max_tokens=2)
+    answer = httpx.post(server.url + CHAT, json=request, headers=headers(), timeout=60)
+    return answer.status_code
 
 
 @contextmanager
