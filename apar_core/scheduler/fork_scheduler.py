@@ -152,8 +152,7 @@ class ForkMixin(Scheduler):
                 EngineCoreOutput(request_id, [], finish_reason=FinishReason.LENGTH)
             )
         self._unopened.clear()
-        timed = self.step_clock.end(scheduler_output, still_busy=bool(self.running))
-        if timed is not None:
+        if timed := self.step_clock.end(scheduler_output, still_busy=bool(self.running)):
             self.admission.policy.observe(*timed)
         self._start_waiting_forks()
         return outputs

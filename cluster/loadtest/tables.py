@@ -20,6 +20,13 @@ from cluster.loadtest.statistics import LEAST_REPEATS, Estimate
 from cluster.loadtest.times import TITLES
 
 _INTERVAL = "95 % interval"
+_FIGURE_COLUMNS = (
+    Column("Figure"),
+    Column("Value", ",.2f"),
+    Column("Unit"),
+    Column(_INTERVAL),
+    Column("Repeats"),
+)
 
 
 def interval_cell(estimate: Estimate | None, form: str = ",.1f") -> str | None:
@@ -35,13 +42,7 @@ def throughput_table(run: Run) -> ReportTable:
     return ReportTable(
         "throughput",
         "Throughput",
-        (
-            Column("Figure"),
-            Column("Value", ",.2f"),
-            Column("Unit"),
-            Column(_INTERVAL),
-            Column("Repeats"),
-        ),
+        _FIGURE_COLUMNS,
         tuple(rows),
         _throughput_note(run),
     )
@@ -99,11 +100,10 @@ def forking_table(run: Run) -> ReportTable | None:
     rows = _figure_rows(run, FORKING)
     if not rows:
         return None
-    columns = (Column("Figure"), Column("Value", ",.2f"), Column("Unit"), Column(_INTERVAL))
     return ReportTable(
         "forking",
         "Forking, by the answers' own statistics",
-        columns,
+        _FIGURE_COLUMNS[:-1],
         tuple(row[:-1] for row in rows),
         "Saved: against one thread that writes the same text (section 3.4 of the paper).",
     )
@@ -117,13 +117,7 @@ def cluster_table(run: Run) -> ReportTable | None:
     return ReportTable(
         "cluster",
         "What the servers counted",
-        (
-            Column("Figure"),
-            Column("Value", ",.2f"),
-            Column("Unit"),
-            Column(_INTERVAL),
-            Column("Repeats"),
-        ),
+        _FIGURE_COLUMNS,
         tuple(rows),
         "From the exported metrics, other clients' requests included. Generated: text, fork and "
         "end tokens. KV cache: of the fullest replica.",
