@@ -76,6 +76,13 @@ Concurrencies = Annotated[
 ]
 Modes = Annotated[str | None, typer.Option(help="Of sequential,eager,adaptive.")]
 SampleS = Annotated[float | None, typer.Option(help="Seconds between samples; 3 in the paper.")]
+Rounds = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Runs of each mode at each point, whose medians are compared; a folder may get more.",
+    ),
+]
 TokenTime = Annotated[
     float | None,
     typer.Option(
@@ -104,6 +111,7 @@ def _figure_command(names: tuple[str, ...], text: str) -> Callable[..., None]:
         kv_shares: KvShares = None,
         concurrencies: Concurrencies = None,
         modes: Modes = None,
+        rounds: Rounds = None,
         sample_s: SampleS = None,
         token_time_multiple: TokenTime = None,
         seed: Seed = 0,
@@ -121,6 +129,7 @@ def _figure_command(names: tuple[str, ...], text: str) -> Callable[..., None]:
             "kv_shares": _listed(kv_shares),
             "concurrencies": _listed(concurrencies),
             "modes": _listed(modes),
+            "rounds": rounds,
             "sample_s": sample_s,
             "token_time_multiple": token_time_multiple,
             "seed": seed,

@@ -17,6 +17,9 @@ from cluster.experiments.settings import ExperimentSettings, Mode
 
 CELLS_FILE = "cells.jsonl"
 
+_MEASURED = ("wall_s", "overall_tokens_per_s", "kv_tokens", "rows", "token_latency_s")
+_COUNTED = ("steps", "computed_tokens", "preemptions", "forks", "forks_delayed")
+
 
 class CellKey(BaseModel):
     """Which run this is."""
@@ -28,6 +31,7 @@ class CellKey(BaseModel):
     mode: Mode
     kv_share: float
     concurrency: int | None = None
+    round: int = 0
 
 
 class CategoryCounts(BaseModel):
@@ -133,6 +137,43 @@ class CellStore(LineStore[CellKey, Cell]):
         return [
             cell for key, cell in self.lines.items() if (key.figure, key.trace) == (figure, trace)
         ]
+
+
+def medians(cells: Sequence[Cell]) -> list[Cell]:
+    """Return one cell for the rounds of each point and mode: medians, without their samples.
+
+    A point has samples that count, as many as the round with the fewest, only if every round has.
+    """
+    rounds: dict[CellKey, list[Cell]] = {}
+    for cell in cells:
+        rounds.setdefault(cell.key.model_copy(update={"round": 0}), []).append(cell)
+    return [_median_cell(key, each) for key, each in rounds.items()]
+
+
+def _median_cell(key: CellKey, cells: Sequence[Cell]) -> Cell:
+    if len(cells) == 1:
+        return cells[0].model_copy(update={"key": key})
+
+    def median(name: str) -> float:
+        return float(statistics.median(getattr(cell, name) for cell in cells))
+
+    def spread_of(name: str) -> Spread:
+        spreads: list[Spread] = [getattr(cell, name) for cell in cells]
+        return Spread(
+            statistics.median(each.mean for each in spreads),
+            statistics.median(each.p25 for each in spreads),
+            statistics.median(each.p75 for each in spreads),
+        )
+
+    values: dict[str, object] = {
+        "key": key,
+        "samples": (),
+        "kept_samples": min(cell.kept_samples for cell in cells),
+    }
+    values |= {name: median(name) for name in _MEASURED}
+    values |= {name: round(median(name)) for name in _COUNTED}
+    values |= {name: spread_of(name) for name in ("throughput", "latency_s")}
+    return cells[0].model_copy(update=values)
 
 
 def pick(cells: Sequence[Cell], mode: Mode, **wanted: float | int | None) -> Cell | None:

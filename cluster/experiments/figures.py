@@ -1,7 +1,7 @@
 """The runs behind figure 5 of the paper: which there are, in which order, and doing them.
 
 All modes at one point come one after the other, so that what changes on the machine meanwhile
-meets all of them.
+meets all of them; rounds go over all points, so that each point is met at several times.
 """
 
 from __future__ import annotations
@@ -31,10 +31,18 @@ Workloads = Mapping[str, Sequence[ReplayAnswer]]
 
 
 def keys_of(figure: str, settings: ExperimentSettings, traces: Sequence[str]) -> list[CellKey]:
-    """Return the runs of a figure, those of one point together."""
+    """Return the runs of a figure round by round, those of one point together."""
     points = _points_5a if figure == FIGURE_5A else _points_5b
     return [
-        CellKey(figure=figure, trace=trace, mode=mode, kv_share=share, concurrency=concurrency)
+        CellKey(
+            figure=figure,
+            trace=trace,
+            mode=mode,
+            kv_share=share,
+            concurrency=concurrency,
+            round=number,
+        )
+        for number in range(settings.rounds)
         for trace, share, concurrency in points(settings)
         if trace in traces
         for mode in settings.modes

@@ -1,11 +1,15 @@
-"""What the figures have to show, as ratios of runs of one folder, and what they do show."""
+"""What the figures have to show, as ratios of runs of one folder, and what they do show.
+
+A ratio is of two runs of the same round; with several rounds it is the median of theirs.
+"""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from cluster.experiments.cells import Cell, pick
+from cluster.experiments.cells import Cell, CellKey, pick
 from cluster.experiments.settings import Mode
 
 LEAST_RATIO = 1.5
@@ -41,8 +45,8 @@ def throughput_goals(structured: Sequence[Cell], mixed: Sequence[Cell], mode: Mo
     """
     speed, said = _speed(structured)
     mixed_speed, mixed_said = _speed(mixed)
-    ratios = {cell.key.kv_share: ratio for cell, ratio in _ratios(structured, mode, speed)}
-    mixed_ratios = [ratio for _, ratio in _ratios(mixed, mode, mixed_speed)]
+    ratios = _ratios(structured, mode, speed, lambda key: key.kv_share)
+    mixed_ratios = _ratios(mixed, mode, mixed_speed, lambda key: key.kv_share).values()
     return [
         Goal(
             f"{mode}: throughput at least {LEAST_RATIO}x sequential at equal KV memory, from "
@@ -66,14 +70,13 @@ def throughput_goals(structured: Sequence[Cell], mixed: Sequence[Cell], mode: Mo
 
 def latency_goals(cells: Sequence[Cell], mode: Mode) -> list[Goal]:
     """Return the goal of figure 5b for one way of forking."""
-    ratios = {
-        cell.key.concurrency: ratio
-        for cell, ratio in _ratios(cells, mode, lambda cell: cell.latency_s.mean)
-    }
+    ratios = _ratios(
+        cells, mode, lambda cell: cell.latency_s.mean, lambda key: key.concurrency or 0
+    )
     return [
         Goal(
             f"{mode}: mean latency at most {LATENCY_RATIO}x sequential at equal concurrency",
-            _list(f"{number}: {ratio:.2f}x" for number, ratio in ratios.items()),
+            _list(f"{number:g}: {ratio:.2f}x" for number, ratio in ratios.items()),
             max(ratios.values()) <= LATENCY_RATIO if ratios else None,
         )
     ]
@@ -84,13 +87,21 @@ def _small_memory_goal(cells: Sequence[Cell], mode: Mode) -> Goal:
         f"{mode}: sequential decoding's best throughput, from {END_SHARES[0]:g} to "
         f"{END_SHARES[1]:g} of the KV cache, surpassed with {SMALL_SHARE:g}"
     )
-    small = pick(cells, mode, kv_share=SMALL_SHARE)
     speed, said = _speed(cells)
-    sequential = {cell.key.kv_share: speed(cell) for cell in cells if cell.key.mode == "sequential"}
-    if small is None or not sequential:
+    ratios = []
+    for number in sorted({cell.key.round for cell in cells}):
+        small = pick(cells, mode, kv_share=SMALL_SHARE, round=number)
+        sequential = {
+            cell.key.kv_share: speed(cell)
+            for cell in cells
+            if (cell.key.mode, cell.key.round) == ("sequential", number)
+        }
+        if small is not None and _has_ends(sequential):
+            ratios.append(speed(small) / max(sequential.values()))
+    if not ratios:
         return Goal(text, "", None)
-    ratio = speed(small) / max(sequential.values())
-    return Goal(text, _list([f"{ratio:.2f}x"], said), ratio > 1 if _has_ends(sequential) else None)
+    ratio = statistics.median(ratios)
+    return Goal(text, _list([f"{ratio:.2f}x"], said), ratio > 1)
 
 
 def _has_ends(shares: Iterable[float]) -> bool:
@@ -105,18 +116,19 @@ def _speed(cells: Sequence[Cell]) -> tuple[Callable[[Cell], float], str]:
 
 
 def _ratios(
-    cells: Sequence[Cell], mode: Mode, value: Callable[[Cell], float]
-) -> list[tuple[Cell, float]]:
-    """Cells of a mode, each beside the sequential one of its point."""
-    found = []
+    cells: Sequence[Cell],
+    mode: Mode,
+    value: Callable[[Cell], float],
+    place: Callable[[CellKey], float],
+) -> dict[float, float]:
+    """A mode's value over the sequential one by place: the median of the rounds' ratios."""
+    found: dict[float, list[float]] = {}
+    sequential = {cell.key: cell for cell in cells if cell.key.mode == "sequential"}
     for cell in cells:
-        if cell.key.mode != mode:
-            continue
-        key = cell.key
-        beside = pick(cells, "sequential", kv_share=key.kv_share, concurrency=key.concurrency)
-        if beside is not None:
-            found.append((cell, value(cell) / value(beside)))
-    return found
+        beside = sequential.get(cell.key.model_copy(update={"mode": "sequential"}))
+        if cell.key.mode == mode and beside is not None:
+            found.setdefault(place(cell.key), []).append(value(cell) / value(beside))
+    return {where: statistics.median(ratios) for where, ratios in found.items()}
 
 
 def _list(texts: Iterable[str], said: str = "") -> str:

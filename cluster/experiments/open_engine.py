@@ -67,7 +67,7 @@ def _engine_args(settings: ExperimentSettings) -> dict[str, Any]:
         arguments["num_gpu_blocks_override"] = num_blocks
     model = CPU_MODELS.get(settings.model)
     if model is not None:
-        arguments |= {"load_format": "dummy", "dtype": "bfloat16", "enforce_eager": True}
+        arguments |= {"load_format": "dummy", "dtype": "float32", "enforce_eager": True}
         if settings.kv_tokens is not None:
             # Or vLLM would want nearly all of the machine's memory, whatever it then takes.
             num_bytes = num_blocks * settings.block_size * model.kv_bytes_per_token

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from apar_core.errors import EvaluationError
-from cluster.experiments.cells import Cell, CellStore, write_data
+from cluster.experiments.cells import Cell, CellStore, medians, write_data
 from cluster.experiments.figures import FIGURE_5A, FIGURE_5B, MIXED, STRUCTURED
 from cluster.experiments.goals import Goal, latency_goals, throughput_goals
 from cluster.experiments.samples import LEAST_SAMPLES
@@ -29,7 +29,7 @@ _COLUMNS = (
     "kv_share", "concurrency", "mode", "tokens_per_s", "p25", "p75", "kept_samples",
     "overall_tokens_per_s", "kv_tokens", "kv_capacity_tokens", "rows", "latency_s",
     "token_latency_ms", "step_ms", "steps", "computed_tokens", "preemptions",
-    "forks", "forks_delayed", "wall_s",
+    "forks", "forks_delayed", "wall_s", "round",
 )  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def _write_5a(store: CellStore, settings: ExperimentSettings, folder: Path) -> P
         FIGURE_5A,
         "Figure 5a: throughput against KV memory",
         cells_of_trace,
-        throughput_figure(cells_of_trace),
+        throughput_figure({name: medians(cells) for name, cells in cells_of_trace.items()}),
         goals,
         settings,
         folder,
@@ -81,7 +81,7 @@ def _write_5b(store: CellStore, settings: ExperimentSettings, folder: Path) -> P
     cells = store.all(FIGURE_5B, STRUCTURED)
     goals = [goal for mode in _forking_modes(settings) for goal in latency_goals(cells, mode)]
     title = "Figure 5b: mean latency against concurrency"
-    figure = latency_figure(cells)
+    figure = latency_figure(medians(cells))
     return _write(FIGURE_5B, title, {STRUCTURED: cells}, figure, goals, settings, folder)
 
 
@@ -101,7 +101,7 @@ def _write(
     write_data(cells, folder / f"{name}.json")
     _write_csv(cells, folder / f"{name}.csv")
     parts = [f"# {title}", _setting_line(settings), f"![{title}]({name}.png)", _goal_lines(goals)]
-    parts += [_cell_table(trace, each) for trace, each in cells_of_trace.items()]
+    parts += [_cell_table(trace, medians(each)) for trace, each in cells_of_trace.items()]
     return _write_page(folder / f"{name}.md", parts)
 
 
@@ -131,8 +131,9 @@ def _setting_line(settings: ExperimentSettings) -> str:
         f"{settings.max_tokens} tokens with their prompt; at most {settings.max_requests} "
         f"requests at once; samples every {settings.sample_s:g} s, the first third and those with "
         f"no request pending left out; where fewer than {LEAST_SAMPLES} are kept (kept_samples 0) "
-        "the figures are of the whole run. All modes in one process, in turn at each point; every "
-        "answer was compared with the text of the trace."
+        "the figures are of the whole run. All modes in one process, in turn at each point and in "
+        "each round; figures are medians over the rounds, a ratio is the median of those of two "
+        "runs of one round. Every answer was compared with the text of the trace."
     )
 
 
@@ -146,16 +147,18 @@ def _row(cell: Cell) -> tuple[object, ...]:
         cell.throughput.p25, cell.throughput.p75, cell.kept_samples, cell.overall_tokens_per_s,
         cell.kv_tokens, cell.kv_capacity_tokens, cell.rows, cell.latency_s.mean,
         1000 * cell.token_latency_s, 1000 * cell.step_s, cell.steps, cell.computed_tokens,
-        cell.preemptions, cell.forks, cell.forks_delayed, cell.wall_s,
+        cell.preemptions, cell.forks, cell.forks_delayed, cell.wall_s, cell.key.round + 1,
     )  # fmt: skip
 
 
 def _cell_table(trace: str, cells: Sequence[Cell]) -> str:
+    # The last column tells rounds apart, of which these are medians.
+    columns = _COLUMNS[:-1]
     lines = [f"## {trace} trace", ""]
-    lines.append(f"| {' | '.join(_COLUMNS)} |")
-    lines.append("|" + " --: |" * len(_COLUMNS))
+    lines.append(f"| {' | '.join(columns)} |")
+    lines.append("|" + " --: |" * len(columns))
     for cell in cells:
-        lines.append("| " + " | ".join(_shown(value) for value in _row(cell)) + " |")
+        lines.append("| " + " | ".join(_shown(value) for value in _row(cell)[:-1]) + " |")
     return "\n".join(lines)
 
 

@@ -71,4 +71,5 @@ def _run(
 
 def _title(key: CellKey) -> str:
     place = f"{key.kv_share:g} of KV" if key.concurrency is None else f"{key.concurrency} at once"
-    return f"{key.figure} {key.trace}, {place}, {key.mode}"
+    number = f", round {key.round + 1}" if key.round else ""
+    return f"{key.figure} {key.trace}, {place}, {key.mode}{number}"

@@ -15,11 +15,19 @@ def cell(
     trace: str = "structured",
     kv_share: float = 0.5,
     concurrency: int | None = None,
+    number: int = 0,
     tokens_per_s: float = 100.0,
     latency_s: float = 2.0,
     **values: Any,
 ) -> Cell:
-    key = CellKey(figure=figure, trace=trace, mode=mode, kv_share=kv_share, concurrency=concurrency)
+    key = CellKey(
+        figure=figure,
+        trace=trace,
+        mode=mode,
+        kv_share=kv_share,
+        concurrency=concurrency,
+        round=number,
+    )
     defaults: dict[str, Any] = {
         "key": key,
         "kv_capacity_tokens": 1000,

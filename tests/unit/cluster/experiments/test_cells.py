@@ -4,10 +4,10 @@ import pytest
 
 from apar_core.errors import EvaluationError
 from apar_core.tree.statistics import TreeStatistics
-from cluster.experiments.cells import CellKey, CellStore, cell_of
+from cluster.experiments.cells import CellKey, CellStore, cell_of, medians
 from cluster.experiments.driver import Drive, Served
 from cluster.experiments.experiment_engine import Conditions, StepCounts
-from cluster.experiments.samples import Sample
+from cluster.experiments.samples import Sample, Spread
 from cluster.experiments.settings import ExperimentSettings
 from tests.unit.cluster.experiments.played_cells import cell
 
@@ -129,6 +129,31 @@ def test_a_folder_of_a_trace_that_has_changed_is_refused(tmp_path: Path, changed
 
     with pytest.raises(EvaluationError, match=f"{changed}_sha256 was"):
         CellStore(tmp_path / "out", settings)
+
+
+def test_a_folder_may_get_more_rounds(tmp_path: Path) -> None:
+    CellStore(tmp_path, SETTINGS).add(cell("eager"))
+
+    again = CellStore(tmp_path, SETTINGS.model_copy(update={"rounds": 3}))
+
+    assert again.find(cell("eager").key) is not None
+    assert again.find(cell("eager", number=1).key) is None
+
+
+def test_a_point_is_the_median_of_its_rounds() -> None:
+    rounds = [
+        cell("eager", number=0, tokens_per_s=100, steps=80, kept_samples=4),
+        cell("eager", number=1, tokens_per_s=300, steps=81, kept_samples=3),
+        cell("eager", number=2, tokens_per_s=110, steps=80, kept_samples=5),
+    ]
+    other = cell("sequential", number=2)
+
+    eager, sequential = medians([*rounds, other])
+
+    assert eager.key == cell("eager").key
+    assert eager.throughput == Spread(110, 109, 111)
+    assert (eager.steps, eager.kept_samples, eager.samples) == (80, 3, ())
+    assert sequential == other.model_copy(update={"key": cell("sequential").key})
 
 
 def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:

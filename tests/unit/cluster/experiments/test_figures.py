@@ -33,6 +33,13 @@ def test_ways_of_decoding_follow_each_other_at_every_point() -> None:
     assert all(key.concurrency is None for key in keys)
 
 
+def test_a_round_goes_over_all_points() -> None:
+    keys = keys_of("fig5a", SETTINGS.model_copy(update={"rounds": 2}), ["structured"])
+
+    assert [key.round for key in keys] == [0] * 6 + [1] * 6
+    assert [key.model_copy(update={"round": 0}) for key in keys[6:]] == keys[:6]
+
+
 def test_without_a_mixed_trace_there_are_no_runs_of_it() -> None:
     assert {key.trace for key in keys_of("fig5a", SETTINGS, ["structured"])} == {"structured"}
 

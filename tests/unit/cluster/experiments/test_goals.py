@@ -65,6 +65,25 @@ def test_where_a_run_has_too_few_samples_whole_runs_are_compared_and_that_is_sai
     assert all(goal.measured.endswith("1.40x (whole runs)") for goal in goals)
 
 
+def test_a_ratio_is_the_median_of_those_within_a_round() -> None:
+    # The machine became twice as slow after the first round, and for a moment in the third.
+    rates = [(100, 200), (50, 90), (50, 60)]
+    cells = [
+        each
+        for number, (sequential, eager) in enumerate(rates)
+        for share in (0.1, 0.2, 0.9)
+        for each in (
+            cell("sequential", number=number, kv_share=share, tokens_per_s=sequential),
+            cell("eager", number=number, kv_share=share, tokens_per_s=eager),
+        )
+    ]
+
+    goals = throughput_goals(cells, [], "eager")
+
+    assert goals[0].measured == "0.1: 1.80x, 0.2: 1.80x, 0.9: 1.80x"
+    assert goals[2].measured == "1.80x"
+
+
 def test_latency_is_judged_where_the_ratio_is_worst() -> None:
     cells = [
         cell("sequential", figure="fig5b", concurrency=1, latency_s=1.0),
