@@ -46,8 +46,13 @@ def scale_out(
     """
     from cluster.experiments.scale_out import ScaleOutSettings
     from cluster.experiments.scale_out_report import report_scale_out
-    from cluster.experiments.simulated_scale_out import can_simulate, check_model
+    from cluster.experiments.simulated_scale_out import (
+        can_simulate,
+        check_model,
+        find_repository,
+    )
 
+    find_repository()
     settings = ScaleOutSettings(
         trace=trace,
         model=model,

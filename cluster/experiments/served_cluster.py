@@ -51,6 +51,7 @@ def served_cluster(model: dict[str, Any], folder: Path, name: str) -> Iterator[S
     Configuration and log stay in the folder. Raises EngineError if it does not get ready.
     """
     port = free_port()
+    folder.mkdir(parents=True, exist_ok=True)
     config, log = folder / f"{name}.yaml", folder / f"{name}.log"
     config.write_text(yaml.safe_dump({"port": port, "models": [model]}), encoding="utf-8")
     with log.open("wb") as output:

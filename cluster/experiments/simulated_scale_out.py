@@ -7,6 +7,7 @@ a model of a replica; it is part of the repository, not of the installed package
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -52,8 +53,15 @@ class SimulatedClusters:
     clusters: tuple[SimulatedCluster, ...]
 
 
+def find_repository() -> None:
+    """Let the simulation be imported: the command `apar` finds only what is installed."""
+    root = Path(__file__).parents[2]
+    if (root / "benchmarks").is_dir() and str(root) not in sys.path:
+        sys.path.append(str(root))
+
+
 def can_simulate(data: Path) -> bool:
-    """Whether the simulation and what it replays are there."""
+    """Whether the simulation, which `find_repository` may have to find, and its data are there."""
     if find_spec("benchmarks") is None or find_spec(PACKAGE) is None:
         return False
     return (data / "traces").is_dir() and (data / "arrivals").is_dir()

@@ -67,3 +67,18 @@ def test_figures_and_tables_of_one_folder_come_from_the_same_runs(
     other = run("fig5a", *options, "--seed", "7", out=out)
     assert other.returncode == 1
     assert "seed was '0', is '7'" in other.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_served_replica_answers_the_load_of_scale_out(tmp_path: Path, trace: Path) -> None:
+    out = tmp_path / "new" / "out"
+    options = ("--replicas", "1", "--requests", "6", "--repeats", "1", "--simulated-s", "0")
+
+    done = run("scale-out", "--trace", trace, *options, out=out)
+
+    assert done.returncode == 0, done.stderr
+    parts = [json.loads(line)["data"] for line in (out / "parts.jsonl").read_text().splitlines()]
+    assert [part["forked"] for part in parts] == [False, True]
+    assert parts[0]["text_tokens"] == parts[1]["text_tokens"] > 0
+    assert (out / "report.html").is_file()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,20 @@ def test_a_missing_folder_of_recordings_cannot_be_simulated(tmp_path: Path) -> N
         (tmp_path / name).mkdir()
 
     assert simulated_scale_out.can_simulate(tmp_path)
+
+
+def test_the_simulation_is_found_where_only_the_package_is_installed(tmp_path: Path) -> None:
+    # As the command `apar` does: from another folder, which is not on Python's path.
+    code = (
+        "from cluster.experiments.simulated_scale_out import PACKAGE, find_repository\n"
+        "from importlib.util import find_spec\n"
+        "before = find_spec('benchmarks')\n"
+        "find_repository()\n"
+        "print(before, find_spec(PACKAGE) is not None)\n"
+    )
+
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+
+    assert found.stdout.split() == ["None", "True"]
