@@ -4,8 +4,10 @@
     python -m pytest -s tests/integration/loadtest/test_cross_check.py
 
 guidellm takes part where APAR_GUIDELLM names a folder that it was installed into, with
-`pip install --target FOLDER guidellm`. The clients run one after the other, so that only a machine
-that does nothing else (APAR_QUIET) shows each of them the same server.
+`pip install --target FOLDER guidellm`. The clients run one after the other on a machine that does
+nothing else (APAR_QUIET). It may still be faster at one time than at another: of the running
+application, each client's figures are compared with what the server itself measured meanwhile. So
+a client that slows the server down by the cores that it takes is not seen by this.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from apar_core.evaluation.prompt_sets import held_out_questions
+from cluster.metrics import catalogue
+from cluster.metrics.catalogue import Metric
 from tests.fakes.chat_server import Reply, chat_server
 from tests.integration.loadtest.peer_clients import (
     GUIDELLM,
@@ -30,6 +34,7 @@ from tests.integration.loadtest.peer_clients import (
     by_vllm,
 )
 from tests.integration.serving.apar_process import TINY, serving
+from tests.integration.serving.metrics_reading import Page, metrics_url, read_at_rest
 
 QUIET = "APAR_QUIET"
 pytestmark = [
@@ -41,6 +46,7 @@ pytestmark = [
 ROUNDS = 3
 FIGURES = ("tokens_per_s", "ttft_ms", "tpot_ms", "e2e_ms")
 TOLERANCE = 0.05
+SUMS = ("_sum", "_count")
 NUM_TOKENS = 64
 
 
@@ -64,15 +70,21 @@ def test_clients_agree_on_a_server_that_keeps_a_pace(tmp_path: Path) -> None:
 
 
 def test_clients_agree_on_the_running_application(tmp_path: Path) -> None:
-    with serving(tmp_path, TINY) as server:
+    with serving(tmp_path, TINY, metrics={"port": 0, "report_s": 1}) as server:
         load = Load(server.url, "apar-tiny", prompts(128), NUM_TOKENS, concurrency=8)
-        rounds = [one_round(load, tmp_path, number) for number in range(ROUNDS)]
+        page_url = metrics_url(server)
+        rounds = [one_round(load, tmp_path, number, page_url) for number in range(ROUNDS)]
 
     assert_agreement(rounds, len(load.prompts))
 
 
-def one_round(load: Load, folder: Path, number: int) -> dict[str, Seen]:
-    """Every client once, the order turned from round to round."""
+def one_round(
+    load: Load, folder: Path, number: int, page_url: str | None = None
+) -> dict[str, Seen]:
+    """Every client once, the order turned from round to round.
+
+    With a page of metrics the figures are shares of what the server measured in the same time.
+    """
     all_clients = clients()
     names = list(all_clients)
     turned = names[number % len(names) :] + names[: number % len(names)]
@@ -80,8 +92,35 @@ def one_round(load: Load, folder: Path, number: int) -> dict[str, Seen]:
     for name in turned:
         own = folder / f"{name}-{number}"
         own.mkdir()
+        before = None if page_url is None else read_at_rest(page_url)
         seen[name] = all_clients[name](load, own)
+        if page_url is not None and before is not None:
+            seen[name] = beside_server(seen[name], before, read_at_rest(page_url), load)
     return seen
+
+
+def beside_server(seen: Seen, before: Page, after: Page, load: Load) -> Seen:
+    """Times over the server's mean times; throughput over that of so many clients with these times.
+
+    The first chunk of a stream is not counted in its time per token.
+    """
+
+    def mean_s(metric: Metric) -> float:
+        seconds, number = (after.total(metric, part) - before.total(metric, part) for part in SUMS)
+        # A client may warm up.
+        assert len(load.prompts) <= number <= len(load.prompts) + load.concurrency
+        return seconds / number
+
+    e2e_s = mean_s(catalogue.REQUEST_LATENCY)
+    ttft_s = mean_s(catalogue.TIME_TO_FIRST_TOKEN)
+    tpot_s = (e2e_s - ttft_s) / (load.num_tokens - 1)
+    return Seen(
+        requests=seen.requests,
+        tokens_per_s=seen.tokens_per_s * e2e_s / (load.concurrency * load.num_tokens),
+        ttft_ms=seen.ttft_ms / (1000 * ttft_s),
+        tpot_ms=seen.tpot_ms / (1000 * tpot_s),
+        e2e_ms=seen.e2e_ms / (1000 * e2e_s),
+    )
 
 
 def assert_agreement(rounds: list[dict[str, Seen]], num_requests: int) -> None:
@@ -97,7 +136,7 @@ def assert_agreement(rounds: list[dict[str, Seen]], num_requests: int) -> None:
                 getattr(each[name], field) / getattr(each["apar"], field) for each in rounds
             )
             middle = statistics.median(getattr(each[name], field) for each in rounds)
-            cells.append(f"{middle:.1f} ({ratios[name, field]:.3f})")
+            cells.append(f"{middle:.4g} ({ratios[name, field]:.3f})")
         table.add_row(name, *cells)
     Console().print(table)
     assert {seen.requests for each in rounds for seen in each.values()} == {num_requests}

@@ -8,6 +8,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.metrics.catalogue import Metric
+from tests.integration.serving.apar_process import Server
 
 SETTLE_S = 40.0
 # Longer than a count is on its way: handed over once a second, and reported once a second.
@@ -50,6 +51,11 @@ class Page:
     def names(self) -> set[str]:
         """All names."""
         return {name for name, _, _ in self.samples}
+
+
+def metrics_url(server: Server) -> str:
+    """Where a server says that its metrics are."""
+    return server.log.read_text().partition("Metrics for Prometheus: ")[2].split()[0]
 
 
 def read(url: str) -> Page:

@@ -17,7 +17,13 @@ from cluster.keys_config import hash_of
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Kind
 from tests.integration.serving.apar_process import ENGINE, REPLICA, TINY, Server, serving
-from tests.integration.serving.metrics_reading import OURS, Page, read_at_rest, read_when
+from tests.integration.serving.metrics_reading import (
+    OURS,
+    Page,
+    metrics_url,
+    read_at_rest,
+    read_when,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -65,8 +71,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def page_url(server: Server) -> str:
-    said = server.log.read_text()
-    return said.partition("Metrics for Prometheus: ")[2].split()[0]
+    return metrics_url(server)
 
 
 def headers(key: str = "gold") -> dict[str, str]:
