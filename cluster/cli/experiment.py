@@ -1,4 +1,4 @@
-"""`apar experiment`: the paper's high-throughput experiments, in an engine in this process."""
+"""`apar experiment`: the paper's high-throughput experiments, in engines in this process."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rich.markdown import Markdown
 
 from cluster.cli.evaluation_progress import clear_errors, stage_progress
 from cluster.cli.experiment_costs import fork_cost, profile, scheduler_cost
-from cluster.cli.experiment_peers import peers, show_report
+from cluster.cli.experiment_peers import SideBySide, peers, show_report
 from cluster.cli.experiment_scale_out import scale_out
 from cluster.experiments.settings import ExperimentSettings
 
 experiment = typer.Typer(
     no_args_is_help=True,
     help="Measure forking under load as section 3.4 of the APAR paper does: recorded answers are "
-    "replayed token by token, forked and not, in one engine. Example: [bold]apar experiment fig5a "
-    "--trace ANSWERS.jsonl --quick --out out/quick[/bold]",
+    "replayed token by token, forked and not, in engines of this process. Example: "
+    "[bold]apar experiment fig5a --trace ANSWERS.jsonl --quick --out out/quick[/bold]",
     rich_markup_mode="rich",
 )
 
@@ -31,7 +31,7 @@ _QUICK: dict[str, Any] = {
     "answers": 24,
     "kv_shares": (0.2, 0.9),
     "mixed_kv_shares": (0.5,),
-    "concurrencies": (1, 8),
+    "concurrencies": (1, 4),
     "sample_s": 0.5,
 }
 
@@ -112,6 +112,7 @@ def _figure_command(names: tuple[str, ...], text: str) -> Callable[..., None]:
         concurrencies: Concurrencies = None,
         modes: Modes = None,
         rounds: Rounds = None,
+        side_by_side: SideBySide = None,
         sample_s: SampleS = None,
         token_time_multiple: TokenTime = None,
         seed: Seed = 0,
@@ -130,6 +131,7 @@ def _figure_command(names: tuple[str, ...], text: str) -> Callable[..., None]:
             "concurrencies": _listed(concurrencies),
             "modes": _listed(modes),
             "rounds": rounds,
+            "side_by_side": side_by_side,
             "sample_s": sample_s,
             "token_time_multiple": token_time_multiple,
             "seed": seed,

@@ -1,4 +1,4 @@
-"""`apar experiment peers`: other ways of answering in parallel, in the same engine as ours."""
+"""`apar experiment peers`: other ways of answering in parallel, in engines such as ours."""
 
 from __future__ import annotations
 
@@ -22,6 +22,15 @@ Out = Annotated[
 ]
 Model = Annotated[str, typer.Option(help="cpu-7b or cpu-13b (random weights), or a checkpoint.")]
 
+SideBySide = Annotated[
+    bool | None,
+    typer.Option(
+        "--side-by-side/--one-engine",
+        help="An engine for each way, which take turns of a few steps, so that a machine whose "
+        "speed changes is the same to all; takes the memory of all. Default: with a CPU model.",
+    ),
+]
+
 
 def peers(
     context: typer.Context,
@@ -29,7 +38,10 @@ def peers(
     out: Out = Path("out/experiments/peers"),
     model: Model = "cpu-7b",
     answers: Annotated[int, typer.Option(min=1, help="Answers, drawn at random.")] = 96,
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each method at each share.")] = 2,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Runs of each method at each share; a folder may get more.")
+    ] = 2,
+    side_by_side: SideBySide = None,
     kv_share: Annotated[
         list[float] | None, typer.Option(help="Share of the KV cache; repeatable: 0.3 and 0.9.")
     ] = None,
@@ -50,11 +62,12 @@ def peers(
         ),
     ] = None,
 ) -> None:
-    """Compare ways of answering in parallel: same engine, same answers, same KV memory.
+    """Compare ways of answering in parallel: same kind of engine, same answers, same KV memory.
 
     Sequential decoding; forking by the client; skeleton-of-thought; a parent that stops for its
     children; ours, eager and adaptive. The report has throughput, latency, steps, tokens computed
-    again and peak KV. Half an hour on 2 idle cores; example, in a few minutes:
+    again and peak KV. With --answers 32 --rounds 1 it takes 8 minutes on 2 idle cores, by default
+    six times as long; an example of a few minutes:
 
     [bold]apar experiment peers --trace TRACE.jsonl --answers 16 --rounds 1 --kv-share 0.9[/bold]
     """
@@ -79,8 +92,8 @@ def _settings(options: dict[str, Any]) -> PeerSettings:
     values = {
         names.get(name, name): value
         for name, value in options.items()
-        # An option that is not given is None, or an empty list.
-        if name != "out" and value
+        # An option that is not given is None, or has no elements.
+        if name != "out" and (value or value is False)
     }
     try:
         return PeerSettings(**values)

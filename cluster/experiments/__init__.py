@@ -1,1 +1,1 @@
-"""The paper's high-throughput experiments (section 3.4, appendix C.2), in one engine's process."""
+"""The paper's high-throughput experiments (section 3.4, appendix C.2), in engines that live here."""

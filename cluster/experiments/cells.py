@@ -142,18 +142,26 @@ class CellStore(LineStore[CellKey, Cell]):
 def medians(cells: Sequence[Cell]) -> list[Cell]:
     """Return one cell for the rounds of each point and mode: medians, without their samples.
 
-    A point has samples that count, as many as the round with the fewest, only if every round has.
+    A point's throughput is that of whole runs unless all its rounds have samples that count. A
+    round that has not all modes yet is left out.
     """
+    modes = {cell.key.mode for cell in cells}
+    met: dict[CellKey, set[Mode]] = {}
+    for cell in cells:
+        met.setdefault(_place(cell.key), set()).add(cell.key.mode)
     rounds: dict[CellKey, list[Cell]] = {}
     for cell in cells:
-        rounds.setdefault(cell.key.model_copy(update={"round": 0}), []).append(cell)
+        if met[_place(cell.key)] == modes:
+            rounds.setdefault(cell.key.model_copy(update={"round": 0}), []).append(cell)
     return [_median_cell(key, each) for key, each in rounds.items()]
 
 
-def _median_cell(key: CellKey, cells: Sequence[Cell]) -> Cell:
-    if len(cells) == 1:
-        return cells[0].model_copy(update={"key": key})
+def _place(key: CellKey) -> CellKey:
+    """What runs that are compared have in common."""
+    return key.model_copy(update={"mode": "sequential"})
 
+
+def _median_cell(key: CellKey, cells: Sequence[Cell]) -> Cell:
     def median(name: str) -> float:
         return float(statistics.median(getattr(cell, name) for cell in cells))
 
@@ -173,6 +181,9 @@ def _median_cell(key: CellKey, cells: Sequence[Cell]) -> Cell:
     values |= {name: median(name) for name in _MEASURED}
     values |= {name: round(median(name)) for name in _COUNTED}
     values |= {name: spread_of(name) for name in ("throughput", "latency_s")}
+    if not values["kept_samples"]:
+        whole = median("overall_tokens_per_s")
+        values["throughput"] = Spread(whole, whole, whole)
     return cells[0].model_copy(update=values)
 
 

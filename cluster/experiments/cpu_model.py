@@ -3,11 +3,11 @@
 One row of its step waits for weights from memory, since they are well beyond the last cache; many
 rows wait for computation; and reading the KV cache takes its share of the step: a token's keys and
 values are the same part of the weights as in the model of the name (1/25,000 for Llama 7B, 1/31,000
-for 13B), for which a small model needs fewer heads. Its layers are few and wide: on a CPU, rows
-through narrow matrices cost time from the first few on. `apar experiment step-curve` shows it.
-Weights are of 32 bits: in 16 bits, the matrix kernels of many CPUs take longer with each row from
-the first ones on, where those of a GPU do not. Tokens are forced in replay, so that weights decide
-nothing but time.
+for 13B), for which a small model needs fewer heads, of Llama's 128 dimensions. Its layers are few
+and wide: on a CPU, rows through narrow matrices cost time from the first few on. Weights are of 32
+bits: in 16 bits, the matrix kernels of many CPUs take longer with each row from the first ones on,
+where those of a GPU do not. `apar experiment step-curve` shows it. Tokens are forced in replay, so
+that weights decide nothing but time.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ CPU_MODELS = {
     model.name: model
     for model in (
         CpuModel(
-            "cpu-7b", hidden=1536, intermediate=3584, layers=2, heads=24, kv_heads=8, head_dim=64
+            "cpu-7b", hidden=1536, intermediate=3584, layers=2, heads=12, kv_heads=4, head_dim=128
         ),
         CpuModel(
-            "cpu-13b", hidden=1728, intermediate=4608, layers=3, heads=27, kv_heads=9, head_dim=64
+            "cpu-13b", hidden=1536, intermediate=5056, layers=3, heads=12, kv_heads=4, head_dim=128
         ),
     )
 }

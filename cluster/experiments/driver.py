@@ -1,9 +1,12 @@
-"""Puts programs through an engine in this process, and measures what becomes of them."""
+"""Puts programs through engines in this process, and measures what becomes of them.
+
+Runs that are to be compared are done side by side, each in an engine of its own, in turns of a few
+steps: a machine whose speed changes from minute to minute is then the same to all of them.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count, cycle, islice
 from typing import TYPE_CHECKING, Any
@@ -15,6 +18,8 @@ from cluster.experiments.samples import Sample, Sampler
 
 if TYPE_CHECKING:
     from apar_core.tree.statistics import TreeStatistics
+
+_TURN_STEPS = 16
 
 ProgramFactory = Callable[[int], Program]
 """Makes the program of the question at an index, anew for each run."""
@@ -48,6 +53,17 @@ class Drive:
     forks_delayed: int
 
 
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """A run to be done: which questions are put to which engine, and under which conditions."""
+
+    engine: ExperimentEngine
+    conditions: Conditions
+    make: ProgramFactory
+    num_questions: int
+    on_answer: Callable[[], None] = lambda: None
+
+
 @dataclass(slots=True)
 class _Client:
     """A program on its way; `alive` are the names of its submissions that run."""
@@ -59,74 +75,99 @@ class _Client:
     statistics: TreeStatistics | None = None
 
 
-def drive(
-    engine: ExperimentEngine,
-    conditions: Conditions,
-    make: ProgramFactory,
-    num_questions: int,
-    *,
-    sample_s: float,
-    on_answer: Callable[[], None] = lambda: None,
-) -> Drive:
+def drive(plan: RunPlan, *, sample_s: float) -> Drive:
     """Answer every question once, and return what was measured.
 
     In a closed loop others of the questions keep the engine busy before and after the measured
     ones, which so all see the same concurrency. Raises EvaluationError if an answer is not the one
     that was to be generated.
     """
-    engine.prepare(conditions)
-    run = _Run(engine, conditions, make, num_questions, on_answer)
-    run.sampler = Sampler(sample_s, time.perf_counter, lambda: run.has_pending)
-    start_s = time.perf_counter()
-    while run.num_left > 0:
-        run.submit_what_may_come()
-        run.step()
-    wall_s = time.perf_counter() - start_s
-    whole = run.sampler.whole()
-    engine.abort_all()
-    counters = engine.scheduler.admission.counters
-    delayed = sum(counters.delayed.values())
-    return Drive(
-        wall_s=wall_s,
-        served=tuple(run.served),
-        samples=tuple(run.sampler.samples),
-        whole=whole,
-        counts=engine.counts,
-        kv_tokens=round(conditions.kv_share * engine.num_blocks) * engine.block_size,
-        forks=counters.accepted + delayed,
-        forks_delayed=delayed,
-    )
+    return drive_side_by_side([plan], sample_s=sample_s)[0]
+
+
+def drive_side_by_side(plans: Sequence[RunPlan], *, sample_s: float) -> list[Drive]:
+    """Do runs in engines of their own, so that all of them begin and end at about the same time.
+
+    The next steps are those of the run of whose text the least is generated; a run's times are
+    those of its own steps. Raises EvaluationError as `drive` does.
+    """
+    clocks = [plan.engine.clock for plan in plans]
+    try:
+        for clock in clocks:
+            clock.pause()
+        runs = [_Run(plan, sample_s) for plan in plans]
+        while unfinished := [run for run in runs if not run.is_finished]:
+            min(unfinished, key=lambda run: run.progress).take_turn(_TURN_STEPS)
+        return [run.result() for run in runs]
+    finally:
+        for clock in clocks:
+            clock.resume()
 
 
 class _Run:
-    """The state of one run."""
+    """The state of one run; its time passes in its turns."""
 
-    sampler: Sampler
-
-    def __init__(
-        self,
-        engine: ExperimentEngine,
-        conditions: Conditions,
-        make: ProgramFactory,
-        num_questions: int,
-        on_answer: Callable[[], None],
-    ) -> None:
+    def __init__(self, plan: RunPlan, sample_s: float) -> None:
+        engine = plan.engine
+        engine.prepare(plan.conditions)
         self.served: list[Served] = []
-        self.num_left = num_questions
+        self.num_left = plan.num_questions
+        self._plan = plan
         self._engine = engine
-        self._concurrency = conditions.concurrency
-        self._is_endless = conditions.concurrency is not None and conditions.keeps_busy
-        self._num_coming = num_questions
-        self._make = make
-        self._on_answer = on_answer
-        fillers = conditions.concurrency if self._is_endless else None
-        self._coming = question_order(num_questions, fillers)
+        self._concurrency = plan.conditions.concurrency
+        self._is_endless = self._concurrency is not None and plan.conditions.keeps_busy
+        self._num_coming = plan.num_questions
+        self._text_tokens = sum(
+            plan.make(index).answer.text_tokens for index in range(plan.num_questions)
+        )
+        fillers = self._concurrency if self._is_endless else None
+        self._coming = question_order(plan.num_questions, fillers)
         self._num_clients = 0
         self._names = count()
         # By the engine's external request id.
         self._clients: dict[str, tuple[_Client, str]] = {}
         # Those of them that a question began with.
         self._first: set[str] = set()
+        self._start_s = engine.clock()
+        self._sampler = Sampler(sample_s, engine.clock, lambda: self.has_pending)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all measured answers are there."""
+        return self.num_left == 0
+
+    @property
+    def progress(self) -> float:
+        """The part of the text that is generated; beyond 1 with what keeps a closed loop busy."""
+        return float(self._engine.counts.text_tokens / self._text_tokens)
+
+    def take_turn(self, steps: int) -> None:
+        """Go on for so many steps or to the end."""
+        self._engine.clock.resume()
+        for _ in range(steps):
+            self.submit_what_may_come()
+            self.step()
+            if self.is_finished:
+                break
+        self._engine.clock.pause()
+
+    def result(self) -> Drive:
+        """What was measured; whatever still keeps the engine busy is ended."""
+        engine = self._engine
+        wall_s, whole = engine.clock() - self._start_s, self._sampler.whole()
+        engine.abort_all()
+        counters = engine.scheduler.admission.counters
+        delayed = sum(counters.delayed.values())
+        return Drive(
+            wall_s=wall_s,
+            served=tuple(self.served),
+            samples=tuple(self._sampler.samples),
+            whole=whole,
+            counts=engine.counts,
+            kv_tokens=round(self._plan.conditions.kv_share * engine.num_blocks) * engine.block_size,
+            forks=counters.accepted + delayed,
+            forks_delayed=delayed,
+        )
 
     @property
     def has_pending(self) -> bool:
@@ -143,7 +184,7 @@ class _Run:
         """Let questions arrive: all at once, or as many as the closed loop keeps under way."""
         room = None if self._concurrency is None else self._concurrency - self._num_clients
         for index, is_measured in islice(self._coming, room):
-            client = _Client(self._make(index), is_measured, time.perf_counter())
+            client = _Client(self._plan.make(index), is_measured, self._engine.clock())
             self._num_clients += 1
             self._num_coming -= is_measured
             self._first.update(self._submit(client, client.program.start()))
@@ -154,7 +195,7 @@ class _Run:
         counts = engine.counts
         before = (counts.text_tokens, counts.rows)
         outputs = engine.llm_engine.step()
-        self.sampler.add_step(
+        self._sampler.add_step(
             tokens=counts.text_tokens - before[0],
             kv_tokens=engine.kv_tokens_in_use,
             rows=counts.rows - before[1],
@@ -202,13 +243,13 @@ class _Run:
         if not client.is_measured:
             return
         self.num_left -= 1
-        self._on_answer()
+        self._plan.on_answer()
         self.served.append(
             Served(
                 answer_id=answer.answer_id,
                 category=answer.category,
                 text_tokens=answer.text_tokens,
-                latency_s=time.perf_counter() - client.came_s,
+                latency_s=self._engine.clock() - client.came_s,
                 statistics=client.statistics,
             )
         )

@@ -1,6 +1,7 @@
-"""One engine for all runs of an experiment: its KV memory, limits and policy are set between them.
+"""An engine for many runs of an experiment: its KV memory, limits and policy are set between them.
 
-So that every way of decoding is measured side by side in one process, on the same weights.
+So that every way of decoding is measured in one process. Several of them can take turns: each has
+a clock of its own.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from apar_core.errors import EngineError
 from apar_core.scheduler.fork_admission import AdmissionCounters
 from apar_core.scheduler.fork_policy import AdaptivePolicy, EagerPolicy
+from apar_core.scheduler.step_clock import StepClock
+from cluster.experiments.turn_clock import TurnClock
 
 if TYPE_CHECKING:
     from apar_core.engine.offline import OfflineEngine
 
 Policy = Literal["eager", "adaptive"]
-LEARNING_ANSWERS = 8
-"""From so many the adaptive policy learns how long steps take, before it is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,8 @@ class StepCounts:
 class ExperimentEngine:
     """An `OfflineEngine` whose steps are counted, and part of whose KV cache can be taken away.
 
-    `hidden_ids` are the ids of tokens that are no text: control and end tokens.
+    `hidden_ids` are the ids of tokens that are no text: control and end tokens. Its times are those
+    of `clock`, also what the adaptive policy learns.
     """
 
     def __init__(self, engine: OfflineEngine, hidden_ids: Sequence[int]) -> None:
@@ -67,6 +69,8 @@ class ExperimentEngine:
         self.llm_engine: Any = engine.llm.llm_engine
         self.scheduler: Any = engine.scheduler
         self.counts = StepCounts()
+        self.clock = TurnClock()
+        self.scheduler.step_clock = StepClock(self.clock)
         self._hidden = frozenset(hidden_ids)
         self._ballast: list[Any] = []
         self._adaptive = AdaptivePolicy(1.0)

@@ -1,21 +1,23 @@
 """The runs behind figure 5 of the paper: which there are, in which order, and doing them.
 
-All modes at one point come one after the other, so that what changes on the machine meanwhile
-meets all of them; rounds go over all points, so that each point is met at several times.
+All modes at one point are run side by side, or one after the other where there is one engine, so
+that what changes on the machine meanwhile meets all of them; rounds go over all points, so that
+each point is met at several times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import cycle
 
-from apar_core.errors import EvaluationError
 from apar_core.workload.replay_answers import ReplayAnswer
 from cluster.experiments.cells import Cell, CellKey, CellStore, cell_of
-from cluster.experiments.driver import Drive, drive
-from cluster.experiments.experiment_engine import LEARNING_ANSWERS, Conditions, ExperimentEngine
+from cluster.experiments.driver import Drive, RunPlan, drive_side_by_side
+from cluster.experiments.experiment_engine import Conditions, ExperimentEngine
 from cluster.experiments.program import OneRequest
-from cluster.experiments.settings import ExperimentSettings
+from cluster.experiments.settings import ExperimentSettings, Mode
+from cluster.experiments.side_by_side import groups, with_learned_steps
 
 FIGURE_5A = "fig5a"
 FIGURE_5B = "fig5b"
@@ -25,6 +27,7 @@ MIXED = "mixed"
 # A closed loop's figures settle with so many answers for each request under way.
 _ANSWERS_PER_CLIENT = 4
 _LEAST_ANSWERS = 16
+_WARM_UP_ANSWERS = 4
 
 Workloads = Mapping[str, Sequence[ReplayAnswer]]
 """Answers by the name of their trace."""
@@ -57,81 +60,89 @@ def num_answers(key: CellKey, available: int) -> int:
 
 
 class Runner:
-    """Does the runs that a folder does not have yet."""
+    """Does the runs that a folder does not have yet, side by side in as many engines as there are.
+
+    With a single engine they follow each other.
+    """
 
     def __init__(
         self,
-        engine: ExperimentEngine,
+        engines: Sequence[ExperimentEngine],
         workloads: Workloads,
         settings: ExperimentSettings,
         store: CellStore,
     ) -> None:
-        self._engine = engine
+        self._engines = engines
         self._workloads = workloads
         self._settings = settings
         self._store = store
 
     def warm_up(self) -> None:
         """Answer a few questions, so that no run pays for what the first one sets up."""
-        for mode in ("sequential", "eager"):
-            number = min(8, len(self._workloads[STRUCTURED]))
-            self._drive(Conditions(), STRUCTURED, forks=mode == "eager", number=number)
+        number = min(_WARM_UP_ANSWERS, len(self._workloads[STRUCTURED]))
+        for mode, engine in zip(self._settings.modes, cycle(self._engines), strict=False):
+            self._drive([self._plan(engine, Conditions(), STRUCTURED, mode, number)])
 
-    def run(self, key: CellKey, on_answer: Callable[[], None]) -> Cell:
-        """Do one run and keep it."""
-        conditions = self._conditions(key)
-        forks = key.mode != "sequential"
+    def groups(self, keys: Sequence[CellKey]) -> Iterator[tuple[CellKey, ...]]:
+        """Return keys in the groups that are run side by side, each of one point."""
+        return groups(keys, len(self._engines), _sequential_key)
+
+    def run(self, keys: Sequence[CellKey], on_answer: Callable[[], None]) -> list[Cell]:
+        """Do the runs of a group and keep them."""
+        plans = [
+            replace(self._plan_of(key, engine), on_answer=on_answer)
+            for key, engine in zip(keys, self._engines, strict=False)
+        ]
+        cells = [
+            cell_of(key, plan.conditions, found, self._settings.max_requests)
+            for key, plan, found in zip(keys, plans, self._drive(plans), strict=True)
+        ]
+        for cell in cells:
+            self._store.add(cell)
+        return cells
+
+    def _drive(self, plans: Sequence[RunPlan]) -> list[Drive]:
+        return drive_side_by_side(plans, sample_s=self._settings.sample_s)
+
+    def _plan_of(self, key: CellKey, engine: ExperimentEngine) -> RunPlan:
         number = num_answers(key, len(self._workloads[key.trace]))
-        if conditions.policy == "adaptive":
-            # It learns the times of steps where it is measured, as a server has after its start.
-            first = min(LEARNING_ANSWERS, number)
-            self._drive(conditions, key.trace, forks=forks, number=first)
-            conditions = replace(conditions, keeps_learned=True)
-        found = self._drive(conditions, key.trace, forks=forks, number=number, on_answer=on_answer)
-        cell = cell_of(key, conditions, found, self._settings.max_requests)
-        self._store.add(cell)
-        return cell
-
-    def _drive(
-        self,
-        conditions: Conditions,
-        trace: str,
-        *,
-        forks: bool,
-        number: int,
-        on_answer: Callable[[], None] = lambda: None,
-    ) -> Drive:
-        answers = self._workloads[trace]
-        return drive(
-            self._engine,
-            conditions,
-            lambda index: OneRequest(answers[index], forks=forks),
-            number,
-            sample_s=self._settings.sample_s,
-            on_answer=on_answer,
-        )
-
-    def _conditions(self, key: CellKey) -> Conditions:
-        token_time_s = 1.0
-        if key.mode == "adaptive":
-            token_time_s = self._settings.token_time_multiple * self._sequential_step_s(key)
-        return Conditions(
+        conditions = Conditions(
             kv_share=key.kv_share,
             # A closed loop keeps to its own number, also where that is larger.
             max_requests=self._settings.max_requests if key.concurrency is None else None,
             concurrency=key.concurrency,
             policy="adaptive" if key.mode == "adaptive" else "eager",
-            token_time_s=token_time_s,
+        )
+        plan = self._plan(engine, conditions, key.trace, key.mode, number)
+        if key.mode != "adaptive":
+            return plan
+        flat = replace(conditions, policy="eager")
+        sequential = self._store.find(_sequential_key(key))
+        return with_learned_steps(
+            plan,
+            self._plan(engine, flat, key.trace, "sequential", number),
+            step_s=None if sequential is None else sequential.step_s,
+            multiple=self._settings.token_time_multiple,
+            sample_s=self._settings.sample_s,
         )
 
-    def _sequential_step_s(self, key: CellKey) -> float:
-        sequential = self._store.find(key.model_copy(update={"mode": "sequential"}))
-        if sequential is None:
-            raise EvaluationError(
-                "the adaptive policy keeps to a multiple of sequential decoding's step: "
-                "let --modes have sequential before adaptive"
-            )
-        return sequential.step_s
+    def _plan(
+        self,
+        engine: ExperimentEngine,
+        conditions: Conditions,
+        trace: str,
+        mode: Mode,
+        number: int,
+    ) -> RunPlan:
+        answers = self._workloads[trace]
+        forks = mode != "sequential"
+        return RunPlan(
+            engine, conditions, lambda index: OneRequest(answers[index], forks=forks), number
+        )
+
+
+def _sequential_key(key: CellKey) -> CellKey:
+    return key.model_copy(update={"mode": "sequential"})
 
 
 def _points_5a(settings: ExperimentSettings) -> Iterator[tuple[str, float, int | None]]:

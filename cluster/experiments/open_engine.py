@@ -1,10 +1,10 @@
-"""Starts the engine of an experiment: a CPU model with random weights, or any checkpoint."""
+"""Starts the engines of an experiment: a CPU model with random weights, or any checkpoint."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,6 +16,7 @@ from cluster.experiments.settings import ExperimentSettings
 from cluster.model_config import PRESETS
 
 _MAX_ROWS = 1024
+_MEMORY_ARGUMENTS = frozenset({"gpu_memory_utilization", "kv_cache_memory_bytes"})
 
 
 @contextmanager
@@ -52,6 +53,28 @@ def open_engine(settings: ExperimentSettings, model_path: str) -> Iterator[Exper
         yield engine
     finally:
         offline.shutdown()
+
+
+@contextmanager
+def open_engines(
+    settings: ExperimentSettings, model_path: str, number: int
+) -> Iterator[list[ExperimentEngine]]:
+    """Several engines of the same kind, each with weights and KV cache of its own.
+
+    Raises EvaluationError as `open_engine` does, and if all of them would take the same memory.
+    """
+    if number > 1:
+        if not settings.is_cpu_model and _MEMORY_ARGUMENTS.isdisjoint(settings.engine):
+            raise EvaluationError(
+                f"{number} engines side by side need their parts of the memory, for example "
+                f"--engine '{{\"gpu_memory_utilization\": {0.9 / number:.2f}}}'; "
+                "or use --one-engine"
+            )
+        # A step that is scheduled ahead would run in the turn of another engine.
+        arguments = {**settings.engine, "async_scheduling": False}
+        settings = settings.model_copy(update={"engine": arguments})
+    with ExitStack() as stack:
+        yield [stack.enter_context(open_engine(settings, model_path)) for _ in range(number)]
 
 
 def _engine_args(settings: ExperimentSettings) -> dict[str, Any]:

@@ -131,9 +131,10 @@ def _setting_line(settings: ExperimentSettings) -> str:
         f"{settings.max_tokens} tokens with their prompt; at most {settings.max_requests} "
         f"requests at once; samples every {settings.sample_s:g} s, the first third and those with "
         f"no request pending left out; where fewer than {LEAST_SAMPLES} are kept (kept_samples 0) "
-        "the figures are of the whole run. All modes in one process, in turn at each point and in "
-        "each round; figures are medians over the rounds, a ratio is the median of those of two "
-        "runs of one round. Every answer was compared with the text of the trace."
+        "the figures are of the whole run. All modes in one process, "
+        f"{settings.order}; figures are medians over the rounds (column round of the CSV), a ratio "
+        "is the median of those of two runs of one round. Every answer was compared with the text "
+        "of the trace."
     )
 
 
@@ -147,7 +148,7 @@ def _row(cell: Cell) -> tuple[object, ...]:
         cell.throughput.p25, cell.throughput.p75, cell.kept_samples, cell.overall_tokens_per_s,
         cell.kv_tokens, cell.kv_capacity_tokens, cell.rows, cell.latency_s.mean,
         1000 * cell.token_latency_s, 1000 * cell.step_s, cell.steps, cell.computed_tokens,
-        cell.preemptions, cell.forks, cell.forks_delayed, cell.wall_s, cell.key.round + 1,
+        cell.preemptions, cell.forks, cell.forks_delayed, cell.wall_s, cell.key.round,
     )  # fmt: skip
 
 

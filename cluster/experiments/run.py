@@ -33,9 +33,9 @@ def run_experiments(
     """
     check_modes(experiments, settings)
     store = CellStore(folder, settings)
-    missing = [key for key in _keys(experiments, settings) if store.find(key) is None]
-    if missing:
-        _run(missing, settings, store, start_stage)
+    keys = _keys(experiments, settings)
+    if any(store.find(key) is None for key in keys):
+        _run(keys, settings, store, start_stage)
     return [write_experiment(name, store, settings, folder) for name in experiments]
 
 
@@ -47,13 +47,13 @@ def _keys(experiments: Sequence[str], settings: ExperimentSettings) -> list[Cell
 
 
 def _run(
-    missing: Sequence[CellKey],
+    keys: Sequence[CellKey],
     settings: ExperimentSettings,
     store: CellStore,
     start_stage: StartStage,
 ) -> None:
     # These import vLLM, torch and transformers, which take seconds.
-    from cluster.experiments.open_engine import model_folder, open_engine
+    from cluster.experiments.open_engine import model_folder, open_engines
     from cluster.experiments.workload import load_answers, load_experiment_text
 
     with model_folder(settings) as model_path:
@@ -61,15 +61,20 @@ def _run(
         workloads = {STRUCTURED: load_answers(settings.trace, settings, text)}
         if settings.mixed_trace is not None:
             workloads[MIXED] = load_answers(settings.mixed_trace, settings, text)
-        with open_engine(settings, model_path) as engine:
-            runner = Runner(engine, workloads, settings, store)
+        number = settings.num_engines(len(settings.modes))
+        with open_engines(settings, model_path, number) as engines:
+            runner = Runner(engines, workloads, settings, store)
             runner.warm_up()
-            for key in missing:
-                number = num_answers(key, len(workloads[key.trace]))
-                runner.run(key, start_stage(_title(key), number))
+            for group in runner.groups(keys):
+                # What is side by side is done again as a whole if a part of it is missing.
+                if any(store.find(key) is None for key in group):
+                    total = sum(num_answers(key, len(workloads[key.trace])) for key in group)
+                    runner.run(group, start_stage(_title(group), total))
 
 
-def _title(key: CellKey) -> str:
+def _title(keys: Sequence[CellKey]) -> str:
+    key = keys[0]
     place = f"{key.kv_share:g} of KV" if key.concurrency is None else f"{key.concurrency} at once"
-    number = f", round {key.round + 1}" if key.round else ""
-    return f"{key.figure} {key.trace}, {place}, {key.mode}{number}"
+    later = f", round {key.round + 1}" if key.round else ""
+    modes = " beside ".join(each.mode for each in keys)
+    return f"{key.figure} {key.trace}, {place}{later}, {modes}"

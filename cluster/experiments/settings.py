@@ -23,7 +23,7 @@ class ExperimentSettings(BaseModel):
     model: str = Field("cpu-7b", description="A CPU model by name, or a checkpoint.")
     trace: Path = Field(description="Answers that fork: figure 5 and the tables.")
     mixed_trace: Path | None = Field(None, description="Answers in their natural mix.")
-    answers: PositiveInt = Field(60, description="Answers of each trace, drawn at random.")
+    answers: PositiveInt = Field(48, description="Answers of each trace, drawn at random.")
     max_tokens: PositiveInt = Field(
         600, description="Answers that are longer than this, prompt included, are left out."
     )
@@ -33,7 +33,7 @@ class ExperimentSettings(BaseModel):
     )
     block_size: PositiveInt = Field(32, description="Tokens of a KV block.")
     max_requests: PositiveInt = Field(
-        6,
+        4,
         description="Requests that run at once at most (350 and 180 in the paper); with a CPU "
         "model well below its knee, where a step has room for more rows.",
     )
@@ -44,11 +44,17 @@ class ExperimentSettings(BaseModel):
         (0.1, 0.5, 0.9), description="Shares at which the mixed trace is run."
     )
     concurrencies: tuple[PositiveInt, ...] = Field(
-        (1, 2, 4, 6), description="Requests under way in figure 5b."
+        (1, 2, 4), description="Requests under way in figure 5b."
     )
     modes: tuple[Mode, ...] = Field(MODES, description="Ways of decoding.")
     rounds: PositiveInt = Field(
         1, description="Runs of each way of decoding at each point; medians are compared."
+    )
+    side_by_side: bool | None = Field(
+        None,
+        description="An engine for each way of decoding, which take turns of a few steps, so that "
+        "a machine whose speed changes is the same to all. It takes the memory of all of them: "
+        "absent, only with a CPU model.",
     )
     sample_s: PositiveFloat = Field(
         1.0, description="Seconds between samples (3 in the paper, whose runs are longer)."
@@ -56,7 +62,7 @@ class ExperimentSettings(BaseModel):
     token_time_multiple: PositiveFloat = Field(
         2.0,
         description="What the adaptive policy keeps to a token, as a multiple of the mean step of "
-        "sequential decoding in the same place.",
+        "sequential decoding in the same place; side by side, of its first answers just before.",
     )
     engine: Mapping[str, Any] = Field({}, description="Further arguments of vLLM's engine.")
 
@@ -73,12 +79,29 @@ class ExperimentSettings(BaseModel):
         """Whether the model is one of the experiment's own, with random weights."""
         return self.model in CPU_MODELS
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether each way of decoding has an engine, and they take turns."""
+        return self.is_cpu_model if self.side_by_side is None else self.side_by_side
+
+    @property
+    def order(self) -> str:
+        """How ways of decoding meet, for a report."""
+        if self.takes_turns:
+            return "side by side, each in an engine of its own that has its turns"
+        return "one after the other in one engine"
+
+    def num_engines(self, ways: int) -> int:
+        """How many engines there are where so many ways of decoding are compared."""
+        return ways if self.takes_turns else 1
+
     def as_text(self) -> dict[str, str]:
         """The settings as they are compared with those of an earlier run, traces by content.
 
         Without the number of rounds: a folder may get more of them.
         """
         given = self.model_dump(mode="json", exclude={"rounds"})
+        given["side_by_side"] = self.takes_turns
         values = {name: str(value) for name, value in given.items()}
         values["trace_sha256"] = trace_digest(self.trace)
         if self.model in CPU_MODELS:

@@ -13,22 +13,27 @@ Result = TypeVar("Result")
 START_TIMEOUT_S = 180
 
 
+def engine_args(**overrides: Any) -> dict[str, Any]:
+    """Arguments of an `OfflineEngine` with the embedded model, these instead of the usual ones."""
+    return {
+        "model": str(checkpoint_path()),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": 32,
+        "max_model_len": 768,
+        "max_num_seqs": 128,
+        "kv_cache_memory_bytes": 256 << 20,
+        **overrides,
+    }
+
+
 class EngineProcess:
     """Runs functions that take an `OfflineEngine` and return something that can be pickled."""
 
-    def __init__(self, **engine_args: Any) -> None:
+    def __init__(self, **overrides: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        arguments = {
-            "model": str(checkpoint_path()),
-            "dtype": "float32",
-            "enforce_eager": True,
-            "block_size": 32,
-            "max_model_len": 768,
-            "max_num_seqs": 128,
-            "kv_cache_memory_bytes": 256 << 20,
-            **engine_args,
-        }
+        arguments = engine_args(**overrides)
         self._process = context.Process(target=_serve, args=(theirs, arguments), daemon=True)
         self._process.start()
         theirs.close()

@@ -26,17 +26,14 @@ def run_peers(settings: PeerSettings, folder: Path, start_stage: StartStage) -> 
     answer that was not generated as recorded.
     """
     store = RunStore(folder, settings)
-    missing = [key for key in keys_of(settings) if key not in store.lines]
-    if missing:
-        _run(missing, settings, store, start_stage)
+    if any(key not in store.lines for key in keys_of(settings)):
+        _run(settings, store, start_stage)
     return _report(settings, store)
 
 
-def _run(
-    missing: Sequence[RunKey], settings: PeerSettings, store: RunStore, start_stage: StartStage
-) -> None:
+def _run(settings: PeerSettings, store: RunStore, start_stage: StartStage) -> None:
     # These import vLLM, torch and transformers, which take seconds.
-    from cluster.experiments.open_engine import model_folder, open_engine
+    from cluster.experiments.open_engine import model_folder, open_engines
     from cluster.experiments.peers.methods import build_questions, marker_id
     from cluster.experiments.workload import load_answers, load_experiment_text
 
@@ -44,7 +41,10 @@ def _run(
         text = load_experiment_text(settings, model_path)
         answers = load_answers(settings.trace, settings, text)
         arguments = {"max_model_len": settings.context_tokens, **settings.engine}
-        with open_engine(settings.model_copy(update={"engine": arguments}), model_path) as engine:
+        settings = settings.model_copy(update={"engine": arguments})
+        number = settings.num_engines(len(settings.methods))
+        with open_engines(settings, model_path, number) as engines:
+            engine = engines[0]
             least_tokens = round(min(settings.kv_shares) * engine.num_blocks) * engine.block_size
             questions = build_questions(
                 answers,
@@ -55,11 +55,17 @@ def _run(
             tokens = text.tokens
             taken = (tokens.fork_id, tokens.child_id, tokens.end_id)
             marker = marker_id(engine.engine.tokenizer, taken)
-            runner = PeerRunner(engine, questions, marker, settings, store)
+            runner = PeerRunner(engines, questions, marker, settings, store)
             runner.warm_up()
-            for key in missing:
-                title = f"round {key.round + 1}, {key.kv_share:g} of KV, {key.method}"
-                runner.run(key, start_stage(title, len(questions)))
+            for keys in runner.groups(keys_of(settings)):
+                # What is side by side is done again as a whole if a part of it is missing.
+                if any(key not in store.lines for key in keys):
+                    runner.run(keys, start_stage(_title(keys), len(questions) * len(keys)))
+
+
+def _title(keys: Sequence[RunKey]) -> str:
+    methods = keys[0].method if len(keys) == 1 else f"{len(keys)} methods side by side"
+    return f"round {keys[0].round + 1}, {keys[0].kv_share:g} of KV, {methods}"
 
 
 def _report(settings: PeerSettings, store: RunStore) -> Report:
@@ -77,8 +83,8 @@ def _report(settings: PeerSettings, store: RunStore) -> Report:
         "Model": settings.model,
         "Trace": str(settings.trace),
         "Questions": f"{settings.max_requests} under way at once, kept by their clients",
-        "Time": "no client pays for network, HTTP or tokenising; all methods in one process, in "
-        "turn in each round; every answer was compared with the text of the trace",
+        "Time": "no client pays for network, HTTP or tokenising; all methods in one process, "
+        f"{settings.order}; every answer was compared with the text of the trace",
     }
     for number, goal in enumerate(peer_goals(found), start=1):
         facts[f"Goal {number}"] = goal.line

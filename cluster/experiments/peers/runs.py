@@ -1,22 +1,24 @@
-"""The runs of the comparison, kept one by one: every method in turn, in each round."""
+"""The runs of the comparison, kept one by one: every method in each round."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
 
-from apar_core.errors import EvaluationError
-from cluster.experiments.driver import Drive, drive
-from cluster.experiments.experiment_engine import LEARNING_ANSWERS, Conditions, ExperimentEngine
+from cluster.experiments.driver import Drive, RunPlan, drive_side_by_side
+from cluster.experiments.experiment_engine import Conditions, ExperimentEngine
 from cluster.experiments.parts import LineStore
-from cluster.experiments.peers.methods import ADAPTIVE, METHODS, SEQUENTIAL, Question
+from cluster.experiments.peers.methods import METHODS, SEQUENTIAL, Question
 from cluster.experiments.run_watch import RunWatch, watched
 from cluster.experiments.samples import steady
 from cluster.experiments.settings import ExperimentSettings
+from cluster.experiments.side_by_side import groups, with_learned_steps
 
 RUNS_FILE = "runs.jsonl"
 
@@ -112,79 +114,88 @@ def keys_of(settings: PeerSettings) -> list[RunKey]:
 
 
 class PeerRunner:
-    """Does the runs that a folder does not have yet."""
+    """Does the runs that a folder does not have yet, side by side in as many engines as there are.
+
+    With a single engine they follow each other.
+    """
 
     def __init__(
         self,
-        engine: ExperimentEngine,
+        engines: Sequence[ExperimentEngine],
         questions: Sequence[Question],
         marker: int,
         settings: PeerSettings,
         store: RunStore,
     ) -> None:
-        self._engine = engine
+        self._engines = engines
         self._questions = questions
         self._marker = marker
         self._settings = settings
         self._store = store
 
     def warm_up(self) -> None:
-        """Let every method answer a few questions."""
+        """Let every method answer a few questions, each in its engine."""
         number = min(2, len(self._questions))
-        for method in self._settings.methods:
-            self._drive(method, Conditions(concurrency=number), number)
+        for method, engine in zip(self._settings.methods, cycle(self._engines), strict=False):
+            self._drive([self._plan(engine, method, Conditions(concurrency=number), number)])
 
-    def run(self, key: RunKey, on_answer: Callable[[], None] = lambda: None) -> PeerRun:
-        """Do one run and keep it."""
-        conditions = self._conditions(key)
-        number = len(self._questions)
-        if conditions.policy == "adaptive":
-            self._drive(key.method, conditions, min(LEARNING_ANSWERS, number))
-            conditions = replace(conditions, keeps_learned=True)
-        with watched(self._engine) as watch:
-            found = self._drive(key.method, conditions, number, on_answer)
-        is_adaptive = METHODS[key.method].policy == "adaptive"
-        token_time_s = conditions.token_time_s if is_adaptive else None
-        run = run_of(key, found, watch, token_time_s)
-        self._store.add(run)
-        return run
+    def groups(self, keys: Sequence[RunKey]) -> Iterator[tuple[RunKey, ...]]:
+        """Return keys in the groups that are run side by side."""
+        return groups(keys, len(self._engines), lambda key: (key.kv_share, key.round))
 
-    def _drive(
-        self,
-        method: str,
-        conditions: Conditions,
-        number: int,
-        on_answer: Callable[[], None] = lambda: None,
-    ) -> Drive:
-        build = METHODS[method].build
-        return drive(
-            self._engine,
-            conditions,
-            lambda index: build(self._questions[index], self._marker),
-            number,
-            sample_s=self._settings.sample_s,
-            on_answer=on_answer,
-        )
+    def run(
+        self, keys: Sequence[RunKey], on_answer: Callable[[], None] = lambda: None
+    ) -> list[PeerRun]:
+        """Do the runs of a group and keep them."""
+        plans = [
+            replace(self._plan_of(key, engine), on_answer=on_answer)
+            for key, engine in zip(keys, self._engines, strict=False)
+        ]
+        with ExitStack() as stack:
+            watches = [stack.enter_context(watched(plan.engine)) for plan in plans]
+            drives = self._drive(plans)
+        runs = [
+            run_of(key, found, watch, plan.conditions)
+            for key, plan, found, watch in zip(keys, plans, drives, watches, strict=True)
+        ]
+        for run in runs:
+            self._store.add(run)
+        return runs
 
-    def _conditions(self, key: RunKey) -> Conditions:
+    def _drive(self, plans: Sequence[RunPlan]) -> list[Drive]:
+        return drive_side_by_side(plans, sample_s=self._settings.sample_s)
+
+    def _plan_of(self, key: RunKey, engine: ExperimentEngine) -> RunPlan:
         """The clients keep to the limit on questions: the engine cannot tell whose a request is."""
-        method = METHODS[key.method]
-        token_time_s = 1.0
-        if method.name == ADAPTIVE:
-            sequential = self._store.lines.get(key.model_copy(update={"method": SEQUENTIAL}))
-            if sequential is None:
-                raise EvaluationError(f"there is no sequential run beside {key}")
-            token_time_s = self._settings.token_time_multiple * sequential.step_s
-        return Conditions(
+        conditions = Conditions(
             kv_share=key.kv_share,
             concurrency=self._settings.max_requests,
             keeps_busy=False,
-            policy=method.policy,
-            token_time_s=token_time_s,
+            policy=METHODS[key.method].policy,
+        )
+        number = len(self._questions)
+        plan = self._plan(engine, key.method, conditions, number)
+        if conditions.policy != "adaptive":
+            return plan
+        flat = replace(conditions, policy="eager")
+        sequential = self._store.lines.get(key.model_copy(update={"method": SEQUENTIAL}))
+        return with_learned_steps(
+            plan,
+            self._plan(engine, SEQUENTIAL, flat, number),
+            step_s=None if sequential is None else sequential.step_s,
+            multiple=self._settings.token_time_multiple,
+            sample_s=self._settings.sample_s,
         )
 
+    def _plan(
+        self, engine: ExperimentEngine, method: str, conditions: Conditions, number: int
+    ) -> RunPlan:
+        build = METHODS[method].build
+        questions, marker = self._questions, self._marker
+        return RunPlan(engine, conditions, lambda index: build(questions[index], marker), number)
 
-def run_of(key: RunKey, run: Drive, watch: RunWatch, token_time_s: float | None) -> PeerRun:
+
+def run_of(key: RunKey, run: Drive, watch: RunWatch, conditions: Conditions) -> PeerRun:
     """Sum a run up."""
     text_tokens = sum(each.text_tokens for each in run.served)
     latencies = sorted(each.latency_s for each in run.served)
@@ -207,5 +218,5 @@ def run_of(key: RunKey, run: Drive, watch: RunWatch, token_time_s: float | None)
         peak_kv_tokens=watch.peak_kv_tokens,
         kv_capacity_tokens=run.kv_tokens,
         preemptions=run.counts.preemptions,
-        token_time_s=token_time_s,
+        token_time_s=conditions.token_time_s if conditions.policy == "adaptive" else None,
     )

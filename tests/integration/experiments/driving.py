@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -9,11 +10,13 @@ from typing import Any
 
 from apar_core.engine.offline import OfflineEngine
 from apar_core.engine.replay import replay_args
+from apar_core.engine.replay_request import REPLAY
 from apar_core.workload.replay_answers import ReplayAnswer, replay_answers
 from apar_core.workload.trace import TraceLine
-from cluster.experiments.driver import Drive, drive
+from cluster.experiments.driver import Drive, RunPlan, drive, drive_side_by_side
 from cluster.experiments.experiment_engine import Conditions, ExperimentEngine
 from cluster.experiments.program import OneRequest
+from tests.integration.engine_process import engine_args
 
 LIST = "Here are {number} tips:\n\n" + "\n".join(
     f"{i}. Tip {i}: do this and that, and then do it again." for i in range(1, 5)
@@ -69,13 +72,7 @@ def watched(engine: OfflineEngine, conditions: Conditions, number: int, forks: b
     opened.scheduler.update_from_output = watching
     try:
         questions = answers(number)
-        found = drive(
-            opened,
-            conditions,
-            lambda index: OneRequest(questions[index], forks=forks),
-            number,
-            sample_s=0.1,
-        )
+        found = drive(_plan(opened, conditions, questions, forks=forks), sample_s=0.1)
     finally:
         opened.scheduler.update_from_output = update
     pool = opened.scheduler.kv_cache_manager.block_pool
@@ -93,12 +90,51 @@ def wrong_answer(engine: OfflineEngine) -> Drive:
             submission.sampling["extra_args"] |= replay_args({"": other})
             return [submission]
 
-    return drive(
-        experiment_engine(engine),
-        Conditions(),
-        lambda index: Wrong(question, forks=False),
-        1,
-        sample_s=1.0,
+    opened = experiment_engine(engine)
+    plan = RunPlan(opened, Conditions(), lambda index: Wrong(question, forks=False), 1)
+    return drive(plan, sample_s=1.0)
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Runs of two engines, sequential and forked, and the time that both took together."""
+
+    drives: Sequence[Drive]
+    elapsed_s: float
+    threads_left: int
+
+
+def side_by_side(engine: OfflineEngine, number: int) -> SideBySide:
+    """Drive the same answers in this engine and in a second one of this process."""
+    second = OfflineEngine(**engine_args(logits_processors=[REPLAY], num_gpu_blocks_override=129))
+    try:
+        engines = (experiment_engine(engine), experiment_engine(second))
+        questions = answers(number)
+        plans = [
+            _plan(opened, Conditions(max_requests=4), questions, forks=forks)
+            for opened, forks in zip(engines, (False, True), strict=True)
+        ]
+        start_s = time.perf_counter()
+        drives = drive_side_by_side(plans, sample_s=0.1)
+        elapsed_s = time.perf_counter() - start_s
+        left = sum(len(opened.scheduler.requests) for opened in engines)
+    finally:
+        second.shutdown()
+    return SideBySide(drives, elapsed_s, left)
+
+
+def _plan(
+    opened: ExperimentEngine,
+    conditions: Conditions,
+    questions: Sequence[ReplayAnswer],
+    *,
+    forks: bool,
+) -> RunPlan:
+    return RunPlan(
+        opened,
+        conditions,
+        lambda index: OneRequest(questions[index], forks=forks),
+        len(questions),
     )
 
 

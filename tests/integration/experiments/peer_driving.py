@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from apar_core.data.structure import extract_tree
 from apar_core.engine.offline import OfflineEngine
-from cluster.experiments.driver import Drive, drive
+from cluster.experiments.driver import Drive, RunPlan, drive
 from cluster.experiments.experiment_engine import Conditions
 from cluster.experiments.peers.methods import METHODS, Question, marker_id
 from cluster.experiments.peers.skeleton_of_thought import skeleton_prompts
@@ -42,11 +42,9 @@ def answered(engine: OfflineEngine, method: str, number: int, concurrency: int) 
     marker = marker_id(engine.tokenizer, (tokens.fork_id, tokens.child_id, tokens.end_id))
     build = METHODS[method].build
     with watched(opened) as watch:
-        found = drive(
-            opened,
-            Conditions(concurrency=concurrency, keeps_busy=False, policy=METHODS[method].policy),
-            lambda index: build(questions[index], marker),
-            number,
-            sample_s=0.1,
+        conditions = Conditions(
+            concurrency=concurrency, keeps_busy=False, policy=METHODS[method].policy
         )
+        plan = RunPlan(opened, conditions, lambda index: build(questions[index], marker), number)
+        found = drive(plan, sample_s=0.1)
     return Answered(found, watch)

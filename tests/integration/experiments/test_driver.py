@@ -12,6 +12,7 @@ from tests.integration.engine_process import EngineProcess
 from tests.integration.experiments.driving import (
     abort_and_sizes,
     answers,
+    side_by_side,
     watched,
     wrong_answer,
 )
@@ -85,6 +86,24 @@ def test_the_adaptive_policy_holds_forks_back_where_time_is_short(engine: Engine
     assert run.drive.forks_delayed > 0.9 * run.drive.forks
     text_tokens = sum(answer.text_tokens for answer in answers(NUM_ANSWERS))
     assert run.drive.counts.text_tokens == text_tokens
+
+
+def test_two_engines_of_a_process_take_turns_and_each_has_its_own_time(
+    engine: EngineProcess,
+) -> None:
+    both = engine.call(side_by_side, NUM_ANSWERS)
+
+    sequential, forked = both.drives
+    alone = engine.call(watched, Conditions(max_requests=4), NUM_ANSWERS, False).drive
+    # What the other engine does meanwhile changes nothing but when the steps are done.
+    assert sequential.counts.steps == alone.counts.steps > forked.counts.steps
+    assert sequential.counts.text_tokens == forked.counts.text_tokens
+    assert (sequential.forks, forked.forks) == (0, 4 * NUM_ANSWERS)
+    # Clocks that ran in each other's turns would come to about twice the time.
+    assert 0.7 * both.elapsed_s < sequential.wall_s + forked.wall_s <= both.elapsed_s
+    for run in both.drives:
+        assert max(each.latency_s for each in run.served) <= run.wall_s
+    assert both.threads_left == 0
 
 
 def test_an_answer_that_is_not_the_recorded_one_ends_the_run(engine: EngineProcess) -> None:

@@ -146,18 +146,45 @@ def test_a_point_is_the_median_of_its_rounds() -> None:
         cell("eager", number=1, tokens_per_s=300, steps=81, kept_samples=3),
         cell("eager", number=2, tokens_per_s=110, steps=80, kept_samples=5),
     ]
-    other = cell("sequential", number=2)
+    others = [cell("sequential", number=number) for number in range(3)]
 
-    eager, sequential = medians([*rounds, other])
+    eager, sequential = medians([*rounds, *others])
 
     assert eager.key == cell("eager").key
     assert eager.throughput == Spread(110, 109, 111)
     assert (eager.steps, eager.kept_samples, eager.samples) == (80, 3, ())
-    assert sequential == other.model_copy(update={"key": cell("sequential").key})
+    assert sequential.key == cell("sequential").key
+
+
+def test_a_round_without_all_modes_is_left_out() -> None:
+    whole = [cell("eager", tokens_per_s=100), cell("sequential", tokens_per_s=50)]
+    begun = cell("sequential", number=1, tokens_per_s=80)
+
+    assert [each.throughput.mean for each in medians([*whole, begun])] == [100, 50]
+
+
+def test_where_a_round_has_too_few_samples_the_median_is_of_whole_runs() -> None:
+    cells = [
+        cell("eager", number=0, tokens_per_s=150, overall_tokens_per_s=100),
+        cell("eager", number=1, tokens_per_s=90, overall_tokens_per_s=90, kept_samples=0),
+    ]
+
+    [found] = medians(cells)
+
+    assert found.kept_samples == 0
+    assert found.throughput == Spread(95, 95, 95)
+
+
+def test_how_engines_are_asked_for_is_no_setting_but_what_comes_of_it_is(tmp_path: Path) -> None:
+    CellStore(tmp_path, SETTINGS).add(cell("eager"))
+
+    CellStore(tmp_path, SETTINGS.model_copy(update={"side_by_side": True}))
+    with pytest.raises(EvaluationError, match="side_by_side was 'True', is 'False'"):
+        CellStore(tmp_path, SETTINGS.model_copy(update={"side_by_side": False}))
 
 
 def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
     CellStore(tmp_path, SETTINGS).add(cell("eager"))
 
-    with pytest.raises(EvaluationError, match="answers was '60', is '12'"):
+    with pytest.raises(EvaluationError, match="answers was '48', is '12'"):
         CellStore(tmp_path, SETTINGS.model_copy(update={"answers": 12}))

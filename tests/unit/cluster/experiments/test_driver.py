@@ -2,9 +2,13 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
-from cluster.experiments.driver import _Run, question_order
-from cluster.experiments.experiment_engine import Conditions
+import pytest
+
+from apar_core.errors import EvaluationError
+from cluster.experiments.driver import RunPlan, _Run, drive_side_by_side, question_order
+from cluster.experiments.experiment_engine import Conditions, StepCounts
 from cluster.experiments.program import Submission
+from cluster.experiments.turn_clock import TurnClock
 from tests.unit.cluster.experiments.peers.played import unforked_answer
 
 
@@ -48,9 +52,11 @@ def test_only_questions_that_have_not_begun_are_pending() -> None:
         counts=None,
         waiting_requests=lambda: waiting,
         has_pending=True,
+        clock=TurnClock(),
+        prepare=lambda conditions: None,
     )
     conditions = Conditions(concurrency=1, keeps_busy=False)
-    run = _Run(engine, conditions, lambda index: TwoRequests(), 2, lambda: None)
+    run = _Run(RunPlan(engine, conditions, lambda index: TwoRequests(), 2), sample_s=1.0)
 
     def end(name: str) -> None:
         waiting.discard(name)
@@ -71,3 +77,92 @@ def test_only_questions_that_have_not_begun_are_pending() -> None:
     # The second request of the last question waits, but the question has begun.
     assert waiting == {"run-3"}
     assert not run.has_pending
+
+
+class TimedEngine:
+    """Generates one answer of 96 tokens, so many in each step, which lasts so long."""
+
+    num_blocks = block_size = kv_tokens_in_use = 1
+
+    def __init__(self, name: str, now_s: list[float], log: list[str], *, rate: int) -> None:
+        self.clock = TurnClock(lambda: now_s[0])
+        self.counts = StepCounts()
+        self.step_s = 1.0
+        self.is_aborted = False
+        self.llm_engine = SimpleNamespace(
+            add_request=lambda *request: None,
+            step=self._step,
+            output_processor=SimpleNamespace(records=SimpleNamespace(take=lambda name: None)),
+        )
+        counters = SimpleNamespace(delayed={}, accepted=0)
+        self.scheduler = SimpleNamespace(admission=SimpleNamespace(counters=counters))
+        self._name, self._now_s, self._log, self._rate = name, now_s, log, rate
+
+    def prepare(self, conditions: Conditions) -> None:
+        assert conditions == Conditions()
+
+    def waiting_requests(self) -> set[str]:
+        return set()
+
+    def abort_all(self) -> None:
+        self.is_aborted = True
+
+    def _step(self) -> list[Any]:
+        self._now_s[0] += self.step_s
+        self._log.append(self._name)
+        self.counts.steps += 1
+        self.counts.text_tokens += self._rate
+        is_last = self.counts.text_tokens == 96
+        output = SimpleNamespace(token_ids=[])
+        return [SimpleNamespace(request_id="run-0", outputs=[output], finished=is_last)]
+
+
+class OneAnswer(TwoRequests):
+    def __init__(self) -> None:
+        self.answer: Any = SimpleNamespace(
+            text_tokens=96, flat=[1], answer_id="a", category="generic"
+        )
+
+    def on_end(self, name: str) -> list[Submission]:
+        return []
+
+
+def test_clocks_go_on_after_a_run_that_fails() -> None:
+    now_s = [0.0]
+    broken, other = (TimedEngine(name, now_s, [], rate=1) for name in "bo")
+
+    def fail() -> list[Any]:
+        raise EvaluationError("the engine generated another answer")
+
+    broken.llm_engine.step = fail
+    engines: list[Any] = [broken, other]
+    plans = [RunPlan(engine, Conditions(), lambda index: OneAnswer(), 1) for engine in engines]
+
+    with pytest.raises(EvaluationError, match="another answer"):
+        drive_side_by_side(plans, sample_s=1.0)
+
+    before_s = (broken.clock(), other.clock())
+    now_s[0] += 3.0
+    assert (broken.clock() - before_s[0], other.clock() - before_s[1]) == (3.0, 3.0)
+
+
+def test_runs_side_by_side_take_turns_and_end_together_each_in_its_own_time() -> None:
+    now_s, log = [0.0], list[str]()
+    slow = TimedEngine("s", now_s, log, rate=1)
+    fast = TimedEngine("f", now_s, log, rate=3)
+    engines: list[Any] = [slow, fast]
+    plans = [RunPlan(engine, Conditions(), lambda index: OneAnswer(), 1) for engine in engines]
+
+    runs = drive_side_by_side(plans, sample_s=1.0)
+
+    # Three turns of one in which as much is generated as in a turn of the other.
+    assert "".join(log) == ("s" * 16 + "f" * 16 + "s" * 32) * 2
+    assert [run.wall_s for run in runs] == [96.0, 32.0]
+    assert [run.served[0].latency_s for run in runs] == [96.0, 32.0]
+    assert [sample.tokens_per_s for sample in runs[1].samples] == [3.0] * 32
+    assert slow.is_aborted
+    assert fast.is_aborted
+    # Whatever runs in these engines next is timed as ever.
+    before_s = fast.clock()
+    now_s[0] += 5.0
+    assert fast.clock() - before_s == 5.0

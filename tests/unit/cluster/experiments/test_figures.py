@@ -1,15 +1,18 @@
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from cluster.experiments import figures
+from cluster.experiments import figures, side_by_side
 from cluster.experiments.cells import CellStore
-from cluster.experiments.experiment_engine import Conditions
+from cluster.experiments.driver import RunPlan
 from cluster.experiments.figures import Runner, keys_of, num_answers
 from cluster.experiments.settings import ExperimentSettings
+from tests.unit.cluster.experiments.peers.played import unforked_answer
 from tests.unit.cluster.experiments.played_cells import cell
 
 SETTINGS = ExperimentSettings(
@@ -59,29 +62,63 @@ def test_a_setting_that_makes_no_sense_is_named(field: str, value: object) -> No
         ExperimentSettings.model_validate({"trace": "answers.jsonl", field: value})
 
 
-def test_the_adaptive_policy_learns_under_the_conditions_it_is_measured_in(
+class Played:
+    """What a runner has done: each time, the runs that were side by side."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engines: int) -> None:
+        self.driven: list[list[RunPlan]] = []
+        monkeypatch.setattr(figures, "drive_side_by_side", self._drive)
+        monkeypatch.setattr(side_by_side, "drive", self._drive_one)
+        monkeypatch.setattr(
+            figures, "cell_of", lambda key, *given: cell(key.mode).model_copy(update={"key": key})
+        )
+        self.store = CellStore(tmp_path, SETTINGS)
+        answers: Any = {"structured": [unforked_answer()] * 20}
+        names: Any = range(engines)
+        self.runner = Runner(names, answers, SETTINGS, self.store)
+
+    def _drive(self, plans: Sequence[RunPlan], **_: Any) -> list[Any]:
+        self.driven.append(list(plans))
+        return [None] * len(plans)
+
+    def _drive_one(self, plan: RunPlan, **_: Any) -> Any:
+        self.driven.append([plan])
+        return SimpleNamespace(wall_s=1.0, counts=SimpleNamespace(steps=10))
+
+
+def test_runs_of_a_point_are_side_by_side_each_in_its_own_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driven: list[tuple[Conditions, int]] = []
+    played = Played(tmp_path, monkeypatch, engines=3)
+    keys = keys_of("fig5a", SETTINGS, ["structured"])
 
-    def played(engine: object, conditions: Conditions, make: object, number: int, **_: Any) -> int:
-        driven.append((conditions, number))
-        return number
+    first, _ = played.runner.groups(keys)
+    played.runner.run(first, lambda: None)
 
-    monkeypatch.setattr(figures, "drive", played)
-    monkeypatch.setattr(figures, "cell_of", lambda key, *given: cell(key.mode))
-    store = CellStore(tmp_path, SETTINGS)
-    answers: Any = {"structured": range(20)}
-    engine: Any = None
-    runner = Runner(engine, answers, SETTINGS, store)
-    # What played cells are found by.
-    for mode in ("sequential", "adaptive"):
-        runner.run(cell(mode).key, lambda: None)
+    flat, learning, together = played.driven
+    assert [[plan.num_questions for plan in run] for run in played.driven] == [[8], [8], [20] * 3]
+    used: list[Any] = [plan.engine for plan in (*flat, *learning, *together)]
+    assert used == [2, 2, 0, 1, 2]
+    assert [plan.conditions.policy for plan in together] == ["eager", "eager", "adaptive"]
+    # Twice the step of the first answers.
+    assert together[2].conditions == replace(learning[0].conditions, keeps_learned=True)
+    assert together[2].conditions.token_time_s == pytest.approx(0.2)
+    assert [played.store.find(key) is not None for key in keys] == [True] * 3 + [False] * 3
 
-    [(_, all_answers), (learning, few), (measured, number)] = driven
-    assert (all_answers, few, number) == (20, 8, 20)
-    assert (learning.keeps_learned, measured.keeps_learned) == (False, True)
-    assert replace(learning, keeps_learned=True) == measured
+
+def test_with_one_engine_runs_follow_each_other_and_the_step_is_that_of_the_run_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = Played(tmp_path, monkeypatch, engines=1)
+    groups = list(played.runner.groups(keys_of("fig5a", SETTINGS, ["structured"])[:3]))
+
+    for group in groups:
+        played.runner.run(group, lambda: None)
+
+    assert [len(group) for group in groups] == [1, 1, 1]
+    assert [plan.num_questions for [plan] in played.driven] == [20, 20, 8, 20]
+    # Played cells have 80 steps in 4 seconds.
+    assert played.driven[-1][0].conditions.token_time_s == pytest.approx(2 * 4 / 80)
 
 
 def test_a_closed_loop_of_few_clients_measures_fewer_answers() -> None:

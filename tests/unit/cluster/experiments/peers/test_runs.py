@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from apar_core.errors import EvaluationError
-from cluster.experiments.driver import Drive, Served
+from cluster.experiments import side_by_side
+from cluster.experiments.driver import Drive, RunPlan, Served
 from cluster.experiments.experiment_engine import Conditions, StepCounts
 from cluster.experiments.peers import runs
 from cluster.experiments.peers.methods import build_questions, marker_id
@@ -70,7 +71,7 @@ def test_markers_count_as_no_text_and_last_tokens_as_not_computed() -> None:
     drive = Drive(5.0, served, samples, whole, counts, 4096, 0, 0)
     watch = RunWatch(sequences=6, generated_tokens=140, peak_kv_tokens=512)
 
-    found = run_of(KEY, drive, watch, None)
+    found = run_of(KEY, drive, watch, Conditions())
 
     # The first two samples warm up; of 125 tokens generated, 25 were markers.
     assert (found.text_tokens, found.tokens_per_s) == (100, 25.0 * 100 / 125)
@@ -86,38 +87,45 @@ def test_a_run_of_too_few_samples_has_the_throughput_of_all_of_it() -> None:
     samples = tuple(Sample(float(at_s), 99.0, 0.0, 4.0, True) for at_s in (1, 2, 3))
     drive = Drive(5.0, served, samples, samples[0], counts, 4096, 0, 0)
 
-    found = run_of(KEY, drive, RunWatch(), None)
+    found = run_of(KEY, drive, RunWatch(), Conditions())
 
     assert (found.kept_samples, found.tokens_per_s) == (0, 20.0)
 
 
+@pytest.mark.parametrize("engines", [1, 2])
 def test_the_adaptive_policy_learns_before_the_run_that_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engines: int
 ) -> None:
-    driven: list[tuple[bool, bool, int]] = []
-    watching: list[str] = []
+    driven: list[tuple[list[int], list[bool], int]] = []
+    watching: list[object] = []
 
     @contextmanager
     def played_watch(engine: object) -> Iterator[RunWatch]:
-        watching.append("watch")
+        watching.append(engine)
         yield RunWatch()
-        watching.clear()
+        watching.remove(engine)
 
-    def played(engine: object, conditions: Conditions, make: object, number: int, **_: Any) -> None:
-        driven.append((conditions.keeps_learned, bool(watching), number))
+    def played(plans: Sequence[RunPlan], **_: Any) -> list[Any]:
+        numbers = [plan.num_questions for plan in plans]
+        driven.append((numbers, [plan.conditions.keeps_learned for plan in plans], len(watching)))
+        return [SimpleNamespace(wall_s=1.0, counts=SimpleNamespace(steps=10))] * len(plans)
 
     monkeypatch.setattr(runs, "watched", played_watch)
-    monkeypatch.setattr(runs, "drive", played)
+    monkeypatch.setattr(runs, "drive_side_by_side", played)
+    monkeypatch.setattr(side_by_side, "drive", lambda plan, **given: played([plan])[0])
     monkeypatch.setattr(runs, "run_of", lambda key, *given: run(key.method, 0, 10.0))
-    settings = PeerSettings(trace=Path("t"))
+    settings = PeerSettings(trace=Path("t"), methods=("sequential", "adaptive"), kv_shares=(0.5,))
     questions: Any = range(20)
-    engine: Any = None
-    runner = PeerRunner(engine, questions, 9, settings, RunStore(tmp_path, settings))
+    names: Any = range(engines)
+    runner = PeerRunner(names, questions, 9, settings, RunStore(tmp_path, settings))
 
-    for method in ("sequential", "adaptive"):
-        runner.run(RunKey(method=method, kv_share=0.5, round=0))
+    for keys in runner.groups(keys_of(settings)[:2]):
+        runner.run(keys)
 
-    assert driven == [(False, True, 20), (False, False, 8), (True, True, 20)]
+    if engines == 1:
+        assert driven == [([20], [False], 1), ([8], [False], 0), ([20], [True], 1)]
+    else:
+        assert driven == [([8], [False], 0), ([8], [False], 0), ([20, 20], [False, True], 2)]
 
 
 def test_a_marker_is_a_special_token_that_no_fork_or_end_uses() -> None:
