@@ -61,6 +61,8 @@ def open_engines(
 ) -> Iterator[list[ExperimentEngine]]:
     """Several engines of the same kind, each with weights and KV cache of its own.
 
+    None runs on once one of them has ended: vLLM's engines of a process share what that destroys.
+
     Raises EvaluationError as `open_engine` does, and if all of them would take the same memory.
     """
     if number > 1:

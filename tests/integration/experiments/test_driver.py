@@ -88,13 +88,16 @@ def test_the_adaptive_policy_holds_forks_back_where_time_is_short(engine: Engine
     assert run.drive.counts.text_tokens == text_tokens
 
 
-def test_two_engines_of_a_process_take_turns_and_each_has_its_own_time(
-    engine: EngineProcess,
-) -> None:
-    both = engine.call(side_by_side, NUM_ANSWERS)
+def test_two_engines_of_a_process_take_turns_and_each_has_its_own_time() -> None:
+    # vLLM's engines of one process share what the first to end destroys: none runs after this.
+    process = EngineProcess(logits_processors=[REPLAY], num_gpu_blocks_override=129)
+    try:
+        alone = process.call(watched, Conditions(max_requests=4), NUM_ANSWERS, False).drive
+        both = process.call(side_by_side, NUM_ANSWERS)
+    finally:
+        process.close()
 
     sequential, forked = both.drives
-    alone = engine.call(watched, Conditions(max_requests=4), NUM_ANSWERS, False).drive
     # What the other engine does meanwhile changes nothing but when the steps are done.
     assert sequential.counts.steps == alone.counts.steps > forked.counts.steps
     assert sequential.counts.text_tokens == forked.counts.text_tokens
