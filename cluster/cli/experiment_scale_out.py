@@ -46,13 +46,10 @@ def scale_out(
     """
     from cluster.experiments.scale_out import ScaleOutSettings
     from cluster.experiments.scale_out_report import report_scale_out
-    from cluster.experiments.simulated_scale_out import (
-        can_simulate,
-        check_model,
-        find_repository,
-    )
+    from cluster.experiments.simulated_scale_out import can_simulate, check_model, find_repository
 
     find_repository()
+    simulates = simulated_s > 0 and can_simulate(data)
     settings = ScaleOutSettings(
         trace=trace,
         model=model,
@@ -62,12 +59,12 @@ def scale_out(
         repeats=repeats,
     )
     with clear_errors(Console(stderr=True)):
-        if simulated_s > 0 and can_simulate(data):
+        if simulates:
             check_model(simulated_model)
         with stage_progress(Console(stderr=True)) as progress:
             runs = _measure(settings, out, progress)
             simulated = None
-            if simulated_s > 0 and can_simulate(data):
+            if simulates:
                 simulated = _simulate(data, simulated_model, simulated_s, progress)
         show_report(report_scale_out(settings, runs, simulated, wanted=simulated_s > 0), out)
 

@@ -33,6 +33,11 @@ class CellKey(BaseModel):
     concurrency: int | None = None
     round: int = 0
 
+    @property
+    def sequential(self) -> CellKey:
+        """The run that this one is compared with; the same for all modes of a point and round."""
+        return self.model_copy(update={"mode": "sequential"})
+
 
 class CategoryCounts(BaseModel):
     """Sums over the answers of one category, for tables 1 and 2."""
@@ -148,17 +153,12 @@ def medians(cells: Sequence[Cell]) -> list[Cell]:
     modes = {cell.key.mode for cell in cells}
     met: dict[CellKey, set[Mode]] = {}
     for cell in cells:
-        met.setdefault(_place(cell.key), set()).add(cell.key.mode)
+        met.setdefault(cell.key.sequential, set()).add(cell.key.mode)
     rounds: dict[CellKey, list[Cell]] = {}
     for cell in cells:
-        if met[_place(cell.key)] == modes:
+        if met[cell.key.sequential] == modes:
             rounds.setdefault(cell.key.model_copy(update={"round": 0}), []).append(cell)
     return [_median_cell(key, each) for key, each in rounds.items()]
-
-
-def _place(key: CellKey) -> CellKey:
-    """What runs that are compared have in common."""
-    return key.model_copy(update={"mode": "sequential"})
 
 
 def _median_cell(key: CellKey, cells: Sequence[Cell]) -> Cell:

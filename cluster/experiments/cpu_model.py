@@ -5,9 +5,9 @@ rows wait for computation; and reading the KV cache takes its share of the step:
 values are the same part of the weights as in the model of the name (1/25,000 for Llama 7B, 1/31,000
 for 13B), for which a small model needs fewer heads, of Llama's 128 dimensions. Its layers are few
 and wide: on a CPU, rows through narrow matrices cost time from the first few on. Weights are of 32
-bits: in 16 bits, the matrix kernels of many CPUs take longer with each row from the first ones on,
-where those of a GPU do not. `apar experiment step-curve` shows it. Tokens are forced in replay, so
-that weights decide nothing but time.
+bits: in 16 bits, the matrix kernel of the CPU at hand takes longer with each row from the first
+ones on, where those of a GPU do not. `apar experiment step-curve` shows it. Tokens are forced in
+replay, so that weights decide nothing but time.
 """
 
 from __future__ import annotations

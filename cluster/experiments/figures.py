@@ -8,7 +8,6 @@ each point is met at several times.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import cycle
 
 from apar_core.workload.replay_answers import ReplayAnswer
@@ -17,7 +16,7 @@ from cluster.experiments.driver import Drive, RunPlan, drive_side_by_side
 from cluster.experiments.experiment_engine import Conditions, ExperimentEngine
 from cluster.experiments.program import OneRequest
 from cluster.experiments.settings import ExperimentSettings, Mode
-from cluster.experiments.side_by_side import groups, with_learned_steps
+from cluster.experiments.side_by_side import plans_of, unfinished_groups, with_learned_steps
 
 FIGURE_5A = "fig5a"
 FIGURE_5B = "fig5b"
@@ -84,15 +83,17 @@ class Runner:
             self._drive([self._plan(engine, Conditions(), STRUCTURED, mode, number)])
 
     def groups(self, keys: Sequence[CellKey]) -> Iterator[tuple[CellKey, ...]]:
-        """Return keys in the groups that are run side by side, each of one point."""
-        return groups(keys, len(self._engines), _sequential_key)
+        """Return the groups that are run side by side, each of one point, and are not all done."""
+        return unfinished_groups(
+            keys,
+            len(self._engines),
+            lambda key: key.sequential,
+            lambda key: self._store.find(key) is not None,
+        )
 
     def run(self, keys: Sequence[CellKey], on_answer: Callable[[], None]) -> list[Cell]:
         """Do the runs of a group and keep them."""
-        plans = [
-            replace(self._plan_of(key, engine), on_answer=on_answer)
-            for key, engine in zip(keys, self._engines, strict=False)
-        ]
+        plans = plans_of(keys, self._engines, self._plan_of, on_answer)
         cells = [
             cell_of(key, plan.conditions, found, self._settings.max_requests)
             for key, plan, found in zip(keys, plans, self._drive(plans), strict=True)
@@ -116,14 +117,12 @@ class Runner:
         plan = self._plan(engine, conditions, key.trace, key.mode, number)
         if key.mode != "adaptive":
             return plan
-        flat = replace(conditions, policy="eager")
-        sequential = self._store.find(_sequential_key(key))
+        sequential = self._store.find(key.sequential)
         return with_learned_steps(
             plan,
-            self._plan(engine, flat, key.trace, "sequential", number),
+            self._plan(engine, conditions, key.trace, "sequential", number),
+            self._settings,
             step_s=None if sequential is None else sequential.step_s,
-            multiple=self._settings.token_time_multiple,
-            sample_s=self._settings.sample_s,
         )
 
     def _plan(
@@ -139,10 +138,6 @@ class Runner:
         return RunPlan(
             engine, conditions, lambda index: OneRequest(answers[index], forks=forks), number
         )
-
-
-def _sequential_key(key: CellKey) -> CellKey:
-    return key.model_copy(update={"mode": "sequential"})
 
 
 def _points_5a(settings: ExperimentSettings) -> Iterator[tuple[str, float, int | None]]:

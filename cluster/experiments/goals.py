@@ -125,7 +125,7 @@ def _ratios(
     found: dict[float, list[float]] = {}
     sequential = {cell.key: cell for cell in cells if cell.key.mode == "sequential"}
     for cell in cells:
-        beside = sequential.get(cell.key.model_copy(update={"mode": "sequential"}))
+        beside = sequential.get(cell.key.sequential)
         if cell.key.mode == mode and beside is not None:
             found.setdefault(place(cell.key), []).append(value(cell) / value(beside))
     return {where: statistics.median(ratios) for where, ratios in found.items()}

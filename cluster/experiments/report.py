@@ -29,7 +29,7 @@ _COLUMNS = (
     "kv_share", "concurrency", "mode", "tokens_per_s", "p25", "p75", "kept_samples",
     "overall_tokens_per_s", "kv_tokens", "kv_capacity_tokens", "rows", "latency_s",
     "token_latency_ms", "step_ms", "steps", "computed_tokens", "preemptions",
-    "forks", "forks_delayed", "wall_s", "round",
+    "forks", "forks_delayed", "wall_s",
 )  # fmt: skip
 
 
@@ -148,18 +148,16 @@ def _row(cell: Cell) -> tuple[object, ...]:
         cell.throughput.p25, cell.throughput.p75, cell.kept_samples, cell.overall_tokens_per_s,
         cell.kv_tokens, cell.kv_capacity_tokens, cell.rows, cell.latency_s.mean,
         1000 * cell.token_latency_s, 1000 * cell.step_s, cell.steps, cell.computed_tokens,
-        cell.preemptions, cell.forks, cell.forks_delayed, cell.wall_s, cell.key.round,
+        cell.preemptions, cell.forks, cell.forks_delayed, cell.wall_s,
     )  # fmt: skip
 
 
 def _cell_table(trace: str, cells: Sequence[Cell]) -> str:
-    # The last column tells rounds apart, of which these are medians.
-    columns = _COLUMNS[:-1]
     lines = [f"## {trace} trace", ""]
-    lines.append(f"| {' | '.join(columns)} |")
-    lines.append("|" + " --: |" * len(columns))
+    lines.append(f"| {' | '.join(_COLUMNS)} |")
+    lines.append("|" + " --: |" * len(_COLUMNS))
     for cell in cells:
-        lines.append("| " + " | ".join(_shown(value) for value in _row(cell)[:-1]) + " |")
+        lines.append("| " + " | ".join(_shown(value) for value in _row(cell)) + " |")
     return "\n".join(lines)
 
 
@@ -172,8 +170,8 @@ def _shown(value: object) -> str:
 def _write_csv(cells: Sequence[Cell], path: Path) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("trace", *_COLUMNS))
-        writer.writerows((cell.key.trace, *_row(cell)) for cell in cells)
+        writer.writerow(("trace", "round", *_COLUMNS))
+        writer.writerows((cell.key.trace, cell.key.round, *_row(cell)) for cell in cells)
 
 
 def _forking_modes(settings: ExperimentSettings) -> list[Mode]:

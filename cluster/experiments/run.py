@@ -66,10 +66,8 @@ def _run(
             runner = Runner(engines, workloads, settings, store)
             runner.warm_up()
             for group in runner.groups(keys):
-                # What is side by side is done again as a whole if a part of it is missing.
-                if any(store.find(key) is None for key in group):
-                    total = sum(num_answers(key, len(workloads[key.trace])) for key in group)
-                    runner.run(group, start_stage(_title(group), total))
+                total = sum(num_answers(key, len(workloads[key.trace])) for key in group)
+                runner.run(group, start_stage(_title(group), total))
 
 
 def _title(keys: Sequence[CellKey]) -> str:

@@ -58,9 +58,7 @@ def _run(settings: PeerSettings, store: RunStore, start_stage: StartStage) -> No
             runner = PeerRunner(engines, questions, marker, settings, store)
             runner.warm_up()
             for keys in runner.groups(keys_of(settings)):
-                # What is side by side is done again as a whole if a part of it is missing.
-                if any(key not in store.lines for key in keys):
-                    runner.run(keys, start_stage(_title(keys), len(questions) * len(keys)))
+                runner.run(keys, start_stage(_title(keys), len(questions) * len(keys)))
 
 
 def _title(keys: Sequence[RunKey]) -> str:

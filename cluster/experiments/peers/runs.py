@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from cluster.experiments.peers.methods import METHODS, SEQUENTIAL, Question
 from cluster.experiments.run_watch import RunWatch, watched
 from cluster.experiments.samples import steady
 from cluster.experiments.settings import ExperimentSettings
-from cluster.experiments.side_by_side import groups, with_learned_steps
+from cluster.experiments.side_by_side import plans_of, unfinished_groups, with_learned_steps
 
 RUNS_FILE = "runs.jsonl"
 
@@ -140,17 +139,19 @@ class PeerRunner:
             self._drive([self._plan(engine, method, Conditions(concurrency=number), number)])
 
     def groups(self, keys: Sequence[RunKey]) -> Iterator[tuple[RunKey, ...]]:
-        """Return keys in the groups that are run side by side."""
-        return groups(keys, len(self._engines), lambda key: (key.kv_share, key.round))
+        """Return the groups that are run side by side and are not all done."""
+        return unfinished_groups(
+            keys,
+            len(self._engines),
+            lambda key: (key.kv_share, key.round),
+            lambda key: key in self._store.lines,
+        )
 
     def run(
         self, keys: Sequence[RunKey], on_answer: Callable[[], None] = lambda: None
     ) -> list[PeerRun]:
         """Do the runs of a group and keep them."""
-        plans = [
-            replace(self._plan_of(key, engine), on_answer=on_answer)
-            for key, engine in zip(keys, self._engines, strict=False)
-        ]
+        plans = plans_of(keys, self._engines, self._plan_of, on_answer)
         with ExitStack() as stack:
             watches = [stack.enter_context(watched(plan.engine)) for plan in plans]
             drives = self._drive(plans)
@@ -177,14 +178,12 @@ class PeerRunner:
         plan = self._plan(engine, key.method, conditions, number)
         if conditions.policy != "adaptive":
             return plan
-        flat = replace(conditions, policy="eager")
         sequential = self._store.lines.get(key.model_copy(update={"method": SEQUENTIAL}))
         return with_learned_steps(
             plan,
-            self._plan(engine, SEQUENTIAL, flat, number),
+            self._plan(engine, SEQUENTIAL, conditions, number),
+            self._settings,
             step_s=None if sequential is None else sequential.step_s,
-            multiple=self._settings.token_time_multiple,
-            sample_s=self._settings.sample_s,
         )
 
     def _plan(

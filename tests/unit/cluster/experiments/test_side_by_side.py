@@ -1,4 +1,5 @@
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,18 +8,32 @@ import pytest
 from cluster.experiments import side_by_side
 from cluster.experiments.driver import RunPlan
 from cluster.experiments.experiment_engine import Conditions, Policy
-from cluster.experiments.side_by_side import groups, with_learned_steps
+from cluster.experiments.settings import ExperimentSettings
+from cluster.experiments.side_by_side import unfinished_groups, with_learned_steps
+
+SETTINGS = ExperimentSettings(trace=Path("answers.jsonl"), token_time_multiple=2.0)
 
 
 def test_a_group_is_of_one_point_and_no_larger_than_the_engines() -> None:
     keys = ["a1", "a2", "a3", "b1", "b2"]
 
     def grouped(size: int) -> list[tuple[str, ...]]:
-        return list(groups(keys, size, lambda key: key[0]))
+        return list(unfinished_groups(keys, size, lambda key: key[0], lambda key: False))
 
     assert grouped(3) == [("a1", "a2", "a3"), ("b1", "b2")]
     assert grouped(2) == [("a1", "a2"), ("a3",), ("b1", "b2")]
     assert grouped(1) == [("a1",), ("a2",), ("a3",), ("b1",), ("b2",)]
+
+
+def test_a_group_is_done_again_as_a_whole_if_a_part_of_it_is_missing() -> None:
+    keys = ["a1", "a2", "b1", "b2"]
+    done = {"a1", "a2", "b1"}
+
+    def left(size: int) -> list[tuple[str, ...]]:
+        return list(unfinished_groups(keys, size, lambda key: key[0], lambda key: key in done))
+
+    assert left(2) == [("b1", "b2")]
+    assert left(1) == [("b2",)]
 
 
 @pytest.fixture
@@ -48,9 +63,8 @@ def test_the_adaptive_policy_keeps_to_a_multiple_of_a_step_that_is_measured_firs
     ready = with_learned_steps(
         plan("forked", "adaptive"),
         plan("flat", "eager"),
+        SETTINGS.model_copy(update={"token_time_multiple": 3.0}),
         step_s=None,
-        multiple=3.0,
-        sample_s=1.0,
     )
 
     (flat, flat_conditions, few), (forked, learning, as_few) = driven
@@ -66,7 +80,7 @@ def test_a_step_that_is_known_is_not_measured_again_and_few_questions_are_enough
     driven: list[tuple[str, Conditions, int]],
 ) -> None:
     ready = with_learned_steps(
-        plan("forked", "adaptive", 3), plan("flat", "eager"), step_s=0.5, multiple=2.0, sample_s=1.0
+        plan("forked", "adaptive", 3), plan("flat", "eager"), SETTINGS, step_s=0.5
     )
 
     assert [(name, number) for name, _, number in driven] == [("forked", 3)]
@@ -79,9 +93,8 @@ def test_the_first_answers_are_enough_to_reach_the_limit_on_requests(
     with_learned_steps(
         plan("forked", "adaptive", 96, limit=16),
         plan("flat", "eager", 96, limit=16),
+        SETTINGS,
         step_s=None,
-        multiple=2.0,
-        sample_s=1.0,
     )
 
     assert [number for _, _, number in driven] == [32, 32]
