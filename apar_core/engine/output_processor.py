@@ -75,7 +75,9 @@ class ForkOutputProcessor(OutputProcessor):
                 self._plain[request.request_id] = follower
             return
         separator = self._separator if parameters.enabled and parameters.separated else None
-        threads = RequestThreads(request.request_id, parameters, separator, follower)
+        threads = RequestThreads(
+            request.request_id, parameters, separator, follower, num_logprobs=params.num_logprobs
+        )
         requests = self._threads if parameters.enabled else self._unforked
         requests[request.request_id] = threads
 

@@ -52,7 +52,10 @@ class _Carried:
 
 
 class RequestThreads:
-    """The paragraph tree of one request and the engine request ids of its threads."""
+    """The paragraph tree of one request and the engine request ids of its threads.
+
+    `num_logprobs` is the request's own: the alternatives reported for each token, -1 for all.
+    """
 
     def __init__(
         self,
@@ -60,9 +63,12 @@ class RequestThreads:
         parameters: ForkParameters,
         separator: Separator[TextToken] | None,
         follower: RequestFollower | None = None,
+        *,
+        num_logprobs: int | None = None,
     ) -> None:
         self.request_id = request_id
         self.follower = follower
+        self._num_logprobs = num_logprobs
         self.tree: ParagraphTree[TextToken] = ParagraphTree()
         self.parameters = parameters
         self._stream = TreeStream(self.tree, separator)
@@ -218,7 +224,7 @@ class RequestThreads:
         return EngineCoreOutput(
             request_id=self.request_id,
             new_token_ids=[token.token_id for token in tokens],
-            new_logprobs=_joined_logprobs(tokens),
+            new_logprobs=_joined_logprobs(tokens, self._num_logprobs),
             new_prompt_logprobs_tensors=carried.prompt_logprobs,
             prompt_token_id_logprobs=carried.prompt_token_id_logprobs,
             finish_reason=finish_reason,
@@ -230,18 +236,48 @@ class RequestThreads:
         )
 
 
-def _joined_logprobs(tokens: list[TextToken]) -> LogprobsLists | None:
-    """Rows of the tokens in reading order, one a token; None where none were asked for."""
+def _joined_logprobs(tokens: list[TextToken], num_logprobs: int | None) -> LogprobsLists | None:
+    """Rows of the tokens in reading order, one for each token; None where none were asked for.
+
+    The engine makes all rows of a step as wide as the widest request in it, so rows of different
+    steps can differ in width. Each gets the width that the request itself asked for.
+    """
     rows = [token.logprobs for token in tokens if token.logprobs is not None]
     if not rows:
         return None
-    width = max(row.logprobs.shape[1] for row in rows)
-    joined = [token.logprobs or _certain(token.token_id, width) for token in tokens]
+    if num_logprobs is None or num_logprobs < 0:
+        width = max(row.logprobs.shape[1] for row in rows)
+    else:
+        width = num_logprobs + 1
+    joined = [
+        _certain(token.token_id, width) if token.logprobs is None else _fit(token.logprobs, width)
+        for token in tokens
+    ]
     return LogprobsLists(
         np.concatenate([row.logprob_token_ids for row in joined]),
         np.concatenate([row.logprobs for row in joined]),
         np.concatenate([row.sampled_token_ranks for row in joined]),
         None,
+    )
+
+
+def _fit(row: LogprobsLists, width: int) -> LogprobsLists:
+    """Cut a row to the width, or repeat its last entry where it is narrower.
+
+    A row is narrower than asked for where another request of the step named `logprob_token_ids`:
+    the V1 sampler then gathers those for every row. A repeated entry is reported once.
+    """
+    missing = width - row.logprobs.shape[1]
+    if missing == 0:
+        return row
+    if missing < 0:
+        return row._replace(
+            logprob_token_ids=row.logprob_token_ids[:, :width], logprobs=row.logprobs[:, :width]
+        )
+    behind = ((0, 0), (0, missing))
+    return row._replace(
+        logprob_token_ids=np.pad(row.logprob_token_ids, behind, mode="edge"),
+        logprobs=np.pad(row.logprobs, behind, mode="edge"),
     )
 
 

@@ -74,6 +74,48 @@ def test_every_token_has_the_log_probability_of_its_own_path(ask_chat: Ask, numb
             assert abs(logprob - float(row[token])) < FLOAT_NOISE
 
 
+def test_requests_of_one_batch_each_get_as_many_log_probabilities_as_they_asked_for(
+    ask_chat: Ask,
+) -> None:
+    """The wider ones end first, so the steps of the others differ in how wide their rows are."""
+    numbers = (1, 5, 0, 3)
+    lengths = (200, 4, 200, 9)
+
+    answers = ask_chat(
+        *(
+            replayed(logprobs=number, max_tokens=length)
+            for number, length in zip(numbers, lengths, strict=True)
+        )
+    )
+
+    for number, answer in zip(numbers, answers, strict=True):
+        logprobs = answer.choice.logprobs
+        assert logprobs is not None
+        assert len(logprobs) == len(answer.choice.token_ids)
+        # The chosen token may be one of the likeliest.
+        assert {len(entry) for entry in logprobs} <= {max(number, 1), number + 1}
+    assert [answers[0].choice.text, answers[2].choice.text] == [FULL_TEXT] * 2
+
+
+def test_log_probabilities_of_named_tokens_leave_other_requests_of_the_batch_alone(
+    ask_chat: Ask,
+) -> None:
+    """The V1 sampler narrows every row of such a step to the named tokens."""
+    named = [token_id("[Fork]")]
+
+    others = ask_chat(
+        replayed(logprobs=3),
+        replayed(logprob_token_ids=named, max_tokens=6),
+        replayed(logprobs=3),
+    )
+
+    for answer in (others[0], others[2]):
+        assert answer.choice.text == FULL_TEXT
+        assert answer.choice.logprobs is not None
+        pairs = zip(answer.choice.token_ids, answer.choice.logprobs, strict=True)
+        assert all(token in entry for token, entry in pairs)
+
+
 def test_a_cut_text_has_a_log_probability_for_each_of_its_tokens(ask_chat: Ask) -> None:
     answers = ask_chat(
         replayed(logprobs=1, stop=["Food: e"]),

@@ -1,9 +1,13 @@
 """An unmodified OpenAI client against the running application."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import openai
 import pytest
 
-from tests.integration.serving.running_application import RunningApplication
+from tests.integration.serving.apar_process import ENGINE
+from tests.integration.serving.running_application import RunningApplication, processes
 
 pytestmark = pytest.mark.cluster
 PROMPT = "Give me 5 tips for sleeping well."
@@ -125,3 +129,32 @@ def test_an_unknown_model_raises_not_found(client: openai.OpenAI) -> None:
 
     assert raised.value.code == "model_not_found"
     assert raised.value.param == "model"
+
+
+def test_concurrent_answers_have_as_many_alternatives_as_each_asked_for(
+    application: RunningApplication, client: openai.OpenAI
+) -> None:
+    def ask(order: int, num_alternatives: int) -> openai.types.chat.ChatCompletion:
+        time.sleep(0.15 * order)  # So that they share some steps of the engine and not others.
+        return client.chat.completions.create(
+            model=application.model,
+            messages=[{"role": "user", "content": PROMPT}],
+            temperature=0,
+            max_tokens=200,
+            logprobs=True,
+            top_logprobs=num_alternatives,
+            timeout=120,
+        )
+
+    engines = [process.pid for process in processes(ENGINE)]
+    numbers = (1, 5, 0, 2, 5)
+    with ThreadPoolExecutor(len(numbers)) as executor:
+        answers = list(executor.map(ask, range(len(numbers)), numbers))
+
+    # A lost engine would be replaced, and its requests answered by the next one.
+    assert [process.pid for process in processes(ENGINE)] == engines
+    for number, answer in zip(numbers, answers, strict=True):
+        tokens = answer.choices[0].logprobs
+        assert tokens is not None
+        assert tokens.content is not None
+        assert {len(token.top_logprobs) for token in tokens.content} == {number}

@@ -158,6 +158,49 @@ def test_logprobs_follow_the_restored_order() -> None:
     assert text.new_logprobs.logprobs[:, 0].tolist() == [-1.0, -3.0, -2.0]
 
 
+def wide_rows(width: int, *values: float) -> LogprobsLists:
+    """One row per token: its log-probability, and those of alternatives named 100, 101, ..."""
+    number = len(values)
+    alternatives = np.tile(np.arange(100, 99 + width, dtype=np.int32), (number, 1))
+    chosen = np.arange(number, dtype=np.int32).reshape(number, 1)
+    return LogprobsLists(
+        np.hstack([chosen, alternatives]),
+        np.array([[value] + [-7.0] * (width - 1) for value in values], dtype=np.float32),
+        np.ones(number, dtype=np.int32),
+        None,
+    )
+
+
+@pytest.mark.parametrize("num_logprobs", [0, 1, 2, 5])
+def test_rows_of_steps_of_any_width_get_the_width_that_the_request_asked_for(
+    num_logprobs: int,
+) -> None:
+    request = RequestThreads("r", fork_parameters(), None, num_logprobs=num_logprobs)
+    request.feed(output("r", [10, FORK, 11], logprobs=wide_rows(6, -1.0, -9.0, -2.0)))
+    request.feed(output("r~0", [20], logprobs=wide_rows(3, -3.0)))
+    request.feed(output("r~0", [21, END], FinishReason.STOP, logprobs=wide_rows(1, -4.0, -9.0)))
+
+    (text,) = request.take()
+
+    assert text.new_token_ids == [10, 20, 21, 11]
+    assert text.new_logprobs is not None
+    assert text.new_logprobs.logprobs.shape == (4, num_logprobs + 1)
+    assert text.new_logprobs.logprob_token_ids.shape == (4, num_logprobs + 1)
+    assert text.new_logprobs.logprobs[:, 0].tolist() == [-1.0, -3.0, -4.0, -2.0]
+    # A row without enough entries repeats its last one.
+    assert set(text.new_logprobs.logprob_token_ids[2]) == {0}
+
+
+def test_all_log_probabilities_are_passed_on_as_they_come() -> None:
+    request = RequestThreads("r", fork_parameters(), None, num_logprobs=-1)
+    request.feed(output("r", [10], logprobs=wide_rows(9, -1.0)))
+
+    (text,) = request.take()
+
+    assert text.new_logprobs is not None
+    assert text.new_logprobs.logprobs.shape == (1, 9)
+
+
 def test_separator_among_logprobs_counts_as_certain() -> None:
     def line_break(_: TextToken, __: TextToken, edge: Edge) -> list[TextToken]:
         return [TextToken(7, None)] if edge is Edge.FIRST_CHILD else []
