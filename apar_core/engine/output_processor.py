@@ -18,7 +18,7 @@ from apar_core.engine.paced_outputs import interval_under_load, pace
 from apar_core.engine.request_record import RequestRecords
 from apar_core.engine.resumption import outputs_so_far
 from apar_core.engine.separators import separators
-from apar_core.engine.thread_outputs import RequestThreads, TextToken
+from apar_core.engine.thread_outputs import RequestThreads, TextToken, UnforkedThread
 from apar_core.fork_parameters import ForkParameters
 from apar_core.journal import Journal
 from apar_core.scheduler.resumption import forget_journal
@@ -41,7 +41,7 @@ class ForkOutputProcessor(OutputProcessor):
         # By engine request id: a request's root and, once opened, each of its threads.
         self._threads: dict[str, RequestThreads] = {}
         # Requests that may not fork: their one thread is only watched, for its statistics.
-        self._unforked: dict[str, RequestThreads] = {}
+        self._unforked: dict[str, UnforkedThread] = {}
         # By the request id that the client's side knows, as long as it wants to be told.
         self._followers: dict[str, RequestFollower] = {}
         # By engine request id: the followed requests of checkpoints without control tokens.
@@ -74,12 +74,16 @@ class ForkOutputProcessor(OutputProcessor):
             if follower is not None:
                 self._plain[request.request_id] = follower
             return
-        separator = self._separator if parameters.enabled and parameters.separated else None
-        threads = RequestThreads(
-            request.request_id, parameters, separator, follower, num_logprobs=params.num_logprobs
+        if not parameters.enabled:
+            self._unforked[request.request_id] = UnforkedThread(parameters, follower)
+            return
+        self._threads[request.request_id] = RequestThreads(
+            request.request_id,
+            parameters,
+            self._separator if parameters.separated else None,
+            follower,
+            num_logprobs=params.num_logprobs,
         )
-        requests = self._threads if parameters.enabled else self._unforked
-        requests[request.request_id] = threads
 
     def journal_of(self, request: EngineCoreRequest) -> Journal | None:
         """The journal that a request shall go on from; None for a new one."""
@@ -154,14 +158,14 @@ class ForkOutputProcessor(OutputProcessor):
     def _watch_unforked(self, engine_core_outputs: list[EngineCoreOutput]) -> None:
         """Count what requests that may not fork generate; their outputs go on as they are."""
         for output in engine_core_outputs:
-            threads = self._unforked.get(output.request_id)
-            if threads is None:
+            thread = self._unforked.get(output.request_id)
+            if thread is None:
                 continue
             if output.new_logprobs is not None:
                 output.new_logprobs = _without_control_tokens(
-                    output.new_logprobs, threads.parameters
+                    output.new_logprobs, thread.parameters
                 )
-            threads.watch(output)
+            thread.watch(output)
 
     def _finish_request(self, req_state: RequestState) -> None:
         super()._finish_request(req_state)
@@ -171,13 +175,15 @@ class ForkOutputProcessor(OutputProcessor):
         """Drop a request's threads; what the engine still sends of them is ignored."""
         request_id = req_state.request_id
         self._plain.pop(request_id, None)
-        threads = self._threads.get(request_id) or self._unforked.pop(request_id, None)
+        threads: RequestThreads | UnforkedThread | None = self._unforked.pop(request_id, None)
+        if (forked := self._threads.get(request_id)) is not None:
+            threads = forked
+            for thread_request_id in forked.thread_request_ids:
+                self._threads.pop(thread_request_id, None)
+            forked.cut()
         if threads is None:
             return
-        for thread_request_id in threads.thread_request_ids:
-            self._threads.pop(thread_request_id, None)
-        threads.cut()
-        statistics = self.records.add(req_state.external_req_id, threads.tree, req_state.prompt_len)
+        statistics = self.records.add(req_state.external_req_id, threads, req_state.prompt_len)
         if threads.follower is not None:
             threads.follower.end(statistics)
 

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Protocol
 
 from apar_core.engine.thread_outputs import TextToken
 from apar_core.tree.paragraph import ParagraphTree
-from apar_core.tree.statistics import TreeStatistics, tree_statistics
+from apar_core.tree.statistics import TreeStatistics
+
+
+class FinishedThreads(Protocol):
+    """All threads of a finished request; the tree of an unforked one is built when asked for."""
+
+    @property
+    def tree(self) -> ParagraphTree[TextToken]: ...
+
+    def statistics(self, num_prompt_tokens: int) -> TreeStatistics: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +47,11 @@ class RequestRecords:
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
 
     def add(
-        self, request_id: str, tree: ParagraphTree[TextToken], num_prompt_tokens: int
+        self, request_id: str, threads: FinishedThreads, num_prompt_tokens: int
     ) -> TreeStatistics:
         """Keep the record of a finished tree, beside others of the same request."""
-        trees = (tree,) if self.keep_trees else ()
-        statistics = tree_statistics(tree, num_prompt_tokens)
-        record = RequestRecord(statistics, trees)
+        statistics = threads.statistics(num_prompt_tokens)
+        record = RequestRecord(statistics, (threads.tree,) if self.keep_trees else ())
         known = self._records.pop(request_id, None)
         self._records[request_id] = record if known is None else known + record
         if len(self._records) > self._capacity:

@@ -18,6 +18,7 @@ from apar_core.errors import TreeError
 from apar_core.fork_parameters import ForkParameters, child_request_id
 from apar_core.tree.paragraph import ROOT_THREAD, ParagraphTree, ThreadId
 from apar_core.tree.separator import Separator
+from apar_core.tree.statistics import TreeStatistics, tree_statistics, unforked_statistics
 from apar_core.tree.stream import TreeStream
 
 # Which reason a request ends with when its threads end with different ones: the first found.
@@ -51,6 +52,48 @@ class _Carried:
     events: list[Any] = field(default_factory=list)
 
 
+def ends_itself(output: EngineCoreOutput, parameters: ForkParameters) -> bool:
+    """Whether the last token is an end-of-thread token of the model."""
+    if output.finish_reason != FinishReason.STOP or not output.new_token_ids:
+        return False
+    return output.new_token_ids[-1] in parameters.end_ids
+
+
+class UnforkedThread:
+    """The only thread of a request that may not fork: counted, while its outputs go on as they are.
+
+    Nothing is done for each of its tokens, neither as they come nor at the end: unforked traffic
+    pays for what forks cost only by the length of its list of token ids.
+    """
+
+    def __init__(self, parameters: ForkParameters, follower: RequestFollower | None = None) -> None:
+        self.parameters = parameters
+        self.follower = follower
+        self._token_ids: list[int] = []
+        self._ended = False
+
+    def watch(self, output: EngineCoreOutput) -> None:
+        """Take what has been generated; a streaming session finishes once for each of its parts."""
+        if self.follower is not None:
+            self.follower.add(output)
+        self._token_ids += output.new_token_ids
+        self._ended = ends_itself(output, self.parameters)
+        if self._ended:
+            del self._token_ids[-1]
+
+    @property
+    def tree(self) -> ParagraphTree[TextToken]:
+        """The answer as a finished tree of one paragraph."""
+        tree: ParagraphTree[TextToken] = ParagraphTree()
+        tree.append(ROOT_THREAD, (TextToken(token_id, None) for token_id in self._token_ids))
+        tree.finish(ROOT_THREAD, ended=self._ended)
+        return tree
+
+    def statistics(self, num_prompt_tokens: int) -> TreeStatistics:
+        """The counts of a request that saved nothing."""
+        return unforked_statistics(len(self._token_ids), num_prompt_tokens, ended=self._ended)
+
+
 class RequestThreads:
     """The paragraph tree of one request and the engine request ids of its threads.
 
@@ -79,7 +122,6 @@ class RequestThreads:
         self._spec_decode_metrics: Any = None
         self._trace_headers: Any = None
         self._carried = _Carried()
-        self._watched_ids: list[int] = []
 
     def feed(self, output: EngineCoreOutput) -> list[str]:
         """Add what one thread has generated; returns the engine request ids of its new children."""
@@ -91,7 +133,7 @@ class RequestThreads:
         if thread == ROOT_THREAD:
             self._carry(output)
         token_ids = output.new_token_ids
-        ended = self._ends_itself(output)
+        ended = ends_itself(output, self.parameters)
         num_text = len(token_ids) - ended
         children: list[str] = []
         start = 0
@@ -106,20 +148,6 @@ class RequestThreads:
         if output.finish_reason is not None:
             self._finish(thread, output, ended=ended)
         return children
-
-    def watch(self, output: EngineCoreOutput) -> None:
-        """Keep what the only thread of a request that may not fork has generated.
-
-        Called for every token of unforked traffic: the tree is made when the request ends.
-        """
-        if self.follower is not None:
-            self.follower.add(output)
-        self._watched_ids += output.new_token_ids
-        if output.finish_reason is not None:
-            ended = self._ends_itself(output)
-            if ended:
-                del self._watched_ids[-1]
-            self._end_watch(ended=ended)
 
     def take(self) -> list[EngineCoreOutput]:
         """Outputs under the request's own id for what has become certain; often none.
@@ -140,27 +168,18 @@ class RequestThreads:
 
     def cut(self) -> None:
         """Close every thread that is still open: the request has ended without them."""
-        if self._watched_ids:
-            self._end_watch(ended=False)
         for thread, record in self.tree.threads.items():
             if not record.finished:
                 self.tree.finish(thread, ended=False)
+
+    def statistics(self, num_prompt_tokens: int) -> TreeStatistics:
+        """What forking has saved."""
+        return tree_statistics(self.tree, num_prompt_tokens)
 
     @property
     def thread_request_ids(self) -> list[str]:
         """Engine request ids of all threads, the root's first."""
         return list(self._threads)
-
-    def _end_watch(self, *, ended: bool) -> None:
-        self.tree.append(ROOT_THREAD, (TextToken(token, None) for token in self._watched_ids))
-        self.tree.finish(ROOT_THREAD, ended=ended)
-        self._watched_ids = []
-
-    def _ends_itself(self, output: EngineCoreOutput) -> bool:
-        """Whether the last token is an end-of-thread token of the model."""
-        if output.finish_reason != FinishReason.STOP or not output.new_token_ids:
-            return False
-        return output.new_token_ids[-1] in self.parameters.end_ids
 
     def _fork(self, request_id: str, thread: ThreadId) -> str:
         ordinal = self._num_children.get(request_id, 0)

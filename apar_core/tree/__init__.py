@@ -10,7 +10,7 @@ from apar_core.tree.paragraph import (
 from apar_core.tree.restore import restore
 from apar_core.tree.schedule import ThreadSpan, thread_spans
 from apar_core.tree.separator import Edge, Separator
-from apar_core.tree.statistics import TreeStatistics, tree_statistics
+from apar_core.tree.statistics import TreeStatistics, tree_statistics, unforked_statistics
 from apar_core.tree.stream import TreeStream
 
 __all__ = [
@@ -27,4 +27,5 @@ __all__ = [
     "restore",
     "thread_spans",
     "tree_statistics",
+    "unforked_statistics",
 ]

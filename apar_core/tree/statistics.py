@@ -5,9 +5,9 @@ Source: APAR (arXiv 2401.06761), section 3.4, over the schedule of `schedule.py`
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TypeVar
 
 from apar_core.tree.paragraph import ROOT_THREAD, ParagraphTree, ThreadId, ThreadRecord
@@ -68,7 +68,7 @@ class TreeStatistics:
 
 
 def tree_statistics(tree: ParagraphTree[Item], num_prompt_tokens: int) -> TreeStatistics:
-    """Statistics of a tree in time linear in its items and threads.
+    """Statistics of a tree in time that grows with its threads, not with its tokens.
 
     A thread that has not finished counts as one that was cut off where it is now.
     """
@@ -89,45 +89,107 @@ def tree_statistics(tree: ParagraphTree[Item], num_prompt_tokens: int) -> TreeSt
             for span in spans.values()
         ),
         sequential_attended_tokens=_attended(num_prompt_tokens, sequential_steps),
-        max_cached_tokens=num_prompt_tokens + max(cached_tokens_by_step(tree, spans)),
+        max_cached_tokens=num_prompt_tokens + _most_cached_tokens(tree, spans),
         sequential_max_cached_tokens=num_prompt_tokens + max(sequential_steps - 1, 0),
         text_tokens=text_tokens,
         control_tokens=2 * forks + num_ended,
     )
 
 
-def _attended(num_before: int, num_generated: int) -> int:
-    return num_generated * num_before + num_generated * (num_generated - 1) // 2
+def unforked_statistics(
+    num_text_tokens: int, num_prompt_tokens: int, *, ended: bool
+) -> TreeStatistics:
+    """Statistics of an answer by one thread; `ended` as in `ThreadRecord`.
+
+    Equal to `tree_statistics` of such a tree, which need not be built.
+    """
+    steps = num_text_tokens + ended
+    attended = _attended(num_prompt_tokens, steps)
+    cached = num_prompt_tokens + max(steps - 1, 0)
+    return TreeStatistics(
+        threads=1,
+        forks=0,
+        max_depth=0,
+        decode_steps=steps,
+        sequential_steps=steps,
+        attended_tokens=attended,
+        sequential_attended_tokens=attended,
+        max_cached_tokens=cached,
+        sequential_max_cached_tokens=cached,
+        text_tokens=num_text_tokens,
+        control_tokens=int(ended),
+    )
 
 
 def cached_tokens_by_step(
     tree: ParagraphTree[Item], spans: dict[ThreadId, ThreadSpan]
 ) -> list[int]:
-    """The threads' own tokens that some live thread still reads, in each step, from step 0 on.
+    """The threads' own tokens that some live thread still reads, in each step, from step 0 on."""
+    changes = _cached_changes(tree, spans)
+    cached: list[int] = []
+    num_cached = growth = 0
+    for step in range(spans[ROOT_THREAD].subtree_end + 2):
+        change = changes.get(step, _NO_CHANGE)
+        num_cached += growth + change.tokens
+        growth += change.growth
+        cached.append(num_cached)
+    return cached
+
+
+def _attended(num_before: int, num_generated: int) -> int:
+    return num_generated * num_before + num_generated * (num_generated - 1) // 2
+
+
+@dataclass(slots=True)
+class _CachedChange:
+    """What changes in one step: the tokens held at once, and how many are added per step after."""
+
+    tokens: int = 0
+    growth: int = 0
+
+
+_NO_CHANGE = _CachedChange()
+
+
+def _most_cached_tokens(tree: ParagraphTree[Item], spans: dict[ThreadId, ThreadSpan]) -> int:
+    """The largest value of `cached_tokens_by_step`, from the steps in which threads change."""
+    most = num_cached = growth = last_step = 0
+    for step, change in sorted(_cached_changes(tree, spans).items()):
+        # It only grows between two changes, so it is largest right before the second one.
+        grown = num_cached + growth * (step - 1 - last_step)
+        num_cached = grown + growth + change.tokens
+        growth += change.growth
+        most = max(most, grown, num_cached)
+        last_step = step
+    return most
+
+
+def _cached_changes(
+    tree: ParagraphTree[Item], spans: dict[ThreadId, ThreadSpan]
+) -> dict[int, _CachedChange]:
+    """By step: what changes in the number of the threads' own tokens that are still read.
 
     In step s a live thread holds what it generated before s, and [Child] if it is not the root.
     A finished one holds what its living descendants read of it. Between such changes the number
     of tokens grows by one a step and live thread.
     """
-    num_steps = spans[ROOT_THREAD].subtree_end
-    changes = [0] * (num_steps + 2)
-    growth_changes = [0] * (num_steps + 2)
+    changes: defaultdict[int, _CachedChange] = defaultdict(_CachedChange)
     for thread, span in spans.items():
         if span.num_generated == 0:
             continue
         record = tree.threads[thread]
         num_child_tokens = 0 if record.parent is None else 1
-        changes[span.start + 1] += num_child_tokens
-        growth_changes[span.start + 1] += 1
-        growth_changes[span.end] -= 1
+        begins = changes[span.start + 1]
+        begins.tokens += num_child_tokens
+        # What is generated in a step is there from the next one on.
+        begins.growth += 1
+        changes[span.end].growth -= 1
         held = span.num_generated - 1
         for step, num_read in _reads_after_end(record, span, spans):
-            changes[step] += num_read - held
+            changes[step].tokens += num_read - held
             held = num_read
-        changes[span.subtree_end + 1] -= held + num_child_tokens
-    # What grows in step s is there from step s + 1 on.
-    grown = [0, *accumulate(growth_changes)][: num_steps + 2]
-    return list(accumulate(change + more for change, more in zip(changes, grown, strict=True)))
+        changes[span.subtree_end + 1].tokens -= held + num_child_tokens
+    return changes
 
 
 def _reads_after_end(

@@ -1,18 +1,19 @@
+from vllm.v1.engine import EngineCoreOutput
+
 from apar_core.engine.request_record import RequestRecords
-from apar_core.engine.thread_outputs import TextToken
-from apar_core.tree.paragraph import ROOT_THREAD, ParagraphTree
+from apar_core.engine.thread_outputs import UnforkedThread
+from tests.fakes.scripted_engine import fork_parameters
 
 
-def tree(*token_ids: int) -> ParagraphTree[TextToken]:
-    grown: ParagraphTree[TextToken] = ParagraphTree()
-    grown.append(ROOT_THREAD, [TextToken(token_id, None) for token_id in token_ids])
-    grown.finish(ROOT_THREAD)
-    return grown
+def finished(*token_ids: int) -> UnforkedThread:
+    thread = UnforkedThread(fork_parameters())
+    thread.watch(EngineCoreOutput("r", list(token_ids)))
+    return thread
 
 
 def test_record_is_taken_once() -> None:
     records = RequestRecords()
-    records.add("a", tree(1, 2), num_prompt_tokens=3)
+    records.add("a", finished(1, 2), num_prompt_tokens=3)
 
     record = records.take("a")
 
@@ -23,8 +24,8 @@ def test_record_is_taken_once() -> None:
 
 def test_choices_of_one_request_are_summed() -> None:
     records = RequestRecords()
-    records.add("a", tree(1, 2), num_prompt_tokens=3)
-    records.add("a", tree(1), num_prompt_tokens=3)
+    records.add("a", finished(1, 2), num_prompt_tokens=3)
+    records.add("a", finished(1), num_prompt_tokens=3)
 
     record = records.take("a")
 
@@ -34,10 +35,10 @@ def test_choices_of_one_request_are_summed() -> None:
 
 def test_trees_are_kept_only_on_request() -> None:
     records = RequestRecords()
-    records.add("a", tree(1), num_prompt_tokens=3)
+    records.add("a", finished(1), num_prompt_tokens=3)
     records.keep_trees = True
-    records.add("b", tree(1), num_prompt_tokens=3)
-    records.add("b", tree(2), num_prompt_tokens=3)
+    records.add("b", finished(1), num_prompt_tokens=3)
+    records.add("b", finished(2), num_prompt_tokens=3)
 
     without, kept = records.take("a"), records.take("b")
 
@@ -50,8 +51,8 @@ def test_trees_are_kept_only_on_request() -> None:
 def test_prompts_of_one_completion_are_taken_together() -> None:
     records = RequestRecords()
     for index in range(3):
-        records.add(f"cmpl-{index}", tree(*range(index)), num_prompt_tokens=1)
-    records.add("cmpl-x", tree(1), num_prompt_tokens=1)
+        records.add(f"cmpl-{index}", finished(*range(index)), num_prompt_tokens=1)
+    records.add("cmpl-x", finished(1), num_prompt_tokens=1)
 
     record = records.take("cmpl")
 
@@ -63,7 +64,7 @@ def test_prompts_of_one_completion_are_taken_together() -> None:
 def test_records_that_nobody_takes_are_dropped() -> None:
     records = RequestRecords(capacity=2)
     for name in "abc":
-        records.add(name, tree(1), num_prompt_tokens=1)
+        records.add(name, finished(1), num_prompt_tokens=1)
 
     assert records.take("a") is None
     assert records.take("b") is not None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,8 +11,11 @@ from apar_core.tree import (
     ParagraphTree,
     ThreadId,
     TreeStatistics,
+    thread_spans,
     tree_statistics,
+    unforked_statistics,
 )
+from apar_core.tree.statistics import cached_tokens_by_step
 from tests.unit.apar_core.tree.scripts import Event, apply, interleavings
 
 CHILD = ThreadId("child")
@@ -215,6 +219,55 @@ def test_statistics_equal_a_simulation_step_by_step(events: list[Event], prompt:
         statistics.attended_tokens,
         statistics.max_cached_tokens,
     ) == simulate(events, prompt)
+
+
+def cached_in_each_step(tree: ParagraphTree[int]) -> list[int]:
+    """Tokens held in each step, added up over all steps rather than over the changes."""
+    spans = thread_spans(tree)
+    num_steps = spans[ROOT_THREAD].subtree_end
+    changes = [0] * (num_steps + 2)
+    growth_changes = [0] * (num_steps + 2)
+    for thread, span in spans.items():
+        if span.num_generated == 0:
+            continue
+        record = tree.threads[thread]
+        num_child_tokens = 0 if record.parent is None else 1
+        changes[span.start + 1] += num_child_tokens
+        growth_changes[span.start + 1] += 1
+        growth_changes[span.end] -= 1
+        held, step = span.num_generated - 1, span.end + 1
+        for child in reversed(record.children):
+            reader = spans[child]
+            if reader.subtree_end >= step:
+                changes[step] += reader.num_shared - held
+                held, step = reader.num_shared, reader.subtree_end + 1
+        changes[span.subtree_end + 1] -= held + num_child_tokens
+    grown = [0, *accumulate(growth_changes)][: num_steps + 2]
+    return list(accumulate(change + more for change, more in zip(changes, grown, strict=True)))
+
+
+@given(interleavings(), st.integers(1, 40), st.integers(0, 20))
+def test_steps_between_two_changes_need_not_be_looked_at(
+    events: list[Event], length: int, prompt: int
+) -> None:
+    """The longer the paragraphs, the farther apart are the changes."""
+    tree: ParagraphTree[int] = ParagraphTree()
+    for event in events:
+        apply(tree, replace(event, items=event.items * length))
+
+    by_step = cached_in_each_step(tree)
+
+    assert cached_tokens_by_step(tree, thread_spans(tree)) == by_step
+    assert tree_statistics(tree, prompt).max_cached_tokens == prompt + max(by_step)
+
+
+@given(st.integers(0, 200), st.integers(0, 50), st.booleans())
+def test_an_unforked_answer_needs_no_tree(num_tokens: int, prompt: int, ended: bool) -> None:
+    tree: ParagraphTree[int] = ParagraphTree()
+    tree.append(ROOT_THREAD, range(num_tokens))
+    tree.finish(ROOT_THREAD, ended=ended)
+
+    assert unforked_statistics(num_tokens, prompt, ended=ended) == tree_statistics(tree, prompt)
 
 
 @given(interleavings())
