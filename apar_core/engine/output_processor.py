@@ -57,9 +57,16 @@ class ForkOutputProcessor(OutputProcessor):
         self._followers.pop(request_id, None)
 
     def add_request(self, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
-        """Register a request; one that may fork gets a paragraph tree."""
+        """Register a request; one that may fork gets a paragraph tree.
+
+        A streaming-input session adds the same request again for each part of its input, and once
+        more to end it, which may remove its state at once.
+        """
         forget_journal(request.sampling_params)
+        is_new = request.request_id not in self.request_states
         super().add_request(request, *args, **kwargs)
+        if not is_new:
+            return
         if self.stream_pause_s > 0:
             pace(self.request_states[request.request_id], self._stream_pause_now_s)
         params = request.sampling_params

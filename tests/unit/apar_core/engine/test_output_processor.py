@@ -3,7 +3,9 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.outputs import LogprobsLists
 
 from apar_core.engine.journal import RequestFollower
@@ -26,12 +28,18 @@ def add_request(
     *,
     logprobs: int | None = None,
     plain: bool = False,
+    resumable: bool = False,
+    queue: Any = None,
     **changes: Any,
 ) -> None:
-    """Add one; a plain one is that of a checkpoint without control tokens."""
+    """Add one; a plain one is that of a checkpoint without control tokens.
+
+    A resumable one is a part of a streaming-input session, and one of the same id ends it.
+    """
     params = SamplingParams(
         max_tokens=50,
         logprobs=logprobs,
+        output_kind=RequestOutputKind.CUMULATIVE if queue is None else RequestOutputKind.DELTA,
         extra_args=None if plain else {EXTRA_ARG: fork_parameters().to_extra_arg() | changes},
     )
     request = EngineCoreRequest(
@@ -44,9 +52,10 @@ def add_request(
         lora_request=None,
         cache_salt=None,
         data_parallel_rank=None,
+        resumable=resumable,
     )
     request.external_req_id = external_id
-    processor.add_request(request, None)
+    processor.add_request(request, None, queue=queue)
 
 
 def output(request_id: str, tokens: list[int], finish: FinishReason | None = None) -> Any:
@@ -153,3 +162,32 @@ def test_beams_are_followed_and_their_prompt_counts_once(prompts: list[str], pla
     assert follower.statistics is None
     assert not follower.continuable
     assert follower.take_journal() == ()
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_end_of_a_session_whose_parts_are_answered_ends_it(plain: bool) -> None:
+    processor: Any = ForkOutputProcessor(None, log_stats=False)
+    for part in (10, 20):
+        add_request(processor, "r", "client's", plain=plain, resumable=True, enabled=False)
+        processor.process_outputs([output("r", [part, part + 1], FinishReason.LENGTH)])
+
+    # As AsyncLLM makes it: the end's own parameters would let it fork.
+    add_request(processor, "r", "client's", plain=plain, resumable=False, enabled=True)
+
+    assert not processor.has_unfinished_requests()
+    assert (processor._threads, processor._unforked, processor._plain) == ({}, {}, {})
+    record = processor.records.take("client's")
+    assert plain or record.statistics.text_tokens == 4
+
+
+async def test_stream_of_a_session_is_paced_once_whatever_its_parts() -> None:
+    processor: Any = ForkOutputProcessor(None, log_stats=False)
+    processor.stream_pause_s = 0.01
+    queue = RequestOutputCollector(RequestOutputKind.DELTA, "r")
+    session = {"resumable": True, "queue": queue, "enabled": False}
+
+    add_request(processor, "r", "client's", **session)
+    paced = processor.request_states["r"].queue
+    add_request(processor, "r", "client's", **session)
+
+    assert processor.request_states["r"].queue is paced is not queue
