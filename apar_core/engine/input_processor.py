@@ -62,6 +62,8 @@ class ForkInputProcessor(InputProcessor):
             return
         self._settings: ForkSettings = fork_settings(vllm_config)
         self._spellings = plain_spellings(self.control_tokens, tokenizer)
+        # vLLM returns the experts of each token as rows of one sequence, which a tree is not.
+        self._may_fork = not vllm_config.aux_output_config.enable_return_routed_experts
         self._bans_as_bad_words = not engine_config.bans_by_logits_processor(vllm_config)
         self._parameters = ForkParameters(
             fork_id=self.control_tokens.fork_id,
@@ -144,7 +146,7 @@ class ForkInputProcessor(InputProcessor):
             self._parameters,
             key=key,
             key_max_threads=key_max_threads,
-            enabled=bool(wanted) and _can_fork(request, params),
+            enabled=bool(wanted) and self._may_fork and _can_fork(request, params),
             max_threads=min(max_threads, self._settings.max_threads),
         )
         extra_args[EXTRA_ARG] = parameters.to_extra_arg()

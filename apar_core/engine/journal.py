@@ -166,7 +166,7 @@ def can_continue(params: SamplingParams) -> bool:
 
     Not where the engine that died has taken something along: log-probabilities, the state of a
     grammar, and what it counts over the tokens generated (penalties, a least number of tokens, bad
-    words of several tokens, repetitions, a thinking budget). The HTTP layer's part of the rule is
+    words of several tokens, repetitions, a thinking budget, tokens forced one by one). The HTTP layer's part of the rule is
     in `deployments/continuation.py`.
     """
     lost_with_the_engine = (
@@ -181,6 +181,7 @@ def can_continue(params: SamplingParams) -> bool:
         bool(params.bad_words),
         params.repetition_detection is not None,
         params.thinking_token_budget is not None,
+        params.trace_decode_token_ids is not None,
     )
     return not any(lost_with_the_engine)
 

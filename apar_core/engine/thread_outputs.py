@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.v1.engine import EngineCoreOutput, FinishReason
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
 from apar_core.engine.journal import RequestFollower
 from apar_core.errors import TreeError
@@ -34,12 +34,14 @@ _PRECEDENCE = (
 class TextToken(NamedTuple):
     """One token of the text; `stops` marks a stop token that the client named.
 
-    `logprobs` holds the token's row of log-probabilities where the request asked for them.
+    `logprobs` holds the token's row of log-probabilities where the request asked for them, and
+    `sampling_mask` the tokens that it was sampled from where the engine returns them.
     """
 
     token_id: int
     logprobs: LogprobsLists | None
     stops: bool = False
+    sampling_mask: SamplingMaskLists | None = None
 
 
 @dataclass(slots=True)
@@ -49,6 +51,7 @@ class _Carried:
     prefill_stats: Any = None
     prompt_logprobs: Any = None
     prompt_token_id_logprobs: Any = None
+    num_nans_in_logits: int = 0
     events: list[Any] = field(default_factory=list)
 
 
@@ -119,7 +122,8 @@ class RequestThreads:
         self._num_children: dict[str, int] = {}
         self._reasons: set[FinishReason] = set()
         self._stop_reason: int | str | None = None
-        self._spec_decode_metrics: Any = None
+        # The root's last output: what vLLM reports of a request when it has ended.
+        self._root_end: EngineCoreOutput | None = None
         self._trace_headers: Any = None
         self._carried = _Carried()
 
@@ -132,6 +136,8 @@ class RequestThreads:
         thread = self._threads[output.request_id]
         if thread == ROOT_THREAD:
             self._carry(output)
+        carried = self._carried
+        carried.num_nans_in_logits = max(carried.num_nans_in_logits, output.num_nans_in_logits)
         token_ids = output.new_token_ids
         ended = ends_itself(output, self.parameters)
         num_text = len(token_ids) - ended
@@ -195,13 +201,14 @@ class RequestThreads:
     def _append(self, thread: ThreadId, output: EngineCoreOutput, start: int, end: int) -> None:
         if start >= end:
             return
-        logprobs = output.new_logprobs
+        logprobs, mask = output.new_logprobs, output.new_sampling_mask
         self.tree.append(
             thread,
             (
                 TextToken(
                     output.new_token_ids[index],
                     None if logprobs is None else logprobs.slice_request(index, 1),
+                    sampling_mask=None if mask is None else _mask_of_token(mask, index),
                 )
                 for index in range(start, end)
             ),
@@ -233,17 +240,19 @@ class RequestThreads:
         if output.prompt_token_id_logprobs is not None:
             carried.prompt_token_id_logprobs = output.prompt_token_id_logprobs
         carried.events.extend(output.events or ())
-        self._spec_decode_metrics = output.spec_decode_metrics or self._spec_decode_metrics
+        if output.finish_reason is not None:
+            self._root_end = output
         self._trace_headers = output.trace_headers or self._trace_headers
 
     def _output(
         self, tokens: list[TextToken], finish_reason: FinishReason | None
     ) -> EngineCoreOutput:
         carried, self._carried = self._carried, _Carried()
-        return EngineCoreOutput(
+        output = EngineCoreOutput(
             request_id=self.request_id,
             new_token_ids=[token.token_id for token in tokens],
             new_logprobs=_joined_logprobs(tokens, self._num_logprobs),
+            new_sampling_mask=_joined_masks(tokens),
             new_prompt_logprobs_tensors=carried.prompt_logprobs,
             prompt_token_id_logprobs=carried.prompt_token_id_logprobs,
             finish_reason=finish_reason,
@@ -251,8 +260,15 @@ class RequestThreads:
             events=carried.events or None,
             prefill_stats=carried.prefill_stats,
             trace_headers=self._trace_headers,
-            spec_decode_metrics=self._spec_decode_metrics if finish_reason is not None else None,
+            num_nans_in_logits=carried.num_nans_in_logits,
         )
+        if finish_reason is not None and self._root_end is not None:
+            # vLLM reads these from the last output only: later ones overwrite them.
+            output.kv_transfer_params = self._root_end.kv_transfer_params
+            output.ec_transfer_params = self._root_end.ec_transfer_params
+            output.mm_cache_miss_hashes = self._root_end.mm_cache_miss_hashes
+            output.spec_decode_metrics = self._root_end.spec_decode_metrics
+        return output
 
 
 def _joined_logprobs(tokens: list[TextToken], num_logprobs: int | None) -> LogprobsLists | None:
@@ -308,3 +324,22 @@ def _certain(token_id: int, width: int) -> LogprobsLists:
         np.ones(1, dtype=np.int32),
         None,
     )
+
+
+def _mask_of_token(mask: SamplingMaskLists, index: int) -> SamplingMaskLists:
+    """The mask of one token of an output; the mask of a single token has no offsets."""
+    return mask if mask.offsets is None else mask.slice_request(index, 1)
+
+
+def _joined_masks(tokens: list[TextToken]) -> SamplingMaskLists | None:
+    """Sampling masks in reading order, one for each token; None where the engine returns none."""
+    if all(token.sampling_mask is None for token in tokens):
+        return None
+    # A token that was put in, not sampled, is the only one that could stand there.
+    kept = [
+        np.array([token.token_id], dtype=np.int32)
+        if token.sampling_mask is None
+        else token.sampling_mask.token_ids
+        for token in tokens
+    ]
+    return SamplingMaskLists(np.concatenate(kept), np.cumsum([0, *map(len, kept)]))

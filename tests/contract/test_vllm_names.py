@@ -37,7 +37,7 @@ from vllm.v1.engine.core_client import AsyncMPClient, InprocClient, SyncMPClient
 from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
@@ -111,6 +111,16 @@ SIGNATURES = (
         "self, reset_running_requests=False, reset_connector=False",
         "blocks kept for waiting children would keep the cache from being reset",
     ),
+    # Built for each child and each resumed thread.
+    Signature(
+        Request.__init__,
+        "self, request_id, prompt_token_ids, sampling_params, pooling_params, client_index=0, "
+        "arrival_time=None, prompt_embeds=None, prompt_is_token_ids=None, mm_features=None, "
+        "lora_request=None, cache_salt=None, priority=0, trace_headers=None, block_hasher=None, "
+        "resumable=False, session_id=None, reasoning_ended=None, reasoning_parser_kwargs=None, "
+        "abort_immediately=False, kv_hints=None",
+        "a new one may belong to every thread",
+    ),
     # Overridden by GatedQueue.
     Signature(PriorityRequestQueue.add_request, "self, request", "a request may stand outside"),
     Signature(PriorityRequestQueue.remove_requests, "self, requests", "an abort, also outside"),
@@ -181,16 +191,49 @@ ATTRIBUTES = (
     Attributes(EngineCore, "scheduler", "core_state looks into it"),
 )
 
+# Every field of what we rebuild or copy. A field that is new in vLLM fails here, and needs a place.
 FIELDS = {
-    EngineCoreOutput: "request_id new_token_ids new_logprobs new_prompt_logprobs_tensors "
-    "finish_reason stop_reason events trace_headers prefill_stats spec_decode_metrics "
-    "prompt_token_id_logprobs",
-    EngineCoreOutputs: "outputs",
-    EngineCoreRequest: "request_id prompt_token_ids sampling_params mm_features prompt_embeds "
-    "resumable",
-    SamplingParams: "extra_args _bad_words_token_ids _eos_token_id seed max_tokens min_tokens "
-    "ignore_eos structured_outputs stop_token_ids prompt_logprobs prompt_logprob_token_ids "
-    "skip_reading_prefix_cache",
+    # Rebuilt by `RequestThreads`.
+    EngineCoreOutput: {
+        "of the request": "request_id new_token_ids finish_reason stop_reason",
+        "joined over threads": "new_logprobs new_sampling_mask num_nans_in_logits",
+        "of the root, at once": "new_prompt_logprobs_tensors prompt_token_id_logprobs events "
+        "prefill_stats trace_headers",
+        "of the root, at the end": "kv_transfer_params ec_transfer_params mm_cache_miss_hashes "
+        "spec_decode_metrics",
+        "only of requests that do not generate text": "pooling_output",
+        "only of engines whose requests do not fork": "routed_experts",
+    },
+    # `ForkMixin` adds outputs, and makes one for a client that would get none in the step.
+    EngineCoreOutputs: {
+        "added to": "outputs",
+        "of the step": "scheduler_stats timestamp weight_version finished_requests",
+        "set by the engine's process": "engine_index utility_output wave_complete start_wave",
+    },
+    # Written by `ForkInputProcessor`; everything else is passed on as it is.
+    EngineCoreRequest: {
+        "changed": "prompt_token_ids sampling_params priority",
+        "read": "request_id mm_features prompt_embeds resumable external_req_id",
+        "passed on": "pooling_params arrival_time lora_request cache_salt data_parallel_rank "
+        "prompt_is_token_ids client_index current_wave trace_headers reasoning_ended "
+        "reasoning_parser_kwargs abort_immediately session_id kv_hints",
+    },
+    # Copied from a thread to its child by `build_child_request`.
+    SamplingParams: {
+        "changed for a child": "max_tokens min_tokens seed extra_args skip_reading_prefix_cache",
+        "answered by the root alone": "prompt_logprobs prompt_logprob_token_ids "
+        "prompt_logprob_start",
+        "the same for each thread": "presence_penalty frequency_penalty repetition_penalty "
+        "temperature watermarking _watermarking_skipped top_p top_k min_p stop_token_ids "
+        "_eos_token_id _all_stop_token_ids logprobs logprob_token_ids logit_bias "
+        "allowed_token_ids bad_words _bad_words_token_ids thinking_token_budget "
+        "repetition_detection",
+        "of the whole text, in the API process": "n stop detokenize skip_special_tokens "
+        "spaces_between_special_tokens include_stop_str_in_output output_kind stream_interval "
+        "output_text_buffer_length flat_logprobs skip_clone",
+        "not with forks": "ignore_eos structured_outputs trace_decode_token_ids "
+        "routed_experts_prompt_start",
+    },
 }
 
 PASSAGES = (
@@ -254,6 +297,16 @@ PASSAGES = (
         "outputs of threads whose request has ended are ignored",
     ),
     Passage(
+        InputProcessor._normalize_trace_replay_params,
+        r"sampling_params\.ignore_eos = True",
+        "a request whose tokens are given does not fork",
+    ),
+    Passage(
+        RequestOutput.add,
+        r"self\.kv_transfer_params = next_output\.kv_transfer_params",
+        "what is reported at the end must be in the last output",
+    ),
+    Passage(
         async_llm.AsyncLLM.__init__,
         r"self\.input_processor = InputProcessor\(.*self\.output_processor = OutputProcessor\(",
         "our processors replace these names in the module",
@@ -297,8 +350,10 @@ def test_attributes(expected: Attributes) -> None:
 
 
 @pytest.mark.parametrize("struct", FIELDS, ids=lambda each: each.__name__)
-def test_fields(struct: Any) -> None:
-    assert set(FIELDS[struct].split()) <= set(struct.__struct_fields__)
+def test_each_field_has_its_place(struct: Any) -> None:
+    placed = " ".join(FIELDS[struct].values()).split()
+
+    assert sorted(placed) == sorted(struct.__struct_fields__)
 
 
 @pytest.mark.parametrize("expected", PASSAGES, ids=lambda each: each.where.__qualname__)
@@ -328,6 +383,7 @@ def test_values_that_are_written_out() -> None:
         "sampled_token_ranks",
         "cu_num_generated_tokens",
     )
+    assert SamplingMaskLists._fields == ("token_ids", "offsets", "cu_num_generated_tokens")
     assert list(KVCacheBlocks.__dataclass_fields__) == ["blocks"]
     assert OutputProcessorOutput.__annotations__.keys() == {"request_outputs", "reqs_to_abort"}
     # Each needs a place in the order in which the threads' reasons make the request's.

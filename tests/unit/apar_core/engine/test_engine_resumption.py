@@ -246,6 +246,7 @@ def test_client_cannot_write_a_journal() -> None:
         ({"frequency_penalty": -0.1}, False),
         ({"min_tokens": 1}, False),
         ({"bad_words": ["a b"]}, False),
+        ({"trace_decode_token_ids": [1, 2]}, False),
         ({"structured_outputs": StructuredOutputsParams(json_object=True)}, False),
     ],
 )

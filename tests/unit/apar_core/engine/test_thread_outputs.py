@@ -6,7 +6,7 @@ from vllm.v1.engine import (
     EngineCoreOutput,
     FinishReason,
 )
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
 from apar_core.engine.thread_outputs import RequestThreads, TextToken
 from apar_core.tree.separator import Edge
@@ -247,3 +247,66 @@ def test_facts_of_the_first_output_travel_with_the_first_text(first: list[int]) 
     assert outputs[0].events == [queued]
     assert outputs[1].events is None
     assert outputs[-1].trace_headers == {"a": "b"}
+
+
+@pytest.mark.parametrize("root_ends_last", [True, False])
+def test_facts_of_the_roots_end_travel_with_the_end_of_the_answer(root_ends_last: bool) -> None:
+    request = threads()
+    root_end = EngineCoreOutput(
+        "r",
+        [11, END],
+        finish_reason=FinishReason.STOP,
+        kv_transfer_params={"remote_block_ids": [1]},
+        ec_transfer_params={"a": 1},
+        mm_cache_miss_hashes=["h"],
+    )
+    child_end = EngineCoreOutput(
+        "r~0",
+        [20, END],
+        finish_reason=FinishReason.STOP,
+        kv_transfer_params={"remote_block_ids": [2]},
+    )
+    request.feed(output("r", [10, FORK]))
+    ends = [child_end, root_end] if root_ends_last else [root_end, child_end]
+    for each in ends:
+        request.feed(each)
+
+    *before, end = request.take()
+
+    assert end.kv_transfer_params == {"remote_block_ids": [1]}
+    assert end.ec_transfer_params == {"a": 1}
+    assert end.mm_cache_miss_hashes == ["h"]
+    # vLLM takes these from the last output.
+    assert all(each.kv_transfer_params is None for each in before)
+
+
+def test_a_broken_logit_of_any_thread_is_one_of_the_request() -> None:
+    request = threads()
+    request.feed(output("r", [10, FORK, 11]))
+    request.feed(EngineCoreOutput("r~0", [20], num_nans_in_logits=3))
+    request.feed(output("r", [12]))
+
+    (text,) = request.take()
+    request.feed(output("r~0", [21]))
+    (later,) = request.take()
+
+    assert (text.num_nans_in_logits, later.num_nans_in_logits) == (3, 0)
+
+
+def test_sampling_masks_follow_the_restored_order() -> None:
+    def line_break(_: TextToken, __: TextToken, edge: Edge) -> list[TextToken]:
+        return [TextToken(7, None)] if edge is Edge.FIRST_CHILD else []
+
+    request = RequestThreads("r", fork_parameters(), line_break)
+    several = SamplingMaskLists(np.array([10, 90, FORK, 11, 91, 92]), np.array([0, 2, 3, 6]))
+    # The mask of a single token comes without offsets.
+    single = SamplingMaskLists(np.array([20, 93]))
+    request.feed(EngineCoreOutput("r", [10, FORK, 11], new_sampling_mask=several))
+    request.feed(EngineCoreOutput("r~0", [20], new_sampling_mask=single))
+    request.feed(output("r~0", [END], FinishReason.STOP))
+
+    (text,) = request.take()
+
+    assert text.new_token_ids == [10, 7, 20, 11]
+    assert text.new_sampling_mask is not None
+    assert text.new_sampling_mask.to_nested_list() == [[10, 90], [7], [20, 93], [11, 91, 92]]
