@@ -5,8 +5,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from apar_core.engine.fork_bans import ForkBans, bad_words
 from apar_core.engine.replay import (
@@ -68,6 +69,46 @@ def test_control_tokens_are_banned_where_they_make_no_sense(
     bans.update_state(added((extra_args, prompt, generated)))
 
     assert banned(bans) == [expected]
+
+
+def test_rows_keep_their_bans_when_the_batch_changes() -> None:
+    unforked = forking(enabled=False)
+    bans = ForkBans(NO_CONFIG, CPU, False)
+    bans.update_state(added((unforked, [9], [10]), (forking(), [9], [10]), (unforked, [9], [])))
+    assert banned(bans, 3) == [{CHILD, FORK}, {CHILD}, {CHILD, FORK}]
+
+    # The last row takes the place of the first one.
+    move = (2, 0, MoveDirectionality.UNIDIRECTIONAL)
+    bans.update_state(BatchUpdate(batch_size=2, removed=[], added=[], moved=[move]))
+    assert banned(bans, 2) == [{CHILD, FORK}, {CHILD}]
+
+    bans.update_state(BatchUpdate(batch_size=1, removed=[0], added=[], moved=[]))
+    bans.update_state(None)
+    assert banned(bans, 2) == [{CHILD}, {CHILD}]
+
+
+def test_a_step_without_forks_copies_nothing_to_the_device() -> None:
+    class Operations(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: set[str] = set()
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.names.add(str(func))
+            return func(*args, **(kwargs or {}))
+
+    bans = ForkBans(NO_CONFIG, CPU, False)
+    bans.update_state(added((forking(enabled=False), [9], [10]), (forking(), [9], [10])))
+    logits = torch.zeros(2, 16)
+
+    with Operations() as operations:
+        bans.apply(logits)
+
+    assert "aten.index_fill_.int_Scalar" in operations.names
+    from_host = {"aten.lift_fresh.default", "aten._to_copy.default", "aten.copy_.default"}
+    assert operations.names.isdisjoint(from_host)
 
 
 def test_bans_follow_the_growing_output_of_each_row() -> None:
