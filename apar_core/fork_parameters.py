@@ -60,6 +60,19 @@ class ForkParameters:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class KeyTerms:
+    """What a server grants the API key of a request; no client can set any of it.
+
+    `key` and `key_max_threads` are those of `ForkParameters`; `priority` is vLLM's: lower goes
+    first.
+    """
+
+    key: str
+    key_max_threads: int | None = None
+    priority: int = 0
+
+
 def child_request_id(parent_request_id: str, ordinal: int) -> str:
     """Engine request id of a thread's `ordinal`-th child, counted from 0.
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from apar_core.errors import RequestError
-from deployments.apar_options import AparOptions, fit_replay, parse_options
+from deployments.apar_options import fit_replay, parse_options
 from deployments.asgi_relay import (
     SERVED_KEY,
     AsgiApp,
@@ -94,15 +94,11 @@ def translate(body: dict[str, Any], control_token_ids: frozenset[int]) -> bool:
                     f"`vllm_xargs.{key}` is internal; use the field `apar`",
                     param=f"vllm_xargs.{key}",
                 )
-    calls_tools = bool(body.get("tools")) and body.get("tool_choice") != "none"
-    if body.get("apar") is None and not calls_tools:
+    if body.get("apar") is None:
         return False
     if extra is not None and not isinstance(extra, dict):
         raise RequestError("`vllm_xargs` must be an object", param="vllm_xargs")
-    given = body.pop("apar", None)
-    options = AparOptions() if given is None else parse_options(given)
-    if calls_tools:  # A call is one sequence of tokens, which a parser reads as it comes.
-        options = options.model_copy(update={"enabled": False})
+    options = parse_options(body.pop("apar"))
     if options.replay is not None:
         fit_replay(body, options.replay, control_token_ids)
     body["vllm_xargs"] = {**(extra or {}), **options.engine_args()}

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from apar_core.fork_parameters import KeyTerms
 from deployments.answer_parts import Journal
 
 
@@ -27,3 +28,9 @@ class RequestTerms:
     keeps_journal: bool = False
     resume: Journal | None = None
     trace_headers: Mapping[str, str] | None = None
+
+    def key_terms(self) -> KeyTerms | None:
+        """What the engine needs to know of the key; None for a caller without one."""
+        if self.key is None:
+            return None
+        return KeyTerms(self.key, self.key_max_threads, self.priority)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from apar_core.engine.journal import RequestFollower
+from apar_core.fork_parameters import KeyTerms
 from deployments.answer_parts import AnswerEnd, AnswerStart, Piece
 from deployments.request_terms import RequestTerms
 
@@ -17,8 +18,10 @@ if TYPE_CHECKING:
 class FollowingEngine(Protocol):
     """The part of an engine that tells of its requests."""
 
-    def follow(self, request_id: str, follower: RequestFollower) -> None:
-        """Tell a follower of a request."""
+    def follow(
+        self, request_id: str, follower: RequestFollower, terms: KeyTerms | None = None
+    ) -> None:
+        """Tell a follower of a request, which runs on the terms of its key."""
 
     def unfollow(self, request_id: str) -> None:
         """Tell it no more."""
@@ -52,7 +55,7 @@ class FollowedRequest:
     def begin(self, engine_request_id: str) -> None:
         """Follow the request that the engine is about to get under this id."""
         self._engine_request_id = engine_request_id
-        self._engine.follow(engine_request_id, self._follower)
+        self._engine.follow(engine_request_id, self._follower, self.terms.key_terms())
 
     def close(self, *, broken: bool = False) -> None:
         """Follow it no more; `broken` says that it did not end here."""

@@ -15,6 +15,7 @@ from apar_core.engine.journal import RequestFollower
 from apar_core.engine.output_processor import ForkOutputProcessor
 from apar_core.engine.request_record import RequestRecord
 from apar_core.engine.resumption import completed, hand_to_scheduler
+from apar_core.fork_parameters import KeyTerms
 from apar_core.journal import Journal
 
 # Before any engine is built: AsyncLLM looks its processors up by name.
@@ -36,13 +37,21 @@ class AparAsyncLLM(AsyncLLM):
         """Statistics and trees of a finished request, once, by its external request id."""
         return self._output.records.take(request_id)
 
-    def follow(self, request_id: str, follower: RequestFollower) -> None:
-        """Tell a follower of a client's request, by its external request id, until `unfollow`."""
+    def follow(
+        self, request_id: str, follower: RequestFollower, terms: KeyTerms | None = None
+    ) -> None:
+        """Tell a follower of a client's request, by its external request id, until `unfollow`.
+
+        The request runs on these terms; without any, it has no key and no priority of its own.
+        """
         self._output.follow(request_id, follower)
+        if terms is not None:
+            self._input.key_terms[request_id] = terms
 
     def unfollow(self, request_id: str) -> None:
-        """Tell the follower of a request no more."""
+        """Tell the follower of a request no more, and forget its terms."""
         self._output.unfollow(request_id)
+        self._input.key_terms.pop(request_id, None)
 
     def pace_streams(self, pause_s: float) -> None:
         """From now on, merge what a stream yields within `pause_s`, or longer under load."""

@@ -21,24 +21,24 @@ from apar_core.control_tokens import (
     refuse_control_tokens,
 )
 from apar_core.engine import engine_config
+from apar_core.engine.client_ids import find_client
 from apar_core.engine.fork_bans import bad_words
 from apar_core.engine.fork_settings import ForkSettings, fork_settings
-from apar_core.engine.replay import replay_args
+from apar_core.engine.replay import REPLAY_ARG, ReplayText, replay_text
 from apar_core.engine.replay_request import PARAM, REPLAY_REQUEST_ARG, ReplayRules
+from apar_core.engine.tool_calls import ENABLED_ARG, keep_tool_calls_unforked
 from apar_core.errors import RequestError
-from apar_core.fork_parameters import EXTRA_ARG, ForkParameters
+from apar_core.fork_parameters import EXTRA_ARG, ForkParameters, KeyTerms
 
 logger = logging.getLogger(__name__)
 
 RELEASED_FORK_TEXT = "[SplitMask]"
 """Fork token of the released checkpoints, whose training text lacks line breaks."""
 
-ENABLED_ARG = "apar_enabled"
 MAX_THREADS_ARG = "apar_max_threads"
-KEY_ARG = "apar_key"
-KEY_MAX_THREADS_ARG = "apar_key_max_threads"
-PRIORITY_ARG = "apar_priority"
-"""Set by the gateway, which keeps clients from setting any of these."""
+CLIENT_ARGS = frozenset({ENABLED_ARG, MAX_THREADS_ARG, REPLAY_REQUEST_ARG})
+"""Entries of `extra_args`, and so of the HTTP field `vllm_xargs`, that a client may set."""
+_OUR_PREFIX = "apar"
 
 
 class ForkInputProcessor(InputProcessor):
@@ -46,12 +46,15 @@ class ForkInputProcessor(InputProcessor):
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
+        # By the request id that the client's side knows.
+        self.key_terms: dict[str, KeyTerms] = {}
+        self._is_forking = engine_config.forks(vllm_config)
         tokenizer: Any = self.tokenizer
         self.control_tokens = _control_tokens(vllm_config, tokenizer)
         # The forking scheduler orders by priority for its own ends: unless this was configured, a
         # client's priority must go on meaning nothing.
         self._ignores_priority = (
-            engine_config.forks(vllm_config) and vllm_config.scheduler_config.policy != "priority"
+            self._is_forking and vllm_config.scheduler_config.policy != "priority"
         )
         self._replay_rules = (
             ReplayRules(vllm_config.model_config.get_vocab_size(), frozenset(self._end_ids()))
@@ -60,6 +63,7 @@ class ForkInputProcessor(InputProcessor):
         )
         if self.control_tokens is None:
             return
+        keep_tool_calls_unforked()
         self._settings: ForkSettings = fork_settings(vllm_config)
         self._spellings = plain_spellings(self.control_tokens, tokenizer)
         # vLLM returns the experts of each token as rows of one sequence, which a tree is not.
@@ -80,28 +84,42 @@ class ForkInputProcessor(InputProcessor):
     ) -> EngineCoreRequest:
         """As in vLLM. Raises VLLMValidationError for what a client may not ask for (HTTP 400)."""
         request = super().process_inputs(request_id, prompt, params, *args, **kwargs)
-        self._set_priority(request)
-        if self.control_tokens is None:
-            _drop_parameters(request.sampling_params)
-        else:
+        terms = find_client(self.key_terms, request_id)
+        if terms is not None:
+            request.priority = terms.priority
+        elif self._ignores_priority:
+            request.priority = 0
+        if request.sampling_params is not None:
+            self._check_arguments(request.sampling_params)
+        if self.control_tokens is not None:
             self._clean_prompt(request, prompt, self.control_tokens)
             if request.sampling_params is not None:
-                self._set_parameters(request, request.sampling_params)
+                self._set_parameters(request, request.sampling_params, terms)
         if request.sampling_params is not None:
             self._set_replay(request, request.sampling_params)
         return request
 
-    def _set_priority(self, request: EngineCoreRequest) -> None:
-        """The priority that the gateway gives, which a client cannot; else the client's, if any.
+    def _check_arguments(self, params: SamplingParams) -> None:
+        """Refuse entries of `extra_args` that only this project's own code may write.
 
-        The HTTP field and header `priority` are open to every client, so ours comes another way.
+        An HTTP client reaches them by `vllm_xargs`. An engine that does not fork is vLLM's own, and
+        only kept from taking a client's words for the parameters of this input processor.
         """
-        params = request.sampling_params
-        extra_args = params.extra_args if params is not None else None
-        if extra_args and PRIORITY_ARG in extra_args:
-            request.priority = _choice(dict(extra_args), PRIORITY_ARG, int, 0)
-        elif self._ignores_priority:
-            request.priority = 0
+        checked: dict[str, Any] = {}
+        for name, value in (params.extra_args or {}).items():
+            if isinstance(value, ReplayText):
+                checked[name] = str(value)
+            elif not name.startswith(_OUR_PREFIX) or name in CLIENT_ARGS:
+                checked[name] = value
+            elif self._is_forking:
+                raise VLLMValidationError(
+                    f"vllm_xargs.{name} is internal: clients may set {sorted(CLIENT_ARGS)}.",
+                    parameter=f"vllm_xargs.{name}",
+                )
+            elif name != EXTRA_ARG:
+                checked[name] = value
+        # Not in place: the prompts of one HTTP request share these arguments.
+        params.extra_args = checked or None
 
     def _clean_prompt(
         self, request: EngineCoreRequest, prompt: Any, control_tokens: ControlTokens
@@ -129,7 +147,9 @@ class ForkInputProcessor(InputProcessor):
         if params is not None and params.max_tokens is not None:
             params.max_tokens = min(params.max_tokens, limit - len(plain))
 
-    def _set_parameters(self, request: EngineCoreRequest, params: SamplingParams) -> None:
+    def _set_parameters(
+        self, request: EngineCoreRequest, params: SamplingParams, terms: KeyTerms | None
+    ) -> None:
         self._check_stop_tokens(params)
         extra_args = dict(params.extra_args or {})
         wanted = _choice(extra_args, ENABLED_ARG, bool, self._settings.enabled)
@@ -140,12 +160,10 @@ class ForkInputProcessor(InputProcessor):
                 parameter="apar.max_threads",
                 value=max_threads,
             )
-        extra_args.pop(PRIORITY_ARG, None)
-        key, key_max_threads = _key_and_limit(extra_args)
         parameters = replace(
             self._parameters,
-            key=key,
-            key_max_threads=key_max_threads,
+            key=None if terms is None else terms.key,
+            key_max_threads=None if terms is None else terms.key_max_threads,
             enabled=bool(wanted) and self._may_fork and _can_fork(request, params),
             max_threads=min(max_threads, self._settings.max_threads),
         )
@@ -183,7 +201,7 @@ class ForkInputProcessor(InputProcessor):
             )
         except RequestError as error:
             raise VLLMValidationError(str(error), parameter=PARAM) from error
-        params.extra_args = {**extra_args, **replay_args(scripts)}
+        params.extra_args = {**extra_args, REPLAY_ARG: replay_text(scripts)}
 
     def _check_stop_tokens(self, params: SamplingParams) -> None:
         """Refuse control tokens as stop tokens: they are no part of the text that is to stop."""
@@ -221,12 +239,6 @@ def _num_prompt_tokens(request: EngineCoreRequest) -> int:
     return 0 if request.prompt_embeds is None else len(request.prompt_embeds)
 
 
-def _drop_parameters(params: SamplingParams | None) -> None:
-    """Keep a client from writing the parameters that only this input processor writes."""
-    if params is not None and params.extra_args and EXTRA_ARG in params.extra_args:
-        params.extra_args = {k: v for k, v in params.extra_args.items() if k != EXTRA_ARG}
-
-
 def _separated(settings: ForkSettings, control_tokens: ControlTokens) -> bool:
     if settings.separators == "auto":
         return control_tokens.fork_text == RELEASED_FORK_TEXT
@@ -246,21 +258,6 @@ def _can_fork(request: EngineCoreRequest, params: SamplingParams) -> bool:
         or request.prompt_embeds is not None
         or request.resumable
     )
-
-
-def _key_and_limit(extra_args: dict[str, Any]) -> tuple[str | None, int | None]:
-    """The API key's name and the cap on its threads, None where the gateway gives none."""
-    key = str(extra_args.pop(KEY_ARG)) if KEY_ARG in extra_args else None
-    if KEY_MAX_THREADS_ARG not in extra_args:
-        return key, None
-    limit = _choice(extra_args, KEY_MAX_THREADS_ARG, int, 0)
-    if limit < 1:
-        raise VLLMValidationError(
-            f"apar.key_max_threads must be at least 1, got {limit}.",
-            parameter="apar.key_max_threads",
-            value=limit,
-        )
-    return key, limit
 
 
 def _choice(extra_args: dict[str, Any], name: str, kind: type, default: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
@@ -13,6 +12,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
 from vllm.v1.outputs import LogprobsLists
 
+from apar_core.engine.client_ids import beam_search_of, find_client
 from apar_core.engine.journal import RequestFollower
 from apar_core.engine.paced_outputs import interval_under_load, pace
 from apar_core.engine.request_record import RequestRecords
@@ -23,9 +23,6 @@ from apar_core.fork_parameters import ForkParameters
 from apar_core.journal import Journal
 from apar_core.scheduler.resumption import forget_journal
 from apar_core.tree.separator import Separator
-
-# vLLM names the beams of a search `ID-UUID-beam-I`, with another UUID for each step.
-_BEAM = re.compile(r"(?P<search>.+)-[0-9a-f]+-beam-[0-9]+")
 
 
 class ForkOutputProcessor(OutputProcessor):
@@ -73,7 +70,7 @@ class ForkOutputProcessor(OutputProcessor):
         if params is None:
             return
         state = self.request_states[request.request_id]
-        follower = self._follower(state.external_req_id)
+        follower = find_client(self._followers, state.external_req_id)
         if follower is not None:
             _begin(follower, state, params)
         parameters = ForkParameters.from_extra_args(params.extra_args)
@@ -96,13 +93,13 @@ class ForkOutputProcessor(OutputProcessor):
         """The journal that a request shall go on from; None for a new one."""
         if request.sampling_params is None or request.external_req_id is None:
             return None
-        follower = self._follower(request.external_req_id)
+        follower = find_client(self._followers, request.external_req_id)
         return None if follower is None else follower.resume
 
     def replay(self, request: EngineCoreRequest, journal: Journal) -> bool:
         """Put out what is known of an added request; returns whether the engine has more to do."""
         state = self.request_states[request.request_id]
-        follower = self._follower(state.external_req_id)
+        follower = find_client(self._followers, state.external_req_id)
         if follower is not None:
             follower.replay(begins=True)
         # A trace belongs to an engine that has worked on the request.
@@ -194,15 +191,6 @@ class ForkOutputProcessor(OutputProcessor):
         if threads.follower is not None:
             threads.follower.end(statistics)
 
-    def _follower(self, external_id: str) -> RequestFollower | None:
-        """Who follows the client's request; vLLM numbers the prompts of one: `ID-0`, `ID-1`."""
-        if not self._followers:
-            return None
-        if (beam := _BEAM.fullmatch(external_id)) is not None:
-            external_id = beam["search"]
-        follower = self._followers.get(external_id)
-        return follower or self._followers.get(external_id.rpartition("-")[0])
-
     def _stream_pause_now_s(self) -> float:
         return interval_under_load(self.stream_pause_s, len(self.request_states))
 
@@ -213,9 +201,9 @@ class ForkOutputProcessor(OutputProcessor):
 
 def _begin(follower: RequestFollower, state: RequestState, params: SamplingParams) -> None:
     """Tell a follower of a request that the engine is about to get."""
-    beam = _BEAM.fullmatch(state.external_req_id)
-    if beam is not None:
-        follower.begin_beam(beam["search"], state.prompt_len)
+    search = beam_search_of(state.external_req_id)
+    if search is not None:
+        follower.begin_beam(search, state.prompt_len)
         return
     choice = None if state.parent_req is None else state.request_index
     follower.begin(state.request_id, state.prompt_len, params, choice=choice)

@@ -23,13 +23,23 @@ from apar_core.journal import Journal
 __all__ = [
     "REPLAY_ARG",
     "Replay",
+    "ReplayText",
     "path_key",
     "replay_args",
+    "replay_text",
     "replayed_tokens",
     "without_generated",
 ]
 
 REPLAY_ARG = "apar_replay"
+
+
+class ReplayText(str):
+    """A replay that this process asks for: a client of a server can send no value of this type."""
+
+    __slots__ = ()
+
+
 # Above every logit by so much that no other token is ever sampled, and finite still when divided
 # by the smallest temperature. Filling all rows with minus infinity would cost as much as sampling.
 _CERTAIN = 1e30
@@ -41,10 +51,15 @@ def path_key(thread_path: Sequence[int]) -> str:
 
 
 def replay_args(tokens_of_thread: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Entries of `extra_args` that make the engine generate these tokens."""
+    """Entries of `extra_args` that make an engine of this process generate these tokens."""
+    return {REPLAY_ARG: ReplayText(replay_text(tokens_of_thread))}
+
+
+def replay_text(tokens_of_thread: Mapping[str, Sequence[int]]) -> str:
+    """The replay as the engine core reads it."""
     lines = (f"{path}={','.join(map(str, ids))}" for path, ids in tokens_of_thread.items())
     # Text, because each fork copies the parameters; of lines, because each thread reads its own.
-    return {REPLAY_ARG: "\n".join(["", *lines, ""])}
+    return "\n".join(["", *lines, ""])
 
 
 def replayed_tokens(extra_args: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -65,7 +80,7 @@ def without_generated(extra_args: dict[str, Any], journal: Journal) -> dict[str,
         key = path_key(delta.path)
         if key in scripts:
             scripts[key] = scripts[key][len(delta.token_ids) :]
-    return {**extra_args, **replay_args(scripts)}
+    return {**extra_args, REPLAY_ARG: replay_text(scripts)}
 
 
 @dataclass(frozen=True, slots=True)

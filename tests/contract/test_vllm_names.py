@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
@@ -152,6 +154,16 @@ SIGNATURES = (
     ),
     Signature(OutputProcessor.abort_requests, "self, request_ids, internal", "drops trees"),
     Signature(OutputProcessor._finish_request, "self, req_state", "drops a finished tree"),
+    Signature(
+        ChatCompletionRequest.to_sampling_params,
+        "self, max_tokens, default_sampling_params",
+        "wrapped: a chat with tools asks for no forks",
+    ),
+    Signature(
+        ResponsesRequest.to_sampling_params,
+        "self, default_max_tokens, default_sampling_params=None",
+        "wrapped: a response with tools asks for no forks",
+    ),
     Signature(EngineArgs.create_engine_config, "self, ...", "wrapped: adds the logits processor"),
     # Logits processors.
     Signature(process_dict_updates, "req_entries, batch_update, new_state", "follows the batch"),

@@ -19,9 +19,7 @@ PROMPTS = ["Give me 5 tips.", "What does [Fork] mean?", "Hi"]
 def greedy(engine: OfflineEngine) -> tuple[list[tuple[str, tuple[int, ...]]], bool]:
     """Answers to PROMPTS, and whether any has a tree. Runs in the engine's process."""
     settings: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24}
-    # The last one claims what only the engine's own input processor may write.
-    claims = {**settings, "extra_args": {"apar": {"fork_id": 1}}}
-    answers = engine.generate(PROMPTS, [settings, settings, claims])
+    answers = engine.generate(PROMPTS, settings)
     has_tree = any(answer.record is not None for answer in answers)
     return [(answer.text, answer.token_ids) for answer in answers], has_tree
 

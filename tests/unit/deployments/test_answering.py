@@ -10,6 +10,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from apar_core.engine.journal import RequestFollower
 from apar_core.errors import EngineError
+from apar_core.fork_parameters import KeyTerms
 from apar_core.journal import ThreadDelta
 from deployments import answering
 from deployments.answer_parts import AnswerBroken, AnswerEnd, AnswerStart, Piece
@@ -35,7 +36,9 @@ class PlayedEngine:
             await asyncio.Event().wait()
         return {}
 
-    def follow(self, request_id: str, follower: RequestFollower) -> None:
+    def follow(
+        self, request_id: str, follower: RequestFollower, terms: KeyTerms | None = None
+    ) -> None:
         self.follower = follower
         follower.begin("r", 5, SamplingParams(), choice=None)
 

@@ -37,15 +37,6 @@ def test_an_empty_value_of_another_type_is_refused_too(value: object) -> None:
         translate({"apar": value}, CONTROL)
 
 
-def test_a_request_that_may_call_tools_does_not_fork() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    body: dict[str, Any] = {"tools": tools, "apar": {"enabled": True}}
-    assert translate(body, CONTROL)
-    assert body["vllm_xargs"] == {"apar_enabled": 0}
-
-    assert not translate({"tools": tools, "tool_choice": "none"}, CONTROL)
-
-
 @pytest.mark.parametrize(
     ("value", "param"),
     [

@@ -1,9 +1,11 @@
 """What a replica writes on the parts of its answers."""
 
+import pytest
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from apar_core.engine.journal import RequestFollower
+from apar_core.fork_parameters import KeyTerms
 from apar_core.journal import ThreadDelta
 from deployments.answer_parts import AnswerEnd, AnswerStart, Piece
 from deployments.request_terms import RequestTerms
@@ -15,9 +17,13 @@ class PlayedEngine:
 
     def __init__(self) -> None:
         self.followers: dict[str, RequestFollower] = {}
+        self.terms: dict[str, KeyTerms | None] = {}
 
-    def follow(self, request_id: str, follower: RequestFollower) -> None:
+    def follow(
+        self, request_id: str, follower: RequestFollower, terms: KeyTerms | None = None
+    ) -> None:
         self.followers[request_id] = follower
+        self.terms[request_id] = terms
 
     def unfollow(self, request_id: str) -> None:
         del self.followers[request_id]
@@ -30,6 +36,27 @@ def followed(terms: RequestTerms) -> tuple[FollowedRequest, RequestFollower]:
     follower = engine.followers["chatcmpl-1"]
     follower.begin("r", 5, SamplingParams(), choice=None)
     return request, follower
+
+
+@pytest.mark.parametrize(
+    ("terms", "expected"),
+    [
+        (RequestTerms(), None),
+        (RequestTerms(key="alice"), KeyTerms("alice")),
+        (
+            RequestTerms(key="alice", key_max_threads=7, priority=2),
+            KeyTerms("alice", key_max_threads=7, priority=2),
+        ),
+    ],
+)
+def test_the_engine_is_told_the_terms_of_the_key(
+    terms: RequestTerms, expected: KeyTerms | None
+) -> None:
+    engine = PlayedEngine()
+
+    FollowedRequest(engine, terms).begin("chatcmpl-1")
+
+    assert engine.terms == {"chatcmpl-1": expected}
 
 
 def test_parts_carry_what_was_generated_since_the_last_one() -> None:

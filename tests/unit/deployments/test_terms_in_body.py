@@ -18,18 +18,11 @@ def written(body: dict[str, Any], terms: RequestTerms = TERMS) -> dict[str, Any]
     return body
 
 
-def test_a_key_reaches_the_engine_with_its_priority_its_cap_and_its_salt() -> None:
+def test_only_the_salt_of_a_key_is_written_into_the_body() -> None:
     body = written({"prompt": "Hi", "priority": -9, "vllm_xargs": {"mine": 1}})
 
-    args = {"mine": 1, "apar_key": "alice", "apar_priority": 2, "apar_key_max_threads": 7}
-    # The client's own priority stays: without being ours it means nothing to the engine.
-    assert body == {"prompt": "Hi", "priority": -9, "cache_salt": "s", "vllm_xargs": args}
-
-
-def test_a_key_without_limits_is_named_all_the_same() -> None:
-    body = written({}, RequestTerms(key="alice"))
-
-    assert body == {"vllm_xargs": {"apar_key": "alice", "apar_priority": 0}}
+    # The client's own priority stays: it means nothing to the engine.
+    assert body == {"prompt": "Hi", "priority": -9, "cache_salt": "s", "vllm_xargs": {"mine": 1}}
 
 
 def test_a_clients_salt_lies_within_its_keys() -> None:
@@ -42,11 +35,11 @@ def test_a_clients_salt_lies_within_its_keys() -> None:
 
 @pytest.mark.parametrize("salt", ["", 5, [], {}])
 def test_a_salt_that_is_none_is_left_for_vllm_to_refuse(salt: object) -> None:
-    assert written({"cache_salt": salt})["cache_salt"] == salt
+    body = {"cache_salt": salt}
 
+    assert not write_terms(body, TERMS)
 
-def test_arguments_that_are_none_are_left_for_vllm_to_refuse() -> None:
-    assert written({"vllm_xargs": "x"})["vllm_xargs"] == "x"
+    assert body == {"cache_salt": salt}
 
 
 def test_nothing_is_written_for_a_caller_without_a_key() -> None:
@@ -79,4 +72,4 @@ async def test_the_extension_writes_the_terms_of_the_request_that_it_serves() ->
     scope = {"type": "http", "path": "/v1/completions", "headers": [], SERVED_KEY: Served()}
     await extension(scope, receive, send)
 
-    assert json.loads(bodies[0])["vllm_xargs"]["apar_priority"] == 2
+    assert json.loads(bodies[0])["cache_salt"] == "s"

@@ -1,4 +1,4 @@
-"""A replay that a client asks for, as the input processor hands it on or refuses it."""
+"""What the input processor makes of a client's parameters, and what it refuses."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
-from apar_core.engine.input_processor import ForkInputProcessor
-from apar_core.engine.replay import replayed_tokens
+from apar_core.engine.async_engine import SCHEDULER_CLS
+from apar_core.engine.input_processor import CLIENT_ARGS, ForkInputProcessor
+from apar_core.engine.replay import REPLAY_ARG, ReplayText, replay_args, replayed_tokens
 from apar_core.engine.replay_request import PARAM, REPLAY_REQUEST_ARG, ReplayRules
+from apar_core.fork_parameters import EXTRA_ARG, ForkParameters, KeyTerms
+from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.scheduler.resumption import RESUME_ARG
 from tests.fakes.scripted_engine import END
 
 ROOT = {"": [10, 11, END]}
@@ -70,3 +77,156 @@ def test_a_replay_that_its_prompt_leaves_no_room_for_is_a_clients_error(
         set_replay(**prompt)
 
     assert raised.value.parameter == PARAM
+
+
+def processor_of(scheduler_cls: str | None = SCHEDULER_CLS) -> ForkInputProcessor:
+    """The input processor of an engine with the embedded model, which need not run."""
+    config = EngineArgs(
+        model=str(checkpoint_path()),
+        scheduler_cls=scheduler_cls,
+        enable_prefix_caching=True,
+        max_model_len=768,
+    ).create_engine_config()
+    return ForkInputProcessor(config)
+
+
+@pytest.fixture(scope="module")
+def processor() -> ForkInputProcessor:
+    return processor_of()
+
+
+def processed(
+    processor: ForkInputProcessor, params: SamplingParams, request_id: str = "r"
+) -> EngineCoreRequest:
+    return processor.process_inputs(request_id, "Hi", params, ("generate",), priority=-5)
+
+
+def parameters_of(request: EngineCoreRequest) -> ForkParameters:
+    assert request.sampling_params is not None
+    parameters = ForkParameters.from_extra_args(request.sampling_params.extra_args)
+    assert parameters is not None
+    return parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("apar_priority", -1),
+        ("apar_key", "alice"),
+        ("apar_key_max_threads", 99),
+        (EXTRA_ARG, {"fork_id": 1}),
+        (EXTRA_ARG, "x"),
+        (RESUME_ARG, [[[], [1], None]]),
+        (REPLAY_ARG, "\n=1,2\n"),
+        ("apar_anything", 1),
+    ],
+)
+def test_a_client_cannot_set_what_only_the_server_may(
+    processor: ForkInputProcessor, name: str, value: object
+) -> None:
+    with pytest.raises(VLLMValidationError, match=f"vllm_xargs.{name} is internal") as raised:
+        processed(processor, SamplingParams(extra_args={"mine": 1, name: value}))
+
+    assert raised.value.parameter == f"vllm_xargs.{name}"
+
+
+def test_what_a_client_may_set_is_read_and_its_own_arguments_are_passed_on(
+    processor: ForkInputProcessor,
+) -> None:
+    given = {"mine": 1, "apar_enabled": 0, "apar_max_threads": 3}
+    request = processed(processor, SamplingParams(extra_args=given))
+
+    assert request.sampling_params is not None
+    assert request.sampling_params.extra_args is not None
+    assert request.sampling_params.extra_args.keys() == {"mine", EXTRA_ARG}
+    assert (parameters_of(request).enabled, parameters_of(request).max_threads) == (False, 3)
+    # The prompts of one HTTP request share these arguments.
+    assert given == {"mine": 1, "apar_enabled": 0, "apar_max_threads": 3}
+    assert {"apar_enabled", "apar_max_threads"} < CLIENT_ARGS
+
+
+@pytest.mark.parametrize("part", ["", "-0", "-1", "-0123abcd-beam-2", "-1-0123abcd-beam-0"])
+def test_terms_of_a_key_hold_for_each_part_of_its_request(part: str) -> None:
+    processor = processor_of()
+    processor.key_terms["cmpl-a"] = KeyTerms("alice", key_max_threads=7, priority=3)
+
+    request = processed(processor, SamplingParams(), f"cmpl-a{part}")
+
+    parameters = parameters_of(request)
+    assert (parameters.key, parameters.key_max_threads, request.priority) == ("alice", 7, 3)
+
+
+def test_a_request_without_a_key_has_no_terms_and_no_priority(
+    processor: ForkInputProcessor,
+) -> None:
+    request = processed(processor, SamplingParams())
+
+    parameters = parameters_of(request)
+    assert (parameters.key, parameters.key_max_threads, request.priority) == (None, None, 0)
+
+
+def test_a_replay_of_this_process_reaches_the_engine_as_plain_text(
+    processor: ForkInputProcessor,
+) -> None:
+    request = processed(processor, SamplingParams(extra_args=replay_args(ROOT)))
+
+    assert request.sampling_params is not None
+    extra_args = request.sampling_params.extra_args or {}
+    assert replayed_tokens(extra_args) == ROOT
+    # Only plain text can be sent to the engine core.
+    assert type(extra_args[REPLAY_ARG]) is str
+    assert type(replay_args(ROOT)[REPLAY_ARG]) is ReplayText
+
+
+def test_an_engine_that_does_not_fork_leaves_arguments_alone() -> None:
+    given = {"apar_priority": 1, "mine": 2, EXTRA_ARG: {"fork_id": 1}}
+    request = processed(processor_of(scheduler_cls=None), SamplingParams(extra_args=given))
+
+    assert request.priority == -5
+    assert request.sampling_params is not None
+    assert request.sampling_params.extra_args == {"apar_priority": 1, "mine": 2}
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "forks"),
+    [
+        ({}, True),
+        ({"tools": [TOOL]}, False),
+        ({"tools": [TOOL], "tool_choice": "auto"}, False),
+        ({"tools": [TOOL], "vllm_xargs": {"apar_enabled": 1}}, False),
+        ({"tools": [TOOL], "tool_choice": "none"}, True),
+    ],
+)
+def test_a_chat_that_may_call_tools_does_not_fork(
+    processor: ForkInputProcessor, fields: dict[str, Any], forks: bool
+) -> None:
+    chat = ChatCompletionRequest.model_validate({"messages": MESSAGES, **fields})
+
+    request = processed(processor, chat.to_sampling_params(50, {}))
+
+    assert parameters_of(request).enabled is forks
+
+
+def test_a_response_that_may_call_tools_does_not_fork(processor: ForkInputProcessor) -> None:
+    tool = {"type": "function", "name": "weather", "parameters": {}, "strict": False}
+    plain, calling = (
+        ResponsesRequest.model_validate({"input": "Hi", "tools": tools}) for tools in ([], [tool])
+    )
+
+    assert parameters_of(processed(processor, plain.to_sampling_params(50, {}))).enabled
+    assert not parameters_of(processed(processor, calling.to_sampling_params(50, {}))).enabled
+
+
+def test_an_engine_that_returns_routed_experts_does_not_fork() -> None:
+    config = EngineArgs(
+        model=str(checkpoint_path()), scheduler_cls=SCHEDULER_CLS, enable_prefix_caching=True
+    ).create_engine_config()
+    config.aux_output_config.enable_return_routed_experts = True
+
+    request = processed(ForkInputProcessor(config), SamplingParams())
+
+    assert not parameters_of(request).enabled

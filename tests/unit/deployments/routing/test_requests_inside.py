@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from apar_core.engine.journal import RequestFollower
+from apar_core.fork_parameters import KeyTerms
 from deployments.answering import Answering
 from deployments.asgi_relay import RelayedRequest
 from deployments.replica import Replica
@@ -23,7 +24,9 @@ class PlayedEngine:
     def get_num_unfinished_requests(self) -> int:
         return 24
 
-    def follow(self, request_id: str, follower: RequestFollower) -> None:
+    def follow(
+        self, request_id: str, follower: RequestFollower, terms: KeyTerms | None = None
+    ) -> None:
         raise AssertionError("the application asks for nothing")
 
     def unfollow(self, request_id: str) -> None:

@@ -42,7 +42,7 @@ class Played:
         self.request = FollowedRequest(self, terms, trace)
         self.request.begin("chatcmpl-1")
 
-    def follow(self, request_id: str, follower: Any) -> None:
+    def follow(self, request_id: str, follower: Any, terms: Any = None) -> None:
         self.follower = follower
 
     def unfollow(self, request_id: str) -> None:
