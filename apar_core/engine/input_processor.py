@@ -7,6 +7,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
@@ -56,6 +57,9 @@ class ForkInputProcessor(InputProcessor):
         self._ignores_priority = (
             self._is_forking and vllm_config.scheduler_config.policy != "priority"
         )
+        # The V2 model runner's worker dies of bad words above vLLM's limits, of which vLLM itself
+        # checks one alone, and before ours are added.
+        self._limits_bad_words = self._is_forking and vllm_config.use_v2_model_runner
         self._replay_rules = (
             ReplayRules(vllm_config.model_config.get_vocab_size(), frozenset(self._end_ids()))
             if engine_config.replays(vllm_config)
@@ -97,6 +101,8 @@ class ForkInputProcessor(InputProcessor):
                 self._set_parameters(request, request.sampling_params, terms)
         if request.sampling_params is not None:
             self._set_replay(request, request.sampling_params)
+            if self._limits_bad_words:
+                _check_bad_words(request.sampling_params)
         return request
 
     def _check_arguments(self, params: SamplingParams) -> None:
@@ -243,6 +249,29 @@ def _separated(settings: ForkSettings, control_tokens: ControlTokens) -> bool:
     if settings.separators == "auto":
         return control_tokens.fork_text == RELEASED_FORK_TEXT
     return settings.separators == "on"
+
+
+def _check_bad_words(params: SamplingParams) -> None:
+    """Refuse bad words of a client that exceed what the worker takes, ours included."""
+    words = params._bad_words_token_ids or []
+    parameters = ForkParameters.from_extra_args(params.extra_args)
+    ours = [] if parameters is None else bad_words(parameters)
+    for kind, number, num_ours, limit in (
+        ("token sequences", len(words), len(ours), envs.VLLM_MAX_NUM_BAD_WORDS),
+        (
+            "tokens",
+            sum(map(len, words)),
+            sum(map(len, ours)),
+            envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS,
+        ),
+    ):
+        if number > limit:
+            raise VLLMValidationError(
+                f"bad_words has {number - num_ours} {kind}, more than the {limit - num_ours} that "
+                f"this model allows.",
+                parameter="bad_words",
+                value=number - num_ours,
+            )
 
 
 def _can_fork(request: EngineCoreRequest, params: SamplingParams) -> bool:

@@ -43,6 +43,7 @@ from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 
 
 @dataclass(frozen=True)
@@ -307,6 +308,12 @@ PASSAGES = (
         OutputProcessor.process_outputs,
         r"if req_state is None: .*continue",
         "outputs of threads whose request has ended are ignored",
+    ),
+    Passage(
+        BadWordsState.add_request,
+        r"if num_bad_words > max_num_bad_words: raise ValueError.*"
+        r"if len\(flattened_tokens\) > max_total_tokens: raise ValueError",
+        "the V2 worker dies above these limits, so the input processor checks them",
     ),
     Passage(
         InputProcessor._normalize_trace_replay_params,

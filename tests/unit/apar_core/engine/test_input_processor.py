@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
@@ -230,3 +231,50 @@ def test_an_engine_that_returns_routed_experts_does_not_fork() -> None:
     request = processed(ForkInputProcessor(config), SamplingParams())
 
     assert not parameters_of(request).enabled
+
+
+# Each is one sequence of tokens: with a space before it, it is longer.
+WORDS = [f"~{index}" for index in range(128)]
+
+
+def v2_processor(monkeypatch: pytest.MonkeyPatch) -> ForkInputProcessor:
+    """The input processor of an engine with the V2 model runner, which needs a GPU."""
+    config = EngineArgs(
+        model=str(checkpoint_path()), scheduler_cls=SCHEDULER_CLS, enable_prefix_caching=True
+    ).create_engine_config()
+    config.model_config.logits_processors = None
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+    return ForkInputProcessor(config)
+
+
+@pytest.mark.parametrize("forks", [0, 1])
+def test_bad_words_beyond_what_the_v2_worker_takes_are_refused(
+    monkeypatch: pytest.MonkeyPatch, forks: int
+) -> None:
+    """Its limit is 128, of which forking needs two."""
+    processor = v2_processor(monkeypatch)
+
+    def ask(words: list[str]) -> EngineCoreRequest:
+        params = SamplingParams(bad_words=words, extra_args={"apar_enabled": forks})
+        return processed(processor, params)
+
+    allowed = ask(WORDS[:126]).sampling_params
+    assert allowed is not None
+    assert len(allowed._bad_words_token_ids or []) == 128
+    for number in (127, 128):
+        with pytest.raises(
+            VLLMValidationError, match=f"bad_words has {number} token sequences.* 126"
+        ) as raised:
+            ask(WORDS[:number])
+        assert (raised.value.parameter, raised.value.value) == ("bad_words", number)
+    with pytest.raises(VLLMValidationError, match=r"bad_words has \d+ tokens, more than the 102"):
+        ask([word * 9 for word in WORDS[:60]])
+
+
+def test_bad_words_are_vllms_to_limit_under_the_v1_model_runner(
+    processor: ForkInputProcessor,
+) -> None:
+    request = processed(processor, SamplingParams(bad_words=WORDS))
+
+    assert request.sampling_params is not None
+    assert len(request.sampling_params._bad_words_token_ids or []) == 128
