@@ -58,11 +58,16 @@ class Callers:
         self._secret = _secret(limits) or secrets.token_bytes(_SALT_CHARS)
         self._callers: dict[str, Caller] = {}
 
-    def reconfigure(
+    @property
+    def keys_are_outdated(self) -> bool:
+        """Whether older keys are in force, because those configured now cannot be used."""
+        return self._ring.is_outdated
+
+    async def reconfigure(
         self, keys: tuple[KeyConfig, ...], keys_file: Path | None, limits: LimitsConfig
     ) -> None:
-        """Take new keys and limits; raises ConfigError, and then changes nothing."""
-        self._ring = KeyRing(keys, keys_file)
+        """Take new keys and limits. Keys that cannot be used are logged, and the old ones stay."""
+        await self._ring.reconfigure(keys, keys_file)
         secret = _secret(limits)
         same_storage = limits.rate_storage == self._limits.rate_storage
         if not same_storage:

@@ -1,5 +1,6 @@
 """The gateway as a Ray Serve deployment: its handles, its settings as they change, its end."""
 
+import asyncio
 import base64
 import logging
 import pickle
@@ -99,6 +100,8 @@ class GatewayIngress:
         # Routers begin with the default routing; the first `reconfigure` tells them another.
         self._settings = built.model_copy(update={"routing": RoutingSettings()})
         self._is_configured = False
+        # Whether all of the settings are in force; else even the same are taken again.
+        self._is_taken = True
         calls = [self._replicas[name].calls for name in self._settings.deployments]
         # Ray Serve's own middleware sends each request's id back, and makes one where none came.
         metrics = GatewayMetrics(RayInstruments() if settings.metrics else NoInstruments())
@@ -114,34 +117,47 @@ class GatewayIngress:
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Take new settings; requests that are inside keep what they began with.
 
-        Ray Serve replaces a replica that raises here. So a wrong `user_config` keeps a gateway
-        from starting, and is only logged by one that serves already.
+        Ray Serve replaces a replica that raises here, and the new one would fail too. So a wrong
+        `user_config` keeps a gateway from starting, and is only logged by one that serves already.
         """
         try:
             settings = self._built.changed_by(user_config)
-        except ConfigError as error:
+            await self._take(settings)
+        except Exception as error:
             if not self._is_configured:
                 raise
-            logger.error("user_config not taken", extra={"problem": str(error)})
+            is_known = isinstance(error, ConfigError)
+            logger.error(
+                "user_config not taken: the settings before it stay in force",
+                extra={"problem": str(error)},
+                exc_info=None if is_known else error,
+            )
+            self._gateway.metrics.settings_refused("user_config", refused=True)
             return
         self._is_configured = True
+        self._gateway.metrics.settings_refused("user_config", refused=False)
+
+    async def _take(self, settings: IngressSettings) -> None:
+        before, was_taken = self._settings, self._is_taken
+        self._settings, self._is_taken = settings, False
         if self._telling is None and self._built.gateway.metrics:
             self._telling = FlushTimer(self._gateway.tell_metrics)
         self._replicas = {
             name: self._replicas.get(name) or _Replicas(DeploymentHandle(name, APPLICATION))
             for name in settings.deployments
         }
-        if (settings.gateway, settings.deployments) != (
-            self._settings.gateway,
-            self._settings.deployments,
+        if not was_taken or settings.routing != before.routing:
+            registry.configure(settings.routing)
+        if not was_taken or (settings.gateway, settings.deployments) != (
+            before.gateway,
+            before.deployments,
         ):
             calls = [self._replicas[name].calls for name in settings.deployments]
-            self._gateway.reconfigure(settings.gateway, calls)
-            if settings.gateway.logging != self._settings.gateway.logging:
-                self._logs.configure(settings.gateway.logging)
-        if settings.routing != self._settings.routing:
-            registry.configure(settings.routing)
-        self._settings = settings
+            await self._gateway.reconfigure(settings.gateway, calls)
+        if not was_taken or settings.gateway.logging != before.gateway.logging:
+            # Files are opened and closed, which takes long where the disk hangs.
+            await asyncio.to_thread(self._logs.configure, settings.gateway.logging)
+        self._is_taken = True
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Ray Serve's autoscaling: requests that wait here, by the deployment they wait for."""

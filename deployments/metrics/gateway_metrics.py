@@ -60,6 +60,7 @@ class GatewayMetrics:
         self._recorder = Recorder(instruments)
         self._known_models: set[str] = set()
         self._known_classes: set[str] = set()
+        self._refused: dict[str, bool] = {}
         for outcome in (Outcome.CLIENT_ERROR, Outcome.SERVER_ERROR, Outcome.CANCELLED):
             self._recorder.inc(catalogue.REQUESTS, 0, model=UNKNOWN, outcome=outcome.value)
 
@@ -94,12 +95,18 @@ class GatewayMetrics:
         if record.error_code in (ENGINE_LOST, REPLICA_UNAVAILABLE) and not never_taken:
             recorder.inc(catalogue.GIVEN_UP, model=model)
 
+    def settings_refused(self, source: str, *, refused: bool) -> None:
+        """Note whether the last settings of a source were refused, and older ones are in force."""
+        self._refused[source] = refused
+
     def flush(self, models: Iterable[Model], keys: Iterable[KeyConfig]) -> None:
         """Hand all over, with the queues and routers of the models as they are now."""
         decisions = registry.decisions()
         classes = {ANONYMOUS, *(key.metrics_class for key in keys)}
         for key_class in classes - self._known_classes:
             self._declare_rejections(key_class)
+        for source, refused in self._refused.items():
+            self._recorder.set(catalogue.SETTINGS_REFUSED, float(refused), source=source)
         for model in models:
             self._take(model, decisions.get(model.settings.deployment))
         self._recorder.flush()

@@ -7,7 +7,6 @@ import pytest
 import yaml
 from limits.aio.storage import MemoryStorage
 
-from cluster.config import ConfigError
 from cluster.keys_config import ANONYMOUS, KeyConfig, hash_of
 from cluster.limits_config import LimitsConfig
 from deployments.callers import Caller, Callers
@@ -70,10 +69,10 @@ async def test_what_was_used_counts_on_under_new_limits() -> None:
     known = callers(key("a", requests_per_minute=2))
     await admit(known, "a")
 
-    known.reconfigure((key("a", requests_per_minute=1),), None, LimitsConfig())
+    await known.reconfigure((key("a", requests_per_minute=1),), None, LimitsConfig())
     with pytest.raises(RateLimitError):
         await admit(known, "a")
-    known.reconfigure((key("a", requests_per_minute=2),), None, LimitsConfig())
+    await known.reconfigure((key("a", requests_per_minute=2),), None, LimitsConfig())
     await admit(known, "a")
 
 
@@ -81,7 +80,7 @@ async def test_a_key_keeps_its_part_of_the_cache_until_the_secret_changes() -> N
     known = callers(key("a"))
     salts = [(await identified(known, "a")).cache_salt]
     for limits in (LimitsConfig(), LimitsConfig(cache_secret="x" * 16), LimitsConfig()):
-        known.reconfigure((key("a", weight=2),), None, limits)
+        await known.reconfigure((key("a", weight=2),), None, limits)
         salts.append((await identified(known, "a")).cache_salt)
 
     assert salts[0] == salts[1] != salts[2]
@@ -89,13 +88,17 @@ async def test_a_key_keeps_its_part_of_the_cache_until_the_secret_changes() -> N
     assert salts[2] == salts[3]
 
 
-async def test_a_file_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
-    known = callers(key("a"))
+async def test_a_file_that_cannot_be_read_keeps_the_keys_of_the_one_before(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(yaml.safe_dump([key("a").model_dump(mode="json")]))
+    known = callers(key("inline"), file=file)
 
-    with pytest.raises(ConfigError):
-        known.reconfigure((), tmp_path / "gone", LimitsConfig())
+    await known.reconfigure((key("other"),), tmp_path / "gone", LimitsConfig())
 
-    assert (await identified(known, "a")).name == "a"
+    assert known.keys_are_outdated
+    assert [(await identified(known, name)).name for name in ("a", "other")] == ["a", "other"]
+    with pytest.raises(UnknownKeyError):
+        await identified(known, "inline")
 
 
 async def test_keys_of_a_file_have_limits_too(tmp_path: Path) -> None:

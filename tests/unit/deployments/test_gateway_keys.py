@@ -272,7 +272,7 @@ async def test_a_request_that_waits_too_long_is_told_so() -> None:
     short = settings_of(1).model_copy(
         update={"models": (model.model_copy(update={"max_queue_s": 0.05}),)}
     )
-    gateway.reconfigure(short, [replicas])
+    await gateway.reconfigure(short, [replicas])
     transport = httpx.ASGITransport(app=gateway)
     http = httpx.AsyncClient(transport=transport, base_url="http://gateway")
     tasks = await settled(http, *[("a", {})] * 2)
@@ -331,7 +331,7 @@ async def test_new_settings_hold_for_the_next_request_and_disturb_none(tmp_path:
     tasks = await settled(http, *[("a", {})] * 3)
     assert gateway.waiting()["Replica-m"].waiting == {"anonymous": 1}
 
-    gateway.reconfigure(settings_of(2, keys=(key("a"),)), [replicas, answering()])
+    await gateway.reconfigure(settings_of(2, keys=(key("a"),)), [replicas, answering()])
     refused = await http.post(CHAT, json={"model": "m"})
     full = await http.post(CHAT, json={"model": "m"}, headers=bearer("a"))
     added = await http.post(CHAT, json={"model": "m1"}, headers=bearer("a"))

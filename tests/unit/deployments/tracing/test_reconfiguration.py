@@ -37,14 +37,14 @@ def test_another_secret_replaces_the_replicas_and_not_the_gateway() -> None:
     assert [one[name].version == other[name].version for name in one] == [True, False]
 
 
-def test_a_running_gateway_takes_another_tracing() -> None:
+async def test_a_running_gateway_takes_another_tracing() -> None:
     replicas = PlayedReplicas()
     gateway = gateway_of(replicas)
     assert gateway.tracing is None
 
-    gateway.reconfigure(settings_of(1, tracing=config().tracing), [replicas])
+    await gateway.reconfigure(settings_of(1, tracing=config().tracing), [replicas])
     first = gateway.tracing
-    gateway.reconfigure(settings_of(1, tracing=config(sample_ratio=0.5).tracing), [replicas])
+    await gateway.reconfigure(settings_of(1, tracing=config(sample_ratio=0.5).tracing), [replicas])
 
     assert first is not None
     assert gateway.tracing is not None
