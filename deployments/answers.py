@@ -46,6 +46,10 @@ class ReplicaCalls(Protocol):
     Both raise ReplicaLostError where no replica answers, or the one that did is gone.
     """
 
+    @property
+    def num_running(self) -> int:
+        """Replicas that run, as far as is known here; where none does, a call starts one."""
+
     def stream(
         self, request: RelayedRequest
     ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:

@@ -108,7 +108,7 @@ class Gateway:
             else:
                 known.reconfigure(model, calls)
                 models[model.name] = known
-        self._list.forget(self._models)
+        self._list.models_changed(models.keys())
         self._models = models
         self.retries.config = settings.retries
         self._settings = settings

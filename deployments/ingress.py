@@ -73,21 +73,6 @@ class IngressSettings(BaseModel):
         return self.model_copy(update=changed)
 
 
-class _Replicas:
-    """The calls to one model's replicas, and how many of these run."""
-
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
-        self.calls = HandleCalls(handle)
-        self._handle = handle
-
-    @property
-    def running(self) -> int:
-        """Replicas that run, as the Serve controller last said; it need not be alive now."""
-        router: Any = self._handle._router
-        choice = None if router is None else router._asyncio_router.request_router
-        return 0 if choice is None else len(choice.curr_replicas)
-
-
 @serve.ingress()
 class GatewayIngress:
     """The gateway behind its front door."""
@@ -95,14 +80,14 @@ class GatewayIngress:
     def __init__(self, built: IngressSettings, *replicas: DeploymentHandle[Any]) -> None:
         settings = built.gateway
         self._logs = ProcessLogs(settings.logging, "gateway")
-        self._replicas = {handle.deployment_name: _Replicas(handle) for handle in replicas}
+        self._replicas = {handle.deployment_name: HandleCalls(handle) for handle in replicas}
         self._built = built
         # Routers begin with the default routing; the first `reconfigure` tells them another.
         self._settings = built.model_copy(update={"routing": RoutingSettings()})
         self._is_configured = False
         # Whether all of the settings are in force; else even the same are taken again.
         self._is_taken = True
-        calls = [self._replicas[name].calls for name in self._settings.deployments]
+        calls = [self._replicas[name] for name in self._settings.deployments]
         # Ray Serve's own middleware sends each request's id back, and makes one where none came.
         metrics = GatewayMetrics(RayInstruments() if settings.metrics else NoInstruments())
         self._gateway = Gateway(
@@ -143,7 +128,7 @@ class GatewayIngress:
         if self._telling is None and self._built.gateway.metrics:
             self._telling = FlushTimer(self._gateway.tell_metrics)
         self._replicas = {
-            name: self._replicas.get(name) or _Replicas(DeploymentHandle(name, APPLICATION))
+            name: self._replicas.get(name) or HandleCalls(DeploymentHandle(name, APPLICATION))
             for name in settings.deployments
         }
         if not was_taken or settings.routing != before.routing:
@@ -152,7 +137,7 @@ class GatewayIngress:
             before.gateway,
             before.deployments,
         ):
-            calls = [self._replicas[name].calls for name in settings.deployments]
+            calls = [self._replicas[name] for name in settings.deployments]
             await self._gateway.reconfigure(settings.gateway, calls)
         if not was_taken or settings.gateway.logging != before.gateway.logging:
             # Files are opened and closed, which takes long where the disk hangs.
@@ -184,4 +169,4 @@ class GatewayIngress:
     async def _is_ready(self) -> bool:
         """Whether a request would find a replica, or start one."""
         names = self._settings.deployments
-        return self._settings.may_sleep or any(self._replicas[name].running for name in names)
+        return self._settings.may_sleep or any(self._replicas[name].num_running for name in names)

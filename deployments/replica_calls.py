@@ -28,6 +28,13 @@ class HandleCalls:
         # over gRPC Ray Serve learns only with the answer that the replica has taken the request.
         self._whole = _plain(handle, "whole")
 
+    @property
+    def num_running(self) -> int:
+        """Replicas that run, as the Serve controller last said; it need not be alive now."""
+        router: Any = self._stream._router
+        choice = None if router is None else router._asyncio_router.request_router
+        return 0 if choice is None else len(choice.curr_replicas)
+
     async def stream(
         self, request: RelayedRequest
     ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:

@@ -54,6 +54,7 @@ class DyingReplicas:
         self.piece_bytes = piece_bytes
         self.by_bytes = by_bytes
         self.requests: list[RelayedRequest] = []
+        self.num_running = 1
 
     async def stream(
         self, request: RelayedRequest
