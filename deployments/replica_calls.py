@@ -15,6 +15,7 @@ from deployments.answer_parts import AnswerBroken, AnswerEnd, AnswerStart, Piece
 from deployments.answers import Progress
 from deployments.asgi_relay import RelayedRequest
 from deployments.retries import NoReplicaError, ReplicaBrokenError, ReplicaLostError
+from deployments.routing import registry
 
 LOST = (RayActorError, DeploymentUnavailableError, ReplicaUnavailableError)
 
@@ -63,14 +64,19 @@ async def _parts(
     method: DeploymentHandle[Any], request: RelayedRequest
 ) -> AsyncGenerator[Any, None]:
     response = cast("DeploymentResponseGenerator[Any]", method.remote(request))
+    taken, replica = False, None
     try:
         await _taken(response, request.replica_wait_s)
+        taken = True
+        replica = registry.replica_of(method.deployment_name, request.terms.request_id or "")
         async for part in response:
             if isinstance(part, AnswerBroken):
-                raise ReplicaBrokenError(part.reason)
+                raise ReplicaBrokenError(part.reason, engine_died=part.engine_died, replica=replica)
             yield part
     except LOST as error:
-        raise ReplicaLostError(str(error)) from error
+        # One that is dead already when it is called has not died of this request.
+        died = taken and isinstance(error, RayActorError)
+        raise ReplicaLostError(str(error), engine_died=died, replica=replica) from error
     except AioRpcError as error:
         # A replica that shuts down cancels the calls that it still holds. Our own cancelling never
         # comes back this way.

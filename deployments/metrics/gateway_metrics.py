@@ -8,7 +8,7 @@ from apar_core.errors import CapacityError, RequestError
 from cluster.keys_config import ANONYMOUS, KeyConfig
 from cluster.metrics import catalogue
 from deployments.callers import Caller
-from deployments.error_responses import ENGINE_LOST, REPLICA_UNAVAILABLE
+from deployments.error_responses import ENGINE_LOST, ENGINE_LOST_TWICE, REPLICA_UNAVAILABLE
 from deployments.metrics.families import Instruments
 from deployments.metrics.recorder import Recorder
 from deployments.metrics.rejections import Rejection, rejection_for
@@ -21,6 +21,7 @@ COMPLETION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 UNKNOWN = "unknown"
 """The model of a request that named none, or was refused before anyone looked."""
 
+_LOST = frozenset({ENGINE_LOST, ENGINE_LOST_TWICE, REPLICA_UNAVAILABLE})
 _COUNTS = (catalogue.RETRIES, catalogue.MIGRATIONS, catalogue.GIVEN_UP)
 _HISTOGRAMS = (catalogue.TIME_TO_FIRST_TOKEN, catalogue.REQUEST_LATENCY, catalogue.QUEUE_TIME)
 
@@ -92,7 +93,7 @@ class GatewayMetrics:
         if record.retries:
             recorder.inc(catalogue.RETRIES, record.retries - record.continued, model=model)
             recorder.inc(catalogue.MIGRATIONS, record.continued, model=model)
-        if record.error_code in (ENGINE_LOST, REPLICA_UNAVAILABLE) and not never_taken:
+        if record.error_code in _LOST and not never_taken:
             recorder.inc(catalogue.GIVEN_UP, model=model)
 
     def settings_refused(self, source: str, *, refused: bool) -> None:
