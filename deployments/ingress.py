@@ -1,17 +1,16 @@
 """The gateway as a Ray Serve deployment: its handles, its settings as they change, its end."""
 
 import asyncio
-import base64
 import logging
-import pickle
 from functools import partial
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from cluster.config import ConfigError
+from apar_core.errors import AparError
+from cluster.config import ConfigError, problems_of
 from cluster.routing_config import RoutingSettings
 from deployments.asgi_relay import AsgiApp
 from deployments.autoscaling import gateway_report
@@ -32,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 APPLICATION = "apar"
 GATEWAY = "Gateway"
+# Where the whole settings stand in a `user_config` that no person has written.
+_WHOLE = "settings"
 
 
 class IngressSettings(BaseModel):
@@ -47,23 +48,24 @@ class IngressSettings(BaseModel):
     routing: RoutingSettings = RoutingSettings()
     may_sleep: bool = False
 
-    def as_user_config(self) -> dict[str, str]:
-        """In the form that Ray Serve brings to running replicas: JSON, but with secrets whole."""
-        return {"pickled": base64.b64encode(pickle.dumps(self)).decode()}
+    def as_user_config(self) -> dict[str, Any]:
+        """In the form that Ray Serve brings to running replicas, and shows: it has no secrets."""
+        return {_WHOLE: self.model_dump(mode="json")}
 
     @classmethod
-    def from_user_config(cls, config: dict[str, str]) -> "IngressSettings":
-        """What `as_user_config` was made of."""
-        settings = pickle.loads(base64.b64decode(config["pickled"]))
-        assert isinstance(settings, cls)
-        return settings
+    def from_user_config(cls, config: dict[str, Any]) -> "IngressSettings":
+        """What `as_user_config` was made of; raises ConfigError."""
+        try:
+            return cls.model_validate(config[_WHOLE])
+        except ValidationError as error:
+            raise ConfigError(f"user_config: {problems_of(error)}") from None
 
     def changed_by(self, config: dict[str, Any]) -> "IngressSettings":
         """These settings as a `user_config` changes them; raises ConfigError.
 
         One that `as_user_config` has made replaces them; a person's changes some.
         """
-        if "pickled" in config:
+        if _WHOLE in config:
             return self.from_user_config(config)
         changes = in_place_settings(config)
         changed = {
@@ -111,7 +113,7 @@ class GatewayIngress:
         except Exception as error:
             if not self._is_configured:
                 raise
-            is_known = isinstance(error, ConfigError)
+            is_known = isinstance(error, AparError)
             logger.error(
                 "user_config not taken: the settings before it stay in force",
                 extra={"problem": str(error)},

@@ -10,6 +10,7 @@ import pytest
 
 from cluster.keys_config import KeyConfig, hash_of
 from cluster.limits_config import LimitsConfig
+from cluster.secret_reference import SecretReference
 from deployments.answer_parts import AnswerEnd, AnswerStart, Piece
 from deployments.routing import registry
 from tests.fakes.played_replicas import (
@@ -81,11 +82,15 @@ async def test_the_terms_of_a_key_go_with_its_request() -> None:
     assert b"authorization" not in dict(replicas.requests[0].headers)
 
 
-async def test_a_configured_secret_gives_every_gateway_the_same_salts() -> None:
+async def test_a_configured_secret_gives_every_gateway_the_same_salts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     salts = []
     for secret in ("s" * 16, "s" * 16, "t" * 16, None, None):
         replicas = answering()
-        http = client(replicas, keys=(key("a"),), limits=LimitsConfig(cache_secret=secret))
+        monkeypatch.setenv("CACHE", secret or "")
+        reference = SecretReference(env="CACHE") if secret else None
+        http = client(replicas, keys=(key("a"),), limits=LimitsConfig(cache_secret=reference))
         await http.post(CHAT, json={}, headers=bearer("a"))
         salts.append(replicas.requests[0].terms.cache_salt)
 
