@@ -51,7 +51,15 @@ class _Loader(yaml.SafeLoader):
 
 _MODELS = ("models",)
 # Someone may have put the key itself where its hash belongs.
-_SECRET_FIELDS = ("keys", "hash", "cache_secret", "rate_storage", "endpoint")
+_SECRET_FIELDS = (
+    "keys",
+    "hash",
+    "cache_secret",
+    "rate_storage",
+    "rate_storage_password",
+    "env",
+    "endpoint",
+)
 
 
 class ClusterConfig(BaseModel):
@@ -131,6 +139,12 @@ class ClusterConfig(BaseModel):
                 "--metrics-export-port`; leave it out beside `ray_address`"
             )
         return self
+
+    def check_secrets(self) -> None:
+        """Raise SecretError where a secret cannot be read by this process."""
+        self.limits.read_storage_uri()
+        self.limits.read_cache_secret()
+        self.tracing.read_headers()
 
     @property
     def asks_for_keys(self) -> bool:

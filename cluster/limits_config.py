@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
+from urllib.parse import parse_qs, quote, urlsplit
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     PositiveInt,
-    SecretStr,
-    field_serializer,
     field_validator,
+    model_validator,
 )
+
+from cluster.secret_reference import SecretError, SecretReference
 
 # The library takes as long to import as all else that `apar --help` needs.
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _IN_MEMORY = "memory://"
 _ASYNC = "async+"
 _REDIS = "redis"
+MIN_SECRET_CHARS = 16
 
 
 class LimitsConfig(BaseModel):
@@ -40,32 +42,57 @@ class LimitsConfig(BaseModel):
         description="Where the rates of keys are counted, as a URI of the library `limits`: "
         "`redis://host:6379` lets several clusters share them (it needs the extra `redis`).",
     )
-    cache_secret: SecretStr | None = Field(
+    rate_storage_password: SecretReference | None = Field(
+        None, description="Where the gateway reads the password for `rate_storage`."
+    )
+    cache_secret: SecretReference | None = Field(
         None,
-        min_length=16,
-        description="Secret of which each key's part of the prefix cache is derived; a new one "
-        "with each start when absent.",
+        description="Where the gateway reads the secret of which each key's part of the prefix "
+        f"cache is derived, {MIN_SECRET_CHARS} characters or more; a new one with each start when "
+        "absent.",
     )
 
     @field_validator("rate_storage")
     @classmethod
     def _check_storage(cls, uri: str) -> str:
+        url = urlsplit(uri)
+        if url.password is not None or "password" in parse_qs(url.query):
+            raise ValueError("leave the password out; `rate_storage_password` says where it is")
         if uri != _IN_MEMORY:
             from limits.errors import ConfigurationError
 
             try:
                 open_storage(uri)
             except ConfigurationError as error:
-                raise ValueError(_without_password(str(error))) from None
+                raise ValueError(str(error)) from None
         return uri
 
-    @field_serializer("rate_storage", when_used="json")
-    def _mask_password(self, uri: str) -> str:
-        return _without_password(uri)
+    @model_validator(mode="after")
+    def _check_password(self) -> Self:
+        if self.rate_storage_password is not None and self.rate_storage == _IN_MEMORY:
+            raise ValueError("rate_storage_password: without effect where rates are in memory")
+        return self
 
+    def read_storage_uri(self) -> str:
+        """The URI of `rate_storage` with its password; raises SecretError."""
+        if self.rate_storage_password is None:
+            return self.rate_storage
+        password = self.rate_storage_password.read("limits.rate_storage_password")
+        scheme, _, rest = self.rate_storage.partition("://")
+        user, _, place = rest.rpartition("@")
+        return f"{scheme}://{user}:{quote(password, safe='')}@{place}"
 
-def _without_password(text: str) -> str:
-    return re.sub(r"//\S*@", "//***@", text)
+    def read_cache_secret(self) -> bytes | None:
+        """The `cache_secret`, None where none is configured; raises SecretError."""
+        if self.cache_secret is None:
+            return None
+        secret = self.cache_secret.read("limits.cache_secret")
+        if len(secret) < MIN_SECRET_CHARS:
+            raise SecretError(
+                f"limits.cache_secret: the secret has {len(secret)} characters; "
+                f"{MIN_SECRET_CHARS} are the least"
+            )
+        return secret.encode()
 
 
 def open_storage(uri: str) -> Storage:

@@ -11,7 +11,7 @@ class RetryConfig(BaseModel):
     max_retries: NonNegativeInt = Field(
         3,
         description="How often a request is sent again after the loss of its replica; 0 for never. "
-        "A request that itself kills engines is stopped by it.",
+        "One under which two engines have died is not sent again, whatever the number.",
     )
     replica_wait_s: PositiveFloat = Field(
         60.0,

@@ -10,10 +10,11 @@ from pydantic import (
     Field,
     PositiveFloat,
     PositiveInt,
-    SecretStr,
     field_validator,
     model_validator,
 )
+
+from cluster.secret_reference import SecretError, SecretReference
 
 _HEADER_NAME = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -35,9 +36,10 @@ class TracingConfig(BaseModel):
     protocol: Literal["http/protobuf", "grpc"] = Field(
         "http/protobuf", description="How OTLP is spoken to the collector."
     )
-    headers: dict[str, SecretStr] = Field(
+    headers: dict[str, SecretReference] = Field(
         default_factory=dict,
-        description="Headers of each export, such as `authorization`; never shown.",
+        description="Headers of each export, such as `authorization`: where gateway and replicas "
+        "read their values.",
     )
     service_name: str = Field("apar", min_length=1, description="`service.name` of all spans.")
     sample_ratio: float = Field(
@@ -68,10 +70,15 @@ class TracingConfig(BaseModel):
         """Whether anything is traced."""
         return self.endpoint is not None
 
-    @property
-    def secrets(self) -> dict[str, str]:
-        """The headers as they are sent."""
-        return {name.lower(): value.get_secret_value() for name, value in self.headers.items()}
+    def read_headers(self) -> dict[str, str]:
+        """The headers as they are sent; raises SecretError."""
+        headers = {}
+        for name, reference in self.headers.items():
+            field = f"tracing.headers.{name}"
+            headers[name.lower()] = value = reference.read(field)
+            if not value.isascii() or not value.isprintable():
+                raise SecretError(f"{field}: the value cannot be sent as a header")
+        return headers
 
     @field_validator("endpoint")
     @classmethod
@@ -87,12 +94,10 @@ class TracingConfig(BaseModel):
 
     @field_validator("headers")
     @classmethod
-    def _check_headers(cls, headers: dict[str, SecretStr]) -> dict[str, SecretStr]:
-        for name, value in headers.items():
+    def _check_headers(cls, headers: dict[str, SecretReference]) -> dict[str, SecretReference]:
+        for name in headers:
             if not _HEADER_NAME.fullmatch(name):
                 raise ValueError("a header's name is made of letters, digits, `.`, `_` and `-`")
-            if not (text := value.get_secret_value()).isascii() or not text.isprintable():
-                raise ValueError(f"the value of {name!r} cannot be sent as a header")
         return headers
 
     @model_validator(mode="after")

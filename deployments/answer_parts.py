@@ -92,6 +92,7 @@ class AnswerBroken:
     """The replica cannot go on: its engine has died, or it hands its answers over to others."""
 
     reason: str
+    engine_died: bool = False
 
 
 AnswerPart = AnswerStart | WirePiece | AnswerEnd | AnswerBroken

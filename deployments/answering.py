@@ -152,5 +152,5 @@ class Answering:
     def _broken(self, served: FollowedRequest) -> AnswerBroken | None:
         """Why the replica cannot go on with an answer; None while it can."""
         if self._engine.errored:
-            return AnswerBroken("the engine has died")
+            return AnswerBroken("the engine has died", engine_died=True)
         return AnswerBroken("the engine has given the request up") if served.aborted else None

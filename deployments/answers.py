@@ -16,10 +16,11 @@ from deployments.asgi_relay import RelayedRequest, Send
 from deployments.error_responses import (
     ErrorAnswer,
     engine_lost,
+    engine_lost_twice,
     internal_error,
     replica_unavailable,
 )
-from deployments.retries import NoReplicaError, ReplicaLostError, Retries
+from deployments.retries import EnginesDiedError, NoReplicaError, ReplicaLostError, Retries
 from deployments.stream_relay import StreamRelay
 
 __all__ = [
@@ -46,6 +47,10 @@ class ReplicaCalls(Protocol):
     Both raise ReplicaLostError where no replica answers, or the one that did is gone.
     """
 
+    @property
+    def num_running(self) -> int:
+        """Replicas that run, as far as is known here; where none does, a call starts one."""
+
     def stream(
         self, request: RelayedRequest
     ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:
@@ -67,7 +72,7 @@ class Watch(Protocol):
         """The request has generated so many more tokens, of all its threads together.
 
         A stream tells with each piece; a whole answer now and then, and of the rest at its end.
-        What is generated twice, after the loss of a replica, counts twice.
+        What is generated again after the loss of a replica counts once.
         """
 
     def retried(self, *, continued: bool) -> None:
@@ -130,28 +135,36 @@ async def relay_answer(
 
 
 class _Told:
-    """Tells of the tokens of one attempt, each once."""
+    """Tells of the tokens of a request, each once, over all of its attempts."""
 
     def __init__(self, tell: Progress) -> None:
         self._tell = tell
-        self._num_tokens = 0
+        self._num_told = 0
+        self._num_generated = 0
+
+    def begin(self) -> None:
+        """Begin an attempt, which generates the tokens from the first one."""
+        self._num_generated = 0
 
     def progress(self, num_tokens: int) -> None:
-        """Tell of so many more."""
-        self._num_tokens += num_tokens
-        self._tell(num_tokens)
+        """Note that the attempt has generated so many more."""
+        self.up_to(self._num_generated + num_tokens)
 
     def up_to(self, num_tokens: int) -> None:
-        """Tell of those that are left, when there were so many in all."""
-        self.progress(max(0, num_tokens - self._num_tokens))
+        """Note that the attempt has generated so many in all."""
+        self._num_generated = num_tokens
+        if num_tokens > self._num_told:
+            self._tell(num_tokens - self._num_told)
+            self._num_told = num_tokens
 
 
 async def _whole(
     replicas: ReplicaCalls, request: RelayedRequest, watch: Watch, retries: Retries
 ) -> tuple[AnswerStart, AnswerEnd]:
     attempts = retries.attempts()
+    told = _Told(watch.progress)
     while True:
-        told = _Told(watch.progress)
+        told.begin()
         try:
             answer, end = await replicas.whole(request, told.progress)
             told.up_to(end.generated_tokens)
@@ -166,6 +179,8 @@ def _answer_for_failure(error: Exception, request: RelayedRequest) -> ErrorAnswe
     facts = {"path": request.path, "request_id": request.terms.request_id}
     if isinstance(error, ReplicaLostError):
         logger.warning("replica lost under a request", extra=facts | {"reason": str(error)})
+        if isinstance(error, EnginesDiedError):
+            return engine_lost_twice()
         return replica_unavailable() if isinstance(error, NoReplicaError) else engine_lost()
     logger.error("request failed", extra=facts, exc_info=error)
     return internal_error()

@@ -147,7 +147,7 @@ def build_replicas(
             },
         },
     )(Replica)
-    version = surroundings.version(settings.model_dump(mode="json"), settings.tracing.secrets)
+    version = surroundings.version(settings.model_dump(mode="json"))
     # Left to itself, Ray Serve replaces every replica whenever an application is deployed.
     return deployment.options(version=version, _internal=True).bind(settings)
 

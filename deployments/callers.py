@@ -1,5 +1,6 @@
 """Who calls, and what is kept of each caller between requests."""
 
+import asyncio
 import hashlib
 import hmac
 import secrets
@@ -50,27 +51,36 @@ class Callers:
         limits: LimitsConfig,
         open_storage: Callable[[str], Storage] = open_storage,
     ) -> None:
-        """Raises ConfigError if the keys' file cannot be read."""
+        """Raises ConfigError if the keys' file cannot be read, SecretError if a secret cannot."""
         self._ring = KeyRing(keys, keys_file)
         self._open_storage = open_storage
-        self._limits = limits
-        self._store = CounterStore(open_storage(limits.rate_storage))
-        self._secret = _secret(limits) or secrets.token_bytes(_SALT_CHARS)
+        self._storage_uri = limits.read_storage_uri()
+        self._store = CounterStore(open_storage(self._storage_uri))
+        self._given_secret = limits.read_cache_secret()
+        self._secret = self._given_secret or secrets.token_bytes(_SALT_CHARS)
         self._callers: dict[str, Caller] = {}
 
-    def reconfigure(
+    @property
+    def keys_are_outdated(self) -> bool:
+        """Whether older keys are in force, because those configured now cannot be used."""
+        return self._ring.is_outdated
+
+    async def reconfigure(
         self, keys: tuple[KeyConfig, ...], keys_file: Path | None, limits: LimitsConfig
     ) -> None:
-        """Take new keys and limits; raises ConfigError, and then changes nothing."""
-        self._ring = KeyRing(keys, keys_file)
-        secret = _secret(limits)
-        same_storage = limits.rate_storage == self._limits.rate_storage
-        if not same_storage:
-            self._store = CounterStore(self._open_storage(limits.rate_storage))
-        if not same_storage or secret != _secret(self._limits):
+        """Take new keys and limits. Keys that cannot be used are logged, and the old ones stay.
+
+        Raises SecretError where a secret of the limits cannot be read; the old ones stay then, too.
+        """
+        await self._ring.reconfigure(keys, keys_file)
+        storage_uri = await asyncio.to_thread(limits.read_storage_uri)
+        secret = await asyncio.to_thread(limits.read_cache_secret)
+        if storage_uri != self._storage_uri:
+            self._store = CounterStore(self._open_storage(storage_uri))
+        if (storage_uri, secret) != (self._storage_uri, self._given_secret):
             self._callers = {}
             self._secret = secret or self._secret
-        self._limits = limits
+        self._storage_uri, self._given_secret = storage_uri, secret
 
     async def identify(self, headers: Headers) -> Caller:
         """Whose request it is; raises UnknownKeyError."""
@@ -92,10 +102,6 @@ class Callers:
     def _salt(self, name: str) -> str:
         """What keeps the key's prefixes apart: nobody can guess it, and it holds no secret."""
         return hmac.new(self._secret, name.encode(), hashlib.sha256).hexdigest()[:_SALT_CHARS]
-
-
-def _secret(limits: LimitsConfig) -> bytes | None:
-    return None if limits.cache_secret is None else limits.cache_secret.get_secret_value().encode()
 
 
 def _limits_of(key: KeyConfig) -> KeyConfig:

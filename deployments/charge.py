@@ -52,7 +52,7 @@ class Charge:
         self.end = end
         if end is None:
             return
-        # What was computed twice, after the loss of a replica, stays charged.
+        # After the loss of a replica the second answer may be shorter than the first was.
         unpaid = max(0, end.generated_tokens - record.generated_tokens)
         self._ticket.charge(unpaid)
         self._use_tokens(unpaid + end.prompt_tokens - self._prompt_tokens)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,9 @@ JSON_TYPE = (b"content-type", b"application/json")
 DONE_EVENT = b"data: [DONE]\n\n"
 ERROR_EVENT = b'data: {"error"'
 """How an event begins that ends a stream with an error, ours or vLLM's."""
+_WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 ENGINE_LOST = "engine_lost"
+ENGINE_LOST_TWICE = "engine_lost_twice"
 REPLICA_UNAVAILABLE = "replica_unavailable"
 
 
@@ -108,6 +111,19 @@ def engine_lost() -> ErrorAnswer:
     return ErrorAnswer(503, message, code=ENGINE_LOST, retry_after_s=5.0)
 
 
+def engine_lost_twice() -> ErrorAnswer:
+    """The answer when two engines died under a request, which may be the reason.
+
+    It has no `Retry-After`, and tells OpenAI's clients not to send the request again by themselves.
+    """
+    message = (
+        "Two engines died while they served this request, so it is not sent to another one. "
+        "It may be the cause."
+    )
+    no_retry = ((b"x-should-retry", b"false"),)
+    return ErrorAnswer(500, message, code=ENGINE_LOST_TWICE, extra_headers=no_retry)
+
+
 def replica_unavailable() -> ErrorAnswer:
     """The answer when no replica has taken a request in time: the client may send it again."""
     message = "No replica has taken this request in time; please send it again."
@@ -131,6 +147,22 @@ def error_code(body: bytes) -> str | None:
     except (ValueError, LookupError, TypeError):
         return None
     return code if isinstance(code, str) else None
+
+
+def error_summary(status: int, body: bytes) -> str:
+    """Status, type and code of an error body; never its message, which may quote a prompt."""
+    try:
+        error = json.loads(body)["error"]
+        kind, code = error.get("type"), error.get("code")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        kind = code = None
+    return f"HTTP {status}, type {_word(kind)}, code {_word(code)}"
+
+
+def _word(value: object) -> str:
+    """A value as a word of a summary; what is no plain word or number is not shown."""
+    text = str(value)
+    return text if isinstance(value, str | int) and _WORD.fullmatch(text) else "unknown"
 
 
 def event_error_code(events: bytes) -> str:

@@ -92,9 +92,13 @@ class Gateway:
         self._list = ModelList()
         self._followed: set[str] = set()
 
-    def reconfigure(self, settings: GatewaySettings, replicas: Sequence[ReplicaCalls]) -> None:
-        """Take new settings; requests that run or wait go on. Raises ConfigError."""
-        self._callers.reconfigure(settings.keys, settings.keys_file, settings.limits)
+    async def reconfigure(
+        self, settings: GatewaySettings, replicas: Sequence[ReplicaCalls]
+    ) -> None:
+        """Take new settings; requests that run or wait go on.
+
+        The models come first: those that are gone must not be offered, whatever else is wrong.
+        """
         models: dict[str, Model] = {}
         for model, calls in zip(settings.models, replicas, strict=True):
             known = self._models.get(model.name)
@@ -104,11 +108,12 @@ class Gateway:
             else:
                 known.reconfigure(model, calls)
                 models[model.name] = known
-        self._list.forget(self._models)
+        self._list.models_changed(models.keys())
         self._models = models
         self.retries.config = settings.retries
-        self.tracing = reopened(self.tracing, settings.tracing, GATEWAY)
         self._settings = settings
+        await self._callers.reconfigure(settings.keys, settings.keys_file, settings.limits)
+        self.tracing = reopened(self.tracing, settings.tracing, GATEWAY)
 
     def waiting(self) -> dict[str, QueueState]:
         """How the queue of each model stands, by the name of its deployment."""
@@ -116,6 +121,7 @@ class Gateway:
 
     async def tell_metrics(self) -> None:
         """Hand the metrics over, as they are now."""
+        self.metrics.settings_refused("keys_file", refused=self._callers.keys_are_outdated)
         self.metrics.flush(self._models.values(), self._settings.keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,16 +1,16 @@
 """The gateway as a Ray Serve deployment: its handles, its settings as they change, its end."""
 
-import base64
+import asyncio
 import logging
-import pickle
 from functools import partial
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from cluster.config import ConfigError
+from apar_core.errors import AparError
+from cluster.config import ConfigError, problems_of
 from cluster.routing_config import RoutingSettings
 from deployments.asgi_relay import AsgiApp
 from deployments.autoscaling import gateway_report
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 APPLICATION = "apar"
 GATEWAY = "Gateway"
+# Where the whole settings stand in a `user_config` that no person has written.
+_WHOLE = "settings"
 
 
 class IngressSettings(BaseModel):
@@ -46,23 +48,24 @@ class IngressSettings(BaseModel):
     routing: RoutingSettings = RoutingSettings()
     may_sleep: bool = False
 
-    def as_user_config(self) -> dict[str, str]:
-        """In the form that Ray Serve brings to running replicas: JSON, but with secrets whole."""
-        return {"pickled": base64.b64encode(pickle.dumps(self)).decode()}
+    def as_user_config(self) -> dict[str, Any]:
+        """In the form that Ray Serve brings to running replicas, and shows: it has no secrets."""
+        return {_WHOLE: self.model_dump(mode="json")}
 
     @classmethod
-    def from_user_config(cls, config: dict[str, str]) -> "IngressSettings":
-        """What `as_user_config` was made of."""
-        settings = pickle.loads(base64.b64decode(config["pickled"]))
-        assert isinstance(settings, cls)
-        return settings
+    def from_user_config(cls, config: dict[str, Any]) -> "IngressSettings":
+        """What `as_user_config` was made of; raises ConfigError."""
+        try:
+            return cls.model_validate(config[_WHOLE])
+        except ValidationError as error:
+            raise ConfigError(f"user_config: {problems_of(error)}") from None
 
     def changed_by(self, config: dict[str, Any]) -> "IngressSettings":
         """These settings as a `user_config` changes them; raises ConfigError.
 
         One that `as_user_config` has made replaces them; a person's changes some.
         """
-        if "pickled" in config:
+        if _WHOLE in config:
             return self.from_user_config(config)
         changes = in_place_settings(config)
         changed = {
@@ -72,21 +75,6 @@ class IngressSettings(BaseModel):
         return self.model_copy(update=changed)
 
 
-class _Replicas:
-    """The calls to one model's replicas, and how many of these run."""
-
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
-        self.calls = HandleCalls(handle)
-        self._handle = handle
-
-    @property
-    def running(self) -> int:
-        """Replicas that run, as the Serve controller last said; it need not be alive now."""
-        router: Any = self._handle._router
-        choice = None if router is None else router._asyncio_router.request_router
-        return 0 if choice is None else len(choice.curr_replicas)
-
-
 @serve.ingress()
 class GatewayIngress:
     """The gateway behind its front door."""
@@ -94,12 +82,14 @@ class GatewayIngress:
     def __init__(self, built: IngressSettings, *replicas: DeploymentHandle[Any]) -> None:
         settings = built.gateway
         self._logs = ProcessLogs(settings.logging, "gateway")
-        self._replicas = {handle.deployment_name: _Replicas(handle) for handle in replicas}
+        self._replicas = {handle.deployment_name: HandleCalls(handle) for handle in replicas}
         self._built = built
         # Routers begin with the default routing; the first `reconfigure` tells them another.
         self._settings = built.model_copy(update={"routing": RoutingSettings()})
         self._is_configured = False
-        calls = [self._replicas[name].calls for name in self._settings.deployments]
+        # Whether all of the settings are in force; else even the same are taken again.
+        self._is_taken = True
+        calls = [self._replicas[name] for name in self._settings.deployments]
         # Ray Serve's own middleware sends each request's id back, and makes one where none came.
         metrics = GatewayMetrics(RayInstruments() if settings.metrics else NoInstruments())
         self._gateway = Gateway(
@@ -114,34 +104,47 @@ class GatewayIngress:
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Take new settings; requests that are inside keep what they began with.
 
-        Ray Serve replaces a replica that raises here. So a wrong `user_config` keeps a gateway
-        from starting, and is only logged by one that serves already.
+        Ray Serve replaces a replica that raises here, and the new one would fail too. So a wrong
+        `user_config` keeps a gateway from starting, and is only logged by one that serves already.
         """
         try:
             settings = self._built.changed_by(user_config)
-        except ConfigError as error:
+            await self._take(settings)
+        except Exception as error:
             if not self._is_configured:
                 raise
-            logger.error("user_config not taken", extra={"problem": str(error)})
+            is_known = isinstance(error, AparError)
+            logger.error(
+                "user_config not taken: the settings before it stay in force",
+                extra={"problem": str(error)},
+                exc_info=None if is_known else error,
+            )
+            self._gateway.metrics.settings_refused("user_config", refused=True)
             return
         self._is_configured = True
+        self._gateway.metrics.settings_refused("user_config", refused=False)
+
+    async def _take(self, settings: IngressSettings) -> None:
+        before, was_taken = self._settings, self._is_taken
+        self._settings, self._is_taken = settings, False
         if self._telling is None and self._built.gateway.metrics:
             self._telling = FlushTimer(self._gateway.tell_metrics)
         self._replicas = {
-            name: self._replicas.get(name) or _Replicas(DeploymentHandle(name, APPLICATION))
+            name: self._replicas.get(name) or HandleCalls(DeploymentHandle(name, APPLICATION))
             for name in settings.deployments
         }
-        if (settings.gateway, settings.deployments) != (
-            self._settings.gateway,
-            self._settings.deployments,
-        ):
-            calls = [self._replicas[name].calls for name in settings.deployments]
-            self._gateway.reconfigure(settings.gateway, calls)
-            if settings.gateway.logging != self._settings.gateway.logging:
-                self._logs.configure(settings.gateway.logging)
-        if settings.routing != self._settings.routing:
+        if not was_taken or settings.routing != before.routing:
             registry.configure(settings.routing)
-        self._settings = settings
+        if not was_taken or (settings.gateway, settings.deployments) != (
+            before.gateway,
+            before.deployments,
+        ):
+            calls = [self._replicas[name] for name in settings.deployments]
+            await self._gateway.reconfigure(settings.gateway, calls)
+        if not was_taken or settings.gateway.logging != before.gateway.logging:
+            # Files are opened and closed, which takes long where the disk hangs.
+            await asyncio.to_thread(self._logs.configure, settings.gateway.logging)
+        self._is_taken = True
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Ray Serve's autoscaling: requests that wait here, by the deployment they wait for."""
@@ -168,4 +171,4 @@ class GatewayIngress:
     async def _is_ready(self) -> bool:
         """Whether a request would find a replica, or start one."""
         names = self._settings.deployments
-        return self._settings.may_sleep or any(self._replicas[name].running for name in names)
+        return self._settings.may_sleep or any(self._replicas[name].num_running for name in names)

@@ -75,6 +75,8 @@ class ProcessLogs:
             maxBytes=int(config.max_file_mib * 2**20),
             backupCount=config.keep_files,
             encoding="utf-8",
+            # A lone surrogate, which JSON can carry, has no form in UTF-8; `\\ud800` is JSON again.
+            errors="backslashreplace",
         )
         queue: SimpleQueue[logging.LogRecord] = SimpleQueue()
         handler = QueueHandler(queue)

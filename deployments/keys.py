@@ -27,7 +27,10 @@ class UnknownKeyError(RequestError):
 
 
 class KeyRing:
-    """The keys that may call. Asks for none where none are configured."""
+    """The keys that may call. Asks for none where none are configured.
+
+    Once built, it never fails: keys that cannot be used are logged, and those in force stay.
+    """
 
     def __init__(
         self,
@@ -40,18 +43,27 @@ class KeyRing:
         self._file = file
         self._clock = clock
         self._reading = asyncio.Lock()
-        self._version: _Version | None = None
         self._looked_at_s = clock()
-        from_file: tuple[KeyConfig, ...] = ()
-        if file is not None:
-            self._version = _version_of(file)
-            from_file = load_keys(file)
-        self._by_hash = _by_hash(self._keys, from_file)
+        self._version = None if file is None else _version_of(file)
+        self._from_file = () if file is None else load_keys(file)
+        self._by_hash = _by_hash(self._keys, self._from_file)
+        self.is_outdated = False
+        """Whether older keys are in force, because those configured now cannot be used."""
 
     @property
     def asks_for_keys(self) -> bool:
         """Whether a request needs a key."""
         return bool(self._keys) or self._file is not None
+
+    async def reconfigure(self, keys: Sequence[KeyConfig], file: Path | None) -> None:
+        """Take other keys or another file; parses it in a thread, because it may be large.
+
+        Where the file cannot be read, the keys that were last read from a file stay in force.
+        """
+        async with self._reading:
+            self._keys, self._file = tuple(keys), file
+            await asyncio.to_thread(self._read)
+            self._looked_at_s = self._clock()
 
     async def find(self, headers: Headers) -> KeyConfig | None:
         """The key of a request, None where none is asked for; raises UnknownKeyError."""
@@ -80,22 +92,38 @@ class KeyRing:
                 self._looked_at_s = self._clock()
 
     def _reread(self, file: Path) -> None:
-        """Take the file's keys if it has changed; one that is broken or gone changes nothing."""
+        """Read the file again if it has changed."""
         try:
-            version = _version_of(file)
-            if version == self._version:
-                return
+            is_same = _version_of(file) == self._version
+        except OSError:
+            is_same = False  # Reading it fails too, and says why.
+        if not is_same:
+            self._read()
+
+    def _read(self) -> None:
+        """Put the configured keys and those of the file in force, as far as they can be used."""
+        from_file, problem = self._from_file, None
+        try:
             # Noted first, so that a broken file is reported once and read again when it changes.
-            self._version = version
-            self._by_hash = _by_hash(self._keys, load_keys(file))
+            self._version = None if self._file is None else _version_of(self._file)
+            from_file = () if self._file is None else load_keys(self._file)
         except (AparError, OSError, ValueError) as error:
+            problem = error
+        try:
+            self._by_hash = _by_hash(self._keys, from_file)
+            self._from_file = from_file
+        except ValueError as error:
+            problem = problem or error
+        self.is_outdated = problem is not None
+        if problem is not None:
             logger.error(
-                "keys file not taken over: the keys read before stay in force",
-                extra={"file": str(file), "reason": str(error)},
+                "keys file not used: the keys that were read before stay in force",
+                extra={"file": str(self._file), "reason": str(problem)},
             )
-        else:
+        elif self._file is not None:
             logger.info(
-                "keys file read again", extra={"file": str(file), "num_keys": len(self._by_hash)}
+                "keys file read",
+                extra={"file": str(self._file), "num_keys": len(self._from_file)},
             )
 
 

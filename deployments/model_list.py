@@ -2,53 +2,68 @@
 
 import asyncio
 import json
-from collections.abc import Iterable
+import time
+from collections.abc import Collection
 from http import HTTPStatus
 from typing import Any
 
 from deployments.answer_parts import AnswerStart
 from deployments.answers import ReplicaCalls, whole_answer
 from deployments.asgi_relay import RelayedRequest
-from deployments.error_responses import JSON_TYPE, no_replica
+from deployments.error_responses import JSON_TYPE
 
 
 class ModelList:
-    """Asks the replicas of each model once what they say of it."""
+    """The model cards: asked of running replicas once, and kept while a model has none.
+
+    A model whose card is not known yet is listed with the fields that OpenAI's API requires. A call
+    to a sleeping model would start a replica, so only running ones are asked.
+    """
 
     def __init__(self) -> None:
         self._cards: dict[str, list[Any]] = {}
+        self._outdated: set[str] = set()
+        self._created_s = int(time.time())
 
-    def forget(self, names: Iterable[str]) -> None:
-        """Forget what is known of models that have changed."""
-        for name in names:
-            self._cards.pop(name, None)
+    def models_changed(self, names: Collection[str]) -> None:
+        """Forget all but these models, and ask for their cards again once a replica runs."""
+        self._cards = {name: cards for name, cards in self._cards.items() if name in names}
+        self._outdated = set(self._cards)
 
     async def answer(
         self, models: dict[str, ReplicaCalls], request: RelayedRequest, wait_s: float
     ) -> AnswerStart:
-        """The list of these models.
-
-        A model whose replicas cannot answer within `wait_s` is left out; if none can, the error of
-        one of them is the answer.
-        """
-        unknown = [name for name in models if name not in self._cards]
+        """The list of these models; waits at most `wait_s` for replicas to describe them."""
+        asked = [
+            name
+            for name, replicas in models.items()
+            if replicas.num_running and (name not in self._cards or name in self._outdated)
+        ]
         answers = await asyncio.gather(
-            *(_described(models[name], request, wait_s) for name in unknown)
+            *(_described(models[name], request, wait_s) for name in asked)
         )
-        for name, answer in zip(unknown, answers, strict=True):
-            if answer.status == HTTPStatus.OK:
-                self._cards[name] = json.loads(answer.body)["data"]
-        if answers and not any(name in self._cards for name in models):
-            return answers[0]
-        cards = [card for name in models for card in self._cards.get(name, ())]
+        for name, cards in zip(asked, answers, strict=True):
+            if cards is not None:
+                self._cards[name] = cards
+                self._outdated.discard(name)
+        cards = [card for name in models for card in self._cards.get(name) or [self._least(name)]]
         body = json.dumps({"object": "list", "data": cards}).encode()
         return AnswerStart(HTTPStatus.OK, [JSON_TYPE], body)
 
+    def _least(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._created_s, "owned_by": "vllm"}
 
-async def _described(replicas: ReplicaCalls, request: RelayedRequest, wait_s: float) -> AnswerStart:
+
+async def _described(
+    replicas: ReplicaCalls, request: RelayedRequest, wait_s: float
+) -> list[Any] | None:
+    """The cards that a model's replicas give; None where they do not answer in time."""
     try:
         async with asyncio.timeout(wait_s):
-            return await whole_answer(replicas, request)
+            answer = await whole_answer(replicas, request)
     except TimeoutError:
-        answer = no_replica()
-        return AnswerStart(answer.status, answer.headers, answer.body)
+        return None
+    if answer.status != HTTPStatus.OK:
+        return None
+    cards: list[Any] = json.loads(answer.body)["data"]
+    return cards

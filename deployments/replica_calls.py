@@ -15,6 +15,7 @@ from deployments.answer_parts import AnswerBroken, AnswerEnd, AnswerStart, Piece
 from deployments.answers import Progress
 from deployments.asgi_relay import RelayedRequest
 from deployments.retries import NoReplicaError, ReplicaBrokenError, ReplicaLostError
+from deployments.routing import registry
 
 LOST = (RayActorError, DeploymentUnavailableError, ReplicaUnavailableError)
 
@@ -27,6 +28,13 @@ class HandleCalls:
         # A generator too, which ends with the answer and tells of tokens before: with a unary call
         # over gRPC Ray Serve learns only with the answer that the replica has taken the request.
         self._whole = _plain(handle, "whole")
+
+    @property
+    def num_running(self) -> int:
+        """Replicas that run, as the Serve controller last said; it need not be alive now."""
+        router: Any = self._stream._router
+        choice = None if router is None else router._asyncio_router.request_router
+        return 0 if choice is None else len(choice.curr_replicas)
 
     async def stream(
         self, request: RelayedRequest
@@ -56,14 +64,19 @@ async def _parts(
     method: DeploymentHandle[Any], request: RelayedRequest
 ) -> AsyncGenerator[Any, None]:
     response = cast("DeploymentResponseGenerator[Any]", method.remote(request))
+    taken, replica = False, None
     try:
         await _taken(response, request.replica_wait_s)
+        taken = True
+        replica = registry.replica_of(method.deployment_name, request.terms.request_id or "")
         async for part in response:
             if isinstance(part, AnswerBroken):
-                raise ReplicaBrokenError(part.reason)
+                raise ReplicaBrokenError(part.reason, engine_died=part.engine_died, replica=replica)
             yield part
     except LOST as error:
-        raise ReplicaLostError(str(error)) from error
+        # One that is dead already when it is called has not died of this request.
+        died = taken and isinstance(error, RayActorError)
+        raise ReplicaLostError(str(error), engine_died=died, replica=replica) from error
     except AioRpcError as error:
         # A replica that shuts down cancels the calls that it still holds. Our own cancelling never
         # comes back this way.

@@ -10,14 +10,31 @@ from cluster.retry_config import RetryConfig
 _FIRST_PAUSE_S = 0.1
 _PAUSE_GROWTH = 4
 _LONGEST_PAUSE_S = 2.0
+# One death may be chance. A request that kills engines must not reach all of them.
+_MAX_DEATHS = 2
 
 
 class ReplicaLostError(EngineError):
-    """The replica died, hands its requests over, or cannot be reached, while it held a request."""
+    """The replica died, hands its requests over, or cannot be reached, while it held a request.
+
+    `engine_died` says that the replica had taken the request, and then its engine or process died.
+    `replica` is its id where that is known.
+    """
+
+    def __init__(
+        self, message: str, *, engine_died: bool = False, replica: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.engine_died = engine_died
+        self.replica = replica
 
 
 class ReplicaBrokenError(ReplicaLostError):
     """The replica said itself that it cannot go on."""
+
+
+class EnginesDiedError(ReplicaLostError):
+    """So many engines died under a request that it may be the cause, and is not sent again."""
 
 
 class NoReplicaError(ReplicaLostError):
@@ -53,15 +70,21 @@ class Retries:
 
 
 class Attempts:
-    """How often one request has been sent."""
+    """How often one request has been sent, and how many engines have died under it."""
 
     def __init__(self, retries: Retries) -> None:
         self._retries = retries
         self._num_lost = 0
+        # A replica takes requests for a moment after its engine has died; that is one death.
+        self._dead: set[str | int] = set()
 
     async def another(self, error: ReplicaLostError, *, continued: bool) -> None:
         """Wait a little before the next attempt; raises the error where there may be none."""
         self._num_lost += 1
+        if error.engine_died:
+            self._dead.add(error.replica or self._num_lost)
+        if len(self._dead) >= _MAX_DEATHS:
+            self.give_up(EnginesDiedError(f"{len(self._dead)} engines died, the last: {error}"))
         counters = self._retries.counters
         if self._num_lost > self._retries.config.max_retries or isinstance(error, NoReplicaError):
             self.give_up(error)

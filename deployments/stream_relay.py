@@ -12,7 +12,7 @@ from deployments.answer_parts import AnswerEnd, AnswerStart, Piece
 from deployments.answer_sending import send_end, send_piece, send_start, send_whole
 from deployments.asgi_relay import RelayedRequest, Send
 from deployments.continuation import ClientStream, can_continue
-from deployments.error_responses import DONE_EVENT, ErrorAnswer
+from deployments.error_responses import DONE_EVENT, ErrorAnswer, error_summary
 from deployments.retries import ReplicaLostError, Retries
 
 if TYPE_CHECKING:
@@ -105,7 +105,8 @@ class StreamRelay:
         rest = [part.body async for part in parts if isinstance(part, Piece)]
         body = b"".join([start.body, *rest])
         if self.begun:
-            raise ReplicaLostError(f"a replica would not go on with a stream: {body[:200]!r}")
+            summary = error_summary(start.status, body)
+            raise ReplicaLostError(f"a replica would not go on with a stream: {summary}")
         await send_whole(self._send, AnswerStart(start.status, start.headers, body))
 
     async def _pass_on(self, body: bytes, journal: Journal, num_tokens: int) -> None:

@@ -74,6 +74,8 @@ def _load(file: Path, *, check_engine_arguments: bool = False) -> ClusterConfig:
         config = load_config(file, {}, {})
         if check_engine_arguments:
             check_keys_file(config)
+            if config.ray_address is None:
+                config.check_secrets()
         for model in config.models:
             check_checkpoint(model)
             if check_engine_arguments and model.engine:

@@ -107,6 +107,9 @@ def serve(
         for served in settings.models:
             check_checkpoint(served)
         check_keys_file(settings)
+        if settings.ray_address is None:
+            # A private cluster's processes share this one's environment and files.
+            settings.check_secrets()
         return settings
 
     try:

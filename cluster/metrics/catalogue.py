@@ -259,6 +259,12 @@ REPLICAS_WANTED = _gauge(
     _MODEL,
     "Replicas that the model should have: as configured, or the autoscaler's least number.",
 )
+SETTINGS_REFUSED = _gauge(
+    "apar_settings_refused",
+    "settings",
+    {"source": "keys_file; user_config, what Ray Serve brings to the running gateway"},
+    "1 while a gateway uses older settings, because the last ones of the source are wrong; else 0.",
+)
 
 
 def metrics() -> Iterator[Metric]:

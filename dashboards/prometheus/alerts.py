@@ -166,6 +166,21 @@ def engine(settings: RuleSettings) -> list[AlertRule]:
     ]
 
 
+def settings_in_force() -> list[AlertRule]:
+    """Whether gateways use the settings that they were given."""
+    return [
+        AlertRule(
+            "AparSettingsRefused",
+            Severity.TICKET,
+            f"sum by (source) ({selector(catalogue.SETTINGS_REFUSED)}) > 0",
+            60,
+            "A gateway uses older settings than those it was given",
+            f"{_NUMBER} gateways cannot use their {{{{ $labels.source }}}}, and go on with the "
+            "settings before it.",
+        ),
+    ]
+
+
 def monitoring() -> list[AlertRule]:
     """Whether the metrics themselves come."""
     return [

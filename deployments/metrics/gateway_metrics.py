@@ -8,7 +8,7 @@ from apar_core.errors import CapacityError, RequestError
 from cluster.keys_config import ANONYMOUS, KeyConfig
 from cluster.metrics import catalogue
 from deployments.callers import Caller
-from deployments.error_responses import ENGINE_LOST, REPLICA_UNAVAILABLE
+from deployments.error_responses import ENGINE_LOST, ENGINE_LOST_TWICE, REPLICA_UNAVAILABLE
 from deployments.metrics.families import Instruments
 from deployments.metrics.recorder import Recorder
 from deployments.metrics.rejections import Rejection, rejection_for
@@ -21,6 +21,7 @@ COMPLETION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 UNKNOWN = "unknown"
 """The model of a request that named none, or was refused before anyone looked."""
 
+_LOST = frozenset({ENGINE_LOST, ENGINE_LOST_TWICE, REPLICA_UNAVAILABLE})
 _COUNTS = (catalogue.RETRIES, catalogue.MIGRATIONS, catalogue.GIVEN_UP)
 _HISTOGRAMS = (catalogue.TIME_TO_FIRST_TOKEN, catalogue.REQUEST_LATENCY, catalogue.QUEUE_TIME)
 
@@ -60,6 +61,7 @@ class GatewayMetrics:
         self._recorder = Recorder(instruments)
         self._known_models: set[str] = set()
         self._known_classes: set[str] = set()
+        self._refused: dict[str, bool] = {}
         for outcome in (Outcome.CLIENT_ERROR, Outcome.SERVER_ERROR, Outcome.CANCELLED):
             self._recorder.inc(catalogue.REQUESTS, 0, model=UNKNOWN, outcome=outcome.value)
 
@@ -91,8 +93,12 @@ class GatewayMetrics:
         if record.retries:
             recorder.inc(catalogue.RETRIES, record.retries - record.continued, model=model)
             recorder.inc(catalogue.MIGRATIONS, record.continued, model=model)
-        if record.error_code in (ENGINE_LOST, REPLICA_UNAVAILABLE) and not never_taken:
+        if record.error_code in _LOST and not never_taken:
             recorder.inc(catalogue.GIVEN_UP, model=model)
+
+    def settings_refused(self, source: str, *, refused: bool) -> None:
+        """Note whether the last settings of a source were refused, and older ones are in force."""
+        self._refused[source] = refused
 
     def flush(self, models: Iterable[Model], keys: Iterable[KeyConfig]) -> None:
         """Hand all over, with the queues and routers of the models as they are now."""
@@ -100,6 +106,8 @@ class GatewayMetrics:
         classes = {ANONYMOUS, *(key.metrics_class for key in keys)}
         for key_class in classes - self._known_classes:
             self._declare_rejections(key_class)
+        for source, refused in self._refused.items():
+            self._recorder.set(catalogue.SETTINGS_REFUSED, float(refused), source=source)
         for model in models:
             self._take(model, decisions.get(model.settings.deployment))
         self._recorder.flush()

@@ -45,6 +45,11 @@ class TracedCalls:
         self.answered = True
         """Whether the last attempt, if there was one, brought an answer to its end."""
 
+    @property
+    def num_running(self) -> int:
+        """As in `ReplicaCalls`."""
+        return self._replicas.num_running
+
     async def stream(
         self, request: RelayedRequest
     ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:

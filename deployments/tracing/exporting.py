@@ -41,7 +41,7 @@ def _http_exporter(config: TracingConfig, endpoint: str) -> SpanExporter:
     has_path = urlsplit(endpoint).path not in ("", "/")
     return OTLPSpanExporter(
         endpoint=endpoint if has_path else endpoint.rstrip("/") + _TRACES_PATH,
-        headers=config.secrets,
+        headers=config.read_headers(),
         timeout=config.timeout_s,
     )
 
@@ -52,7 +52,7 @@ def _grpc_exporter(config: TracingConfig, endpoint: str) -> SpanExporter:
     return OTLPSpanExporter(
         endpoint=endpoint,
         insecure=urlsplit(endpoint).scheme == "http",
-        headers=config.secrets,
+        headers=config.read_headers(),
         timeout=config.timeout_s,
     )
 

@@ -107,6 +107,7 @@ def reopened(tracing: Tracing | None, config: TracingConfig, role: str) -> Traci
     """The tracing of a changed configuration; what the old one still holds is sent."""
     if config == (TracingConfig() if tracing is None else tracing.config):
         return tracing
+    changed = open_tracing(config, role)
     if tracing is not None:
         tracing.close_soon()
-    return open_tracing(config, role)
+    return changed

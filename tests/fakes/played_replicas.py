@@ -29,6 +29,7 @@ class PlayedReplicas:
         self.gate = asyncio.Event()
         self.gate.set()
         self.num_closed = 0
+        self.num_running = 1
 
     async def stream(
         self, request: RelayedRequest

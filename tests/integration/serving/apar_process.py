@@ -121,10 +121,14 @@ class Server:
 
     def loads(self, deployment: str = "Replica-apar-tiny") -> list[dict[str, Any]]:
         """What every replica of a deployment says of its load."""
+        return self.answers(deployment)
+
+    def answers(self, asked: str) -> list[Any]:
+        """What `serve_and_look` answers to a question."""
         question = self.config_path.with_suffix(".ask")
         answer = self.config_path.with_suffix(".loads")
         answer.unlink(missing_ok=True)
-        question.write_text(deployment)
+        question.write_text(asked)
         deadline = time.monotonic() + LOOK_S
         while not answer.exists():
             assert time.monotonic() < deadline, self.log.read_text()

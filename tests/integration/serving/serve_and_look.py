@@ -17,6 +17,9 @@ import typer
 
 from cluster.cli import serve
 
+SHOWN = "what Ray Serve shows"
+"""A question that asks for `shown` in place of a deployment's loads."""
+
 
 def look(config: Path) -> None:
     """Answer every question for ever; end the server when the test that started it is gone."""
@@ -30,13 +33,26 @@ def look(config: Path) -> None:
         if question.exists():
             deployment = question.read_text()
             try:
-                found: Any = loads(deployment)
+                found: Any = shown() if deployment == SHOWN else loads(deployment)
             except Exception as error:  # noqa: BLE001  # the test asks again, and says it in the end
                 found = repr(error)
             part = answer.with_suffix(".part")
             part.write_text(json.dumps(found))
             question.unlink()
             part.replace(answer)
+
+
+def shown() -> list[str]:
+    """What Ray Serve shows of its applications through its REST API, and what it stores."""
+    from ray.experimental import internal_kv
+    from ray.serve.context import _get_global_client
+
+    client: Any = _get_global_client()
+    stored = [
+        internal_kv._internal_kv_get(key, namespace="serve")
+        for key in internal_kv._internal_kv_list(b"", namespace="serve")
+    ]
+    return [json.dumps(client.get_serve_details(), default=str), *map(str, stored)]
 
 
 def loads(deployment: str) -> list[Any]:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.integration.serving.apar_process import ENGINE, TINY, Server, serving
@@ -51,7 +52,14 @@ async def test_a_model_without_replicas_wakes_up_for_a_request(tmp_path: Path) -
     }
     with serving(tmp_path, TINY | {"autoscaling": autoscaling}) as server:
         expected = await texts(server.url, "apar-tiny")
-        await until_engines(server, 0)
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            listed = (await client.get("/v1/models")).json()
+            await until_engines(server, 0)
+            # Listing the models starts no engine: the autoscaler decides every second.
+            for _ in range(8):
+                assert (await client.get("/v1/models")).json() == listed
+                await asyncio.sleep(1)
+                assert server.processes(ENGINE) == []
         prompt, text = next(iter(expected.items()))
 
         woken = await outcome_of(server.url, "openai stream", prompt, "apar-tiny", text)

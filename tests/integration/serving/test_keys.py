@@ -1,8 +1,10 @@
 """Keys, limits, cache isolation and logs of a running application, through OpenAI's client."""
 
+import base64
 import json
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,15 @@ import pytest
 
 from cluster.keys_config import KeyConfig, hash_of
 from deployments.counter_store import WINDOW_S
-from tests.integration.serving.apar_process import TINY, serving, wait_for
+from tests.integration.serving.apar_process import TINY, Server, serving, wait_for
+from tests.integration.serving.serve_and_look import SHOWN
 
 pytestmark = pytest.mark.cluster
 LOG_S = 10.0
+SECRETS = {
+    "APAR_TEST_CACHE_SECRET": "sentinel-of-the-cache",
+    "APAR_TEST_COLLECTOR": "sentinel-of-the-collector",
+}
 LIST_PROMPT = "Give me 5 tips for sleeping well."
 # Longer than some blocks of the cache, so that its first blocks can be found again.
 LONG_PROMPT = "Tell me about the weather of the mountains in the winter. " * 12
@@ -42,8 +49,12 @@ KEYS = (
 class Served:
     """Where it listens, and where it logs."""
 
-    url: str
+    server: Server
     logs: Path
+
+    @property
+    def url(self) -> str:
+        return self.server.url
 
     def client(self, token: str) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=token, max_retries=0)
@@ -73,14 +84,27 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "engine": {"enforce_eager": True, "enable_prompt_tokens_details": True},
     }
     # A process of its own: this one may hold the application of other tests.
-    with serving(
-        tmp_path_factory.mktemp("keys"),
+    with pytest.MonkeyPatch.context() as patched, ExitStack() as stack:
+        for name, secret in SECRETS.items():
+            patched.setenv(name, secret)
+        server = stack.enter_context(served_with(tmp_path_factory.mktemp("keys"), logs, model))
+        yield Served(server, logs)
+
+
+def served_with(folder: Path, logs: Path, model: dict[str, Any]) -> AbstractContextManager[Server]:
+    """A server with these keys and secrets."""
+    return serving(
+        folder,
         model,
         keys=[record.model_dump(mode="json", exclude_none=True) for record in KEYS],
-        limits={"max_prompt_chars": 5000},
+        limits={"max_prompt_chars": 5000, "cache_secret": {"env": "APAR_TEST_CACHE_SECRET"}},
         logging={"folder": str(logs)},
-    ) as server:
-        yield Served(server.url, logs)
+        tracing={
+            "endpoint": "http://127.0.0.1:9",
+            "sample_ratio": 0.0,
+            "headers": {"authorization": {"env": "APAR_TEST_COLLECTOR"}},
+        },
+    )
 
 
 def ask(client: openai.OpenAI, prompt: str = LIST_PROMPT, **fields: Any) -> Any:
@@ -109,6 +133,19 @@ def test_without_the_right_key_nobody_is_let_in(served: Served) -> None:
     assert bare.headers["www-authenticate"].startswith("Bearer")
     assert bare.headers["x-request-id"]
     assert httpx.get(f"{served.url}/health").status_code == 200
+
+
+def test_no_secret_is_shown_by_ray_serve_or_logged(served: Served) -> None:
+    shown = "\n".join(served.server.answers(SHOWN))
+    logged = "\n".join(file.read_text() for file in served.logs.iterdir())
+
+    assert "APAR_TEST_CACHE_SECRET" in shown
+    for secret in map(str.encode, SECRETS.values()):
+        # Text stands in a pickle as it is; in Base64 it begins at one of three offsets.
+        encoded = [base64.b64encode(b"x" * offset + secret)[4:-4] for offset in range(3)]
+        for form in map(bytes.decode, [secret, *encoded]):
+            assert form not in shown
+            assert form not in logged + served.server.log.read_text()
 
 
 def test_a_key_gets_an_answer_and_its_request_a_line_in_the_log(served: Served) -> None:

@@ -25,7 +25,7 @@ SEED = int(os.environ.get("APAR_KILL_SEED", "0"))
 # Two health checks without an answer, of 25 s each, and the end of a replica.
 HANG_S = 80.0
 # What a client may be told while, for a moment, no replica is left to go on with.
-CLEAN = {"engine_lost", "not_ready", "overloaded", "replica_unavailable"}
+CLEAN = {"engine_lost", "engine_lost_twice", "not_ready", "overloaded", "replica_unavailable"}
 
 
 def check(run: KillRun) -> None:

@@ -11,6 +11,7 @@ from cluster.config import ClusterConfig, ConfigError, load_config
 from cluster.keys_config import KeyConfig, hash_of, is_loopback, new_token
 from cluster.keys_file import check_keys_file, load_keys
 from cluster.limits_config import LimitsConfig, open_storage
+from cluster.secret_reference import SecretReference
 
 HASH_OF_ABC = "sha256:ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
 
@@ -75,7 +76,11 @@ def test_an_address_for_others_asks_who_may_call(tmp_path: Path) -> None:
         (f"keys: [{{name: a, hash: '{HASH_OF_ABC}', models: [x]}}]", r"'a' names models.*'x'"),
         (f"allow_anonymous: true\nkeys: [{{name: a, hash: '{HASH_OF_ABC}'}}]", "contradicts"),
         ("limits: {rate_storage: 'nosuch://x'}", r"limits\.rate_storage: unknown storage"),
-        ("limits: {cache_secret: short}", r"limits\.cache_secret"),
+        ("limits: {cache_secret: 0123456789abcdef}", r"limits\.cache_secret: write no secret here"),
+        ("limits: {cache_secret: {}}", r"limits\.cache_secret: give either"),
+        ("limits: {cache_secret: {env: A, file: b}}", r"limits\.cache_secret: give either"),
+        ("limits: {rate_storage_password: {env: A}}", "rate_storage_password: without effect"),
+        ("limits: {rate_storage: 'redis://u:p@host'}", r"limits\.rate_storage: leave the password"),
         ("limits: {max_body: 5}", r"limits\.max_body"),
         ("logging: {level: LOUD}", r"logging\.level"),
         ("models: [{max_queue_s: 0}]", r"models\.0\.max_queue_s"),
@@ -96,6 +101,10 @@ def test_wrong_access_settings_are_refused(tmp_path: Path, text: str, named: str
         "keys: {name: a, hash: apar-secret}",
         "limits: {rate_storage: 'redis://:apar-secret@host'}",
         "limits: {rate_storage: 'no://me:apar-secret@host'}",
+        "limits: {rate_storage: 'redis://host?password=apar-secret'}",
+        "limits: {cache_secret: apar-secret}",
+        "limits: {cache_secret: {env: apar-secret}}",
+        "limits: {rate_storage_password: apar-secret}",
     ],
 )
 def test_a_misplaced_secret_is_not_printed(tmp_path: Path, text: str) -> None:
@@ -164,13 +173,30 @@ def test_apar_keys_hash_takes_the_key_from_standard_input() -> None:
     assert CliRunner().invoke(app, ["keys", "new", "two words"]).exit_code == 1
 
 
-def test_a_secret_is_shown_by_no_command(tmp_path: Path) -> None:
-    file = written(tmp_path, "limits: {cache_secret: 0123456789abcdef}")
+def test_a_configuration_is_checked_for_secrets_that_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path, "limits: {cache_secret: {env: APAR_TEST_SECRET}}")
+    checked = []
+    for secret in (None, "short", "0123456789abcdef"):
+        if secret is not None:
+            monkeypatch.setenv("APAR_TEST_SECRET", secret)
+        result = CliRunner().invoke(app, ["config", "check", str(file)])
+        checked.append(result.exit_code)
+        assert secret is None or secret not in result.output
+        assert result.exit_code == 0 or "limits.cache_secret" in result.output
 
-    result = CliRunner().invoke(app, ["config", "show", str(file)])
+    assert checked == [1, 1, 0]
 
-    assert result.exit_code == 0
-    assert "0123456789abcdef" not in result.output
+
+def test_a_password_is_put_into_the_uri_where_it_is_used(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("a/b@c\n")
+    limits = LimitsConfig(
+        rate_storage="redis://me@host:1/2", rate_storage_password=SecretReference(file=file)
+    )
+
+    assert limits.read_storage_uri() == "redis://me:a%2Fb%40c@host:1/2"
 
 
 def test_the_memory_storage_needs_no_client() -> None:

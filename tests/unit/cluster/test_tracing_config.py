@@ -9,6 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from cluster.config import ClusterConfig, ConfigError, load_config
+from cluster.secret_reference import SecretError, SecretReference
 from cluster.tracing_config import TracingConfig
 
 SECRET = "Bearer very-secret"
@@ -34,14 +35,30 @@ def test_endpoint_is_a_url_without_secrets(endpoint: str, tmp_path: Path) -> Non
     assert "password" not in str(raised.value)
 
 
-@pytest.mark.parametrize("headers", [{"a b": "x"}, {"a": "x\ny"}, {"a": "ä"}, {"": "x"}])
-def test_headers_can_be_sent(headers: dict[str, str]) -> None:
+@pytest.mark.parametrize("name", ["a b", ""])
+def test_names_of_headers_can_be_sent(name: str) -> None:
     with pytest.raises(ValidationError, match="header"):
-        TracingConfig(endpoint=HERE, headers=headers)
+        TracingConfig(endpoint=HERE, headers={name: SecretReference(env="X")})
+
+
+@pytest.mark.parametrize("value", ["x\ny", "ä", ""])
+def test_values_of_headers_can_be_sent(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("X", value)
+
+    with pytest.raises(SecretError, match=r"tracing\.headers\.a: ") as raised:
+        TracingConfig(endpoint=HERE, headers={"a": SecretReference(env="X")}).read_headers()
+
+    assert not value or value not in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    "headers", [{"authorization": 123456789}, {"authorization": "123456789\n"}]
+    "headers",
+    [
+        {"authorization": 123456789},
+        {"authorization": "123456789\n"},
+        {"authorization": {"env": "Bearer 123456789"}},
+        {"authorization": {"value": "123456789"}},
+    ],
 )
 def test_a_wrong_header_is_not_shown(headers: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
@@ -53,14 +70,18 @@ def test_a_wrong_header_is_not_shown(headers: dict[str, Any], tmp_path: Path) ->
     assert "123456789" not in str(raised.value)
 
 
-def test_headers_are_never_shown_and_are_sent_whole() -> None:
-    config = ClusterConfig.model_validate(
-        {"tracing": {"endpoint": HERE, "headers": {"Authorization": SECRET}}}
-    )
+def test_headers_are_read_where_the_configuration_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "token"
+    file.write_text(f"{SECRET}\n")
+    monkeypatch.setenv("TENANT", "seven")
+    headers = {"Authorization": {"file": str(file)}, "x-tenant": {"env": "TENANT"}}
+    config = ClusterConfig.model_validate({"tracing": {"endpoint": HERE, "headers": headers}})
 
     assert SECRET not in json.dumps(config.model_dump(mode="json"))
     assert SECRET not in repr(config)
-    assert config.tracing.secrets == {"authorization": SECRET}
+    assert config.tracing.read_headers() == {"authorization": SECRET, "x-tenant": "seven"}
 
 
 def test_a_setting_without_effect_is_refused() -> None:

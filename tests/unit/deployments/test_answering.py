@@ -117,6 +117,7 @@ async def test_a_stream_breaks_off_before_what_a_lost_engine_has_it_say(
     # No end of the thread, and nothing of the text that ends there.
     assert rest == Piece(b"", (ThreadDelta((), (12,)),), 1).to_wire()
     assert isinstance(broken, AnswerBroken)
+    assert broken.engine_died == (lose is die)
     assert replica.engine_lost
     assert replica.num_inside == 0
 

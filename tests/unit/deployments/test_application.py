@@ -1,5 +1,7 @@
 """What each setting becomes in Ray Serve and in vLLM."""
 
+import json
+import pickle
 from typing import Any
 
 import pytest
@@ -49,6 +51,33 @@ def test_limits_reach_gateway_and_replica() -> None:
     assert replica.coalesce_s == 0.02
     assert deployment.max_ongoing_requests == 10
     assert deployment.num_replicas == 3
+
+
+def test_no_secret_travels_with_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("CACHE", "REDIS", "COLLECTOR")
+    for name in names:
+        monkeypatch.setenv(name, f"sentinel-of-{name}")
+    config = ClusterConfig.model_validate(
+        {
+            "limits": {
+                "cache_secret": {"env": "CACHE"},
+                "rate_storage": "redis://127.0.0.1:1",
+                "rate_storage_password": {"env": "REDIS"},
+            },
+            "tracing": {
+                "endpoint": "http://127.0.0.1:1",
+                "headers": {"authorization": {"env": "COLLECTOR"}},
+            },
+        }
+    )
+    gateway: Any = build_application(config)._bound_deployment
+    replica = gateway.init_args[1]._bound_deployment
+    shown = json.dumps(gateway._deployment_config.user_config)
+    stored = pickle.dumps((gateway.init_args[0], replica.init_args))
+
+    assert all(name in shown for name in names)
+    assert "sentinel" not in shown
+    assert b"sentinel" not in stored
 
 
 def test_every_model_has_replicas_of_its_own_in_the_gateways_order() -> None:

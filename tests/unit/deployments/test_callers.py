@@ -7,9 +7,9 @@ import pytest
 import yaml
 from limits.aio.storage import MemoryStorage
 
-from cluster.config import ConfigError
 from cluster.keys_config import ANONYMOUS, KeyConfig, hash_of
 from cluster.limits_config import LimitsConfig
+from cluster.secret_reference import SecretError, SecretReference
 from deployments.callers import Caller, Callers
 from deployments.keys import UnknownKeyError
 from deployments.rate_limits import RateLimitError
@@ -70,32 +70,58 @@ async def test_what_was_used_counts_on_under_new_limits() -> None:
     known = callers(key("a", requests_per_minute=2))
     await admit(known, "a")
 
-    known.reconfigure((key("a", requests_per_minute=1),), None, LimitsConfig())
+    await known.reconfigure((key("a", requests_per_minute=1),), None, LimitsConfig())
     with pytest.raises(RateLimitError):
         await admit(known, "a")
-    known.reconfigure((key("a", requests_per_minute=2),), None, LimitsConfig())
+    await known.reconfigure((key("a", requests_per_minute=2),), None, LimitsConfig())
     await admit(known, "a")
 
 
-async def test_a_key_keeps_its_part_of_the_cache_until_the_secret_changes() -> None:
+async def test_a_key_keeps_its_part_of_the_cache_until_the_secret_changes(tmp_path: Path) -> None:
     known = callers(key("a"))
     salts = [(await identified(known, "a")).cache_salt]
-    for limits in (LimitsConfig(), LimitsConfig(cache_secret="x" * 16), LimitsConfig()):
-        known.reconfigure((key("a", weight=2),), None, limits)
+    file = tmp_path / "secret"
+    referring = LimitsConfig(cache_secret=SecretReference(file=file))
+    for limits, secret in (
+        (LimitsConfig(), ""),
+        (referring, "x" * 16),
+        (referring, "x" * 16),
+        (referring, "y" * 16),
+        (LimitsConfig(), ""),
+    ):
+        file.write_text(secret)
+        await known.reconfigure((key("a", weight=2),), None, limits)
         salts.append((await identified(known, "a")).cache_salt)
 
     assert salts[0] == salts[1] != salts[2]
+    assert salts[2] == salts[3] != salts[4]
     # Without a secret in the file there is nothing to go back to.
-    assert salts[2] == salts[3]
+    assert salts[4] == salts[5]
 
 
-async def test_a_file_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
+async def test_a_secret_that_cannot_be_read_keeps_the_old_limits_and_takes_the_new_keys() -> None:
     known = callers(key("a"))
+    salt = (await identified(known, "a")).cache_salt
+    nowhere = LimitsConfig(cache_secret=SecretReference(env="APAR_TEST_NOT_SET"))
 
-    with pytest.raises(ConfigError):
-        known.reconfigure((), tmp_path / "gone", LimitsConfig())
+    with pytest.raises(SecretError, match=r"limits\.cache_secret: .*APAR_TEST_NOT_SET is not set"):
+        await known.reconfigure((key("a"), key("b")), None, nowhere)
 
-    assert (await identified(known, "a")).name == "a"
+    assert (await identified(known, "a")).cache_salt == salt
+    assert (await identified(known, "b")).name == "b"
+
+
+async def test_a_file_that_cannot_be_read_keeps_the_keys_of_the_one_before(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(yaml.safe_dump([key("a").model_dump(mode="json")]))
+    known = callers(key("inline"), file=file)
+
+    await known.reconfigure((key("other"),), tmp_path / "gone", LimitsConfig())
+
+    assert known.keys_are_outdated
+    assert [(await identified(known, name)).name for name in ("a", "other")] == ["a", "other"]
+    with pytest.raises(UnknownKeyError):
+        await identified(known, "inline")
 
 
 async def test_keys_of_a_file_have_limits_too(tmp_path: Path) -> None:

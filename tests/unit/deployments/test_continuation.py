@@ -54,6 +54,7 @@ class DyingReplicas:
         self.piece_bytes = piece_bytes
         self.by_bytes = by_bytes
         self.requests: list[RelayedRequest] = []
+        self.num_running = 1
 
     async def stream(
         self, request: RelayedRequest
@@ -269,13 +270,12 @@ async def test_whole_answer_is_asked_for_again() -> None:
     assert (client.num_tokens, client.ends) == (7, [AnswerEnd(generated_tokens=7)])
 
 
-async def test_tokens_of_whole_answers_count_while_they_are_generated() -> None:
-    # Those of the two replicas that were lost as well, and no token of the last one twice.
+async def test_tokens_of_whole_answers_count_once_over_the_loss_of_replicas() -> None:
     client, _ = await ask(DyingReplicas(1, 0, 1), streaming=False)
-    assert client.num_tokens == 3 + 0 + 3 + 7
+    assert client.num_tokens == 7
 
     lost, _ = await ask(DyingReplicas(1, 1), streaming=False, config=RetryConfig(max_retries=1))
-    assert (lost.status, lost.num_tokens, lost.ends) == (503, 6, [None])
+    assert (lost.status, lost.num_tokens, lost.ends) == (503, 3, [None])
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -332,14 +332,16 @@ async def test_streams_are_continued_only_where_configured() -> None:
     assert [request.terms.keeps_journal for request in replicas.requests] == [True, False]
 
 
-async def test_refusal_to_go_on_ends_the_stream_with_an_error_event() -> None:
+async def test_refusal_to_go_on_ends_the_stream_with_an_error_event(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Refusing(DyingReplicas):
         async def stream(
             self, request: RelayedRequest
         ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:
             if request.terms.resume is not None:
-                yield AnswerStart(400, [], b'{"error":')
-                yield Piece(b'{"message":"no"}}')
+                yield AnswerStart(400, [], b'{"error":{"message":"my secret prompt",')
+                yield Piece(b'"type":"BadRequestError","code":400}}')
                 return
             async for part in super().stream(request):
                 yield part
@@ -347,6 +349,9 @@ async def test_refusal_to_go_on_ends_the_stream_with_an_error_event() -> None:
     client, _ = await ask(Refusing(4), config=RetryConfig(max_retries=1))
 
     assert client.chunks[-1]["error"]["code"] == "engine_lost"
+    reasons = [str(vars(record).get("reason")) for record in caplog.records]
+    assert any("HTTP 400, type BadRequestError, code 400" in reason for reason in reasons)
+    assert "secret" not in f"{reasons} {caplog.text}"
 
 
 def test_text_that_differs_between_replicas_is_never_sent() -> None:

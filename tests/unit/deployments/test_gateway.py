@@ -2,13 +2,23 @@
 
 import asyncio
 import json
+from typing import Any
 
+import httpx
 import pytest
 
 from cluster.limits_config import LimitsConfig
 from deployments.answer_parts import AnswerStart, Piece
 from deployments.answers import ReplicaLostError
-from tests.fakes.played_replicas import CHAT, EVENTS, JSON, PlayedReplicas, client
+from tests.fakes.played_replicas import (
+    CHAT,
+    EVENTS,
+    JSON,
+    PlayedReplicas,
+    client,
+    gateway_of,
+    settings_of,
+)
 
 
 async def test_a_whole_answer_is_passed_on_with_its_own_length() -> None:
@@ -239,30 +249,60 @@ async def test_the_list_of_models_joins_those_of_all_replicas_and_asks_once() ->
     assert [len(each.requests) for each in replicas] == [1, 1]
 
 
-async def test_the_list_of_models_leaves_out_one_that_cannot_answer() -> None:
-    alive = PlayedReplicas(AnswerStart(200, JSON, b'{"data": [{"id": "m1"}]}'))
+async def test_the_list_of_models_names_also_one_that_cannot_answer() -> None:
+    alive = PlayedReplicas(AnswerStart(200, JSON, b'{"data": [{"id": "m1", "max_model_len": 9}]}'))
     dead = PlayedReplicas(ReplicaLostError("dead"))
 
-    partial = await client(dead, alive).get("/v1/models")
-    none = await client(dead).get("/v1/models")
+    answer = await client(dead, alive).get("/v1/models")
 
-    assert [card["id"] for card in partial.json()["data"]] == ["m1"]
-    assert none.status_code == 503
-    assert none.json()["error"]["code"] == "engine_lost"
+    least, whole = answer.json()["data"]
+    assert answer.status_code == 200
+    assert whole == {"id": "m1", "max_model_len": 9}
+    assert least | {"created": 0} == {
+        "id": "m",
+        "object": "model",
+        "created": 0,
+        "owned_by": "vllm",
+    }
 
 
 async def test_the_list_of_models_does_not_wait_for_one_that_is_being_replaced() -> None:
     alive = PlayedReplicas(AnswerStart(200, JSON, b'{"data": [{"id": "m1"}]}'))
-    starting = PlayedReplicas(AnswerStart(200, JSON, b'{"data": [{"id": "m"}]}'))
+    starting = PlayedReplicas(AnswerStart(200, JSON, b'{"data": [{"id": "m", "whole": true}]}'))
     starting.gate.clear()
     http = client(starting, alive, models_wait_s=0.01)
 
     while_it_starts = await http.get("/v1/models")
-    alone = await client(starting, models_wait_s=0.01).get("/v1/models")
     starting.gate.set()
     later = await http.get("/v1/models")
 
-    assert [card["id"] for card in while_it_starts.json()["data"]] == ["m1"]
-    assert (alone.status_code, alone.json()["error"]["code"]) == (503, "not_ready")
-    assert [card["id"] for card in later.json()["data"]] == ["m", "m1"]
-    assert starting.num_closed == 3
+    assert [card["id"] for card in while_it_starts.json()["data"]] == ["m", "m1"]
+    assert later.json()["data"] == [{"id": "m", "whole": True}, {"id": "m1"}]
+    assert starting.num_closed == 2
+
+
+async def test_the_list_of_models_wakes_no_model_and_keeps_its_card_under_new_settings() -> None:
+    card, changed = {"id": "m", "max_model_len": 9}, {"id": "m", "max_model_len": 5}
+    replicas = PlayedReplicas(AnswerStart(200, JSON, json.dumps({"data": [card]}).encode()))
+    replicas.num_running = 0
+    gateway = gateway_of(replicas)
+    transport = httpx.ASGITransport(app=gateway)
+    http = httpx.AsyncClient(transport=transport, base_url="http://gateway")
+
+    async def listed() -> list[Any]:
+        data: list[Any] = (await http.get("/v1/models")).json()["data"]
+        return data
+
+    [asleep] = await listed()
+    assert (asleep["id"], replicas.requests) == ("m", [])
+    replicas.num_running = 1
+    assert await listed() == [card]
+
+    replicas.num_running = 0
+    await gateway.reconfigure(settings_of(1, keys=()), [replicas])
+    assert await listed() == [card]
+    assert len(replicas.requests) == 1
+
+    replicas.num_running = 1
+    replicas.parts = (AnswerStart(200, JSON, json.dumps({"data": [changed]}).encode()),)
+    assert await listed() == [changed]

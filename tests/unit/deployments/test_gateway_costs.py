@@ -7,7 +7,8 @@ import httpx
 import pytest
 
 from deployments.answer_parts import AnswerEnd, AnswerStart, Headers, Piece
-from deployments.answers import ReplicaLostError
+from deployments.answers import Progress, ReplicaLostError
+from deployments.asgi_relay import RelayedRequest
 from deployments.callers import Caller
 from deployments.fair_queue import Ticket
 from deployments.gateway import Gateway
@@ -120,6 +121,68 @@ async def test_the_cost_of_what_was_lost_is_unknown(
 
     assert left == [known]
     assert await remaining(http) == ("8", tokens)
+
+
+class Dying(PlayedReplicas):
+    """Generates five tokens and dies, as often as there are engines left to kill."""
+
+    def __init__(self, *deaths: ReplicaLostError) -> None:
+        super().__init__(AnswerStart(200, JSON, b"{}"), end=AnswerEnd(1, 7))
+        self.deaths = list(deaths)
+
+    async def whole(
+        self, request: RelayedRequest, progress: Progress | None = None
+    ) -> tuple[AnswerStart, AnswerEnd]:
+        assert progress is not None
+        self.requests.append(request)
+        progress(5)
+        if self.deaths:
+            raise self.deaths.pop(0)
+        return self.parts[0], self.end  # type: ignore[return-value]  # the start, see above
+
+
+def hasty(replicas: PlayedReplicas, **settings: Any) -> httpx.AsyncClient:
+    """A client of a gateway that sends requests again at once."""
+    gateway = gateway_of(replicas, **settings)
+    gateway.retries.first_pause_s = 0.0
+    return client_of(gateway)
+
+
+async def test_tokens_that_are_generated_again_are_charged_once() -> None:
+    limited = key("a", requests_per_minute=9, tokens_per_minute=900)
+    http = hasty(Dying(ReplicaLostError("gone"), ReplicaLostError("gone")), keys=(limited,))
+
+    answer = await http.post(CHAT, json={"prompt": "x" * 400}, headers=bearer("a"))
+
+    assert answer.status_code == 200
+    assert await remaining(http) == ("8", str(900 - 1 - 7))
+
+
+async def test_a_request_is_not_sent_to_a_third_engine_after_two_have_died() -> None:
+    deaths = [
+        ReplicaLostError("the engine has died", engine_died=True, replica=replica)
+        for replica in ("r1", "r1", "r2", "r3")
+    ]
+    replicas = Dying(*deaths)
+
+    answer = await hasty(replicas).post(CHAT, json={"model": "m"})
+
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (500, "engine_lost_twice")
+    assert "Two engines died" in error["message"]
+    # OpenAI's clients would send it again otherwise.
+    assert answer.headers["x-should-retry"] == "false"
+    # Twice to the first engine, whose replica took requests for a moment after its death.
+    assert len(replicas.requests) == 3
+    assert len(replicas.deaths) == 1
+
+
+async def test_replicas_that_hand_a_request_over_have_not_died_of_it() -> None:
+    replicas = Dying(*[ReplicaLostError("drained") for _ in range(3)])
+
+    answer = await hasty(replicas).post(CHAT, json={"model": "m"})
+
+    assert (answer.status_code, len(replicas.requests)) == (200, 4)
 
 
 async def test_a_key_at_its_own_bound_gets_a_429_that_names_it() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from cluster.keys_config import KeyConfig, hash_of
 from cluster.limits_config import LimitsConfig
+from cluster.secret_reference import SecretReference
 from deployments.answer_parts import AnswerEnd, AnswerStart, Piece
 from deployments.routing import registry
 from tests.fakes.played_replicas import (
@@ -81,11 +82,15 @@ async def test_the_terms_of_a_key_go_with_its_request() -> None:
     assert b"authorization" not in dict(replicas.requests[0].headers)
 
 
-async def test_a_configured_secret_gives_every_gateway_the_same_salts() -> None:
+async def test_a_configured_secret_gives_every_gateway_the_same_salts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     salts = []
     for secret in ("s" * 16, "s" * 16, "t" * 16, None, None):
         replicas = answering()
-        http = client(replicas, keys=(key("a"),), limits=LimitsConfig(cache_secret=secret))
+        monkeypatch.setenv("CACHE", secret or "")
+        reference = SecretReference(env="CACHE") if secret else None
+        http = client(replicas, keys=(key("a"),), limits=LimitsConfig(cache_secret=reference))
         await http.post(CHAT, json={}, headers=bearer("a"))
         salts.append(replicas.requests[0].terms.cache_salt)
 
@@ -272,7 +277,7 @@ async def test_a_request_that_waits_too_long_is_told_so() -> None:
     short = settings_of(1).model_copy(
         update={"models": (model.model_copy(update={"max_queue_s": 0.05}),)}
     )
-    gateway.reconfigure(short, [replicas])
+    await gateway.reconfigure(short, [replicas])
     transport = httpx.ASGITransport(app=gateway)
     http = httpx.AsyncClient(transport=transport, base_url="http://gateway")
     tasks = await settled(http, *[("a", {})] * 2)
@@ -331,7 +336,7 @@ async def test_new_settings_hold_for_the_next_request_and_disturb_none(tmp_path:
     tasks = await settled(http, *[("a", {})] * 3)
     assert gateway.waiting()["Replica-m"].waiting == {"anonymous": 1}
 
-    gateway.reconfigure(settings_of(2, keys=(key("a"),)), [replicas, answering()])
+    await gateway.reconfigure(settings_of(2, keys=(key("a"),)), [replicas, answering()])
     refused = await http.post(CHAT, json={"model": "m"})
     full = await http.post(CHAT, json={"model": "m"}, headers=bearer("a"))
     added = await http.post(CHAT, json={"model": "m1"}, headers=bearer("a"))

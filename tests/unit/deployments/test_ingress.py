@@ -1,9 +1,14 @@
 """The gateway's deployment takes new settings while it runs."""
 
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+import yaml
 
+from cluster.keys_config import hash_of
+from cluster.limits_config import LimitsConfig
 from cluster.logging_config import LoggingConfig
 from cluster.routing_config import RoutingPolicy, RoutingSettings
 from deployments.fair_queue import QueueState
@@ -22,6 +27,59 @@ async def test_autoscaling_is_told_only_of_what_more_replicas_could_serve(
     ingress = GatewayIngress.__mro__[1](IngressSettings(gateway=gateway, deployments=()))
 
     assert 2.0 in (await ingress.record_autoscaling_stats()).values()
+
+
+async def asked(ingress: Any, token: str) -> int:
+    """The status of a key's request for the list of models; 404 without models, 401 if unknown."""
+    transport = httpx.ASGITransport(app=ingress._door)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+        answer = await http.post(
+            "/v1/completions", json={"model": "m"}, headers={"authorization": f"Bearer {token}"}
+        )
+    return answer.status_code
+
+
+async def test_new_settings_beside_a_broken_keys_file_leave_the_gateway_serving_the_old_keys(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(yaml.safe_dump([{"name": "a", "hash": hash_of("a")}]))
+    gateway = GatewaySettings(
+        models=(), keys_file=file, logging=LoggingConfig(folder=tmp_path / "logs")
+    )
+    built = IngressSettings(gateway=gateway, deployments=())
+    ingress = GatewayIngress.__mro__[1](built)
+    await ingress.reconfigure(built.as_user_config())
+    file.write_text("- {name: a, hash: nonsense}")
+    limits = LimitsConfig(max_prompt_chars=5)
+    changed = built.model_copy(update={"gateway": gateway.model_copy(update={"limits": limits})})
+
+    await ingress.reconfigure(changed.as_user_config())
+
+    assert [await asked(ingress, token) for token in ("a", "b")] == [404, 401]
+    assert ingress._gateway._settings.limits == limits
+
+
+async def test_settings_that_cannot_be_applied_are_applied_again_with_the_next_ones(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gateway = GatewaySettings(models=(), logging=LoggingConfig(folder=tmp_path / "logs"))
+    built = IngressSettings(gateway=gateway, deployments=())
+    ingress = GatewayIngress.__mro__[1](built)
+    await ingress.reconfigure(built.as_user_config())
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    log = LoggingConfig(folder=in_the_way / "logs")
+    changed = built.model_copy(update={"gateway": gateway.model_copy(update={"logging": log})})
+
+    await ingress.reconfigure(changed.as_user_config())
+    refused = dict(ingress._gateway.metrics._refused)
+    in_the_way.unlink()
+    await ingress.reconfigure(changed.as_user_config())
+
+    assert refused["user_config"]
+    assert not ingress._gateway.metrics._refused["user_config"]
+    assert (in_the_way / "logs").is_dir()
 
 
 async def test_new_routing_settings_reach_the_routers(

@@ -1,13 +1,16 @@
 """Which key a request carries, and how the file of keys is followed."""
 
+import asyncio
 import json
 import logging
+import threading
 from pathlib import Path
 
 import pytest
 
 from cluster.config import ConfigError
 from cluster.keys_config import KeyConfig, hash_of
+from cluster.keys_file import load_keys
 from deployments.keys import KeyRing, UnknownKeyError
 
 ALICE = KeyConfig(name="alice", hash=hash_of("alices"))
@@ -102,12 +105,65 @@ async def test_a_broken_file_keeps_the_old_keys_and_is_reported_once(
         for clock.now_s in (2.0, 4.0):
             assert (await ring.find(bearer("bob"))) is not None
     assert [record.message for record in caplog.records] == [
-        "keys file not taken over: the keys read before stay in force"
+        "keys file not used: the keys that were read before stay in force"
     ]
 
     write(file, "carol")
     clock.now_s = 6.0
     assert (await ring.find(bearer("carol"))) is not None
+
+
+async def test_new_settings_with_a_broken_file_keep_the_old_keys_until_it_is_mended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, clock = tmp_path / "keys.json", Clock()
+    write(file, "bob")
+    ring = KeyRing([ALICE], file, clock)
+    file.write_text('[{"name": "bob", "hash": "wrong"}]')
+
+    await ring.reconfigure([ALICE], file)
+
+    assert ring.is_outdated
+    assert (await ring.find(bearer("bob"))) is not None
+    [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert vars(record)["file"] == str(file)
+    assert "0.hash" in vars(record)["reason"]
+
+    write(file, "carol")
+    clock.now_s = 2.0
+    assert (await ring.find(bearer("carol"))) is not None
+    assert not ring.is_outdated
+
+
+async def test_new_keys_that_contradict_the_file_leave_the_old_ones(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    write(file, "bob")
+    ring = KeyRing([ALICE], file)
+
+    await ring.reconfigure([KeyConfig(name="bob", hash=hash_of("other"), weight=2)], file)
+
+    assert ring.is_outdated
+    assert (await ring.find(bearer("bob"))) is not None
+    assert await ring.find(bearer("alices")) == ALICE
+
+
+async def test_a_file_is_parsed_while_the_event_loop_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, loop_ran = tmp_path / "keys.json", threading.Event()
+    write(file, "bob")
+    ring = KeyRing(file=file)
+
+    def slow(path: Path) -> tuple[KeyConfig, ...]:
+        assert loop_ran.wait(10), "the event loop stood still"
+        return load_keys(path)
+
+    monkeypatch.setattr("deployments.keys.load_keys", slow)
+    asyncio.get_running_loop().call_later(0.01, loop_ran.set)
+
+    await ring.reconfigure([ALICE], file)
+
+    assert not ring.is_outdated
 
 
 def test_a_gateway_does_not_start_without_its_file(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from grpc import StatusCode
 from grpc.aio import AioRpcError, Metadata
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from apar_core.journal import ThreadDelta
 from deployments.answer_parts import AnswerBroken, AnswerEnd, AnswerStart, Piece
@@ -43,6 +43,8 @@ class PlayedResponse:
 
 class PlayedHandle:
     """A handle whose calls are all answered alike."""
+
+    deployment_name = "Replica-m"
 
     def __init__(self, *parts: Any, taken: bool = True) -> None:
         self.response = PlayedResponse(list(parts), taken=taken)
@@ -89,6 +91,24 @@ async def test_a_replica_that_cannot_go_on_is_lost(lost: object) -> None:
         await calls(PlayedHandle(lost)).whole(REQUEST)
 
     assert handle.response.cancelled
+
+
+@pytest.mark.parametrize(
+    ("lost", "died"),
+    [
+        (AnswerBroken("the engine has died", engine_died=True), True),
+        (AnswerBroken("the engine has given the request up"), False),
+        (ActorUnavailableError("the process is gone", None), True),
+        (rpc_error(StatusCode.CANCELLED), False),
+    ],
+)
+async def test_a_death_is_told_from_a_replica_that_hands_its_requests_over(
+    lost: object, died: bool
+) -> None:
+    with pytest.raises(ReplicaLostError) as raised:
+        await calls(PlayedHandle(lost)).whole(REQUEST)
+
+    assert raised.value.engine_died is died
 
 
 async def test_a_call_that_would_fail_anywhere_is_no_loss_of_a_replica() -> None:

@@ -159,6 +159,22 @@ async def test_text_is_logged_only_where_it_is_asked_for(logs: ProcessLogs, tmp_
     assert second["answer"] == ["secret 2", "x"]
 
 
+async def test_a_prompt_with_a_lone_surrogate_is_logged_as_it_came(
+    logs: ProcessLogs, tmp_path: Path
+) -> None:
+    whole = AnswerStart(200, JSON, b'{"choices": [{"message": {"content": "half \\udc00"}}]}')
+    http = client(PlayedReplicas(whole), logging=LoggingConfig(content=True))
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "caf\u00e9 \\ud800 end"}]}'
+
+    answer = await http.post(CHAT, content=body)
+    logs.close()
+
+    assert answer.status_code == 200
+    (line,) = lines(tmp_path)
+    assert line["prompt"] == [{"role": "user", "content": "caf\u00e9 \ud800 end"}]
+    assert line["answer"] == ["half \udc00"]
+
+
 def test_events_carry_their_facts_and_exceptions(logs: ProcessLogs, tmp_path: Path) -> None:
     logger = logging.getLogger("deployments.some")
     logger.debug("left out")

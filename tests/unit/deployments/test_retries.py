@@ -46,7 +46,7 @@ async def test_a_wait_for_a_replica_is_not_repeated() -> None:
         await retries.attempts().another(NoReplicaError("none"), continued=False)
 
 
-def test_the_gateway_takes_the_configured_rule_and_a_new_one() -> None:
+async def test_the_gateway_takes_the_configured_rule_and_a_new_one() -> None:
     async def is_healthy() -> bool:
         return True
 
@@ -55,6 +55,6 @@ def test_the_gateway_takes_the_configured_rule_and_a_new_one() -> None:
     gateway = Gateway(first, [object()], is_healthy)  # type: ignore[list-item]
     assert gateway.retries.config.max_retries == 7
 
-    gateway.reconfigure(second, [object()])  # type: ignore[list-item]
+    await gateway.reconfigure(second, [object()])  # type: ignore[list-item]
 
     assert not gateway.retries.config.continue_streams

@@ -6,12 +6,14 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
 from cluster.keys_config import KeyConfig, hash_of
 from cluster.limits_config import LimitsConfig
 from cluster.local_ray import free_port
+from cluster.secret_reference import SecretReference
 from deployments.callers import Callers
 from deployments.rate_limits import RateLimitError
 
@@ -20,10 +22,10 @@ SECRET = "apar-one-of-the-keys"
 START_S = 20.0
 
 
-def gateway(port: int) -> Callers:
+def gateway(port: int, password: SecretReference | None = None) -> Callers:
     """The callers of a gateway whose one key has two requests a minute, counted in Redis."""
     key = KeyConfig(name="a", hash=hash_of(SECRET), requests_per_minute=2)
-    limits = LimitsConfig(rate_storage=f"redis://127.0.0.1:{port}")
+    limits = LimitsConfig(rate_storage=f"redis://127.0.0.1:{port}", rate_storage_password=password)
     return Callers((key,), None, limits)
 
 
@@ -34,9 +36,9 @@ async def admit(known: Callers) -> None:
 
 
 @contextmanager
-def redis(port: int) -> Iterator[subprocess.Popen[bytes]]:
+def redis(port: int, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(
-        ["redis-server", "--port", str(port), "--save", "", "--bind", "127.0.0.1"],
+        ["redis-server", "--port", str(port), "--save", "", "--bind", "127.0.0.1", *options],
         stdout=subprocess.DEVNULL,
     )
     try:
@@ -62,6 +64,26 @@ async def test_two_gateways_count_the_rate_of_a_key_together() -> None:
         for known in (first, second):
             with pytest.raises(RateLimitError):
                 await admit(known)
+
+
+async def test_a_redis_that_asks_for_a_password_gets_the_one_referred_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    port, password = free_port(), "p@ss:w/o%rd"
+    file = tmp_path / "password"
+    file.write_text(password)
+    with redis(port, "--requirepass", password):
+        known = gateway(port, SecretReference(file=file))
+        await admit(known)
+        await admit(known)
+        with pytest.raises(RateLimitError):
+            await admit(known)
+        file.write_text("another-secret")
+        refused = gateway(port, SecretReference(file=file))
+        await admit(refused)
+
+    assert "rates not counted" in caplog.text
+    assert "another-secret" not in str([vars(record) for record in caplog.records])
 
 
 async def test_requests_pass_while_the_store_is_gone() -> None:

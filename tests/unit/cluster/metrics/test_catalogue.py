@@ -30,7 +30,8 @@ def test_names_follow_prometheus(metric: Metric) -> None:
         assert metric.unit in metric.name
     assert metric.help.endswith(".")
     assert not TAKEN & set(metric.labels)
-    assert set(metric.labels) <= {"model", "replica", "state", "outcome", "reason", "key_class"}
+    known = {"model", "replica", "state", "outcome", "reason", "key_class", "source"}
+    assert set(metric.labels) <= known
 
 
 @pytest.mark.parametrize("metric", ALL, ids=lambda metric: metric.name)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
@@ -19,7 +20,7 @@ from deployments.metrics.gateway_metrics import GatewayMetrics, Outcome, outcome
 from deployments.request_log import RequestRecord
 from deployments.retries import NoReplicaError, ReplicaLostError
 from deployments.routing import registry
-from tests.fakes.played_replicas import CHAT, EVENTS, JSON, PlayedReplicas, gateway_of
+from tests.fakes.played_replicas import CHAT, EVENTS, JSON, PlayedReplicas, gateway_of, settings_of
 from tests.unit.deployments.metrics.played_instruments import PlayedInstruments
 
 OK = AnswerStart(200, JSON, b"{}")
@@ -57,6 +58,20 @@ class Told:
             for (name, labels), number in self.instruments.values.items()
             if name == catalogue.REQUESTS_REJECTED.name and number
         }
+
+
+async def test_a_keys_file_that_cannot_be_used_is_told_until_it_is_mended(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("[]")
+    told = Told(PlayedReplicas(OK))
+    values = []
+    for text in ("[]", "- wrong", "[]"):
+        file.write_text(text)
+        await told.gateway.reconfigure(settings_of(1, keys_file=file), [PlayedReplicas(OK)])
+        await told.gateway.tell_metrics()
+        values.append(told.value(catalogue.SETTINGS_REFUSED, source="keys_file"))
+
+    assert values == [0, 1, 0]
 
 
 async def test_requests_that_end_well_are_counted_and_timed() -> None:
