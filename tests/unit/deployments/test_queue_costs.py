@@ -33,6 +33,41 @@ async def test_without_a_mean_of_its_own_it_costs_what_others_do() -> None:
     assert (new.virtual_time, new.mean_tokens) == (40, 0)
 
 
+async def test_the_mean_of_all_keys_follows_every_answer() -> None:
+    queue, known, new = queue_of(capacity=3), Account("known"), Account("new")
+    for num_tokens in (80, 30):
+        (task,) = await enter(queue, known)
+        task.result().charge(num_tokens)
+        task.result().leave()
+    virtual_time_s = known.virtual_time
+
+    (task,) = await enter(queue, new)
+    task.result().leave(cost_is_known=False)
+
+    assert known.mean_tokens == pytest.approx(75)
+    assert new.virtual_time == pytest.approx(virtual_time_s + 75)
+
+
+async def test_a_request_that_generated_more_than_the_guess_pays_what_it_generated() -> None:
+    queue, key = queue_of(), Account("a")
+    (task,) = await enter(queue, key)
+    task.result().charge(20)
+
+    # Nothing is known of any answer, so one token is the guess.
+    task.result().leave(cost_is_known=False)
+
+    assert key.virtual_time == 20
+
+
+async def test_the_first_answer_of_unknown_cost_costs_one_token() -> None:
+    queue, key = queue_of(), Account("a")
+    (task,) = await enter(queue, key)
+
+    task.result().leave(cost_is_known=False)
+
+    assert key.virtual_time == 1
+
+
 async def test_keys_that_never_tell_their_cost_take_turns() -> None:
     queue, first, second = queue_of(), Account("a"), Account("b")
     waiting = {"a": await enter(queue, *[first] * 9), "b": await enter(queue, *[second] * 9)}
@@ -47,8 +82,9 @@ async def test_keys_that_never_tell_their_cost_take_turns() -> None:
 
 
 async def test_a_place_that_was_not_used_costs_nothing_and_teaches_nothing() -> None:
-    queue, key = queue_of(), Account("a", mean_tokens=100)
+    queue, key = queue_of(), Account("a", weight=2.0, mean_tokens=100)
     running, leaving = await enter(queue, key, key)
+    assert key.virtual_time == 50
 
     running.result().give_up()
     leaving.cancel()
