@@ -105,6 +105,30 @@ async def test_a_newcomer_is_not_set_back_to_a_key_at_its_own_bound() -> None:
     assert new.virtual_time == 10_000
 
 
+async def test_a_newcomer_is_set_back_to_the_waiting_key_whose_turn_is_next() -> None:
+    queue = queue_of()
+    running, next_key, later, new = [Account(name) for name in ("running", "next", "later", "new")]
+    await enter(queue, running, next_key, later)
+    running.virtual_time, next_key.virtual_time, later.virtual_time = 20_000, 1_000, 5_000
+
+    await enter(queue, new)
+
+    assert new.virtual_time == 1_000
+
+
+async def test_a_key_with_a_running_request_keeps_the_credit_of_the_longest_answer() -> None:
+    queue = queue_of(capacity=2)
+    light, heavy = Account("light", mean_tokens=300), Account("heavy", weight=3, mean_tokens=600)
+    returning = Account("returning")
+    await enter(queue, returning, light, light, heavy)
+    light.virtual_time = heavy.virtual_time = 10_000
+
+    await enter(queue, returning)
+
+    # 300 tokens of the light key, 600 / 3 of the heavy one.
+    assert returning.virtual_time == 9_700
+
+
 async def test_a_newcomer_is_compared_with_its_own_class_only() -> None:
     queue = queue_of()
     ordinary, urgent, new = Account("ordinary"), Account("urgent", priority=-1), Account("new")
@@ -128,6 +152,35 @@ async def test_a_key_that_comes_off_its_bound_has_saved_up_one_answer_at_most(ra
         await enter(queue, held)
     else:
         running.result().leave()
+
+    assert held.virtual_time == 9_700
+
+
+async def test_a_key_off_its_bound_is_compared_with_newcomers_again() -> None:
+    queue = queue_of(capacity=2)
+    held, busy = Account("held", max_running=1), Account("busy", mean_tokens=300)
+    await enter(queue, held, busy, held, busy, busy)
+    busy.virtual_time = 10_000
+    held.max_running = 2
+    await enter(queue, held)
+    new = Account("new")
+
+    await enter(queue, new)
+
+    assert new.virtual_time == held.virtual_time == 9_700
+
+
+async def test_a_key_that_reaches_its_bound_from_the_queue_saves_nothing_up_either() -> None:
+    queue = queue_of()
+    held, busy = Account("held", max_running=1), Account("busy", mean_tokens=300)
+    await enter(queue, busy, held, held, busy)
+    queue.resize(2)  # The first request of the held key leaves the queue.
+    await settled()
+    assert held.num_running == 1
+    busy.virtual_time = 10_000
+
+    held.max_running = 2
+    queue.resize(2)
 
     assert held.virtual_time == 9_700
 

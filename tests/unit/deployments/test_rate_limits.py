@@ -142,8 +142,7 @@ async def test_a_refused_request_counts_no_tokens(advance: Advance) -> None:
         await limited.admit(60)
 
     assert refused.value.kind == "requests"
-    advance(120.0)
-    await limited.admit(100)
+    assert (await shown(limited))["x-ratelimit-remaining-tokens"] == "70"
 
 
 async def test_headers_are_openais(advance: Advance) -> None:
@@ -163,6 +162,11 @@ async def test_headers_are_openais(advance: Advance) -> None:
         "x-ratelimit-reset-requests": "2m0s",
     }
     assert await shown(rates()) == {}
+    limited.use_tokens(100)
+    assert (await shown(limited))["x-ratelimit-remaining-tokens"] == "0"
+    advance(74.75)
+    # The 30 tokens of the minute before count until the present one ends.
+    assert (await shown(limited))["x-ratelimit-reset-tokens"] == "45s"
 
 
 async def test_keys_that_share_a_store_and_a_name_share_their_rate(advance: Advance) -> None:
@@ -192,8 +196,9 @@ async def test_requests_pass_where_the_store_fails() -> None:
     limited = rates(FailingStorage(), requests_per_minute=1)
 
     await limited.admit(0)
-    await limited.admit(0)
+    admission = await limited.admit(0)
 
+    limited.give_back(admission)
     assert await shown(limited) == {}
 
 
