@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,8 +17,6 @@ from cluster.config import ClusterConfig, ConfigError, load_config
 from cluster.keys_file import check_keys_file
 from cluster.model_config import ModelConfig
 
-# Named as a path: the command line starts deployments, it is not built on them.
-ENGINE_MODULE = "deployments.engine_factory"
 app = typer.Typer(no_args_is_help=True, help="Check, show and describe configuration files.")
 console = Console()
 
@@ -88,8 +85,10 @@ def _load(file: Path, *, check_engine_arguments: bool = False) -> ClusterConfig:
 
 def _check_engine_arguments(model: ModelConfig) -> None:
     """Raise ConfigError for an engine argument that vLLM does not know."""
-    engine_factory: Any = importlib.import_module(ENGINE_MODULE)
+    # Imports vLLM, which takes seconds.
+    from deployments.engine_factory import server_arguments
+
     try:
-        engine_factory.server_arguments(model.preset.path, model.public_name, model.engine)
+        server_arguments(model.preset.path, model.public_name, model.engine)
     except CheckpointError as error:
         raise ConfigError(f"{model.public_name}: {error}") from error

@@ -1,6 +1,5 @@
 """`apar serve`: the application on a private Ray cluster, until it is told to stop."""
 
-import importlib
 import json
 import os
 import socket
@@ -32,9 +31,6 @@ from cluster.metrics.targets import (
 from cluster.model_config import DEFAULT_MODEL, PRESETS, ModelConfig
 from cluster.server_state import RolloutOutcome, ServerState, state_path, write_state
 
-# Named as in a Ray Serve configuration: the command line starts deployments, it is not built
-# on them.
-APPLICATION_MODULE = "deployments.service"
 READY_S = 60.0
 REAP_PERIOD_S = 5.0
 POLL_S = 0.2
@@ -149,10 +145,12 @@ def run(settings: ClusterConfig, signals: ServeSignals, wait: Callable[[Any], No
     try:
         with _cluster(settings), shown_logs(settings, sys.stderr):
             signals.install()
-            application: Any = importlib.import_module(APPLICATION_MODULE)
+            # Imports Ray Serve, which takes seconds.
+            from deployments.service import running_service
+
             console.print(f"Starting {_names(settings)} ...", markup=False)
             started = time.monotonic()
-            with application.running_service(settings) as service:
+            with running_service(settings) as service:
                 _wait_until_healthy(service.url)
                 _print_ready(settings, service.url, time.monotonic() - started)
                 signals.serves = True

@@ -44,8 +44,9 @@ def test_a_part_of_a_step_is_still_called_so(owner: type, name: str) -> None:
 def test_the_detokeniser_is_timed_where_it_is_defined() -> None:
     # An instance's own attribute would not be found through a subclass that overrides it.
     assert "update" in vars(BaseIncrementalDetokenizer)
-    for subclass in BaseIncrementalDetokenizer.__subclasses__():
-        assert "update" not in vars(subclass)
+    subclasses = BaseIncrementalDetokenizer.__subclasses__()
+    assert subclasses
+    assert not any("update" in vars(subclass) for subclass in subclasses)
 
 
 def test_the_worker_of_an_engine_in_one_process_is_reached_through_its_executor() -> None:

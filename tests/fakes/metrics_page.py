@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Event, Thread
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -84,11 +84,15 @@ def busy_page(
 
 @dataclass
 class PageServer:
-    """What a port answers; may be changed while it runs."""
+    """What a port answers; may be changed while it runs.
+
+    `answered` is set after the first answer.
+    """
 
     url: str
     body: str
     status: int = 200
+    answered: Event = field(default_factory=Event)
 
 
 @contextmanager
@@ -101,6 +105,7 @@ def served(body: str, port: int = 0) -> Iterator[PageServer]:
             self.send_response(state.status)
             self.end_headers()
             self.wfile.write(state.body.encode())
+            state.answered.set()
 
         def log_message(self, *_: object) -> None:
             """Nothing."""

@@ -194,6 +194,28 @@ async def test_a_full_queue_drops_the_newest_of_the_key_that_fills_it_for_anothe
         await queue.enter(other)
 
 
+async def test_a_full_queue_drops_the_key_with_the_most_requests_for_its_weight() -> None:
+    queue, newcomer = queue_of(max_waiting=7), Account("newcomer")
+    few, most, heavy = Account("few"), Account("most"), Account("heavy", weight=4.0)
+    await enter(queue, *[few] * 2, *[most] * 3, *[heavy] * 3)
+
+    await enter(queue, newcomer)
+
+    assert queue.state.waiting == {"few": 1, "most": 2, "heavy": 3, "newcomer": 1}
+
+
+async def test_a_heavy_key_finds_room_in_a_queue_that_a_light_one_fills() -> None:
+    queue, light, heavy = queue_of(max_waiting=4), Account("light"), Account("heavy", weight=4.0)
+    await enter(queue, *[light] * 5)
+
+    await enter(queue, *[heavy] * 3)
+
+    # One more of the heavy key's requests counts 4 / 4, as much as the light key's last one.
+    assert queue.state.waiting == {"light": 1, "heavy": 3}
+    with pytest.raises(CapacityError):
+        await queue.enter(heavy)
+
+
 async def test_a_full_queue_drops_a_worse_class_first() -> None:
     queue = queue_of(max_waiting=1)
     tasks = await enter(queue, Account("a"), Account("low", priority=1), Account("high"))
@@ -249,6 +271,20 @@ async def test_a_client_that_leaves_the_queue_gives_up_its_turn() -> None:
     assert last.done()
 
 
+async def test_a_client_that_leaves_as_it_is_refused_is_gone() -> None:
+    queue, flood = queue_of(max_waiting=2), Account("flood")
+    *_, dropped = await enter(queue, flood, flood, flood)
+
+    newcomer = asyncio.create_task(queue.enter(Account("other")))
+    await asyncio.sleep(0)  # The newcomer has dropped flood's newest request.
+    dropped.cancel()
+    await settled()
+
+    assert dropped.cancelled()
+    assert not newcomer.done()
+    assert queue.state.waiting == {"flood": 1, "other": 1}
+
+
 async def test_a_client_that_leaves_as_its_turn_comes_passes_it_on() -> None:
     queue, key = queue_of(), Account("a")
     running, leaving, last = await enter(queue, key, key, key)
@@ -279,11 +315,36 @@ async def test_more_room_lets_more_in_and_less_room_stops_none() -> None:
         await queue.enter(key)
 
 
+async def test_new_bounds_hold_for_the_next_requests() -> None:
+    queue, key = queue_of(max_waiting=0), Account("a")
+    await enter(queue, key)
+
+    queue.configure(capacity=1, max_waiting=1, max_wait_s=0.01)
+
+    with pytest.raises(CapacityError, match=r"within 0\.01 s"):
+        await queue.enter(key)
+
+
+async def test_a_ticket_tells_how_long_its_request_waited() -> None:
+    clock = Clock()
+    clock.now_s = 100.0
+    queue, key = queue_of(clock=clock), Account("a")
+    first, second = await enter(queue, key, key)
+
+    clock.now_s = 102.5
+    first.result().leave()
+    await settled()
+
+    assert (first.result().queued_s, second.result().queued_s) == (0.0, 2.5)
+
+
 async def test_the_state_tells_who_waits_and_how_long() -> None:
     clock = Clock()
+    clock.now_s = 100.0
     queue = queue_of(clock=clock)
+    assert queue.state.oldest_wait_s == 0.0
     await enter(queue, Account("a"), Account("b"))
-    clock.now_s = 2.5
+    clock.now_s = 102.5
     await enter(queue, *[Account("c")] * 2)
 
     state = queue.state

@@ -33,6 +33,41 @@ async def test_without_a_mean_of_its_own_it_costs_what_others_do() -> None:
     assert (new.virtual_time, new.mean_tokens) == (40, 0)
 
 
+async def test_the_mean_of_all_keys_follows_every_answer() -> None:
+    queue, known, new = queue_of(capacity=3), Account("known"), Account("new")
+    for num_tokens in (80, 30):
+        (task,) = await enter(queue, known)
+        task.result().charge(num_tokens)
+        task.result().leave()
+    virtual_time_s = known.virtual_time
+
+    (task,) = await enter(queue, new)
+    task.result().leave(cost_is_known=False)
+
+    assert known.mean_tokens == pytest.approx(75)
+    assert new.virtual_time == pytest.approx(virtual_time_s + 75)
+
+
+async def test_a_request_that_generated_more_than_the_guess_pays_what_it_generated() -> None:
+    queue, key = queue_of(), Account("a")
+    (task,) = await enter(queue, key)
+    task.result().charge(20)
+
+    # Nothing is known of any answer, so one token is the guess.
+    task.result().leave(cost_is_known=False)
+
+    assert key.virtual_time == 20
+
+
+async def test_the_first_answer_of_unknown_cost_costs_one_token() -> None:
+    queue, key = queue_of(), Account("a")
+    (task,) = await enter(queue, key)
+
+    task.result().leave(cost_is_known=False)
+
+    assert key.virtual_time == 1
+
+
 async def test_keys_that_never_tell_their_cost_take_turns() -> None:
     queue, first, second = queue_of(), Account("a"), Account("b")
     waiting = {"a": await enter(queue, *[first] * 9), "b": await enter(queue, *[second] * 9)}
@@ -47,8 +82,9 @@ async def test_keys_that_never_tell_their_cost_take_turns() -> None:
 
 
 async def test_a_place_that_was_not_used_costs_nothing_and_teaches_nothing() -> None:
-    queue, key = queue_of(), Account("a", mean_tokens=100)
+    queue, key = queue_of(), Account("a", weight=2.0, mean_tokens=100)
     running, leaving = await enter(queue, key, key)
+    assert key.virtual_time == 50
 
     running.result().give_up()
     leaving.cancel()
@@ -67,6 +103,30 @@ async def test_a_newcomer_is_not_set_back_to_a_key_at_its_own_bound() -> None:
     await enter(queue, new)
 
     assert new.virtual_time == 10_000
+
+
+async def test_a_newcomer_is_set_back_to_the_waiting_key_whose_turn_is_next() -> None:
+    queue = queue_of()
+    running, next_key, later, new = [Account(name) for name in ("running", "next", "later", "new")]
+    await enter(queue, running, next_key, later)
+    running.virtual_time, next_key.virtual_time, later.virtual_time = 20_000, 1_000, 5_000
+
+    await enter(queue, new)
+
+    assert new.virtual_time == 1_000
+
+
+async def test_a_key_with_a_running_request_keeps_the_credit_of_the_longest_answer() -> None:
+    queue = queue_of(capacity=2)
+    light, heavy = Account("light", mean_tokens=300), Account("heavy", weight=3, mean_tokens=600)
+    returning = Account("returning")
+    await enter(queue, returning, light, light, heavy)
+    light.virtual_time = heavy.virtual_time = 10_000
+
+    await enter(queue, returning)
+
+    # 300 tokens of the light key, 600 / 3 of the heavy one.
+    assert returning.virtual_time == 9_700
 
 
 async def test_a_newcomer_is_compared_with_its_own_class_only() -> None:
@@ -92,6 +152,35 @@ async def test_a_key_that_comes_off_its_bound_has_saved_up_one_answer_at_most(ra
         await enter(queue, held)
     else:
         running.result().leave()
+
+    assert held.virtual_time == 9_700
+
+
+async def test_a_key_off_its_bound_is_compared_with_newcomers_again() -> None:
+    queue = queue_of(capacity=2)
+    held, busy = Account("held", max_running=1), Account("busy", mean_tokens=300)
+    await enter(queue, held, busy, held, busy, busy)
+    busy.virtual_time = 10_000
+    held.max_running = 2
+    await enter(queue, held)
+    new = Account("new")
+
+    await enter(queue, new)
+
+    assert new.virtual_time == held.virtual_time == 9_700
+
+
+async def test_a_key_that_reaches_its_bound_from_the_queue_saves_nothing_up_either() -> None:
+    queue = queue_of()
+    held, busy = Account("held", max_running=1), Account("busy", mean_tokens=300)
+    await enter(queue, busy, held, held, busy)
+    queue.resize(2)  # The first request of the held key leaves the queue.
+    await settled()
+    assert held.num_running == 1
+    busy.virtual_time = 10_000
+
+    held.max_running = 2
+    queue.resize(2)
 
     assert held.virtual_time == 9_700
 

@@ -110,6 +110,30 @@ async def test_a_prompt_over_the_limit_takes_the_whole_window_and_counts_in_full
         await limited.admit(1)
 
 
+async def test_a_prompt_over_the_limit_is_told_how_long_its_excess_takes(
+    advance: Advance,
+) -> None:
+    limited = rates(tokens_per_minute=100)
+    await limited.admit(100)
+
+    with pytest.raises(RateLimitError, match=r"100 used, 350 asked for") as refused:
+        await limited.admit(350)
+
+    # Two minutes until nothing is counted any more, and 250 tokens over the limit at 100 a minute.
+    assert refused.value.retry_after_s == pytest.approx(120 * 0.995 + 150, rel=0.01)
+
+
+async def test_a_refusal_counts_what_was_used_and_what_is_owed(advance: Advance) -> None:
+    limited = rates(tokens_per_minute=100)
+    await limited.admit(30)
+    limited.use_tokens(45)
+
+    with pytest.raises(RateLimitError, match=r"75 used, 26 asked for"):
+        await limited.admit(26)
+
+    await limited.admit(25)
+
+
 async def test_a_refused_request_counts_no_tokens(advance: Advance) -> None:
     limited = rates(tokens_per_minute=100, requests_per_minute=1)
     await limited.admit(30)
@@ -118,8 +142,7 @@ async def test_a_refused_request_counts_no_tokens(advance: Advance) -> None:
         await limited.admit(60)
 
     assert refused.value.kind == "requests"
-    advance(120.0)
-    await limited.admit(100)
+    assert (await shown(limited))["x-ratelimit-remaining-tokens"] == "70"
 
 
 async def test_headers_are_openais(advance: Advance) -> None:
@@ -139,6 +162,11 @@ async def test_headers_are_openais(advance: Advance) -> None:
         "x-ratelimit-reset-requests": "2m0s",
     }
     assert await shown(rates()) == {}
+    limited.use_tokens(100)
+    assert (await shown(limited))["x-ratelimit-remaining-tokens"] == "0"
+    advance(74.75)
+    # The 30 tokens of the minute before count until the present one ends.
+    assert (await shown(limited))["x-ratelimit-reset-tokens"] == "45s"
 
 
 async def test_keys_that_share_a_store_and_a_name_share_their_rate(advance: Advance) -> None:
@@ -168,8 +196,9 @@ async def test_requests_pass_where_the_store_fails() -> None:
     limited = rates(FailingStorage(), requests_per_minute=1)
 
     await limited.admit(0)
-    await limited.admit(0)
+    admission = await limited.admit(0)
 
+    limited.give_back(admission)
     assert await shown(limited) == {}
 
 
@@ -201,7 +230,16 @@ def test_after_the_wait_and_not_before_there_is_room(
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0ms"), (0.0123, "13ms"), (1, "1s"), (1.5, "1.5s"), (360, "6m0s"), (3723, "1h2m3s")],
+    [
+        (0, "0ms"),
+        (0.0123, "13ms"),
+        (1, "1s"),
+        (1.5, "1.5s"),
+        (59.999, "59.999s"),
+        (60, "1m0s"),
+        (360, "6m0s"),
+        (3723, "1h2m3s"),
+    ],
 )
 def test_durations_are_written_as_openai_does(seconds: float, text: str) -> None:
     assert duration(seconds) == text

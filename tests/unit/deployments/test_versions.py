@@ -53,6 +53,7 @@ def test_limits_of_the_gateway_and_numbers_replace_nothing(change: dict[str, Any
 def test_another_start_of_the_server_replaces_everything() -> None:
     before, after = built(A), built(A, surroundings=replace(HERE, generation="other"))
 
+    assert set(before) == set(after) == {"Gateway", "Replica-a"}
     assert all(before[name] != after[name] for name in before)
 
 

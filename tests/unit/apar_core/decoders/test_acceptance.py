@@ -32,6 +32,7 @@ def medusa(acceptance: TypicalAcceptance, top_k: tuple[int, ...] = (2, 2)) -> Th
 def test_where_nothing_is_typical_the_threads_are_drawn_as_by_vanilla_with_the_same_seed(
     prompt: list[int],
 ) -> None:
+    num_faster = 0
     for seed in range(5):
         choice = TokenChoice.sampled(1.0, 0.9, seed)
 
@@ -43,7 +44,10 @@ def test_where_nothing_is_typical_the_threads_are_drawn_as_by_vanilla_with_the_s
         for thread in found.threads:
             shared = list(zip(thread.token_ids, expected.get(thread.thread, ()), strict=False))
             assert all(ours == theirs for ours, theirs in shared)
-        assert len(found.trace) < len(vanilla.trace) or len(vanilla.trace) < 5
+        if len(vanilla.trace) > 1:
+            assert len(found.trace) < len(vanilla.trace)
+            num_faster += 1
+    assert num_faster >= 4
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

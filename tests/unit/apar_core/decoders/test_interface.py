@@ -49,6 +49,7 @@ def test_the_default_choice_is_greedy_with_the_default_limits() -> None:
 
 def test_sampling_never_gives_a_child_token_nor_two_fork_tokens_in_a_row() -> None:
     for name in ("vanilla_apar", "medusa_apar"):
+        num_forks = 0
         for seed in range(8):
             choice = TokenChoice.sampled(3.0, seed=seed)
             answer = decode_answer(decoder(name), PROMPT, choice, DecodeLimits(max_tokens=60))
@@ -59,6 +60,8 @@ def test_sampling_never_gives_a_child_token_nor_two_fork_tokens_in_a_row() -> No
                     assert token != CHILD
                     assert token != FORK or before not in (FORK, CHILD)
                     before = token
+                    num_forks += token == FORK
+        assert num_forks > 10
 
 
 def test_nothing_happens_before_the_first_pass_is_asked_for() -> None:

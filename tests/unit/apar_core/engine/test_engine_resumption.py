@@ -136,6 +136,7 @@ def test_answer_cut_at_any_step_begins_with_what_was_sent(params: dict[str, Any]
         if not again.needs_engine:
             assert (again.text, again.finish) == (whole.text, whole.finish)
             assert again.num_tokens == whole.num_tokens
+    assert not again.needs_engine  # The last journal holds the whole answer.
 
 
 def test_request_that_may_not_fork_is_replayed_with_its_stop_token() -> None:

@@ -159,13 +159,26 @@ def test_what_is_wrong_is_named_before_anything_is_sent(tmp_path: Path) -> None:
             (["--extra-body", "{"], "--extra-body '{' is no JSON"),
             (["--workload", "prompts:none"], "'none' is none of"),
             (["--target", f"127.0.0.1:{free_port()}"], "cannot be reached"),
-            (["--metrics", f"127.0.0.1:{free_port()}"], "--metrics"),
         ):
             code, output = run(*right, *extra)
             assert code == 1, output
             assert problem in output
-        assert server.bodies == [] or len(server.bodies) == 1  # the warm-up before the metrics
+            assert server.bodies == []
     assert "--workload is missing" in run("--target", "127.0.0.1:1")[1]
+
+
+def test_metrics_that_cannot_be_read_end_the_run_after_the_warm_up(tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with chat_server(reply) as server:
+        code, output = run(
+            "--target", server.url, "--workload", prompts(tmp_path), "--warm-up", "2",
+            "--metrics", address, "--out", str(tmp_path / "out"),
+        )  # fmt: skip
+
+    assert code == 1, output
+    assert f"--metrics: http://{address}/metrics no answer" in output
+    assert len(server.bodies) == 2
+    assert lines(tmp_path / "out") == []
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import httpx
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 
+from cluster.local_ray import free_port
 from dashboards.grafana import pictures
 from dashboards.grafana.drawing import figures, plots
 from dashboards.grafana.drawing.style import COLOURS, shown, threshold_colour
@@ -156,5 +158,7 @@ def test_every_type_of_panel_can_be_drawn() -> None:
 
 
 def test_without_a_prometheus_nothing_is_drawn(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="refused"):
-        pictures.main(["http://127.0.0.1:9", str(tmp_path)])
+    with pytest.raises(httpx.ConnectError):
+        pictures.main([f"http://127.0.0.1:{free_port()}", str(tmp_path)])
+
+    assert list(tmp_path.iterdir()) == []

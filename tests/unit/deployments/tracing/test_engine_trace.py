@@ -202,11 +202,13 @@ def test_choices_are_trees_of_their_own(kept: KeptSpans) -> None:
         for span in kept.named(names.THREAD)
     ]
     assert sorted(found) == [("root", 0), ("root", 1), ("root.0", 0), ("root.0", 1)]
-    for child in kept.named(names.THREAD):
+    children = [span for span in kept.named(names.THREAD) if names.THREAD_PARENT in facts(span)]
+    assert len(children) == 2
+    for child in children:
         parent = parent_of(child, kept.all())
         assert parent is not None
-        if names.THREAD_PARENT in facts(child):
-            assert facts(parent)[names.THREAD_CHOICE] == facts(child)[names.THREAD_CHOICE]
+        assert facts(parent)[names.THREAD_ID] == facts(child)[names.THREAD_PARENT] == "root"
+        assert facts(parent)[names.THREAD_CHOICE] == facts(child)[names.THREAD_CHOICE]
 
 
 def test_a_request_taken_over_has_spans_of_what_goes_on_here(kept: KeptSpans) -> None:
