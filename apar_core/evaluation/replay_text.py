@@ -18,7 +18,7 @@ from apar_core.control_tokens import (
 )
 from apar_core.data.records import ChatMessage
 from apar_core.errors import EvaluationError
-from apar_core.training.example_encoder import chat_token_ids
+from apar_core.training.chat_format import chat_token_ids
 from apar_core.training.packing import TreeTokens
 from apar_core.training.piece_encoder import build_piece_encoder
 

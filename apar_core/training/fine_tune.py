@@ -30,7 +30,7 @@ from apar_core.training.tree_trainer import (
     TreeTrainer,
     training_arguments,
 )
-from apar_core.training.vocabulary import add_control_tokens
+from apar_core.training.vocabulary import add_control_tokens, stop_at, tree_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,7 @@ def fine_tune(
     control = add_control_tokens(
         model, tokenizer, multiple=recipe.vocabulary_multiple, seed=recipe.seed
     )
+    stop_at(model, tokenizer, tree_tokens(tokenizer).end_id)
     encoder = ExampleEncoder(tokenizer, recipe.context_length)
     training, validation = read_groups(data, encoder).split(recipe.validation_share, recipe.seed)
     rows = drawn_rows(training, recipe)

@@ -71,7 +71,7 @@ def generate_by_decoder(name: str, model: str, medusa_heads: Path | None, asked:
 
 def _prompt_ids(asked: Asked, tokenizer: Any) -> list[int]:
     from apar_core.control_tokens import find_control_tokens, neutralise, plain_spellings
-    from apar_core.training.example_encoder import chat_token_ids
+    from apar_core.training.chat_format import chat_token_ids
 
     prompt_ids: list[int] = (
         tokenizer.encode(asked.prompt)
