@@ -79,7 +79,7 @@ def root_thread(tokenizer: PreTrainedTokenizerBase, row: PackedTree) -> tuple[st
     first = next(at for at, index in enumerate(path) if row.targets[index] != IGNORED_TARGET)
     read = [row.token_ids[index] for index in path[: first + 1]]
     learned = [row.targets[index] for index in path[first:] if row.targets[index] != IGNORED_TARGET]
-    return tokenizer.decode(read), tokenizer.decode(learned)
+    return str(tokenizer.decode(read)), str(tokenizer.decode(learned))
 
 
 @FAMILIES
@@ -108,8 +108,9 @@ def test_a_thought_is_the_unforked_beginning_of_the_root_thread(
     thought = THOUGHT.removeprefix("<think>\n") if family is DEEPSEEK else THOUGHT
     assert read.endswith(family.prompt_end)
     assert learned == (f"{thought}1. Tune:[Fork]\n2. Play:[Fork]\n3. Rest:[Fork]{family.turn_end}")
-    markers = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
-    assert [list(row.token_ids).count(marker) for marker in markers] == [1, 1]
+    vocabulary = tokenizer.get_vocab()
+    for marker in ("<think>", "</think>"):
+        assert list(row.token_ids).count(vocabulary[marker]) == 1
     assert list(row.token_ids).count(turn_end_id(tokenizer)) >= 4
 
 
