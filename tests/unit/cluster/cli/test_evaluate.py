@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -60,6 +61,51 @@ def test_answers_are_judged_and_reported(tmp_path: Path) -> None:
 
 
 @needs_fastchat
+@pytest.mark.parametrize(
+    ("options", "sent"),
+    [
+        ((), {"max_tokens": 2048, "temperature": 0.0}),
+        (
+            ("--judge-token-field", "max_completion_tokens", "--judge-temperature", "none"),
+            {"max_completion_tokens": 2048},
+        ),
+        (("--max-judgment-tokens", "0", "--judge-temperature", "1"), {"temperature": 1.0}),
+        (("--max-judgment-tokens", "0", "--judge-temperature", "none"), {}),
+    ],
+)
+def test_a_judge_gets_the_limit_and_temperature_that_it_takes(
+    tmp_path: Path, options: tuple[str, ...], sent: dict[str, float]
+) -> None:
+    def reasoning_judge(body: dict[str, Any], _number: int) -> Reply:
+        taken = {name: body[name] for name in body if name not in ("model", "messages")}
+        return Reply(text="[[7]]") if taken == sent else Reply(400, f"not supported: {taken}")
+
+    with judge_server(reasoning_judge) as server:
+        code, output = run(
+            *("quality", "--judge", server.url, "--judge-model", "judge", "--out", tmp_path / "o"),
+            *("--answers", answer_file(tmp_path), "--questions", FASTCHAT, *options),
+        )
+
+    assert code == 0, output
+    assert "7.00" in output
+
+
+@needs_fastchat
+def test_a_further_attempt_at_a_rating_is_not_greedy(tmp_path: Path) -> None:
+    def shy(body: dict[str, Any], _number: int) -> Reply:
+        return Reply(text="[[7]]" if body.get("temperature") == 0.7 else "Hm.")
+
+    with judge_server(shy) as server:
+        code, output = run(
+            *("quality", "--judge", server.url, "--judge-model", "judge", "--out", tmp_path / "o"),
+            *("--answers", answer_file(tmp_path), "--questions", FASTCHAT),
+        )
+
+    assert code == 0, output
+    assert len(server.requests) == 4
+
+
+@needs_fastchat
 def test_a_judge_that_fails_leaves_exit_code_1_and_the_way_on(tmp_path: Path) -> None:
     with judge_server(lambda _body, _number: Reply(400, "no [thing]")) as server:
         code, output = run(
@@ -85,6 +131,14 @@ def test_a_judge_that_fails_leaves_exit_code_1_and_the_way_on(tmp_path: Path) ->
         (
             ("--judge", "http://x/v1", "--judge-model", "x", "--prompts", "mt"),
             "'mt' is none of vicuna-bench",
+        ),
+        (
+            ("--judge", "http://x/v1", "--judge-model", "x", "--judge-temperature", "hot"),
+            "--judge-temperature 'hot' is neither a number of at least 0 nor none",
+        ),
+        (
+            ("--judge", "http://x/v1", "--judge-model", "x", "--judge-token-field", "n"),
+            "--judge-token-field 'n' is none of max_tokens, max_completion_tokens",
         ),
     ],
 )
