@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,9 +54,9 @@ class PieceEncoder:
 
 
 def build_piece_encoder(
-    tokenizer: PreTrainedTokenizerBase, control_ids: tuple[int, int]
+    tokenizer: PreTrainedTokenizerBase, control_ids: Iterable[int]
 ) -> PieceEncoder:
-    """Return the piece encoder of a tokenizer that has the control tokens already.
+    """Return the piece encoder of a tokenizer that has its control tokens already, if any.
 
     Raises TrainingError if pieces of a probe, encoded one by one, do not give the probe back.
     """

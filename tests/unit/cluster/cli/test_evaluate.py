@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from cluster.cli.main import app
 from tests.fakes.judge_server import Reply, judge_server
+from tests.integration.random_checkpoint import write_checkpoint
 
 FASTCHAT = Path(__file__).resolve().parents[5] / "shared" / "data" / "fastchat"
 needs_fastchat = pytest.mark.skipif(not FASTCHAT.is_dir(), reason=f"{FASTCHAT} is not here")
@@ -166,6 +167,87 @@ def test_a_trace_is_counted_without_a_model(tmp_path: Path) -> None:
     assert report["tables"]["threads_mine"]["rows"] == [["Other", 4, 1], ["Mean", 4, 1]]
 
 
+@pytest.fixture
+def original(tmp_path: Path) -> Path:
+    """A checkpoint without control tokens and without a chat template."""
+    return write_checkpoint(tmp_path / "original")
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tips?"}]
+    path = tmp_path / "questions.jsonl"
+    path.write_text(json.dumps({"messages": messages}) + "\n")
+    return path
+
+
+def measured(out: Path) -> dict[str, dict[str, Any]]:
+    """The answers by the name of their decoder."""
+    lines = [json.loads(line) for line in (out / "answers.jsonl").open()]
+    return {line["decoder"]: line for line in lines}
+
+
+def test_a_checkpoint_without_control_tokens_is_measured_by_plain(
+    tmp_path: Path, original: Path, questions: Path
+) -> None:
+    code, output = run(
+        *("speed", "--model", original, "--decoder", "plain", "--against", "none"),
+        *("--prompts", questions, "--out", tmp_path / "out", "--max-tokens", "20"),
+    )
+
+    assert code == 0, output
+    assert measured(tmp_path / "out")["plain"]["threads"] == 1
+
+
+def test_the_original_model_is_the_baseline_with_its_own_answers(
+    tmp_path: Path, original: Path, questions: Path
+) -> None:
+    arguments = ("speed", "--against-model", original, "--prompts", questions, "--limit", "1")
+    code, output = run(*arguments, "--out", tmp_path / "out", "--max-tokens", "60")
+
+    assert code == 0, output
+    answers = measured(tmp_path / "out")
+    baseline = answers[f"plain of {original}"]
+    assert set(answers) == {"vanilla_apar", f"plain of {original}"}
+    assert baseline["text"] != answers["vanilla_apar"]["text"]
+    # The prompt and the answer are in the original's own tokens, which are bytes.
+    assert baseline["num_prompt_tokens"] == len("Be brief. USER: Tips? ASSISTANT:")
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["facts"]["Decoder"] == f"vanilla_apar beside plain of {original}"
+    assert (tmp_path / "out" / "figure4_speed.svg").is_file()
+
+
+def test_recorded_answers_are_replayed_through_the_original_model(
+    tmp_path: Path, original: Path
+) -> None:
+    trace = tmp_path / "mine.jsonl"
+    text = "".join(f"{i}. A: long enough.\n" for i in range(1, 4))
+    history = [{"role": "system", "content": "Be brief."}]
+    trace.write_text(json.dumps({"prompt": "Points?", "response": text, "history": history}))
+
+    code, output = run(
+        *("speed", "--replay", trace, "--against-model", original, "--out", tmp_path / "out")
+    )
+
+    assert code == 0, output
+    lines = [json.loads(line) for line in (tmp_path / "out" / "answers-mine.jsonl").open()]
+    assert {line["decoder"]: line["threads"] for line in lines} == {
+        "vanilla_apar": 4,
+        f"plain of {original}": 1,
+    }
+
+
+def test_a_checkpoint_without_control_tokens_cannot_fork(
+    tmp_path: Path, original: Path, questions: Path
+) -> None:
+    code, output = run(
+        *("speed", "--model", original, "--prompts", questions, "--out", tmp_path / "out")
+    )
+
+    assert code == 1
+    assert "vanilla_apar needs a model with control tokens" in output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -173,6 +255,10 @@ def test_a_trace_is_counted_without_a_model(tmp_path: Path) -> None:
         (("--prompts", "mt"), "'mt' is none of vicuna-bench, mt-bench, held-out"),
         (("--decoder", "fast"), "--decoder 'fast' is none of plain"),
         (("--against", "vanilla_apar"), "the same decoder twice"),
+        (
+            ("--against", "none", "--against-model", "o"),
+            "--against-model needs --against plain or vanilla_apar, not none",
+        ),
     ],
 )
 def test_wishes_that_cannot_be_measured_are_told_in_one_line(
