@@ -14,10 +14,10 @@ DECODERS = ("plain", "vanilla_apar", "medusa_apar")
 class SpeedSettings(BaseModel):
     """What is measured, and on what.
 
-    `model` is a folder or hub name and `model_name` what readers know it by. `baseline_model` is the
-    checkpoint of the baseline, that of `model` if None. With `replay` the
-    tokens of recorded answers are forced, through a checkpoint, through `random_weights`, or with
-    `count_only` through the schedule alone; `tokenizer` is for the last two.
+    `model` is a folder or hub name and `model_name` what readers know it by. `baseline_model` is
+    the baseline's checkpoint; None shares that of `model`. With `replay` the tokens of recorded
+    answers are forced, through a checkpoint, through `random_weights`, or with `count_only` through
+    the schedule alone; `tokenizer` is for the last two.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -85,7 +85,8 @@ def check_settings(settings: SpeedSettings) -> None:
     if settings.baseline_model is not None:
         if settings.baseline not in ("plain", "vanilla_apar"):
             raise EvaluationError(
-                f"--against-model needs --against plain or vanilla_apar, not {settings.baseline or 'none'}"
+                "--against-model needs --against plain or vanilla_apar, not "
+                f"{settings.baseline or 'none'}"
             )
         if not settings.runs_checkpoint:
             raise EvaluationError("--against-model is compared with a checkpoint: give --model")

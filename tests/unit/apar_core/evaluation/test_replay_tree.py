@@ -5,7 +5,7 @@ from __future__ import annotations
 from apar_core.data.records import ParagraphRecord, chain
 from apar_core.evaluation.replay_tree import thread_scripts, token_tree
 from apar_core.training.packing import TreeTokens
-from apar_core.tree import restore, tree_statistics
+from apar_core.tree import restore
 
 TOKENS = TreeTokens(fork_id=-1, child_id=-2, end_id=-3)
 INNER = chain([("c", ParagraphRecord("dd"))], closing="e")
