@@ -83,17 +83,26 @@ def read_examples(path: Path) -> Iterator[ExampleRecord]:
 
     A folder's structured examples come first. Raises DataError with the line's number.
     """
+    for file in example_files(path):
+        yield from _read_file(file)
+
+
+def example_files(path: Path) -> list[Path]:
+    """Return the files that `read_examples` reads. Raises DataError if there are none."""
     if path.is_dir():
         files = [path / STRUCTURED_FILE, path / UNSTRUCTURED_FILE]
         found = [file for file in files if file.is_file()]
         if not found:
             raise DataError(f"{path} holds neither {STRUCTURED_FILE} nor {UNSTRUCTURED_FILE}")
-    elif path.is_file():
-        found = [path]
-    else:
-        raise DataError(f"{path} does not exist")
-    for file in found:
-        yield from _read_file(file)
+        return found
+    if path.is_file():
+        return [path]
+    raise DataError(f"{path} does not exist")
+
+
+def example_of_line(line: bytes) -> ExampleRecord:
+    """Return the example of one line that `example_line` has made."""
+    return _example(_ExampleLine.model_validate_json(line))
 
 
 def _read_file(path: Path) -> Iterator[ExampleRecord]:
@@ -102,7 +111,7 @@ def _read_file(path: Path) -> Iterator[ExampleRecord]:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
-                    yield _example(_ExampleLine.model_validate_json(line))
+                    yield example_of_line(line)
                 except (ValidationError, TreeError, DataError) as error:
                     raise DataError(f"{path}, line {number}: {_summary(error)}") from error
 

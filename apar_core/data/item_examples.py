@@ -18,6 +18,7 @@ from apar_core.data.records import ChatMessage, ExampleRecord, count_forks
 from apar_core.data.report import Refusal
 from apar_core.data.sources import SourceItem
 from apar_core.data.structure import StructureRules, extract_tree
+from apar_core.data.thoughts import split_thought
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,8 @@ class ItemPreparation:
         turn = sum(message.role == "user" for message in messages)
         if not answer.strip():
             raise ItemRefusedError("empty answer", f"turn {turn}")
+        if not split_thought(answer).answer.strip():
+            raise ItemRefusedError("thought without an answer", f"turn {turn}")
         if not messages[-1].content.strip():
             raise ItemRefusedError("empty question", f"turn {turn}")
         extracted = extract_tree(answer, self.rules)

@@ -3,11 +3,13 @@
 Where the paper leaves a choice: an answer of one paragraph has nothing to write in parallel and is
 unstructured; every list of an answer counts; the number of a point ("1.") is no sentence, nor is
 "Sure!"; a line that leads to a list below it is a root; dates, "24/7" and odds like 1/6 are no
-mathematics.
+mathematics. The thought of a reasoning model is no part of the answer that is structured: it stays
+at the start of the root thread.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,6 +19,7 @@ from apar_core.data.detail_spans import tree_of_details
 from apar_core.data.ordered_lists import ordered_list_details
 from apar_core.data.paragraphs import paragraph_details
 from apar_core.data.records import ParagraphRecord
+from apar_core.data.thoughts import split_thought
 from apar_core.data.unordered import unordered_details
 
 AnswerKind = Literal["ordered_list", "paragraphs", "unordered_list", "unstructured"]
@@ -45,7 +48,19 @@ _PAPER_RULES = StructureRules()
 
 
 def extract_tree(answer: str, rules: StructureRules = _PAPER_RULES) -> ExtractedAnswer:
-    """Return the answer as an ordered list, else as paragraphs, else as one thread."""
+    """Return the answer as an ordered list, else as paragraphs, else as one thread.
+
+    A thought before the answer is kept verbatim at the start of the first paragraph.
+    """
+    thought, rest = split_thought(answer)
+    extracted = _extract_answer(rest, rules)
+    if not thought:
+        return extracted
+    tree = replace(extracted.tree, text=thought + extracted.tree.text)
+    return extracted._replace(tree=tree)
+
+
+def _extract_answer(answer: str, rules: StructureRules) -> ExtractedAnswer:
     reason = ambiguity(answer)
     if reason is not None:
         return ExtractedAnswer("unstructured", ParagraphRecord(answer), reason)

@@ -27,7 +27,8 @@ MIN_TEMPERATURE = 1e-5
 class TypicalAcceptance:
     """A candidate x is accepted where p(x) > min(epsilon, delta * exp(-H(p))), H being the entropy.
 
-    p is the model's distribution after the tokens before x, at the temperature of the request. A
+    p is the distribution that tokens are drawn from: the model's after the tokens before x, at the
+    temperature of the request and within its `top_p`. No candidate outside `top_p` is accepted. A
     row's first node is always accepted, since it was chosen from p itself. Of the candidates'
     paths the longest on which all are accepted is kept; of several, the likeliest.
 
@@ -79,8 +80,9 @@ def choose_tokens(
     logits = logits_RQV.float()
     # Less the largest, so that no temperature is too low to divide by.
     logits = (logits - logits.amax(-1, keepdim=True)) / max(choice.temperature, MIN_TEMPERATURE)
-    chosen_RQ = _draw(logits, choice.top_p, uniforms)
-    scores_RQ = _scores(logits, tokens_RQ, tree, acceptance)
+    nucleus = _nucleus(logits, choice.top_p)
+    chosen_RQ = nucleus.draw(uniforms)
+    scores_RQ = _scores(nucleus.probabilities(), tokens_RQ, tree, acceptance)
     # A double holds every token id exactly.
     chosen, given, scores = torch.stack((chosen_RQ, tokens_RQ, scores_RQ.double())).tolist()
     return ChosenTokens(
@@ -115,25 +117,45 @@ def accepted_path(scores: Sequence[float], tree: CandidateTree) -> list[bool]:
     return on_path
 
 
-def _draw(logits: Tensor, top_p: float, uniforms: Tensor) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class _Nucleus:
+    """The likeliest tokens that together have the share `top_p`, likeliest first.
+
+    `sorted_p` are the probabilities of all tokens and `order` their ids; `kept` marks the nucleus.
+    """
+
+    sorted_p: Tensor
+    sums: Tensor
+    kept: Tensor
+    order: Tensor
+
+    def draw(self, uniforms: Tensor) -> Tensor:
+        totals = (self.sorted_p * self.kept).sum(-1)
+        # Side right: a uniform number of 0 must not fall before the first token.
+        drawn = torch.searchsorted(self.sums, (uniforms * totals)[..., None], right=True)
+        last_kept = self.kept.sum(-1, keepdim=True) - 1
+        return self.order.gather(-1, torch.minimum(drawn, last_kept))[..., 0]
+
+    def probabilities(self) -> Tensor:
+        """Return what each token is drawn with, by its id."""
+        kept_p = self.sorted_p * self.kept
+        shares = kept_p / kept_p.sum(-1, keepdim=True)
+        return torch.zeros_like(shares).scatter(-1, self.order, shares)
+
+
+def _nucleus(logits: Tensor, top_p: float) -> _Nucleus:
     sorted_p, order = logits.softmax(-1).sort(-1, descending=True)
     sums = sorted_p.cumsum(-1)
     # The likeliest token is always kept, so that something can be drawn.
-    kept = (sums - sorted_p) < top_p
-    totals = (sorted_p * kept).sum(-1)
-    # Side right: a uniform number of 0 must not fall before the first token.
-    drawn = torch.searchsorted(sums, (uniforms * totals)[..., None], right=True)
-    last_kept = kept.sum(-1, keepdim=True) - 1
-    return order.gather(-1, torch.minimum(drawn, last_kept))[..., 0]
+    return _Nucleus(sorted_p, sums, (sums - sorted_p) < top_p, order)
 
 
 def _scores(
-    logits: Tensor, tokens_RQ: Tensor, tree: CandidateTree, acceptance: TypicalAcceptance
+    probabilities: Tensor, tokens_RQ: Tensor, tree: CandidateTree, acceptance: TypicalAcceptance
 ) -> Tensor:
     """Return each node's log probability after its parent, -inf where it is not accepted."""
-    probabilities = logits.softmax(-1)
     entropies = -torch.xlogy(probabilities, probabilities).sum(-1)
     bounds = (acceptance.delta * torch.exp(-entropies)).clamp(max=acceptance.epsilon)
-    parents = torch.tensor(tree.parents, device=logits.device)
+    parents = torch.tensor(tree.parents, device=probabilities.device)
     of_node = probabilities[:, parents].gather(-1, tokens_RQ[..., None])[..., 0]
     return of_node.log().masked_fill(of_node <= bounds[:, parents], -torch.inf)

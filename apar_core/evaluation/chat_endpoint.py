@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint, asked with patience: limited, retried with backoff, counted."""
+"""An OpenAI-compatible endpoint: limited concurrency, retries with backoff, token counts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import openai
 from openai import AsyncOpenAI
@@ -21,8 +21,11 @@ _RETRIED_CODES = (408, 409, _TOO_MANY_REQUESTS)
 _FIRST_CONTACT_RETRIES = 2
 
 
+TokenLimitField = Literal["max_tokens", "max_completion_tokens"]
+
+
 class EndpointSettings(BaseModel):
-    """Where chats are sent, and how patiently."""
+    """Address of an endpoint, with its retry and timeout limits."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -34,6 +37,10 @@ class EndpointSettings(BaseModel):
     first_wait_s: PositiveFloat = Field(1.0, description="Before the first retry; then doubled.")
     longest_wait_s: PositiveFloat = 60.0
     timeout_s: PositiveFloat = 300.0
+    token_limit_field: TokenLimitField = Field(
+        "max_tokens",
+        description="Field that limits an answer; reasoning models take max_completion_tokens.",
+    )
 
 
 class RequestFailedError(EvaluationError):
@@ -79,9 +86,13 @@ class ChatEndpoint:
         await self._client.close()
 
     async def complete(
-        self, messages: Sequence[ChatMessage], *, max_tokens: int, temperature: float
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        max_tokens: int | None,
+        temperature: float | None,
     ) -> Completion:
-        """Return the model's answer to a chat.
+        """Return the model's answer to a chat. A limit or temperature of None is not sent.
 
         Raises RequestFailedError if this request fails for good, and EvaluationError if every other
         one would fail too (address, key or model are wrong).
@@ -99,13 +110,21 @@ class ChatEndpoint:
         raise RequestFailedError("no attempt was made")
 
     async def _ask(
-        self, messages: Sequence[ChatMessage], max_tokens: int, temperature: float, attempt: int
+        self,
+        messages: Sequence[ChatMessage],
+        max_tokens: int | None,
+        temperature: float | None,
+        attempt: int,
     ) -> Completion:
+        options: dict[str, Any] = {}
+        if max_tokens is not None:
+            options[self.settings.token_limit_field] = max_tokens
+        if temperature is not None:
+            options["temperature"] = temperature
         answer: Any = await self._client.chat.completions.create(
             model=self.settings.model,
             messages=[message.as_dict() for message in messages],  # type: ignore[misc]
-            max_tokens=max_tokens,
-            temperature=temperature,
+            **options,
         )
         self._reached = True
         if not getattr(answer, "choices", None) or answer.choices[0].message.content is None:

@@ -21,7 +21,24 @@ from apar_core.evaluation.judge_prompts import (
 from apar_core.evaluation.prompt_sets import Question
 
 # A greedy judge would give the same judgment without a rating again.
-_FIRST_TEMPERATURE, _NEXT_TEMPERATURE = 0.0, 0.7
+_REPEAT_TEMPERATURE = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class JudgmentRequest:
+    """How a judgment is asked for; a field of None is not sent.
+
+    `max_tokens` limits a judgment. `temperature` is that of the first attempt at a rating; where it
+    is 0, further attempts have 0.7.
+    """
+
+    max_tokens: int | None = 2048
+    temperature: float | None = 0.0
+    attempts: int = 3
+
+    def temperature_of(self, attempt: int) -> float | None:
+        """Return the temperature of an attempt, counted from 0."""
+        return _REPEAT_TEMPERATURE if attempt and self.temperature == 0 else self.temperature
 
 
 class Judgment(BaseModel):
@@ -85,15 +102,14 @@ async def judge_all(
     answers: Sequence[JudgedAnswer],
     path: Path,
     *,
-    max_tokens: int,
-    rating_attempts: int,
+    request: JudgmentRequest,
     show: Callable[[Judgment | None], None],
 ) -> JudgingResult:
     """Judge the answers that the file has no judgment of; append each one as it comes.
 
-    A judgment has at most `max_tokens` tokens. One without a rating is asked for up to
-    `rating_attempts` times and then kept as it is. `show` is called once an answer, with None where
-    judging failed. Raises EvaluationError where no request can succeed.
+    A judgment without a rating is asked for up to `request.attempts` times and then kept as it is.
+    `show` is called once an answer, with None where judging failed. Raises EvaluationError where no
+    request can succeed.
     """
     wanted = {
         (answer.question.question_id, answer.turn, answer.model, endpoint.settings.model)
@@ -106,7 +122,7 @@ async def judge_all(
         key = (answer.question.question_id, answer.turn, answer.model, endpoint.settings.model)
         if key not in known:
             try:
-                known[key] = await _judge(endpoint, prompts, answer, max_tokens, rating_attempts)
+                known[key] = await _judge(endpoint, prompts, answer, request)
                 append_line(path, known[key])
             except RequestFailedError as error:
                 failures.append(f"{answer.model}, question {key[0]}, turn {answer.turn}: {error}")
@@ -120,19 +136,18 @@ async def _judge(
     endpoint: ChatEndpoint,
     prompts: Mapping[str, JudgePrompt],
     answer: JudgedAnswer,
-    max_tokens: int,
-    rating_attempts: int,
+    request: JudgmentRequest,
 ) -> Judgment:
     question = answer.question
     chat = judge_chat(prompts, question, answer.turn, answer.texts)
     rating: float | None = None
     text = ""
     requests = prompt_tokens = completion_tokens = 0
-    while rating is None and requests < rating_attempts:
+    while rating is None and requests < request.attempts:
         completion = await endpoint.complete(
             chat,
-            max_tokens=max_tokens,
-            temperature=_NEXT_TEMPERATURE if requests else _FIRST_TEMPERATURE,
+            max_tokens=request.max_tokens,
+            temperature=request.temperature_of(requests),
         )
         text, rating = completion.text, parse_rating(completion.text)
         requests += 1

@@ -12,7 +12,13 @@ from apar_core.evaluation.answer_generation import generate_answers
 from apar_core.evaluation.chat_endpoint import ChatEndpoint, EndpointSettings
 from apar_core.evaluation.json_lines import read_lines
 from apar_core.evaluation.judge_prompts import JudgePrompt
-from apar_core.evaluation.judging import JudgedAnswer, Judgment, judge_all, judged_answers
+from apar_core.evaluation.judging import (
+    JudgedAnswer,
+    Judgment,
+    JudgmentRequest,
+    judge_all,
+    judged_answers,
+)
 from apar_core.evaluation.progress import ShowProgress
 from apar_core.evaluation.prompt_sets import Question
 from apar_core.evaluation.quality_tables import TokenPrices, cost_table, score_table, turn_table
@@ -34,8 +40,7 @@ class QualityPlan:
     model: EndpointSettings | None = None
     max_answer_tokens: int = 1024
     temperature: float | None = None
-    max_judgment_tokens: int = 2048
-    rating_attempts: int = 3
+    judgment: JudgmentRequest = field(default_factory=JudgmentRequest)
     prices: TokenPrices = field(default_factory=TokenPrices)
     with_paper: bool = True
 
@@ -71,8 +76,7 @@ async def run_quality(plan: QualityPlan, progress: ShowProgress) -> QualityResul
             plan.judge_prompts,
             answers,
             plan.folder / JUDGMENTS_FILE,
-            max_tokens=plan.max_judgment_tokens,
-            rating_attempts=plan.rating_attempts,
+            request=plan.judgment,
             show=lambda _judgment: step(),
         )
     judgments = result.judgments

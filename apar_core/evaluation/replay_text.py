@@ -18,7 +18,7 @@ from apar_core.control_tokens import (
 )
 from apar_core.data.records import ChatMessage
 from apar_core.errors import EvaluationError
-from apar_core.training.example_encoder import chat_token_ids
+from apar_core.training.chat_format import chat_token_ids
 from apar_core.training.packing import TreeTokens
 from apar_core.training.piece_encoder import build_piece_encoder
 
@@ -47,24 +47,29 @@ def vicuna_prompt(messages: Sequence[ChatMessage]) -> str:
 
 
 class ModelText:
-    """A tokenizer with control tokens, and its chat template."""
+    """A tokenizer and its chat template, with or without control tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-        control_tokens = find_control_tokens(tokenizer.get_vocab())
-        if control_tokens is None:
-            raise EvaluationError(f"the tokenizer of {name} has no fork and child token")
+        control = find_control_tokens(tokenizer.get_vocab())
         if tokenizer.eos_token_id is None:
             raise EvaluationError(f"the tokenizer of {name} has no end-of-sequence token")
         self.tokenizer = tokenizer
-        self._spellings = plain_spellings(control_tokens, tokenizer)
-        self.tokens = TreeTokens(
-            control_tokens.fork_id, control_tokens.child_id, tokenizer.eos_token_id
-        )
+        self.end_id: int = tokenizer.eos_token_id
+        self._name = name
+        self._control = control
+        self._spellings = {} if control is None else plain_spellings(control, tokenizer)
         self.vocabulary_size = len(tokenizer)
         self._encode_piece = build_piece_encoder(
-            tokenizer, (control_tokens.fork_id, control_tokens.child_id)
+            tokenizer, () if control is None else control.texts
         )
         self._letter = self._encode_piece(_LETTER)
+
+    @property
+    def tokens(self) -> TreeTokens:
+        """The tokens that shape a tree. Raises EvaluationError where the model cannot fork."""
+        if self._control is None:
+            raise EvaluationError(f"the tokenizer of {self._name} has no fork and child token")
+        return TreeTokens(self._control.fork_id, self._control.child_id, self.end_id)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a piece of an answer, no control token among them."""
@@ -90,8 +95,7 @@ class ModelText:
 def load_text(name_or_path: str) -> ModelText:
     """Return the stand-in by its name, a SentencePiece model by its file, or a checkpoint's.
 
-    The first two get control tokens and Vicuna's chats. Raises EvaluationError if there is none, or
-    none that can fork.
+    The first two get control tokens and Vicuna's chats. Raises EvaluationError if there is none.
     """
     path = _bundled_model() if name_or_path == LLAMA_TOKENIZER else Path(name_or_path)
     try:

@@ -1,8 +1,7 @@
-"""The decoders of a speed evaluation, over one model: a checkpoint's or one of random weights."""
+"""The decoders of a speed evaluation, over a checkpoint or a model of random weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from apar_core.decoders.interface import AnswerDecoder
 from apar_core.decoders.load import load_decoder
 from apar_core.errors import EvaluationError
 from apar_core.evaluation.random_model import random_model
-from apar_core.evaluation.replay_text import ModelText
+from apar_core.evaluation.replay_text import ModelText, load_text
 from apar_core.evaluation.speed_settings import SpeedSettings
 
 _DTYPES = {
@@ -23,20 +22,37 @@ _DTYPES = {
 }
 
 
+PLAIN = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class NamedDecoder:
+    """A decoder of a kind (as in `load_decoder`) under the name that its answers are kept with.
+
+    `text` has the tokens of its model.
+    """
+
+    name: str
+    kind: str
+    decoder: AnswerDecoder
+    text: ModelText
+
+
 @dataclass(frozen=True, slots=True)
 class Decoders:
-    """Decoders by name: those that are measured, and the one that they are compared with."""
+    """Decoders that are measured, and the one that they are compared with.
 
-    measured: Mapping[str, AnswerDecoder]
-    baseline_name: str | None = None
-    baseline: AnswerDecoder | None = None
+    `repeats_text` tells whether the baseline is forced to the text of the first decoder.
+    """
 
-    def in_turn(self, number: int) -> list[tuple[str, AnswerDecoder]]:
+    measured: tuple[NamedDecoder, ...]
+    baseline: NamedDecoder | None = None
+    repeats_text: bool = False
+
+    def in_turn(self, number: int) -> list[NamedDecoder]:
         """Return all of them; the order alternates with `number`, so that none gains by it."""
-        pairs = list(self.measured.items())
-        if self.baseline_name is not None and self.baseline is not None:
-            pairs.append((self.baseline_name, self.baseline))
-        return pairs if number % 2 == 0 else pairs[::-1]
+        decoders = [*self.measured, *([] if self.baseline is None else [self.baseline])]
+        return decoders if number % 2 == 0 else decoders[::-1]
 
 
 def choose_device(wanted: str) -> str:
@@ -58,25 +74,31 @@ def choose_dtype(wanted: str, device: str) -> torch.dtype:
 
 
 def load_decoders(settings: SpeedSettings, text: ModelText) -> Decoders:
-    """Return the decoders of one model, loaded once and shared by all of them.
+    """Return the decoders; those of one model share it.
 
-    Raises EvaluationError if the model cannot be loaded.
+    Raises EvaluationError if a model cannot be loaded.
     """
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
-    model = _model(settings, text, dtype, device)
 
-    def build(name: str) -> AnswerDecoder:
-        heads = settings.medusa_heads if name == "medusa_apar" else None
-        return load_decoder(
-            name, model, text.tokenizer, medusa_heads=heads, device=device, dtype=dtype
+    def build(name: str, kind: str, model: PreTrainedModel, text: ModelText) -> NamedDecoder:
+        heads = settings.medusa_heads if kind == "medusa_apar" else None
+        decoder = load_decoder(
+            kind, model, text.tokenizer, medusa_heads=heads, device=device, dtype=dtype
         )
+        return NamedDecoder(name, kind, decoder, text)
 
-    return Decoders(
-        measured={name: build(name) for name in settings.decoders},
-        baseline_name=settings.baseline,
-        baseline=build(settings.baseline) if settings.baseline is not None else None,
-    )
+    model = _model(settings, text, dtype, device)
+    measured = tuple(build(kind, kind, model, text) for kind in settings.decoders)
+    if settings.baseline is None or settings.baseline_name is None:
+        return Decoders(measured)
+    if settings.baseline_model is not None:
+        model, text = (
+            _checkpoint(settings.baseline_model, dtype, device),
+            load_text(settings.baseline_model),
+        )
+    baseline = build(settings.baseline_name, settings.baseline, model, text)
+    return Decoders(measured, baseline, settings.repeats_text)
 
 
 def _model(
@@ -89,10 +111,14 @@ def _model(
             dtype=dtype,
             device=device,
         )
+    return _checkpoint(settings.model, dtype, device)
+
+
+def _checkpoint(name_or_path: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise EvaluationError(f"no model in {settings.model!r}: {reason}") from error
+        raise EvaluationError(f"no model in {name_or_path!r}: {reason}") from error
     loaded: PreTrainedModel = model.to(device).eval()
     return loaded

@@ -21,7 +21,6 @@ from apar_core.evaluation.report_files import Report, file_name
 from apar_core.evaluation.speed_decoders import Decoders, choose_device, load_decoders
 from apar_core.evaluation.speed_report import speed_report
 from apar_core.evaluation.speed_run import (
-    PLAIN,
     AnsweredKeys,
     count_answers,
     generate_answers,
@@ -50,8 +49,9 @@ def run_speed(settings: SpeedSettings, folder: Path, progress: ShowProgress) -> 
     }
     if not settings.count_only:
         names = ", ".join(settings.decoders)
-        facts["Decoder"] = f"{names} beside {settings.baseline}" if settings.baseline else names
-        if settings.baseline == PLAIN and not settings.replay:
+        baseline = settings.baseline_name
+        facts["Decoder"] = f"{names} beside {baseline}" if baseline else names
+        if settings.repeats_text and not settings.replay:
             facts["Decoder"] += f", which is forced to the text of {settings.decoders[0]}"
         facts["Machine"] = _machine(settings)
     facts |= _missing(runs)
@@ -66,8 +66,8 @@ def _generate(settings: SpeedSettings, folder: Path, progress: ShowProgress) -> 
     store = AnswerStore(folder / "answers.jsonl")
     show = progress.start(f"answers to {settings.prompts}", len(questions))
     limits = DecodeLimits(max_tokens=settings.max_tokens)
-    warm_up(decoders, text)
-    done = generate_answers(decoders, text, questions, store, limits, show)
+    warm_up(decoders)
+    done = generate_answers(decoders, questions, store, limits, show)
     prompts = settings.prompts if "/" not in settings.prompts else Path(settings.prompts).stem
     return _runs(settings, settings.model_name, prompts, store, done)
 
@@ -104,8 +104,8 @@ def _replay_set(
     if decoders is None:
         done = count_answers(text, chosen, store, show)
         return [SpeedRun(answers.label, prompts, store.of_decoder(COUNT, done.keys))]
-    warm_up(decoders, text)
-    done = replay_answers(decoders, text, chosen, store, show)
+    warm_up(decoders)
+    done = replay_answers(decoders, chosen, store, show)
     return _runs(settings, answers.label, prompts, store, done)
 
 
@@ -119,7 +119,8 @@ def _runs(
     """Return one run for each decoder."""
     if not done.keys:
         raise EvaluationError(f"{model} answers none of {prompts}: {done.left_out[0]}")
-    baseline = store.of_decoder(settings.baseline, done.keys) if settings.baseline else ()
+    name = settings.baseline_name
+    baseline = store.of_decoder(name, done.keys) if name is not None else ()
     several = len(settings.decoders) > 1
     return [
         SpeedRun(

@@ -7,12 +7,7 @@ from dataclasses import dataclass
 
 from apar_core.data.records import ParagraphRecord, chain
 from apar_core.data.structure import extract_tree
-from apar_core.decoders.interface import (
-    AnswerDecoder,
-    DecodeLimits,
-    TokenChoice,
-    decode_answer,
-)
+from apar_core.decoders.interface import DecodeLimits, TokenChoice, decode_answer
 from apar_core.errors import RequestError
 from apar_core.evaluation.answer_files import RecordedAnswer
 from apar_core.evaluation.answer_store import AnswerStore
@@ -24,23 +19,20 @@ from apar_core.evaluation.measurement import (
 )
 from apar_core.evaluation.prompt_sets import Question
 from apar_core.evaluation.replay_text import ModelText
-from apar_core.evaluation.replay_tree import flat_tree, thread_scripts, token_tree
-from apar_core.evaluation.speed_decoders import Decoders
-from apar_core.tree.paragraph import ParagraphTree
+from apar_core.evaluation.replay_tree import thread_scripts, token_tree
+from apar_core.evaluation.speed_decoders import PLAIN, Decoders, NamedDecoder
+from apar_core.tree.restore import restore
 
 Show = Callable[[], None]
-
-PLAIN = "plain"
 
 _WARM_UP = chain([("Why?", ParagraphRecord(" Because."))], closing=" So.")
 
 
-def warm_up(decoders: Decoders, text: ModelText) -> None:
+def warm_up(decoders: Decoders) -> None:
     """Let each decoder fork once, so that the first answer does not pay for what is built once."""
-    tree = token_tree(_WARM_UP, text.encode)
-    prompt_ids = text.encode_prompt("Hello")
-    for name, decoder in decoders.in_turn(0):
-        decode_answer(decoder, prompt_ids, TokenChoice.replay(_scripts(tree, name, text)))
+    for each in decoders.in_turn(0):
+        prompt_ids = each.text.encode_prompt("Hello")
+        decode_answer(each.decoder, prompt_ids, TokenChoice.replay(_scripts(_WARM_UP, each)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +45,6 @@ class AnsweredKeys:
 
 def generate_answers(
     decoders: Decoders,
-    text: ModelText,
     questions: Sequence[Question],
     store: AnswerStore,
     limits: DecodeLimits,
@@ -61,9 +52,9 @@ def generate_answers(
 ) -> AnsweredKeys:
     """Let the decoders answer all turns greedily, side by side.
 
-    A later turn's prompt holds the decoder's own earlier answers. Plain decoding as the baseline is
-    forced to the text of the first decoder: left to itself, a model that has learned to fork ends
-    its answers early where it may not. `show` is called once a question.
+    A later turn's prompt holds the decoder's own earlier answers. Plain decoding of the same model
+    as the baseline is forced to the text of the first decoder: left to itself, a model that has
+    learned to fork ends its answers early where it may not. `show` is called once a question.
     """
     done = AnsweredKeys([], [])
     for question in questions:
@@ -72,7 +63,7 @@ def generate_answers(
             for turn in range(len(question.turns))
         ]
         try:
-            _answer_question(decoders, text, question, store, limits)
+            _answer_question(decoders, question, store, limits)
             done.keys.extend(keys)
         except RequestError as error:
             done.left_out.append(f"question {question.question_id}: {error}")
@@ -82,7 +73,6 @@ def generate_answers(
 
 def replay_answers(
     decoders: Decoders,
-    text: ModelText,
     answers: Sequence[RecordedAnswer],
     store: AnswerStore,
     show: Show,
@@ -91,7 +81,7 @@ def replay_answers(
     done = AnsweredKeys([], [])
     for number, answer in enumerate(answers):
         try:
-            _replay(decoders, text, answer, number, store)
+            _replay(decoders, answer, number, store)
             done.keys.append(_key(answer))
         except RequestError as error:
             done.left_out.append(f"question {answer.question_id}, turn {answer.turn}: {error}")
@@ -99,22 +89,20 @@ def replay_answers(
     return done
 
 
-def _replay(
-    decoders: Decoders, text: ModelText, answer: RecordedAnswer, number: int, store: AnswerStore
-) -> None:
-    tree = token_tree(extract_tree(answer.text).tree, text.encode)
-    prompt_ids = text.encode_chat(answer.messages)
-    for name, decoder in decoders.in_turn(number):
-        if store.find(answer.question_id, answer.turn, name) is not None:
+def _replay(decoders: Decoders, answer: RecordedAnswer, number: int, store: AnswerStore) -> None:
+    tree = extract_tree(answer.text).tree
+    for each in decoders.in_turn(number):
+        if store.find(answer.question_id, answer.turn, each.name) is not None:
             continue
-        scripts = _scripts(tree, name, text)
+        scripts = _scripts(tree, each)
         limits = DecodeLimits(
             max_tokens=max(1, sum(map(len, scripts.values()))),
             max_threads=max(1, len(scripts)),
             max_forks=max(1, len(scripts)),
         )
-        decoded = decode_answer(decoder, prompt_ids, TokenChoice.replay(scripts), limits)
-        store.add(measured(_key(answer), name, decoded, answer.text))
+        prompt_ids = each.text.encode_chat(answer.messages)
+        decoded = decode_answer(each.decoder, prompt_ids, TokenChoice.replay(scripts), limits)
+        store.add(measured(_key(answer), each.name, decoded, answer.text))
 
 
 def count_answers(
@@ -131,9 +119,12 @@ def count_answers(
     return AnsweredKeys(keys, [])
 
 
-def _scripts(tree: ParagraphTree[int], decoder: str, text: ModelText) -> dict[str, list[int]]:
+def _scripts(answer: ParagraphRecord, decoder: NamedDecoder) -> dict[str, list[int]]:
+    tree = token_tree(answer, decoder.text.encode)
     # One thread takes no fork tokens: it gets the same text in reading order.
-    return thread_scripts(flat_tree(tree) if decoder == PLAIN else tree, text.tokens)
+    if decoder.kind == PLAIN:
+        return {"": [*restore(tree), decoder.text.end_id]}
+    return thread_scripts(tree, decoder.text.tokens)
 
 
 def _key(answer: RecordedAnswer) -> AnswerKey:
@@ -141,19 +132,13 @@ def _key(answer: RecordedAnswer) -> AnswerKey:
 
 
 def _answer_question(
-    decoders: Decoders,
-    text: ModelText,
-    question: Question,
-    store: AnswerStore,
-    limits: DecodeLimits,
+    decoders: Decoders, question: Question, store: AnswerStore, limits: DecodeLimits
 ) -> None:
-    answers: list[_Answer] = []
-    for name, decoder in decoders.in_turn(0):
-        if name != decoders.baseline_name or name != PLAIN:
-            given = _answer_turns(name, decoder, text, question, store, limits)
-            answers = answers or given
-        else:
-            _repeat_turns(decoder, text, question, store, answers)
+    answers = [_answer_turns(each, question, store, limits) for each in decoders.measured]
+    if decoders.baseline is not None and decoders.repeats_text:
+        _repeat_turns(decoders.baseline, question, store, answers[0])
+    elif decoders.baseline is not None:
+        _answer_turns(decoders.baseline, question, store, limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,23 +149,19 @@ class _Answer:
 
 
 def _answer_turns(
-    name: str,
-    decoder: AnswerDecoder,
-    text: ModelText,
-    question: Question,
-    store: AnswerStore,
-    limits: DecodeLimits,
+    decoder: NamedDecoder, question: Question, store: AnswerStore, limits: DecodeLimits
 ) -> list[_Answer]:
     """Return the answer of each turn; those that an earlier run has left are encoded again."""
     answers: list[_Answer] = []
+    text = decoder.text
     for turn in range(len(question.turns)):
-        known = store.find(question.question_id, turn + 1, name)
+        known = store.find(question.question_id, turn + 1, decoder.name)
         if known is None:
             prompt_ids = _prompt_ids(text, question, turn, [answer.text for answer in answers])
-            decoded = decode_answer(decoder, prompt_ids, TokenChoice.greedy(), limits)
+            decoded = decode_answer(decoder.decoder, prompt_ids, TokenChoice.greedy(), limits)
             token_ids = decoded.text_ids
             key = AnswerKey(question.question_id, turn + 1, question.category)
-            known = measured(key, name, decoded, text.decode(token_ids))
+            known = measured(key, decoder.name, decoded, text.decode(token_ids))
             store.add(known)
         else:
             token_ids = text.encode(known.text)
@@ -189,22 +170,20 @@ def _answer_turns(
 
 
 def _repeat_turns(
-    plain: AnswerDecoder,
-    text: ModelText,
-    question: Question,
-    store: AnswerStore,
-    answers: Sequence[_Answer],
+    plain: NamedDecoder, question: Question, store: AnswerStore, answers: Sequence[_Answer]
 ) -> None:
-    """Force another decoder's answers through plain decoding."""
+    """Force another decoder's answers through plain decoding of the same model."""
+    text = plain.text
     for turn, answer in enumerate(answers):
-        if store.find(question.question_id, turn + 1, PLAIN) is not None:
+        if store.find(question.question_id, turn + 1, plain.name) is not None:
             continue
         prompt_ids = _prompt_ids(text, question, turn, [other.text for other in answers[:turn]])
-        script = [*answer.token_ids, *([text.tokens.end_id] if answer.ended else [])]
+        script = [*answer.token_ids, *([text.end_id] if answer.ended else [])]
         choice = TokenChoice.replay({"": script})
-        decoded = decode_answer(plain, prompt_ids, choice, DecodeLimits(max_tokens=len(script)))
+        limits = DecodeLimits(max_tokens=len(script))
+        decoded = decode_answer(plain.decoder, prompt_ids, choice, limits)
         key = AnswerKey(question.question_id, turn + 1, question.category)
-        store.add(measured(key, PLAIN, decoded, answer.text))
+        store.add(measured(key, plain.name, decoded, answer.text))
 
 
 def _prompt_ids(text: ModelText, question: Question, turn: int, texts: Sequence[str]) -> list[int]:

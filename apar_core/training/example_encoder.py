@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -16,8 +16,9 @@ from apar_core.control_tokens import (
     neutralise,
     plain_spellings,
 )
-from apar_core.data.records import ChatMessage, ExampleRecord
+from apar_core.data.records import ExampleRecord
 from apar_core.errors import TrainingError
+from apar_core.training.chat_format import ChatFormat, chat_format, chat_token_ids
 from apar_core.training.packing import (
     IGNORED_TARGET,
     PackedTree,
@@ -72,16 +73,17 @@ class ExampleEncoder:
         return build_piece_encoder(self.tokenizer, (self._control.fork_id, self._control.child_id))
 
     @cached_property
-    def _lead(self) -> str:
-        return answer_lead(self.tokenizer)
+    def _format(self) -> ChatFormat:
+        return chat_format(self.tokenizer)
 
     def pack(self, example: ExampleRecord) -> PackedTree:
         """Return the whole example as one row, whatever its length."""
-        prompt_ids = neutralise(prompt_token_ids(example, self.tokenizer), self._spellings)
-        answer = example.answer
-        # A text with a blank of its own keeps just that one.
-        if not example.raw_prompt and not answer.text[:1].isspace():
-            answer = replace(answer, text=self._lead + answer.text)
+        if example.raw_prompt:
+            prompt_ids, answer = prompt_token_ids(example, self.tokenizer), example.answer
+        else:
+            behind, answer = self._format.placed(example.answer)
+            prompt_ids = chat_token_ids(example.messages, self.tokenizer, behind=behind)
+        prompt_ids = neutralise(prompt_ids, self._spellings)
         return pack_tree(prompt_ids, answer, self._encode_piece, self._tokens)
 
     def encode(self, example: ExampleRecord) -> PackedTree | None:
@@ -108,29 +110,6 @@ def prompt_token_ids(example: ExampleRecord, tokenizer: PreTrainedTokenizerBase)
     if example.raw_prompt:
         return list(tokenizer(example.messages[-1].content)["input_ids"])
     return chat_token_ids(example.messages, tokenizer)
-
-
-def chat_token_ids(
-    messages: Sequence[ChatMessage], tokenizer: PreTrainedTokenizerBase
-) -> list[int]:
-    """Return the tokens of a chat in the tokenizer's template, up to where its answer begins."""
-    chat = [message.as_dict() for message in messages]
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    # The template has written the special tokens already.
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def answer_lead(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the blanks that the chat template puts before an answer, behind its prompt.
-
-    The model writes them itself: Vicuna's prompt ends in "ASSISTANT:", its answer is " Yes".
-    """
-    chat = [{"role": "user", "content": "question"}]
-    answered = [*chat, {"role": "assistant", "content": "answer"}]
-    prompt = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-    whole = str(tokenizer.apply_chat_template(answered, tokenize=False))
-    lead = whole.removeprefix(prompt).partition("answer")[0]
-    return lead if whole.startswith(prompt) and lead.isspace() else ""
 
 
 def compact(packed: PackedTree) -> PackedTree:

@@ -23,14 +23,14 @@ from apar_core.training.pretrained import (
 )
 from apar_core.training.recipe import LoraSettings, TrainingRecipe
 from apar_core.training.reports import OnStep
-from apar_core.training.resumption import last_checkpoint, train_from
+from apar_core.training.resumption import last_checkpoint, run_inputs, train_from
 from apar_core.training.tree_dataset import RowList, TreeGroups, drawn_rows
 from apar_core.training.tree_trainer import (
     TreeCollator,
     TreeTrainer,
     training_arguments,
 )
-from apar_core.training.vocabulary import add_control_tokens
+from apar_core.training.vocabulary import add_control_tokens, stop_at, tree_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +60,15 @@ def fine_tune(
     The checkpoint is what `apar serve` takes: adapters merged, tokenizer with control tokens and
     chat template. Raises TrainingError or DataError if something is not as it must be.
     """
-    last = last_checkpoint(out, recipe, resume=resume)
     tokenizer = load_tokenizer(model_name, chat_template)
+    inputs = run_inputs(model_name, tokenizer, data)
+    last = last_checkpoint(out, recipe, inputs, resume=resume)
     model = load_model(model_name, torch.float32)
     refuse_long_context(model, recipe.context_length)
     control = add_control_tokens(
         model, tokenizer, multiple=recipe.vocabulary_multiple, seed=recipe.seed
     )
+    stop_at(model, tokenizer, tree_tokens(tokenizer).end_id)
     encoder = ExampleEncoder(tokenizer, recipe.context_length)
     training, validation = read_groups(data, encoder).split(recipe.validation_share, recipe.seed)
     rows = drawn_rows(training, recipe)
@@ -84,7 +86,7 @@ def fine_tune(
     )
     if recipe.lora is not None and trainer.is_fsdp_enabled:
         raise TrainingError("lora cannot be merged into a sharded model: train it without FSDP")
-    train_from(last, trainer, out)
+    train_from(last, trainer, out, inputs)
     loss = trainer.final_validation_loss() if validation.all_rows else None
     _save(trainer, tokenizer, out)
     return TrainingResult(encoder.counts, len(training.all_rows), len(validation.all_rows), loss)

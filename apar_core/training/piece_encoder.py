@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from apar_core.data.thoughts import THOUGHT_CLOSING, THOUGHT_OPENING
 from apar_core.errors import TrainingError
 
 # A text that holds what tokenizers change: blanks at both ends, breaks, several scripts.
@@ -25,7 +26,8 @@ _PROBE = ("a b", " c\n\n", "1. d:", "  e ", "\n", "é漢🙂", "f")
 class PieceEncoder:
     """Turns a piece of text into tokens that never begin with an added space.
 
-    No piece gives a special or a control token, however it is spelled.
+    No piece gives a special or a control token, however it is spelled. The markers of a thought are
+    an exception: they give the tokens that the tokenizer has for them.
     """
 
     encode_plain: Callable[[str], list[int]]
@@ -52,13 +54,15 @@ class PieceEncoder:
 
 
 def build_piece_encoder(
-    tokenizer: PreTrainedTokenizerBase, control_ids: tuple[int, int]
+    tokenizer: PreTrainedTokenizerBase, control_ids: Iterable[int]
 ) -> PieceEncoder:
-    """Return the piece encoder of a tokenizer that has the control tokens already.
+    """Return the piece encoder of a tokenizer that has its control tokens already, if any.
 
     Raises TrainingError if pieces of a probe, encoded one by one, do not give the probe back.
     """
-    reserved = {*tokenizer.all_special_ids, *control_ids} - {None}
+    vocabulary = tokenizer.get_vocab()
+    thought = {vocabulary.get(marker) for marker in (THOUGHT_OPENING, THOUGHT_CLOSING)}
+    reserved = {*(set(tokenizer.all_special_ids) - thought), *control_ids} - {None}
     texts = tuple(
         text for text in sorted(tokenizer.convert_ids_to_tokens(sorted(reserved))) if len(text) > 1
     )
@@ -84,6 +88,10 @@ def _plain_encoding(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[
     settings = json.loads(backend.to_str())
     settings["normalizer"] = _without_prefix(settings["normalizer"])
     settings["pre_tokenizer"] = _without_prefix(settings["pre_tokenizer"])
+    for token in settings["added_tokens"]:
+        if token["content"] in (THOUGHT_OPENING, THOUGHT_CLOSING):
+            # Special tokens are encoded as characters below.
+            token["special"] = False
     plain = Tokenizer.from_str(json.dumps(settings))
     plain.encode_special_tokens = True
     plain.no_truncation()

@@ -16,7 +16,7 @@ from apar_core.training.medusa_trainer import MedusaTrainer, initial_heads
 from apar_core.training.pretrained import load_model, load_tokenizer, pad_token_id
 from apar_core.training.recipe import MedusaRecipe
 from apar_core.training.reports import OnStep
-from apar_core.training.resumption import last_checkpoint, train_from
+from apar_core.training.resumption import last_checkpoint, run_inputs, train_from
 from apar_core.training.tree_dataset import RowList, drawn_rows
 from apar_core.training.tree_trainer import TreeCollator, training_arguments
 
@@ -43,8 +43,9 @@ def train_medusa(
 
     Raises TrainingError or DataError if something is not as it must be.
     """
-    last = last_checkpoint(out, recipe, resume=resume)
     tokenizer = load_tokenizer(model_name)
+    inputs = run_inputs(model_name, tokenizer, data)
+    last = last_checkpoint(out, recipe, inputs, resume=resume)
     model = load_model(model_name, torch.bfloat16 if recipe.dtype == "bfloat16" else torch.float32)
     refuse_long_context(model, recipe.context_length)
     encoder = ExampleEncoder(tokenizer, recipe.context_length)
@@ -67,7 +68,7 @@ def train_medusa(
     )
     if trainer.is_fsdp_enabled:
         raise TrainingError("heads are too small to shard: train them without FSDP")
-    train_from(last, trainer, out)
+    train_from(last, trainer, out, inputs)
     loss = trainer.final_validation_loss() if len(validation_rows) else None
     accuracy = trainer.accuracy() if len(validation_rows) else []
     if trainer.is_world_process_zero():

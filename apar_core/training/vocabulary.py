@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from apar_core.control_tokens import SPELLINGS, ControlTokens, find_control_tokens
 from apar_core.errors import TrainingError
+from apar_core.training.chat_format import turn_end_id
 from apar_core.training.packing import TreeTokens
 
 logger = logging.getLogger(__name__)
@@ -88,13 +89,21 @@ def _initialise_rows(model: PreTrainedModel, control: ControlTokens, seed: int) 
 def tree_tokens(tokenizer: PreTrainedTokenizerBase) -> TreeTokens:
     """Return the ids that shape a tree in this tokenizer.
 
-    Raises TrainingError if it has no control tokens or no end of sequence.
+    A thread ends with the token that ends an assistant's turn. Raises TrainingError if there are no
+    control tokens or no such token.
     """
     control = find_control_tokens(tokenizer.get_vocab())
     if control is None:
         raise TrainingError(
             "the tokenizer has no control tokens: train the model with `apar train`"
         )
-    if tokenizer.eos_token_id is None:
-        raise TrainingError("the tokenizer has no end-of-sequence token to end a thread with")
-    return TreeTokens(control.fork_id, control.child_id, tokenizer.eos_token_id)
+    return TreeTokens(control.fork_id, control.child_id, turn_end_id(tokenizer))
+
+
+def stop_at(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, end_id: int) -> None:
+    """Make the saved model stop at `end_id`, beside the tokens that ended its texts before."""
+    configured = model.generation_config.eos_token_id if model.generation_config else None
+    ids = {*configured} if isinstance(configured, list) else {configured}
+    if model.generation_config is not None and end_id not in ids | {tokenizer.eos_token_id}:
+        ids = {each for each in (*ids, tokenizer.eos_token_id, end_id) if each is not None}
+        model.generation_config.eos_token_id = sorted(ids)

@@ -40,6 +40,7 @@ def generate_by_decoder(name: str, model: str, medusa_heads: Path | None, asked:
 
     from apar_core.decoders.interface import DecodeLimits, TokenChoice, decode_answer
     from apar_core.decoders.load import DECODER_NAMES, load_decoder, load_tokenizer
+    from apar_core.evaluation.replay_text import ModelText
     from apar_core.models.apar_tiny_medusa import heads_path
 
     disable_progress_bar()  # It would count tensors, faster than one can see.
@@ -54,10 +55,12 @@ def generate_by_decoder(name: str, model: str, medusa_heads: Path | None, asked:
         medusa_heads = heads_path()
     path = ModelConfig(checkpoint=model).preset.path
     tokenizer = load_tokenizer(path)
+    text = ModelText(tokenizer, path)
     decoder = load_decoder(name, path, tokenizer, medusa_heads=medusa_heads)
+    chat = [ChatMessage("user", asked.prompt)]
     answer = decode_answer(
         decoder,
-        _prompt_ids(asked, tokenizer),
+        text.encode_prompt(asked.prompt) if asked.raw else text.encode_chat(chat),
         TokenChoice.sampled(asked.temperature, seed=asked.seed),
         DecodeLimits(max_tokens=asked.max_tokens),
     )
@@ -65,23 +68,9 @@ def generate_by_decoder(name: str, model: str, medusa_heads: Path | None, asked:
     if asked.show_threads:
         _print_threads(console, name, answer, tokenizer)
         return
-    text = str(tokenizer.decode(answer.text_ids))
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _prompt_ids(asked: Asked, tokenizer: Any) -> list[int]:
-    from apar_core.control_tokens import find_control_tokens, neutralise, plain_spellings
-    from apar_core.training.example_encoder import chat_token_ids
-
-    prompt_ids: list[int] = (
-        tokenizer.encode(asked.prompt)
-        if asked.raw
-        else chat_token_ids([ChatMessage("user", asked.prompt)], tokenizer)
+    console.print(
+        str(tokenizer.decode(answer.text_ids)), markup=False, highlight=False, soft_wrap=True
     )
-    control = find_control_tokens(tokenizer.get_vocab())
-    if control is None:
-        return prompt_ids
-    return neutralise(prompt_ids, plain_spellings(control, tokenizer))
 
 
 def _print_threads(console: Console, name: str, answer: DecodedAnswer, tokenizer: Any) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 from rich.console import Console
@@ -53,7 +54,23 @@ RatingAttempts = Annotated[
     int, typer.Option(min=1, help="How often a judgment without a rating is asked for.")
 ]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens of a generated answer.")]
-MaxJudgmentTokens = Annotated[int, typer.Option(min=1, help="Most tokens of a judgment.")]
+MaxJudgmentTokens = Annotated[
+    int, typer.Option(min=0, help="Most tokens of a judgment; 0 sends no limit.")
+]
+JudgeTokenField = Annotated[
+    str,
+    typer.Option(
+        help="Field for --max-judgment-tokens: max_tokens, or max_completion_tokens, which "
+        "reasoning judges take."
+    ),
+]
+JudgeTemperature = Annotated[
+    str,
+    typer.Option(
+        help="Temperature of the judge. A further attempt at a rating has 0.7 instead of 0. "
+        "none sends no temperature, for reasoning judges."
+    ),
+]
 Temperature = Annotated[
     float | None, typer.Option(min=0.0, help="Of the answers; FastChat's by category by default.")
 ]
@@ -82,6 +99,8 @@ def quality(
     rating_attempts: RatingAttempts = 3,
     max_tokens: MaxTokens = 1024,
     max_judgment_tokens: MaxJudgmentTokens = 2048,
+    judge_token_field: JudgeTokenField = "max_tokens",
+    judge_temperature: JudgeTemperature = "0",
     temperature: Temperature = None,
     prompt_price: PromptPrice = None,
     completion_price: CompletionPrice = None,
@@ -92,6 +111,7 @@ def quality(
     where it was interrupted.
     """
     from apar_core.evaluation.judge_prompts import load_judge_prompts
+    from apar_core.evaluation.judging import JudgmentRequest
     from apar_core.evaluation.prompt_sets import load_prompts
     from apar_core.evaluation.quality_run import QualityPlan
     from apar_core.evaluation.quality_tables import TokenPrices
@@ -102,19 +122,47 @@ def quality(
             prompts=prompts,
             questions=load_prompts(prompts, questions)[:limit],
             judge_prompts=load_judge_prompts(questions),
-            judge=_endpoint(judge, judge_model, judge_key_env, concurrency, retries),
+            judge=_endpoint(judge, judge_model, judge_key_env, concurrency, retries).model_copy(
+                update={"token_limit_field": _token_field(judge_token_field)}
+            ),
             folder=out,
             answer_files=answers or (),
             model=_model(model_endpoint, model, model_key_env, concurrency, retries),
             max_answer_tokens=max_tokens,
             temperature=temperature,
-            max_judgment_tokens=max_judgment_tokens,
-            rating_attempts=rating_attempts,
+            judgment=JudgmentRequest(
+                max_tokens=max_judgment_tokens or None,
+                temperature=_temperature(judge_temperature),
+                attempts=rating_attempts,
+            ),
             prices=TokenPrices(
                 prompt_per_million=prompt_price, completion_per_million=completion_price
             ),
         )
         _run(console, plan)
+
+
+def _token_field(name: str) -> str:
+    from apar_core.evaluation.chat_endpoint import TokenLimitField
+
+    known = get_args(TokenLimitField)
+    if name not in known:
+        raise EvaluationError(f"--judge-token-field {name!r} is none of {', '.join(known)}")
+    return name
+
+
+def _temperature(text: str) -> float | None:
+    if text == "none":
+        return None
+    try:
+        temperature = float(text)
+    except ValueError:
+        temperature = -1.0
+    if not 0 <= temperature < math.inf:
+        raise EvaluationError(
+            f"--judge-temperature {text!r} is neither a number of at least 0 nor none"
+        )
+    return temperature
 
 
 def _model(

@@ -31,6 +31,13 @@ Decoder = Annotated[
 Against = Annotated[
     str, typer.Option(help="Decoder that speeds are compared with, in the same run; or none.")
 ]
+AgainstModel = Annotated[
+    str | None,
+    typer.Option(
+        help="Checkpoint of the --against decoder, which gives its own answers: for example the "
+        "original model, which needs no control tokens. --model by default."
+    ),
+]
 Prompts = Annotated[
     str,
     typer.Option(help="vicuna-bench, mt-bench, held-out (apar-tiny's) or a file of questions."),
@@ -79,6 +86,7 @@ def speed(
     model: Model = DEFAULT_MODEL,
     decoder: Decoder = None,
     against: Against = "plain",
+    against_model: AgainstModel = None,
     prompts: Prompts = "vicuna-bench",
     replay: Replay = None,
     count_only: CountOnly = False,
@@ -105,6 +113,10 @@ def speed(
             model_name=model,
             decoders=tuple(decoder or ("vanilla_apar",)),
             baseline=None if against == "none" else against,
+            baseline_model=PRESETS[against_model].path
+            if against_model in PRESETS
+            else against_model,
+            baseline_model_name=against_model,
             prompts=prompts,
             replay=tuple(replay or ()),
             count_only=count_only,

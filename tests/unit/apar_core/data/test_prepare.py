@@ -85,6 +85,16 @@ def test_bad_lines_are_counted_with_their_place_and_reason(tmp_path: Path) -> No
     assert len(list(read_examples(tmp_path / "out"))) == 2
 
 
+def test_a_thought_needs_an_answer_behind_it(tmp_path: Path) -> None:
+    answers = ("<think>\nHm.\n</think>\n\n" + LIST, "<think>\nHm, hm", "<think>\nHm.\n</think>\n")
+    source = write_lines(tmp_path / "chats.jsonl", *(chat("q", answer) for answer in answers))
+
+    report = prepare([source], tmp_path / "out", ALL)
+
+    assert report.kinds == {"ordered_list": 1}
+    assert report.refusals == {"thought without an answer": 2}
+
+
 @pytest.mark.parametrize("damage", [b', {"x": ]', b', "\xff"]', b",", b", " + b"[" * 100_000])
 def test_what_stands_before_the_damage_of_an_array_is_used(tmp_path: Path, damage: bytes) -> None:
     source = tmp_path / "chats.json"

@@ -196,3 +196,38 @@ def test_thousands_of_points_are_no_deep_recursion() -> None:
 
     assert count_forks(tree) == 899
     assert flat_text(tree) == answer
+
+
+@pytest.mark.parametrize(
+    "thought",
+    [
+        "<think>\nThree, or `<b>` two?\n\n1. Rest: maybe.\n2. Move.\n3. Eat: what?\n</think>\n\n",
+        "<think></think>",
+        # A server whose prompt opens the thought returns the rest of it.
+        "Three, or $x^2$?\n</think>\n\n",
+    ],
+)
+def test_a_thought_stays_whole_before_the_first_fork_and_its_contents_decide_nothing(
+    thought: str,
+) -> None:
+    extracted = extract_tree(thought + LIST)
+
+    assert (extracted.kind, extracted.reason) == ("ordered_list", None)
+    assert flat_text(extracted.tree) == thought + LIST
+    (first, *others), expected = forks(thought + LIST), forks(LIST)
+    assert [(first[0].removeprefix(thought), first[1]), *others] == expected
+    assert first[0].startswith(thought)
+
+
+def test_a_thought_without_an_end_or_an_answer_is_not_divided() -> None:
+    for answer in (f"<think>{LIST}", f"<think>{LIST}</think>\n"):
+        extracted = extract_tree(answer)
+
+        assert (extracted.kind, count_forks(extracted.tree)) == ("unstructured", 0)
+        assert flat_text(extracted.tree) == answer
+
+
+def test_prose_about_the_marker_of_a_thought_is_no_thought() -> None:
+    extracted = extract_tree(f"The tag `</think>` ends it.\n\n{LIST}")
+
+    assert (extracted.kind, extracted.reason) == ("unstructured", "html")

@@ -75,3 +75,18 @@ def test_at_a_temperature_near_zero_typical_acceptance_is_greedy(prompt: list[in
     greedy = decode_answer(medusa(TypicalAcceptance()), prompt, TokenChoice.greedy(), LIMITS)
     assert found.threads == greedy.threads
     assert len(found.trace) == len(greedy.trace)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_no_candidate_outside_top_p_is_accepted(prompt: list[int]) -> None:
+    # So small a share leaves the likeliest token alone: the answer is the greedy one.
+    narrow = TokenChoice.sampled(1.0, 1e-6, seed=5)
+
+    found = decode_answer(medusa(ALL, (12, 12)), prompt, narrow, LIMITS)
+
+    greedy = decode_answer(decoder("vanilla_apar"), prompt, TokenChoice.greedy(), LIMITS)
+    expected = {thread.thread: thread.token_ids for thread in greedy.threads}
+    assert len(found.threads[0].token_ids) > 2
+    for thread in found.threads:
+        shared = list(zip(thread.token_ids, expected.get(thread.thread, ()), strict=False))
+        assert all(ours == theirs for ours, theirs in shared)

@@ -11,6 +11,7 @@ import pytest
 
 from apar_core.errors import EvaluationError
 from apar_core.evaluation.chat_endpoint import EndpointSettings
+from apar_core.evaluation.judging import JudgmentRequest
 from apar_core.evaluation.prompt_sets import Question
 from apar_core.evaluation.quality_run import QualityPlan, QualityResult, run_quality
 from apar_core.evaluation.quality_tables import TokenPrices
@@ -113,7 +114,7 @@ async def test_judgments_without_a_rating_are_asked_for_again_and_counted(tmp_pa
         is_writing = "Write." in body["messages"][-1]["content"]
         return Reply(text="[[6]]" if is_writing and body["temperature"] else "I would not say.")
 
-    result, num_requests = await run(tmp_path, shy, rating_attempts=2)
+    result, num_requests = await run(tmp_path, shy, judgment=JudgmentRequest(attempts=2))
 
     # Each of the four judgments is asked for twice; MATH's never have a rating.
     assert num_requests == 8

@@ -65,7 +65,7 @@ def test_a_chat_is_written_as_vicuna_reads_it() -> None:
     assert ids.count(LLAMA.tokens.end_id) == 1
 
 
-def test_a_model_that_cannot_fork_is_refused() -> None:
+def test_a_model_without_control_tokens_has_a_text_and_no_tree() -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint_path())
 
     state = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -76,8 +76,12 @@ def test_a_model_that_cannot_fork_is_refused() -> None:
         state["model"]["vocab"].pop(text, None)
     ordinary = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
 
+    ordinary.eos_token = "<eos>"
+    text = ModelText(ordinary, "some-model")
+
+    assert text.decode(text.encode("Write [Fork].")) == "Write [Fork]."
     with pytest.raises(EvaluationError, match="some-model has no fork and child token"):
-        ModelText(ordinary, "some-model")
+        _ = text.tokens
 
 
 def test_a_name_without_a_tokenizer_is_named(tmp_path: Any) -> None:

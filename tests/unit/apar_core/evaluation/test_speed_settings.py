@@ -31,6 +31,11 @@ def settings(**fields: Any) -> SpeedSettings:
         ),
         ({"tokenizer": "llama"}, "--tokenizer is the checkpoint's own"),
         ({"decoders": ("medusa_apar",)}, "medusa_apar needs --medusa-heads"),
+        ({"baseline": None, "baseline_model": "o"}, "--against-model needs --against plain or"),
+        (
+            {"baseline_model": "o", "replay": HERE, "random_weights": "tiny"},
+            "--against-model is compared with a checkpoint",
+        ),
         ({"replay": (Path("nowhere.jsonl"),)}, "--replay nowhere.jsonl: no such file"),
     ],
 )
@@ -62,3 +67,13 @@ def test_a_run_may_go_on_with_more_questions_and_from_another_folder() -> None:
 
     assert settings(limit=9, questions=Path("b")).as_facts() == first
     assert settings(dtype="float16").as_facts() != first
+
+
+def test_the_baselines_checkpoint_gives_it_a_name_of_its_own() -> None:
+    other = settings(decoders=("plain",), baseline_model="/models/o", baseline_model_name="o")
+
+    check_settings(other)
+
+    assert other.baseline_name == "plain of o"
+    assert not other.repeats_text
+    assert settings().baseline_name == "plain"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from apar_core.data.records import ChatMessage, ExampleRecord, ParagraphRecord, chain
@@ -10,7 +9,6 @@ from apar_core.evaluation.replay_text import LLAMA_TOKENIZER, load_text, vicuna_
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.training.example_encoder import (
     ExampleEncoder,
-    answer_lead,
     cut_tree,
     prompt_token_ids,
 )
@@ -134,30 +132,3 @@ def test_only_the_answer_itself_gets_the_blank_and_never_a_second_one() -> None:
     assert learned(forked) == "▁One:[Fork]Enddetail.</s></s>"
     assert learned(ParagraphRecord(" Yes")) == "▁Yes</s>"
     assert learned(ParagraphRecord("Yes"), raw=True) == "Yes</s>"
-
-
-@pytest.mark.parametrize(
-    ("answers", "opening", "lead"),
-    [
-        ("<a>{{ m['content'] }}", "<a>", ""),
-        ("ASSISTANT: {{ m['content'] }}", "ASSISTANT:", " "),
-        ("[/INST] {{ m['content'] }}", "[/INST]", " "),
-        ("<a>\n{{ m['content'] }}", "<a>\n", ""),
-        ("<a>\n<think>\n\n</think>\n\n{{ m['content'] }}", "<a>\n", ""),
-        ("{{ m['content'] }}", "another", ""),
-    ],
-)
-def test_the_template_tells_which_blanks_an_answer_begins_with(
-    answers: str, opening: str, lead: str
-) -> None:
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint_path())
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% else %}"
-        + answers.replace("\n", "{{ '\\n' }}")
-        + "{% endif %}{% endfor %}{% if add_generation_prompt %}"
-        + opening.replace("\n", "{{ '\\n' }}")
-        + "{% endif %}"
-    )
-
-    assert answer_lead(tokenizer) == lead
-    assert answer_lead(TOKENIZER) == ""

@@ -246,10 +246,29 @@ def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
 def test_a_chat_template_can_be_given(tmp_path: Path) -> None:
     at = place(tmp_path, tied=True)
     template = tmp_path / "mine.jinja"
-    template.write_text("{% for m in messages %}{{ m['content'] }}>{% endfor %}")
+    template.write_text("{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}")
 
     fine_tune(str(at.model), at.data, at.out, RECIPE, chat_template=template)
 
     assert AutoTokenizer.from_pretrained(at.out).chat_template == template.read_text()
     with pytest.raises(TrainingError, match=r"chat template .* cannot be read"):
         fine_tune(str(at.model), at.data, tmp_path, RECIPE, chat_template=tmp_path / "no.jinja")
+
+
+def test_the_checkpoint_stops_where_its_template_ends_a_turn(tmp_path: Path) -> None:
+    at = place(tmp_path, tied=True)
+    tokenizer = AutoTokenizer.from_pretrained(at.model)
+    template = tmp_path / "mine.jinja"
+    template.write_text("{% for m in messages %}{{ m['content'] }}<turn_end>{% endfor %}")
+    with pytest.raises(TrainingError, match="writes '<turn_end>' behind an assistant's turn"):
+        fine_tune(str(at.model), at.data, at.out, RECIPE, chat_template=template)
+    tokenizer.add_tokens(["<turn_end>"], special_tokens=True)
+    tokenizer.save_pretrained(at.model)
+    weights = LlamaForCausalLM.from_pretrained(at.model)
+    weights.resize_token_embeddings(len(tokenizer))
+    weights.save_pretrained(at.model)
+
+    fine_tune(str(at.model), at.data, at.out, RECIPE, chat_template=template)
+
+    stops = json.loads((at.out / "generation_config.json").read_text())["eos_token_id"]
+    assert stops == [1, tokenizer.convert_tokens_to_ids("<turn_end>")]

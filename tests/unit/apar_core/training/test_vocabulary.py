@@ -111,6 +111,7 @@ def test_a_tokenizer_without_control_tokens_or_end_shapes_no_tree() -> None:
     with pytest.raises(TrainingError, match="no control tokens"):
         tree_tokens(plain_tokenizer())
     endless = train_tokenizer(["a b"], vocabulary_size=320, max_length=8)
+    endless.chat_template = None
     endless.eos_token = None
     with pytest.raises(TrainingError, match="no end-of-sequence"):
         tree_tokens(endless)

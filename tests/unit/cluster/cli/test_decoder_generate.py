@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.apar_tiny_medusa import heads_path
 from cluster.cli.main import app
+from tests.integration.random_checkpoint import write_checkpoint
 
 LIST_PROMPT = "Give me 5 tips for learning guitar."
 DECODERS = ("plain", "vanilla_apar", "medusa_apar")
@@ -89,6 +90,17 @@ def test_a_model_folder_takes_heads_by_their_folder() -> None:
 
     assert exit_code == 0, error
     assert output == generate(LIST_PROMPT, "--decoder", "medusa_apar")[1]
+
+
+def test_plain_takes_a_model_without_control_tokens_or_chat_template(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path)
+
+    exit_code, output, error = generate(
+        "Hi", "--model", str(model), "--decoder", "plain", "--max-tokens", "5"
+    )
+
+    assert exit_code == 0, error
+    assert output
 
 
 def test_medusa_without_heads_on_another_model_is_an_error() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from cluster.cli.main import app
 from tests.fakes.judge_server import Reply, judge_server
+from tests.integration.random_checkpoint import write_checkpoint
 
 FASTCHAT = Path(__file__).resolve().parents[5] / "shared" / "data" / "fastchat"
 needs_fastchat = pytest.mark.skipif(not FASTCHAT.is_dir(), reason=f"{FASTCHAT} is not here")
@@ -60,6 +62,51 @@ def test_answers_are_judged_and_reported(tmp_path: Path) -> None:
 
 
 @needs_fastchat
+@pytest.mark.parametrize(
+    ("options", "sent"),
+    [
+        ((), {"max_tokens": 2048, "temperature": 0.0}),
+        (
+            ("--judge-token-field", "max_completion_tokens", "--judge-temperature", "none"),
+            {"max_completion_tokens": 2048},
+        ),
+        (("--max-judgment-tokens", "0", "--judge-temperature", "1"), {"temperature": 1.0}),
+        (("--max-judgment-tokens", "0", "--judge-temperature", "none"), {}),
+    ],
+)
+def test_a_judge_gets_the_limit_and_temperature_that_it_takes(
+    tmp_path: Path, options: tuple[str, ...], sent: dict[str, float]
+) -> None:
+    def reasoning_judge(body: dict[str, Any], _number: int) -> Reply:
+        taken = {name: body[name] for name in body if name not in ("model", "messages")}
+        return Reply(text="[[7]]") if taken == sent else Reply(400, f"not supported: {taken}")
+
+    with judge_server(reasoning_judge) as server:
+        code, output = run(
+            *("quality", "--judge", server.url, "--judge-model", "judge", "--out", tmp_path / "o"),
+            *("--answers", answer_file(tmp_path), "--questions", FASTCHAT, *options),
+        )
+
+    assert code == 0, output
+    assert "7.00" in output
+
+
+@needs_fastchat
+def test_a_further_attempt_at_a_rating_is_not_greedy(tmp_path: Path) -> None:
+    def shy(body: dict[str, Any], _number: int) -> Reply:
+        return Reply(text="[[7]]" if body.get("temperature") == 0.7 else "Hm.")
+
+    with judge_server(shy) as server:
+        code, output = run(
+            *("quality", "--judge", server.url, "--judge-model", "judge", "--out", tmp_path / "o"),
+            *("--answers", answer_file(tmp_path), "--questions", FASTCHAT),
+        )
+
+    assert code == 0, output
+    assert len(server.requests) == 4
+
+
+@needs_fastchat
 def test_a_judge_that_fails_leaves_exit_code_1_and_the_way_on(tmp_path: Path) -> None:
     with judge_server(lambda _body, _number: Reply(400, "no [thing]")) as server:
         code, output = run(
@@ -85,6 +132,14 @@ def test_a_judge_that_fails_leaves_exit_code_1_and_the_way_on(tmp_path: Path) ->
         (
             ("--judge", "http://x/v1", "--judge-model", "x", "--prompts", "mt"),
             "'mt' is none of vicuna-bench",
+        ),
+        (
+            ("--judge", "http://x/v1", "--judge-model", "x", "--judge-temperature", "hot"),
+            "--judge-temperature 'hot' is neither a number of at least 0 nor none",
+        ),
+        (
+            ("--judge", "http://x/v1", "--judge-model", "x", "--judge-token-field", "n"),
+            "--judge-token-field 'n' is none of max_tokens, max_completion_tokens",
         ),
     ],
 )
@@ -112,6 +167,87 @@ def test_a_trace_is_counted_without_a_model(tmp_path: Path) -> None:
     assert report["tables"]["threads_mine"]["rows"] == [["Other", 4, 1], ["Mean", 4, 1]]
 
 
+@pytest.fixture
+def original(tmp_path: Path) -> Path:
+    """A checkpoint without control tokens and without a chat template."""
+    return write_checkpoint(tmp_path / "original")
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tips?"}]
+    path = tmp_path / "questions.jsonl"
+    path.write_text(json.dumps({"messages": messages}) + "\n")
+    return path
+
+
+def measured(out: Path) -> dict[str, dict[str, Any]]:
+    """The answers by the name of their decoder."""
+    lines = [json.loads(line) for line in (out / "answers.jsonl").open()]
+    return {line["decoder"]: line for line in lines}
+
+
+def test_a_checkpoint_without_control_tokens_is_measured_by_plain(
+    tmp_path: Path, original: Path, questions: Path
+) -> None:
+    code, output = run(
+        *("speed", "--model", original, "--decoder", "plain", "--against", "none"),
+        *("--prompts", questions, "--out", tmp_path / "out", "--max-tokens", "20"),
+    )
+
+    assert code == 0, output
+    assert measured(tmp_path / "out")["plain"]["threads"] == 1
+
+
+def test_the_original_model_is_the_baseline_with_its_own_answers(
+    tmp_path: Path, original: Path, questions: Path
+) -> None:
+    arguments = ("speed", "--against-model", original, "--prompts", questions, "--limit", "1")
+    code, output = run(*arguments, "--out", tmp_path / "out", "--max-tokens", "60")
+
+    assert code == 0, output
+    answers = measured(tmp_path / "out")
+    baseline = answers[f"plain of {original}"]
+    assert set(answers) == {"vanilla_apar", f"plain of {original}"}
+    assert baseline["text"] != answers["vanilla_apar"]["text"]
+    # The prompt and the answer are in the original's own tokens, which are bytes.
+    assert baseline["num_prompt_tokens"] == len("Be brief. USER: Tips? ASSISTANT:")
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["facts"]["Decoder"] == f"vanilla_apar beside plain of {original}"
+    assert (tmp_path / "out" / "figure4_speed.svg").is_file()
+
+
+def test_recorded_answers_are_replayed_through_the_original_model(
+    tmp_path: Path, original: Path
+) -> None:
+    trace = tmp_path / "mine.jsonl"
+    text = "".join(f"{i}. A: long enough.\n" for i in range(1, 4))
+    history = [{"role": "system", "content": "Be brief."}]
+    trace.write_text(json.dumps({"prompt": "Points?", "response": text, "history": history}))
+
+    code, output = run(
+        *("speed", "--replay", trace, "--against-model", original, "--out", tmp_path / "out")
+    )
+
+    assert code == 0, output
+    lines = [json.loads(line) for line in (tmp_path / "out" / "answers-mine.jsonl").open()]
+    assert {line["decoder"]: line["threads"] for line in lines} == {
+        "vanilla_apar": 4,
+        f"plain of {original}": 1,
+    }
+
+
+def test_a_checkpoint_without_control_tokens_cannot_fork(
+    tmp_path: Path, original: Path, questions: Path
+) -> None:
+    code, output = run(
+        *("speed", "--model", original, "--prompts", questions, "--out", tmp_path / "out")
+    )
+
+    assert code == 1
+    assert "vanilla_apar needs a model with control tokens" in output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -119,6 +255,10 @@ def test_a_trace_is_counted_without_a_model(tmp_path: Path) -> None:
         (("--prompts", "mt"), "'mt' is none of vicuna-bench, mt-bench, held-out"),
         (("--decoder", "fast"), "--decoder 'fast' is none of plain"),
         (("--against", "vanilla_apar"), "the same decoder twice"),
+        (
+            ("--against", "none", "--against-model", "o"),
+            "--against-model needs --against plain or vanilla_apar, not none",
+        ),
     ],
 )
 def test_wishes_that_cannot_be_measured_are_told_in_one_line(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
@@ -73,6 +75,38 @@ def test_medusa_heads_are_trained_and_load(files: Path) -> None:
     assert "step 2/2  loss " in result.output
     assert "Head 1 (token 3 ahead):" in result.output
     assert load_medusa_heads(files / "out").settings.medusa_num_heads == 2
+
+
+@pytest.mark.parametrize("command", ["train", "train-medusa"])
+def test_a_resumed_run_has_to_have_the_model_and_the_data_that_it_began_with(
+    files: Path, command: str
+) -> None:
+    assert run(command, files, "--steps", "1").exit_code == 0
+    data, model = files / "structured.jsonl", files / "model"
+    whole = data.read_text()
+    (files / "moved").mkdir()
+
+    data.write_text(whole.replace("slowly", "faster"))
+    other_data = run(command, files, "--steps", "1", "--resume")
+    data.write_text(whole)
+    shutil.copytree(checkpoint_path(), model)
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    other_model = run(command, files, "--steps", "1", "--resume", "--model", str(model))
+    # Another place for the same files is no other input.
+    shutil.copy(data, files / "moved")
+    shutil.copytree(checkpoint_path(), model, dirs_exist_ok=True)
+    same = run(
+        command, files, "--steps", "1", "--resume", "--model", str(model), "--data",
+        str(files / "moved"),
+    )  # fmt: skip
+
+    assert other_data.exit_code == other_model.exit_code == 1
+    for result, named in ((other_data, "data"), (other_model, "model")):
+        assert f"cannot go on with other inputs: the {named} is another" in result.output
+        assert result.output.count("is another") == 1
+    assert same.exit_code == 0, same.output
 
 
 @pytest.mark.parametrize(
