@@ -268,7 +268,13 @@ class ForkMixin(Scheduler):
             self.block_sharing.forget(child.request_id)
         self.admission.closed(group)
         self.threads.drop_if_ended(group)
+        self._leave_if_ended(group.root_id)
         return deferred
+
+    def _leave_if_ended(self, root_id: str) -> None:
+        """Free a request's place at the gate once no thread of it is alive or waiting."""
+        if self.threads.group_of_root(root_id) is None:
+            self.gate.left(root_id)
 
     def _free_request(
         self, request: Request, delay_free_blocks: bool = False
@@ -285,9 +291,7 @@ class ForkMixin(Scheduler):
                 # Nobody else would ever let it go on: neither caps nor policy hold it back.
                 self._start(group, group.deferred.popleft())
             self.admission.queue.offer(group)
-        root_id = request.request_id if group is None else group.root_id
-        if self.threads.group_of_root(root_id) is None:
-            self.gate.left(root_id)
+        self._leave_if_ended(request.request_id if group is None else group.root_id)
         return freed
 
 

@@ -170,11 +170,24 @@ class ScriptedEngine:
         return steps
 
     def assert_nothing_is_left(self) -> None:
-        pool = self.scheduler.kv_cache_manager.block_pool
+        """Check that no request, thread, place, waiting fork or block reference remains."""
+        scheduler = self.scheduler
+        pool = scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == self.shape.num_blocks - 1
-        assert not self.scheduler.requests
-        assert not self.scheduler.threads.groups
-        assert self.scheduler.threads.num_live == 0
+        assert not scheduler.requests
+        assert not scheduler.deferred_frees
+        assert not scheduler.threads.groups
+        assert scheduler.threads.num_live == 0
+        gate = scheduler.gate
+        assert (gate._inside, gate._outside, gate._held) == (set(), set(), [])
+        queue = scheduler.admission.queue
+        assert queue.first() is None
+        assert (queue.key_threads, queue._key_of_thread) == ({}, {})
+        assert (queue._families, queue._queued, queue._keys, queue._standing) == ({}, set(), [], {})
+        assert not scheduler.admission._new
+        sharing = scheduler.block_sharing
+        assert (sharing._prefixes, sharing._unscheduled) == ({}, set())
+        assert "allocate_slots" not in vars(scheduler.kv_cache_manager)
 
     def _execute(self, scheduled: SchedulerOutput) -> _Step:
         for copy in scheduled.kv_cache_block_copies or ():
