@@ -113,14 +113,18 @@ class ForkMixin(Scheduler):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
-        """End requests from outside, each with all its threads; None ends everything."""
+        """End requests, each with all its threads; None ends everything.
+
+        vLLM names a request's root to abort it, and any thread that failed, for example to load KV.
+        """
         if request_ids is None:
             for group in self.threads.groups:
                 self._close(group)
             return super().finish_requests(None, finished_status)
         wanted = {request_ids} if isinstance(request_ids, str) else set(request_ids)
         for request_id in tuple(wanted):
-            ended = self.threads.group_of_root(request_id)
+            # A root may have finished before the threads that it has opened.
+            ended = self.threads.group_of_root(request_id) or self.threads.group(request_id)
             if ended is not None:
                 wanted |= ended.live
                 self._close(ended)

@@ -20,7 +20,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -96,6 +96,7 @@ class ScriptedEngine:
         self._resumed_at: dict[str, int] = {}
         self._slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self._in_flight: deque[_Step] = deque()
+        self._loses_block: str | None = None
 
     def add(
         self,
@@ -149,6 +150,14 @@ class ScriptedEngine:
 
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+
+    def lose_last_block(self, thread_id: str) -> None:
+        """Let the next step report that the last block a thread had computed could not be loaded.
+
+        The thread fails, as it does under vLLM's `kv_load_failure_policy` "fail".
+        """
+        self.scheduler.recompute_kv_load_failures = False
+        self._loses_block = thread_id
 
     def step(self) -> bool:
         """One step of the engine loop; false when there is nothing left to do."""
@@ -244,6 +253,7 @@ class ScriptedEngine:
             req_ids=request_ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
             sampled_token_ids=[step.sampled.get(request_id, []) for request_id in request_ids],
+            kv_connector_output=self._lost_block(step.scheduler_output),
         )
         for client_outputs in self.scheduler.update_from_output(
             step.scheduler_output, output
@@ -251,8 +261,19 @@ class ScriptedEngine:
             for thread_output in client_outputs.outputs:
                 self._feed(thread_output)
 
+    def _lost_block(self, scheduled: SchedulerOutput) -> KVConnectorOutput | None:
+        thread_id, self._loses_block = self._loses_block, None
+        if thread_id is None:
+            return None
+        num_computed = self.scheduler.requests[thread_id].num_computed_tokens
+        last = num_computed - scheduled.num_scheduled_tokens[thread_id] - 1
+        (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(thread_id)
+        return KVConnectorOutput(invalid_block_ids={blocks[last // self.shape.block_size]})
+
     def _feed(self, thread_output: EngineCoreOutput) -> None:
         root = self.threads[thread_output.request_id.split("~")[0]]
+        if self.finish_reasons.get(root.request_id) == "error":
+            return  # The output processor has forgotten the request with all its threads.
         root.feed(thread_output)
         for request_output in root.take():
             self.texts[root.request_id].extend(request_output.new_token_ids)
