@@ -97,6 +97,7 @@ class ScriptedEngine:
         self._slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self._in_flight: deque[_Step] = deque()
         self._loses_block: str | None = None
+        self._outputs: list[EngineCoreOutput] = []
 
     def add(
         self,
@@ -169,6 +170,11 @@ class ScriptedEngine:
         while len(self._in_flight) > lag or (self._in_flight and not self.scheduler.has_requests()):
             self._update(self._in_flight.popleft())
         return True
+
+    def take_outputs(self) -> list[EngineCoreOutput]:
+        """What the engine core has put out since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def run(self, *, max_steps: int = 5000) -> int:
         """Step until everything has finished; returns the number of steps."""
@@ -259,6 +265,7 @@ class ScriptedEngine:
             step.scheduler_output, output
         ).values():
             for thread_output in client_outputs.outputs:
+                self._outputs.append(thread_output)
                 self._feed(thread_output)
 
     def _lost_block(self, scheduled: SchedulerOutput) -> KVConnectorOutput | None:
