@@ -272,12 +272,25 @@ class ForkMixin(Scheduler):
             self.block_sharing.forget(child.request_id)
         self.admission.closed(group)
         self.threads.drop_if_ended(group)
-        self._leave_if_ended(group.root_id)
+        if deferred:
+            self._leave_if_ended(group.root_id, deferred[0].client_index)
         return deferred
 
-    def _leave_if_ended(self, root_id: str) -> None:
-        """Free a request's place at the gate once no thread of it is alive or waiting."""
-        if self.threads.group_of_root(root_id) is None:
+    def _leave_if_ended(self, root_id: str, client_index: int) -> None:
+        """Report a request's end and free its place, once no thread of it is alive or waiting.
+
+        With several engines, vLLM's client routes an abort by the request id, and forgets the
+        engine of an id that is reported as finished. So a root's id is reported with the last
+        thread of its request.
+        """
+        has_ended = self.threads.group_of_root(root_id) is None
+        if self.finished_req_ids_dict is not None:
+            reported = self.finished_req_ids_dict[client_index]
+            if has_ended:
+                reported.add(root_id)
+            else:
+                reported.discard(root_id)
+        if has_ended:
             self.gate.left(root_id)
 
     def _free_request(
@@ -295,7 +308,8 @@ class ForkMixin(Scheduler):
                 # Nobody else would ever let it go on: neither caps nor policy hold it back.
                 self._start(group, group.deferred.popleft())
             self.admission.queue.offer(group)
-        self._leave_if_ended(request.request_id if group is None else group.root_id)
+        root_id = request.request_id if group is None else group.root_id
+        self._leave_if_ended(root_id, request.client_index)
         return freed
 
 

@@ -18,7 +18,7 @@ from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -97,7 +97,7 @@ class ScriptedEngine:
         self._slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self._in_flight: deque[_Step] = deque()
         self._loses_block: str | None = None
-        self._outputs: list[EngineCoreOutput] = []
+        self._messages: list[EngineCoreOutputs] = []
 
     def add(
         self,
@@ -171,10 +171,10 @@ class ScriptedEngine:
             self._update(self._in_flight.popleft())
         return True
 
-    def take_outputs(self) -> list[EngineCoreOutput]:
-        """What the engine core has put out since the last call."""
-        outputs, self._outputs = self._outputs, []
-        return outputs
+    def take_messages(self) -> list[EngineCoreOutputs]:
+        """What the engine core has sent to its clients since the last call."""
+        messages, self._messages = self._messages, []
+        return messages
 
     def run(self, *, max_steps: int = 5000) -> int:
         """Step until everything has finished; returns the number of steps."""
@@ -264,8 +264,8 @@ class ScriptedEngine:
         for client_outputs in self.scheduler.update_from_output(
             step.scheduler_output, output
         ).values():
+            self._messages.append(client_outputs)
             for thread_output in client_outputs.outputs:
-                self._outputs.append(thread_output)
                 self._feed(thread_output)
 
     def _lost_block(self, scheduled: SchedulerOutput) -> KVConnectorOutput | None:
@@ -342,5 +342,6 @@ def _build_scheduler(shape: EngineShape, model_dir: Path) -> ForkMixin:
         kv_cache_config=kv_cache_config,
         structured_output_manager=StructuredOutputManager(vllm_config),
         block_size=shape.block_size,
+        include_finished_set=True,  # As beside other engines of one client.
         log_stats=True,
     )

@@ -110,7 +110,8 @@ def test_preemptions_of_children_are_counted(tmp_path: Path) -> None:
             name: each.num_preemptions for name, each in engine.scheduler.requests.items()
         }
         iteration = IterationStats()
-        processor.process_outputs(engine.take_outputs(), iteration.iteration_timestamp, iteration)
+        outputs = [output for message in engine.take_messages() for output in message.outputs]
+        processor.process_outputs(outputs, iteration.iteration_timestamp, iteration)
         logger.record(SchedulerStats(), iteration)
     stats.flush()
 
