@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, FinishReason
 from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
 from apar_core.engine.journal import RequestFollower
@@ -131,6 +131,8 @@ class RequestThreads:
         """Add what one thread has generated; returns the engine request ids of its new children."""
         if self.follower is not None:
             self.follower.add(output)
+        if output.events and output.request_id != self.request_id:
+            self._carry_child_events(output.events)
         if self.tree.finished:
             return []  # An error or abort of another thread, in the same step, has ended it.
         thread = self._threads[output.request_id]
@@ -243,6 +245,12 @@ class RequestThreads:
         if output.finish_reason is not None:
             self._root_end = output
         self._trace_headers = output.trace_headers or self._trace_headers
+
+    def _carry_child_events(self, events: list[EngineCoreEvent]) -> None:
+        """Report a child's preemptions as its request's; a request is queued only once."""
+        self._carried.events.extend(
+            event for event in events if event.type != EngineCoreEventType.QUEUED
+        )
 
     def _output(
         self, tokens: list[TextToken], finish_reason: FinishReason | None

@@ -113,14 +113,18 @@ class ForkMixin(Scheduler):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
-        """End requests from outside, each with all its threads; None ends everything."""
+        """End requests, each with all its threads; None ends everything.
+
+        vLLM names a request's root to abort it, and any thread that failed, for example to load KV.
+        """
         if request_ids is None:
             for group in self.threads.groups:
                 self._close(group)
             return super().finish_requests(None, finished_status)
         wanted = {request_ids} if isinstance(request_ids, str) else set(request_ids)
         for request_id in tuple(wanted):
-            ended = self.threads.group_of_root(request_id)
+            # A root may have finished before the threads that it has opened.
+            ended = self.threads.group_of_root(request_id) or self.threads.group(request_id)
             if ended is not None:
                 wanted |= ended.live
                 self._close(ended)
@@ -268,7 +272,26 @@ class ForkMixin(Scheduler):
             self.block_sharing.forget(child.request_id)
         self.admission.closed(group)
         self.threads.drop_if_ended(group)
+        if deferred:
+            self._leave_if_ended(group.root_id, deferred[0].client_index)
         return deferred
+
+    def _leave_if_ended(self, root_id: str, client_index: int) -> None:
+        """Report a request's end and free its place, once no thread of it is alive or waiting.
+
+        With several engines, vLLM's client routes an abort by the request id, and forgets the
+        engine of an id that is reported as finished. So a root's id is reported with the last
+        thread of its request.
+        """
+        has_ended = self.threads.group_of_root(root_id) is None
+        if self.finished_req_ids_dict is not None:
+            reported = self.finished_req_ids_dict[client_index]
+            if has_ended:
+                reported.add(root_id)
+            else:
+                reported.discard(root_id)
+        if has_ended:
+            self.gate.left(root_id)
 
     def _free_request(
         self, request: Request, delay_free_blocks: bool = False
@@ -286,8 +309,7 @@ class ForkMixin(Scheduler):
                 self._start(group, group.deferred.popleft())
             self.admission.queue.offer(group)
         root_id = request.request_id if group is None else group.root_id
-        if self.threads.group_of_root(root_id) is None:
-            self.gate.left(root_id)
+        self._leave_if_ended(root_id, request.client_index)
         return freed
 
 

@@ -18,9 +18,9 @@ from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -96,6 +96,8 @@ class ScriptedEngine:
         self._resumed_at: dict[str, int] = {}
         self._slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self._in_flight: deque[_Step] = deque()
+        self._loses_block: str | None = None
+        self._messages: list[EngineCoreOutputs] = []
 
     def add(
         self,
@@ -150,6 +152,14 @@ class ScriptedEngine:
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
+    def lose_last_block(self, thread_id: str) -> None:
+        """Let the next step report that the last block a thread had computed could not be loaded.
+
+        The thread fails, as it does under vLLM's `kv_load_failure_policy` "fail".
+        """
+        self.scheduler.recompute_kv_load_failures = False
+        self._loses_block = thread_id
+
     def step(self) -> bool:
         """One step of the engine loop; false when there is nothing left to do."""
         lag = 1 if self.shape.run_ahead else 0
@@ -161,6 +171,11 @@ class ScriptedEngine:
             self._update(self._in_flight.popleft())
         return True
 
+    def take_messages(self) -> list[EngineCoreOutputs]:
+        """What the engine core has sent to its clients since the last call."""
+        messages, self._messages = self._messages, []
+        return messages
+
     def run(self, *, max_steps: int = 5000) -> int:
         """Step until everything has finished; returns the number of steps."""
         steps = 0
@@ -170,11 +185,24 @@ class ScriptedEngine:
         return steps
 
     def assert_nothing_is_left(self) -> None:
-        pool = self.scheduler.kv_cache_manager.block_pool
+        """Check that no request, thread, place, waiting fork or block reference remains."""
+        scheduler = self.scheduler
+        pool = scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == self.shape.num_blocks - 1
-        assert not self.scheduler.requests
-        assert not self.scheduler.threads.groups
-        assert self.scheduler.threads.num_live == 0
+        assert not scheduler.requests
+        assert not scheduler.deferred_frees
+        assert not scheduler.threads.groups
+        assert scheduler.threads.num_live == 0
+        gate = scheduler.gate
+        assert (gate._inside, gate._outside, gate._held) == (set(), set(), [])
+        queue = scheduler.admission.queue
+        assert queue.first() is None
+        assert (queue.key_threads, queue._key_of_thread) == ({}, {})
+        assert (queue._families, queue._queued, queue._keys, queue._standing) == ({}, set(), [], {})
+        assert not scheduler.admission._new
+        sharing = scheduler.block_sharing
+        assert (sharing._prefixes, sharing._unscheduled) == ({}, set())
+        assert "allocate_slots" not in vars(scheduler.kv_cache_manager)
 
     def _execute(self, scheduled: SchedulerOutput) -> _Step:
         for copy in scheduled.kv_cache_block_copies or ():
@@ -231,15 +259,28 @@ class ScriptedEngine:
             req_ids=request_ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
             sampled_token_ids=[step.sampled.get(request_id, []) for request_id in request_ids],
+            kv_connector_output=self._lost_block(step.scheduler_output),
         )
         for client_outputs in self.scheduler.update_from_output(
             step.scheduler_output, output
         ).values():
+            self._messages.append(client_outputs)
             for thread_output in client_outputs.outputs:
                 self._feed(thread_output)
 
+    def _lost_block(self, scheduled: SchedulerOutput) -> KVConnectorOutput | None:
+        thread_id, self._loses_block = self._loses_block, None
+        if thread_id is None:
+            return None
+        num_computed = self.scheduler.requests[thread_id].num_computed_tokens
+        last = num_computed - scheduled.num_scheduled_tokens[thread_id] - 1
+        (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(thread_id)
+        return KVConnectorOutput(invalid_block_ids={blocks[last // self.shape.block_size]})
+
     def _feed(self, thread_output: EngineCoreOutput) -> None:
         root = self.threads[thread_output.request_id.split("~")[0]]
+        if self.finish_reasons.get(root.request_id) == "error":
+            return  # The output processor has forgotten the request with all its threads.
         root.feed(thread_output)
         for request_output in root.take():
             self.texts[root.request_id].extend(request_output.new_token_ids)
@@ -301,5 +342,6 @@ def _build_scheduler(shape: EngineShape, model_dir: Path) -> ForkMixin:
         kv_cache_config=kv_cache_config,
         structured_output_manager=StructuredOutputManager(vllm_config),
         block_size=shape.block_size,
+        include_finished_set=True,  # As beside other engines of one client.
         log_stats=True,
     )

@@ -183,6 +183,31 @@ def test_abort_in_any_step_frees_all_threads(
     engine.assert_nothing_is_left()
 
 
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize(
+    ("failing", "max_threads"), [("a", 2), ("a~0", 2), ("a", 16), ("a~0", 16), ("a~1", 16)]
+)
+def test_a_thread_that_fails_ends_its_request_with_an_error_at_once(
+    model_dir: Path, run_ahead: bool, failing: str, max_threads: int
+) -> None:
+    script = {"": [10, FORK, 11, FORK, *range(12, 40), END]}
+    script |= {"0": [*range(50, 80), END], "1": [*range(80, 110), END]}
+    engine = ScriptedEngine(EngineShape(run_ahead=run_ahead), model_dir)
+    engine.add("a", PROMPT, script, parameters=fork_parameters(max_threads=max_threads))
+    engine.add("b", PROMPT[::-1], script)
+    for _ in range(15):
+        engine.step()
+
+    engine.lose_last_block(failing)
+    engine.step()
+
+    assert {request_id[0] for request_id in engine.scheduler.requests} == {"b"}
+    assert engine.finish_reasons == {"a": "error"}
+    engine.run()
+    assert engine.finish_reasons == {"a": "error", "b": "stop"}
+    engine.assert_nothing_is_left()
+
+
 def test_children_run_before_newer_requests(model_dir: Path) -> None:
     engine = ScriptedEngine(EngineShape(max_num_seqs=2), model_dir)
     for arrival, request_id in enumerate(["old", "new"]):

@@ -11,6 +11,7 @@ from tests.fakes.scripted_engine import (
     FORK,
     EngineShape,
     ScriptedEngine,
+    fork_parameters,
     write_model_config,
 )
 
@@ -99,6 +100,22 @@ def test_an_aborted_request_makes_room(model_dir: Path) -> None:
     engine.run()
 
     assert set(engine.finish_reasons) == {"b"}
+    engine.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_a_request_that_ends_by_its_budget_with_forks_waiting_makes_room(
+    model_dir: Path, run_ahead: bool
+) -> None:
+    shape = EngineShape(run_ahead=run_ahead, forks={"max_requests": 1})
+    engine = ScriptedEngine(shape, model_dir)
+    one_thread = fork_parameters(max_threads=1)
+    for name in ("a", "b"):
+        engine.add(name, PROMPT, FORKING, max_tokens=5, parameters=one_thread)
+
+    engine.run()
+
+    assert engine.finish_reasons == {"a": "length", "b": "length"}
     engine.assert_nothing_is_left()
 
 

@@ -3,11 +3,22 @@
 from pathlib import Path
 
 import pytest
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
+from apar_core.engine.output_processor import ForkOutputProcessor
+from apar_core.fork_parameters import EXTRA_ARG
 from deployments.metrics.vllm_stats import VllmStats
-from tests.fakes.scripted_engine import EngineShape, ScriptedEngine, write_model_config
+from tests.fakes.scripted_engine import (
+    END,
+    FORK,
+    EngineShape,
+    ScriptedEngine,
+    fork_parameters,
+    write_model_config,
+)
 from tests.unit.deployments.metrics.played_instruments import PlayedInstruments
 
 
@@ -66,3 +77,49 @@ def test_recording_calls_nobody(stats_and_told: Given) -> None:
     logger.record(SchedulerStats(num_running_reqs=1), IterationStats())
 
     assert told.told == before
+
+
+def test_preemptions_of_children_are_counted(tmp_path: Path) -> None:
+    script = {"": [10, FORK, *range(20, 50), END], "0": [*range(60, 90), END]}
+    engine = ScriptedEngine(EngineShape(num_blocks=24), write_model_config(tmp_path))
+    told = PlayedInstruments()
+    stats = VllmStats(told, "r1")
+    logger = stats.stat_logger(engine.scheduler.vllm_config, [0])
+    processor = ForkOutputProcessor(None, log_stats=True)
+    preempted: dict[str, int] = {}
+    for number in range(3):
+        request_id = f"r{number}"
+        extra_args = {EXTRA_ARG: fork_parameters().to_extra_arg()}
+        request = EngineCoreRequest(
+            request_id,
+            [5] * 9,
+            None,
+            SamplingParams(max_tokens=200, extra_args=extra_args),
+            None,
+            0.0,
+            None,
+            None,
+            None,
+            external_req_id=request_id,
+        )
+        processor.add_request(request, None)
+        engine.add(request_id, [5] * 9, script, arrival_time=float(number))
+
+    while engine.step():
+        preempted |= {
+            name: each.num_preemptions for name, each in engine.scheduler.requests.items()
+        }
+        iteration = IterationStats()
+        outputs = [output for message in engine.take_messages() for output in message.outputs]
+        processor.process_outputs(outputs, iteration.iteration_timestamp, iteration)
+        logger.record(SchedulerStats(), iteration)
+    stats.flush()
+
+    assert sum(count for name, count in preempted.items() if "~" in name) > 0
+    counted = told.value(
+        "vllm_num_preemptions",
+        model_name=engine.scheduler.vllm_config.model_config.served_model_name,
+        engine="0",
+        ReplicaId="r1",
+    )
+    assert counted == sum(preempted.values())
