@@ -8,6 +8,7 @@ import pytest
 from cluster.limits_config import LimitsConfig
 from deployments.answer_parts import AnswerStart, Piece
 from deployments.answers import ReplicaLostError
+from deployments.request_body import BodyTooLargeError
 from tests.fakes.played_replicas import CHAT, EVENTS, JSON, PlayedReplicas, client
 
 
@@ -140,6 +141,17 @@ async def test_a_body_over_the_limit_is_a_413() -> None:
     answer = await http.post(CHAT, json={"model": "m" * 9})
 
     assert answer.status_code == 413
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_a_request_too_large_for_ray_serve_is_a_413(streaming: bool) -> None:
+    replicas = PlayedReplicas(BodyTooLargeError("5 bytes, where 4 are taken"))
+
+    answer = await client(replicas).post(CHAT, json={"stream": streaming})
+
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "request_too_large"
+    assert "5 bytes" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
