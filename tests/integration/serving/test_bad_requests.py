@@ -53,7 +53,7 @@ def test_a_wrong_field_is_named(
     assert error_of(answer)["param"] == param
 
 
-@pytest.mark.parametrize("body", [b"{bad", b"[1]", b"", b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize("body", [b"{bad", b"[1]", b"", b"\xff", b"[" * 10_000])
 def test_a_body_that_is_no_json_object_is_refused(
     application: RunningApplication, body: bytes
 ) -> None:

@@ -128,7 +128,7 @@ async def test_what_the_gateway_can_judge_reaches_no_replica(
     assert replicas.requests == []
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 100_000])
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 10_000])
 async def test_malformed_json_is_a_400(body: bytes) -> None:
     answer = await client(PlayedReplicas()).post(CHAT, content=body)
 

@@ -30,7 +30,7 @@ def gateway(port: int) -> Callers:
 async def admit(known: Callers) -> None:
     rates = (await known.identify([(b"authorization", f"Bearer {SECRET}".encode())])).rates
     assert rates is not None
-    await rates.admit(0)
+    await rates.admit_request()
 
 
 @contextmanager
