@@ -24,6 +24,7 @@ _IN_MEMORY = "memory://"
 _ASYNC = "async+"
 _REDIS = "redis"
 MIN_SECRET_CHARS = 16
+_BODIES_HELD = 16
 
 
 class LimitsConfig(BaseModel):
@@ -33,6 +34,11 @@ class LimitsConfig(BaseModel):
 
     max_body_bytes: PositiveInt = Field(
         16 * 2**20, description="Bytes of a request's body; a larger one gets a 413."
+    )
+    max_held_body_bytes: PositiveInt | None = Field(
+        None,
+        description="Bytes of the bodies of all requests that a gateway holds at once; a request "
+        "beyond them gets a 503. 16 times `max_body_bytes` when absent.",
     )
     max_prompt_chars: PositiveInt | None = Field(
         None, description="Characters of a prompt; a longer one gets a 400. No limit when absent."
@@ -51,6 +57,20 @@ class LimitsConfig(BaseModel):
         f"cache is derived, {MIN_SECRET_CHARS} characters or more; a new one with each start when "
         "absent.",
     )
+
+    @model_validator(mode="after")
+    def _check_bodies(self) -> Self:
+        if self.held_body_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"max_held_body_bytes: {self.held_body_bytes} is less than one body may have, "
+                f"`max_body_bytes` of {self.max_body_bytes}"
+            )
+        return self
+
+    @property
+    def held_body_bytes(self) -> int:
+        """Bytes of the bodies of all requests that a gateway holds at once."""
+        return self.max_held_body_bytes or _BODIES_HELD * self.max_body_bytes
 
     @field_validator("rate_storage")
     @classmethod

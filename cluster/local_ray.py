@@ -24,8 +24,20 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "apar"
 
-SERVE_FLAGS = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
-"""What makes Ray Serve fast; a cluster of the user's needs them too, on every node."""
+APPLICATION_FLAGS = {
+    # Removes headers with which a client could change Ray Serve's timeout and disconnect handling.
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.client_headers:middlewares",
+    # The default, 4 MiB, is less than `limits.max_body_bytes`, and answers may be larger still. The
+    # gateway bounds bodies itself, so this is the most that gRPC can send.
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1),
+}
+"""Ray Serve's settings that the processes of the application read."""
+
+SERVE_FLAGS = APPLICATION_FLAGS | {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+}
+"""Ray Serve's settings that every node of a cluster needs, also of a cluster of the user's."""
 
 _ANY_METRICS_PORT = MetricsConfig(port=0)
 _PR_SET_CHILD_SUBREAPER = 36
@@ -97,7 +109,7 @@ def free_port() -> int:
 
 
 def serve_environment(folder: Path) -> dict[str, str]:
-    """Ray Serve's settings for speed, loopback and a quick end; read when it is imported.
+    """Ray Serve's settings for speed, limits, loopback and a quick end; read when it is imported.
 
     HAProxy takes the connections, the gateway's and the replicas' code runs in Ray Serve's own
     event loop, and calls between them go over gRPC. `folder` holds HAProxy's files.

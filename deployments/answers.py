@@ -15,11 +15,13 @@ from deployments.answer_sending import send_error, send_whole
 from deployments.asgi_relay import RelayedRequest, Send
 from deployments.error_responses import (
     ErrorAnswer,
+    body_too_large,
     engine_lost,
     engine_lost_twice,
     internal_error,
     replica_unavailable,
 )
+from deployments.request_body import BodyTooLargeError
 from deployments.retries import EnginesDiedError, NoReplicaError, ReplicaLostError, Retries
 from deployments.stream_relay import StreamRelay
 
@@ -176,6 +178,8 @@ async def _whole(
 
 def _answer_for_failure(error: Exception, request: RelayedRequest) -> ErrorAnswer:
     """What a client is told when its request failed behind the gateway."""
+    if isinstance(error, BodyTooLargeError):
+        return body_too_large(str(error))
     facts = {"path": request.path, "request_id": request.terms.request_id}
     if isinstance(error, ReplicaLostError):
         logger.warning("replica lost under a request", extra=facts | {"reason": str(error)})

@@ -15,7 +15,7 @@ from cluster.limits_config import LimitsConfig, open_storage
 from deployments.answer_parts import Headers
 from deployments.counter_store import CounterStore
 from deployments.keys import KeyRing
-from deployments.rate_limits import KeyRates
+from deployments.rate_limits import Admission, KeyRates
 
 _SALT_CHARS = 32
 
@@ -32,6 +32,11 @@ class Caller:
     def may_use(self, model: str) -> bool:
         """Whether the caller's key is for this model."""
         return self.key is None or self.key.models is None or model in self.key.models
+
+    def give_back(self, admission: Admission) -> None:
+        """Refund what a request was counted as."""
+        if self.rates is not None:
+            self.rates.give_back(admission)
 
     async def rate_headers(self) -> Headers:
         """The `x-ratelimit-*` headers of an answer; none for a caller without rates."""

@@ -49,7 +49,7 @@ class Exchange:
         self.record.trace_id = None if trace is None else trace.trace_id
         self.rate_headers: Headers = []
         self.caller: Caller | None = None
-        self.fields: dict[str, Any] = {}
+        self._fields: dict[str, Any] = {}
         self._failed = False
         self._content: list[bytes] | None = [] if keeps_content else None
         self._send = send
@@ -62,7 +62,9 @@ class Exchange:
 
     def begin(self, model: str, fields: dict[str, Any]) -> None:
         """Note what the request is about."""
-        self.fields = fields
+        if self._content is not None:
+            # The parsed body takes several times its bytes, and a request may run for minutes.
+            self._fields = fields
         self.record.model = model
         self.record.stream = bool(fields.get("stream"))
         if self._trace is not None:
@@ -109,7 +111,7 @@ class Exchange:
         self.record.total_s = self._elapsed_s()
         content = None
         if self._content is not None:
-            content = content_of(self.fields, b"".join(self._content))
+            content = content_of(self._fields, b"".join(self._content))
         self.record.write(content)
         if self._trace is not None:
             self._trace.end(self.record)

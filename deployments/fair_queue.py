@@ -24,51 +24,55 @@ class QueueTimeoutError(CapacityError):
 
 # Weight of the newest answer in a mean.
 _NEWEST = 0.1
+# Least cost of a place: about one step of the engine.
+_LEAST_TOKENS = 1
 
 
 class Ticket:
     """A request's place at the replicas, from the moment it may go there until `leave`."""
 
-    __slots__ = ("_account", "_expected", "_prepaid", "_queue", "num_tokens", "queued_s")
+    __slots__ = ("_account", "_expected", "_prepaid", "_queue", "_weight", "num_tokens", "queued_s")
 
     def __init__(self, queue: "FairQueue", account: Account, queued_s: float) -> None:
         self._queue = queue
         self._account = account
+        # The key's weight may change before the end: a refund is of what was charged.
+        self._weight = account.weight
         self.queued_s = queued_s
         self.num_tokens = 0
         # A burst would otherwise get every free place before its first token is charged.
-        self._expected = account.mean_tokens
+        self._expected = queue._guess(account)
         self._prepaid = self._expected
-        account.virtual_time += self._prepaid / account.weight
+        account.virtual_time += self._prepaid / self._weight
 
     def charge(self, num_tokens: int) -> None:
         """Advance the key's virtual time by tokens that were generated just now."""
         self.num_tokens += num_tokens
-        if self._prepaid:
-            paid = min(self._prepaid, num_tokens)
-            self._prepaid -= paid
-            self._account.virtual_time += (num_tokens - paid) / self._account.weight
-        else:
-            self._account.virtual_time += num_tokens / self._account.weight
+        paid = min(self._prepaid, num_tokens)
+        self._prepaid -= paid
+        self._account.virtual_time += (num_tokens - paid) / self._weight
 
     def leave(self, *, cost_is_known: bool = True) -> None:
         """Give the place back, when all tokens that are known of have been charged; once.
 
-        A request whose cost nobody knows, because its client or its replica is gone, keeps what it
-        was charged in advance: a key whose clients give up early must not come before the others.
+        A place costs `_LEAST_TOKENS` even where nothing was generated, as for `/tokenize` or a
+        request that the replica refuses: a key whose places are free would go first forever.
+        A request of unknown cost, because its client or its replica is gone, keeps what it was
+        charged in advance: a key whose clients give up early must not come before the others.
         """
         account = self._account
         if cost_is_known:
-            account.virtual_time -= self._prepaid / account.weight
+            refund = self._prepaid - max(0, _LEAST_TOKENS - self.num_tokens)
+            account.virtual_time -= refund / self._weight
             self._queue._learn(account, self.num_tokens)
-        elif not self._expected:
-            unpaid = self._queue._guess(account) - self.num_tokens
-            account.virtual_time += max(0.0, unpaid) / account.weight
+        else:
+            unpaid = self._queue._guess(account) - max(self._expected, self.num_tokens)
+            account.virtual_time += max(0.0, unpaid) / self._weight
         self._queue._leave(account)
 
     def give_up(self) -> None:
         """Give the place back without having used it; once."""
-        self._account.virtual_time -= self._prepaid / self._account.weight
+        self._account.virtual_time -= self._prepaid / self._weight
         self._queue._leave(self._account)
 
 
@@ -240,16 +244,17 @@ class FairQueue:
             del self._backlogged[account]
 
     def _learn(self, account: Account, num_tokens: int) -> None:
-        """Take an answer's cost into the means of its key and of all keys."""
-        newest = _NEWEST if account.mean_tokens else 1.0
-        account.mean_tokens += newest * (num_tokens - account.mean_tokens)
-        newest = _NEWEST if self._mean_tokens else 1.0
-        self._mean_tokens += newest * (num_tokens - self._mean_tokens)
+        """Take an answer's cost into the means of its key and of all keys.
+
+        What generates nothing tells nothing of answers.
+        """
+        if num_tokens:
+            account.mean_tokens = _newer_mean(account.mean_tokens or self._mean_tokens, num_tokens)
+            self._mean_tokens = _newer_mean(self._mean_tokens, num_tokens)
 
     def _guess(self, account: Account) -> float:
-        """Tokens of an answer that nobody counted."""
-        # Never nothing: who always pays nothing always goes first.
-        return account.mean_tokens or self._mean_tokens or 1.0
+        """Tokens of an answer that is not known yet, or that nobody counted; not less than 1."""
+        return account.mean_tokens or self._mean_tokens or _LEAST_TOKENS
 
     def _leave(self, account: Account) -> None:
         self._running -= 1
@@ -288,3 +293,14 @@ class FairQueue:
         return kind(
             f"All replicas are busy, {reason}; please try again.", retry_after_s=retry_after_s
         )
+
+
+def _newer_mean(mean: float, num_tokens: int) -> float:
+    """The mean of answers with one more answer; 0 stands for no answers yet.
+
+    A short answer counts for less, in proportion to its tokens. To lower its mean a key must pay
+    for as many tokens as with long answers, so tiny requests do not make the next burst cheap.
+    """
+    if not mean:
+        return num_tokens
+    return mean + _NEWEST * min(1.0, num_tokens / mean) * (num_tokens - mean)

@@ -15,6 +15,7 @@ from deployments.answers import ReplicaCalls, relay_answer, send_error, send_who
 from deployments.asgi_relay import Receive, RelayedRequest, Scope, Send
 from deployments.callers import Caller, Callers
 from deployments.charge import Charge
+from deployments.descriptions import Descriptions
 from deployments.error_responses import (
     JSON_TYPE,
     internal_error,
@@ -32,7 +33,13 @@ from deployments.model_list import ModelList
 from deployments.prompt_limits import checked_prompt
 from deployments.rate_limits import Admission
 from deployments.refusals import refusal_for
-from deployments.request_body import parse_fields, prompt_tokens, read_body
+from deployments.request_body import (
+    BodyBudget,
+    HeldBody,
+    parse_fields,
+    prompt_tokens,
+    read_body,
+)
 from deployments.request_terms import RequestTerms
 from deployments.retries import Retries
 from deployments.routing import registry
@@ -90,6 +97,8 @@ class Gateway:
         self.retries = Retries(settings.retries)
         self.tracing = open_tracing(settings.tracing, GATEWAY)
         self._list = ModelList()
+        self._descriptions = Descriptions()
+        self._bodies = BodyBudget(settings.limits.held_body_bytes)
         self._followed: set[str] = set()
 
     async def reconfigure(
@@ -108,6 +117,7 @@ class Gateway:
             else:
                 known.reconfigure(model, calls)
                 models[model.name] = known
+        self._bodies.max_bytes = settings.limits.held_body_bytes
         self._list.models_changed(models.keys())
         self._models = models
         self.retries.config = settings.retries
@@ -171,38 +181,46 @@ class Gateway:
         try:
             caller = await self._callers.identify(scope["headers"])
             exchange.called_by(caller)
-            body = await read_body(receive, self._settings.limits.max_body_bytes)
-            if path == MODELS_PATH:
-                await self._answer_models(caller, _relayed(exchange, scope, body), exchange)
+            # Before the body is read: to read and to parse it costs more than to refuse it.
+            admission = () if caller.rates is None else await caller.rates.admit_request()
+            if method == "POST":
+                with self._bodies.hold() as held:
+                    await self._answer(caller, scope, receive, held, admission, exchange)
             else:
-                await self._answer(caller, scope, body, exchange)
+                await self._describe(caller, _relayed(exchange, scope, b""), exchange)
         except (RequestError, CapacityError) as error:
             self.metrics.refused(error, caller)
             if caller is not None:
                 exchange.rate_headers = await caller.rate_headers()
             await send_error(exchange.send, refusal_for(error))
 
-    async def _answer(self, caller: Caller, scope: Scope, body: bytes, exchange: Exchange) -> None:
-        """Let the request in, in its turn, and relay its answer; raises where it may not go in."""
-        generates = scope["method"] == "POST"
-        fields = parse_fields(body) if generates else {}
-        model = find_model(self._models, fields.get("model"), caller, needed=generates)
-        exchange.begin(model.settings.name, fields)
-        chars = checked_prompt(fields, caller, self._settings.limits.max_prompt_chars)
-        terms = _terms(caller, model, exchange)
-        request = _relayed(exchange, scope, body, terms, _hint(fields, caller))
-        admission: Admission = ()
-        num_tokens = 0
-        if caller.rates is not None and generates:
-            # The hint is about the first of several prompts.
-            num_tokens = max(request.hint.prompt_tokens, prompt_tokens(chars))
-            admission = await caller.rates.admit(num_tokens)
+    async def _answer(
+        self,
+        caller: Caller,
+        scope: Scope,
+        receive: Receive,
+        held: HeldBody,
+        admission: Admission,
+        exchange: Exchange,
+    ) -> None:
+        """Let the request in, in its turn, and relay its answer; raises where it may not go in.
+
+        A request that is refused for what it holds still counts in its key's rates: to find that
+        out costs as much as to let it in.
+        """
+        try:
+            body = await read_body(receive, self._settings.limits.max_body_bytes, held)
+        except CapacityError:
+            caller.give_back(admission)
+            raise
+        model, request, num_tokens = self._parsed(caller, scope, body, exchange)
+        if caller.rates is not None:
+            admission = (*admission, *await caller.rates.admit_tokens(num_tokens))
         exchange.queueing()
         try:
             ticket = await model.enter(caller)
         except BaseException:
-            if caller.rates is not None:
-                caller.rates.give_back(admission)
+            caller.give_back(admission)
             raise
         exchange.record.queue_s = round(ticket.queued_s, 6)
         charge = Charge(ticket, caller.rates, admission, num_tokens, exchange)
@@ -221,13 +239,35 @@ class Gateway:
             charge.close()
             registry.ended(model.settings.deployment, exchange.unique_id, charge.end)
 
-    async def _answer_models(
-        self, caller: Caller, request: RelayedRequest, exchange: Exchange
-    ) -> None:
-        models = {
-            name: model.replicas for name, model in self._models.items() if caller.may_use(name)
-        }
-        answer = await self._list.answer(models, request, self._settings.models_wait_s)
+    def _parsed(
+        self, caller: Caller, scope: Scope, body: bytes, exchange: Exchange
+    ) -> tuple[Model, RelayedRequest, int]:
+        """The model of a request, the request for its replicas, and about how long its prompt is.
+
+        Of the parsed body nothing is left on return, unless its content is to be logged. Raises
+        RequestError.
+        """
+        fields = parse_fields(body)
+        model = find_model(self._models, fields.get("model"), caller, needed=True)
+        exchange.begin(model.settings.name, fields)
+        chars = checked_prompt(fields, caller, self._settings.limits.max_prompt_chars)
+        terms = _terms(caller, model, exchange)
+        request = _relayed(exchange, scope, body, terms, _hint(fields, caller))
+        # The hint is about the first of several prompts.
+        return model, request, max(request.hint.prompt_tokens, prompt_tokens(chars))
+
+    async def _describe(self, caller: Caller, request: RelayedRequest, exchange: Exchange) -> None:
+        """Answer what is asked about the server; takes no place at the replicas."""
+        wait_s = self._settings.models_wait_s
+        if request.path == MODELS_PATH:
+            models = {
+                name: model.replicas for name, model in self._models.items() if caller.may_use(name)
+            }
+            answer = await self._list.answer(models, request, wait_s)
+        else:
+            model = find_model(self._models, None, caller, needed=False)
+            exchange.begin(model.settings.name, {})
+            answer = await self._descriptions.answer(model.replicas, request, wait_s)
         exchange.rate_headers = await caller.rate_headers()
         await send_whole(exchange.send, answer)
 

@@ -99,5 +99,5 @@ def _check_flags() -> None:
     if missing:
         raise ConfigError(
             f"the environment of every pod of the cluster needs {', '.join(missing)}: Ray Serve "
-            "reads it when it starts, and is several times slower without"
+            "reads it when it starts"
         )

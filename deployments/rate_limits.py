@@ -170,23 +170,26 @@ class KeyRates:
         """The limited rates, tokens first."""
         return tuple(self._windows.values())
 
-    async def admit(self, prompt_tokens: int) -> Admission:
-        """Count one request and its prompt; raises RateLimitError, and then counts neither."""
-        taken: list[tuple[Window, int]] = []
+    async def admit_request(self) -> Admission:
+        """Count one request; raises RateLimitError."""
+        return await self._take("requests", 1)
+
+    async def admit_tokens(self, num: int) -> Admission:
+        """Count the tokens of a prompt; raises RateLimitError."""
+        return await self._take("tokens", num)
+
+    async def _take(self, kind: str, num: int) -> Admission:
+        window = self._windows.get(kind)
+        if window is None:
+            return ()
         try:
-            for window in self._windows.values():
-                num = prompt_tokens if window.kind == "tokens" else 1
-                await window.take(num)
-                taken.append((window, num))
+            await window.take(num)
         except STORE_FAILURES:
-            return taken
-        except BaseException:
-            self.give_back(taken)
-            raise
-        return taken
+            return ()
+        return ((window, num),)
 
     def give_back(self, admission: Admission) -> None:
-        """Count a request that was let in no further no more."""
+        """Refund a request that the server has no room for, or whose client left the queue."""
         for window, num in admission:
             window.owe(-num)
 

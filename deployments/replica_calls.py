@@ -1,6 +1,7 @@
 """The gateway's calls to replicas, over a Ray Serve deployment handle."""
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, cast
@@ -14,10 +15,13 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from deployments.answer_parts import AnswerBroken, AnswerEnd, AnswerStart, Piece
 from deployments.answers import Progress
 from deployments.asgi_relay import RelayedRequest
+from deployments.request_body import BodyTooLargeError
 from deployments.retries import NoReplicaError, ReplicaBrokenError, ReplicaLostError
 from deployments.routing import registry
 
 LOST = (RayActorError, DeploymentUnavailableError, ReplicaUnavailableError)
+# What gRPC says of a message over the limit of its receiver.
+TOO_LARGE = re.compile(r"Received message larger than max \((\d+) vs\. (\d+)\)")
 
 
 class HandleCalls:
@@ -88,10 +92,19 @@ async def _parts(
 
 
 async def _taken(response: DeploymentResponseGenerator[Any], wait_s: float) -> None:
-    """Wait until a replica has taken the request; raises NoReplicaError."""
+    """Wait until a replica has taken the request; raises NoReplicaError and BodyTooLargeError."""
     try:
         async with asyncio.timeout(wait_s):
             await response._fetch_future_result_async()
+    except (RuntimeError, AioRpcError) as error:
+        # Ray Serve makes a RuntimeError of gRPC's where the replica has not answered yet.
+        if sizes := TOO_LARGE.search(str(error)):
+            size, limit = sizes.groups()
+            raise BodyTooLargeError(
+                f"The request takes {size} bytes on its way to a replica, where this cluster takes "
+                f"{limit}; see RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH."
+            ) from error
+        raise
     except TimeoutError as error:
         raise NoReplicaError(f"no replica has taken the request within {wait_s:g} s") from error
 

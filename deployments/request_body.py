@@ -1,9 +1,10 @@
 """Reads a request's body, within its limits."""
 
 import json
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from apar_core.errors import RequestError
+from apar_core.errors import CapacityError, RequestError
 from deployments.asgi_relay import Receive
 from deployments.nested_text import MESSAGE_FIELDS, PART_FIELDS, texts_in
 
@@ -11,16 +12,71 @@ from deployments.nested_text import MESSAGE_FIELDS, PART_FIELDS, texts_in
 _CHARS_PER_TOKEN = 4
 
 
+# Parsing stops every stream of the gateway, and then those of a replica. A body of 16 MiB may hold
+# millions of values, each of them larger in memory than in JSON.
+MAX_VALUES = 2**18
+MAX_CONTAINERS = 10_000
+_RETRY_AFTER_S = 1.0
+
+
 class BodyTooLargeError(RequestError):
-    """The request's body is over the limit: HTTP 413."""
+    """The request's body is over a limit: HTTP 413."""
 
 
 class PromptTooLongError(RequestError):
     """The prompt is over the limit of its characters: HTTP 400."""
 
 
-async def read_body(receive: Receive, max_bytes: int) -> bytes:
-    """The whole body; raises BodyTooLargeError as soon as it is over the limit."""
+class BodyBudget:
+    """Bytes of bodies that a gateway may hold for all its requests together."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_held_bytes = 0
+
+    def hold(self) -> "HeldBody":
+        """The part of one request, empty; a context manager that gives it back."""
+        return HeldBody(self)
+
+
+class HeldBody:
+    """The bytes of one request's body, as its budget counts them."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self._num_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Count more bytes; raises CapacityError where the budget has no room for them."""
+        budget = self._budget
+        if budget.num_held_bytes + num_bytes > budget.max_bytes:
+            raise CapacityError(
+                f"The bodies of all requests take {budget.num_held_bytes} of "
+                f"{budget.max_bytes} bytes; please try again.",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        budget.num_held_bytes += num_bytes
+        self._num_bytes += num_bytes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._budget.num_held_bytes -= self._num_bytes
+        self._num_bytes = 0
+
+
+async def read_body(receive: Receive, max_bytes: int, held: HeldBody) -> bytes:
+    """The whole body, counted in `held`.
+
+    Raises BodyTooLargeError as soon as it is over the limit, and CapacityError where the bodies of
+    all requests take too much.
+    """
     pieces: list[bytes] = []
     room = max_bytes
     while True:
@@ -29,19 +85,56 @@ async def read_body(receive: Receive, max_bytes: int) -> bytes:
         room -= len(pieces[-1])
         if room < 0:
             raise BodyTooLargeError(f"The body is larger than {max_bytes} bytes.")
+        held.add(len(pieces[-1]))
         if message["type"] == "http.disconnect" or not message.get("more_body", False):
             return b"".join(pieces)
 
 
 def parse_fields(body: bytes) -> dict[str, Any]:
-    """The fields of a body; raises RequestError if it is no JSON object."""
+    """The fields of a body; raises RequestError if it is no JSON object.
+
+    Raises BodyTooLargeError, before anything is parsed, if it holds too many values.
+    """
+    _check_values(body)
     try:
-        fields = json.loads(body)
+        # Left to itself, `json` also reads UTF-16 and UTF-32, whose values were not counted.
+        fields = json.loads(body.decode("utf-8-sig", "surrogatepass"))
     except (ValueError, RecursionError) as error:
         raise RequestError(f"The body is not valid JSON: {error}") from error
     if not isinstance(fields, dict):
         raise RequestError("The body must be a JSON object.")
     return fields
+
+
+def _check_values(body: bytes) -> None:
+    """Raise BodyTooLargeError for a body of more values than it may hold."""
+    # Nearly all bodies are below the limits even if the contents of strings count as values.
+    num_containers, num_values = _count_values(body)
+    if num_containers <= MAX_CONTAINERS and num_values <= MAX_VALUES:
+        return
+    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    # Each string is a value, or the name of one.
+    num_strings = unescaped.count(b'"') // 2
+    if num_strings > 2 * MAX_VALUES:
+        raise BodyTooLargeError(
+            f"The body holds {num_strings} strings, more than {2 * MAX_VALUES}."
+        )
+    num_containers, num_values = _count_values(b"".join(unescaped.split(b'"')[::2]))
+    if num_containers > MAX_CONTAINERS:
+        raise BodyTooLargeError(
+            f"The body holds {num_containers} objects and lists, more than {MAX_CONTAINERS}."
+        )
+    if num_values > MAX_VALUES:
+        raise BodyTooLargeError(f"The body holds {num_values} values, more than {MAX_VALUES}.")
+
+
+def _count_values(text: bytes) -> tuple[int, int]:
+    """Objects and lists, and values, of JSON without strings; each may be too high, never too low.
+
+    Every value but the first of its object or list follows a comma.
+    """
+    num_containers = text.count(b"{") + text.count(b"[")
+    return num_containers, num_containers + text.count(b",")
 
 
 def prompt_chars(fields: dict[str, Any]) -> dict[str, int]:

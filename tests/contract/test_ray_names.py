@@ -3,10 +3,16 @@
 import inspect
 from pathlib import Path
 
+import grpc
 import pytest
 from ray.serve import _private as serve_private
 from ray.serve._private import http_util
+from ray.serve._private.constants import (
+    SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER,
+    SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER,
+)
 from ray.serve._private.logging_utils import get_serve_logs_dir
+from ray.serve._private.utils import call_function_from_import_path
 from ray.serve.handle import DeploymentHandle
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -22,6 +28,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 
 from cluster.local_ray import SERVE_FLAGS, serve_environment
+from deployments.asgi_relay import Receive, Scope, Send
+from deployments.client_headers import STEERING_HEADERS, middlewares
+from deployments.replica_calls import TOO_LARGE
 
 SERVE = Path(inspect.getfile(serve_private)).parent
 
@@ -46,6 +55,54 @@ def test_ray_serve_reads_every_setting_that_we_make() -> None:
 )
 def test_haproxys_template_has_the_lines_that_we_put_right(line: str) -> None:
     assert line in (SERVE / "haproxy_templates.py").read_text()
+
+
+def test_ray_serve_reads_steering_headers_behind_our_middleware() -> None:
+    assert {
+        SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER.encode(),
+        SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER.encode(),
+    } == STEERING_HEADERS
+    flag = SERVE_FLAGS["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"]
+    given = call_function_from_import_path(flag)
+    assert http_util.validate_http_proxy_callback_return(given) == given != []
+    # Both HTTP servers, behind HAProxy and without it, put the middlewares around their handling.
+    assert "_apply_middlewares" in inspect.getsource(http_util.start_asgi_http_server)
+    for server in ("proxy.py", "replica.py"):
+        source = (SERVE / server).read_text()
+        assert "configure_http_middlewares(" in source
+        assert "start_asgi_http_server(" in source
+
+
+async def test_steering_headers_do_not_reach_ray_serve() -> None:
+    seen: list[dict[bytes, bytes]] = []
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(dict(scope["headers"]))
+
+    app = http_util._apply_middlewares(serve, middlewares())  # type: ignore[arg-type]
+    headers = [(b"x-request-timeout-seconds", b"0.01"), (b"x-request-disconnect-disabled", b"?1")]
+    await app({"type": "http", "headers": [*headers, (b"a", b"b")]}, None, None)  # type: ignore[arg-type]
+
+    assert http_util.parse_request_timeout_header(dict(headers), None) == 0.01
+    assert http_util.parse_request_timeout_header(seen[0], None) is None
+    assert http_util.parse_disconnect_disabled_header(dict(headers))
+    assert not http_util.parse_disconnect_disabled_header(seen[0])
+    assert seen[0][b"a"] == b"b"
+
+
+async def test_grpc_names_the_sizes_of_a_message_over_its_limit() -> None:
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", 100)])
+    handler = grpc.unary_unary_rpc_method_handler(lambda request, context: request)
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("s", {"m": handler})])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await channel.unary_unary("/s/m")(b"x" * 101)
+    await server.stop(None)
+
+    assert TOO_LARGE.search(str(refused.value)).groups() == ("101", "100")  # type: ignore[union-attr]
 
 
 def test_ray_serve_sends_request_ids_back_itself() -> None:

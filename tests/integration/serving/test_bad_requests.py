@@ -53,7 +53,7 @@ def test_a_wrong_field_is_named(
     assert error_of(answer)["param"] == param
 
 
-@pytest.mark.parametrize("body", [b"{bad", b"[1]", b"", b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize("body", [b"{bad", b"[1]", b"", b"\xff", b"[" * 10_000])
 def test_a_body_that_is_no_json_object_is_refused(
     application: RunningApplication, body: bytes
 ) -> None:
@@ -98,6 +98,36 @@ def test_control_tokens_named_by_id_are_refused(
 
     assert answer.status_code == 400
     assert error_of(answer)["param"] == field
+
+
+def test_a_prompt_over_grpcs_default_of_4_mib_is_too_long_for_the_model(
+    application: RunningApplication,
+) -> None:
+    body = {"messages": [{"role": "user", "content": "word " * 2**20}]}
+
+    answer = httpx.post(application.url + CHAT, json=body, timeout=60)
+
+    assert answer.status_code == 400
+    assert "maximum context length" in error_of(answer)["message"]
+
+
+def test_an_answer_over_grpcs_default_of_4_mib_arrives(application: RunningApplication) -> None:
+    body = {"prompt": "a b c " * 2**18, "return_token_strs": True}
+
+    answer = httpx.post(f"{application.url}/tokenize", json=body, timeout=120)
+
+    assert answer.status_code == 200
+    assert len(answer.content) > 2**22
+    assert len(answer.json()["tokens"]) == answer.json()["count"]
+
+
+def test_a_client_cannot_set_ray_serves_timeout(application: RunningApplication) -> None:
+    headers = {"x-request-timeout-seconds": "0.001"}
+
+    answer = httpx.post(application.url + CHAT, json=HI, headers=headers, timeout=60)
+
+    assert answer.status_code == 200
+    assert answer.json()["choices"]
 
 
 def test_one_token_is_an_answer(application: RunningApplication) -> None:

@@ -65,6 +65,29 @@ async def test_leaving_at_any_moment_of_a_forking_request_frees_everything(
     application.wait_until_idle()
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_cannot_keep_requests_running_that_it_abandons(
+    application: RunningApplication, stream: bool
+) -> None:
+    """Together the requests would take longer than `wait_until_idle` waits."""
+    body = chat_body(stream=stream, max_tokens=1800, ignore_eos=True)
+    headers = {"x-request-disconnect-disabled": "?1"}
+    async with client_for(application) as client:
+        tasks = [
+            asyncio.create_task(client.post("/v1/chat/completions", json=body, headers=headers))
+            for _ in range(150)
+        ]
+        for _ in range(150):
+            if application.load()["threads"] >= 100:
+                break
+            await asyncio.sleep(0.2)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    application.wait_until_idle()
+
+
 async def test_a_stop_string_across_a_fork_boundary_cuts_the_restored_text(
     application: RunningApplication,
 ) -> None:

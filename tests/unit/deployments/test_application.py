@@ -11,6 +11,7 @@ from vllm.config import VllmConfig
 from apar_core.engine.fork_settings import fork_settings
 from apar_core.engine.replay_request import REPLAY
 from cluster.config import ClusterConfig
+from cluster.local_ray import APPLICATION_FLAGS
 from cluster.model_config import ForkLimits, ModelConfig
 from deployments.application import (
     build_application,
@@ -78,6 +79,18 @@ def test_no_secret_travels_with_the_application(monkeypatch: pytest.MonkeyPatch)
     assert all(name in shown for name in names)
     assert "sentinel" not in shown
     assert b"sentinel" not in stored
+
+
+@pytest.mark.parametrize("ray_address", [None, "ray:6379"])
+def test_ray_serves_limits_reach_the_gateway_and_the_replicas(ray_address: str | None) -> None:
+    """A private cluster's processes have them in their environment."""
+    gateway: Any = build_application(ClusterConfig(ray_address=ray_address))._bound_deployment
+    replica = gateway.init_args[1]._bound_deployment
+
+    given = gateway.ray_actor_options["runtime_env"].get("env_vars")
+    assert given == (None if ray_address is None else APPLICATION_FLAGS)
+    replicas = replica.ray_actor_options["runtime_env"]["env_vars"]
+    assert replicas.items() >= APPLICATION_FLAGS.items()
 
 
 def test_every_model_has_replicas_of_its_own_in_the_gateways_order() -> None:

@@ -43,7 +43,7 @@ async def identified(known: Callers, token: str) -> Caller:
 async def admit(known: Callers, token: str) -> None:
     rates = (await identified(known, token)).rates
     assert rates is not None
-    await rates.admit(0)
+    await rates.admit_request()
 
 
 async def test_two_tokens_of_one_name_are_one_caller() -> None:

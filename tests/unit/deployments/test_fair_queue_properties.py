@@ -2,8 +2,9 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from itertools import cycle
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -217,3 +218,59 @@ def test_keys_that_always_wait_get_tokens_by_their_weights(
 
     largest = max(max(answers) / weights[name] for name, answers in sizes.items())
     assert max(got.values()) - min(got.values()) <= 2 * (capacity + 1) * largest
+
+
+async def contended_run(capacity: int, num_steps: int, answers: dict[str, list[int]]) -> list[int]:
+    """Steps for which each key, always with a request waiting, holds places.
+
+    `answers` are the tokens of each key's (repeated) requests; one of no tokens, such as a rejected
+    one, holds its place for a step.
+    """
+    queue = FairQueue(capacity=capacity, max_waiting=10**6, max_wait_s=3600)
+    accounts = {name: Account(name) for name in answers}
+    turns = {name: cycle(sizes) for name, sizes in answers.items()}
+    waiting = {
+        name: [asyncio.create_task(queue.enter(account)) for _ in range(capacity + 1)]
+        for name, account in accounts.items()
+    }
+    held = dict.fromkeys(answers, 0)
+    running: list[tuple[str, int, Ticket]] = []
+    for _ in range(num_steps):
+        for _ in range(3):
+            await asyncio.sleep(0)
+        for name, tasks in waiting.items():
+            for task in [task for task in tasks if task.done()]:
+                tasks.remove(task)
+                tasks.append(asyncio.create_task(queue.enter(accounts[name])))
+                running.append((name, next(turns[name]), task.result()))
+        for name, _, _ in running:
+            held[name] += 1
+        for name, size, ticket in list(running):
+            ticket.charge(min(1, size))
+            if ticket.num_tokens >= size:
+                running.remove((name, size, ticket))
+                ticket.leave()
+    tasks = [task for each in waiting.values() for task in each]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return list(held.values())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    capacity=st.integers(1, 4),
+    tricks=st.lists(st.integers(0, 20), min_size=1, max_size=30),
+    answer=st.integers(1, 20),
+)
+@example(capacity=1, tricks=[0], answer=20)
+@example(capacity=4, tricks=[0] * 20 + [20] * 4, answer=20)
+def test_no_sequence_of_tiny_or_rejected_requests_gains_service(
+    capacity: int, tricks: list[int], answer: int
+) -> None:
+    """A key that behaves gets its half of the places' time, whatever the other one sends."""
+    tricky, behaving = asyncio.run(
+        contended_run(capacity, 800, {"tricky": tricks, "behaving": [answer]})
+    )
+
+    assert tricky - behaving <= 2 * (capacity + 1) * 20

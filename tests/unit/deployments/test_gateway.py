@@ -10,6 +10,7 @@ import pytest
 from cluster.limits_config import LimitsConfig
 from deployments.answer_parts import AnswerStart, Piece
 from deployments.answers import ReplicaLostError
+from deployments.request_body import BodyTooLargeError
 from tests.fakes.played_replicas import (
     CHAT,
     EVENTS,
@@ -137,7 +138,7 @@ async def test_what_the_gateway_can_judge_reaches_no_replica(
     assert replicas.requests == []
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 100_000])
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 10_000])
 async def test_malformed_json_is_a_400(body: bytes) -> None:
     answer = await client(PlayedReplicas()).post(CHAT, content=body)
 
@@ -150,6 +151,17 @@ async def test_a_body_over_the_limit_is_a_413() -> None:
     answer = await http.post(CHAT, json={"model": "m" * 9})
 
     assert answer.status_code == 413
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_a_request_too_large_for_ray_serve_is_a_413(streaming: bool) -> None:
+    replicas = PlayedReplicas(BodyTooLargeError("5 bytes, where 4 are taken"))
+
+    answer = await client(replicas).post(CHAT, json={"stream": streaming})
+
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "request_too_large"
+    assert "5 bytes" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -44,34 +44,34 @@ async def shown(limited: KeyRates) -> dict[str, str]:
 async def test_one_request_too_many_is_refused_until_the_window_has_room(advance: Advance) -> None:
     limited = rates(requests_per_minute=3)
     for _ in range(3):
-        await limited.admit(0)
+        await limited.admit_request()
 
     with pytest.raises(RateLimitError, match=r"3 requests per minute, 3 used, 1 asked") as refused:
-        await limited.admit(0)
+        await limited.admit_request()
 
     # All three count until the minute ends, and less and less from there on.
     assert refused.value.retry_after_s == pytest.approx(60.0)
     advance(59.9)
     with pytest.raises(RateLimitError):
-        await limited.admit(0)
+        await limited.admit_request()
     advance(0.2)
-    await limited.admit(0)
+    await limited.admit_request()
     with pytest.raises(RateLimitError) as refused:
-        await limited.admit(0)
+        await limited.admit_request()
     assert refused.value.retry_after_s == pytest.approx(19.9)
     advance(20.0)
-    await limited.admit(0)
+    await limited.admit_request()
 
 
 async def test_generated_tokens_are_paid_off_before_anything_else_is_taken(
     advance: Advance,
 ) -> None:
     limited = rates(tokens_per_minute=100)
-    await limited.admit(40)
+    await limited.admit_tokens(40)
     limited.use_tokens(260)  # One long answer, far over the limit.
 
     with pytest.raises(RateLimitError, match=r"tokens per minute, 300 used") as refused:
-        await limited.admit(10)
+        await limited.admit_tokens(10)
 
     assert refused.value.retry_after_s > 120
     waited = 0.0
@@ -79,7 +79,7 @@ async def test_generated_tokens_are_paid_off_before_anything_else_is_taken(
         advance(10.0)
         waited += 10.0
         try:
-            await limited.admit(10)
+            await limited.admit_tokens(10)
         except RateLimitError:
             continue
         break
@@ -89,35 +89,35 @@ async def test_generated_tokens_are_paid_off_before_anything_else_is_taken(
 
 async def test_tokens_that_were_estimated_too_high_come_back(advance: Advance) -> None:
     limited = rates(tokens_per_minute=100)
-    await limited.admit(90)
+    await limited.admit_tokens(90)
     limited.use_tokens(-50)
     assert (await shown(limited))["x-ratelimit-remaining-tokens"] == "60"
 
-    await limited.admit(60)
+    await limited.admit_tokens(60)
 
     with pytest.raises(RateLimitError, match="100 used"):
-        await limited.admit(1)
+        await limited.admit_tokens(1)
 
 
 async def test_a_prompt_over_the_limit_takes_the_whole_window_and_counts_in_full(
     advance: Advance,
 ) -> None:
     limited = rates(tokens_per_minute=100)
-    await limited.admit(250)
+    await limited.admit_tokens(250)
     advance(121.0)
 
     with pytest.raises(RateLimitError):
-        await limited.admit(1)
+        await limited.admit_tokens(1)
 
 
 async def test_a_prompt_over_the_limit_is_told_how_long_its_excess_takes(
     advance: Advance,
 ) -> None:
     limited = rates(tokens_per_minute=100)
-    await limited.admit(100)
+    await limited.admit_tokens(100)
 
     with pytest.raises(RateLimitError, match=r"100 used, 350 asked for") as refused:
-        await limited.admit(350)
+        await limited.admit_tokens(350)
 
     # Two minutes until nothing is counted any more, and 250 tokens over the limit at 100 a minute.
     assert refused.value.retry_after_s == pytest.approx(120 * 0.995 + 150, rel=0.01)
@@ -125,21 +125,22 @@ async def test_a_prompt_over_the_limit_is_told_how_long_its_excess_takes(
 
 async def test_a_refusal_counts_what_was_used_and_what_is_owed(advance: Advance) -> None:
     limited = rates(tokens_per_minute=100)
-    await limited.admit(30)
+    await limited.admit_tokens(30)
     limited.use_tokens(45)
 
     with pytest.raises(RateLimitError, match=r"75 used, 26 asked for"):
-        await limited.admit(26)
+        await limited.admit_tokens(26)
 
-    await limited.admit(25)
+    await limited.admit_tokens(25)
 
 
 async def test_a_refused_request_counts_no_tokens(advance: Advance) -> None:
     limited = rates(tokens_per_minute=100, requests_per_minute=1)
-    await limited.admit(30)
+    await limited.admit_request()
+    await limited.admit_tokens(30)
 
     with pytest.raises(RateLimitError) as refused:
-        await limited.admit(60)
+        await limited.admit_request()
 
     assert refused.value.kind == "requests"
     assert (await shown(limited))["x-ratelimit-remaining-tokens"] == "70"
@@ -148,7 +149,8 @@ async def test_a_refused_request_counts_no_tokens(advance: Advance) -> None:
 async def test_headers_are_openais(advance: Advance) -> None:
     limited = rates(tokens_per_minute=100, requests_per_minute=10)
     fresh = await shown(limited)
-    await limited.admit(30)
+    await limited.admit_request()
+    await limited.admit_tokens(30)
     limited.use_tokens(5)
     advance(0.25)
 
@@ -171,10 +173,10 @@ async def test_headers_are_openais(advance: Advance) -> None:
 
 async def test_keys_that_share_a_store_and_a_name_share_their_rate(advance: Advance) -> None:
     storage = open_storage("memory://")
-    await rates(storage, requests_per_minute=1).admit(0)
+    await rates(storage, requests_per_minute=1).admit_request()
 
     with pytest.raises(RateLimitError):
-        await rates(storage, requests_per_minute=1).admit(0)
+        await rates(storage, requests_per_minute=1).admit_request()
 
 
 class FailingStorage(MemoryStorage):
@@ -195,8 +197,8 @@ class FailingStorage(MemoryStorage):
 async def test_requests_pass_where_the_store_fails() -> None:
     limited = rates(FailingStorage(), requests_per_minute=1)
 
-    await limited.admit(0)
-    admission = await limited.admit(0)
+    await limited.admit_request()
+    admission = await limited.admit_request()
 
     limited.give_back(admission)
     assert await shown(limited) == {}

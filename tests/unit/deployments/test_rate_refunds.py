@@ -17,31 +17,31 @@ __all__ = ["advance"]
 
 async def test_no_more_comes_back_than_the_window_still_counts(advance: Advance) -> None:
     limited = rates(tokens_per_minute=100)
-    await limited.admit(90)
+    await limited.admit_tokens(90)
     limited.use_tokens(-80)
     advance(121.0)  # The window has forgotten the 90.
 
-    await limited.admit(60)
-    await limited.admit(40)
+    await limited.admit_tokens(60)
+    await limited.admit_tokens(40)
 
     with pytest.raises(RateLimitError, match="100 used"):
-        await limited.admit(1)
+        await limited.admit_tokens(1)
 
 
 async def test_refunds_do_not_pile_up_beyond_the_limit(advance: Advance) -> None:
     limited = rates(tokens_per_minute=100)
-    await limited.admit(100)
+    await limited.admit_tokens(100)
     for _ in range(50):
         limited.use_tokens(-100)
     limited.use_tokens(150)
 
     with pytest.raises(RateLimitError, match="150 used"):
-        await limited.admit(1)
+        await limited.admit_tokens(1)
 
 
 async def test_a_request_that_was_let_in_no_further_is_given_back(advance: Advance) -> None:
     limited = rates(tokens_per_minute=100, requests_per_minute=2)
-    admission = await limited.admit(70)
+    admission = (*await limited.admit_request(), *await limited.admit_tokens(70))
 
     limited.give_back(admission)
 
@@ -73,10 +73,10 @@ async def test_a_store_that_hangs_is_asked_once_for_all_that_wait(clock: list[fl
     storage = HangingStorage()
     limited = rates(CounterStore(storage, lambda: clock[0]), requests_per_minute=1)
 
-    await asyncio.gather(*(limited.admit(0) for _ in range(20)))
+    await asyncio.gather(*(limited.admit_request() for _ in range(20)))
     assert (storage.num_asked, await shown(limited)) == (1, {})
     clock[0] = 5.1
-    await limited.admit(0)
+    await limited.admit_request()
 
     assert storage.num_asked == 2
 

@@ -13,21 +13,26 @@ from apar_core.journal import ThreadDelta
 from deployments.answer_parts import AnswerBroken, AnswerEnd, AnswerStart, Piece
 from deployments.asgi_relay import RelayedRequest
 from deployments.replica_calls import HandleCalls
+from deployments.request_body import BodyTooLargeError
 from deployments.retries import NoReplicaError, ReplicaLostError
 
 REQUEST = RelayedRequest("POST", "/v1/completions", b"", [], b"{}", replica_wait_s=0.05)
 START = AnswerStart(200, [], b"data: 1\n\n")
+TOO_LARGE = "SERVER: Received message larger than max (5243200 vs. 4194304)"
 
 
 class PlayedResponse:
     """What a call over a handle returns; an error among the parts is raised in its turn."""
 
-    def __init__(self, parts: list[Any], *, taken: bool) -> None:
+    def __init__(self, parts: list[Any], *, taken: bool, refused: Exception | None) -> None:
         self._parts = parts
         self._taken = taken
+        self._refused = refused
         self.cancelled = False
 
     async def _fetch_future_result_async(self) -> None:
+        if self._refused is not None:
+            raise self._refused
         if not self._taken:
             await asyncio.Event().wait()
 
@@ -46,8 +51,8 @@ class PlayedHandle:
 
     deployment_name = "Replica-m"
 
-    def __init__(self, *parts: Any, taken: bool = True) -> None:
-        self.response = PlayedResponse(list(parts), taken=taken)
+    def __init__(self, *parts: Any, taken: bool = True, refused: Exception | None = None) -> None:
+        self.response = PlayedResponse(list(parts), taken=taken, refused=refused)
 
     def options(self, **options: Any) -> "PlayedHandle":
         return self
@@ -72,8 +77,8 @@ async def test_pieces_travel_as_plain_tuples() -> None:
     assert isinstance(parts[1].journal[0], ThreadDelta)
 
 
-def rpc_error(code: StatusCode) -> AioRpcError:
-    return AioRpcError(code, Metadata(), Metadata())
+def rpc_error(code: StatusCode, details: str | None = None) -> AioRpcError:
+    return AioRpcError(code, Metadata(), Metadata(), details)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +121,27 @@ async def test_a_call_that_would_fail_anywhere_is_no_loss_of_a_replica() -> None
 
     with pytest.raises(AioRpcError):
         await calls(PlayedHandle(error)).whole(REQUEST)
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        rpc_error(StatusCode.RESOURCE_EXHAUSTED, TOO_LARGE),
+        RuntimeError(f"Unexpected error (StatusCode.RESOURCE_EXHAUSTED): {TOO_LARGE}."),
+    ],
+)
+async def test_a_request_too_large_for_ray_serve_is_refused_with_both_sizes(
+    refused: Exception,
+) -> None:
+    with pytest.raises(BodyTooLargeError, match=r"takes 5243200 bytes .* takes 4194304;"):
+        await calls(PlayedHandle(START, refused=refused)).whole(REQUEST)
+
+
+async def test_a_failure_before_a_replica_takes_the_request_stays_what_it_is() -> None:
+    handle = PlayedHandle(START, refused=RuntimeError("Unexpected error (StatusCode.INTERNAL)"))
+
+    with pytest.raises(RuntimeError, match="INTERNAL"):
+        await calls(handle).whole(REQUEST)
 
 
 async def test_a_whole_answer_comes_with_its_cost() -> None:

@@ -32,7 +32,7 @@ def gateway(port: int, password: SecretReference | None = None) -> Callers:
 async def admit(known: Callers) -> None:
     rates = (await known.identify([(b"authorization", f"Bearer {SECRET}".encode())])).rates
     assert rates is not None
-    await rates.admit(0)
+    await rates.admit_request()
 
 
 @contextmanager
