@@ -64,13 +64,19 @@ done
     -e '/^ *option splice-request$/d' \\
     -e 's#^\\( *errorfile 50[234] \\).*#\\1'"$errors"'#' \\
     -e '/^backend default_backend/,$s#return status 404 content-type .*#{no_backend}#' \\
-    -e '/^frontend http_frontend/a\\    {drop_odd_ids}' "$config"
+    -e '/^frontend http_frontend/a\\    {drop_odd_ids}\\n    {json_errors}' "$config"
 exec {binary} "$@"
 """
 # Ray Serve sends every request id back, whatever it holds; without one it makes a good one.
 _DROP_ODD_IDS = (
     "http-request del-header x-request-id unless "
     "{ req.hdr(x-request-id) -m reg ^[A-Za-z0-9._-]{1,64}$ }"
+)
+# Without a gateway HAProxy sends requests to Ray Serve's own proxy, which holds them for the next
+# gateway. When that one dies too, the proxy answers in plain text; our application never does so.
+_JSON_ERRORS = (
+    "http-response return status 503 default-errorfiles "
+    "if { status 500:599 } { res.hdr(content-type) -m beg text/plain }"
 )
 # Our application takes every path, so there is none that is not found, but for a HAProxy that has
 # not been told of the application yet.
@@ -175,6 +181,7 @@ def write_haproxy_wrapper(path: Path) -> None:
     errors.write_bytes("\r\n".join(lines).encode())
     wrapper = _HAPROXY_WRAPPER.replace("{binary}", get_haproxy_binary())
     wrapper = wrapper.replace("{drop_odd_ids}", _DROP_ODD_IDS)
+    wrapper = wrapper.replace("{json_errors}", _JSON_ERRORS)
     wrapper = wrapper.replace("{no_backend}", _NO_BACKEND)
     path.write_text(wrapper, encoding="utf-8")
     # Also for whom it was not written: in an image root makes it, and another runs it.

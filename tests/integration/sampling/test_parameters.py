@@ -162,6 +162,7 @@ def test_a_bad_word_appears_in_no_thread(ask_chat: Ask) -> None:
 
     [answer] = ask_chat(free_children(temperature=0.0, bad_words=[word]))
 
+    assert len(sampled(answer)) > 3
     assert token not in sampled(answer)
     assert sampled(answer) != sampled(plain)
 
@@ -175,6 +176,7 @@ def test_a_biased_token_appears_in_no_thread_or_in_all(ask_chat: Ask) -> None:
         free_children(temperature=0.0, logit_bias={token: 100.0}, max_tokens=40),
     )
 
+    assert len(sampled(without)) > 3
     assert token not in sampled(without)
     assert set(sampled(only)) == {token}
     assert all(children(only))
@@ -185,6 +187,7 @@ def test_allowed_tokens_hold_in_every_thread(ask_chat: Ask) -> None:
 
     [answer] = ask_chat(free_children(allowed_token_ids=allowed, max_tokens=60, seed=1))
 
+    assert len(sampled(answer)) > 3
     assert set(sampled(answer)) <= set(allowed)
 
 
@@ -265,23 +268,57 @@ def test_a_request_may_choose_not_to_fork(ask_chat: Ask, value: object) -> None:
     assert answer.choice.text
 
 
-def test_one_thread_at_a_time_writes_the_same_text(ask_chat: Ask) -> None:
-    one: dict[str, Any] = {"extra_args": {"apar_max_threads": 1}}
+def ask_and_measure(engine: OfflineEngine, settings: list[Any]) -> tuple[list[Answer], int]:
+    """Answers, and the most threads that one step computed. Runs in the engine's process."""
+    scheduler = engine.scheduler
+    schedule = scheduler.schedule
+    widest = 0
 
-    limited, free, free_limited = ask_chat(
-        replayed(**one),
-        free_children(temperature=0.0),
-        free_children(temperature=0.0, **one),
-    )
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal widest
+        output = schedule(*args, **kwargs)
+        widest = max(widest, len(output.num_scheduled_tokens))
+        return output
 
-    assert limited.choice.text == FULL_TEXT
-    # Which threads a token budget cuts depends on their order; up to there they are the same.
-    written = {thread.prefix: thread.generated for thread in free.threads}
-    same = [thread for thread in free_limited.threads if thread.prefix in written]
-    assert len(same) >= 2
-    for thread in same:
-        pairs = zip(thread.generated, written[thread.prefix], strict=False)
-        assert all(a == b for a, b in pairs)
+    scheduler.schedule = noting
+    try:
+        return chat(engine, settings), widest
+    finally:
+        scheduler.schedule = schedule
+
+
+def test_no_more_threads_run_at_once_than_the_request_allows(engine: EngineProcess) -> None:
+    def asked(**settings: Any) -> tuple[Answer, int]:
+        answers, widest = engine.call(ask_and_measure, [replayed(**settings)])
+        assert_nothing_is_left(answers)
+        return answers[0], widest
+
+    free, free_width = asked()
+    widths = {}
+    for bound in (1, 2):
+        answer, widths[bound] = asked(extra_args={"apar_max_threads": bound})
+        assert answer.choice.text == FULL_TEXT
+        assert answer.statistics == free.statistics
+
+    assert widths == {1: 1, 2: 2}
+    assert free_width > 2
+
+
+def test_one_thread_at_a_time_writes_what_it_writes_beside_others(engine: EngineProcess) -> None:
+    """Greedy threads whose tokens the model chooses itself."""
+    whole = {"temperature": 0.0, "max_tokens": 500}
+    one = free_children(**whole, extra_args={"apar_max_threads": 1})
+
+    [free], free_width = engine.call(ask_and_measure, [free_children(**whole)])
+    [limited], limited_width = engine.call(ask_and_measure, [one])
+
+    assert_nothing_is_left([free, limited])
+    assert (limited_width, free_width > 1) == (1, True)
+    # No thread is cut by the token budget, which would depend on their order.
+    assert free.choice.finish_reason == "stop"
+    assert all(len(child) > 1 for child in children(free))
+    assert set(limited.threads) == set(free.threads)
+    assert limited.choice == free.choice
 
 
 @pytest.mark.parametrize(

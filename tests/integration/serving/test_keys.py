@@ -47,7 +47,7 @@ KEYS = (
 
 @dataclass(frozen=True)
 class Served:
-    """Where it listens, and where it logs."""
+    """A server, and the folder of its logs."""
 
     server: Server
     logs: Path
@@ -225,12 +225,28 @@ def test_generated_tokens_use_a_key_up(served: Served) -> None:
 
 
 def test_a_key_with_one_thread_forks_but_runs_thread_after_thread(served: Served) -> None:
-    narrow = ask(served.client("narrow"), max_tokens=300)
-    plain = ask(served.client("plain"), max_tokens=300)
+    def answer_and_rows(token: str) -> tuple[Any, float]:
+        """An answer, and the mean number of threads in a step of the engine."""
+        before = steps(served.server)
+        answer = ask(served.client(token), max_tokens=300)
+        after = steps(served.server)
+        return answer, (after["num_rows"] - before["num_rows"]) / (
+            after["num_steps"] - before["num_steps"]
+        )
 
-    # The same text, with the steps of all threads one after the other.
+    narrow, narrow_rows = answer_and_rows("narrow")
+    plain, plain_rows = answer_and_rows("plain")
+
     assert narrow.choices[0].message.content == plain.choices[0].message.content
     assert narrow.apar["threads"] == plain.apar["threads"] > 1
+    assert narrow_rows <= 1 < plain_rows
+
+
+def steps(server: Server) -> dict[str, float]:
+    """The steps that the only replica's engine has done, once it is idle."""
+    server.wait_until_idle(1)
+    [load] = server.loads()
+    return dict(load["steps"])
 
 
 def test_prompts_and_models_beyond_the_key_are_refused(served: Served) -> None:
@@ -275,7 +291,7 @@ def test_keys_are_rolled_out_and_requests_shown_where_no_folder_is_set(tmp_path:
         return key(name, **fields).model_dump(mode="json", exclude_unset=True)
 
     with serving(tmp_path, TINY, keys=[record("old")]) as server:
-        running = Served(server.url, tmp_path)
+        running = Served(server, tmp_path)
         stream = ask(running.client("old"), max_tokens=800, stream=True)
         next(iter(stream))
 

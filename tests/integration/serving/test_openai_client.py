@@ -92,7 +92,9 @@ def test_completions_stream_and_whole_are_the_same_text(
 def test_forks_can_be_switched_off_and_bounded(
     application: RunningApplication, client: openai.OpenAI
 ) -> None:
-    def statistics(apar: dict[str, object]) -> dict[str, int]:
+    def threads_and_rows(apar: dict[str, object]) -> tuple[int, float]:
+        """Threads of the answer, and the mean number of them in a step of the engine."""
+        before = application.wait_until_idle()["steps"]
         answer = client.chat.completions.create(
             model=application.model,
             messages=[{"role": "user", "content": PROMPT}],
@@ -100,13 +102,20 @@ def test_forks_can_be_switched_off_and_bounded(
             max_tokens=500,
             extra_body={"apar": apar},
         )
-        values: dict[str, int] = (answer.model_extra or {}).get("apar", {})
-        return values
+        after = application.wait_until_idle()["steps"]
+        rows, steps = (after[name] - before[name] for name in ("num_rows", "num_steps"))
+        assert answer.model_extra is not None
+        return answer.model_extra["apar"]["threads"], rows / steps
 
-    assert statistics({"enabled": True})["threads"] > 2
-    assert statistics({"enabled": False}).get("threads", 1) == 1
-    # At most two alive at once takes more steps than all at once.
-    assert statistics({"max_threads": 1})["threads"] == statistics({"enabled": True})["threads"]
+    free_threads, free_rows = threads_and_rows({"enabled": True})
+    one_threads, one_rows = threads_and_rows({"max_threads": 1})
+    _, two_rows = threads_and_rows({"max_threads": 2})
+    unforked_threads, unforked_rows = threads_and_rows({"enabled": False})
+
+    assert free_threads == one_threads > 2
+    assert unforked_threads == 1
+    assert one_rows <= 1 < two_rows <= 2 < free_rows
+    assert unforked_rows <= 1
 
 
 def test_the_fork_token_spelled_in_a_prompt_is_plain_text(

@@ -26,9 +26,11 @@ def client_for(application: RunningApplication) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=application.url, timeout=60, limits=limits)
 
 
-async def leave_after(client: httpx.AsyncClient, delay_s: float, num_pieces: int = 0) -> int:
+async def leave_after(
+    client: httpx.AsyncClient, delay_s: float, num_pieces: int = 0, **fields: Any
+) -> int:
     """Begin a stream, read some of it, cut the connection; returns the status."""
-    body = chat_body(stream=True)
+    body = chat_body(stream=True, **fields)
     async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
         pieces = answer.aiter_raw()
         for _ in range(num_pieces):
@@ -49,10 +51,29 @@ async def test_two_hundred_clients_that_leave_mid_stream_free_everything(
     application.wait_until_idle()
 
 
+async def test_nothing_more_is_generated_for_clients_that_have_left(
+    application: RunningApplication,
+) -> None:
+    long = {"max_tokens": 1900, "ignore_eos": True}
+    before = await asyncio.to_thread(application.wait_until_idle)
+    async with client_for(application) as client:
+        await asyncio.gather(
+            *(leave_after(client, 0.01 * index, num_pieces=1, **long) for index in range(10))
+        )
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/v1/chat/completions", json=chat_body(**long), timeout=1)
+
+    after = await asyncio.to_thread(application.wait_until_idle)
+    generated = after["generated_tokens"] - before["generated_tokens"]
+    assert 11 <= generated < 11 * 1900 / 2
+
+
 async def test_leaving_at_any_moment_of_a_forking_request_frees_everything(
     application: RunningApplication,
 ) -> None:
     """The moments are 2 ms apart, closer than two steps of the engine, so forks are among them."""
+    before = await asyncio.to_thread(application.wait_until_idle)
+    num_cancelled = 0
     async with client_for(application) as client:
         for moment in range(0, 120, 2):
             task = asyncio.create_task(
@@ -61,8 +82,12 @@ async def test_leaving_at_any_moment_of_a_forking_request_frees_everything(
             await asyncio.sleep(moment / 1000)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            num_cancelled += task.cancelled()
 
-    application.wait_until_idle()
+    after = await asyncio.to_thread(application.wait_until_idle)
+    assert num_cancelled > 30
+    forks = [load["fork_counters"]["forks"] for load in (before, after)]
+    assert forks[1] > forks[0]
 
 
 @pytest.mark.parametrize("stream", [True, False])

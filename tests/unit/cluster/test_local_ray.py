@@ -4,7 +4,11 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -92,6 +96,33 @@ def test_haproxy_listens_on_all_addresses_where_the_server_shall(tmp_path: Path)
     assert binds == ["bind 127.0.0.1:9101", "bind *:8000", "bind 127.0.0.1:8404"]
 
 
+def answer_through_haproxy(folder: Path, backend: str) -> httpx.Response:
+    """What a client of HAProxy gets with these lines in the backend."""
+    config, wrapper, port = folder / "c.cfg", folder / "haproxy", free_port()
+    config.write_text(
+        "defaults\n    mode http\n    timeout connect 1s\n    timeout client 5s\n"
+        "    timeout server 5s\n    errorfile 503 /nowhere/500.http\n"
+        f"frontend http_frontend\n    bind 127.0.0.1:{port}\n"
+        f"    default_backend default_backend\nbackend default_backend\n{backend}"
+    )
+    write_haproxy_wrapper(wrapper)
+    process = subprocess.Popen([str(wrapper), "-db", "-f", str(config)])
+    try:
+        with httpx.Client(transport=httpx.HTTPTransport(retries=8)) as client:
+            return client.get(f"http://127.0.0.1:{port}/v1/models")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def assert_not_ready(answer: httpx.Response) -> None:
+    assert answer.status_code == 503
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["retry-after"] == "1"
+    assert answer.json()["error"]["code"] == "not_ready"
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
 @pytest.mark.parametrize(
     "backend",
     [
@@ -103,28 +134,48 @@ def test_haproxy_listens_on_all_addresses_where_the_server_shall(tmp_path: Path)
     ],
 )
 def test_haproxys_own_errors_have_openais_form(tmp_path: Path, backend: str) -> None:
-    config, wrapper, port = tmp_path / "c.cfg", tmp_path / "haproxy", free_port()
-    config.write_text(
-        "defaults\n    mode http\n    timeout connect 1s\n    timeout client 5s\n"
-        "    timeout server 5s\n    errorfile 503 /nowhere/500.http\n"
-        f"frontend http_frontend\n    bind 127.0.0.1:{port}\n"
-        "    default_backend default_backend\nbackend default_backend\n"
-        + backend.format(dead=free_port())
-    )
-    write_haproxy_wrapper(wrapper)
-    process = subprocess.Popen([str(wrapper), "-db", "-f", str(config)])
-    try:
-        with httpx.Client(transport=httpx.HTTPTransport(retries=8)) as client:
-            answer = client.get(f"http://127.0.0.1:{port}/v1/models")
-    finally:
-        process.kill()
-        process.wait()
+    assert_not_ready(answer_through_haproxy(tmp_path, backend.format(dead=free_port())))
 
-    assert answer.status_code == 503
-    assert answer.headers["content-type"] == "application/json"
-    assert answer.headers["retry-after"] == "1"
-    assert answer.json()["error"]["code"] == "not_ready"
-    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+@contextmanager
+def answering(status: int, content_type: str) -> Iterator[str]:
+    """The address of a server that gives every request the same answer."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("content-type", content_type)
+            self.send_header("content-length", "4")
+            self.end_headers()
+            self.wfile.write(b"null")
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        executor = threading.Thread(target=server.serve_forever)
+        executor.start()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            executor.join()
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_errors_of_ray_serves_proxy_have_openais_form(tmp_path: Path, status: int) -> None:
+    with answering(status, "text/plain; charset=utf-8") as address:
+        assert_not_ready(answer_through_haproxy(tmp_path, f"    server one {address}\n"))
+
+
+@pytest.mark.parametrize(
+    ("status", "content_type"),
+    [(200, "text/plain"), (404, "text/plain"), (500, "application/json")],
+)
+def test_other_answers_pass_haproxy_unchanged(
+    tmp_path: Path, status: int, content_type: str
+) -> None:
+    with answering(status, content_type) as address:
+        answer = answer_through_haproxy(tmp_path, f"    server one {address}\n")
+
+    assert (answer.status_code, answer.text) == (status, "null")
 
 
 def test_haproxys_files_stay_in_the_private_folder(tmp_path: Path) -> None:
