@@ -45,8 +45,7 @@ class AparAsyncLLM(AsyncLLM):
         The request runs on these terms; without any, it has no key and no priority of its own.
         """
         self._output.follow(request_id, follower)
-        if terms is not None:
-            self._input.key_terms[request_id] = terms
+        self._input.key_terms[request_id] = terms
 
     def unfollow(self, request_id: str) -> None:
         """Tell the follower of a request no more, and forget its terms."""

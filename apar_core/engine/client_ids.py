@@ -26,5 +26,6 @@ def find_client(table: Mapping[str, Value], external_id: str) -> Value | None:
     if not table:
         return None
     external_id = beam_search_of(external_id) or external_id
-    found = table.get(external_id)
-    return table.get(external_id.rpartition("-")[0]) if found is None else found
+    if external_id in table:
+        return table[external_id]
+    return table.get(external_id.rpartition("-")[0])

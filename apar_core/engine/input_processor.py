@@ -47,8 +47,8 @@ class ForkInputProcessor(InputProcessor):
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
-        # By the request id that the client's side knows.
-        self.key_terms: dict[str, KeyTerms] = {}
+        # By the request id that the client's side knows; None for a request without a key.
+        self.key_terms: dict[str, KeyTerms | None] = {}
         self._is_forking = engine_config.forks(vllm_config)
         tokenizer: Any = self.tokenizer
         self.control_tokens = _control_tokens(vllm_config, tokenizer)

@@ -157,10 +157,15 @@ def test_terms_of_a_key_hold_for_each_part_of_its_request(part: str) -> None:
     assert (parameters.key, parameters.key_max_threads, request.priority) == ("alice", 7, 3)
 
 
+@pytest.mark.parametrize("key_terms", [{}, {"a": KeyTerms("alice"), "a-1": None}])
 def test_a_request_without_a_key_has_no_terms_and_no_priority(
-    processor: ForkInputProcessor,
+    key_terms: dict[str, KeyTerms | None],
 ) -> None:
-    request = processed(processor, SamplingParams())
+    """Neither does one whose id looks like that of a part of another."""
+    processor = processor_of()
+    processor.key_terms |= key_terms
+
+    request = processed(processor, SamplingParams(), "a-1")
 
     parameters = parameters_of(request)
     assert (parameters.key, parameters.key_max_threads, request.priority) == (None, None, 0)
