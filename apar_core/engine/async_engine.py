@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any, cast
 
 from vllm import SamplingParams, TokensPrompt
@@ -65,8 +66,9 @@ class AparAsyncLLM(AsyncLLM):
         begin_s = time.monotonic()
         loggers, self._logger_ref[0] = self._logger_ref[0], None
         try:
-            ranks = range(self.vllm_config.parallel_config.data_parallel_size)
-            for rank in ranks if len(ranks) > 1 else [None]:
+            num_engines = self.vllm_config.parallel_config.data_parallel_size
+            ranks: Sequence[int | None] = range(num_engines) if num_engines > 1 else [None]
+            for rank in ranks:
                 for name, params in warm_up_params():
                     await self._warm_up_with(name, params, rank)
                 # Steps with several rows of different kinds.
@@ -79,7 +81,8 @@ class AparAsyncLLM(AsyncLLM):
 
     async def _warm_up_with(self, name: str, params: SamplingParams, rank: int | None) -> None:
         tokenizer: Any = self._input.tokenizer
-        prompt = TokensPrompt(prompt_token_ids=tokenizer.encode(PROMPT))
+        token_ids = [0] if tokenizer is None else tokenizer.encode(PROMPT)
+        prompt = TokensPrompt(prompt_token_ids=token_ids)
         request_id = f"warm-up-{name}"
         try:
             async for _ in self.generate(prompt, params, request_id, data_parallel_rank=rank):

@@ -62,13 +62,16 @@ class AnsweringEngine(AparAsyncLLM):
         self.asked: list[SamplingParams] = []
         self.counted: list[object] = []
         self.num_inside = self.most_inside = 0
-        self._logger_ref = ["statistics"]
-        self.engine_core = None
-        self.output_processor = ForkOutputProcessor(None, log_stats=False)
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
-        self.input_processor = SimpleNamespace(tokenizer=SimpleNamespace(encode=lambda text: [7]))
+        vars(self).update(
+            _logger_ref=["statistics"],
+            engine_core=None,
+            output_processor=ForkOutputProcessor(None, log_stats=False),
+            vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1)),
+            input_processor=SimpleNamespace(tokenizer=SimpleNamespace(encode=lambda text: [7])),
+        )
 
-    async def generate(self, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        params = args[1]
         if getattr(params, self.refuses):
             raise VLLMValidationError(f"{self.refuses} is not offered")
         self.num_inside += 1
@@ -101,4 +104,4 @@ async def test_requests_of_the_warm_up_are_in_no_statistics() -> None:
     await engine.warm_up()
 
     assert engine.counted == []
-    assert engine._logger_ref == ["statistics"]
+    assert vars(engine)["_logger_ref"] == ["statistics"]
