@@ -96,6 +96,10 @@ def replica_environment(
         # vLLM's V2 model runner, its default on GPU, takes logits processors of another interface.
         return environment | ({"VLLM_USE_V2_MODEL_RUNNER": "0"} if model.replay else {})
     threads = model.cpu_threads or max(1, (os.cpu_count() or 1) // num_replicas)
+    if engine_arguments(model, on_gpu=False).get("enforce_eager"):
+        # The sampler compiles small functions all the same. That saves nothing on a CPU, and takes
+        # half a minute in a process that compiles nothing else.
+        environment["TORCH_COMPILE_DISABLE"] = "1"
     return environment | {
         # `auto` would pin every replica to the same first core.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -83,6 +83,7 @@ class Replica(Answering):
         )
         self._engine = build_engine(args, self._told.stat_loggers if self._told else ())
         self._engine.pace_streams(settings.coalesce_s)
+        await self._engine.warm_up()
         tokens = self._engine.control_tokens
         return AparExtension(
             await build_http_application(self._engine, args),

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
 from typing import Any, cast
 
+from vllm import SamplingParams, TokensPrompt
+from vllm.exceptions import VLLMClientError
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineGenerateError
 
 from apar_core.control_tokens import ControlTokens
 from apar_core.engine import plugin
@@ -15,8 +22,11 @@ from apar_core.engine.journal import RequestFollower
 from apar_core.engine.output_processor import ForkOutputProcessor
 from apar_core.engine.request_record import RequestRecord
 from apar_core.engine.resumption import completed, hand_to_scheduler
+from apar_core.engine.warm_up import PROMPT, warm_up_params
 from apar_core.fork_parameters import KeyTerms
 from apar_core.journal import Journal
+
+logger = logging.getLogger(__name__)
 
 # Before any engine is built: AsyncLLM looks its processors up by name.
 plugin.register()
@@ -55,6 +65,41 @@ class AparAsyncLLM(AsyncLLM):
     def pace_streams(self, pause_s: float) -> None:
         """From now on, merge what a stream yields within `pause_s`, or longer under load."""
         self._output.stream_pause_s = pause_s
+
+    async def warm_up(self) -> None:
+        """Answer a request of each kind, so that no client's first one stalls running streams.
+
+        vLLM's statistics do not count these requests.
+        """
+        begin_s = time.monotonic()
+        loggers, self._logger_ref[0] = self._logger_ref[0], None
+        try:
+            num_engines = self.vllm_config.parallel_config.data_parallel_size
+            ranks: Sequence[int | None] = range(num_engines) if num_engines > 1 else [None]
+            for rank in ranks:
+                for name, params in warm_up_params():
+                    await self._warm_up_with(name, params, rank)
+                # Steps with several rows of different kinds.
+                await asyncio.gather(
+                    *(self._warm_up_with(name, params, rank) for name, params in warm_up_params())
+                )
+        finally:
+            self._logger_ref[0] = loggers
+        logger.info("engine warmed up", extra={"seconds": round(time.monotonic() - begin_s, 1)})
+
+    async def _warm_up_with(self, name: str, params: SamplingParams, rank: int | None) -> None:
+        tokenizer: Any = self._input.tokenizer
+        token_ids = [0] if tokenizer is None else tokenizer.encode(PROMPT)
+        prompt = TokensPrompt(prompt_token_ids=token_ids)
+        request_id = f"warm-up-{name}"
+        try:
+            async for _ in self.generate(prompt, params, request_id, data_parallel_rank=rank):
+                pass
+        except (VLLMClientError, EngineGenerateError) as error:
+            # Clients are refused in the same way, for example min_p beside speculative decoding.
+            logger.info("not warmed up", extra={"parameter": name, "reason": repr(error)})
+        finally:
+            self.take_statistics(request_id)
 
     async def _add_request(self, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
         """As in vLLM, but a request that cannot be sent to the engine core is forgotten."""

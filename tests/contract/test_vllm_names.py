@@ -178,8 +178,9 @@ SIGNATURES = (
 ATTRIBUTES = (
     Attributes(
         Scheduler,
-        "requests running kv_cache_manager max_model_len scheduler_config max_num_running_reqs",
-        "threads alive, their blocks, room for a child's tokens",
+        "requests running kv_cache_manager max_model_len scheduler_config max_num_running_reqs "
+        "finished_req_ids_dict",
+        "threads alive, their blocks, room for a child's tokens, ends reported to clients",
     ),
     Attributes(KVCacheManager, "block_pool coordinator", "the pool whose blocks are shared"),
     Attributes(KVCacheCoordinator, "single_type_managers", "one per kind of attention"),
@@ -250,6 +251,11 @@ FIELDS = {
 }
 
 PASSAGES = (
+    Passage(
+        async_llm.AsyncLLM._run_output_handler,
+        r"self\._logger_ref = \[self\.logger_manager\] .* if logger_ref\[0\]: logger_ref\[0\]\.rec",
+        "the requests that warm an engine up are kept out of its statistics",
+    ),
     Passage(
         Scheduler.schedule,
         r"request_queue = self\.waiting if not request_queue or input_budget <= draft_slots: break",

@@ -6,7 +6,7 @@ wrong, stale or unshared block shows at once, whatever the schedule was.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,11 @@ from transformers import LlamaConfig
 from vllm import SamplingParams
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    KVCacheBlock,
+    get_request_block_hasher,
+    init_none_hash,
+)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -52,6 +56,8 @@ class EngineShape:
     max_model_len: int = 256
     run_ahead: bool = False
     watermark: float = 0.0
+    # As beside a KV connector that loads into free blocks while steps are in flight.
+    defers_frees: bool = False
     forks: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -72,6 +78,7 @@ class _Step:
 
     scheduler_output: SchedulerOutput
     sampled: dict[str, list[int]] = field(default_factory=dict)
+    written_blocks: set[int] = field(default_factory=set)
 
 
 class ScriptedEngine:
@@ -98,6 +105,9 @@ class ScriptedEngine:
         self._in_flight: deque[_Step] = deque()
         self._loses_block: str | None = None
         self._messages: list[EngineCoreOutputs] = []
+        if shape.defers_frees:
+            self.scheduler.defer_block_free = True
+            self._check_frees()
 
     def add(
         self,
@@ -204,14 +214,29 @@ class ScriptedEngine:
         assert (sharing._prefixes, sharing._unscheduled) == ({}, set())
         assert "allocate_slots" not in vars(scheduler.kv_cache_manager)
 
+    def _check_frees(self) -> None:
+        """Fail when a block comes free that a step in flight still writes."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        free_blocks = pool.free_blocks
+
+        def checked(blocks: Iterable[KVCacheBlock], *args: Any, **kwargs: Any) -> None:
+            freed = list(blocks)
+            free_blocks(freed, *args, **kwargs)
+            written = set().union(*(step.written_blocks for step in self._in_flight))
+            too_early = {block.block_id for block in freed if block.ref_cnt == 0} & written
+            assert not too_early, f"free while a step in flight writes them: {too_early}"
+
+        vars(pool)["free_blocks"] = checked
+
     def _execute(self, scheduled: SchedulerOutput) -> _Step:
         for copy in scheduled.kv_cache_block_copies or ():
             self._copy_block(*copy[:2])
         step = _Step(scheduled)
+        step.written_blocks.update(copy[1] for copy in scheduled.kv_cache_block_copies or ())
         for request_id, num_scheduled in scheduled.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
             end = request.num_computed_tokens
-            self._write_and_read(request, end - num_scheduled, end)
+            step.written_blocks |= self._write_and_read(request, end - num_scheduled, end)
             if not request.is_prefill_chunk:
                 step.sampled[request_id] = [self._sample(request)]
         return step
@@ -221,7 +246,8 @@ class ScriptedEngine:
         generated = self._generated.get(request.request_id, [])
         return [*(request.prompt_token_ids or ()), *generated]
 
-    def _write_and_read(self, request: Request, start: int, end: int) -> None:
+    def _write_and_read(self, request: Request, start: int, end: int) -> set[int]:
+        """Compute these positions; returns the blocks that were written."""
         tokens = self._sequence(request)
         (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
         size = self.shape.block_size
@@ -233,6 +259,7 @@ class ScriptedEngine:
             assert written == tuple(tokens[: position + 1]), (
                 f"{request.request_id}: position {position} of {end} holds {written}"
             )
+        return {blocks[position // size] for position in range(start, end)}
 
     def _copy_block(self, source: int, target: int) -> None:
         for offset in range(self.shape.block_size):

@@ -179,6 +179,14 @@ def test_replicas_on_cpu_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "OMP_NUM_THREADS" not in replica_environment(ModelConfig(), on_gpu=True)
 
 
+def test_an_eager_engine_on_cpu_compiles_no_sampler_either() -> None:
+    compiled = ModelConfig(engine={"enforce_eager": False})
+
+    assert replica_environment(ModelConfig(), on_gpu=False)["TORCH_COMPILE_DISABLE"] == "1"
+    assert "TORCH_COMPILE_DISABLE" not in replica_environment(compiled, on_gpu=False)
+    assert "TORCH_COMPILE_DISABLE" not in replica_environment(ModelConfig(), on_gpu=True)
+
+
 @pytest.mark.parametrize("field", ["enable_access_log", "log_level"])
 def test_the_logging_settings_that_we_set_exist(field: str) -> None:
     assert field in LoggingConfig.model_fields

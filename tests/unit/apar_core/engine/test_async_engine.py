@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
@@ -51,3 +52,56 @@ async def test_request_that_does_not_reach_the_engine_core_is_forgotten(
     assert engine.engine_core.aborted == ["r"]
     # Nothing to shut down: the engine was never started.
     engine.engine_core = None
+
+
+class AnsweringEngine(AparAsyncLLM):
+    """An engine that answers every request at once, but for one that it refuses."""
+
+    def __init__(self, *, refuses: str) -> None:
+        self.refuses = refuses
+        self.asked: list[SamplingParams] = []
+        self.counted: list[object] = []
+        self.num_inside = self.most_inside = 0
+        vars(self).update(
+            _logger_ref=["statistics"],
+            engine_core=None,
+            output_processor=ForkOutputProcessor(None, log_stats=False),
+            vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1)),
+            input_processor=SimpleNamespace(tokenizer=SimpleNamespace(encode=lambda text: [7])),
+        )
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        params = args[1]
+        if getattr(params, self.refuses):
+            raise VLLMValidationError(f"{self.refuses} is not offered")
+        self.num_inside += 1
+        self.most_inside = max(self.most_inside, self.num_inside)
+        await asyncio.sleep(0)
+        self.num_inside -= 1
+        self.asked.append(params)
+        self.counted += filter(None, self._logger_ref)
+        yield "an answer"
+
+
+async def test_an_engine_is_warmed_up_with_each_parameter_alone_and_with_all_at_once() -> None:
+    engine = AnsweringEngine(refuses="min_p")
+
+    await engine.warm_up()
+
+    alone = engine.asked[: len(engine.asked) // 2]
+    usual = SamplingParams(max_tokens=alone[0].max_tokens)
+    fields = ("logprobs", "prompt_logprobs", "seed", "top_p", "top_k", "presence_penalty")
+    fields += ("frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "min_tokens")
+    fields += ("allowed_token_ids", "structured_outputs", "temperature")
+    for field in fields:
+        assert any(getattr(params, field) != getattr(usual, field) for params in alone), field
+    assert engine.most_inside == len(alone)
+
+
+async def test_requests_of_the_warm_up_are_in_no_statistics() -> None:
+    engine = AnsweringEngine(refuses="min_p")
+
+    await engine.warm_up()
+
+    assert engine.counted == []
+    assert vars(engine)["_logger_ref"] == ["statistics"]

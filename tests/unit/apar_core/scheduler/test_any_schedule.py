@@ -108,6 +108,35 @@ def test_every_text_is_whole_and_every_block_is_free_again(
 
 @any_schedule
 @given(
+    num_blocks=st.integers(30, 60),
+    max_num_seqs=st.integers(2, 12),
+    wanted=requests,
+    aborts=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 4)), max_size=4),
+)
+def test_no_block_comes_free_while_a_step_in_flight_writes_it(
+    model_dir: Path,
+    num_blocks: int,
+    max_num_seqs: int,
+    wanted: list[Wanted],
+    aborts: list[tuple[int, int]],
+) -> None:
+    shape = EngineShape(
+        num_blocks=num_blocks, max_num_seqs=max_num_seqs, run_ahead=True, defers_frees=True
+    )
+    engine = engine_with(wanted, shape, model_dir)
+    for step in range(41):
+        for at_step, number in aborts:
+            if at_step == step:
+                engine.abort(f"r{number}")
+        engine.step()
+
+    engine.run()
+
+    engine.assert_nothing_is_left()
+
+
+@any_schedule
+@given(
     shape=shapes,
     wanted=requests,
     aborts=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 4)), max_size=4),

@@ -1,0 +1,69 @@
+"""First requests of every kind: none stalls the streams that run beside it."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.integration.serving.apar_process import TINY, serving
+
+pytestmark = pytest.mark.cluster
+
+LONGEST_STALL_S = 1.0
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "log-probabilities": {"logprobs": 1},
+    "more log-probabilities of several choices": {"logprobs": 5, "n": 3},
+    "log-probabilities of the prompt": {"prompt_logprobs": 3},
+    "presence penalty": {"presence_penalty": 0.5},
+    "frequency penalty": {"frequency_penalty": 0.5},
+    "repetition penalty": {"repetition_penalty": 1.2},
+    "seed": {"seed": 1},
+    "top-p": {"top_p": 0.5},
+    "top-k": {"top_k": 5},
+    "min-p": {"min_p": 0.1},
+    "logit bias": {"logit_bias": {"50": 2.0}},
+    "bad words": {"bad_words": ["the"]},
+    "least length": {"min_tokens": 3},
+    "allowed tokens": {"allowed_token_ids": [50, 51, 52]},
+    "schema": {"structured_outputs": {"json": {"type": "object"}}},
+    "regular expression": {"structured_outputs": {"regex": "[a-z]+"}},
+    "choice": {"structured_outputs": {"choice": ["yes", "no"]}},
+    "beam search": {"use_beam_search": True, "n": 2, "temperature": 0.0},
+    "many at once": {"seed": 2, "top_p": 0.9, "top_k": 9, "logprobs": 2, "bad_words": ["a"]},
+}
+
+
+def longest_stall_s(url: str, settings: dict[str, Any]) -> float:
+    """The longest wait for a piece of a running stream while another request is answered."""
+    body = {"model": "apar-tiny", "prompt": "Give me 3 tips for sleeping well.", "max_tokens": 6}
+    stream = {**body, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    with (
+        ThreadPoolExecutor(1) as executor,
+        httpx.Client(base_url=url, timeout=120) as client,
+        client.stream("POST", "/v1/completions", json=stream) as running,
+    ):
+        pieces = running.iter_raw()
+        next(pieces)
+        answer = executor.submit(client.post, "/v1/completions", json={**body, **settings})
+        longest_s, last_s = 0.0, time.monotonic()
+        for _ in pieces:
+            now_s = time.monotonic()
+            longest_s, last_s = max(longest_s, now_s - last_s), now_s
+            if answer.done():
+                break
+        assert answer.result().status_code == 200, answer.result().text
+    return longest_s
+
+
+def test_no_first_request_of_any_kind_stalls_a_running_stream(tmp_path: Path) -> None:
+    with serving(tmp_path, TINY) as server:
+        for name, settings in KINDS.items():
+            first_s = longest_stall_s(server.url, settings)
+            if first_s > LONGEST_STALL_S:
+                # A busy machine stalls the second request of a kind as well.
+                again_s = longest_stall_s(server.url, settings)
+                assert first_s < again_s + LONGEST_STALL_S, name
