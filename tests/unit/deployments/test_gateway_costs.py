@@ -177,6 +177,15 @@ async def test_a_request_is_not_sent_to_a_third_engine_after_two_have_died() -> 
     assert len(replicas.deaths) == 1
 
 
+async def test_a_stream_that_never_began_stops_after_two_deaths_as_well() -> None:
+    replicas = PlayedReplicas(ReplicaLostError("the engine has died", engine_died=True))
+
+    answer = await hasty(replicas).post(CHAT, json={"model": "m", "stream": True})
+
+    assert (answer.status_code, len(replicas.requests)) == (500, 2)
+    assert answer.json()["error"]["code"] == "engine_lost_twice"
+
+
 async def test_replicas_that_hand_a_request_over_have_not_died_of_it() -> None:
     replicas = Dying(*[ReplicaLostError("drained") for _ in range(3)])
 
