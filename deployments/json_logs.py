@@ -109,10 +109,8 @@ class _LineWriter(QueueListener):
         """Write a line, and behind the last one that waits, how many were left out."""
         super().handle(record)
         if num_dropped := self._backlog.written(record.msg):
-            lost = logging.LogRecord(
-                __name__, logging.ERROR, "", 0, "log lines left out: the disk hung", None, None
-            )
-            lost.num_lines = num_dropped
+            facts = {"name": __name__, "levelname": "ERROR", "num_lines": num_dropped}
+            lost = logging.makeLogRecord(facts | {"msg": "log lines left out: the disk hung"})
             super().handle(_line_record(logging.ERROR, JsonFormatter().format(lost)))
 
     def stop(self) -> None:
