@@ -35,7 +35,7 @@ class SecretReference(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_secrets(cls, value: Any) -> Any:
-        if not isinstance(value, dict | cls):
+        if not isinstance(value, dict | SecretReference):
             raise ValueError(
                 "write no secret here: give `{env: NAME}` or `{file: PATH}`, from where it is read"
             )

@@ -151,6 +151,9 @@ class Answering:
 
     def _broken(self, served: FollowedRequest) -> AnswerBroken | None:
         """Why the replica cannot go on with an answer; None while it can."""
+        # First this: an engine that is told to end gives its requests up, and then is gone as well.
+        if served.aborted:
+            return AnswerBroken("the engine has given the request up")
         if self._engine.errored:
             return AnswerBroken("the engine has died", engine_died=True)
-        return AnswerBroken("the engine has given the request up") if served.aborted else None
+        return None

@@ -128,7 +128,7 @@ class GatewayIngress:
         before, was_taken = self._settings, self._is_taken
         self._settings, self._is_taken = settings, False
         if self._telling is None and self._built.gateway.metrics:
-            self._telling = FlushTimer(self._gateway.tell_metrics)
+            self._telling = FlushTimer(self._tell_metrics)
         self._replicas = {
             name: self._replicas.get(name) or HandleCalls(DeploymentHandle(name, APPLICATION))
             for name in settings.deployments
@@ -167,6 +167,10 @@ class GatewayIngress:
         if self._telling is not None:
             await self._telling.close()
         await close_tracing(self._gateway.tracing)
+
+    async def _tell_metrics(self) -> None:
+        self._gateway.metrics.log_lines_dropped(self._logs.num_dropped)
+        await self._gateway.tell_metrics()
 
     async def _is_ready(self) -> bool:
         """Whether a request would find a replica, or start one."""

@@ -4,6 +4,7 @@ import atexit
 import json
 import logging
 import os
+import threading
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener, RotatingFileHandler
 from queue import SimpleQueue
@@ -14,6 +15,11 @@ from cluster.logging_config import LoggingConfig
 
 # All code of ours; vLLM and Ray keep their own logs.
 _LOGGERS = ("apar_core", "cluster", "deployments")
+# Of all lines that wait for the disk, with what Python keeps of a record besides its line.
+_MAX_WAITING_CHARS = 32 * 2**20
+_RECORD_CHARS = 1024
+# The last lines may take so long to be written; then a disk that hangs keeps what waits.
+_CLOSE_S = 5.0
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -43,21 +49,112 @@ class JsonFormatter(logging.Formatter):
         return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
 
 
+class _Backlog:
+    """The lines that wait for the disk, counted in characters; those beyond are left out."""
+
+    def __init__(self) -> None:
+        self.num_dropped = 0
+        self._lock = threading.Lock()
+        self._num_chars = 0
+        self._num_told = 0
+
+    def add(self, line: str) -> bool:
+        """Count a line in; whether there is room for it. One that comes alone always has."""
+        with self._lock:
+            if self._num_chars and self._num_chars + _size(line) > _MAX_WAITING_CHARS:
+                self.num_dropped += 1
+                return False
+            self._num_chars += _size(line)
+            return True
+
+    def written(self, line: str) -> int:
+        """Count a line out; returns how many were left out, once the disk has caught up."""
+        with self._lock:
+            self._num_chars -= _size(line)
+            if self._num_chars:
+                return 0
+            num_new = self.num_dropped - self._num_told
+            self._num_told = self.num_dropped
+            return num_new
+
+
+class _LineQueueHandler(QueueHandler):
+    """Puts lines into the queue, without the objects that they were made of."""
+
+    def __init__(self, queue: SimpleQueue[logging.LogRecord], backlog: _Backlog) -> None:
+        super().__init__(queue)
+        self.setFormatter(JsonFormatter())
+        self._backlog = backlog
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """A record that holds the line alone."""
+        return _line_record(record.levelno, self.format(record))
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Put a line into the queue, or count it where too much waits already."""
+        if self._backlog.add(record.msg):
+            super().enqueue(record)
+
+
+class _LineWriter(QueueListener):
+    """Writes the lines of the queue in a thread of its own."""
+
+    def __init__(
+        self, queue: SimpleQueue[logging.LogRecord], writer: logging.Handler, backlog: _Backlog
+    ) -> None:
+        super().__init__(queue, writer)
+        self._backlog = backlog
+
+    def handle(self, record: logging.LogRecord) -> None:
+        """Write a line, and behind the last one that waits, how many were left out."""
+        super().handle(record)
+        if num_dropped := self._backlog.written(record.msg):
+            facts = {"name": __name__, "levelname": "ERROR", "num_lines": num_dropped}
+            lost = logging.makeLogRecord(facts | {"msg": "log lines left out: the disk hung"})
+            super().handle(_line_record(logging.ERROR, JsonFormatter().format(lost)))
+
+    def stop(self) -> None:
+        """Write what waits, but wait no longer than `_CLOSE_S` for a disk that hangs."""
+        self.enqueue_sentinel()
+        thread: threading.Thread | None = self._thread
+        if thread is not None:
+            thread.join(_CLOSE_S)
+            if not thread.is_alive():
+                for handler in self.handlers:
+                    handler.close()
+
+
+def _line_record(level: int, line: str) -> logging.LogRecord:
+    return logging.LogRecord(__name__, level, "", 0, line, None, None)
+
+
+def _size(line: str) -> int:
+    return len(line) + _RECORD_CHARS
+
+
 class ProcessLogs:
     """The logs of one process, in `<folder>/<process>-<pid>.jsonl`.
 
-    Writing is an executor's business: a disk that hangs must not hold the event loop up.
+    A thread writes them: a disk that hangs must not hold the event loop up. Lines that come
+    meanwhile wait in memory, up to a bound; those beyond it are left out and counted.
     """
 
     def __init__(self, config: LoggingConfig, process: str) -> None:
         self._process = process
-        self._listener: QueueListener | None = self._start(config)
+        self._backlog = _Backlog()
+        self._listener: _LineWriter | None = self._start(config)
         atexit.register(self.close)
+
+    @property
+    def num_dropped(self) -> int:
+        """Lines that were left out since the start, because the disk hung."""
+        return self._backlog.num_dropped
 
     def configure(self, config: LoggingConfig) -> None:
         """Take new settings; what is in the queue still goes where it should have gone."""
         old, self._listener = self._listener, self._start(config)
-        _close(old)
+        if old is not None:
+            old.stop()
 
     def close(self) -> None:
         """Write what is left in the queue, and log no more."""
@@ -65,9 +162,10 @@ class ProcessLogs:
         for name in _LOGGERS:
             logging.getLogger(name).handlers = []
         old, self._listener = self._listener, None
-        _close(old)
+        if old is not None:
+            old.stop()
 
-    def _start(self, config: LoggingConfig) -> QueueListener:
+    def _start(self, config: LoggingConfig) -> _LineWriter:
         folder = log_folder(config)
         folder.mkdir(parents=True, exist_ok=True)
         writer = RotatingFileHandler(
@@ -79,21 +177,12 @@ class ProcessLogs:
             errors="backslashreplace",
         )
         queue: SimpleQueue[logging.LogRecord] = SimpleQueue()
-        handler = QueueHandler(queue)
-        handler.setFormatter(JsonFormatter())
+        handler = _LineQueueHandler(queue, self._backlog)
         for name in _LOGGERS:
             logger = logging.getLogger(name)
             logger.handlers = [handler]
             logger.setLevel(config.level)
             logger.propagate = False
-        listener = QueueListener(queue, writer)
+        listener = _LineWriter(queue, writer, self._backlog)
         listener.start()
         return listener
-
-
-def _close(listener: QueueListener | None) -> None:
-    if listener is None:
-        return
-    listener.stop()
-    for handler in listener.handlers:
-        handler.close()

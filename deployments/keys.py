@@ -102,7 +102,8 @@ class KeyRing:
 
     def _read(self) -> None:
         """Put the configured keys and those of the file in force, as far as they can be used."""
-        from_file, problem = self._from_file, None
+        from_file = self._from_file
+        problem: Exception | None = None
         try:
             # Noted first, so that a broken file is reported once and read again when it changes.
             self._version = None if self._file is None else _version_of(self._file)

@@ -56,7 +56,9 @@ class Replica(Answering):
         super().__init__(self._engine, app, serve.get_replica_context().replica_id.unique_id)
         if self._told is not None:
             self.metrics = self._told.metrics
-            self._told.begin(self._engine.core_state, lambda: self.num_inside)
+            self._told.begin(
+                self._engine.core_state, lambda: self.num_inside, lambda: self._logs.num_dropped
+            )
         self.tracing = open_tracing(settings.tracing, REPLICA)
         self._watchdog = asyncio.create_task(
             watch(lambda: self.engine_lost, at_last=partial(close_tracing, self.tracing, 1.0))

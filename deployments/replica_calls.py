@@ -68,19 +68,17 @@ async def _parts(
     method: DeploymentHandle[Any], request: RelayedRequest
 ) -> AsyncGenerator[Any, None]:
     response = cast("DeploymentResponseGenerator[Any]", method.remote(request))
-    taken, replica = False, None
     try:
         await _taken(response, request.replica_wait_s)
-        taken = True
         replica = registry.replica_of(method.deployment_name, request.terms.request_id or "")
         async for part in response:
             if isinstance(part, AnswerBroken):
                 raise ReplicaBrokenError(part.reason, engine_died=part.engine_died, replica=replica)
             yield part
     except LOST as error:
-        # One that is dead already when it is called has not died of this request.
-        died = taken and isinstance(error, RayActorError)
-        raise ReplicaLostError(str(error), engine_died=died, replica=replica) from error
+        # A node that is lost looks the same as a process that dies of a request, and is no reason
+        # to stop: `max_retries` is the bound here.
+        raise ReplicaLostError(str(error)) from error
     except AioRpcError as error:
         # A replica that shuts down cancels the calls that it still holds. Our own cancelling never
         # comes back this way.

@@ -17,8 +17,8 @@ _MAX_DEATHS = 2
 class ReplicaLostError(EngineError):
     """The replica died, hands its requests over, or cannot be reached, while it held a request.
 
-    `engine_died` says that the replica had taken the request, and then its engine or process died.
-    `replica` is its id where that is known.
+    `engine_died` says that the replica told of its engine's death. `replica` is its id where that
+    is known.
     """
 
     def __init__(

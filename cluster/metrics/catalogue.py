@@ -266,6 +266,14 @@ SETTINGS_REFUSED = _gauge(
     "1 while a gateway uses older settings, because the last ones of the source are wrong; else 0.",
 )
 
+# Of every process that writes a log.
+LOG_LINES_DROPPED = _counter(
+    "apar_log_lines_dropped_total",
+    "lines",
+    {},
+    "Lines that a gateway or a replica has not logged, because its disk hung.",
+)
+
 
 def metrics() -> Iterator[Metric]:
     """All of them, in the order above."""

@@ -166,9 +166,17 @@ def engine(settings: RuleSettings) -> list[AlertRule]:
     ]
 
 
-def settings_in_force() -> list[AlertRule]:
-    """Whether gateways use the settings that they were given."""
+def processes() -> list[AlertRule]:
+    """Whether processes use the settings that they were given, and can write their logs."""
     return [
+        AlertRule(
+            "AparLogLinesDropped",
+            Severity.TICKET,
+            f"sum by (instance) (increase({selector(catalogue.LOG_LINES_DROPPED)}[10m])) > 0",
+            0,
+            "Log lines are lost on {{ $labels.instance }}",
+            f"{_NUMBER} lines of the last 10 minutes were not logged, because the disk hung.",
+        ),
         AlertRule(
             "AparSettingsRefused",
             Severity.TICKET,

@@ -27,7 +27,7 @@ def alert_groups(settings: RuleSettings) -> dict[str, list[AlertRule]]:
         "apar-serving-alerts": alerts.serving(settings) + alerts.refusals(settings),
         "apar-engine-alerts": alerts.engine(settings),
         "apar-objective-alerts": objectives.alert_rules(settings),
-        "apar-monitoring-alerts": alerts.settings_in_force() + alerts.monitoring(),
+        "apar-monitoring-alerts": alerts.processes() + alerts.monitoring(),
     }
 
 

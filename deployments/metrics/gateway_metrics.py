@@ -100,6 +100,10 @@ class GatewayMetrics:
         """Note whether the last settings of a source were refused, and older ones are in force."""
         self._refused[source] = refused
 
+    def log_lines_dropped(self, num_lines: int) -> None:
+        """Note how many lines of the log have been left out since the start."""
+        self._recorder.set_total(catalogue.LOG_LINES_DROPPED, num_lines)
+
     def flush(self, models: Iterable[Model], keys: Iterable[KeyConfig]) -> None:
         """Hand all over, with the queues and routers of the models as they are now."""
         decisions = registry.decisions()

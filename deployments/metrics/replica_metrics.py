@@ -64,6 +64,10 @@ class ReplicaMetrics:
         record.observe(catalogue.REQUEST_THREADS, trees.threads)
         record.observe(catalogue.REQUEST_DEPTH, trees.max_depth)
 
+    def log_lines_dropped(self, num_lines: int) -> None:
+        """Note how many lines of the log have been left out since the start."""
+        self._recorder.set_total(catalogue.LOG_LINES_DROPPED, num_lines)
+
     def flush(self, state: Mapping[str, Any] | None, num_requests: int) -> None:
         """Hand all over, with the requests inside and the engine core's state, if it is known."""
         self._recorder.set(catalogue.REPLICA_REQUESTS, num_requests)

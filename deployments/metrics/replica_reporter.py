@@ -70,15 +70,19 @@ class ReplicaReporter:
         return [self._vllm.stat_logger]
 
     def begin(
-        self, core_state: Callable[[], Awaitable[dict[str, Any]]], num_inside: Callable[[], int]
+        self,
+        core_state: Callable[[], Awaitable[dict[str, Any]]],
+        num_inside: Callable[[], int],
+        log_lines_dropped: Callable[[], int],
     ) -> None:
-        """Tell of the engine and of the requests inside from now on."""
+        """Tell of the engine, of the requests inside and of the log from now on."""
 
         self.metrics.started(replaces_lost=self._note.leave())
         last = self._state = LastState(core_state)
 
         async def flush() -> None:
             try:
+                self.metrics.log_lines_dropped(log_lines_dropped())
                 self.metrics.flush(await last.get(), num_inside())
             finally:
                 self._vllm.flush()

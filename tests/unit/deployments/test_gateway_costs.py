@@ -127,7 +127,7 @@ class Dying(PlayedReplicas):
     """Generates five tokens and dies, as often as there are engines left to kill."""
 
     def __init__(self, *deaths: ReplicaLostError) -> None:
-        super().__init__(AnswerStart(200, JSON, b"{}"), end=AnswerEnd(1, 7))
+        super().__init__(end=AnswerEnd(1, 7))
         self.deaths = list(deaths)
 
     async def whole(
@@ -138,7 +138,7 @@ class Dying(PlayedReplicas):
         progress(5)
         if self.deaths:
             raise self.deaths.pop(0)
-        return self.parts[0], self.end  # type: ignore[return-value]  # the start, see above
+        return AnswerStart(200, JSON, b"{}"), self.end
 
 
 def hasty(replicas: PlayedReplicas, **settings: Any) -> httpx.AsyncClient:
@@ -175,6 +175,15 @@ async def test_a_request_is_not_sent_to_a_third_engine_after_two_have_died() -> 
     # Twice to the first engine, whose replica took requests for a moment after its death.
     assert len(replicas.requests) == 3
     assert len(replicas.deaths) == 1
+
+
+async def test_a_stream_that_never_began_stops_after_two_deaths_as_well() -> None:
+    replicas = PlayedReplicas(ReplicaLostError("the engine has died", engine_died=True))
+
+    answer = await hasty(replicas).post(CHAT, json={"model": "m", "stream": True})
+
+    assert (answer.status_code, len(replicas.requests)) == (500, 2)
+    assert answer.json()["error"]["code"] == "engine_lost_twice"
 
 
 async def test_replicas_that_hand_a_request_over_have_not_died_of_it() -> None:

@@ -103,13 +103,12 @@ async def test_a_replica_that_cannot_go_on_is_lost(lost: object) -> None:
     [
         (AnswerBroken("the engine has died", engine_died=True), True),
         (AnswerBroken("the engine has given the request up"), False),
-        (ActorUnavailableError("the process is gone", None), True),
+        # As when its node is lost.
+        (ActorUnavailableError("the process is gone", None), False),
         (rpc_error(StatusCode.CANCELLED), False),
     ],
 )
-async def test_a_death_is_told_from_a_replica_that_hands_its_requests_over(
-    lost: object, died: bool
-) -> None:
+async def test_an_engines_death_is_told_from_other_losses(lost: object, died: bool) -> None:
     with pytest.raises(ReplicaLostError) as raised:
         await calls(PlayedHandle(lost)).whole(REQUEST)
 

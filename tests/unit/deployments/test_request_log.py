@@ -4,7 +4,9 @@ import asyncio
 import io
 import json
 import logging
+import threading
 from collections.abc import Iterator
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +190,60 @@ def test_events_carry_their_facts_and_exceptions(logs: ProcessLogs, tmp_path: Pa
     assert (line["event"], line["level"], line["logger"]) == ("an event", "ERROR", logger.name)
     assert (line["file"], line["count"]) == ("/x", 3)
     assert "CapacityError: no room" in line["exception"]
+
+
+class HangingDisk:
+    """Holds every line up until it is mended."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.mended = threading.Event()
+        emit = RotatingFileHandler.emit
+
+        def wait_and_emit(handler: RotatingFileHandler, record: logging.LogRecord) -> None:
+            assert self.mended.wait(60)
+            emit(handler, record)
+
+        monkeypatch.setattr(RotatingFileHandler, "emit", wait_and_emit)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingDisk]:
+    hanging = HangingDisk(monkeypatch)
+    yield hanging
+    hanging.mended.set()
+
+
+async def test_while_the_disk_hangs_requests_go_on_and_only_so_many_lines_wait(
+    disk: HangingDisk, logs: ProcessLogs, tmp_path: Path
+) -> None:
+    http = client(
+        PlayedReplicas(AnswerStart(200, JSON, b"{}")), logging=LoggingConfig(content=True)
+    )
+    # 40 lines of a million characters; 32 of them may wait.
+    body = {"model": "m", "prompt": "x" * 1_000_000}
+
+    answers = [await http.post("/v1/completions", json=body) for _ in range(40)]
+    num_dropped = logs.num_dropped
+    disk.mended.set()
+    logs.close()
+
+    *written, last = lines(tmp_path)
+    assert {answer.status_code for answer in answers} == {200}
+    assert 0 < num_dropped < 10
+    assert len(written) == 40 - num_dropped
+    assert (last["level"], last["num_lines"]) == ("ERROR", num_dropped)
+    assert last["event"] == "log lines left out: the disk hung"
+
+
+def test_a_disk_that_hangs_does_not_keep_a_process_from_ending(
+    disk: HangingDisk, logs: ProcessLogs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deployments.json_logs._CLOSE_S", 0.01)
+    logging.getLogger("deployments.some").info("event")
+
+    logs.close()
+
+    assert not disk.mended.is_set()
 
 
 def test_new_settings_move_the_log_and_lose_nothing(logs: ProcessLogs, tmp_path: Path) -> None:

@@ -74,6 +74,15 @@ async def test_a_keys_file_that_cannot_be_used_is_told_until_it_is_mended(tmp_pa
     assert values == [0, 1, 0]
 
 
+async def test_log_lines_that_were_left_out_are_told() -> None:
+    told = Told(PlayedReplicas(OK))
+    for num_lines in (0, 4):
+        told.gateway.metrics.log_lines_dropped(num_lines)
+        await told.gateway.tell_metrics()
+
+    assert told.value(catalogue.LOG_LINES_DROPPED) == 4
+
+
 async def test_requests_that_end_well_are_counted_and_timed() -> None:
     told = Told(PlayedReplicas(OK), PlayedReplicas(STREAM))
 
