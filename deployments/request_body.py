@@ -2,8 +2,9 @@
 
 import json
 from collections import Counter
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from apar_core.errors import CapacityError, RequestError
 from deployments.asgi_relay import Receive
@@ -45,9 +46,14 @@ class BodyBudget:
         """Bytes held now."""
         return self._held_bytes.total()
 
-    def hold(self, key: str) -> "HeldBody":
-        """The part of one request of a key, empty; a context manager that gives it back."""
-        return HeldBody(self, key)
+    @contextmanager
+    def hold(self, key: str) -> Iterator["HeldBody"]:
+        """The part of one request of a key, empty; given back at the end."""
+        held = HeldBody(self, key)
+        try:
+            yield held
+        finally:
+            self._give_back(key, held.num_bytes)
 
     def take(self, key: str, num_bytes: int) -> None:
         """Count more bytes; raises CapacityError where there is no room for them."""
@@ -60,8 +66,7 @@ class BodyBudget:
             )
         self._held_bytes[key] += num_bytes
 
-    def give_back(self, key: str, num_bytes: int) -> None:
-        """Count bytes no more."""
+    def _give_back(self, key: str, num_bytes: int) -> None:
         self._held_bytes[key] -= num_bytes
         if not self._held_bytes[key]:
             del self._held_bytes[key]
@@ -73,24 +78,12 @@ class HeldBody:
     def __init__(self, budget: BodyBudget, key: str) -> None:
         self._budget = budget
         self._key = key
-        self._num_bytes = 0
+        self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
         """Count more bytes; raises CapacityError where the budget has no room for them."""
         self._budget.take(self._key, num_bytes)
-        self._num_bytes += num_bytes
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._budget.give_back(self._key, self._num_bytes)
-        self._num_bytes = 0
+        self.num_bytes += num_bytes
 
 
 async def read_body(receive: Receive, max_bytes: int, held: HeldBody) -> bytes:
