@@ -8,7 +8,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.answers import relay_answer
 from deployments.asgi_relay import AsgiApp, Receive, RelayedRequest, Scope, Send
 from deployments.replica_calls import HandleCalls
-from deployments.request_body import read_body
+from deployments.request_body import BodyBudget, read_body
 
 BARE_PREFIX = "/bare"
 
@@ -32,7 +32,8 @@ class BareRelay:
             message = await receive()
             await send({"type": f"{message['type']}.complete"})
             return
-        body = await read_body(receive, 2**20)
+        with BodyBudget(2**21).hold("") as held:
+            body = await read_body(receive, 2**20, held)
         path = scope["path"].removeprefix(BARE_PREFIX)
         headers = [(b"content-type", b"application/json")]
         request = RelayedRequest(scope["method"], path, b"", headers, body)

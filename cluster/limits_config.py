@@ -38,7 +38,8 @@ class LimitsConfig(BaseModel):
     max_held_body_bytes: PositiveInt | None = Field(
         None,
         description="Bytes of the bodies of all requests that a gateway holds at once; a request "
-        "beyond them gets a 503. 16 times `max_body_bytes` when absent.",
+        "beyond them gets a 503. One key holds no more than is free, alone one half. 16 times "
+        "`max_body_bytes` when absent.",
     )
     max_prompt_chars: PositiveInt | None = Field(
         None, description="Characters of a prompt; a longer one gets a 400. No limit when absent."
@@ -60,10 +61,11 @@ class LimitsConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_bodies(self) -> Self:
-        if self.held_body_bytes < self.max_body_bytes:
+        # A key holds no more than is free, so half of it must have room for one body.
+        if self.held_body_bytes < 2 * self.max_body_bytes:
             raise ValueError(
-                f"max_held_body_bytes: {self.held_body_bytes} is less than one body may have, "
-                f"`max_body_bytes` of {self.max_body_bytes}"
+                f"max_held_body_bytes: {self.held_body_bytes} is less than twice `max_body_bytes`, "
+                f"which is {self.max_body_bytes}"
             )
         return self
 

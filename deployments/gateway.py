@@ -184,7 +184,7 @@ class Gateway:
             # Before the body is read: to read and to parse it costs more than to refuse it.
             admission = () if caller.rates is None else await caller.rates.admit_request()
             if method == "POST":
-                with self._bodies.hold() as held:
+                with self._bodies.hold(caller.name) as held:
                     await self._answer(caller, scope, receive, held, admission, exchange)
             else:
                 await self._describe(caller, _relayed(exchange, scope, b""), exchange)

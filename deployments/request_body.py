@@ -1,8 +1,10 @@
 """Reads a request's body, within its limits."""
 
 import json
-from types import TracebackType
-from typing import Any, Self
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from apar_core.errors import CapacityError, RequestError
 from deployments.asgi_relay import Receive
@@ -28,47 +30,60 @@ class PromptTooLongError(RequestError):
 
 
 class BodyBudget:
-    """Bytes of bodies that a gateway may hold for all its requests together."""
+    """Bytes of bodies that a gateway may hold for all its requests together.
+
+    A key may hold as much as is still free, so that none can take what the others need: one alone
+    holds half, two hold a third each. Source: Choudhury and Hahne, "Dynamic queue length thresholds
+    for shared-memory packet switches" (1998).
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.num_held_bytes = 0
+        self._held_bytes: Counter[str] = Counter()
 
-    def hold(self) -> "HeldBody":
-        """The part of one request, empty; a context manager that gives it back."""
-        return HeldBody(self)
+    @property
+    def num_held_bytes(self) -> int:
+        """Bytes held now."""
+        return self._held_bytes.total()
+
+    @contextmanager
+    def hold(self, key: str) -> Iterator["HeldBody"]:
+        """The part of one request of a key, empty; given back at the end."""
+        held = HeldBody(self, key)
+        try:
+            yield held
+        finally:
+            self._give_back(key, held.num_bytes)
+
+    def take(self, key: str, num_bytes: int) -> None:
+        """Count more bytes; raises CapacityError where there is no room for them."""
+        num_held_bytes, own = self.num_held_bytes, self._held_bytes[key]
+        if own + num_bytes > self.max_bytes - num_held_bytes:
+            raise CapacityError(
+                f"The bodies of all requests take {num_held_bytes} of {self.max_bytes} bytes, "
+                f"those of key {key} {own}; please try again.",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self._held_bytes[key] += num_bytes
+
+    def _give_back(self, key: str, num_bytes: int) -> None:
+        self._held_bytes[key] -= num_bytes
+        if not self._held_bytes[key]:
+            del self._held_bytes[key]
 
 
 class HeldBody:
     """The bytes of one request's body, as its budget counts them."""
 
-    def __init__(self, budget: BodyBudget) -> None:
+    def __init__(self, budget: BodyBudget, key: str) -> None:
         self._budget = budget
-        self._num_bytes = 0
+        self._key = key
+        self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
         """Count more bytes; raises CapacityError where the budget has no room for them."""
-        budget = self._budget
-        if budget.num_held_bytes + num_bytes > budget.max_bytes:
-            raise CapacityError(
-                f"The bodies of all requests take {budget.num_held_bytes} of "
-                f"{budget.max_bytes} bytes; please try again.",
-                retry_after_s=_RETRY_AFTER_S,
-            )
-        budget.num_held_bytes += num_bytes
-        self._num_bytes += num_bytes
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._budget.num_held_bytes -= self._num_bytes
-        self._num_bytes = 0
+        self._budget.take(self._key, num_bytes)
+        self.num_bytes += num_bytes
 
 
 async def read_body(receive: Receive, max_bytes: int, held: HeldBody) -> bytes:

@@ -209,8 +209,9 @@ REQUESTS_REJECTED = _counter(
     "requests",
     {
         "reason": "authentication; key_limit, a rate or bound of the key; overloaded, the queue is "
-        "full; queue_timeout; invalid; too_large, body or prompt; unknown_model; unknown_route; "
-        "no_replica has taken it in time; draining, the server is at its end",
+        "full or the bodies of all requests take too much; queue_timeout; invalid; too_large, body "
+        "or prompt; unknown_model; unknown_route; no_replica has taken it in time; draining, the "
+        "server is at its end",
         "key_class": "`metrics_class` of the API key; anonymous without one that is known",
     },
     "Requests of any kind that the gateway has refused, and no replica has seen.",

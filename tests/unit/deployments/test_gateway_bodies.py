@@ -3,16 +3,17 @@
 import asyncio
 import gc
 import json
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import pytest
 
+from apar_core.errors import CapacityError
 from cluster.limits_config import LimitsConfig
 from deployments.answer_parts import AnswerStart
 from deployments.answers import ReplicaLostError
 from deployments.asgi_relay import Message
-from deployments.request_body import MAX_CONTAINERS, MAX_VALUES
+from deployments.request_body import MAX_CONTAINERS, MAX_VALUES, BodyBudget, HeldBody
 from tests.fakes.played_replicas import CHAT, JSON, PlayedReplicas, client, gateway_of
 from tests.unit.deployments.test_gateway_keys import answering, bearer, key, settled
 
@@ -106,7 +107,7 @@ async def test_values_cannot_hide_in_another_encoding() -> None:
 async def test_the_bodies_of_all_requests_together_are_bounded() -> None:
     replicas = answering()
     replicas.gate.clear()
-    limits = LimitsConfig(max_body_bytes=100, max_held_body_bytes=150)
+    limits = LimitsConfig(max_body_bytes=100, max_held_body_bytes=200)
     http = client(replicas, keys=(key("a", requests_per_minute=9),), limits=limits, max_queued=5)
     body = {"prompt": "x" * 80}
     inside, over, small = await settled(http, ("a", body), ("a", body), ("a", {}))
@@ -118,9 +119,27 @@ async def test_the_bodies_of_all_requests_together_are_bounded() -> None:
 
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert refused.json()["error"]["code"] == "overloaded"
-    assert "of 150 bytes" in refused.json()["error"]["message"]
+    assert "take 93 of 200 bytes" in refused.json()["error"]["message"]
     assert refused.headers[REMAINING] == "8"  # It is not the caller's fault.
     assert [answer.status_code for answer in answers] == [200] * 3
+
+
+def fill(held: HeldBody) -> NoReturn:
+    while True:
+        held.add(10)
+
+
+def test_no_key_takes_the_room_that_others_need() -> None:
+    budget = BodyBudget(1200)
+    with budget.hold("hog") as hog, budget.hold("second") as second, budget.hold("small") as small:
+        for held in (hog, second):
+            with pytest.raises(CapacityError, match="of 1200 bytes"):
+                fill(held)
+
+        assert budget.num_held_bytes == 600 + 300
+        small.add(150)
+
+    assert budget.num_held_bytes == 0
 
 
 async def test_a_client_that_leaves_gives_its_bodys_bytes_back() -> None:
@@ -139,10 +158,10 @@ async def test_a_client_that_leaves_gives_its_bodys_bytes_back() -> None:
     assert (held, gateway._bodies.num_held_bytes) == (3 * len('{"prompt":"x"}'), 0)
 
 
-def test_the_bytes_held_are_no_fewer_than_one_body_may_have() -> None:
+def test_the_bytes_held_are_no_fewer_than_two_bodies_may_have() -> None:
     assert LimitsConfig(max_body_bytes=100).held_body_bytes == 1600
-    with pytest.raises(ValueError, match="max_held_body_bytes: 99 is less"):
-        LimitsConfig(max_body_bytes=100, max_held_body_bytes=99)
+    with pytest.raises(ValueError, match="max_held_body_bytes: 199 is less than twice"):
+        LimitsConfig(max_body_bytes=100, max_held_body_bytes=199)
 
 
 async def test_nothing_parsed_is_kept_while_a_request_runs() -> None:

@@ -269,6 +269,25 @@ async def test_a_key_of_more_weight_gets_more_turns() -> None:
     assert 13 <= names.count("heavy") <= 16
 
 
+async def test_a_flood_of_requests_that_generate_nothing_lets_others_pass() -> None:
+    replicas = answering(end=AnswerEnd(generated_tokens=0))
+    replicas.gate.clear()
+    http = client(replicas, keys=(key("flood"), key("other")), max_queued=20)
+    tasks = [
+        asyncio.create_task(http.post(path, json={}, headers=bearer(name)))
+        for name, path in [("flood", "/tokenize")] * 12 + [("other", CHAT)] * 4
+    ]
+    await asyncio.sleep(0.05)
+
+    replicas.gate.set()
+    await asyncio.gather(*tasks)
+
+    names = [request.terms.key for request in replicas.requests]
+    # Two of the flood run when the other key comes; then they take turns.
+    assert names[:2] == ["flood"] * 2
+    assert names[2:10].count("other") >= 3
+
+
 async def test_a_request_that_waits_too_long_is_told_so() -> None:
     replicas = answering()
     replicas.gate.clear()
