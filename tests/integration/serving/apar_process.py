@@ -23,8 +23,10 @@ MAIN = "import typer; from cluster.cli.serve import serve; typer.run(serve)"
 START_S = 180.0
 STOP_S = 60.0
 LOOK_S = 60.0
+LOG_S = 20.0
 ENGINE = "VLLM::EngineCore"
 REPLICA = "ray::ServeReplica:apar:Replica"
+GATEWAY = "ray::ServeReplica:apar:Gateway"
 CONTROLLER = "ray::ServeController"
 HAPROXY = "haproxy"
 TINY: dict[str, Any] = {
@@ -135,6 +137,26 @@ class Server:
             time.sleep(0.05)
         found = json.loads(answer.read_text())
         return found if isinstance(found, list) else []
+
+    def records(self) -> list[dict[str, Any]]:
+        """The log's lines of requests; there are none where the logs have a folder."""
+        found = []
+        for line in self.log.read_text(errors="replace").splitlines():
+            with suppress(ValueError):  # Not all is JSON, and the last line may be half written.
+                event = json.loads(line)
+                if isinstance(event, dict) and event.get("event") == "request":
+                    found.append(event)
+        return found
+
+    def record(self, request_id: str) -> dict[str, Any]:
+        """The request's line in the log, which is written just after the end of the answer."""
+        deadline = time.monotonic() + LOG_S
+        while True:
+            for record in self.records():
+                if record["request_id"] == request_id:
+                    return record
+            assert time.monotonic() < deadline, f"no line of request {request_id}"
+            time.sleep(0.05)
 
     def wait_until_idle(self, num_replicas: int, timeout_s: float = 60.0) -> None:
         """Return when so many replicas hold nothing of any request; fails when something stays."""

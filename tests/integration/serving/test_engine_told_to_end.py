@@ -67,19 +67,20 @@ def whole_body(name: str) -> tuple[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["chat", pytest.param("unforked chat", marks=pytest.mark.slow)])
 def test_stream_goes_on_at_another_replica_and_the_one_behind_it_is_replaced(
-    server: Server, name: str
+    server: Server, logs: Path, name: str
 ) -> None:
     server.wait_for_replicas(2)
-    expected = stream(server.url, name)
+    expected = stream(server, name)
     told = Told(server)
     ended: list[psutil.Process] = []
 
-    answer = stream(server.url, name, 12, lambda: ended.append(told.end()))
+    answer = stream(server, name, 12, lambda: ended.append(told.end()))
 
     assert answer.errors == []
     assert answer.text == expected.text
     assert (answer.finish, answer.usage) == (expected.finish, expected.usage)
-    psutil.wait_procs(ended, timeout=TIMEOUT_S)
+    assert line(logs, answer.request_id)["continued"] >= 1
+    assert psutil.wait_procs(ended, timeout=TIMEOUT_S)[1] == []
     server.wait_for_replicas(2)
 
 

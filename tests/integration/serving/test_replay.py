@@ -1,6 +1,7 @@
 """Recorded answers through the whole stack: exactly their text, forked and flat."""
 
 import json
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -76,12 +77,15 @@ def whole(client: openai.OpenAI, answer: ReplayAnswer, *, forked: bool) -> Any:
     )
 
 
-def streamed(client: openai.OpenAI, answer: ReplayAnswer, *, forked: bool) -> Any:
+def streamed(
+    client: openai.OpenAI, answer: ReplayAnswer, *, forked: bool, request_id: str = ""
+) -> Any:
     return client.chat.completions.create(
         model="no-weights",
         messages=messages(answer),
         stream=True,
         stream_options={"include_usage": True},
+        extra_headers={"x-request-id": request_id} if request_id else None,
         **body(answer, forked=forked),
     )
 
@@ -141,8 +145,9 @@ def test_a_replay_goes_on_where_a_lost_replica_stopped(
     victims = Victims(server)
     text, pieces = "", 0
     statistics: dict[str, int] = {}
+    request_id = uuid.uuid4().hex
 
-    for chunk in streamed(client, answer, forked=forked):
+    for chunk in streamed(client, answer, forked=forked, request_id=request_id):
         if chunk.choices and chunk.choices[0].delta.content:
             text += chunk.choices[0].delta.content
             pieces += 1
@@ -151,6 +156,7 @@ def test_a_replay_goes_on_where_a_lost_replica_stopped(
         statistics = (chunk.model_extra or {}).get("apar") or statistics
 
     assert pieces > 25
+    assert server.record(request_id)["continued"] >= 1
     assert text == TEXT.decode(answer.flat)
     check_statistics(answer, statistics, forked=forked)
 

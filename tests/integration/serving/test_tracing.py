@@ -17,7 +17,7 @@ from cluster.keys_config import hash_of
 from deployments.tracing import attributes as names
 from tests.fakes.otlp_collector import Collector, Span, http_collector
 from tests.integration.serving.apar_process import STOP_S, TINY, Server, serving
-from tests.integration.serving.test_continuation import BODIES, KILL_AFTER, TIMEOUT_S, Victims
+from tests.integration.serving.test_continuation import BODIES, TIMEOUT_S, Victims
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -148,6 +148,7 @@ def test_a_forked_request_has_a_span_for_each_of_its_threads(traced: Traced) -> 
     # And most begin while their parent still writes.
     ends = {span.span_id: span.end_ns for span in threads}
     children = [span for span in threads if span.parent_id in ends]
+    assert len(children) == apar["forks"]
     assert all(span.start_ns <= ends[span.parent_id or ""] for span in children)
     usage = answer.json()["usage"]
     server = one(spans, SERVER).attributes
@@ -271,7 +272,7 @@ def test_a_stream_continued_after_a_kill_is_one_trace(traced: Traced, kills_repl
     victims = Victims(traced.server)
     request_id = uuid.uuid4().hex
 
-    apar = traced.stream(request_id, KILL_AFTER[1], lambda: victims.kill(replica=kills_replica))
+    apar = traced.stream(request_id, 12, lambda: victims.kill(replica=kills_replica))
 
     spans = traced.collector.trace(request_id)
     check_whole(spans)
