@@ -61,7 +61,9 @@ class PrefixTable:
         oldest = sent_tokens - cache_tokens
         held = np.zeros(len(sent_tokens))
         for row, covered in known[-_LOOKED_AT:]:
-            held[self._marks[row] >= oldest] = covered
+            marks = self._marks[row]
+            # Before its first report a cache has no bound, and `oldest` is as low as `_NEVER`.
+            held[(marks > _NEVER) & (marks >= oldest)] = covered
         return held
 
     def _row(self, prefix: int) -> int:

@@ -22,7 +22,7 @@ FORBIDDEN = {
     "deployments": {"cluster.cli", "dashboards"},
 }
 # The command line is the top layer although it lies in `cluster`: it starts the application, and
-# no other module may import it.
+# none of the packages may import it.
 COMMAND_LINE = Path("cluster/cli")
 FORBIDDEN_IN_COMMAND_LINE = {"dashboards"}
 # Of apar_core's subpackages, those that may import a library.

@@ -66,7 +66,8 @@ def test_reason_of_a_delay_is_what_holds_the_oldest_back(
 ) -> None:
     full, waiting = family("full", 1.0, max_threads=1), family("waiting", 2.0)
     forks.wait(full, "x" * 200)
-    forks.wait(waiting, "x" * 200)
+    for _ in range(2):
+        forks.wait(waiting, "x" * 200)
     assert forks.next(4, BATCH) is None
 
     forks.settle()
@@ -74,10 +75,21 @@ def test_reason_of_a_delay_is_what_holds_the_oldest_back(
     assert forks.waiting_by_reason([full, waiting]) == {
         "request": 1,
         "key": 0,
-        "replica": int(reason == "replica"),
-        "policy": int(reason == "policy"),
+        "replica": 2 * (reason == "replica"),
+        "policy": 2 * (reason == "policy"),
     }
     assert forks.counters.delayed == forks.waiting_by_reason([full, waiting])
+
+
+def test_reason_of_a_delay_is_the_present_one() -> None:
+    forks = admission(max_replica_threads=4, policy=SmallOnly())
+    group = family("a", 1.0)
+    forks.wait(group, "x" * 200)
+
+    assert forks.next(4, BATCH) is None
+    assert forks.waiting_by_reason([group])["replica"] == 1
+    assert forks.next(3, BATCH) is None
+    assert forks.waiting_by_reason([group])["policy"] == 1
 
 
 def test_a_fork_counts_once_however_long_it_waits() -> None:

@@ -75,9 +75,12 @@ def test_adaptive_leaves_more_room_where_steps_scatter(noise: float, least: int,
     assert least <= 1 + admitted(policy, BatchView(1, 0), 100) <= most
 
 
-def test_adaptive_grows_to_twice_what_it_has_seen_and_no_further_at_once() -> None:
-    policy = taught(10.0, most_rows=6)
-    assert admitted(policy, BatchView(1, 0), 100) == 2 * 6 - 1
+@pytest.mark.parametrize(("most_rows", "rows"), [(6, 12), (2, 8)])
+def test_adaptive_grows_to_twice_what_it_has_seen_or_to_eight_rows_and_no_further_at_once(
+    most_rows: int, rows: int
+) -> None:
+    policy = taught(10.0, most_rows=most_rows)
+    assert admitted(policy, BatchView(1, 0), 100) == rows - 1
 
     policy.observe(BatchView(12, 0), step_s(12))
     assert admitted(policy, BatchView(1, 0), 100) == 2 * 12 - 1

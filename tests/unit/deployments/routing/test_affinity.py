@@ -32,6 +32,16 @@ def test_the_longest_beginning_that_was_sent_there_counts() -> None:
     assert held.tolist() == [100, 0, 200, 0]
 
 
+def test_a_cache_of_unknown_size_holds_only_what_was_sent_to_its_replica() -> None:
+    prefixes = table()
+    prefixes.sent(hint(1), 2, 0.0)
+
+    held = prefixes.held_tokens(hint(1), NOTHING_SENT, np.full(4, np.inf))
+
+    assert held is not None
+    assert held.tolist() == [0, 0, 100, 0]
+
+
 def test_a_prompt_that_begins_otherwise_is_held_nowhere() -> None:
     prefixes = table()
     prefixes.sent(hint(1, 2), 0, 0.0)

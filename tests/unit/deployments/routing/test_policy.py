@@ -144,6 +144,45 @@ def test_waiting_forks_make_a_replica_less_attractive() -> None:
     assert router.choose(HINT, 1.0) == "other"
 
 
+def test_a_forked_request_goes_where_its_threads_slow_fewer_requests() -> None:
+    router = router_of("many", "few")
+    for index in range(50):
+        router.sent(f"f{index}", "many", HINT, 0.0)
+        router.ended(f"f{index}", FORKED, 0.0)
+    router.reported("many", busy(10, 10), 0.0)
+    router.reported("few", busy(1, 16), 0.0)
+
+    # About 8 threads are expected. They slow 10 requests there, and 1 request here.
+    assert router.choose(HINT, 1.0) == "few"
+
+
+@pytest.mark.parametrize(("prompt_tokens", "place"), [(64, "many"), (20_000, "few")])
+def test_a_long_prompt_goes_where_it_holds_up_fewer_requests(
+    prompt_tokens: int, place: str
+) -> None:
+    router = router_of("many", "few")
+    router.reported("many", busy(10, 10), 0.0)
+    router.reported("few", busy(1, 40), 0.0)
+
+    assert router.choose(RequestHint(prompt_tokens, may_fork=False), 1.0) == place
+
+
+def test_a_cached_prefix_is_worth_more_where_more_requests_would_wait_for_it() -> None:
+    router = router_of("home", "other")
+    first = RequestHint(1500, None, (1, 2), False, (1000, 1500))
+    router.sent("0", "home", first, 0.5)
+    router.ended("0", PLAIN, 0.6)
+    router.reported("home", busy(4, 12, at_s=1.0), 1.0)
+    router.reported("other", busy(4, 4, at_s=1.0), 1.0)
+
+    # In times per thread: 8 threads more in 256 steps are 2048, 1500 tokens for 5 requests 3750.
+    assert router.choose(first, 2.0) == "home"
+    # 300 tokens for 5 requests are 750.
+    assert (
+        router.choose(replace(first, prompt_tokens=300, prefix_tokens=(200, 300)), 2.0) == "other"
+    )
+
+
 def turn(number: int, *, conversation: int = 7) -> RequestHint:
     """The n-th turn: all pieces of the turn before come again."""
     pieces = 2 * number + 2
@@ -168,6 +207,29 @@ def test_the_turns_of_a_conversation_stay_where_its_beginning_is_cached(affinity
     else:
         assert len(set(places)) > 1
         assert router.decisions[Reason.AFFINITY] == 0
+
+
+def test_prefixes_are_known_of_more_replicas_than_the_first_slots() -> None:
+    names = [f"r{index}" for index in range(20)]
+    router = router_of(*names)
+    router.sent("0", "r19", turn(0), 1.0)
+    router.ended("0", PLAIN, 1.1)
+    successor = router_of(*names[:2])
+    successor.adopt(router)
+
+    assert router.choose(turn(1), 1.2) == "r19"
+    successor.sent("1", "r18", turn(0), 1.3)
+    successor.ended("1", PLAIN, 1.4)
+    assert successor.choose(turn(1), 1.5) == "r18"
+
+
+def test_a_request_sent_to_a_replica_that_has_gone_is_nowhere() -> None:
+    router = router_of("a")
+
+    router.sent("1", "gone", turn(0), 1.0)
+
+    assert (router.num_sent, router.replica_of("1")) == (0, None)
+    assert router.table.requests.sum() == 0
 
 
 def test_affinity_yields_when_its_replica_is_overloaded() -> None:
@@ -273,11 +335,11 @@ def test_requests_at_a_lost_replica_are_lost_with_it() -> None:
 
 def test_an_idle_replica_shows_which_requests_never_came() -> None:
     router = router_of("a")
-    send(router, "1", now_s=1.0)
-    router.reported("a", replace(IDLE, taken_at_s=2.0), 2.0)
+    send(router, "1", now_s=101.0)
+    router.reported("a", replace(IDLE, taken_at_s=102.0), 102.0)
     assert router.num_sent == 1
 
-    router.reported("a", replace(IDLE, taken_at_s=60.0), 60.0)
+    router.reported("a", replace(IDLE, taken_at_s=160.0), 160.0)
     assert router.num_sent == 0
     assert router.table.requests.sum() == 0
 

@@ -55,6 +55,61 @@ def test_a_request_on_its_way_when_the_report_was_taken_is_counted_once() -> Non
     assert (table.requests[slot], table.threads[slot]) == (1, 2)
 
 
+def test_requests_that_no_report_shows_yet_count_with_their_mean_threads() -> None:
+    table = table_of("a")
+    slot = table.slots["a"]
+    table.sent(slot, FOUR_THREADS, now_s=0.98)
+    table.sent(slot, replace(FOUR_THREADS, threads=2.0), now_s=0.99)
+
+    table.reported("a", busy(1, 5, at_s=1.0), now_s=1.1)
+
+    assert (table.requests[slot], table.threads[slot]) == (2, 5 + 3)
+
+
+def test_only_what_was_sent_after_a_late_report_was_taken_is_added_to_it() -> None:
+    table = table_of("a")
+    slot = table.slots["a"]
+    table.reported("a", busy(3, 3, at_s=0.5), now_s=1.0)
+    table.sent(slot, FOUR_THREADS, now_s=1.2)
+    table.sent(slot, FOUR_THREADS, now_s=1.8)
+
+    # The report shows the first of the two, and four requests of other routers.
+    table.reported("a", busy(5, 10, at_s=1.5), now_s=2.0)
+
+    assert (table.requests[slot], table.threads[slot]) == (6, 14)
+
+
+def test_blocks_are_those_of_the_report_and_of_what_was_sent_since() -> None:
+    table = table_of("a")
+    slot = table.slots["a"]
+    assert table.used_blocks[slot] == 0
+    table.sent(slot, FOUR_THREADS, now_s=0.5)
+    # Half of 480 tokens, in blocks of 16 until a report tells their size.
+    assert table.used_blocks[slot] == 15
+
+    load = replace(busy(1, 4, at_s=1.0), free_blocks=9_900, block_size=32)
+    table.reported("a", load, now_s=1.0)
+    assert table.used_blocks[slot] == 100
+    table.sent(slot, FOUR_THREADS, now_s=1.5)
+    assert table.used_blocks[slot] == 100 + 15
+    table.ended(slot, "a", FOUR_THREADS, now_s=2.0)
+    assert table.used_blocks[slot] == 100
+    assert table.sent_tokens[slot] == 960
+
+    table.reported("a", replace(load, free_blocks=10_000, taken_at_s=3.0), now_s=3.0)
+    assert table.used_blocks[slot] == 7.5
+
+
+@pytest.mark.parametrize("rate", [{"step_s": 0.05}, {"tokens_per_s": 500.0}])
+def test_a_report_without_a_rate_or_a_step_time_measures_nothing(rate: dict[str, float]) -> None:
+    table = table_of("a")
+    before = (table.step_time.base_s, table.step_time.per_thread_s)
+
+    table.reported("a", replace(busy(1, 4), **rate), now_s=0.1)
+
+    assert (table.step_time.base_s, table.step_time.per_thread_s) == before
+
+
 def test_what_has_ended_since_the_report_is_taken_off() -> None:
     table = table_of("a")
     slot = table.slots["a"]
@@ -142,6 +197,20 @@ def test_a_replica_that_no_longer_reports_costs_no_more_memory() -> None:
 
     table.reported("a", busy(10_000, 5, at_s=20_000.0), now_s=20_000.0)
     assert table.threads[slot] == 10_000  # At least one thread a request.
+
+
+def test_changes_kept_as_one_are_still_told_apart_from_later_ones() -> None:
+    table = table_of("a", cap=100_000)
+    slot = table.slots["a"]
+    table.reported("a", IDLE, now_s=0.0)
+    for index in range(5000):
+        table.sent(slot, FOUR_THREADS, now_s=1.0 + index)
+
+    # 4096 changes are kept, the oldest of them for the first 905 requests.
+    table.reported("a", busy(905, 905, at_s=905.5), now_s=6000.0)
+
+    assert table.requests[slot] == 5000
+    assert table.threads[slot] == 905 + 4 * 4095
 
 
 @given(
