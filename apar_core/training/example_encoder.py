@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -32,15 +33,17 @@ from apar_core.training.vocabulary import tree_tokens
 
 @dataclass
 class EncodingCounts:
-    """What became of the examples."""
+    """Numbers of examples by how they fit; `shortened` counts those whole ones that lost turns."""
 
     whole: int = 0
+    shortened: int = 0
     cut: int = 0
     dropped: int = 0
 
     def __str__(self) -> str:
+        shortened = f" ({self.shortened} without their oldest turns)" if self.shortened else ""
         return (
-            f"{self.whole} examples whole, {self.cut} too long and cut at a thread, "
+            f"{self.whole} examples whole{shortened}, {self.cut} too long and cut at a thread, "
             f"{self.dropped} too long and dropped"
         )
 
@@ -86,11 +89,38 @@ class ExampleEncoder:
         prompt_ids = neutralise(prompt_ids, self._spellings)
         return pack_tree(prompt_ids, answer, self._encode_piece, self._tokens)
 
+    def shortened(self, example: ExampleRecord) -> ExampleRecord:
+        """Return the example without the fewest oldest turns that make it fit the context.
+
+        A system message and the last question stay, even where that is too long.
+        """
+        if self._fits(example):
+            return example
+        num_system = int(example.messages[0].role == "system")
+        system, turns = example.messages[:num_system], example.messages[num_system:]
+        starts = [index for index, message in enumerate(turns) if message.role == "user"]
+
+        def without(num_turns: int) -> ExampleRecord:
+            return replace(example, messages=(*system, *turns[starts[num_turns] :]))
+
+        fewest = bisect_left(range(len(starts) - 1), True, key=lambda n: self._fits(without(n)))
+        return without(fewest) if fewest else example
+
+    def fitted(self, example: ExampleRecord) -> ExampleRecord | None:
+        """Return the example, shortened if need be, or None where it does not fit whole."""
+        shortened = self.shortened(example)
+        return shortened if self._fits(shortened) else None
+
     def encode(self, example: ExampleRecord) -> PackedTree | None:
-        """Return the row, cut to the context length at a thread's edge, or None where none fits."""
-        packed = self.pack(example)
+        """Return the row of the shortened example, or None where nothing of it fits.
+
+        A row that is still too long is cut to the context length at a thread's edge.
+        """
+        shortened = self.shortened(example)
+        packed = self.pack(shortened)
         if len(packed.token_ids) <= self.context_length:
             self.counts.whole += 1
+            self.counts.shortened += shortened is not example
             return compact(packed)
         cut = cut_tree(packed, self.context_length)
         if cut is None:
@@ -98,6 +128,9 @@ class ExampleEncoder:
             return None
         self.counts.cut += 1
         return compact(cut)
+
+    def _fits(self, example: ExampleRecord) -> bool:
+        return len(self.pack(example).token_ids) <= self.context_length
 
     def encode_all(self, examples: Iterable[ExampleRecord]) -> list[PackedTree]:
         """Return the rows of all examples that fit."""
