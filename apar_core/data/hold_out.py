@@ -10,7 +10,7 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -20,14 +20,18 @@ from apar_core.data.records import ChatMessage, ExampleRecord, flat_text
 
 HELD_OUT_FILE = "held_out.jsonl"
 
-# Published copies of ShareGPT divide long conversations into items ID_0, ID_1 and so on.
-_PART_NUMBER = re.compile(r"_\d+\Z")
+# Published copies of ShareGPT divide the long conversation QWJhYvA into QWJhYvA_0, QWJhYvA_8 and so
+# on. The words of numbered ids, as in alpaca_12 or Example_3, are no conversation.
+_SHAREGPT_PART = re.compile(r"((?![A-Z]?[a-z]+_|[A-Z]+_)[A-Za-z0-9]{7})_\d+")
 
 
 def conversation_of(item: Any, place: str) -> str:
     """Return what all parts of a conversation share: the item's id, or its place without one."""
     item_id = item.get("id") if isinstance(item, dict) else None
-    return f"id {_PART_NUMBER.sub('', item_id)}" if isinstance(item_id, str) and item_id else place
+    if not isinstance(item_id, str) or not item_id:
+        return place
+    part = _SHAREGPT_PART.fullmatch(item_id)
+    return f"id {item_id if part is None else part[1]}"
 
 
 def query_sums(messages: Sequence[ChatMessage]) -> frozenset[bytes]:
@@ -40,8 +44,8 @@ def query_sums(messages: Sequence[ChatMessage]) -> frozenset[bytes]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    """An example of the spool: where its line is, and what it must not share."""
+class SpooledExample:
+    """Where the line of an example is, and what it must not share with a held-out query."""
 
     start: int
     length: int
@@ -61,7 +65,7 @@ class HoldOut:
         self._spool = spool
         self._wanted = wanted
         self._random = random.Random(f"{seed} {HELD_OUT_FILE}")
-        self._entries: list[_Entry] = []
+        self._entries: list[SpooledExample] = []
         self._num_bytes = 0
 
     @property
@@ -79,16 +83,15 @@ class HoldOut:
         opens: bool,
     ) -> None:
         """Keep the line of an example; `opens` tells whether it has one question, the first."""
-        entry = _Entry(self._num_bytes, len(line), is_structured, conversation, queries, opens)
+        entry = SpooledExample(
+            self._num_bytes, len(line), is_structured, conversation, queries, opens
+        )
         self._entries.append(entry)
         self._spool.write(line)
         self._num_bytes += len(line)
 
-    def draw(self, path: Path) -> tuple[int, list[tuple[bool, int, int]]]:
-        """Write the held-out queries; return their number and the examples left for training.
-
-        Each of the latter is `(is_structured, start, length)`, for `lines`.
-        """
+    def draw(self, path: Path) -> tuple[int, list[SpooledExample]]:
+        """Write the held-out queries; return their number and the examples left for training."""
         candidates = [entry for entry in self._entries if entry.opens]
         self._random.shuffle(candidates)
         conversations: set[str] = set()
@@ -97,7 +100,7 @@ class HoldOut:
         for entry in candidates:
             if len(examples) == self._wanted:
                 break
-            example = example_of_line(self._line(entry.start, entry.length))
+            example = example_of_line(self.line(entry))
             known = entry.conversation in conversations or not queries.isdisjoint(entry.queries)
             if not known and example.example_id not in examples:
                 conversations.add(entry.conversation)
@@ -107,19 +110,15 @@ class HoldOut:
             for example in examples.values():
                 file.write(_trace_line(example))
         return len(examples), [
-            (entry.is_structured, entry.start, entry.length)
+            entry
             for entry in self._entries
             if entry.conversation not in conversations and queries.isdisjoint(entry.queries)
         ]
 
-    def lines(self, places: Sequence[tuple[bool, int, int]]) -> Iterator[tuple[bool, bytes]]:
-        """Yield `(is_structured, line)` of examples."""
-        for is_structured, start, length in places:
-            yield is_structured, self._line(start, length)
-
-    def _line(self, start: int, length: int) -> bytes:
-        self._spool.seek(start)
-        return self._spool.read(length)
+    def line(self, entry: SpooledExample) -> bytes:
+        """Return the line of an example."""
+        self._spool.seek(entry.start)
+        return self._spool.read(entry.length)
 
 
 def _trace_line(example: ExampleRecord) -> bytes:

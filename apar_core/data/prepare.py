@@ -120,10 +120,11 @@ def prepare(
         if hold_out is not None:
             report.held_out.found = hold_out.num_candidates
             report.held_out.wanted = settings.hold_out
-            report.held_out.written, places = hold_out.draw(folder / HELD_OUT_FILE)
-            report.num_near_held_out = report.num_answers - report.held_out.written - len(places)
-            for is_structured, line in hold_out.lines(places):
-                (structured if is_structured else unstructured).offer(line)
+            report.held_out.written, left = hold_out.draw(folder / HELD_OUT_FILE)
+            report.num_near_held_out = report.num_answers - report.held_out.written - len(left)
+            for example in left:
+                reservoir = structured if example.is_structured else unstructured
+                reservoir.offer(hold_out.line(example))
         structured.write(folder / STRUCTURED_FILE)
         unstructured.write(folder / UNSTRUCTURED_FILE)
         _complete(report, settings, structured, unstructured)

@@ -89,36 +89,21 @@ class ExampleEncoder:
         prompt_ids = neutralise(prompt_ids, self._spellings)
         return pack_tree(prompt_ids, answer, self._encode_piece, self._tokens)
 
-    def shortened(self, example: ExampleRecord) -> ExampleRecord:
-        """Return the example without the fewest oldest turns that make it fit the context.
-
-        A system message and the last question stay, even where that is too long.
-        """
-        if self._fits(example):
-            return example
-        num_system = int(example.messages[0].role == "system")
-        system, turns = example.messages[:num_system], example.messages[num_system:]
-        starts = [index for index, message in enumerate(turns) if message.role == "user"]
-
-        def without(num_turns: int) -> ExampleRecord:
-            return replace(example, messages=(*system, *turns[starts[num_turns] :]))
-
-        fewest = bisect_left(range(len(starts) - 1), True, key=lambda n: self._fits(without(n)))
-        return without(fewest) if fewest else example
-
     def fitted(self, example: ExampleRecord) -> ExampleRecord | None:
-        """Return the example, shortened if need be, or None where it does not fit whole."""
-        shortened = self.shortened(example)
-        return shortened if self._fits(shortened) else None
+        """Return the example without the fewest oldest turns that make it fit, or None.
+
+        A system message and the last question always stay.
+        """
+        shortened, packed = self._shortened(example)
+        return shortened if self._fits(packed) else None
 
     def encode(self, example: ExampleRecord) -> PackedTree | None:
-        """Return the row of the shortened example, or None where nothing of it fits.
+        """Return the row of the example without its oldest turns, or None where nothing fits.
 
         A row that is still too long is cut to the context length at a thread's edge.
         """
-        shortened = self.shortened(example)
-        packed = self.pack(shortened)
-        if len(packed.token_ids) <= self.context_length:
+        shortened, packed = self._shortened(example)
+        if self._fits(packed):
             self.counts.whole += 1
             self.counts.shortened += shortened is not example
             return compact(packed)
@@ -129,8 +114,26 @@ class ExampleEncoder:
         self.counts.cut += 1
         return compact(cut)
 
-    def _fits(self, example: ExampleRecord) -> bool:
-        return len(self.pack(example).token_ids) <= self.context_length
+    def _shortened(self, example: ExampleRecord) -> tuple[ExampleRecord, PackedTree]:
+        packed = self.pack(example)
+        num_system = int(example.messages[0].role == "system")
+        system, turns = example.messages[:num_system], example.messages[num_system:]
+        starts = [index for index, message in enumerate(turns) if message.role == "user"]
+        if self._fits(packed) or len(starts) == 1:
+            return example, packed
+
+        def without(num_turns: int) -> ExampleRecord:
+            return replace(example, messages=(*system, *turns[starts[num_turns] :]))
+
+        # Without all turns but the last question, whether that fits or not.
+        most = len(starts) - 1
+        fewest = bisect_left(
+            range(most), True, lo=1, key=lambda n: self._fits(self.pack(without(n)))
+        )
+        return without(fewest), self.pack(without(fewest))
+
+    def _fits(self, packed: PackedTree) -> bool:
+        return len(packed.token_ids) <= self.context_length
 
     def encode_all(self, examples: Iterable[ExampleRecord]) -> list[PackedTree]:
         """Return the rows of all examples that fit."""

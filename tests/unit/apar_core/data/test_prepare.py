@@ -135,7 +135,7 @@ def query_texts(example: ExampleRecord) -> set[str]:
 
 def test_held_out_queries_share_no_conversation_and_no_text_with_training(tmp_path: Path) -> None:
     items = [
-        {"id": f"c{n // 2}_{n % 2}", **chat(f"first {n}?", LIST, f"then {n}?", "Short.")}
+        {"id": f"aB3dE{n // 2:02}_{n % 2}", **chat(f"first {n}?", LIST, f"then {n}?", "Short.")}
         for n in range(40)
     ]
     # Others ask the same, in another turn and with other blanks.
@@ -150,7 +150,7 @@ def test_held_out_queries_share_no_conversation_and_no_text_with_training(tmp_pa
     texts = {" ".join(line.prompt.split()) for line in held}
     assert len(held) == len(texts) == 5
     assert all(texts.isdisjoint(query_texts(example)) for example in training)
-    # The parts c0_0 and c0_1 are items 1 and 2: both are out if the question of one is held out.
+    # Items 1 and 2 are the parts aB3dE00_0 and aB3dE00_1: one held out keeps both out.
     trained = {int((example.example_id or "").split(":")[1]) for example in training}
     conversations = [(int(line.id.split(":")[1]) - 1) // 2 for line in held]
     assert len(set(conversations)) == 5
@@ -158,6 +158,16 @@ def test_held_out_queries_share_no_conversation_and_no_text_with_training(tmp_pa
     assert report.held_out.written == 5
     assert len(training) == report.num_answers - 5 - report.num_near_held_out
     assert report.structured.found + report.unstructured.found == len(training)
+
+
+def test_numbered_items_are_no_parts_of_one_conversation(tmp_path: Path) -> None:
+    for name in ("alpaca", "chatgpt", "Example", "ROWDATA", "long-name"):
+        items = [{"id": f"{name}_{n}", **chat(f"q{n}", "a")} for n in range(9)]
+        source = write_lines(tmp_path / f"{name}.jsonl", *items)
+
+        report = prepare([source], tmp_path / name, ALL.model_copy(update={"hold_out": 3}))
+
+        assert (report.held_out.written, report.num_near_held_out) == (3, 0)
 
 
 def test_the_held_out_queries_depend_on_the_seed_alone(tmp_path: Path) -> None:

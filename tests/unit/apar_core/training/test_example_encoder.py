@@ -114,12 +114,12 @@ def test_the_oldest_turns_are_dropped_until_the_example_fits() -> None:
     assert (encoder.counts.whole, encoder.counts.shortened) == (1, 1)
     assert "1 examples whole (1 without their oldest turns)" in str(encoder.counts)
     short = ExampleRecord("numbered", whole.messages[-3:], points(1))
-    assert encoder.shortened(short) is short
+    assert encoder.fitted(short) is short
+    kept = encoder.fitted(whole)
+    assert kept is not None
+    assert kept.messages == (whole.messages[0], *whole.messages[3:])
     # The last question stays, whether it fits or not.
-    assert ExampleEncoder(TOKENIZER, 5).shortened(whole).messages == (
-        whole.messages[0], whole.messages[-1]
-    )  # fmt: skip
-    assert ExampleEncoder(TOKENIZER, 5).fitted(whole) is None
+    assert ExampleEncoder(TOKENIZER, 10).fitted(whole) is None
 
 
 def vicuna_tokenizer() -> PreTrainedTokenizerBase:
