@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from apar_core.data.conversations import (
     ItemRefusedError,
@@ -14,6 +15,7 @@ from apar_core.data.conversations import (
     parse_item,
 )
 from apar_core.data.example_file import example_line
+from apar_core.data.hold_out import conversation_of, query_sums
 from apar_core.data.records import ChatMessage, ExampleRecord, count_forks
 from apar_core.data.report import Refusal
 from apar_core.data.sources import SourceItem
@@ -23,15 +25,41 @@ from apar_core.data.thoughts import split_thought
 
 @dataclass(frozen=True, slots=True)
 class PreparedAnswer:
-    """An answer as a line of the example file, with what the report counts of it."""
+    """An answer as a line of the example file, with what the report counts of it.
+
+    `conversation`, `queries` and `opens` are for `HoldOut`.
+    """
 
     line: bytes
     kind: str
     reason: str | None
     num_forks: int
+    conversation: str
+    queries: frozenset[bytes]
+    opens: bool
 
 
-Outcome = PreparedAnswer | Refusal
+@dataclass(frozen=True, slots=True)
+class TooLong:
+    """An answer that does not fit the context, not even behind its question alone."""
+
+
+Outcome = PreparedAnswer | Refusal | TooLong
+
+
+class FitExample(Protocol):
+    """Fits examples to the context of a model."""
+
+    @property
+    def model_name(self) -> str:
+        """Folder or hub name."""
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of an example."""
+
+    def __call__(self, example: ExampleRecord) -> ExampleRecord | None:
+        """Return the example without its oldest turns where it is too long, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +68,7 @@ class ItemPreparation:
 
     rules: StructureRules
     questions: Questions
+    fit: FitExample | None = None
 
     def outcomes_of_items(self, items: Sequence[SourceItem]) -> list[list[Outcome]]:
         """Return what each item has given, in order."""
@@ -56,6 +85,7 @@ class ItemPreparation:
                 raise ItemRefusedError("broken JSON", item.failure)
             value = parse_item(item.value) if isinstance(item.value, bytes) else item.value
             messages = chat_of_item(value, self.questions)
+            conversation = conversation_of(value, item.place)
             num_system = messages[0].role == "system"
             num_leading = num_leading_answers(messages[num_system:])
             for _ in range(num_leading):
@@ -64,13 +94,13 @@ class ItemPreparation:
             del messages[num_system : num_system + num_leading]
             for index, message in enumerate(messages):
                 if message.role == "assistant":
-                    yield self._prepared(item, messages[:index], message.content)
+                    yield self._prepared(item, conversation, messages[:index], message.content)
         except ItemRefusedError as error:
             yield Refusal(place=item.place, reason=error.reason, message=str(error))
 
     def _prepared(
-        self, item: SourceItem, messages: Sequence[ChatMessage], answer: str
-    ) -> PreparedAnswer:
+        self, item: SourceItem, conversation: str, messages: Sequence[ChatMessage], answer: str
+    ) -> PreparedAnswer | TooLong:
         turn = sum(message.role == "user" for message in messages)
         if not answer.strip():
             raise ItemRefusedError("empty answer", f"turn {turn}")
@@ -86,6 +116,15 @@ class ItemPreparation:
             answer=extracted.tree,
             example_id=f"{path.parent.name}/{path.stem}:{item.number}:{turn}",
         )
+        fitted = example if self.fit is None else self.fit(example)
+        if fitted is None:
+            return TooLong()
         return PreparedAnswer(
-            example_line(example), extracted.kind, extracted.reason, count_forks(extracted.tree)
+            example_line(fitted),
+            extracted.kind,
+            extracted.reason,
+            count_forks(extracted.tree),
+            conversation,
+            query_sums(messages),
+            opens=turn == 1,
         )

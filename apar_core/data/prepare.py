@@ -23,7 +23,14 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from apar_core.data.conversations import load_questions
 from apar_core.data.example_file import STRUCTURED_FILE, UNSTRUCTURED_FILE
-from apar_core.data.item_examples import ItemPreparation, Outcome
+from apar_core.data.hold_out import HELD_OUT_FILE, HoldOut
+from apar_core.data.item_examples import (
+    FitExample,
+    ItemPreparation,
+    Outcome,
+    PreparedAnswer,
+    TooLong,
+)
 from apar_core.data.report import PreparationReport, Refusal
 from apar_core.data.sampling import LineReservoir
 from apar_core.data.sources import ReadBytes, SourceItem, read_items, source_files
@@ -43,6 +50,7 @@ class PreparationSettings(BaseModel):
 
     structured: PositiveInt | None = Field(16_000, description="Sample size; all if None.")
     unstructured: PositiveInt | None = Field(9_000, description="Sample size; all if None.")
+    hold_out: NonNegativeInt = Field(0, description="Queries kept out of training.")
     seed: NonNegativeInt = 0
     strict: bool = Field(False, description="Stop at the first item that must be refused.")
     overwrite: bool = Field(False, description="Replace the files of an earlier run.")
@@ -56,19 +64,24 @@ def prepare(
     settings: PreparationSettings,
     num_workers: int = 1,
     on_read: ReadBytes = lambda num_bytes: None,
+    fit: FitExample | None = None,
 ) -> PreparationReport:
     """Write the two example files and the report to `out`; return the report.
 
+    Examples are fitted to the context by `fit`, then held-out queries are set apart, then the rest
+    is sampled: so the numbers of `settings` are those of examples that can be trained on.
     Nothing is in `out` before all is done. Raises DataError if there is nothing to read, if `out`
     holds files and may not be overwritten, and in strict mode at the first refusal.
     """
     files = source_files(inputs)
     _check_folder(out, settings.overwrite)
-    preparation = ItemPreparation(settings.rules, load_questions(settings.questions))
+    preparation = ItemPreparation(settings.rules, load_questions(settings.questions), fit)
     report = PreparationReport(
         inputs=[str(path) for path in files],
         seed=settings.seed,
         unordered_lists=settings.rules.unordered_lists,
+        model=None if fit is None else fit.model_name,
+        context_length=None if fit is None else fit.context_length,
     )
     items = (item for path in files for item in read_items(path, on_read))
     with _unfinished_folder(out) as folder, contextlib.ExitStack() as spools:
@@ -83,16 +96,45 @@ def prepare(
                 (UNSTRUCTURED_FILE, settings.unstructured),
             )
         )
+        hold_out: HoldOut | None = None
+        if settings.hold_out:
+            spool = spools.enter_context((folder / "all.spool").open("w+b"))
+            hold_out = HoldOut(spool, settings.hold_out, settings.seed)
+
+        def keep(answer: PreparedAnswer) -> None:
+            is_structured = answer.kind != "unstructured"
+            if hold_out is None:
+                (structured if is_structured else unstructured).offer(answer.line)
+                return
+            hold_out.add(
+                answer.line,
+                is_structured=is_structured,
+                conversation=answer.conversation,
+                queries=answer.queries,
+                opens=answer.opens,
+            )
+
         with contextlib.closing(_outcomes(preparation, items, num_workers)) as outcomes:
             for outcome_list in outcomes:
-                _collect(outcome_list, report, structured, unstructured, strict=settings.strict)
+                _collect(outcome_list, report, keep, strict=settings.strict)
+        if hold_out is not None:
+            report.held_out.found = hold_out.num_candidates
+            report.held_out.wanted = settings.hold_out
+            report.held_out.written, left = hold_out.draw(folder / HELD_OUT_FILE)
+            report.num_near_held_out = report.num_answers - report.held_out.written - len(left)
+            for example in left:
+                reservoir = structured if example.is_structured else unstructured
+                reservoir.offer(hold_out.line(example))
         structured.write(folder / STRUCTURED_FILE)
         unstructured.write(folder / UNSTRUCTURED_FILE)
         _complete(report, settings, structured, unstructured)
         (folder / REPORT_FILE).write_text(report.model_dump_json(indent=2) + "\n")
         out.mkdir(parents=True, exist_ok=True)
-        for name in (STRUCTURED_FILE, UNSTRUCTURED_FILE, REPORT_FILE):
-            (folder / name).replace(out / name)
+        # An earlier run's held-out queries may be among the examples of this one.
+        (out / HELD_OUT_FILE).unlink(missing_ok=True)
+        for name in (STRUCTURED_FILE, UNSTRUCTURED_FILE, HELD_OUT_FILE, REPORT_FILE):
+            if (folder / name).exists():
+                (folder / name).replace(out / name)
     return report
 
 
@@ -120,8 +162,7 @@ def _unfinished_folder(out: Path) -> Iterator[Path]:
 def _collect(
     outcomes: Iterable[Outcome],
     report: PreparationReport,
-    structured: LineReservoir,
-    unstructured: LineReservoir,
+    keep: Callable[[PreparedAnswer], None],
     *,
     strict: bool,
 ) -> None:
@@ -131,10 +172,11 @@ def _collect(
             if strict:
                 raise DataError(f"{outcome.place}: {outcome.message}")
             report.add_refusal(outcome)
+        elif isinstance(outcome, TooLong):
+            report.num_too_long += 1
         else:
             report.add_answer(outcome.kind, outcome.reason, outcome.num_forks)
-            reservoir = unstructured if outcome.kind == "unstructured" else structured
-            reservoir.offer(outcome.line)
+            keep(outcome)
 
 
 def _complete(

@@ -41,7 +41,13 @@ class PreparationReport(BaseModel):
     training_ratio: str = Field(
         "1:1", description="How training draws from structured and unstructured examples."
     )
+    model: str | None = Field(None, description="Model whose context every example fits.")
+    context_length: int | None = Field(None, description="Tokens of that context.")
     num_items: int = 0
+    num_too_long: int = Field(0, description="Answers left out: longer than the context.")
+    num_near_held_out: int = Field(
+        0, description="Examples left out: of a held-out conversation, or with the same query."
+    )
     num_answers: int = 0
     num_forks: int = 0
     kinds: Counter[str] = Field(default_factory=Counter)
@@ -50,6 +56,7 @@ class PreparationReport(BaseModel):
     refusal_examples: list[Refusal] = Field(default_factory=list)
     structured: SampleCount = Field(default_factory=SampleCount)
     unstructured: SampleCount = Field(default_factory=SampleCount)
+    held_out: SampleCount = Field(default_factory=SampleCount)
 
     def add_refusal(self, refusal: Refusal) -> None:
         """Count a refusal; the first ones are kept with their places."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,7 +21,8 @@ from apar_core.data.thoughts import (
 )
 from apar_core.errors import TrainingError
 
-_QUESTION, _ANSWER = "Zyxq", "Qxyz"
+_ANSWER = "Qxyz"
+_CHAT = (ChatMessage("user", "Zyxq"),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +67,28 @@ class ChatFormat:
 def chat_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
     """Return how the tokenizer's template surrounds an answer."""
     prompt, whole = _rendered(tokenizer)
+    between = whole.removeprefix(prompt).partition(_ANSWER)[0] if whole.startswith(prompt) else ""
     opens_thought = prompt.rstrip().endswith(THOUGHT_OPENING)
-    closes_thought = prompt.rstrip().endswith(THOUGHT_CLOSING)
-    if whole.startswith(prompt):
-        between = whole.removeprefix(prompt).partition(_ANSWER)[0]
-        if between and not between.isspace():
-            return ChatFormat("", between, opens_thought, closes_thought)
-        if not opens_thought:
-            return ChatFormat(between, "", opens_thought, closes_thought)
-    # Templates that open a thought in the prompt drop it from the answers of a chat.
-    skipped = f"\n{THOUGHT_CLOSING}\n\n" if opens_thought else ""
-    return ChatFormat("", skipped, opens_thought, closes_thought)
+    return ChatFormat(
+        lead=between if between.isspace() and not opens_thought else "",
+        skipped_thought=_skipped_thought(tokenizer, prompt, between, opens_thought=opens_thought),
+        opens_thought=opens_thought,
+        closes_thought=prompt.rstrip().endswith(THOUGHT_CLOSING),
+    )
+
+
+def _skipped_thought(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, between: str, *, opens_thought: bool
+) -> str:
+    # Templates that do not know the argument ignore it.
+    unthinking = _render(tokenizer, _CHAT, add_generation_prompt=True, enable_thinking=False)
+    added = unthinking.removeprefix(prompt)
+    if unthinking.startswith(prompt) and THOUGHT_CLOSING in added:
+        return added
+    if between.strip():
+        return between
+    # Templates that open a thought in every prompt drop it from the answers of a chat.
+    return f"\n{THOUGHT_CLOSING}\n\n" if opens_thought else ""
 
 
 def turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -115,10 +128,10 @@ def chat_token_ids(
 
 def _rendered(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     """Return the prompt of a short chat, and the chat with its answer."""
-    chat = [ChatMessage("user", _QUESTION)]
+    answered = (*_CHAT, ChatMessage("assistant", _ANSWER))
     return (
-        _render(tokenizer, chat, add_generation_prompt=True),
-        _render(tokenizer, [*chat, ChatMessage("assistant", _ANSWER)], add_generation_prompt=False),
+        _render(tokenizer, _CHAT, add_generation_prompt=True),
+        _render(tokenizer, answered, add_generation_prompt=False),
     )
 
 
@@ -127,10 +140,11 @@ def _render(
     messages: Sequence[ChatMessage],
     *,
     add_generation_prompt: bool,
+    **arguments: Any,
 ) -> str:
     chat = [message.as_dict() for message in messages]
     return str(
         tokenizer.apply_chat_template(
-            chat, tokenize=False, add_generation_prompt=add_generation_prompt
+            chat, tokenize=False, add_generation_prompt=add_generation_prompt, **arguments
         )
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -32,15 +33,17 @@ from apar_core.training.vocabulary import tree_tokens
 
 @dataclass
 class EncodingCounts:
-    """What became of the examples."""
+    """Numbers of examples by how they fit; `shortened` counts those whole ones that lost turns."""
 
     whole: int = 0
+    shortened: int = 0
     cut: int = 0
     dropped: int = 0
 
     def __str__(self) -> str:
+        shortened = f" ({self.shortened} without their oldest turns)" if self.shortened else ""
         return (
-            f"{self.whole} examples whole, {self.cut} too long and cut at a thread, "
+            f"{self.whole} examples whole{shortened}, {self.cut} too long and cut at a thread, "
             f"{self.dropped} too long and dropped"
         )
 
@@ -86,11 +89,23 @@ class ExampleEncoder:
         prompt_ids = neutralise(prompt_ids, self._spellings)
         return pack_tree(prompt_ids, answer, self._encode_piece, self._tokens)
 
+    def fitted(self, example: ExampleRecord) -> ExampleRecord | None:
+        """Return the example without the fewest oldest turns that make it fit, or None.
+
+        A system message and the last question always stay.
+        """
+        shortened, packed = self._shortened(example)
+        return shortened if self._fits(packed) else None
+
     def encode(self, example: ExampleRecord) -> PackedTree | None:
-        """Return the row, cut to the context length at a thread's edge, or None where none fits."""
-        packed = self.pack(example)
-        if len(packed.token_ids) <= self.context_length:
+        """Return the row of the example without its oldest turns, or None where nothing fits.
+
+        A row that is still too long is cut to the context length at a thread's edge.
+        """
+        shortened, packed = self._shortened(example)
+        if self._fits(packed):
             self.counts.whole += 1
+            self.counts.shortened += shortened is not example
             return compact(packed)
         cut = cut_tree(packed, self.context_length)
         if cut is None:
@@ -98,6 +113,27 @@ class ExampleEncoder:
             return None
         self.counts.cut += 1
         return compact(cut)
+
+    def _shortened(self, example: ExampleRecord) -> tuple[ExampleRecord, PackedTree]:
+        packed = self.pack(example)
+        num_system = int(example.messages[0].role == "system")
+        system, turns = example.messages[:num_system], example.messages[num_system:]
+        starts = [index for index, message in enumerate(turns) if message.role == "user"]
+        if self._fits(packed) or len(starts) == 1:
+            return example, packed
+
+        def without(num_turns: int) -> ExampleRecord:
+            return replace(example, messages=(*system, *turns[starts[num_turns] :]))
+
+        # Without all turns but the last question, whether that fits or not.
+        most = len(starts) - 1
+        fewest = bisect_left(
+            range(most), True, lo=1, key=lambda n: self._fits(self.pack(without(n)))
+        )
+        return without(fewest), self.pack(without(fewest))
+
+    def _fits(self, packed: PackedTree) -> bool:
+        return len(packed.token_ids) <= self.context_length
 
     def encode_all(self, examples: Iterable[ExampleRecord]) -> list[PackedTree]:
         """Return the rows of all examples that fit."""

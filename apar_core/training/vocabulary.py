@@ -30,21 +30,29 @@ def add_control_tokens(
     average one, so the model's other predictions hardly change; a row drawn at random can win
     every argmax. The noise tells [Fork] from [Child].
     """
+    are_new = find_control_tokens(tokenizer.get_vocab()) is None
+    control = with_control_tokens(tokenizer)
+    if are_new:
+        _grow(model, len(tokenizer), multiple)
+        _initialise_rows(model, control, seed)
+        extra = {"fork": control.fork_id, "child": control.child_id}
+        logger.info("control tokens added", extra=extra)
+    elif _grow(model, max(control.fork_id, control.child_id) + 1, multiple):
+        _initialise_rows(model, control, seed)
+    return control
+
+
+def with_control_tokens(tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
+    """Add the control tokens to a tokenizer that has none; return them."""
+    known = find_control_tokens(tokenizer.get_vocab())
+    if known is not None:
+        return known
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": list(SPELLINGS[0])}, replace_extra_special_tokens=False
+    )
     known = find_control_tokens(tokenizer.get_vocab())
     if known is None:
-        fork_text, child_text = SPELLINGS[0]
-        tokenizer.add_special_tokens(
-            {"additional_special_tokens": [fork_text, child_text]},
-            replace_extra_special_tokens=False,
-        )
-        known = find_control_tokens(tokenizer.get_vocab())
-        if known is None:
-            raise TrainingError(f"the tokenizer does not take the tokens {SPELLINGS[0]}")
-        _grow(model, len(tokenizer), multiple)
-        _initialise_rows(model, known, seed)
-        logger.info("control tokens added", extra={"fork": known.fork_id, "child": known.child_id})
-    elif _grow(model, max(known.fork_id, known.child_id) + 1, multiple):
-        _initialise_rows(model, known, seed)
+        raise TrainingError(f"the tokenizer does not take the tokens {SPELLINGS[0]}")
     return known
 
 

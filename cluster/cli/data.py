@@ -18,9 +18,12 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from cluster.model_config import PRESETS, ModelConfig
+
 if TYPE_CHECKING:
     from apar_core.data.prepare import PreparationSettings
     from apar_core.data.report import PreparationReport
+    from apar_core.training.context_fit import ContextFit
 
 data = typer.Typer(no_args_is_help=True, help="Turn chats into training examples with forks.")
 
@@ -38,6 +41,26 @@ Structured = Annotated[
 ]
 Unstructured = Annotated[
     int, typer.Option(min=0, help="Sample so many unstructured examples; 0: keep all.")
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="Model to train: a folder, a hub name or one of "
+        f"{', '.join(PRESETS)}. Examples lose their oldest turns until they fit its context, and "
+        "longer ones are left out before sampling."
+    ),
+]
+ContextLength = Annotated[
+    int, typer.Option(min=1, help="Tokens of an example with --model; the recipe's by default.")
+]
+HoldOutQueries = Annotated[
+    int,
+    typer.Option(
+        "--hold-out",
+        min=0,
+        help="Keep so many queries with their answers out of training, in held_out.jsonl: for "
+        "apar evaluate --prompts or --replay, and apar experiment --trace.",
+    ),
 ]
 QuestionFiles = Annotated[
     list[Path] | None,
@@ -73,6 +96,9 @@ def prepare(
     out: Out,
     structured: Structured = 16_000,
     unstructured: Unstructured = 9_000,
+    model: Model = None,
+    context_length: ContextLength = 2048,
+    hold_out: HoldOutQueries = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
     questions: QuestionFiles = None,
     unordered_lists: UnorderedLists = False,
@@ -88,11 +114,12 @@ def prepare(
     """
     from apar_core.data.prepare import PreparationSettings
     from apar_core.data.structure import StructureRules
-    from apar_core.errors import DataError
+    from apar_core.errors import AparError
 
     settings = PreparationSettings(
         structured=structured or None,
         unstructured=unstructured or None,
+        hold_out=hold_out,
         seed=seed,
         strict=strict,
         overwrite=overwrite,
@@ -101,8 +128,9 @@ def prepare(
     )
     errors = Console(stderr=True)
     try:
-        report = _prepare_with_progress(inputs, out, settings, workers)
-    except (DataError, OSError) as error:
+        fit = None if model is None else _context_fit(model, context_length)
+        report = _prepare_with_progress(inputs, out, settings, workers, fit)
+    except (AparError, OSError) as error:
         errors.print(f"apar data prepare: {error}", style="red", markup=False, highlight=False)
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
@@ -111,8 +139,21 @@ def prepare(
     _print_report(report, out)
 
 
+def _context_fit(model: str, context_length: int) -> ContextFit:
+    # Transformers takes seconds to import.
+    from apar_core.training.context_fit import ContextFit
+
+    fit = ContextFit(ModelConfig(checkpoint=model).preset.path, context_length)
+    fit.check()
+    return fit
+
+
 def _prepare_with_progress(
-    inputs: list[Path], out: Path, settings: PreparationSettings, workers: int
+    inputs: list[Path],
+    out: Path,
+    settings: PreparationSettings,
+    workers: int,
+    fit: ContextFit | None,
 ) -> PreparationReport:
     from apar_core.data.prepare import prepare as prepare_examples
     from apar_core.data.sources import source_files
@@ -121,7 +162,7 @@ def _prepare_with_progress(
     console = Console(stderr=True)
     if not console.is_terminal:
         log = _ReadingLog(console, total)
-        return prepare_examples(inputs, out, settings, workers, log.add)
+        return prepare_examples(inputs, out, settings, workers, log.add, fit)
     with Progress(
         TextColumn("[bold]reading chats"),
         BarColumn(),
@@ -132,7 +173,7 @@ def _prepare_with_progress(
     ) as progress:
         task = progress.add_task("", total=total)
         return prepare_examples(
-            inputs, out, settings, workers, lambda num_bytes: progress.advance(task, num_bytes)
+            inputs, out, settings, workers, lambda num_bytes: progress.advance(task, num_bytes), fit
         )
 
 
@@ -177,6 +218,19 @@ def _print_report(report: PreparationReport, out: Path) -> None:
         if sample.wanted is not None and sample.found < sample.wanted:
             line += f" ({sample.wanted} wanted)"
         console.print(line, highlight=False)
+    if report.held_out.wanted is not None:
+        console.print(
+            f"held out: {report.held_out.written} queries of {report.held_out.wanted} wanted; "
+            f"{report.num_near_held_out} other examples share their conversation or query",
+            highlight=False,
+        )
+    if report.context_length is None:
+        console.print("No --model: examples may be longer than its context.", highlight=False)
+    else:
+        console.print(
+            f"too long for {report.context_length} tokens: {report.num_too_long} answers",
+            highlight=False,
+        )
     if report.num_items == 0:
         console.print("[yellow]The files hold no chats.[/yellow]")
     elif report.num_answers == 0:

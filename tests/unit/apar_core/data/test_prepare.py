@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from apar_core.data.example_file import read_examples
+from apar_core.data.hold_out import HELD_OUT_FILE
 from apar_core.data.prepare import PreparationSettings, prepare
-from apar_core.data.records import flat_text
+from apar_core.data.records import ExampleRecord, flat_text
 from apar_core.data.structure import StructureRules
 from apar_core.errors import DataError
+from apar_core.workload.trace import read_trace
 
 LIST = "\n".join(f"{n}. Point {n}: with some content." for n in (1, 2, 3))
 ALL = PreparationSettings(structured=None, unstructured=None)
@@ -93,6 +96,101 @@ def test_a_thought_needs_an_answer_behind_it(tmp_path: Path) -> None:
 
     assert report.kinds == {"ordered_list": 1}
     assert report.refusals == {"thought without an answer": 2}
+
+
+@dataclass(frozen=True)
+class FewCharacters:
+    """Fits examples to a number of characters, as a tokenizer does to its tokens."""
+
+    context_length: int
+    model_name: str = "few"
+
+    def __call__(self, example: ExampleRecord) -> ExampleRecord | None:
+        for start in range(0, len(example.messages), 2):
+            messages = example.messages[start:]
+            if sum(len(message.content) for message in messages) <= self.context_length:
+                return replace(example, messages=messages)
+        return None
+
+
+def test_what_does_not_fit_is_left_out_before_the_sample_is_drawn(tmp_path: Path) -> None:
+    items = [chat("q" * (5 if n % 2 else 50), LIST) for n in range(40)]
+    source = write_lines(tmp_path / "chats.jsonl", *items, chat("long " * 4, "a", "q", LIST))
+    settings = PreparationSettings(structured=20, unstructured=None)
+
+    report = prepare([source], tmp_path / "out", settings, fit=FewCharacters(10))
+
+    examples = list(read_examples(tmp_path / "out"))
+    assert (report.structured.found, report.structured.written) == (21, 20)
+    assert (report.num_too_long, report.num_answers, report.context_length) == (21, 21, 10)
+    assert all(len(example.messages[-1].content) <= 5 for example in examples)
+    # Strict mode is about items that are not understood.
+    prepare([source], tmp_path / "strict", ALL.model_copy(update={"strict": True}),
+            fit=FewCharacters(10))  # fmt: skip
+
+
+def query_texts(example: ExampleRecord) -> set[str]:
+    return {" ".join(each.content.split()) for each in example.messages if each.role == "user"}
+
+
+def test_held_out_queries_share_no_conversation_and_no_text_with_training(tmp_path: Path) -> None:
+    items = [
+        {"id": f"aB3dE{n // 2:02}_{n % 2}", **chat(f"first {n}?", LIST, f"then {n}?", "Short.")}
+        for n in range(40)
+    ]
+    # Others ask the same, in another turn and with other blanks.
+    items += [chat("hello", "Hi.", f"first  {n}?\n", LIST) for n in range(40)]
+    source = write_lines(tmp_path / "chats.jsonl", *items)
+    settings = ALL.model_copy(update={"hold_out": 5})
+
+    report = prepare([source], tmp_path / "out", settings)
+
+    held = read_trace(tmp_path / "out" / HELD_OUT_FILE)
+    training = list(read_examples(tmp_path / "out"))
+    texts = {" ".join(line.prompt.split()) for line in held}
+    assert len(held) == len(texts) == 5
+    assert all(texts.isdisjoint(query_texts(example)) for example in training)
+    # Items 1 and 2 are the parts aB3dE00_0 and aB3dE00_1: one held out keeps both out.
+    trained = {int((example.example_id or "").split(":")[1]) for example in training}
+    conversations = [(int(line.id.split(":")[1]) - 1) // 2 for line in held]
+    assert len(set(conversations)) == 5
+    assert all(trained.isdisjoint({2 * n + 1, 2 * n + 2}) for n in conversations if n < 20)
+    assert report.held_out.written == 5
+    assert len(training) == report.num_answers - 5 - report.num_near_held_out
+    assert report.structured.found + report.unstructured.found == len(training)
+
+
+def test_numbered_items_are_no_parts_of_one_conversation(tmp_path: Path) -> None:
+    for name in ("alpaca", "chatgpt", "Example", "ROWDATA", "long-name"):
+        items = [{"id": f"{name}_{n}", **chat(f"q{n}", "a")} for n in range(9)]
+        source = write_lines(tmp_path / f"{name}.jsonl", *items)
+
+        report = prepare([source], tmp_path / name, ALL.model_copy(update={"hold_out": 3}))
+
+        assert (report.held_out.written, report.num_near_held_out) == (3, 0)
+
+
+def test_the_held_out_queries_depend_on_the_seed_alone(tmp_path: Path) -> None:
+    items = [chat(f"q{n}", LIST if n % 3 else f"Short {n}.") for n in range(200)]
+    source = write_lines(tmp_path / "chats.jsonl", *items)
+    settings = PreparationSettings(structured=50, unstructured=20, hold_out=10)
+
+    prepare([source], tmp_path / "one", settings, num_workers=1)
+    prepare([source], tmp_path / "two", settings, num_workers=2)
+    prepare([source], tmp_path / "seed", settings.model_copy(update={"seed": 4}))
+
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    assert contents(tmp_path / "seed")[HELD_OUT_FILE] != contents(tmp_path / "one")[HELD_OUT_FILE]
+
+
+def test_held_out_queries_of_an_earlier_run_are_not_left_behind(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "chats.jsonl", *(chat(f"q{n}", LIST) for n in range(3)))
+    prepare([source], tmp_path / "out", ALL.model_copy(update={"hold_out": 1}))
+
+    prepare([source], tmp_path / "out", ALL.model_copy(update={"overwrite": True}))
+
+    assert not (tmp_path / "out" / HELD_OUT_FILE).exists()
+    assert len(list(read_examples(tmp_path / "out"))) == 3
 
 
 @pytest.mark.parametrize("damage", [b', {"x": ]', b', "\xff"]', b",", b", " + b"[" * 100_000])

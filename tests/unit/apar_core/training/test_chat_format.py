@@ -124,8 +124,17 @@ def test_an_answer_without_a_thought_is_never_learned_inside_one() -> None:
 
 
 @pytest.mark.parametrize("answer", [POINTS, "<think>\n\n</think>\n\n" + POINTS])
-def test_a_hybrid_model_does_not_learn_to_skip_its_thought(answer: str) -> None:
+@pytest.mark.parametrize("shows_thoughts", [True, False])
+def test_a_hybrid_model_does_not_learn_to_skip_its_thought(
+    answer: str, shows_thoughts: bool
+) -> None:
     tokenizer = tokenizer_of(QWEN)
+    if not shows_thoughts:
+        # As SmolLM 3: no answer of a chat gets a thought; the prompt alone tells.
+        assert isinstance(tokenizer.chat_template, str)
+        changed = tokenizer.chat_template.replace("> last.question", "> 1000")
+        assert changed != tokenizer.chat_template
+        tokenizer.chat_template = changed
     chat = [{"role": "user", "content": "Tips?"}]
 
     read, learned = root_thread(tokenizer, packed(tokenizer, answer))

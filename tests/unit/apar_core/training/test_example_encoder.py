@@ -95,6 +95,33 @@ def test_a_prompt_that_leaves_no_room_drops_the_example() -> None:
     assert encoder.encode(example("why " * 40, points(2))) is None
 
 
+def test_the_oldest_turns_are_dropped_until_the_example_fits() -> None:
+    def chat(*turns: str) -> tuple[ChatMessage, ...]:
+        roles = ("system", "user", "assistant", "user", "assistant", "user")
+        return tuple(ChatMessage(*turn) for turn in zip(roles, turns, strict=False))
+
+    whole = ExampleRecord(
+        "numbered", chat("Be kind.", "a " * 40, "b " * 40, "Hi", "Ho", "Why?"), points(1)
+    )
+    encoder = ExampleEncoder(TOKENIZER, 80)
+
+    row = encoder.encode(whole)
+
+    assert row is not None
+    assert TOKENIZER.decode(row.token_ids).startswith(
+        "<bos><|system|>Be kind.<|user|>Hi<|assistant|>Ho<eos><|user|>Why?<|assistant|>0. Point:"
+    )
+    assert (encoder.counts.whole, encoder.counts.shortened) == (1, 1)
+    assert "1 examples whole (1 without their oldest turns)" in str(encoder.counts)
+    short = ExampleRecord("numbered", whole.messages[-3:], points(1))
+    assert encoder.fitted(short) is short
+    kept = encoder.fitted(whole)
+    assert kept is not None
+    assert kept.messages == (whole.messages[0], *whole.messages[3:])
+    # The last question stays, whether it fits or not.
+    assert ExampleEncoder(TOKENIZER, 10).fitted(whole) is None
+
+
 def vicuna_tokenizer() -> PreTrainedTokenizerBase:
     tokenizer = load_text(LLAMA_TOKENIZER).tokenizer
     tokenizer.chat_template = VICUNA_TEMPLATE.read_text()

@@ -9,8 +9,15 @@ import time
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+from apar_core.data.example_file import read_examples
+from apar_core.evaluation.answer_files import read_answer_set
+from apar_core.evaluation.prompt_sets import read_question_file
+from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.training.example_encoder import ExampleEncoder
+from apar_core.workload.trace import read_trace
 from cluster.cli.main import app
 
 LIST = "\n".join(f"{n}. Point {n}: with some content." for n in (1, 2, 3))
@@ -71,6 +78,45 @@ def test_zero_keeps_all(source: Path, tmp_path: Path) -> None:
 
     report = json.loads((tmp_path / "out/report.json").read_text())
     assert report["structured"] == {"found": 1, "wanted": None, "written": 1}
+
+
+def test_with_a_model_examples_fit_its_context_and_none_is_lost_in_training(
+    tmp_path: Path,
+) -> None:
+    def turns(number: int) -> list[dict[str, str]]:
+        said = [("human", f"Question {number}? " + "word " * 20), ("gpt", LIST)] * (1 + number % 4)
+        return [{"from": role, "value": text} for role, text in said]
+
+    source = tmp_path / "chats.jsonl"
+    items = [turns(number) for number in range(12)]
+    items.append([{"from": "human", "value": "q"}, {"from": "gpt", "value": "word " * 300}])
+    source.write_text("".join(json.dumps({"conversations": item}) + "\n" for item in items))
+    options = ("--model", "apar-tiny", "--context-length", "150", "--hold-out", "2")
+
+    exit_code, output = run(source, "--out", tmp_path / "out", *options, "--structured", "15")
+
+    assert exit_code == 0, output
+    assert "structured: 15 examples of" in output
+    assert "too long for 150 tokens: 1 answers" in output
+    assert "held out: 2 queries of 2 wanted" in output
+    encoder = ExampleEncoder(AutoTokenizer.from_pretrained(checkpoint_path()), 150)
+    encoder.encode_all(read_examples(tmp_path / "out"))
+    assert (encoder.counts.whole, encoder.counts.shortened) == (15, 0)
+    assert max(len(line.messages) for line in read_examples(tmp_path / "out")) > 1
+    # The commands of evaluation and of figure 5 read the held-out queries.
+    held = tmp_path / "out" / "held_out.jsonl"
+    assert len(read_question_file(held)) == len(read_answer_set(held).answers) == 2
+    assert len(list(read_trace(held))) == 2
+
+
+def test_a_model_that_cannot_be_trained_is_told_before_anything_is_read(
+    source: Path, tmp_path: Path
+) -> None:
+    exit_code, output = run(source, "--out", tmp_path / "out", "--model", "/nowhere/model")
+
+    assert exit_code == 1
+    assert "no such model folder: /nowhere/model" in output
+    assert not (tmp_path / "out").exists()
 
 
 def test_strict_ends_with_one_and_the_place(source: Path, tmp_path: Path) -> None:
