@@ -16,6 +16,7 @@ from apar_core.data.records import ExampleRecord, count_forks
 from apar_core.errors import TrainingError
 from apar_core.training.example_encoder import EncodingCounts, ExampleEncoder
 from apar_core.training.pretrained import (
+    check_model,
     load_model,
     load_tokenizer,
     pad_token_id,
@@ -62,8 +63,8 @@ def fine_tune(
     """
     last = last_checkpoint(out, recipe, resume=resume)
     tokenizer = load_tokenizer(model_name, chat_template)
+    check_model(model_name, recipe.context_length)
     model = load_model(model_name, torch.float32)
-    refuse_long_context(model, recipe.context_length)
     control = add_control_tokens(
         model, tokenizer, multiple=recipe.vocabulary_multiple, seed=recipe.seed
     )
@@ -88,15 +89,6 @@ def fine_tune(
     loss = trainer.final_validation_loss() if validation.all_rows else None
     _save(trainer, tokenizer, out)
     return TrainingResult(encoder.counts, len(training.all_rows), len(validation.all_rows), loss)
-
-
-def refuse_long_context(model: PreTrainedModel, context_length: int) -> None:
-    """Raise TrainingError if the rows may be longer than the model has positions."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and context_length > positions:
-        raise TrainingError(
-            f"context_length {context_length} is more than the model's {positions} positions"
-        )
 
 
 def read_groups(data: Path, encoder: ExampleEncoder) -> TreeGroups:

@@ -9,18 +9,42 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from apar_core.errors import TrainingError
-from apar_core.training.tree_attention import FLEX, SDPA
+from apar_core.training.tree_attention import FLEX, SDPA, limited_attention
 
 logger = logging.getLogger(__name__)
 
 VICUNA_TEMPLATE = Path(__file__).with_name("vicuna_template.jinja")
+
+
+def check_model(name_or_path: str, context_length: int) -> None:
+    """Raise TrainingError if the model cannot be trained on trees of `context_length` tokens.
+
+    Reads its configuration only, so a model is refused before its weights are loaded.
+    """
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name_or_path)
+    except (OSError, ValueError) as error:
+        raise TrainingError(f"no model to train in {name_or_path!r}: {_line(error)}") from error
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and context_length > positions:
+        raise TrainingError(
+            f"context_length {context_length} is more than the model's {positions} positions"
+        )
+    limited = limited_attention(config, context_length)
+    if limited is not None:
+        raise TrainingError(
+            f"training on trees needs full attention in every layer; model {name_or_path!r} has "
+            f"{limited}"
+        )
 
 
 def load_model(name_or_path: str, dtype: torch.dtype, *, use_cpu: bool = False) -> PreTrainedModel:

@@ -10,10 +10,15 @@ import torch
 from apar_core.decoders.medusa_heads import save_medusa_heads
 from apar_core.errors import TrainingError
 from apar_core.training.example_encoder import EncodingCounts, ExampleEncoder
-from apar_core.training.fine_tune import read_groups, refuse_long_context
+from apar_core.training.fine_tune import read_groups
 from apar_core.training.medusa_targets import MedusaCollator
 from apar_core.training.medusa_trainer import MedusaTrainer, initial_heads
-from apar_core.training.pretrained import load_model, load_tokenizer, pad_token_id
+from apar_core.training.pretrained import (
+    check_model,
+    load_model,
+    load_tokenizer,
+    pad_token_id,
+)
 from apar_core.training.recipe import MedusaRecipe
 from apar_core.training.reports import OnStep
 from apar_core.training.resumption import last_checkpoint, train_from
@@ -45,8 +50,8 @@ def train_medusa(
     """
     last = last_checkpoint(out, recipe, resume=resume)
     tokenizer = load_tokenizer(model_name)
+    check_model(model_name, recipe.context_length)
     model = load_model(model_name, torch.bfloat16 if recipe.dtype == "bfloat16" else torch.float32)
-    refuse_long_context(model, recipe.context_length)
     encoder = ExampleEncoder(tokenizer, recipe.context_length)
     training, validation = read_groups(data, encoder).split(recipe.validation_share, recipe.seed)
     validation_rows = RowList(validation.all_rows)

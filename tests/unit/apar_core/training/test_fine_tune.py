@@ -6,12 +6,23 @@ import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 from apar_core.control_tokens import find_control_tokens
 from apar_core.data.example_file import STRUCTURED_FILE, UNSTRUCTURED_FILE, write_examples
@@ -234,6 +245,44 @@ def test_rows_that_no_position_or_context_can_hold_are_refused(tmp_path: Path) -
         at.train(context_length=513)
     with pytest.raises(TrainingError, match=r"no example in .* within 5 tokens"):
         at.train(context_length=5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            "gemma3",
+            "layer_types: 1 of 2 sliding_attention with sliding_window 256, less than 512 tokens",
+        ),
+        ("qwen3_next", "layer_types: 1 of 2 linear_attention"),
+    ],
+)
+def test_a_model_with_other_layers_than_full_attention_is_refused(
+    tmp_path: Path, kind: str, message: str
+) -> None:
+    at = place(tmp_path, tied=True)
+    sizes: dict[str, Any] = {
+        "vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+        "max_position_embeddings": 512,
+    }  # fmt: skip
+    model: PreTrainedModel
+    if kind == "gemma3":
+        kinds = ["sliding_attention", "full_attention"]
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, layer_types=kinds, sliding_window=256))
+    else:
+        kinds = ["linear_attention", "full_attention"]
+        experts: dict[str, Any] = {
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 8,
+        }
+        model = Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, **experts, layer_types=kinds))
+    model.save_pretrained(at.model)
+
+    with pytest.raises(TrainingError) as raised:
+        at.train()
+    assert f"model {str(at.model)!r} has {message}" in str(raised.value)
 
 
 def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
