@@ -17,6 +17,7 @@ _RECIPE_FILE = "recipe.json"
 # They change what a run costs and tells, and nothing that it learns.
 _FREE_FIELDS = {
     "micro_batch_size",
+    "pack_trees",
     "gradient_checkpointing",
     "validate_every_steps",
     "save_every_steps",
