@@ -21,6 +21,7 @@ from apar_core.decoders.token_chooser import TypicalAcceptance
 from apar_core.decoders.tree_decoder import AnswerRun
 from apar_core.errors import CheckpointError, RequestError
 from apar_core.training.packing import TreeTokens
+from apar_core.training.tree_attention import limited_attention
 from apar_core.tree.stream import TreeStream
 
 DecoderName = Literal["plain", "vanilla_apar", "medusa_apar"]
@@ -198,11 +199,11 @@ def build_decoder(
 ) -> ThreadDecoder:
     """Return a decoder over parts that are loaded already; see load_decoder."""
     config: Any = model.config
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"} or getattr(config, "sliding_window", None):
+    limited = limited_attention(config, config.max_position_embeddings)
+    if limited is not None:
         raise CheckpointError(
-            f"the decoders need full attention in every layer, this model has {layer_types} with "
-            f"sliding_window {getattr(config, 'sliding_window', None)}"
+            f"the decoders need full attention in every layer; model {config.name_or_path!r} has "
+            f"{limited}"
         )
     if heads is not None:
         top_k = _default_top_k(model, heads) if top_k is None else top_k

@@ -6,7 +6,6 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -16,15 +15,27 @@ from apar_core.data.records import ExampleRecord, count_forks
 from apar_core.errors import TrainingError
 from apar_core.training.example_encoder import EncodingCounts, ExampleEncoder
 from apar_core.training.pretrained import (
+    check_model,
+    is_sharded,
     load_model,
     load_tokenizer,
     pad_token_id,
+    prepare_weights,
+    recipe_dtype,
     save_pretrained,
 )
 from apar_core.training.recipe import LoraSettings, TrainingRecipe
 from apar_core.training.reports import OnStep
 from apar_core.training.resumption import last_checkpoint, run_inputs, train_from
-from apar_core.training.tree_dataset import RowList, TreeGroups, drawn_rows
+from apar_core.training.tree_dataset import (
+    RowList,
+    StepRows,
+    TreeGroups,
+    drawn_trees,
+    padding_share,
+    rows_of,
+    step_rows,
+)
 from apar_core.training.tree_trainer import (
     TreeCollator,
     TreeTrainer,
@@ -36,10 +47,34 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class Padding:
+    """Share of padding among all tokens of a run's rows, and what it is with one tree per row."""
+
+    share: float
+    one_tree_per_row: float
+
+    def __str__(self) -> str:
+        return (
+            f"padding {self.share:.1%} of the tokens, {self.one_tree_per_row:.1%} with one tree "
+            "per row"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """The rows that a run trains and validates with."""
+
+    training: StepRows
+    validation: RowList
+    padding: Padding
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingResult:
     """What a run did."""
 
     counts: EncodingCounts
+    padding: Padding
     num_training: int
     num_validation: int
     validation_loss: float | None
@@ -63,42 +98,37 @@ def fine_tune(
     tokenizer = load_tokenizer(model_name, chat_template)
     inputs = run_inputs(model_name, tokenizer, data)
     last = last_checkpoint(out, recipe, inputs, resume=resume)
-    model = load_model(model_name, torch.float32)
-    refuse_long_context(model, recipe.context_length)
+    check_model(model_name, recipe.context_length)
+    arguments = training_arguments(recipe, out, tensorboard=True, save=True)
+    if recipe.lora is not None and is_sharded():
+        raise TrainingError("lora cannot be merged into a sharded model: train it without FSDP")
+    model = load_model(model_name, recipe_dtype(recipe), arguments.device)
     control = add_control_tokens(
         model, tokenizer, multiple=recipe.vocabulary_multiple, seed=recipe.seed
     )
     stop_at(model, tokenizer, tree_tokens(tokenizer).end_id)
     encoder = ExampleEncoder(tokenizer, recipe.context_length)
     training, validation = read_groups(data, encoder).split(recipe.validation_share, recipe.seed)
-    rows = drawn_rows(training, recipe)
+    collator = TreeCollator.for_model(model, pad_token_id(tokenizer))
+    plan = plan_rows(training, validation, recipe, arguments.world_size, collator.multiple)
     trained = model if recipe.lora is None else adapted(model, recipe.lora, control)
+    prepare_weights(trained)
     trainer = TreeTrainer(
         trained,
-        training_arguments(
-            recipe, out, validate=bool(validation.all_rows), tensorboard=True, save=True
-        ),
+        arguments,
         recipe,
-        collator=TreeCollator.for_model(model, pad_token_id(tokenizer)),
-        train_trees=rows,
-        validation_trees=RowList(validation.all_rows),
+        collator=collator,
+        train_rows=plan.training,
+        validation_rows=plan.validation,
+        validate=bool(validation.all_rows),
         on_step=on_step,
     )
-    if recipe.lora is not None and trainer.is_fsdp_enabled:
-        raise TrainingError("lora cannot be merged into a sharded model: train it without FSDP")
     train_from(last, trainer, out, inputs)
     loss = trainer.final_validation_loss() if validation.all_rows else None
     _save(trainer, tokenizer, out)
-    return TrainingResult(encoder.counts, len(training.all_rows), len(validation.all_rows), loss)
-
-
-def refuse_long_context(model: PreTrainedModel, context_length: int) -> None:
-    """Raise TrainingError if the rows may be longer than the model has positions."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and context_length > positions:
-        raise TrainingError(
-            f"context_length {context_length} is more than the model's {positions} positions"
-        )
+    return TrainingResult(
+        encoder.counts, plan.padding, len(training.all_rows), len(validation.all_rows), loss
+    )
 
 
 def read_groups(data: Path, encoder: ExampleEncoder) -> TreeGroups:
@@ -125,6 +155,25 @@ def read_groups(data: Path, encoder: ExampleEncoder) -> TreeGroups:
             f"({encoder.counts})"
         )
     return groups
+
+
+def plan_rows(
+    training: TreeGroups,
+    validation: TreeGroups,
+    recipe: TrainingRecipe,
+    num_processes: int,
+    multiple: int,
+) -> RowPlan:
+    """Draw the trees of a run and put them into rows, padded to a `multiple` of tokens."""
+    steps = drawn_trees(training, recipe)
+    alone = recipe.model_copy(update={"pack_trees": False})
+    rows = step_rows(steps, recipe, num_processes)
+    padding = Padding(
+        padding_share(rows.rows, recipe, multiple),
+        padding_share(step_rows(steps, alone, num_processes).rows, alone, multiple),
+    )
+    logger.info("%s", padding)
+    return RowPlan(rows, RowList(rows_of(validation.all_rows, recipe)), padding)
 
 
 def adapted(model: PreTrainedModel, lora: LoraSettings, control: ControlTokens) -> PeftModel:

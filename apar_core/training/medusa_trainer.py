@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from apar_core.decoders.medusa_heads import MedusaHeads
 from apar_core.training.medusa_targets import HEAD_TARGETS
-from apar_core.training.packing import IGNORED_TARGET, TreeBatch
+from apar_core.training.packing import IGNORED_TARGET
 from apar_core.training.tree_loss import hidden_states
-from apar_core.training.tree_trainer import Batch, TreeTrainer
+from apar_core.training.tree_trainer import Batch, TreeTrainer, tree_batch
 
 
 def initial_heads(model: PreTrainedModel, *, num_heads: int, num_layers: int) -> MedusaHeads:
@@ -56,10 +56,9 @@ class MedusaTrainer(TreeTrainer):
     def proposals(self, heads: Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return logits [H, N, V] and targets [H, N] of the tokens that some head learns from."""
         targets_HBT = batch[HEAD_TARGETS]
-        trees = TreeBatch(**{name: part for name, part in batch.items() if name != HEAD_TARGETS})
         learning_BT = (targets_HBT != IGNORED_TARGET).any(0)
         with torch.no_grad():
-            hidden_ND = hidden_states(self.frozen, trees)[learning_BT]
+            hidden_ND = hidden_states(self.frozen, tree_batch(batch))[learning_BT]
         # Not an inference tensor, and in the dtype of the heads.
         logits_HNV: Tensor = heads(hidden_ND.clone().float())
         return logits_HNV, targets_HBT[:, learning_BT]

@@ -29,11 +29,12 @@ class TreeTokens:
 
 @dataclass(frozen=True, slots=True)
 class PackedTree:
-    """One example as a row.
+    """One example as a row, or several that share one.
 
     `positions[i]` is the number of tokens before i on its path from the root. `targets[i]` is the
     token that i has to predict, or IGNORED_TARGET. `segments[i]` is the stretch between forks
-    that i belongs to, and `segment_parents[s]` the stretch before s on its path.
+    that i belongs to, and `segment_parents[s]` the stretch before s on its path. A segment without
+    a parent begins an example, which reads nothing of the others in its row.
     """
 
     token_ids: Sequence[int]
@@ -105,6 +106,25 @@ def pack_tree(
     return PackedTree(row.token_ids, row.positions, row.targets, row.segments, row.segment_parents)
 
 
+def join_trees(trees: Sequence[PackedTree]) -> PackedTree:
+    """Return one row that holds the trees side by side; without trees it is empty."""
+    if len(trees) == 1:
+        return trees[0]
+    token_ids: list[int] = []
+    positions: list[int] = []
+    targets: list[int] = []
+    segments: list[int] = []
+    parents: list[int | None] = []
+    for tree in trees:
+        first = len(parents)
+        token_ids += tree.token_ids
+        positions += tree.positions
+        targets += tree.targets
+        segments += [first + segment for segment in tree.segments]
+        parents += [None if parent is None else first + parent for parent in tree.segment_parents]
+    return PackedTree(token_ids, positions, targets, segments, parents)
+
+
 def next_indices(packed: PackedTree) -> list[int | None]:
     """Return, for each token, the row index of the one that follows it in its own thread."""
     following: list[int | None] = [None] * len(packed.token_ids)
@@ -123,7 +143,7 @@ def next_indices(packed: PackedTree) -> list[int | None]:
 
 @dataclass(frozen=True, slots=True)
 class TreeBatch:
-    """Packed trees, padded to one length.
+    """Rows of packed trees, padded to one length.
 
     `token_ids_BT`, `positions_BT`, `targets_BT` and `segments_BT` are int64. `visible_BSS` says
     which segments (last axis) a segment may read; the last one of each row is that of padding and
@@ -135,6 +155,16 @@ class TreeBatch:
     targets_BT: Tensor
     segments_BT: Tensor
     visible_BSS: Tensor
+
+    @property
+    def holds_token_BT(self) -> Tensor:
+        """Which places hold a token of a tree, and not padding: bool [B, T]."""
+        return self.segments_BT < self.visible_BSS.shape[-1] - 1
+
+    @property
+    def num_trees(self) -> int:
+        """Trees in all rows: each has one token that none comes before."""
+        return int(((self.positions_BT == 0) & self.holds_token_BT).sum())
 
     @property
     def mask_B1TT(self) -> Tensor:
@@ -163,10 +193,14 @@ def tree_attention_mask(batch: TreeBatch) -> Tensor:
     return (mask_BTT | itself_TT)[:, None]
 
 
+def padded_width(lengths: Sequence[int], multiple: int) -> int:
+    """Return the tokens of every row of a batch; empty rows are padding, at least one token."""
+    return -(-max(1, *lengths) // multiple) * multiple
+
+
 def batch_trees(trees: Sequence[PackedTree], pad_id: int, *, multiple: int = 1) -> TreeBatch:
     """Pad the rows on the right to a multiple of tokens; padding has no target."""
-    width = max(len(tree.token_ids) for tree in trees)
-    width = -(-width // multiple) * multiple
+    width = padded_width([len(tree.token_ids) for tree in trees], multiple)
     num_segments = max(len(tree.segment_parents) for tree in trees)
     shape = (len(trees), width)
     token_ids_BT = torch.full(shape, pad_id)

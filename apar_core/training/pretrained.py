@@ -7,37 +7,103 @@ import logging
 from pathlib import Path
 
 import torch
+from accelerate import init_empty_weights
+from accelerate.utils import parse_flag_from_env
+from peft import PeftModel
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.integrations import is_fsdp_enabled
 
 from apar_core.errors import TrainingError
-from apar_core.training.tree_attention import FLEX, SDPA
+from apar_core.training.recipe import TrainingRecipe
+from apar_core.training.tree_attention import FLEX, SDPA, limited_attention
 
 logger = logging.getLogger(__name__)
 
 VICUNA_TEMPLATE = Path(__file__).with_name("vicuna_template.jinja")
 
 
-def load_model(name_or_path: str, dtype: torch.dtype, *, use_cpu: bool = False) -> PreTrainedModel:
-    """Return the model with an attention that takes tree masks.
+def check_model(name_or_path: str, context_length: int) -> None:
+    """Raise TrainingError if the model cannot be trained on trees of `context_length` tokens.
 
-    FlexAttention where CUDA is there and used, SDPA elsewhere. Raises TrainingError if there is no
+    Reads its configuration only, so a model is refused before its weights are loaded.
+    """
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name_or_path)
+    except (OSError, ValueError) as error:
+        raise TrainingError(f"no model to train in {name_or_path!r}: {_line(error)}") from error
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and context_length > positions:
+        raise TrainingError(
+            f"context_length {context_length} is more than the model's {positions} positions"
+        )
+    limited = limited_attention(config, context_length)
+    if limited is not None:
+        raise TrainingError(
+            f"training on trees needs full attention in every layer; model {name_or_path!r} has "
+            f"{limited}"
+        )
+
+
+def recipe_dtype(recipe: TrainingRecipe) -> torch.dtype:
+    """Return the dtype of a recipe's forward pass, in which weights are loaded."""
+    return torch.bfloat16 if recipe.dtype == "bfloat16" else torch.float32
+
+
+def is_sharded() -> bool:
+    """Tell whether `accelerate launch` was configured to shard the model with FSDP."""
+    return bool(parse_flag_from_env("ACCELERATE_USE_FSDP"))
+
+
+def load_model(name_or_path: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Return the model on a device, with FlexAttention on CUDA and SDPA elsewhere.
+
+    With FSDP the first process loads the model to CPU memory, and the others get parameters on the
+    meta device: they receive their shards from the first one. Raises TrainingError if there is no
     model.
     """
-    attention = SDPA if use_cpu or not torch.cuda.is_available() else FLEX
+    attention = FLEX if device.type == "cuda" else SDPA
+    sharded = is_fsdp_enabled()
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            name_or_path, dtype=dtype, attn_implementation=attention
-        )
+        model: PreTrainedModel
+        if sharded and torch.distributed.get_rank() != 0:
+            config = AutoConfig.from_pretrained(name_or_path)
+            with init_empty_weights():
+                model = AutoModelForCausalLM.from_config(
+                    config, dtype=torch.float32, attn_implementation=attention
+                )
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                name_or_path,
+                dtype=dtype,
+                attn_implementation=attention,
+                device_map=None if sharded else device,
+            )
     except (OSError, ValueError) as error:
         raise TrainingError(f"no model to train in {name_or_path!r}: {_line(error)}") from error
     model.config.use_cache = False
     return model
+
+
+def prepare_weights(model: PreTrainedModel | PeftModel) -> None:
+    """Turn parameters that are trained into float32, the master weights that AdamW updates.
+
+    Frozen ones keep their dtype. Parameters on the meta device get memory that nothing writes to,
+    which the system does not commit: accelerate tells parameters apart by their addresses.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model._apply(lambda part: torch.empty_like(part, device="cpu") if part.is_meta else part)
+        model.tie_weights()
 
 
 def load_tokenizer(name_or_path: str, chat_template: Path | None = None) -> PreTrainedTokenizerBase:

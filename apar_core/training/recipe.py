@@ -70,7 +70,10 @@ class TrainingRecipe(BaseModel):
 
     batch_size: PositiveInt = Field(description="Trees that one step learns from, over all GPUs.")
     micro_batch_size: PositiveInt = Field(
-        1, description="Trees in one forward pass of one GPU; the rest is accumulated."
+        1, description="Rows in one forward pass of one GPU; the rest is accumulated."
+    )
+    pack_trees: bool = Field(
+        False, description="Fill rows of context_length tokens with trees; else one tree a row."
     )
     num_steps: PositiveInt = Field(description="Updates of the weights.")
     learning_rate: PositiveFloat = Field(description="Full learning rate of AdamW.")
@@ -81,7 +84,8 @@ class TrainingRecipe(BaseModel):
     max_gradient_norm: PositiveFloat = Field(1.0, description="Gradients are clipped to this.")
     context_length: PositiveInt = Field(2048, description="Tokens of the longest packed tree.")
     dtype: Literal["bfloat16", "float32"] = Field(
-        "bfloat16", description="Of the forward pass; weights are updated in float32."
+        "bfloat16",
+        description="Dtype of loading and of the forward pass; weights are updated in float32.",
     )
     gradient_checkpointing: bool = Field(
         False, description="Compute activations again in the backward pass to save memory."
@@ -151,17 +155,3 @@ def load_recipe(name_or_file: str, kind: type[RecipeT]) -> RecipeT:
             for problem in error.errors()
         )
         raise TrainingError(f"recipe {path}: {problems}") from error
-
-
-def accumulation_steps(recipe: TrainingRecipe, num_processes: int) -> int:
-    """Return the forward passes of one process that make up one step.
-
-    Raises TrainingError if they cannot make up the batch exactly.
-    """
-    at_once = recipe.micro_batch_size * num_processes
-    if recipe.batch_size % at_once:
-        raise TrainingError(
-            f"batch_size {recipe.batch_size} is no multiple of micro_batch_size "
-            f"{recipe.micro_batch_size} x {num_processes} processes = {at_once}"
-        )
-    return recipe.batch_size // at_once

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 class StepReport:
     """The steps since the last report: mean loss per learned token, and what they cost.
 
+    `padding_share` is the share of padding among the tokens that the model ran on.
     `validation_loss` is set in the report that follows a validation, and only there.
     """
 
@@ -18,6 +19,7 @@ class StepReport:
     loss: float
     num_targets: int
     num_trees: int = 0
+    padding_share: float = 0.0
     seconds: float = 0.0
     learning_rate: float = 0.0
     validation_loss: float | None = None

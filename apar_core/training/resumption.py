@@ -25,6 +25,7 @@ _MODEL_FILES = ("config.json", "*.safetensors", "*.bin")
 # They change what a run costs and tells, and nothing that it learns.
 _FREE_FIELDS = {
     "micro_batch_size",
+    "pack_trees",
     "gradient_checkpointing",
     "validate_every_steps",
     "save_every_steps",

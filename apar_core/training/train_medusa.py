@@ -5,19 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from apar_core.decoders.medusa_heads import save_medusa_heads
 from apar_core.errors import TrainingError
 from apar_core.training.example_encoder import EncodingCounts, ExampleEncoder
-from apar_core.training.fine_tune import read_groups, refuse_long_context
+from apar_core.training.fine_tune import Padding, plan_rows, read_groups
 from apar_core.training.medusa_targets import MedusaCollator
 from apar_core.training.medusa_trainer import MedusaTrainer, initial_heads
-from apar_core.training.pretrained import load_model, load_tokenizer, pad_token_id
+from apar_core.training.pretrained import (
+    check_model,
+    is_sharded,
+    load_model,
+    load_tokenizer,
+    pad_token_id,
+    recipe_dtype,
+)
 from apar_core.training.recipe import MedusaRecipe
 from apar_core.training.reports import OnStep
 from apar_core.training.resumption import last_checkpoint, run_inputs, train_from
-from apar_core.training.tree_dataset import RowList, drawn_rows
 from apar_core.training.tree_trainer import TreeCollator, training_arguments
 
 
@@ -26,6 +30,7 @@ class MedusaResult:
     """What a run did: `accuracy` is each head's share of right proposals on validation."""
 
     counts: EncodingCounts
+    padding: Padding
     validation_loss: float | None
     accuracy: tuple[float, ...]
 
@@ -46,31 +51,30 @@ def train_medusa(
     tokenizer = load_tokenizer(model_name)
     inputs = run_inputs(model_name, tokenizer, data)
     last = last_checkpoint(out, recipe, inputs, resume=resume)
-    model = load_model(model_name, torch.bfloat16 if recipe.dtype == "bfloat16" else torch.float32)
-    refuse_long_context(model, recipe.context_length)
+    check_model(model_name, recipe.context_length)
+    if is_sharded():
+        raise TrainingError("heads are too small to shard: train them without FSDP")
+    arguments = training_arguments(recipe, out, tensorboard=True, save=True)
+    model = load_model(model_name, recipe_dtype(recipe), arguments.device)
     encoder = ExampleEncoder(tokenizer, recipe.context_length)
     training, validation = read_groups(data, encoder).split(recipe.validation_share, recipe.seed)
-    validation_rows = RowList(validation.all_rows)
+    collator = TreeCollator.for_model(model, pad_token_id(tokenizer))
+    plan = plan_rows(training, validation, recipe, arguments.world_size, collator.multiple)
     heads = initial_heads(model, num_heads=recipe.num_heads, num_layers=recipe.num_layers)
     trainer = MedusaTrainer(
         heads,
         model,
-        training_arguments(
-            recipe, out, validate=bool(len(validation_rows)), tensorboard=True, save=True
-        ),
+        arguments,
         recipe,
-        collator=MedusaCollator(
-            TreeCollator.for_model(model, pad_token_id(tokenizer)), recipe.num_heads
-        ),
-        train_trees=drawn_rows(training, recipe),
-        validation_trees=validation_rows,
+        collator=MedusaCollator(collator, recipe.num_heads),
+        train_rows=plan.training,
+        validation_rows=plan.validation,
+        validate=bool(validation.all_rows),
         on_step=on_step,
     )
-    if trainer.is_fsdp_enabled:
-        raise TrainingError("heads are too small to shard: train them without FSDP")
     train_from(last, trainer, out, inputs)
-    loss = trainer.final_validation_loss() if len(validation_rows) else None
-    accuracy = trainer.accuracy() if len(validation_rows) else []
+    loss = trainer.final_validation_loss() if validation.all_rows else None
+    accuracy = trainer.accuracy() if validation.all_rows else []
     if trainer.is_world_process_zero():
         save_medusa_heads(heads.bfloat16(), out)
-    return MedusaResult(encoder.counts, loss, tuple(accuracy))
+    return MedusaResult(encoder.counts, plan.padding, loss, tuple(accuracy))

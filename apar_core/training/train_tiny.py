@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from apar_core.data.tiny_corpus.generator import Corpus, KindWeights, vocabulary_texts
 from apar_core.training.example_encoder import ExampleEncoder
-from apar_core.training.packing import PackedTree
+from apar_core.training.packing import PackedTree, join_trees
 from apar_core.training.pretrained import pad_token_id
 from apar_core.training.recipe import TrainingRecipe
 from apar_core.training.reports import OnStep, StepReport
@@ -34,13 +34,28 @@ _BATCHES_PER_DRAW = 20
 
 @dataclass(frozen=True)
 class CorpusTrees(IterableDataset[PackedTree]):
-    """A phase's rows in the order of its batches: rows of like length together."""
+    """A phase's trees in the order of its steps: trees of like length together."""
 
     kind_weights: KindWeights
     stream: str
     seed: int
     recipe: TrainingRecipe
     encoder: ExampleEncoder
+    num_processes: int
+
+    @property
+    def rows(self) -> CorpusTrees:
+        """Each tree is a row."""
+        return self
+
+    @property
+    def passes_per_step(self) -> int:
+        """How often a process runs the model in a step."""
+        return -(-self.recipe.batch_size // self._at_once)
+
+    @property
+    def _at_once(self) -> int:
+        return self.recipe.micro_batch_size * self.num_processes
 
     def __iter__(self) -> Iterator[PackedTree]:
         rng = random.Random(self.seed)
@@ -54,7 +69,8 @@ class CorpusTrees(IterableDataset[PackedTree]):
             groups = [rows[start : start + size] for start in range(0, len(rows), size)]
             rng.shuffle(groups)
             for group in groups:
-                yield from group
+                missing = -len(group) % self._at_once
+                yield from (*group, *[join_trees([])] * missing)
             remaining -= num_batches
 
 
@@ -69,19 +85,20 @@ def train_phase(
     # The Trainer wants a folder; nothing is saved between the phases.
     with TemporaryDirectory() as folder:
         arguments = training_arguments(
-            phase.recipe, Path(folder), validate=False, tensorboard=False, save=False, use_cpu=True
+            phase.recipe, Path(folder), tensorboard=False, save=False, use_cpu=True
         )
         trainer = TreeTrainer(
             model,
             arguments,
             phase.recipe,
             collator=TreeCollator.for_model(model, pad_token_id(tokenizer)),
-            train_trees=CorpusTrees(
+            train_rows=CorpusTrees(
                 phase.kind_weights,
                 phase.stream,
                 seed,
                 phase.recipe,
                 ExampleEncoder(tokenizer, phase.recipe.context_length),
+                arguments.world_size,
             ),
             on_step=on_step,
         )

@@ -41,23 +41,26 @@ def train_tiny_medusa(
     """Train heads for the checkpoint, write them to `out`; return their held-out accuracy."""
     recipe = settings.recipe
     tokenizer = load_tokenizer(str(checkpoint))
-    model = load_model(str(checkpoint), torch.float32, use_cpu=True)
+    model = load_model(str(checkpoint), torch.float32, torch.device("cpu"))
     encoder = ExampleEncoder(tokenizer, recipe.context_length)
     held_out = Corpus(recipe.seed, held_out=True).examples(settings.num_held_out)
     heads = initial_heads(model, num_heads=recipe.num_heads, num_layers=recipe.num_layers)
     with TemporaryDirectory() as folder:
+        arguments = training_arguments(
+            recipe, Path(folder), tensorboard=False, save=False, use_cpu=True
+        )
         trainer = MedusaTrainer(
             heads,
             model,
-            training_arguments(
-                recipe, Path(folder), validate=False, tensorboard=False, save=False, use_cpu=True
-            ),
+            arguments,
             recipe,
             collator=MedusaCollator(
                 TreeCollator.for_model(model, pad_token_id(tokenizer)), recipe.num_heads
             ),
-            train_trees=CorpusTrees(BROAD_WEIGHTS, "medusa", recipe.seed, recipe, encoder),
-            validation_trees=RowList(encoder.encode_all(held_out)),
+            train_rows=CorpusTrees(
+                BROAD_WEIGHTS, "medusa", recipe.seed, recipe, encoder, arguments.world_size
+            ),
+            validation_rows=RowList([[row] for row in encoder.encode_all(held_out)]),
             on_step=on_step,
         )
         trainer.train()

@@ -1,4 +1,4 @@
-"""Which tree is learned when: seeded draws from forking and from plain answers."""
+"""Which tree is learned when, and in which row: seeded draws, packed or one tree per row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch.utils.data import Dataset
 
 from apar_core.errors import TrainingError
-from apar_core.training.packing import PackedTree
+from apar_core.training.packing import PackedTree, join_trees, padded_width
 from apar_core.training.recipe import TrainingRecipe
 
 
@@ -45,24 +45,48 @@ def _split(
 
 
 class RowList(Dataset[PackedTree]):
-    """Rows in a fixed order."""
+    """Rows in a fixed order; each is given as the trees that share it.
 
-    def __init__(self, rows: Sequence[PackedTree]) -> None:
+    Rows are joined when they are read, so trees that are drawn again take no memory.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[PackedTree]]) -> None:
         self.rows = rows
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> PackedTree:
-        return self.rows[index]
+        return join_trees(self.rows[index])
+
+    def padded(self, multiple: int) -> RowList:
+        """Return the rows with empty ones at the end, as a multiple of a number.
+
+        Every process then runs the model equally often, which collective operations need. Empty
+        rows have no target, so they change no loss.
+        """
+        return RowList(padded_rows(self.rows, multiple))
 
 
-def drawn_rows(groups: TreeGroups, recipe: TrainingRecipe) -> RowList:
-    """Return the rows of a whole run, in order; the same recipe gives the same ones.
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of a run, and how often a process runs the model in each of its steps."""
+
+    rows: RowList
+    passes_per_step: int
+
+
+def padded_rows(rows: Sequence[Sequence[PackedTree]], multiple: int) -> list[Sequence[PackedTree]]:
+    """Return the rows with empty ones at the end, as a multiple of a number."""
+    return [*rows, *[()] * (-len(rows) % multiple)]
+
+
+def drawn_trees(groups: TreeGroups, recipe: TrainingRecipe) -> list[list[PackedTree]]:
+    """Return the trees of each step of a run; the same recipe gives the same ones.
 
     Each draw takes a forking answer with the given probability. A group is gone through in random
-    order, and again in another order when it is used up. Within a batch rows of like length stand
-    together: the batch's gradient does not depend on their order, and little is padded.
+    order, and again in another order when it is used up. Within a step trees of like length stand
+    together: the step's gradient does not depend on their order, and little is padded.
     Raises TrainingError if the draws ask for a group that is empty.
     """
     rng = random.Random(f"{recipe.seed}:draws")
@@ -80,13 +104,13 @@ def drawn_rows(groups: TreeGroups, recipe: TrainingRecipe) -> RowList:
                 f"structured_share {recipe.structured_share} needs {name} examples, and there are "
                 "none"
             )
-    drawn: list[PackedTree] = []
+    steps = []
     for _ in range(recipe.num_steps):
         batch = [
             next(endless[rng.random() < recipe.structured_share]) for _ in range(recipe.batch_size)
         ]
-        drawn += sorted(batch, key=lambda row: len(row.token_ids))
-    return RowList(drawn)
+        steps.append(sorted(batch, key=_length))
+    return steps
 
 
 def _endless(rows: Sequence[PackedTree], rng: random.Random) -> Iterator[PackedTree]:
@@ -94,3 +118,55 @@ def _endless(rows: Sequence[PackedTree], rng: random.Random) -> Iterator[PackedT
         order = list(range(len(rows)))
         rng.shuffle(order)
         yield from (rows[index] for index in order)
+
+
+def step_rows(
+    steps: Sequence[Sequence[PackedTree]], recipe: TrainingRecipe, num_processes: int
+) -> StepRows:
+    """Return the rows of all steps; each step is padded to the rows of the longest one.
+
+    The Trainer accumulates over a constant number of passes, and packed rows are not equally many.
+    """
+    at_once = recipe.micro_batch_size * num_processes
+    filled = [rows_of(step, recipe) for step in steps]
+    passes = max(-(-len(rows) // at_once) for rows in filled)
+    every_step = [row for rows in filled for row in padded_rows(rows, passes * at_once)]
+    return StepRows(RowList(every_step), passes)
+
+
+def rows_of(trees: Sequence[PackedTree], recipe: TrainingRecipe) -> list[list[PackedTree]]:
+    """Return the rows that hold the trees: one each, or as few as first fit decreasing finds."""
+    if not recipe.pack_trees:
+        return [[tree] for tree in trees]
+    rows: list[list[PackedTree]] = []
+    room: list[int] = []
+    for tree in sorted(trees, key=_length, reverse=True):
+        length = _length(tree)
+        row = next((row for row, left in enumerate(room) if left >= length), None)
+        if row is None:
+            rows.append([])
+            room.append(recipe.context_length)
+            row = len(rows) - 1
+        rows[row].append(tree)
+        room[row] -= length
+    return sorted(rows, key=_num_tokens)
+
+
+def padding_share(rows: RowList, recipe: TrainingRecipe, multiple: int) -> float:
+    """Return the share of padding among the tokens that the model runs on.
+
+    Rows are padded to the longest of their micro-batch, and to a `multiple` of tokens.
+    """
+    lengths = [_num_tokens(row) for row in rows.rows]
+    size = recipe.micro_batch_size
+    batches = [lengths[start : start + size] for start in range(0, len(lengths), size)]
+    run_on = sum(len(batch) * padded_width(batch, multiple) for batch in batches)
+    return 1 - sum(lengths) / run_on
+
+
+def _num_tokens(row: Sequence[PackedTree]) -> int:
+    return sum(map(_length, row))
+
+
+def _length(tree: PackedTree) -> int:
+    return len(tree.token_ids)

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_utils import IntervalStrategy
 
 from apar_core.errors import TrainingError
 from apar_core.training.optimizers import build_optimizer, rate_factor
 from apar_core.training.packing import IGNORED_TARGET, PackedTree, TreeBatch, batch_trees
-from apar_core.training.recipe import TrainingRecipe, accumulation_steps
+from apar_core.training.recipe import TrainingRecipe
 from apar_core.training.reports import OnStep, StepReport
 from apar_core.training.tree_attention import FLEX, FLEX_BLOCK_TOKENS
+from apar_core.training.tree_dataset import RowList
 from apar_core.training.tree_loss import summed_tree_loss
 
 Batch = dict[str, Tensor]
@@ -50,12 +53,19 @@ class TreeCollator:
         return asdict(batch_trees(trees, self.pad_id, multiple=self.multiple))
 
 
+def tree_batch(batch: Batch) -> TreeBatch:
+    """Return the trees of a micro-batch that may hold further tensors."""
+    return TreeBatch(**{field.name: batch[field.name] for field in fields(TreeBatch)})
+
+
 @dataclass
 class _Progress:
     """What was learned since the last report."""
 
     num_targets: int = 0
     num_trees: int = 0
+    num_tokens: int = 0
+    num_tokens_run_on: int = 0
     started: float = field(default_factory=time.perf_counter)
 
 
@@ -63,17 +73,13 @@ def training_arguments(
     recipe: TrainingRecipe,
     out: Path,
     *,
-    validate: bool,
     tensorboard: bool,
     save: bool,
     use_cpu: bool = False,
 ) -> TrainingArguments:
-    """Return the recipe in the Trainer's terms; without CUDA it always trains on the CPU.
-
-    Raises TrainingError if the processes and micro-batches cannot make up the batch.
-    """
+    """Return the recipe in the Trainer's terms; without CUDA it always trains on the CPU."""
     use_cpu = use_cpu or not torch.cuda.is_available()
-    arguments = TrainingArguments(
+    return TrainingArguments(
         output_dir=str(out / CHECKPOINTS),
         per_device_train_batch_size=recipe.micro_batch_size,
         per_device_eval_batch_size=recipe.micro_batch_size,
@@ -93,7 +99,6 @@ def training_arguments(
         logging_strategy="steps",
         logging_steps=recipe.log_every_steps,
         logging_nan_inf_filter=False,
-        eval_strategy="steps" if validate else "no",
         eval_steps=recipe.validate_every_steps,
         save_strategy="steps" if save else "no",
         save_steps=recipe.save_every_steps,
@@ -101,12 +106,25 @@ def training_arguments(
         report_to=["tensorboard"] if tensorboard else [],
         disable_tqdm=True,
     )
-    arguments.gradient_accumulation_steps = accumulation_steps(recipe, arguments.world_size)
-    return arguments
+
+
+class TrainingRows(Protocol):
+    """The rows of a run: every step has `passes_per_step` micro-batches of each process."""
+
+    @property
+    def rows(self) -> Dataset[PackedTree]:
+        """The rows of all steps, one step after the other."""
+
+    @property
+    def passes_per_step(self) -> int:
+        """How often a process runs the model in a step."""
 
 
 class TreeTrainer(Trainer):
-    """Trains on trees: the loss of one step is the mean over all targets of its whole batch."""
+    """Trains on trees: the loss of one step is the mean over all targets of its whole batch.
+
+    With `validate` it runs on the validation rows as often as the recipe says.
+    """
 
     # The sum over a micro-batch is divided by the targets of all of them, on all processes.
     loss_is_scaled_for_ga = True
@@ -118,16 +136,19 @@ class TreeTrainer(Trainer):
         recipe: TrainingRecipe,
         *,
         collator: Callable[[Sequence[PackedTree]], Batch],
-        train_trees: Any,
-        validation_trees: Any = None,
+        train_rows: TrainingRows,
+        validation_rows: RowList | None = None,
+        validate: bool = False,
         on_step: OnStep | None = None,
     ) -> None:
+        arguments.eval_strategy = IntervalStrategy.STEPS if validate else IntervalStrategy.NO
+        arguments.gradient_accumulation_steps = train_rows.passes_per_step
         super().__init__(
             model=model,
             args=arguments,
             data_collator=collator,
-            train_dataset=train_trees,
-            eval_dataset=validation_trees,
+            train_dataset=train_rows.rows,
+            eval_dataset=validation_rows,
         )
         self.recipe = recipe
         self.on_step = on_step
@@ -162,17 +183,36 @@ class TreeTrainer(Trainer):
     ) -> tuple[list[Batch], Tensor]:
         """Take the micro-batches of one step, and count the targets of all processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        trees = [tree_batch(batch) for batch in batches]
         counts = torch.tensor(
             [
                 sum(self.count_targets(batch) for batch in batches),
-                sum(len(batch["targets_BT"]) for batch in batches),
+                sum(batch.num_trees for batch in trees),
+                sum(int(batch.holds_token_BT.sum()) for batch in trees),
+                sum(batch.token_ids_BT.numel() for batch in trees),
             ],
             device=device,
         )
         total = self.accelerator.reduce(counts, "sum")
         self.progress.num_targets += int(total[0])
         self.progress.num_trees += int(total[1])
+        self.progress.num_tokens += int(total[2])
+        self.progress.num_tokens_run_on += int(total[3])
         return batches, total[0]
+
+    def get_eval_dataloader(
+        self, eval_dataset: str | Dataset[PackedTree] | None = None
+    ) -> DataLoader[Batch]:
+        """Return the validation batches, equally many for every process.
+
+        A process with one batch less would miss a collective operation of the others, which hangs
+        or mixes up what they exchange.
+        """
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        assert isinstance(rows, RowList)
+        at_once = self.args.eval_batch_size * self.args.world_size
+        loader: DataLoader[Batch] = super().get_eval_dataloader(rows.padded(at_once))
+        return loader
 
     def count_targets(self, batch: Batch) -> int:
         """Return the number of losses that a micro-batch's sum holds."""
@@ -182,7 +222,7 @@ class TreeTrainer(Trainer):
         """Return the loss summed over the targets of a micro-batch."""
         inner = self.accelerator.unwrap_model(model)
         base = inner if isinstance(inner, PreTrainedModel) else inner.get_base_model()
-        return summed_tree_loss(model, TreeBatch(**batch), base)
+        return summed_tree_loss(model, tree_batch(batch), base)
 
     def compute_loss(
         self,
@@ -235,6 +275,7 @@ class TreeTrainer(Trainer):
             report = self._report(logs)
             logs["learned_tokens_per_s"] = report.learned_tokens_per_s
             logs["trees_per_s"] = report.trees_per_s
+            logs["padding_share"] = report.padding_share
             if self.on_step is not None and self.is_world_process_zero():
                 self.on_step(report)
             self.progress = _Progress()
@@ -248,6 +289,7 @@ class TreeTrainer(Trainer):
             loss=logs["loss"],
             num_targets=self.progress.num_targets,
             num_trees=self.progress.num_trees,
+            padding_share=1 - self.progress.num_tokens / self.progress.num_tokens_run_on,
             seconds=time.perf_counter() - self.progress.started,
             learning_rate=logs["learning_rate"],
             validation_loss=self.last_validation_loss,

@@ -72,7 +72,7 @@ def train(
 
 
 def _print_result(console: Console, result: TrainingResult) -> None:
-    console.print(f"{result.counts}.", highlight=False, soft_wrap=True)
+    console.print(f"{result.counts}; {result.padding}.", highlight=False, soft_wrap=True)
     if result.validation_loss is not None:
         console.print(
             f"Validation loss {result.validation_loss:.4f} on {result.num_validation} examples.",

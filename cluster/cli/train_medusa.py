@@ -53,7 +53,7 @@ def train_medusa(
         with step_progress(console, "training heads", settings.num_steps) as show:
             path = ModelConfig(checkpoint=model).preset.path
             result = train(path, data, out, settings, resume=resume, on_step=show)
-    console.print(f"{result.counts}.", highlight=False, soft_wrap=True)
+    console.print(f"{result.counts}; {result.padding}.", highlight=False, soft_wrap=True)
     print_accuracy(console, result.accuracy)
     console.print(f"Medusa heads written to [bold]{out}[/bold].", soft_wrap=True)
 

@@ -57,6 +57,7 @@ def step_figures(report: StepReport) -> str:
         parts.append(f"validation {report.validation_loss:.3f}")
     parts.append(f"{report.learned_tokens_per_s:,.0f} tokens/s")
     parts.append(f"{report.trees_per_s:.1f} trees/s")
+    parts.append(f"padding {report.padding_share:.1%}")
     return "  ".join(parts)
 
 

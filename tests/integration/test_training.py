@@ -31,6 +31,7 @@ from apar_core.training.tiny_settings import TinyModelSettings, tiny_recipe
 from apar_core.training.train_tiny import train_tiny
 from apar_core.training.vocabulary import tree_tokens
 from cluster.cli.main import app
+from tests.integration.uneven_training import NUM_VALIDATION, run
 
 ROOT = Path(__file__).resolve().parents[2]
 MIXED = ROOT.parent / "shared" / "data" / "traces" / "mixed.jsonl"
@@ -64,16 +65,31 @@ def arguments(folder: Path, data: Path, out: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def launch(*command: str) -> str:
-    """Run a command on two processes and return what they print."""
+def launch(*command: str, timeout_s: float = 300) -> str:
+    """Run a command on two processes and return what they print.
+
+    Processes that wait for each other fail the test after the timeout; none is left behind.
+    """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    finished = subprocess.run(
+    launcher = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
          *command],
-        env=environment, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT,
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
     )  # fmt: skip
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    return finished.stdout
+    try:
+        stdout, stderr = launcher.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        # The launcher ends its processes when it is terminated; killed, it would leave them.
+        launcher.terminate()
+        _, stderr = launcher.communicate()
+        pytest.fail(f"two processes did not end within {timeout_s} s:\n{stderr[-3000:]}")
+    assert launcher.returncode == 0, stderr[-3000:]
+    return stdout
+
+
+def validations(out: Path) -> list[float]:
+    state = json.loads((out / "checkpoints" / "checkpoint-3" / "trainer_state.json").read_text())
+    return [entry["eval_loss"] for entry in state["log_history"] if "eval_loss" in entry]
 
 
 class _EnoughStepsError(Exception):
@@ -139,22 +155,43 @@ def test_the_configuration_for_fsdp_loads_in_accelerate() -> None:
     assert loaded.mixed_precision == "bf16"
     assert loaded.fsdp_config["fsdp_version"] == 2
     assert loaded.fsdp_config["fsdp_state_dict_type"] == "FULL_STATE_DICT"
+    assert loaded.fsdp_config["fsdp_cpu_ram_efficient_loading"] is True
 
 
 @pytest.mark.slow
-def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["apar_command", "sharded_command"])
+def test_two_processes_train_what_one_does(tmp_path: Path, command: str) -> None:
     data = corpus_data(tmp_path / "data")
     one = CliRunner().invoke(app, arguments(tmp_path, data, tmp_path / "one"))
     assert one.exit_code == 0, one.output
 
-    printed = launch("-m", "tests.integration.apar_command",
+    printed = launch("-m", f"tests.integration.{command}",
                      *arguments(tmp_path, data, tmp_path / "two"))  # fmt: skip
 
     assert printed.count("Checkpoint written") == 1
+    assert validations(tmp_path / "two") == pytest.approx(validations(tmp_path / "one"), abs=1e-5)
     checkpoint = Path("checkpoints") / "checkpoint-3" / "model.safetensors"
     alone, together = (load_file(tmp_path / name / checkpoint) for name in ("one", "two"))
     for name, weight in alone.items():
         torch.testing.assert_close(together[name], weight, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("flags", [(), ("--shard",)], ids=["replicated", "sharded"])
+def test_rows_that_the_processes_cannot_share_evenly_change_nothing(
+    tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    out = tmp_path / "runs.pt"
+
+    launch("-m", "tests.integration.uneven_training", str(out), *flags)
+
+    together = torch.load(out)
+    for num_validation in NUM_VALIDATION:
+        expected, found = run(num_validation), together[num_validation]
+        assert found["trees"] == expected["trees"] == [3, 3]
+        assert found["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+        assert found["validation"] == pytest.approx(expected["validation"], abs=1e-5)
+        for name, weight in expected["weights"].items():
+            torch.testing.assert_close(found["weights"][name], weight, rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -201,7 +201,9 @@ def test_a_model_that_does_not_attend_to_all_it_has_read_is_refused() -> None:
         sliding_window=32,
     )
 
-    with pytest.raises(CheckpointError, match="sliding_window 32"):
+    with pytest.raises(
+        CheckpointError, match="sliding_attention in every layer with sliding_window 32"
+    ):
         build_decoder("plain", MistralForCausalLM(config), CONTROL, frozenset({END}))
 
 

@@ -6,20 +6,40 @@ import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 from apar_core.control_tokens import find_control_tokens
 from apar_core.data.example_file import STRUCTURED_FILE, UNSTRUCTURED_FILE, write_examples
 from apar_core.data.records import ChatMessage, ExampleRecord, ParagraphRecord, chain
 from apar_core.errors import DataError, TrainingError
-from apar_core.training.fine_tune import TrainingResult, fine_tune
+from apar_core.training import pretrained
+from apar_core.training.fine_tune import TrainingResult, adapted, fine_tune
+from apar_core.training.optimizers import build_optimizer
+from apar_core.training.pretrained import (
+    load_model,
+    load_tokenizer,
+    prepare_weights,
+    recipe_dtype,
+)
 from apar_core.training.recipe import LoraSettings, TrainingRecipe
 from apar_core.training.reports import StepReport
+from apar_core.training.vocabulary import add_control_tokens
 from tests.unit.apar_core.training.plain_tokenizer import plain_tokenizer
 
 RECIPE = TrainingRecipe(
@@ -234,6 +254,117 @@ def test_rows_that_no_position_or_context_can_hold_are_refused(tmp_path: Path) -
         at.train(context_length=513)
     with pytest.raises(TrainingError, match=r"no example in .* within 5 tokens"):
         at.train(context_length=5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            "gemma3",
+            "layer_types: 1 of 2 sliding_attention with sliding_window 256, less than 512 tokens",
+        ),
+        ("qwen3_next", "layer_types: 1 of 2 linear_attention"),
+    ],
+)
+def test_a_model_with_other_layers_than_full_attention_is_refused(
+    tmp_path: Path, kind: str, message: str
+) -> None:
+    at = place(tmp_path, tied=True)
+    sizes: dict[str, Any] = {
+        "vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+        "max_position_embeddings": 512,
+    }  # fmt: skip
+    model: PreTrainedModel
+    if kind == "gemma3":
+        kinds = ["sliding_attention", "full_attention"]
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, layer_types=kinds, sliding_window=256))
+    else:
+        kinds = ["linear_attention", "full_attention"]
+        experts: dict[str, Any] = {
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 8,
+        }
+        model = Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, **experts, layer_types=kinds))
+    model.save_pretrained(at.model)
+
+    with pytest.raises(TrainingError) as raised:
+        at.train()
+    assert f"model {str(at.model)!r} has {message}" in str(raised.value)
+
+
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=2, alpha=4)], ids=["whole", "lora"])
+def test_adamw_updates_float32_and_frozen_weights_stay_in_the_recipes_dtype(
+    tmp_path: Path, tied: bool, lora: LoraSettings | None
+) -> None:
+    at = place(tmp_path, tied=tied)
+    recipe = RECIPE.model_copy(update={"dtype": "bfloat16", "lora": lora})
+    tokenizer = load_tokenizer(str(at.model))
+    model = load_model(str(at.model), recipe_dtype(recipe), torch.device("cpu"))
+    assert {part.dtype for part in model.parameters()} == {torch.bfloat16}
+    control = add_control_tokens(model, tokenizer, multiple=8, seed=0)
+    trained = model if lora is None else adapted(model, lora, control)
+
+    prepare_weights(trained)
+
+    updated = [
+        part for group in build_optimizer(trained, recipe).param_groups for part in group["params"]
+    ]
+    assert {part.dtype for part in updated} == {torch.float32}
+    frozen = [part for part in trained.parameters() if not part.requires_grad]
+    assert {part.dtype for part in frozen} == (set() if lora is None else {torch.bfloat16})
+    before = weights_of(at.model)
+    at.train(dtype="bfloat16", lora=lora)
+    after = weights_of(at.out)
+    assert all(weight.isfinite().all() for weight in after.values())
+    changed = [
+        name for name in before if "proj" in name and not after[name].equal(before[name].bfloat16())
+    ]
+    assert len(changed) == 7
+
+
+def test_a_process_that_receives_its_shards_loads_no_weights(
+    tmp_path: Path, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = place(tmp_path, tied=tied)
+    tokenizer, cpu = load_tokenizer(str(at.model)), torch.device("cpu")
+    loaded = load_model(str(at.model), torch.bfloat16, cpu)
+    add_control_tokens(loaded, tokenizer, multiple=8, seed=0)
+    monkeypatch.setattr(pretrained, "is_fsdp_enabled", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+
+    empty = load_model(str(at.model), torch.bfloat16, cpu)
+    add_control_tokens(empty, load_tokenizer(str(at.model)), multiple=8, seed=0)
+    assert all(part.is_meta for part in empty.parameters())
+    prepare_weights(empty)
+
+    shapes = {name: part.shape for name, part in loaded.named_parameters()}
+    assert {name: part.shape for name, part in empty.named_parameters()} == shapes
+    assert len({part.data_ptr() for part in empty.parameters()}) == len(shapes)
+    assert {(part.dtype, part.device) for part in empty.parameters()} == {(torch.float32, cpu)}
+    # Accelerate does not send buffers that no checkpoint holds, such as rotary frequencies.
+    for name, buffer in loaded.named_buffers():
+        torch.testing.assert_close(empty.get_buffer(name), buffer, rtol=0, atol=0)
+
+
+def test_the_share_of_padding_is_reported_packed_and_not(tmp_path: Path) -> None:
+    at = place(tmp_path, tied=True)
+
+    padding = at.train(pack_trees=True, context_length=256, num_steps=1).padding
+
+    # Two rows a pass: packed rows are nearly full, single trees differ in length.
+    assert 0 < padding.share < 1
+    assert 0 < padding.one_tree_per_row < 1
+
+
+def test_packed_rows_teach_what_one_tree_per_row_does(tmp_path: Path) -> None:
+    apart, together = (place(tmp_path / name, tied=False) for name in ("apart", "together"))
+
+    expected = apart.train().validation_loss
+    found = together.train(pack_trees=True).validation_loss
+
+    assert found == pytest.approx(expected, abs=1e-3)
 
 
 def test_there_must_be_something_to_resume(tmp_path: Path) -> None:

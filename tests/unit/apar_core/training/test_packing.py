@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from apar_core.data.records import ParagraphRecord, chain
@@ -15,10 +17,12 @@ from apar_core.training.packing import (
     PackedTree,
     TreeTokens,
     batch_trees,
+    join_trees,
     next_indices,
     pack_tree,
     tree_attention_mask,
 )
+from apar_core.training.tree_loss import learned_logits, summed_tree_loss
 
 TOKENS = TreeTokens(fork_id=1, child_id=2, end_id=3)
 PAD_ID = 0
@@ -111,6 +115,78 @@ def test_the_token_that_follows_in_the_same_thread_is_known_for_each_token() -> 
 
     # g a [Fork] [Child] b c end d end
     assert next_indices(packed) == [1, 2, 7, 4, 5, 6, None, 8, None]
+
+
+@settings(max_examples=30, deadline=None)
+@given(answers=st.lists(_answers(), min_size=2, max_size=4))
+def test_trees_that_share_a_row_mean_what_they_mean_in_rows_of_their_own(
+    answers: list[ParagraphRecord],
+) -> None:
+    model = copy.deepcopy(random_model()).double()
+    rows = [pack_tree(encode("ab"[: 1 + at % 2]), answer, encode, TOKENS)
+            for at, answer in enumerate(answers)]  # fmt: skip
+    joined = join_trees(rows)
+
+    apart = [learned(model, [row]) for row in rows]
+    logits, loss, gradients = learned(model, [joined])
+    beside, _, _ = learned(model, [joined, rows[0]])
+
+    expected = torch.cat([logits for logits, _, _ in apart])
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(beside[: len(logits)], expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(loss, sum(loss for _, loss, _ in apart), rtol=0, atol=1e-10)
+    for name, gradient in gradients.items():
+        summed = sum(gradients[name] for _, _, gradients in apart)
+        torch.testing.assert_close(gradient, summed, rtol=0, atol=1e-10)
+
+
+def learned(
+    model: LlamaForCausalLM, rows: list[PackedTree]
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the logits that have targets, their summed loss and its gradients."""
+    batch = batch_trees(rows, PAD_ID)
+    model.zero_grad()
+    logits = learned_logits(model, batch, model)
+    targets = batch.targets_BT[batch.targets_BT != IGNORED_TARGET]
+    loss = cross_entropy(logits, targets, reduction="sum")
+    loss.backward()  # type: ignore[no-untyped-call]
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    # Training rounds logits to float32.
+    torch.testing.assert_close(
+        summed_tree_loss(model, batch, model).double(), loss.double(), rtol=1e-6, atol=0
+    )
+    return logits.detach(), loss.detach(), gradients
+
+
+@settings(max_examples=40, deadline=None)
+@given(answers=st.lists(_answers(), max_size=4))
+def test_a_token_of_a_shared_row_reads_its_own_tree_only(answers: list[ParagraphRecord]) -> None:
+    rows = [pack_tree(encode("hg"), answer, encode, TOKENS) for answer in answers]
+    joined = join_trees(rows)
+    batch = batch_trees([joined, *rows], PAD_ID)
+
+    start, expected = 0, []
+    for row in rows:
+        expected += [[start + index for index in path] for path in row_indices(row)]
+        start += len(row.token_ids)
+    assert start == len(joined.token_ids)
+    assert (row_indices(joined) if rows else []) == expected
+    assert batch.num_trees == 2 * len(rows)
+    following = [next_indices(row) for row in rows]
+    assert len([index for index in next_indices(joined) if index is None]) == sum(
+        indices.count(None) for indices in following
+    )
+
+
+def test_a_row_without_trees_has_no_loss_and_gradients_of_zero() -> None:
+    model = copy.deepcopy(random_model())
+
+    logits, loss, gradients = learned(model, [join_trees([])])
+
+    assert logits.shape == (0, 40)
+    assert loss == 0
+    assert set(gradients) == {name for name, _ in model.named_parameters()}
+    assert all(not gradient.any() for gradient in gradients.values())
 
 
 def test_rows_can_be_padded_to_a_multiple_of_tokens() -> None:

@@ -14,7 +14,6 @@ from apar_core.training.recipe import (
     MuonSettings,
     Schedule,
     TrainingRecipe,
-    accumulation_steps,
     load_recipe,
     shipped_recipes,
 )
@@ -87,15 +86,6 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
         TrainingError, match="'nothing' is neither a file nor one of apar, apar-lor"
     ):
         load_recipe("nothing", TrainingRecipe)
-
-
-def test_a_batch_is_made_up_of_micro_batches_on_all_processes() -> None:
-    assert accumulation_steps(SMALL, 1) == 6
-    assert accumulation_steps(SMALL, 3) == 2
-    with pytest.raises(
-        TrainingError, match="batch_size 12 is no multiple of micro_batch_size 2 x 4"
-    ):
-        accumulation_steps(SMALL, 4)
 
 
 @pytest.mark.parametrize(

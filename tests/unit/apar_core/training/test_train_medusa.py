@@ -59,7 +59,7 @@ def test_heads_learn_to_look_ahead_on_a_model_that_stays_as_it_is(tmp_path: Path
 
 
 def test_heads_start_as_the_models_own_output_layer() -> None:
-    model = load_model(str(checkpoint_path()), torch.float32, use_cpu=True)
+    model = load_model(str(checkpoint_path()), torch.float32, torch.device("cpu"))
 
     heads = initial_heads(model, num_heads=3, num_layers=1)
 

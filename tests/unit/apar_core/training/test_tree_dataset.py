@@ -10,7 +10,14 @@ from apar_core.data.records import ParagraphRecord
 from apar_core.errors import TrainingError
 from apar_core.training.packing import PackedTree
 from apar_core.training.recipe import TrainingRecipe
-from apar_core.training.tree_dataset import RowList, TreeGroups, drawn_rows
+from apar_core.training.tree_dataset import (
+    RowList,
+    TreeGroups,
+    drawn_trees,
+    padding_share,
+    rows_of,
+    step_rows,
+)
 from tests.unit.apar_core.training.random_trees import packed
 
 GROUPS = TreeGroups(
@@ -23,8 +30,9 @@ def draw(groups: TreeGroups = GROUPS, *, share: float = 0.5, seed: int = 0) -> l
     recipe = TrainingRecipe(
         num_steps=40, batch_size=10, structured_share=share, seed=seed, learning_rate=1.0
     )
-    rows: RowList = drawn_rows(groups, recipe)
-    return [rows[index] for index in range(len(rows))]
+    steps = drawn_trees(groups, recipe)
+    assert {len(step) for step in steps} == {recipe.batch_size}
+    return [tree for step in steps for tree in step]
 
 
 def test_half_of_the_draws_come_from_each_group_whatever_their_sizes() -> None:
@@ -67,3 +75,52 @@ def test_both_groups_give_their_share_to_validation() -> None:
     assert not {id(r) for r in training.all_rows} & {id(r) for r in validation.all_rows}
     assert GROUPS.split(0.2, seed=0) == (training, validation)
     assert GROUPS.split(0.2, seed=1) != (training, validation)
+
+
+def lengths(rows: list[list[PackedTree]]) -> list[list[int]]:
+    return [[len(tree.token_ids) for tree in row] for row in rows]
+
+
+def tree_of(num_tokens: int) -> PackedTree:
+    # A prompt of one token, the answer, and its end.
+    return packed("a", ParagraphRecord("b" * (num_tokens - 2)))
+
+
+def recipe_of(**fields: int | bool) -> TrainingRecipe:
+    return TrainingRecipe.model_validate(
+        {"num_steps": 2, "batch_size": 5, "learning_rate": 1.0, "context_length": 10} | fields
+    )
+
+
+def test_trees_fill_rows_of_the_context_length_by_first_fit_decreasing() -> None:
+    trees = [tree_of(length) for length in (3, 4, 4, 6, 10, 3)]
+
+    assert lengths(rows_of(trees, recipe_of(pack_trees=True))) == [[10], [6, 4], [4, 3, 3]]
+    assert lengths(rows_of(trees, recipe_of())) == [[3], [4], [4], [6], [10], [3]]
+
+
+def test_every_step_has_the_passes_of_the_longest_one() -> None:
+    steps = [[tree_of(10), tree_of(9), tree_of(8)], [tree_of(5), tree_of(5), tree_of(5)]]
+
+    plan = step_rows(steps, recipe_of(pack_trees=True), num_processes=2)
+
+    assert plan.passes_per_step == 2
+    tokens = [len(plan.rows[index].token_ids) for index in range(len(plan.rows))]
+    assert tokens == [8, 9, 10, 0, 5, 10, 0, 0]
+
+
+def test_rows_without_trees_make_up_what_the_processes_lack() -> None:
+    rows = RowList([[tree_of(4)] for _ in range(3)]).padded(4)
+
+    assert [len(rows[index].token_ids) for index in range(len(rows))] == [4, 4, 4, 0]
+    assert len(RowList(rows.rows).padded(4)) == 4
+    assert RowList([]).padded(4).rows == []
+
+
+def test_the_share_of_padding_counts_every_token_that_is_run_on() -> None:
+    rows = RowList([[tree_of(4)], [tree_of(8)], [tree_of(3), tree_of(3)], []])
+
+    # Two rows of 8 with 12 tokens, two of 6 with 6; alone, an empty row is one token.
+    assert padding_share(rows, recipe_of(micro_batch_size=2), 1) == pytest.approx(10 / 28)
+    assert padding_share(rows, recipe_of(), 1) == pytest.approx(1 / 19)
+    assert padding_share(rows, recipe_of(), 8) == pytest.approx(14 / 32)

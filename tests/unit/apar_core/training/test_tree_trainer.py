@@ -18,11 +18,10 @@ from transformers import (
 )
 
 from apar_core.data.records import ParagraphRecord, chain
-from apar_core.errors import TrainingError
 from apar_core.training.packing import IGNORED_TARGET, batch_trees
 from apar_core.training.recipe import TrainingRecipe
 from apar_core.training.reports import StepReport
-from apar_core.training.tree_dataset import RowList
+from apar_core.training.tree_dataset import RowList, rows_of, step_rows
 from apar_core.training.tree_loss import tree_loss
 from apar_core.training.tree_trainer import TreeCollator, TreeTrainer, training_arguments
 from tests.unit.apar_core.training.random_trees import PAD_ID, packed, random_model
@@ -45,11 +44,11 @@ def trainer_of(
     recipe = RECIPE.model_copy(update=changes)
     return TreeTrainer(
         model,
-        training_arguments(recipe, folder, validate=False, tensorboard=False, save=False),
+        training_arguments(recipe, folder, tensorboard=False, save=False),
         recipe,
         collator=TreeCollator.for_model(model, PAD_ID),
-        train_trees=RowList(ROWS * recipe.num_steps),
-        validation_trees=RowList(ROWS),
+        train_rows=step_rows([ROWS] * recipe.num_steps, recipe, 1),
+        validation_rows=RowList(rows_of(ROWS, recipe)),
         on_step=reports.append,
     )
 
@@ -88,9 +87,19 @@ def trained(
     return [parameter.detach() for parameter in model.parameters()], reports
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 2])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"micro_batch_size": 1},
+        {"micro_batch_size": 2},
+        # Two rows of the second pass hold no tree.
+        {"micro_batch_size": 3},
+        {"micro_batch_size": 2, "pack_trees": True, "context_length": 24},
+    ],
+    ids=["one by one", "two by two", "with empty rows", "packed"],
+)
 def test_a_batch_in_parts_teaches_what_the_whole_batch_does(
-    tmp_path: Path, micro_batch_size: int
+    tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     # Rows have different numbers of targets: the mean of the parts' means would differ.
     # In float64, because Adam's first step divides a gradient by its own size: of gradients near 0
@@ -100,9 +109,7 @@ def test_a_batch_in_parts_teaches_what_the_whole_batch_does(
     whole, whole_reports = trained(
         tmp_path, weights=torch.float64, gradients=teaching, micro_batch_size=4
     )
-    parts, reports = trained(
-        tmp_path, weights=torch.float64, gradients=in_parts, micro_batch_size=micro_batch_size
-    )
+    parts, reports = trained(tmp_path, weights=torch.float64, gradients=in_parts, **changes)
 
     assert len(teaching.last) == len(whole)
     for gradient, expected in zip(in_parts.last, teaching.last, strict=True):
@@ -110,6 +117,8 @@ def test_a_batch_in_parts_teaches_what_the_whole_batch_does(
     for weights, expected in zip(parts, whole, strict=True):
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
     assert reports[0].loss == pytest.approx(whole_reports[0].loss, abs=1e-5)
+    assert reports[0].num_targets == NUM_TARGETS
+    assert reports[0].num_trees == len(ROWS)
 
 
 def test_the_loss_that_is_reported_is_the_mean_over_all_targets(tmp_path: Path) -> None:
@@ -124,12 +133,19 @@ def test_the_loss_that_is_reported_is_the_mean_over_all_targets(tmp_path: Path) 
     assert report.learned_tokens_per_s == pytest.approx(NUM_TARGETS / report.seconds)
     assert report.trees_per_s == pytest.approx(4 / report.seconds)
     assert report.learning_rate > 0
+    # Micro-batches of two rows: the longer one's tokens, twice.
+    lengths = [len(row.token_ids) for row in ROWS]
+    run_on = 2 * (max(lengths[:2]) + max(lengths[2:]))
+    assert report.padding_share == pytest.approx(1 - sum(lengths) / run_on)
 
 
-def test_validation_gives_the_mean_over_all_targets_and_is_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("micro_batch_size", [1, 3])
+def test_validation_gives_the_mean_over_all_targets_and_is_reported(
+    tmp_path: Path, micro_batch_size: int
+) -> None:
     model = copy.deepcopy(random_model(num_key_value_heads=2))
     expected = tree_loss(model, batch_trees(ROWS, PAD_ID)).item()
-    trainer = trainer_of(tmp_path, model, [], micro_batch_size=1)
+    trainer = trainer_of(tmp_path, model, [], micro_batch_size=micro_batch_size)
 
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-5)
     assert trainer.last_validation_loss == pytest.approx(expected, abs=1e-5)
@@ -164,8 +180,3 @@ def test_gradients_are_clipped_as_the_recipe_says(tmp_path: Path) -> None:
 
     # Far below AdamW's epsilon a gradient moves nothing.
     assert moved(1e-12) < 0.1 * moved(1.0)
-
-
-def test_a_batch_that_the_processes_cannot_make_up_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="batch_size 4 is no multiple of micro_batch_size 3"):
-        trained(tmp_path, micro_batch_size=3)

@@ -16,7 +16,14 @@ from cluster.cli.training_progress import StepLines, clear_training_errors, step
 
 def report(step: int, validation: float | None = None) -> StepReport:
     return StepReport(
-        step, 100, 1.5, num_targets=600, num_trees=4, seconds=2.0, validation_loss=validation
+        step,
+        100,
+        1.5,
+        num_targets=600,
+        num_trees=4,
+        seconds=2.0,
+        padding_share=0.125,
+        validation_loss=validation,
     )
 
 
@@ -38,7 +45,7 @@ def test_the_first_the_last_and_validated_steps_always_get_a_line() -> None:
 
     shown = text_of(target).splitlines()
     assert [line.split()[1] for line in shown] == ["1/100", "3/100", "100/100"]
-    assert shown[0].startswith("step 1/100  loss 1.500  300 tokens/s  2.0 trees/s")
+    assert shown[0].startswith("step 1/100  loss 1.500  300 tokens/s  2.0 trees/s  padding 12.5%")
     assert "validation 0.250" in shown[1]
 
 
