@@ -90,7 +90,7 @@ def test_rows_keep_their_bans_when_the_batch_changes() -> None:
 def test_a_step_without_forks_copies_nothing_to_the_device() -> None:
     class Operations(TorchDispatchMode):
         def __init__(self) -> None:
-            super().__init__()
+            super().__init__()  # type: ignore[no-untyped-call]
             self.names: set[str] = set()
 
         def __torch_dispatch__(

@@ -184,7 +184,7 @@ async def test_stream_of_a_session_is_paced_once_whatever_its_parts() -> None:
     processor: Any = ForkOutputProcessor(None, log_stats=False)
     processor.stream_pause_s = 0.01
     queue = RequestOutputCollector(RequestOutputKind.DELTA, "r")
-    session = {"resumable": True, "queue": queue, "enabled": False}
+    session: dict[str, Any] = {"resumable": True, "queue": queue, "enabled": False}
 
     add_request(processor, "r", "client's", **session)
     paced = processor.request_states["r"].queue
