@@ -87,8 +87,10 @@ def test_recorded_answers_are_generated_again_forked_and_flat(
 def assert_metrics_agree(out: Path) -> None:
     """What the servers counted is what the answers say of themselves."""
     facts = json.loads((out / "run.json").read_text())
+    assert len(facts["repeats"]) == 2
     for repeat in facts["repeats"]:
         fields = [line["apar"] for line in lines(out) if line["repeat"] == repeat["repeat"]]
+        assert len(fields) == 24
         cluster = repeat["cluster"]
         assert cluster["attended_tokens"] == sum(each["attended_tokens"] for each in fields)
         assert sum(cluster["forks"].values()) == sum(each["forks"] for each in fields)
