@@ -36,6 +36,15 @@ class KillRun:
         """Number of killed processes of this title."""
         return sum(kill.title == title for kill in self.kills)
 
+    def num_in_flight(self, title: str) -> int:
+        """Requests that had begun and not ended when a process of this title was killed."""
+        return sum(
+            outcome.ended_s - outcome.seconds < kill.at_s <= outcome.ended_s
+            for kill in self.kills
+            if kill.title == title
+            for outcome in self.load.outcomes
+        )
+
     def by_victim(self) -> dict[str, Counter[str]]:
         """Kinds of outcomes by the title of the last process killed before the request ended."""
         found = {
@@ -54,12 +63,11 @@ class KillRun:
         """Kills and outcomes by victim, then requests by manner."""
         by_victim = self.by_victim()
         kinds = [kind for kind, _ in sum(by_victim.values(), Counter[str]()).most_common()]
-        rows = [["killed last", "kills", "requests", *kinds]]
+        rows = [["killed last", "kills", "in flight", "requests", *kinds]]
         for title, outcomes in by_victim.items():
-            cells = [str(outcomes[kind]) for kind in kinds]
-            rows.append(
-                [NAMES.get(title, title), str(self.count(title)), str(outcomes.total()), *cells]
-            )
+            counts = (self.count(title), self.num_in_flight(title), outcomes.total())
+            cells = [str(count) for count in (*counts, *(outcomes[kind] for kind in kinds))]
+            rows.append([NAMES.get(title, title), *cells])
         table = "\n".join(" | ".join(cell.rjust(13) for cell in row) for row in rows)
         return f"{len(self.kills)} kills in {self.seconds:.0f} s\n{table}\n\n{self.load.table()}"
 
