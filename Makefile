@@ -35,7 +35,7 @@ test: $(INSTALLED) ## Run every test that needs neither a GPU nor long
 test-slow: $(INSTALLED) ## Run the long tests
 	$(BIN)/python -m pytest -m "slow and not gpu and not kills" tests
 
-test-kills: $(INSTALLED) ## Kill 50 processes of a loaded server (20 minutes; KILLS=, SEED=)
+test-kills: $(INSTALLED) ## Kill 50 replicas, engines and gateways of a loaded server (25 minutes; KILLS=, SEED=)
 	APAR_KILLS=$(KILLS) APAR_KILL_SEED=$(SEED) $(BIN)/python -m pytest -m kills tests/integration/serving/test_kills.py
 
 soak: $(INSTALLED) ## Serve mixed load for SOAK_MINUTES=30 and watch every process's memory

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from apar_core.data.records import ParagraphRecord, thread_paragraphs
 from apar_core.training.packing import TreeTokens
 from apar_core.tree.paragraph import ROOT_THREAD, ParagraphTree, ThreadId
+from apar_core.tree.restore import restore
 from apar_core.tree.threads import thread_texts
 
 EncodeText = Callable[[str], list[int]]
@@ -20,6 +21,14 @@ def token_tree(answer: ParagraphRecord, encode: EncodeText) -> ParagraphTree[int
     tree: ParagraphTree[int] = ParagraphTree()
     _add_thread(tree, ROOT_THREAD, answer, encode)
     return tree
+
+
+def flat_tree(tree: ParagraphTree[int]) -> ParagraphTree[int]:
+    """Return the same tokens in reading order, as one thread."""
+    flat: ParagraphTree[int] = ParagraphTree()
+    flat.append(ROOT_THREAD, restore(tree))
+    flat.finish(ROOT_THREAD)
+    return flat
 
 
 def thread_scripts(tree: ParagraphTree[int], tokens: TreeTokens) -> dict[str, list[int]]:

@@ -90,6 +90,7 @@ def assert_metrics_agree(out: Path) -> None:
     assert len(facts["repeats"]) == 2
     for repeat in facts["repeats"]:
         fields = [line["apar"] for line in lines(out) if line["repeat"] == repeat["repeat"]]
+        assert len(fields) == 24
         cluster = repeat["cluster"]
         assert cluster["attended_tokens"] == sum(each["attended_tokens"] for each in fields)
         assert sum(cluster["forks"].values()) == sum(each["forks"] for each in fields)

@@ -3,29 +3,81 @@
 import asyncio
 import random
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 import httpx
 import psutil
 
-from tests.integration.serving.apar_process import ENGINE, REPLICA, Server
+from tests.integration.serving.apar_process import ENGINE, GATEWAY, REPLICA, Server
 from tests.integration.serving.load_clients import Load, under_load
 
 RECOVERY_S = 180.0
+NAMES = {REPLICA: "replica", ENGINE: "engine", GATEWAY: "gateway"}
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One killed process: its title, and when it died on the clock of `time.monotonic()`."""
+
+    title: str
+    at_s: float
 
 
 @dataclass
 class KillRun:
-    """What was killed, when, and how the requests ended meanwhile."""
+    """The kills of a run, and how the requests ended meanwhile."""
 
     load: Load
-    killed: list[str] = field(default_factory=list)
+    kills: list[Kill] = field(default_factory=list)
     seconds: float = 0.0
 
+    def count(self, title: str) -> int:
+        """Number of killed processes of this title."""
+        return sum(kill.title == title for kill in self.kills)
+
+    def num_in_flight(self, title: str) -> int:
+        """Requests that had begun and not ended when a process of this title was killed."""
+        return sum(
+            outcome.ended_s - outcome.seconds < kill.at_s <= outcome.ended_s
+            for kill in self.kills
+            if kill.title == title
+            for outcome in self.load.outcomes
+        )
+
+    def by_victim(self) -> dict[str, Counter[str]]:
+        """Kinds of outcomes by the title of the last process killed before the request ended."""
+        found = {
+            title: Counter[str]() for title in dict.fromkeys(kill.title for kill in self.kills)
+        }
+        ends = [kill.at_s for kill in self.kills[1:]] + [float("inf")]
+        for kill, end_s in zip(self.kills, ends, strict=True):
+            found[kill.title].update(
+                outcome.kind
+                for outcome in self.load.outcomes
+                if kill.at_s <= outcome.ended_s < end_s
+            )
+        return found
+
     def table(self) -> str:
-        """Kills by what was killed, and the requests."""
-        kinds = {title: self.killed.count(title) for title in dict.fromkeys(self.killed)}
-        return f"{len(self.killed)} kills {kinds} in {self.seconds:.0f} s\n{self.load.table()}"
+        """Kills and outcomes by victim, then requests by manner."""
+        by_victim = self.by_victim()
+        kinds = [kind for kind, _ in sum(by_victim.values(), Counter[str]()).most_common()]
+        rows = [["killed last", "kills", "in flight", "requests", *kinds]]
+        for title, outcomes in by_victim.items():
+            counts = (self.count(title), self.num_in_flight(title), outcomes.total())
+            cells = [str(count) for count in (*counts, *(outcomes[kind] for kind in kinds))]
+            rows.append([NAMES.get(title, title), *cells])
+        table = "\n".join(" | ".join(cell.rjust(13) for cell in row) for row in rows)
+        return f"{len(self.kills)} kills in {self.seconds:.0f} s\n{table}\n\n{self.load.table()}"
+
+
+def rounds(draw: random.Random, titles: tuple[str, ...], number: int) -> list[str]:
+    """Titles in random order, each as often as the others but for one."""
+    order: list[str] = []
+    while len(order) < number:
+        order += draw.sample(titles, len(titles))
+    return order[:number]
 
 
 async def kill_run(
@@ -35,23 +87,23 @@ async def kill_run(
     num_replicas: int = 2,
     num_clients: int = 16,
     seed: int = 0,
-    titles: tuple[str, ...] = (REPLICA, ENGINE),
+    titles: tuple[str, ...] = (REPLICA, ENGINE, GATEWAY),
 ) -> KillRun:
-    """Kill so many processes under load; every other one only once all replicas are back."""
+    """Kill this many processes under load; every other one only once all replicas are back."""
     draw = random.Random(seed)
     started = time.monotonic()
     async with under_load(server.url, num_clients=num_clients, seed=seed) as load:
         run = KillRun(load)
-        for number in range(num_kills):
+        for number, title in enumerate(rounds(draw, titles, num_kills)):
             if number % 2 == 0:
                 await asyncio.to_thread(
                     server.wait_for_replicas, num_replicas, timeout_s=RECOVERY_S
                 )
             await asyncio.sleep(draw.uniform(0.0, 4.0))
-            title = draw.choice(titles)
-            if victims := server.processes(title):
-                draw.choice(victims).kill()
-                run.killed.append(title)
+            while not (victims := server.processes(title)):
+                await until_alive(server, title, set())
+            draw.choice(victims).kill()
+            run.kills.append(Kill(title, time.monotonic()))
         await asyncio.to_thread(server.wait_for_replicas, num_replicas, timeout_s=RECOVERY_S)
         await asyncio.sleep(2)
     run.seconds = time.monotonic() - started

@@ -14,6 +14,8 @@ import httpx
 import openai
 
 RIGHT = "right"
+CLOSED = "closed"
+HUNG = "hung"
 PROMPTS = tuple(
     f"Give me {number} tips for {topic}."
     for number, topic in (
@@ -35,13 +37,18 @@ def chat(prompt: str, model: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one request ended: `right`, the code of a clean error, or what was wrong with it."""
+    """How one request ended: `right`, the code of a clean error, or what was wrong with it.
+
+    `kind` is `closed` where the connection was closed before the answer was complete. `ended_s`
+    is a time of `time.monotonic()`.
+    """
 
     kind: str
     manner: str
     seconds: float
     clean: bool
     detail: str = ""
+    ended_s: float = field(default_factory=time.monotonic)
 
 
 class Unclean(Exception):  # noqa: N818  # said of an answer
@@ -126,15 +133,15 @@ async def outcome_of(url: str, manner: str, prompt: str, model: str, expected: s
         async with asyncio.timeout(DEADLINE_S):
             text = await MANNERS[manner](url, chat(prompt, model))
     except TimeoutError:
-        return ended("hung", clean=False)
+        return ended(HUNG, clean=False)
     except CleanError as error:
         return ended(str(error))
-    except openai.APIStatusError as error:
-        return ended(str(error.code), clean=error.code is not None, detail=str(error))
     except openai.APIConnectionError as error:
-        return ended("connection", clean=False, detail=repr(error.__cause__))
-    except openai.APIError as error:  # an error event in a stream
+        return ended(CLOSED, clean=False, detail=repr(error.__cause__))
+    except openai.APIError as error:  # An error answer, or an error event in a stream.
         return ended(str(error.code), clean=error.code is not None, detail=str(error))
+    except httpx.TransportError as error:
+        return ended(CLOSED, clean=False, detail=repr(error))
     except (httpx.HTTPError, ValueError, Unclean) as error:
         return ended("broken", clean=False, detail=repr(error))
     if text != expected:
@@ -199,3 +206,4 @@ async def under_load(
     finally:
         load.stopping = True
         await asyncio.gather(*tasks)
+    assert load.outcomes

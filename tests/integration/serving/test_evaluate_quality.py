@@ -37,6 +37,7 @@ def test_a_judge_that_gives_no_ratings_is_counted_and_not_waited_for(
     assert [(line["rating"], line["requests"]) for line in judgments] == [(None, 2)] * 3
     assert all(line["prompt_tokens"] > 100 and line["text"] for line in judgments)
     answers = [json.loads(line) for line in (out / "answers_apar-tiny.jsonl").open()]
+    assert len(answers) == 3
     assert all(answer["choices"][0]["turns"][0] for answer in answers)
     assert "3, of them 3 without a rating" in (out / "report.md").read_text()
     application.wait_until_idle()

@@ -1,4 +1,4 @@
-"""The only engine's or replica's process is killed under load."""
+"""The only engine, replica or gateway process is killed under load."""
 
 import asyncio
 import time
@@ -7,24 +7,27 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.integration.serving.apar_process import ENGINE, GATEWAY, REPLICA
 from tests.integration.serving.running_application import RunningApplication, processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
-ENGINE = "VLLM::EngineCore"
-REPLICA = "ray::ServeReplica:apar:Replica"
 BODY: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Give me 5 tips for sleeping well."}],
     "max_tokens": 800,
     "ignore_eos": True,
 }
 RECOVERY_S = 60.0
+# HAProxy passes a closed connection on at once; the rest is for a busy machine.
+CLOSED_WITHIN_S = 10.0
 
 
-async def begun_stream(client: httpx.AsyncClient, begun: asyncio.Semaphore) -> str:
+async def begun_stream(
+    client: httpx.AsyncClient, begun: asyncio.Semaphore, body: dict[str, Any] = BODY
+) -> str:
     """The whole text of a stream; releases `begun` at its first piece."""
     pieces: list[str] = []
     async with client.stream(
-        "POST", "/v1/chat/completions", json=BODY | {"stream": True}
+        "POST", "/v1/chat/completions", json=body | {"stream": True}
     ) as answer:
         async for piece in answer.aiter_text():
             if not pieces:
@@ -73,3 +76,54 @@ async def test_requests_outlive_the_only_replica_and_end_at_its_successor(
     assert health.status_code == 200
     application.wait_until_idle()
     assert len(processes(ENGINE)) == 1
+
+
+def wait_for_threads(application: RunningApplication, number: int) -> None:
+    """Return once this many threads are alive."""
+    deadline = time.monotonic() + RECOVERY_S
+    while (load := application.load())["threads"] < number:
+        assert time.monotonic() < deadline, load
+        time.sleep(0.05)
+
+
+async def test_a_killed_gateway_ends_its_requests_and_its_successor_serves_the_next(
+    application: RunningApplication,
+) -> None:
+    (victim,) = processes(GATEWAY)
+    body = BODY | {"max_tokens": 1900}
+    begun = asyncio.Semaphore(0)
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(
+        base_url=application.url, timeout=RECOVERY_S, limits=limits
+    ) as client:
+        idle = await asyncio.to_thread(application.wait_until_idle)
+        streams = [asyncio.create_task(begun_stream(client, begun, body)) for _ in range(8)]
+        wholes = [
+            asyncio.create_task(client.post("/v1/chat/completions", json=body)) for _ in range(4)
+        ]
+        for _ in streams:
+            await begun.acquire()
+        await asyncio.to_thread(wait_for_threads, application, len(streams) + len(wholes))
+        victim.kill()
+        async with asyncio.timeout(CLOSED_WITHIN_S):
+            texts = await asyncio.gather(*streams, return_exceptions=True)
+            answers = await asyncio.gather(*wholes, return_exceptions=True)
+        after = await asyncio.to_thread(application.wait_until_idle)
+        await wait_until_served(client)
+        text = await begun_stream(client, begun, BODY)
+
+    assert [type(error) for error in texts] == [httpx.RemoteProtocolError] * len(streams)
+    for answer in answers:
+        # HAProxy closes the client's connection where it had used the gateway's one before.
+        if not isinstance(answer, httpx.RemoteProtocolError):
+            assert isinstance(answer, httpx.Response)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert answer.json()["error"]["code"] == "not_ready"
+    # The engine has stopped long before the requests were complete.
+    generated = after["generated_tokens"] - idle["generated_tokens"]
+    assert 0 < generated < body["max_tokens"] * (len(streams) + len(wholes)) / 2
+    assert text.endswith("data: [DONE]\n\n")
+    assert '"error"' not in text
+    (successor,) = processes(GATEWAY)
+    assert successor.pid != victim.pid
+    application.wait_until_idle()

@@ -139,4 +139,5 @@ def test_a_watch_goes_on_through_a_restart_of_the_server(tmp_path: Path) -> None
 
     assert after["replicas"][0]["replica"] != before["replicas"][0]["replica"]
     assert not after["replicas"][0]["older"]
+    assert after["trend"]
     assert all(value >= 0 for value in after["trend"])
