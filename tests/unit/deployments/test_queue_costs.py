@@ -36,17 +36,17 @@ async def test_without_a_mean_of_its_own_it_costs_what_others_do() -> None:
 
 async def test_the_mean_of_all_keys_follows_every_answer() -> None:
     queue, known, new = queue_of(capacity=3), Account("known"), Account("new")
-    for num_tokens in (80, 130):
+    for num_tokens in (80, 180):
         (task,) = await enter(queue, known)
         task.result().charge(num_tokens)
         task.result().leave()
-    virtual_time_s = known.virtual_time
+    virtual_time = known.virtual_time
 
     (task,) = await enter(queue, new)
     task.result().leave(cost_is_known=False)
 
-    assert known.mean_tokens == pytest.approx(85)
-    assert new.virtual_time == pytest.approx(virtual_time_s + 85)
+    assert known.mean_tokens == pytest.approx(90)
+    assert new.virtual_time == pytest.approx(virtual_time + 90)
 
 
 async def test_a_request_that_generated_more_than_the_guess_pays_what_it_generated() -> None:

@@ -36,6 +36,21 @@ def test_busy_steps_last_from_output_to_output() -> None:
     assert steps.end("b", still_busy=True) == (BATCH, 2.0)
 
 
+def test_steps_their_rows_and_their_time_are_counted() -> None:
+    clock = Clock()
+    steps = StepClock(clock)
+    assert (steps.num_steps, steps.num_rows, steps.busy_s) == (0, 0, 0.0)
+
+    for number, batch in enumerate([BATCH, BatchView(3, 100)]):
+        steps.begin(number, batch)
+        clock.now_s += 1.5
+        steps.end(number, still_busy=False)
+        clock.now_s += 10.0
+    steps.end("unknown", still_busy=False)
+
+    assert (steps.num_steps, steps.num_rows, steps.busy_s) == (2, 5, 3.0)
+
+
 def test_idle_time_is_no_part_of_a_step() -> None:
     clock = Clock()
     steps = StepClock(clock)

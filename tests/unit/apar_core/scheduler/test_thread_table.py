@@ -34,6 +34,64 @@ def test_exhausted_group_may_not_fork() -> None:
     assert not threads.may_fork()
 
 
+def test_text_is_taken_as_far_as_the_budget_goes() -> None:
+    threads = group(budget=1)
+    assert threads.takes_as_text(10)
+    assert not threads.takes_as_text(FORK)
+
+    threads.count_text([10], ended=False)
+
+    assert not threads.takes_as_text(10)
+
+
+def test_request_goes_on_while_another_thread_runs_or_waits() -> None:
+    threads = group()
+    assert not threads.goes_on_without("r")
+
+    threads.deferred.append("child")
+    assert threads.goes_on_without("r")
+    threads.deferred.clear()
+    threads.live.add("r~0")
+    assert threads.goes_on_without("r")
+
+    threads.closed = True
+    assert not threads.goes_on_without("r")
+
+
+def test_child_may_start_where_one_waits_and_has_a_place() -> None:
+    threads = group(max_threads=2)
+    assert not threads.has_startable
+
+    threads.deferred.append("child")
+    assert threads.has_startable
+    threads.live.add("r~0")
+    assert not threads.has_startable
+
+
+def test_families_stand_by_priority_then_arrival() -> None:
+    table: ThreadTable[str] = ThreadTable()
+    arrivals = {"late": (0, 2.0), "urgent": (-1, 3.0), "early": (0, 1.0)}
+    for name, arrival in arrivals.items():
+        table.open_group(name, fork_parameters(), 10, arrival=arrival)
+
+    ordered = sorted(table.groups, key=lambda family: family.order)
+
+    assert [family.root_id for family in ordered] == ["urgent", "early", "late"]
+
+
+def test_thread_leads_to_its_group_while_it_lives() -> None:
+    table: ThreadTable[str] = ThreadTable()
+    threads = table.open_group("r", fork_parameters(), 10)
+    table.add_thread(threads, "r~0")
+    assert table.group("r~0") is threads
+
+    assert table.end_thread("r~0") is threads
+
+    assert table.group("r~0") is None
+    assert table.end_thread("r~0") is None
+    assert table.num_live == 1
+
+
 def test_refused_children_take_a_name_too() -> None:
     threads = group()
 
