@@ -51,7 +51,7 @@ Model = Annotated[
     ),
 ]
 ContextLength = Annotated[
-    int, typer.Option(min=1, help="Tokens of an example with --model; the recipe's by default.")
+    int, typer.Option(min=1, help="Longest example with --model (tokens); 2048 in the recipe apar.")
 ]
 HoldOutQueries = Annotated[
     int,
