@@ -7,8 +7,8 @@ import logging
 from pathlib import Path
 
 import torch
-from accelerate import init_empty_weights
-from accelerate.utils import parse_flag_from_env
+from accelerate import init_empty_weights  # type: ignore[import-untyped]
+from accelerate.utils import parse_flag_from_env  # type: ignore[import-untyped]
 from peft import PeftModel
 from torch import Tensor
 from transformers import (
@@ -101,7 +101,8 @@ def prepare_weights(model: PreTrainedModel | PeftModel) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    if any(parameter.is_meta for parameter in model.parameters()):
+    # Adapters are not trained on a sharded model.
+    if isinstance(model, PreTrainedModel) and any(part.is_meta for part in model.parameters()):
         model._apply(lambda part: torch.empty_like(part, device="cpu") if part.is_meta else part)
         model.tie_weights()
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
+from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
+from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 
 from apar_core.training import recipe
 
@@ -37,4 +37,4 @@ def shard_on_cpu() -> None:
         if getattr(state, "fsdp_plugin", None) is not None:
             state.distributed_type = DistributedType.FSDP
 
-    AcceleratorState.__init__ = build_sharding  # type: ignore[method-assign]
+    AcceleratorState.__init__ = build_sharding

@@ -348,23 +348,30 @@ def test_a_process_that_receives_its_shards_loads_no_weights(
         torch.testing.assert_close(empty.get_buffer(name), buffer, rtol=0, atol=0)
 
 
-def test_the_share_of_padding_is_reported_packed_and_not(tmp_path: Path) -> None:
+def test_packed_rows_teach_the_same_with_another_share_of_padding(tmp_path: Path) -> None:
     at = place(tmp_path, tied=True)
+    # A short prompt, so that several trees fit into the 512 tokens of a row.
+    template = tmp_path / "short.jinja"
+    template.write_text("{% for m in messages %}{{ m['content'] }}>{% endfor %}")
+    recipe = RECIPE.model_copy(update={"num_steps": 1})
+    reports: list[StepReport] = []
 
-    padding = at.train(pack_trees=True, context_length=256, num_steps=1).padding
+    def train(name: str, **changes: object) -> TrainingResult:
+        return fine_tune(
+            str(at.model), at.data, tmp_path / name, recipe.model_copy(update=changes),
+            chat_template=template, on_step=reports.append,
+        )  # fmt: skip
 
-    # Two rows a pass: packed rows are nearly full, single trees differ in length.
-    assert 0 < padding.share < 1
-    assert 0 < padding.one_tree_per_row < 1
+    alone, packed = train("alone"), train("packed", pack_trees=True)
 
-
-def test_packed_rows_teach_what_one_tree_per_row_does(tmp_path: Path) -> None:
-    apart, together = (place(tmp_path / name, tied=False) for name in ("apart", "together"))
-
-    expected = apart.train().validation_loss
-    found = together.train(pack_trees=True).validation_loss
-
-    assert found == pytest.approx(expected, abs=1e-3)
+    assert packed.validation_loss == pytest.approx(alone.validation_loss, abs=1e-4)
+    assert reports[1].loss == pytest.approx(reports[0].loss, abs=1e-5)
+    assert reports[1].num_trees == reports[0].num_trees == 4
+    shares = [report.padding_share for report in reports]
+    assert shares == pytest.approx([alone.padding.share, packed.padding.share])
+    one_tree_per_row = packed.padding.one_tree_per_row
+    assert alone.padding.share == alone.padding.one_tree_per_row == one_tree_per_row
+    assert packed.padding.share != one_tree_per_row
 
 
 def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
