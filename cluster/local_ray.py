@@ -26,7 +26,7 @@ NAMESPACE = "apar"
 
 APPLICATION_FLAGS = {
     # Removes headers with which a client could change Ray Serve's timeout and disconnect handling.
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.client_headers:middlewares",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.client_headers:middlewares",
     # The default, 4 MiB, is less than `limits.max_body_bytes`, and answers may be larger still. The
     # gateway bounds bodies itself, so this is the most that gRPC can send.
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1),

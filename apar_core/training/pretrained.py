@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.integrations import is_fsdp_enabled
+from transformers.integrations.fsdp import is_fsdp_enabled
 
 from apar_core.errors import TrainingError
 from apar_core.training.recipe import TrainingRecipe

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from apar_core.data.example_file import example_files
 from apar_core.errors import TrainingError

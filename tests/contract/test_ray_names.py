@@ -27,9 +27,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 
+from cluster.client_headers import STEERING_HEADERS, middlewares
 from cluster.local_ray import SERVE_FLAGS, serve_environment
 from deployments.asgi_relay import Receive, Scope, Send
-from deployments.client_headers import STEERING_HEADERS, middlewares
 from deployments.replica_calls import TOO_LARGE
 
 SERVE = Path(inspect.getfile(serve_private)).parent

@@ -62,8 +62,8 @@ def test_recorded_answers_are_generated_again_forked_and_flat(
         "--arrivals", "closed:8", "--save-answers", str(trace),
     )  # fmt: skip
     # A repeat may be over within seconds.
-    replay = ("--workload", f"replay:{trace}", "--repeats", "2", "--arrivals", "all")
-    replay += ("--sample-s", "0.2")
+    replay = ["--workload", f"replay:{trace}", "--repeats", "2", "--arrivals", "all"]
+    replay += ["--sample-s", "0.2"]
     forked = load(
         application, tmp_path / "forked", *replay, "--save-answers", str(again)
     )  # fmt: skip

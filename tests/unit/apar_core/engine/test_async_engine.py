@@ -90,9 +90,9 @@ async def test_an_engine_is_warmed_up_with_each_parameter_alone_and_with_all_at_
 
     alone = engine.asked[: len(engine.asked) // 2]
     usual = SamplingParams(max_tokens=alone[0].max_tokens)
-    fields = ("logprobs", "prompt_logprobs", "seed", "top_p", "top_k", "presence_penalty")
-    fields += ("frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "min_tokens")
-    fields += ("allowed_token_ids", "structured_outputs", "temperature")
+    fields = ["logprobs", "prompt_logprobs", "seed", "top_p", "top_k", "presence_penalty"]
+    fields += ["frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "min_tokens"]
+    fields += ["allowed_token_ids", "structured_outputs", "temperature"]
     for field in fields:
         assert any(getattr(params, field) != getattr(usual, field) for params in alone), field
     assert engine.most_inside == len(alone)

@@ -77,11 +77,11 @@ def test_a_model_without_control_tokens_has_a_text_and_no_tree() -> None:
     ordinary = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
 
     ordinary.eos_token = "<eos>"
-    text = ModelText(ordinary, "some-model")
+    model_text = ModelText(ordinary, "some-model")
 
-    assert text.decode(text.encode("Write [Fork].")) == "Write [Fork]."
+    assert model_text.decode(model_text.encode("Write [Fork].")) == "Write [Fork]."
     with pytest.raises(EvaluationError, match="some-model has no fork and child token"):
-        _ = text.tokens
+        _ = model_text.tokens
 
 
 def test_a_name_without_a_tokenizer_is_named(tmp_path: Any) -> None:

@@ -149,7 +149,7 @@ def learned(
     logits = learned_logits(model, batch, model)
     targets = batch.targets_BT[batch.targets_BT != IGNORED_TARGET]
     loss = cross_entropy(logits, targets, reduction="sum")
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     # Training rounds logits to float32.
     torch.testing.assert_close(

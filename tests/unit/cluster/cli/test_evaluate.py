@@ -83,8 +83,9 @@ def test_a_judge_gets_the_limit_and_temperature_that_it_takes(
 
     with judge_server(reasoning_judge) as server:
         code, output = run(
-            *("quality", "--judge", server.url, "--judge-model", "judge", "--out", tmp_path / "o"),
-            *("--answers", answer_file(tmp_path), "--questions", FASTCHAT, *options),
+            *("quality", "--judge", server.url, "--judge-model", "judge"),
+            *("--out", str(tmp_path / "o"), "--answers", str(answer_file(tmp_path))),
+            *("--questions", str(FASTCHAT), *options),
         )
 
     assert code == 0, output

@@ -118,7 +118,7 @@ def test_preemptions_of_children_are_counted(tmp_path: Path) -> None:
     assert sum(count for name, count in preempted.items() if "~" in name) > 0
     counted = told.value(
         "vllm_num_preemptions",
-        model_name=engine.scheduler.vllm_config.model_config.served_model_name,
+        model_name=str(engine.scheduler.vllm_config.model_config.served_model_name),
         engine="0",
         ReplicaId="r1",
     )

@@ -8,8 +8,7 @@ SERVE_FLAGS names, in each process with such a server.
 """
 
 from starlette.middleware import Middleware
-
-from deployments.asgi_relay import AsgiApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 STEERING_HEADERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled"})
 
@@ -17,7 +16,7 @@ STEERING_HEADERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconne
 class WithoutSteeringHeaders:
     """ASGI middleware in front of Ray Serve's own handling of a request."""
 
-    def __init__(self, app: AsgiApp) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
