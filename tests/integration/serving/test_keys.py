@@ -275,7 +275,7 @@ def test_keys_are_rolled_out_and_requests_shown_where_no_folder_is_set(tmp_path:
         return key(name, **fields).model_dump(mode="json", exclude_unset=True)
 
     with serving(tmp_path, TINY, keys=[record("old")]) as server:
-        running = Served(server.url, tmp_path)
+        running = Served(server, tmp_path)
         stream = ask(running.client("old"), max_tokens=800, stream=True)
         next(iter(stream))
 
