@@ -53,6 +53,8 @@ BLOCKS = Unit(units.Short, "blocks")
 TOKENS = Unit(units.Short, "tokens")
 LEVELS = Unit(units.Short, "levels")
 ALERTS = Unit(units.Short, "alerts")
+GATEWAYS = Unit(units.Short, "gateways")
+LOG_LINES = Unit(units.Short, "lines")
 
 
 @dataclass(frozen=True, slots=True)

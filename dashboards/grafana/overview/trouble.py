@@ -5,6 +5,8 @@ from cluster.metrics.catalogue import Metric
 from dashboards.grafana.board import ALERT_NAMES
 from dashboards.grafana.panels import (
     ALERTS,
+    GATEWAYS,
+    LOG_LINES,
     REQUESTS,
     REQUESTS_PER_S,
     AnyPanel,
@@ -12,24 +14,27 @@ from dashboards.grafana.panels import (
     Text,
     lines,
 )
-from dashboards.grafana.promql import events, rate, zero_unless
+from dashboards.grafana.promql import events, level, rate, zero_unless
 from dashboards.grafana.tables import Column, table
 
 
 def panels() -> list[AnyPanel]:
-    return [_reasons(), _key_classes(), _losses(), _alerts()]
+    return [_reasons(), _key_classes(), _losses(), _processes(), _alerts()]
 
 
 def _reasons() -> AnyPanel:
     text = Text(
-        "Rejections by reason", "Requests that no replica has seen, a second.", REQUESTS_PER_S
+        "Rejections by reason", "Requests that no replica has seen, a second.", REQUESTS_PER_S, 6
     )
     return lines(text, Query(rate(of.REQUESTS_REJECTED, "reason"), "{{reason}}"), stacked=True)
 
 
 def _key_classes() -> AnyPanel:
     text = Text(
-        "Rejections by class of key", "The same by `metrics_class` of the API key.", REQUESTS_PER_S
+        "Rejections by class of key",
+        "The same by `metrics_class` of the API key.",
+        REQUESTS_PER_S,
+        6,
     )
     query = Query(rate(of.REQUESTS_REJECTED, "key_class"), "{{key_class}}")
     return lines(text, query, stacked=True)
@@ -41,6 +46,7 @@ def _losses() -> AnyPanel:
         "Requests sent again from the start, streams continued on another replica, requests given "
         "up, and replicas started in place of lost ones, within the last scrapes.",
         REQUESTS,
+        6,
     )
     return lines(
         text,
@@ -55,6 +61,23 @@ def _losses() -> AnyPanel:
 def _loss(metric: Metric, name: str) -> Query:
     return Query(
         zero_unless(events(metric, "model"), of.REPLICAS, "model"), f"{{{{model}}}} {name}"
+    )
+
+
+def _processes() -> AnyPanel:
+    text = Text(
+        "Settings refused, log lines dropped",
+        "Gateways that use older settings because the last ones of a source are wrong, and log "
+        "lines dropped within the last scrapes because a disk hung; none is good.",
+        GATEWAYS,
+        6,
+    )
+    return lines(
+        text,
+        Query(level(of.SETTINGS_REFUSED, "source"), "{{source}} refused"),
+        Query(zero_unless(events(of.LOG_LINES_DROPPED), of.SETTINGS_REFUSED), "log lines"),
+        at_least=1,
+        right_axis={"B": LOG_LINES},
     )
 
 

@@ -49,7 +49,7 @@ KILL_AFTER = {
     "unforked chat": 45,
     "short chat": 3,
     "completion": 12,
-    "chat that stops": 3,
+    "chat that stops": 1,
 }
 """Pieces of text after which a stream's replica is killed: early enough that more must come."""
 TIMEOUT_S = 120.0

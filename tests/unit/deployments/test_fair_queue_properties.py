@@ -229,8 +229,9 @@ async def contended_run(capacity: int, num_steps: int, answers: dict[str, list[i
     queue = FairQueue(capacity=capacity, max_waiting=10**6, max_wait_s=3600)
     accounts = {name: Account(name) for name in answers}
     turns = {name: cycle(sizes) for name, sizes in answers.items()}
+    # All places can become free twice before the next requests arrive.
     waiting = {
-        name: [asyncio.create_task(queue.enter(account)) for _ in range(capacity + 1)]
+        name: [asyncio.create_task(queue.enter(account)) for _ in range(2 * capacity + 1)]
         for name, account in accounts.items()
     }
     held = dict.fromkeys(answers, 0)
@@ -265,6 +266,7 @@ async def contended_run(capacity: int, num_steps: int, answers: dict[str, list[i
 )
 @example(capacity=1, tricks=[0], answer=20)
 @example(capacity=4, tricks=[0] * 20 + [20] * 4, answer=20)
+@example(capacity=3, tricks=[5, 0, 2, 0, 6], answer=1)
 def test_no_sequence_of_tiny_or_rejected_requests_gains_service(
     capacity: int, tricks: list[int], answer: int
 ) -> None:

@@ -116,14 +116,21 @@ def test_traces_and_shared_rates_have_their_ways_out(tmp_path: Path) -> None:
     config = serve_config(service)
     config["applications"][0]["args"]["cluster"] |= {
         "tracing": {"endpoint": "http://collector.observability:4318"},
-        "limits": {"rate_storage": "redis://redis.redis:6379"},
+        "limits": {
+            "rate_storage": "redis://redis.redis:6379",
+            "rate_storage_password": {"env": "APAR_RATE_STORAGE_PASSWORD"},
+        },
     }
     service["spec"]["serveConfigV2"] = yaml.safe_dump(config)
 
     assert list(problems(objects, schemas())) == []
     for pod in pods([service]):
         names = [each["name"] for each in pod.container["env"]]
-        assert names == ["POD_IP", "OTEL_EXPORTER_OTLP_HEADERS"]
+        assert names == [
+            "POD_IP",
+            "OTEL_EXPORTER_OTLP_HEADERS",
+            "APAR_RATE_STORAGE_PASSWORD",
+        ]
 
 
 def test_prometheus_keeps_its_own_namespace() -> None:

@@ -352,7 +352,7 @@ def test_packed_rows_teach_the_same_with_another_share_of_padding(tmp_path: Path
     at = place(tmp_path, tied=True)
     # A short prompt, so that several trees fit into the 512 tokens of a row.
     template = tmp_path / "short.jinja"
-    template.write_text("{% for m in messages %}{{ m['content'] }}>{% endfor %}")
+    template.write_text("{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}")
     recipe = RECIPE.model_copy(update={"num_steps": 1})
     reports: list[StepReport] = []
 

@@ -101,7 +101,7 @@ def test_every_query_adds_up_what_processes_export(expression: str) -> None:
     labels = {label.strip() for each in grouped for label in each.split(",")}
 
     bounded = {"model", "model_name", "replica", "le"}
-    bounded |= {"state", "outcome", "reason", "key_class"}
+    bounded |= {"state", "outcome", "reason", "key_class", "source"}
     bounded |= {"alertname", "severity", "alertstate"}
     assert labels <= bounded
 

@@ -25,12 +25,15 @@ def make_spans(tracing: Tracing, number: int) -> None:
         tracing.start("work", SpanKind.INTERNAL, Context()).end()
 
 
-async def test_spans_reach_a_collector_over_http_with_headers_and_name() -> None:
+async def test_spans_reach_a_collector_over_http_with_headers_and_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("APAR_TEST_HEADER", "secret")
     with http_collector() as collector:
         config = TracingConfig.model_validate(
             {
                 "endpoint": collector.endpoint,
-                "headers": {"authorization": "secret"},
+                "headers": {"authorization": {"env": "APAR_TEST_HEADER"}},
                 "service_name": "mine",
             }
         )
@@ -55,13 +58,14 @@ async def test_a_path_of_the_endpoint_is_kept() -> None:
     assert collector.headers[0][":path"] == "/otlp/traces"
 
 
-async def test_spans_reach_a_collector_over_grpc() -> None:
+async def test_spans_reach_a_collector_over_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("APAR_TEST_HEADER", "secret")
     with grpc_collector() as collector:
         config = TracingConfig.model_validate(
             {
                 "endpoint": collector.endpoint,
                 "protocol": "grpc",
-                "headers": {"Authorization": "secret"},
+                "headers": {"Authorization": {"env": "APAR_TEST_HEADER"}},
             }
         )
         tracing = Tracing(config, "replica")
