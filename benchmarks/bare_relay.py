@@ -32,8 +32,8 @@ class BareRelay:
             message = await receive()
             await send({"type": f"{message['type']}.complete"})
             return
-        with BodyBudget(2**21).hold("") as held:
-            body = await read_body(receive, 2**20, held)
+        with BodyBudget(2**20).hold(None) as held:
+            body = await read_body(receive, 2**20, held, timeout_s=60.0)
         path = scope["path"].removeprefix(BARE_PREFIX)
         headers = [(b"content-type", b"application/json")]
         request = RelayedRequest(scope["method"], path, b"", headers, body)

@@ -1,16 +1,27 @@
 """Removes the request headers with which a client could steer Ray Serve.
 
-Ray Serve's HTTP servers, the gateway's behind HAProxy and the Python proxy, read two headers before
-the application sees the request. `x-request-timeout-seconds` sets a timeout, after which Ray Serve
-answers with a plain-text 408. `x-request-disconnect-disabled` turns off the check for disconnected
-clients, so that an abandoned request runs to its end. Ray Serve calls `middlewares`, which
-SERVE_FLAGS names, in each process with such a server.
+Ray Serve's HTTP servers, the gateway's behind HAProxy and the Python proxy, read these headers
+before the application sees the request. `x-request-timeout-seconds` sets a timeout, after which Ray
+Serve answers with a plain-text 408. `x-request-disconnect-disabled` turns off the check for
+disconnected clients, so that an abandoned request runs to its end. `x-session-id` and
+`serve-multiplexed-model-id` choose a replica of the gateway, and fail with a 500 if they are not
+UTF-8. Ray Serve calls `middlewares`, which SERVE_FLAGS names, in each process with such a server.
+
+Ray Serve also reads the body of a request at once, whether the application asks for it or not. So
+the body of a GET or HEAD request, which no route reads, is dropped here.
 """
 
 from starlette.middleware import Middleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-STEERING_HEADERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled"})
+STEERING_HEADERS = frozenset(
+    {
+        b"x-request-timeout-seconds",
+        b"x-request-disconnect-disabled",
+        b"x-session-id",
+        b"serve-multiplexed-model-id",
+    }
+)
 
 
 class WithoutSteeringHeaders:
@@ -21,9 +32,30 @@ class WithoutSteeringHeaders:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on without the headers that steer Ray Serve."""
-        # ASGI servers give names in lower case.
-        headers = [item for item in scope["headers"] if item[0] not in STEERING_HEADERS]
+        # ASGI servers give names in lower case. Ray Serve takes `_` for `-` in some of them.
+        headers = [
+            item for item in scope["headers"] if item[0].replace(b"_", b"-") not in STEERING_HEADERS
+        ]
+        if scope.get("method") in ("GET", "HEAD"):
+            receive = _without_body(receive)
         await self._app({**scope, "headers": headers}, receive, send)
+
+
+def _without_body(receive: Receive) -> Receive:
+    """A `receive` that gives an empty body, and later the client's disconnect."""
+    has_begun = False
+
+    async def receive_no_body() -> Message:
+        nonlocal has_begun
+        if not has_begun:
+            has_begun = True
+            return {"type": "http.request", "body": b"", "more_body": False}
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                return message
+
+    return receive_no_body
 
 
 def middlewares() -> list[Middleware]:

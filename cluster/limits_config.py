@@ -9,6 +9,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PositiveFloat,
     PositiveInt,
     field_validator,
     model_validator,
@@ -35,11 +36,14 @@ class LimitsConfig(BaseModel):
     max_body_bytes: PositiveInt = Field(
         16 * 2**20, description="Bytes of a request's body; a larger one gets a 413."
     )
+    body_timeout_s: PositiveFloat = Field(
+        60.0, description="Seconds in which a request's body must arrive; a later one gets a 408."
+    )
     max_held_body_bytes: PositiveInt | None = Field(
         None,
         description="Bytes of the bodies of all requests that a gateway holds at once; a request "
-        "beyond them gets a 503. One key holds no more than is free, alone one half. 16 times "
-        "`max_body_bytes` when absent.",
+        "beyond them gets a 503. A key may hold as many bytes as are free; alone, half of them. 16 "
+        "times `max_body_bytes` when absent.",
     )
     max_prompt_chars: PositiveInt | None = Field(
         None, description="Characters of a prompt; a longer one gets a 400. No limit when absent."
@@ -78,7 +82,7 @@ class LimitsConfig(BaseModel):
     @classmethod
     def _check_storage(cls, uri: str) -> str:
         url = urlsplit(uri)
-        if url.password is not None or "password" in parse_qs(url.query):
+        if url.password is not None or "password" in parse_qs(url.query.lower()):
             raise ValueError("leave the password out; `rate_storage_password` says where it is")
         if uri != _IN_MEMORY:
             from limits.errors import ConfigurationError

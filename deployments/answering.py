@@ -151,7 +151,7 @@ class Answering:
 
     def _broken(self, served: FollowedRequest) -> AnswerBroken | None:
         """Why the replica cannot go on with an answer; None while it can."""
-        # First this: an engine that is told to end gives its requests up, and then is gone as well.
+        # Check aborts first: an engine that shuts down aborts its requests, then counts as dead.
         if served.aborted:
             return AnswerBroken("the engine has given the request up")
         if self._engine.errored:

@@ -219,7 +219,8 @@ def _request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
     unique = uuid.uuid4().hex
     for name, value in headers:
         if name == b"x-request-id" and _PLAIN_ID.fullmatch(value):
-            return f"{value.decode()}-{unique[:8]}"
+            # Not to be taken for the number of a prompt or of a beam, which vLLM appends.
+            return f"{value.decode()}-r{unique[:8]}"
     return unique
 
 

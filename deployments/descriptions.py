@@ -6,7 +6,7 @@ from http import HTTPStatus
 from deployments.answer_parts import AnswerStart
 from deployments.answers import ReplicaCalls, whole_answer
 from deployments.asgi_relay import RelayedRequest
-from deployments.error_responses import JSON_TYPE, no_replica
+from deployments.error_responses import no_replica
 
 
 class Descriptions:
@@ -34,4 +34,4 @@ class Descriptions:
                 return known
         except TimeoutError:
             answer = no_replica()
-            return AnswerStart(answer.status, [JSON_TYPE], answer.body)
+            return AnswerStart(answer.status, answer.headers, answer.body)

@@ -89,6 +89,11 @@ def body_too_large(message: str) -> ErrorAnswer:
     return ErrorAnswer(413, message, code="request_too_large")
 
 
+def body_timeout(message: str) -> ErrorAnswer:
+    """The answer to a request whose body has not come in time."""
+    return ErrorAnswer(408, message, code="request_timeout")
+
+
 def unknown_model(name: str) -> ErrorAnswer:
     """The answer for a `model` that is not served here."""
     message = f"The model `{name}` does not exist or is not served here."
@@ -160,7 +165,7 @@ def error_summary(status: int, body: bytes) -> str:
 
 
 def _word(value: object) -> str:
-    """A value as a word of a summary; what is no plain word or number is not shown."""
+    """A plain word or number for a summary; anything else becomes `unknown`."""
     text = str(value)
     return text if isinstance(value, str | int) and _WORD.fullmatch(text) else "unknown"
 

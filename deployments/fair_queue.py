@@ -246,7 +246,7 @@ class FairQueue:
     def _learn(self, account: Account, num_tokens: int) -> None:
         """Take an answer's cost into the means of its key and of all keys.
 
-        What generates nothing tells nothing of answers.
+        Requests without output are ignored: they say nothing about the length of answers.
         """
         if num_tokens:
             account.mean_tokens = _newer_mean(account.mean_tokens or self._mean_tokens, num_tokens)

@@ -184,7 +184,7 @@ class Gateway:
             # Before the body is read: to read and to parse it costs more than to refuse it.
             admission = () if caller.rates is None else await caller.rates.admit_request()
             if method == "POST":
-                with self._bodies.hold(caller.name) as held:
+                with self._bodies.hold(None if caller.key is None else caller.name) as held:
                     await self._answer(caller, scope, receive, held, admission, exchange)
             else:
                 await self._describe(caller, _relayed(exchange, scope, b""), exchange)
@@ -209,7 +209,10 @@ class Gateway:
         out costs as much as to let it in.
         """
         try:
-            body = await read_body(receive, self._settings.limits.max_body_bytes, held)
+            limits = self._settings.limits
+            body = await read_body(
+                receive, limits.max_body_bytes, held, timeout_s=limits.body_timeout_s
+            )
         except CapacityError:
             caller.give_back(admission)
             raise
@@ -244,8 +247,7 @@ class Gateway:
     ) -> tuple[Model, RelayedRequest, int]:
         """The model of a request, the request for its replicas, and about how long its prompt is.
 
-        Of the parsed body nothing is left on return, unless its content is to be logged. Raises
-        RequestError.
+        The parsed body is released on return, unless its content is logged. Raises RequestError.
         """
         fields = parse_fields(body)
         model = find_model(self._models, fields.get("model"), caller, needed=True)
@@ -265,7 +267,11 @@ class Gateway:
             }
             answer = await self._list.answer(models, request, wait_s)
         else:
-            model = find_model(self._models, None, caller, needed=False)
+            # A call to a sleeping model would start a replica.
+            awake = {
+                name: model for name, model in self._models.items() if model.replicas.num_running
+            }
+            model = find_model(awake or self._models, None, caller, needed=False)
             exchange.begin(model.settings.name, {})
             answer = await self._descriptions.answer(model.replicas, request, wait_s)
         exchange.rate_headers = await caller.rate_headers()

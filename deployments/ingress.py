@@ -115,7 +115,7 @@ class GatewayIngress:
                 raise
             is_known = isinstance(error, AparError)
             logger.error(
-                "user_config not taken: the settings before it stay in force",
+                "user_config not fully applied: some settings before it stay in force",
                 extra={"problem": str(error)},
                 exc_info=None if is_known else error,
             )

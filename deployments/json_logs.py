@@ -18,7 +18,7 @@ _LOGGERS = ("apar_core", "cluster", "deployments")
 # Of all lines that wait for the disk, with what Python keeps of a record besides its line.
 _MAX_WAITING_CHARS = 32 * 2**20
 _RECORD_CHARS = 1024
-# The last lines may take so long to be written; then a disk that hangs keeps what waits.
+# Seconds to wait for the last lines at exit.
 _CLOSE_S = 5.0
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -141,14 +141,16 @@ class ProcessLogs:
 
     def __init__(self, config: LoggingConfig, process: str) -> None:
         self._process = process
-        self._backlog = _Backlog()
+        # One for each folder that has been written to: lines that wait for a disk that hangs must
+        # not fill the backlog of the next one.
+        self._backlogs: list[_Backlog] = []
         self._listener: _LineWriter | None = self._start(config)
         atexit.register(self.close)
 
     @property
     def num_dropped(self) -> int:
         """Lines that were left out since the start, because the disk hung."""
-        return self._backlog.num_dropped
+        return sum(backlog.num_dropped for backlog in self._backlogs)
 
     def configure(self, config: LoggingConfig) -> None:
         """Take new settings; what is in the queue still goes where it should have gone."""
@@ -177,12 +179,14 @@ class ProcessLogs:
             errors="backslashreplace",
         )
         queue: SimpleQueue[logging.LogRecord] = SimpleQueue()
-        handler = _LineQueueHandler(queue, self._backlog)
+        backlog = _Backlog()
+        self._backlogs.append(backlog)
+        handler = _LineQueueHandler(queue, backlog)
         for name in _LOGGERS:
             logger = logging.getLogger(name)
             logger.handlers = [handler]
             logger.setLevel(config.level)
             logger.propagate = False
-        listener = _LineWriter(queue, writer, self._backlog)
+        listener = _LineWriter(queue, writer, backlog)
         listener.start()
         return listener

@@ -47,6 +47,7 @@ class KeyRing:
         self._version = None if file is None else _version_of(file)
         self._from_file = () if file is None else load_keys(file)
         self._by_hash = _by_hash(self._keys, self._from_file)
+        self._problem: str | None = None
         self.is_outdated = False
         """Whether older keys are in force, because those configured now cannot be used."""
 
@@ -104,12 +105,16 @@ class KeyRing:
         """Put the configured keys and those of the file in force, as far as they can be used."""
         from_file = self._from_file
         problem: Exception | None = None
+        reported, self._problem = self._problem, None
         try:
             # Noted first, so that a broken file is reported once and read again when it changes.
             self._version = None if self._file is None else _version_of(self._file)
             from_file = () if self._file is None else load_keys(self._file)
         except (AparError, OSError, ValueError) as error:
             problem = error
+            if isinstance(error, OSError) or isinstance(error.__cause__, OSError):
+                # It can become readable without a change that its version shows.
+                self._version = None
         try:
             self._by_hash = _by_hash(self._keys, from_file)
             self._from_file = from_file
@@ -117,6 +122,9 @@ class KeyRing:
             problem = problem or error
         self.is_outdated = problem is not None
         if problem is not None:
+            self._problem = str(problem)
+            if self._problem == reported:
+                return
             logger.error(
                 "keys file not used: the keys that were read before stay in force",
                 extra={"file": str(self._file), "reason": str(problem)},

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
@@ -23,32 +24,60 @@ class ModelList:
     def __init__(self) -> None:
         self._cards: dict[str, list[Any]] = {}
         self._outdated: set[str] = set()
+        self._num_changes = 0
+        self._asking = asyncio.Lock()
         self._created_s = int(time.time())
 
     def models_changed(self, names: Collection[str]) -> None:
         """Forget all but these models, and ask for their cards again once a replica runs."""
         self._cards = {name: cards for name, cards in self._cards.items() if name in names}
         self._outdated = set(self._cards)
+        self._num_changes += 1
 
     async def answer(
         self, models: dict[str, ReplicaCalls], request: RelayedRequest, wait_s: float
     ) -> AnswerStart:
-        """The list of these models; waits at most `wait_s` for replicas to describe them."""
-        asked = [
+        """The list of these models.
+
+        Waits at most `wait_s` for replicas to describe them, and as long for others who ask them.
+        """
+        if self._to_ask(models):
+            with suppress(TimeoutError):
+                await self._ask_in_turn(models, request, wait_s)
+        cards = [card for name in models for card in self._cards.get(name) or [self._least(name)]]
+        body = json.dumps({"object": "list", "data": cards}).encode()
+        return AnswerStart(HTTPStatus.OK, [JSON_TYPE], body)
+
+    def _to_ask(self, models: dict[str, ReplicaCalls]) -> list[str]:
+        return [
             name
             for name, replicas in models.items()
             if replicas.num_running and (name not in self._cards or name in self._outdated)
         ]
+
+    async def _ask_in_turn(
+        self, models: dict[str, ReplicaCalls], request: RelayedRequest, wait_s: float
+    ) -> None:
+        async with asyncio.timeout(wait_s):
+            await self._asking.acquire()
+        try:
+            await self._ask(models, request, wait_s)
+        finally:
+            self._asking.release()
+
+    async def _ask(
+        self, models: dict[str, ReplicaCalls], request: RelayedRequest, wait_s: float
+    ) -> None:
+        asked, num_changes = self._to_ask(models), self._num_changes
         answers = await asyncio.gather(
             *(_described(models[name], request, wait_s) for name in asked)
         )
+        if num_changes != self._num_changes:
+            return  # The cards are those of models before a change.
         for name, cards in zip(asked, answers, strict=True):
             if cards is not None:
                 self._cards[name] = cards
                 self._outdated.discard(name)
-        cards = [card for name in models for card in self._cards.get(name) or [self._least(name)]]
-        body = json.dumps({"object": "list", "data": cards}).encode()
-        return AnswerStart(HTTPStatus.OK, [JSON_TYPE], body)
 
     def _least(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self._created_s, "owned_by": "vllm"}

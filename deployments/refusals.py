@@ -4,6 +4,7 @@ from apar_core.errors import CapacityError, RequestError
 from deployments.error_responses import (
     ErrorAnswer,
     answer_for,
+    body_timeout,
     body_too_large,
     prompt_too_long,
     rate_limited,
@@ -12,7 +13,7 @@ from deployments.error_responses import (
 )
 from deployments.keys import UnknownKeyError
 from deployments.rate_limits import RateLimitError
-from deployments.request_body import BodyTooLargeError, PromptTooLongError
+from deployments.request_body import BodyTimeoutError, BodyTooLargeError, PromptTooLongError
 from deployments.served_models import UnknownModelError
 
 
@@ -25,6 +26,8 @@ def refusal_for(error: RequestError | CapacityError) -> ErrorAnswer:
             return rate_limited(str(error), error.kind, error.retry_after_s)
         case BodyTooLargeError():
             return body_too_large(str(error))
+        case BodyTimeoutError():
+            return body_timeout(str(error))
         case PromptTooLongError():
             return prompt_too_long(str(error), error.param)
         case UnknownModelError():

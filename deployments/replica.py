@@ -49,7 +49,7 @@ class Replica(Answering):
     _engine: "AparAsyncLLM"
 
     async def __init__(self, settings: ReplicaSettings) -> None:  # type: ignore[misc] # Ray Serve awaits it.
-        settings.tracing.read_headers()  # It must not fail after an engine has been built.
+        settings.tracing.read_headers()  # Fail before the engine is built.
         with kept_serve_logs():
             app = await self._build(settings)
         self._reporter = LoadReporter(self._engine.vllm_config.cache_config.block_size)

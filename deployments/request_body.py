@@ -1,8 +1,9 @@
 """Reads a request's body, within its limits."""
 
+import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,11 +19,17 @@ _CHARS_PER_TOKEN = 4
 # millions of values, each of them larger in memory than in JSON.
 MAX_VALUES = 2**18
 MAX_CONTAINERS = 10_000
+# Reading an integer takes time that is quadratic in its digits.
+MAX_NUMBER_CHARS = 40
 _RETRY_AFTER_S = 1.0
 
 
 class BodyTooLargeError(RequestError):
     """The request's body is over a limit: HTTP 413."""
+
+
+class BodyTimeoutError(RequestError):
+    """The request's body has not come in time: HTTP 408."""
 
 
 class PromptTooLongError(RequestError):
@@ -33,13 +40,13 @@ class BodyBudget:
     """Bytes of bodies that a gateway may hold for all its requests together.
 
     A key may hold as much as is still free, so that none can take what the others need: one alone
-    holds half, two hold a third each. Source: Choudhury and Hahne, "Dynamic queue length thresholds
-    for shared-memory packet switches" (1998).
+    holds half, two hold a third each. Callers without a key share everything. Source: Choudhury and
+    Hahne, "Dynamic queue length thresholds for shared-memory packet switches" (1998).
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._held_bytes: Counter[str] = Counter()
+        self._held_bytes: Counter[str | None] = Counter()
 
     @property
     def num_held_bytes(self) -> int:
@@ -47,26 +54,28 @@ class BodyBudget:
         return self._held_bytes.total()
 
     @contextmanager
-    def hold(self, key: str) -> Iterator["HeldBody"]:
-        """The part of one request of a key, empty; given back at the end."""
+    def hold(self, key: str | None) -> Iterator["HeldBody"]:
+        """The part of one request of a key, None without one; empty, and given back at the end."""
         held = HeldBody(self, key)
         try:
             yield held
         finally:
             self._give_back(key, held.num_bytes)
 
-    def take(self, key: str, num_bytes: int) -> None:
+    def take(self, key: str | None, num_bytes: int) -> None:
         """Count more bytes; raises CapacityError where there is no room for them."""
-        num_held_bytes, own = self.num_held_bytes, self._held_bytes[key]
+        num_held_bytes = self.num_held_bytes
+        own = 0 if key is None else self._held_bytes[key]
         if own + num_bytes > self.max_bytes - num_held_bytes:
+            whose = "" if key is None else f", those of key {key} {own}"
             raise CapacityError(
-                f"The bodies of all requests take {num_held_bytes} of {self.max_bytes} bytes, "
-                f"those of key {key} {own}; please try again.",
+                f"The bodies of all requests take {num_held_bytes} of {self.max_bytes} bytes"
+                f"{whose}; please try again.",
                 retry_after_s=_RETRY_AFTER_S,
             )
         self._held_bytes[key] += num_bytes
 
-    def _give_back(self, key: str, num_bytes: int) -> None:
+    def _give_back(self, key: str | None, num_bytes: int) -> None:
         self._held_bytes[key] -= num_bytes
         if not self._held_bytes[key]:
             del self._held_bytes[key]
@@ -75,7 +84,7 @@ class BodyBudget:
 class HeldBody:
     """The bytes of one request's body, as its budget counts them."""
 
-    def __init__(self, budget: BodyBudget, key: str) -> None:
+    def __init__(self, budget: BodyBudget, key: str | None) -> None:
         self._budget = budget
         self._key = key
         self.num_bytes = 0
@@ -86,12 +95,22 @@ class HeldBody:
         self.num_bytes += num_bytes
 
 
-async def read_body(receive: Receive, max_bytes: int, held: HeldBody) -> bytes:
+async def read_body(receive: Receive, max_bytes: int, held: HeldBody, *, timeout_s: float) -> bytes:
     """The whole body, counted in `held`.
 
-    Raises BodyTooLargeError as soon as it is over the limit, and CapacityError where the bodies of
-    all requests take too much.
+    Raises BodyTooLargeError as soon as it is over the limit, BodyTimeoutError where it has not come
+    within `timeout_s`, and CapacityError where the bodies of all requests take too much.
     """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read(receive, max_bytes, held)
+    except TimeoutError as error:
+        raise BodyTimeoutError(
+            f"The body did not arrive within {timeout_s:g} s; {held.num_bytes} bytes came."
+        ) from error
+
+
+async def _read(receive: Receive, max_bytes: int, held: HeldBody) -> bytes:
     pieces: list[bytes] = []
     room = max_bytes
     while True:
@@ -113,12 +132,26 @@ def parse_fields(body: bytes) -> dict[str, Any]:
     _check_values(body)
     try:
         # Left to itself, `json` also reads UTF-16 and UTF-32, whose values were not counted.
-        fields = json.loads(body.decode("utf-8-sig", "surrogatepass"))
+        text = body.decode("utf-8-sig", "surrogatepass")
+        fields = json.loads(text, parse_int=_number(int), parse_float=_number(float))
     except (ValueError, RecursionError) as error:
         raise RequestError(f"The body is not valid JSON: {error}") from error
     if not isinstance(fields, dict):
         raise RequestError("The body must be a JSON object.")
     return fields
+
+
+def _number(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A parser of numbers that raises RequestError for one of too many characters."""
+
+    def parse(text: str) -> Any:
+        if len(text) > MAX_NUMBER_CHARS:
+            raise RequestError(
+                f"The body holds a number of {len(text)} characters, more than {MAX_NUMBER_CHARS}."
+            )
+        return kind(text)
+
+    return parse
 
 
 def _check_values(body: bytes) -> None:

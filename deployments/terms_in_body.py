@@ -29,4 +29,6 @@ def salt_within(key_salt: str, given: str | None) -> str:
     """The salt of a request: the key's, or the one that its client gives, within the key's."""
     if given is None:
         return key_salt
-    return hashlib.sha256(f"{key_salt}/{given}".encode()).hexdigest()[:_SALT_CHARS]
+    # JSON can carry lone surrogates.
+    salt = f"{key_salt}/{given}".encode("utf-8", "surrogatepass")
+    return hashlib.sha256(salt).hexdigest()[:_SALT_CHARS]

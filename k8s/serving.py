@@ -111,6 +111,7 @@ def _application(app: dict[str, Any], arguments: KubeRayArguments, ray: list[Pod
         for pod in ray:
             if _key_in_secret(arguments.cluster.keys_file, pod) is None:
                 yield f"{pod.owner}: no Secret is mounted as {arguments.cluster.keys_file}"
+    yield from _secrets(arguments.cluster, ray)
     with tempfile.TemporaryDirectory() as folder:
         try:
             names = _built_names(app["args"], Path(folder), ray)
@@ -126,6 +127,20 @@ def _application(app: dict[str, Any], arguments: KubeRayArguments, ray: list[Pod
                 in_place_settings(deployment["user_config"])
             except ConfigError as error:
                 yield f"deployments: {name}: {error}"
+
+
+def _secrets(config: ClusterConfig, ray: list[Pod]) -> Iterator[str]:
+    """Environment variables named as places of secrets that a pod does not have."""
+    places = {
+        "limits.cache_secret": config.limits.cache_secret,
+        "limits.rate_storage_password": config.limits.rate_storage_password,
+        **{f"tracing.headers.{name}": place for name, place in config.tracing.headers.items()},
+    }
+    for field, place in places.items():
+        for pod in ray:
+            known = {each["name"] for each in pod.container.get("env", [])}
+            if place is not None and place.env is not None and place.env not in known:
+                yield f"{pod.owner}: {field} is read from {place.env}, which the pod does not have"
 
 
 def _built_names(args: dict[str, Any], folder: Path, ray: list[Pod]) -> list[str]:

@@ -1,8 +1,9 @@
 """Chats of many files into structured and unstructured training examples.
 
 The paper trains on 16,000 structured and 9,000 unstructured samples, drawn 1:1 (section 3.2).
-Files are read as streams and outcomes taken in the order of the items, so memory stays small and
-the result is the same with any number of processes.
+Files are read as streams and outcomes taken in the order of the items, so the result is the same
+with any number of processes. Memory stays small; with held-out queries it holds a digest of every
+earlier question for each answer (about 0.5 kB for a chat of three turns, 2.7 kB for forty).
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ THOUGHT_OPENING = "<think>"
 THOUGHT_CLOSING = "</think>"
 
 _OPENED = re.compile(r"\s*<think>.*?(?:</think>\s*|\Z)", re.DOTALL)
-# Servers whose prompt opens the thought return the rest of it. The marker ends a line, so that
-# prose about the marker is no thought.
+# Servers whose prompt opens the thought return the rest of it. The marker ends a line: prose that
+# only mentions it mostly goes on behind it.
 _CLOSING_LINE = re.compile(r"</think>[ \t]*(?:[\r\n]\s*|\Z)")
 
 

@@ -58,7 +58,7 @@ class AparAsyncLLM(AsyncLLM):
         self._input.key_terms[request_id] = terms
 
     def unfollow(self, request_id: str) -> None:
-        """Tell the follower of a request no more, and forget its terms."""
+        """Stop following a request, and forget its terms."""
         self._output.unfollow(request_id)
         self._input.key_terms.pop(request_id, None)
 
@@ -69,7 +69,8 @@ class AparAsyncLLM(AsyncLLM):
     async def warm_up(self) -> None:
         """Answer a request of each kind, so that no client's first one stalls running streams.
 
-        vLLM's statistics do not count these requests.
+        vLLM's statistics do not count these requests; the engine core's own counters of steps and
+        generated tokens do.
         """
         begin_s = time.monotonic()
         loggers, self._logger_ref[0] = self._logger_ref[0], None

@@ -25,6 +25,8 @@ def find_client(table: Mapping[str, Value], external_id: str) -> Value | None:
     """
     if not table:
         return None
+    if external_id in table:
+        return table[external_id]
     external_id = beam_search_of(external_id) or external_id
     if external_id in table:
         return table[external_id]

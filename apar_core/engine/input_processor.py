@@ -57,8 +57,8 @@ class ForkInputProcessor(InputProcessor):
         self._ignores_priority = (
             self._is_forking and vllm_config.scheduler_config.policy != "priority"
         )
-        # The V2 model runner's worker dies of bad words above vLLM's limits, of which vLLM itself
-        # checks one alone, and before ours are added.
+        # The V2 model runner's worker has two limits on bad words. vLLM checks only one of them,
+        # and before our bans are added.
         self._limits_bad_words = self._is_forking and vllm_config.use_v2_model_runner
         self._replay_rules = (
             ReplayRules(vllm_config.model_config.get_vocab_size(), frozenset(self._end_ids()))
@@ -108,8 +108,8 @@ class ForkInputProcessor(InputProcessor):
     def _check_arguments(self, params: SamplingParams) -> None:
         """Refuse entries of `extra_args` that only this project's own code may write.
 
-        An HTTP client reaches them by `vllm_xargs`. An engine that does not fork is vLLM's own, and
-        only kept from taking a client's words for the parameters of this input processor.
+        An HTTP client reaches them by `vllm_xargs`. An engine that does not fork keeps them, except
+        the fork parameters and replay scripts, which are dropped.
         """
         checked: dict[str, Any] = {}
         for name, value in (params.extra_args or {}).items():
@@ -122,7 +122,7 @@ class ForkInputProcessor(InputProcessor):
                     f"vllm_xargs.{name} is internal: clients may set {sorted(CLIENT_ARGS)}.",
                     parameter=f"vllm_xargs.{name}",
                 )
-            elif name != EXTRA_ARG:
+            elif name not in (EXTRA_ARG, REPLAY_ARG):
                 checked[name] = value
         # Not in place: the prompts of one HTTP request share these arguments.
         params.extra_args = checked or None

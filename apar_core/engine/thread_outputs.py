@@ -65,8 +65,7 @@ def ends_itself(output: EngineCoreOutput, parameters: ForkParameters) -> bool:
 class UnforkedThread:
     """The only thread of a request that may not fork: counted, while its outputs go on as they are.
 
-    Nothing is done for each of its tokens, neither as they come nor at the end: unforked traffic
-    pays for what forks cost only by the length of its list of token ids.
+    Stores only the token ids of unforked requests, and does no work per token.
     """
 
     def __init__(self, parameters: ForkParameters, follower: RequestFollower | None = None) -> None:

@@ -1,7 +1,8 @@
 """Keeps requests that may call tools from forking.
 
-A call is one sequence of tokens, which a parser reads as it comes. The engine sees nothing of tools
-but the prompt, so vLLM's HTTP requests say it with their sampling parameters.
+A call is one sequence of tokens, which a parser reads as it comes. The engine does not see a
+request's tools, so vLLM's HTTP layer sets `apar_enabled` to false. vLLM's offline `LLM.chat` does
+not pass through that layer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _WRAPPED = "_apar_keeps_tool_calls_unforked"
 
 
 def keep_tool_calls_unforked() -> None:
-    """Let vLLM's requests with tools ask for no forks; may be called more than once."""
+    """Disable forks for vLLM's HTTP requests with tools; may be called more than once."""
     # Imported here: vLLM's HTTP layer, which only processes with a forking engine need.
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest

@@ -74,7 +74,7 @@ def choose_dtype(wanted: str, device: str) -> torch.dtype:
 
 
 def load_decoders(settings: SpeedSettings, text: ModelText) -> Decoders:
-    """Return the decoders; those of one model share it.
+    """Return the decoders. Decoders of the same checkpoint share one loaded model.
 
     Raises EvaluationError if a model cannot be loaded.
     """

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from apar_core.data.records import ChatMessage, ParagraphRecord
@@ -23,6 +24,10 @@ from apar_core.errors import TrainingError
 
 _ANSWER = "Qxyz"
 _CHAT = (ChatMessage("user", "Zyxq"),)
+
+
+class ChatRefusedError(TrainingError):
+    """The chat template raised an error, for example because it takes no system message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +148,10 @@ def _render(
     **arguments: Any,
 ) -> str:
     chat = [message.as_dict() for message in messages]
-    return str(
-        tokenizer.apply_chat_template(
+    try:
+        text = tokenizer.apply_chat_template(
             chat, tokenize=False, add_generation_prompt=add_generation_prompt, **arguments
         )
-    )
+    except TemplateError as error:
+        raise ChatRefusedError(f"the chat template refuses a chat: {error}") from error
+    return str(text)

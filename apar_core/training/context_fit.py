@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
+from apar_core.data.conversations import ItemRefusedError
 from apar_core.data.records import ExampleRecord
+from apar_core.training.chat_format import ChatRefusedError
 from apar_core.training.example_encoder import ExampleEncoder
 from apar_core.training.pretrained import load_tokenizer
 from apar_core.training.vocabulary import tree_tokens, with_control_tokens
@@ -20,18 +23,25 @@ class ContextFit:
 
     model_name: str
     context_length: int
+    chat_template: Path | None = None
 
     def check(self) -> None:
         """Load the tokenizer. Raises TrainingError if it cannot encode examples."""
-        tree_tokens(_encoder(self.model_name, self.context_length).tokenizer)
+        tree_tokens(_encoder(self).tokenizer)
 
     def __call__(self, example: ExampleRecord) -> ExampleRecord | None:
-        """Return the fitted example, or None if its last question and answer are too long."""
-        return _encoder(self.model_name, self.context_length).fitted(example)
+        """Return the fitted example, or None if its last question and answer are too long.
+
+        Raises ItemRefusedError if the chat template refuses the chat.
+        """
+        try:
+            return _encoder(self).fitted(example)
+        except ChatRefusedError as error:
+            raise ItemRefusedError("refused by the chat template", str(error)) from error
 
 
 @cache
-def _encoder(model_name: str, context_length: int) -> ExampleEncoder:
-    tokenizer = load_tokenizer(model_name)
+def _encoder(fit: ContextFit) -> ExampleEncoder:
+    tokenizer = load_tokenizer(fit.model_name, fit.chat_template)
     with_control_tokens(tokenizer)
-    return ExampleEncoder(tokenizer, context_length)
+    return ExampleEncoder(tokenizer, fit.context_length)

@@ -53,6 +53,15 @@ Model = Annotated[
 ContextLength = Annotated[
     int, typer.Option(min=1, help="Longest example with --model (tokens); 2048 in the recipe apar.")
 ]
+ChatTemplate = Annotated[
+    Path | None,
+    typer.Option(
+        help="Jinja chat template to use with --model instead of its own; give the same to "
+        "apar train.",
+        exists=True,
+        dir_okay=False,
+    ),
+]
 HoldOutQueries = Annotated[
     int,
     typer.Option(
@@ -98,6 +107,7 @@ def prepare(
     unstructured: Unstructured = 9_000,
     model: Model = None,
     context_length: ContextLength = 2048,
+    chat_template: ChatTemplate = None,
     hold_out: HoldOutQueries = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
     questions: QuestionFiles = None,
@@ -128,7 +138,7 @@ def prepare(
     )
     errors = Console(stderr=True)
     try:
-        fit = None if model is None else _context_fit(model, context_length)
+        fit = None if model is None else _context_fit(model, context_length, chat_template)
         report = _prepare_with_progress(inputs, out, settings, workers, fit)
     except (AparError, OSError) as error:
         errors.print(f"apar data prepare: {error}", style="red", markup=False, highlight=False)
@@ -139,11 +149,11 @@ def prepare(
     _print_report(report, out)
 
 
-def _context_fit(model: str, context_length: int) -> ContextFit:
+def _context_fit(model: str, context_length: int, chat_template: Path | None) -> ContextFit:
     # Transformers takes seconds to import.
     from apar_core.training.context_fit import ContextFit
 
-    fit = ContextFit(ModelConfig(checkpoint=model).preset.path, context_length)
+    fit = ContextFit(ModelConfig(checkpoint=model).preset.path, context_length, chat_template)
     fit.check()
     return fit
 

@@ -209,9 +209,9 @@ REQUESTS_REJECTED = _counter(
     "requests",
     {
         "reason": "authentication; key_limit, a rate or bound of the key; overloaded, the queue is "
-        "full or the bodies of all requests take too much; queue_timeout; invalid; too_large, body "
-        "or prompt; unknown_model; unknown_route; no_replica has taken it in time; draining, the "
-        "server is at its end",
+        "full or the bodies of all requests take too much; queue_timeout; body_timeout; invalid; "
+        "too_large, body or prompt; unknown_model; unknown_route; no_replica has taken it in time; "
+        "draining, the server is at its end",
         "key_class": "`metrics_class` of the API key; anonymous without one that is known",
     },
     "Requests of any kind that the gateway has refused, and no replica has seen.",
@@ -264,7 +264,7 @@ SETTINGS_REFUSED = _gauge(
     "apar_settings_refused",
     "settings",
     {"source": "keys_file; user_config, what Ray Serve brings to the running gateway"},
-    "1 while a gateway uses older settings, because the last ones of the source are wrong; else 0.",
+    "1 while a gateway has not fully applied the newest settings of the source; else 0.",
 )
 
 # Of every process that writes a log.

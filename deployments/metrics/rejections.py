@@ -6,7 +6,7 @@ from apar_core.errors import CapacityError, RequestError
 from deployments.fair_queue import QueueTimeoutError
 from deployments.keys import UnknownKeyError
 from deployments.rate_limits import RateLimitError
-from deployments.request_body import BodyTooLargeError, PromptTooLongError
+from deployments.request_body import BodyTimeoutError, BodyTooLargeError, PromptTooLongError
 from deployments.served_models import UnknownModelError
 
 
@@ -17,6 +17,7 @@ class Rejection(StrEnum):
     KEY_LIMIT = "key_limit"
     OVERLOADED = "overloaded"
     QUEUE_TIMEOUT = "queue_timeout"
+    BODY_TIMEOUT = "body_timeout"
     INVALID = "invalid"
     TOO_LARGE = "too_large"
     UNKNOWN_MODEL = "unknown_model"
@@ -32,6 +33,8 @@ def rejection_for(error: RequestError | CapacityError) -> Rejection:
             return Rejection.AUTHENTICATION
         case RateLimitError():
             return Rejection.KEY_LIMIT
+        case BodyTimeoutError():
+            return Rejection.BODY_TIMEOUT
         case BodyTooLargeError() | PromptTooLongError():
             return Rejection.TOO_LARGE
         case UnknownModelError():

@@ -10,6 +10,8 @@ from ray.serve._private import http_util
 from ray.serve._private.constants import (
     SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER,
     SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER,
+    SERVE_MULTIPLEXED_MODEL_ID,
+    SERVE_SESSION_ID,
 )
 from ray.serve._private.logging_utils import get_serve_logs_dir
 from ray.serve._private.utils import call_function_from_import_path
@@ -29,7 +31,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 
 from cluster.client_headers import STEERING_HEADERS, middlewares
 from cluster.local_ray import SERVE_FLAGS, serve_environment
-from deployments.asgi_relay import Receive, Scope, Send
+from deployments.asgi_relay import Message, Receive, Scope, Send
 from deployments.replica_calls import TOO_LARGE
 
 SERVE = Path(inspect.getfile(serve_private)).parent
@@ -61,6 +63,8 @@ def test_ray_serve_reads_steering_headers_behind_our_middleware() -> None:
     assert {
         SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER.encode(),
         SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER.encode(),
+        SERVE_SESSION_ID.encode(),
+        SERVE_MULTIPLEXED_MODEL_ID.replace("_", "-").encode(),
     } == STEERING_HEADERS
     flag = SERVE_FLAGS["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"]
     given = call_function_from_import_path(flag)
@@ -81,13 +85,35 @@ async def test_steering_headers_do_not_reach_ray_serve() -> None:
 
     app = http_util._apply_middlewares(serve, middlewares())  # type: ignore[arg-type]
     headers = [(b"x-request-timeout-seconds", b"0.01"), (b"x-request-disconnect-disabled", b"?1")]
-    await app({"type": "http", "headers": [*headers, (b"a", b"b")]}, None, None)  # type: ignore[arg-type]
+    headers += [(b"x_session_id", b"\xff"), (b"serve_multiplexed_model_id", b"\xff"), (b"a", b"b")]
+    await app({"type": "http", "method": "POST", "headers": headers}, None, None)  # type: ignore[arg-type]
 
     assert http_util.parse_request_timeout_header(dict(headers), None) == 0.01
     assert http_util.parse_request_timeout_header(seen[0], None) is None
     assert http_util.parse_disconnect_disabled_header(dict(headers))
     assert not http_util.parse_disconnect_disabled_header(seen[0])
-    assert seen[0][b"a"] == b"b"
+    assert seen[0].keys() - {b"x-request-id"} == {b"a"}
+
+
+async def test_a_get_request_brings_no_body_to_ray_serve() -> None:
+    messages = [{"type": "http.request", "body": b"x" * 9, "more_body": True}] * 3
+    messages.append({"type": "http.disconnect"})
+
+    async def client_sends() -> Message:
+        return messages.pop(0)
+
+    seen: list[Message] = []
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.extend([await receive(), await receive()])
+
+    app = http_util._apply_middlewares(serve, middlewares())  # type: ignore[arg-type]
+    await app({"type": "http", "method": "GET", "headers": []}, client_sends, None)  # type: ignore[arg-type]
+
+    assert seen == [
+        {"type": "http.request", "body": b"", "more_body": False},
+        {"type": "http.disconnect"},
+    ]
 
 
 async def test_grpc_names_the_sizes_of_a_message_over_its_limit() -> None:

@@ -63,7 +63,6 @@ def test_no_first_request_of_any_kind_stalls_a_running_stream(tmp_path: Path) ->
     with serving(tmp_path, TINY) as server:
         for name, settings in KINDS.items():
             first_s = longest_stall_s(server.url, settings)
-            if first_s > LONGEST_STALL_S:
-                # A busy machine stalls the second request of a kind as well.
-                again_s = longest_stall_s(server.url, settings)
-                assert first_s < again_s + LONGEST_STALL_S, name
+            # A busy machine stalls streams beside any request.
+            usual_s = 0.0 if first_s < LONGEST_STALL_S else longest_stall_s(server.url, {})
+            assert first_s < usual_s + LONGEST_STALL_S, name

@@ -318,3 +318,21 @@ async def test_the_list_of_models_wakes_no_model_and_keeps_its_card_under_new_se
     replicas.num_running = 1
     replicas.parts = (AnswerStart(200, JSON, json.dumps({"data": [changed]}).encode()),)
     assert await listed() == [changed]
+
+
+async def test_a_card_that_was_asked_for_before_a_change_is_not_kept() -> None:
+    old, new = ({"id": "m", "max_model_len": length} for length in (9, 5))
+    replicas = PlayedReplicas(AnswerStart(200, JSON, json.dumps({"data": [old]}).encode()))
+    replicas.gate.clear()
+    gateway = gateway_of(replicas)
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(app=gateway), base_url="http://gateway")
+    early = [asyncio.create_task(http.get("/v1/models")) for _ in range(3)]
+    await asyncio.sleep(0.01)
+    assert len(replicas.requests) == 1
+
+    await gateway.reconfigure(settings_of(1, keys=()), [replicas])
+    replicas.parts = (AnswerStart(200, JSON, json.dumps({"data": [new]}).encode()),)
+    replicas.gate.set()
+    await asyncio.gather(*early)
+
+    assert (await http.get("/v1/models")).json()["data"] == [new]

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
 import httpx
@@ -240,3 +241,55 @@ async def test_every_route_counts_in_the_rate_of_requests() -> None:
     ]
 
     assert statuses == [200, 200, 200, 429, 200]
+
+
+@pytest.mark.parametrize("number", ["9" * 4200, "-" + "9" * 41, "1." + "0" * 50])
+async def test_a_number_of_too_many_characters_is_refused(number: str) -> None:
+    replicas = answering()
+
+    answer = await client(replicas).post(CHAT, content=body_of(number))
+
+    assert answer.status_code == 400
+    assert f"a number of {len(number)} characters" in answer.json()["error"]["message"]
+    assert replicas.requests == []
+
+
+async def test_a_body_that_does_not_arrive_in_time_is_refused_and_its_bytes_given_back() -> None:
+    async def slow_body() -> AsyncIterator[bytes]:
+        yield b'{"prompt": '
+        await asyncio.sleep(30)
+
+    gateway = gateway_of(answering(), limits=LimitsConfig(body_timeout_s=0.05))
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": await anext(pieces), "more_body": True}
+
+    pieces, sent = slow_body(), list[Any]()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": []}
+    await gateway(scope, receive, send)
+
+    assert sent[0]["status"] == 408
+    assert json.loads(sent[1]["body"])["error"]["code"] == "request_timeout"
+    assert gateway._bodies.num_held_bytes == 0
+
+
+def test_callers_without_a_key_share_all_of_the_room() -> None:
+    budget = BodyBudget(1200)
+    with budget.hold(None) as first, budget.hold(None) as second:
+        first.add(900)
+        second.add(300)
+        with pytest.raises(CapacityError, match="take 1200 of 1200 bytes; please"):
+            second.add(1)
+
+
+async def test_a_description_is_asked_of_a_model_that_is_awake() -> None:
+    asleep, awake = (PlayedReplicas(AnswerStart(200, JSON, b"{}")) for _ in range(2))
+    asleep.num_running = 0
+
+    assert (await client(asleep, awake).get("/version")).status_code == 200
+
+    assert (len(asleep.requests), len(awake.requests)) == (0, 1)

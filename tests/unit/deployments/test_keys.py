@@ -169,3 +169,27 @@ async def test_a_file_is_parsed_while_the_event_loop_goes_on(
 def test_a_gateway_does_not_start_without_its_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="gone"):
         KeyRing(file=tmp_path / "gone")
+
+
+async def test_a_file_that_cannot_be_read_is_read_again_and_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, clock, fails = tmp_path / "keys.json", Clock(), [OSError("I/O error")] * 2
+    write(file, "bob")
+    ring = KeyRing(file=file, clock=clock)
+    write(file, "carol")
+
+    def flaky(path: Path) -> tuple[KeyConfig, ...]:
+        if fails:
+            raise ConfigError(f"{path}: I/O error") from fails.pop()
+        return load_keys(path)
+
+    monkeypatch.setattr("deployments.keys.load_keys", flaky)
+    for clock.now_s in (2.0, 4.0):
+        assert (await ring.find(bearer("bob"))) is not None
+    clock.now_s = 6.0
+
+    # Nothing that the file's version shows has changed.
+    assert (await ring.find(bearer("carol"))) is not None
+    assert not ring.is_outdated
+    assert [record.levelno for record in caplog.records].count(logging.ERROR) == 1

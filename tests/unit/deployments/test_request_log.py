@@ -246,6 +246,22 @@ def test_a_disk_that_hangs_does_not_keep_a_process_from_ending(
     assert not disk.mended.is_set()
 
 
+def test_a_log_that_moves_off_a_disk_that_hangs_is_written(
+    disk: HangingDisk, logs: ProcessLogs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deployments.json_logs._CLOSE_S", 0.01)
+    monkeypatch.setattr("deployments.json_logs._MAX_WAITING_CHARS", 5000)
+    logger = logging.getLogger("deployments.some")
+    for _ in range(9):
+        logger.info("stuck")
+    num_dropped = logs.num_dropped
+
+    logs.configure(LoggingConfig(folder=tmp_path / "other"))
+    logger.info("moved")
+
+    assert logs.num_dropped == num_dropped > 0
+
+
 def test_new_settings_move_the_log_and_lose_nothing(logs: ProcessLogs, tmp_path: Path) -> None:
     logger = logging.getLogger("cluster.some")
     logger.info("first")

@@ -201,6 +201,11 @@ IN_THE_APPLICATION: list[tuple[str, Any, str]] = [
     ("applications/0/args/cluster/keys_file", "/etc/keys.yaml", "no Secret is mounted"),
     ("applications/0/args/cluster/drain_s", 600, "draining may take 600 s"),
     (
+        "applications/0/args/cluster/limits",
+        {"cache_secret": {"env": "CACHE_SECRET"}},
+        "limits.cache_secret is read from CACHE_SECRET, which the pod does not have",
+    ),
+    (
         "applications/0/args/cluster/tracing",
         {"endpoint": "http://collector.observability.svc.cluster.local:4318"},
         "lets it reach tracing.endpoint, collector.observability",

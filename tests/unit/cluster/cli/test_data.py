@@ -173,3 +173,25 @@ def test_ctrl_c_leaves_nothing_and_no_traceback(tmp_path: Path, workers: str) ->
     assert "interrupted; nothing was written" in errors
     assert "Traceback" not in errors
     assert list(tmp_path.iterdir()) == [source]
+
+
+def test_a_chat_that_the_template_refuses_is_counted_and_the_others_are_kept(
+    tmp_path: Path,
+) -> None:
+    source, template = tmp_path / "chats.jsonl", tmp_path / "strict.jinja"
+    template.write_text(
+        "{% for m in messages %}"
+        "{% if m['role'] == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
+        "{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    )
+    chat = [{"from": "human", "value": "q"}, {"from": "gpt", "value": LIST}]
+    chats = [chat, [{"from": "system", "value": "s"}, *chat]]
+    source.write_text("".join(json.dumps({"conversations": each}) + "\n" for each in chats))
+
+    exit_code, output = run(
+        source, "--out", tmp_path / "out", "--model", "apar-tiny", "--chat-template", template
+    )
+
+    assert exit_code == 0, output
+    assert "refused by the chat template" in output
+    assert len(list(read_examples(tmp_path / "out"))) == 1

@@ -12,7 +12,7 @@ from deployments.fair_queue import QueueTimeoutError
 from deployments.keys import UnknownKeyError
 from deployments.metrics.rejections import Rejection, rejection_for
 from deployments.rate_limits import RateLimitError
-from deployments.request_body import BodyTooLargeError, PromptTooLongError
+from deployments.request_body import BodyTimeoutError, BodyTooLargeError, PromptTooLongError
 from deployments.served_models import UnknownModelError
 
 
@@ -21,6 +21,7 @@ from deployments.served_models import UnknownModelError
     [
         (UnknownKeyError("no"), Rejection.AUTHENTICATION),
         (RateLimitError("no", kind="tokens", retry_after_s=1), Rejection.KEY_LIMIT),
+        (BodyTimeoutError("no"), Rejection.BODY_TIMEOUT),
         (BodyTooLargeError("no"), Rejection.TOO_LARGE),
         (PromptTooLongError("no"), Rejection.TOO_LARGE),
         (UnknownModelError("m"), Rejection.UNKNOWN_MODEL),
@@ -43,7 +44,7 @@ def test_no_kind_of_refusal_is_left_to_the_general_reasons() -> None:
 
     found = list(kinds())
 
-    assert len(found) == 6
+    assert len(found) == 7
     for kind in found:
         reason = rejection_for(kind.__new__(kind))
         assert reason not in (Rejection.INVALID, Rejection.OVERLOADED), kind
