@@ -31,7 +31,11 @@ _PREFILL_SHARE = 0.5
 
 
 class Reason(StrEnum):
-    """Why a replica was chosen, or none."""
+    """Why a replica was chosen, or none.
+
+    AFFINITY counts only where the prefix cache changed the choice: a replica that holds the
+    prefix and costs least counts as LEAST_LOAD.
+    """
 
     AFFINITY = "affinity"
     LEAST_LOAD = "least_load"
