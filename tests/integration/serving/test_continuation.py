@@ -41,7 +41,12 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "chat that stops": (
         "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": PROMPT}], "stop": ["\n4."]},
+        {
+            "messages": [{"role": "user", "content": PROMPT}],
+            "stop": ["\n4."],
+            # Forked, the answer has been generated before its first text can be sent.
+            "apar": {"enabled": False},
+        },
     ),
 }
 KILL_AFTER = {
@@ -49,7 +54,7 @@ KILL_AFTER = {
     "unforked chat": 45,
     "short chat": 3,
     "completion": 12,
-    "chat that stops": 1,
+    "chat that stops": 3,
 }
 """Pieces of text after which a stream's replica is killed: early enough that more must come."""
 TIMEOUT_S = 120.0
