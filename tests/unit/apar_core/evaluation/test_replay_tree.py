@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from apar_core.data.records import ParagraphRecord, chain
-from apar_core.evaluation.replay_tree import thread_scripts, token_tree
+from apar_core.evaluation.replay_tree import flat_tree, thread_scripts, token_tree
 from apar_core.training.packing import TreeTokens
-from apar_core.tree import restore
+from apar_core.tree import restore, tree_statistics
 
 TOKENS = TreeTokens(fork_id=-1, child_id=-2, end_id=-3)
 INNER = chain([("c", ParagraphRecord("dd"))], closing="e")
@@ -31,3 +31,15 @@ def test_each_thread_has_its_script_with_forks_and_end() -> None:
         "1": [ord("c"), -1, ord("e"), -3],
         "1.0": [*encode("dd"), -3],
     }
+
+
+def test_the_flat_tree_is_one_thread_of_the_same_tokens() -> None:
+    tree = token_tree(ANSWER, encode)
+    flat = flat_tree(tree)
+
+    assert thread_scripts(flat, TOKENS) == {"": [*encode("abbfcddeg"), -3]}
+    # What a decoder does with the flat text is what the forked tree is compared with.
+    forked, unforked = tree_statistics(tree, 10), tree_statistics(flat, 10)
+    assert unforked.decode_steps == forked.sequential_steps == 10
+    assert unforked.attended_tokens == forked.sequential_attended_tokens
+    assert unforked.max_cached_tokens == forked.sequential_max_cached_tokens
