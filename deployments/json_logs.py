@@ -59,7 +59,7 @@ class _Backlog:
         self._num_told = 0
 
     def add(self, line: str) -> bool:
-        """Count a line in; whether there is room for it. One that comes alone always has."""
+        """Count a waiting line and return whether it fits; a single line always does."""
         with self._lock:
             if self._num_chars and self._num_chars + _size(line) > _MAX_WAITING_CHARS:
                 self.num_dropped += 1
@@ -68,7 +68,7 @@ class _Backlog:
             return True
 
     def written(self, line: str) -> int:
-        """Count a line out; returns how many were left out, once the disk has caught up."""
+        """Stop counting a written line; once none waits, return how many were dropped."""
         with self._lock:
             self._num_chars -= _size(line)
             if self._num_chars:

@@ -48,8 +48,11 @@ class KeyRing:
         self._from_file = () if file is None else load_keys(file)
         self._by_hash = _by_hash(self._keys, self._from_file)
         self._problem: str | None = None
-        self.is_outdated = False
+
+    @property
+    def is_outdated(self) -> bool:
         """Whether older keys are in force, because those configured now cannot be used."""
+        return self._problem is not None
 
     @property
     def asks_for_keys(self) -> bool:
@@ -105,7 +108,7 @@ class KeyRing:
         """Put the configured keys and those of the file in force, as far as they can be used."""
         from_file = self._from_file
         problem: Exception | None = None
-        reported, self._problem = self._problem, None
+        reported = self._problem
         try:
             # Noted first, so that a broken file is reported once and read again when it changes.
             self._version = None if self._file is None else _version_of(self._file)
@@ -120,14 +123,13 @@ class KeyRing:
             self._from_file = from_file
         except ValueError as error:
             problem = problem or error
-        self.is_outdated = problem is not None
-        if problem is not None:
-            self._problem = str(problem)
+        self._problem = None if problem is None else str(problem)
+        if self._problem is not None:
             if self._problem == reported:
                 return
             logger.error(
                 "keys file not used: the keys that were read before stay in force",
-                extra={"file": str(self._file), "reason": str(problem)},
+                extra={"file": str(self._file), "reason": self._problem},
             )
         elif self._file is not None:
             logger.info(
