@@ -71,7 +71,7 @@ train-tiny: $(INSTALLED) ## Train the embedded model again (16 minutes on 2 core
 	$(BIN)/apar train-tiny
 
 eval-tiny: $(INSTALLED) ## Check the embedded model on held-out prompts
-	$(BIN)/python -m apar_core.evaluation.fork_check
+	$(BIN)/python -m apar_core.offline.evaluation.fork_check
 
 clean: ## Remove .venv and everything generated
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -4,11 +4,12 @@ from typing import Any
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from deployments.answers import relay_answer
-from deployments.asgi_relay import AsgiApp, Receive, RelayedRequest, Scope, Send
-from deployments.replica_calls import HandleCalls
-from deployments.request_body import BodyBudget, read_body
+from deployments.gateway.body import BodyBudget, read_body
+from deployments.relay.relay import relay_answer
+from deployments.relay.replica_calls import HandleCalls
+from deployments.wire.request import RelayedRequest
 
 BARE_PREFIX = "/bare"
 
@@ -20,7 +21,7 @@ class BareRelay:
     def __init__(self, replica: DeploymentHandle[Any]) -> None:
         self._calls = HandleCalls(replica)
 
-    async def __serve_build_asgi_app__(self) -> AsgiApp:
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
         # A function, because uvicorn takes a bound method for an application of ASGI 2.
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             await self._relay(scope, receive, send)

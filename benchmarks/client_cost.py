@@ -19,7 +19,7 @@ import httpx
 import uvloop
 from aiohttp import web
 
-from apar_core.data.records import ChatMessage
+from apar_core.offline.data.records import ChatMessage
 from benchmarks.http_load import Endpoint, run_load
 from cluster.loadtest.client import LoadClient
 from cluster.loadtest.jobs import Job

@@ -33,10 +33,10 @@ from benchmarks.http_rounds import (
     run_rounds,
 )
 from cluster.config import ClusterConfig
-from cluster.keys_config import KeyConfig, hash_of, new_token
+from cluster.config.keys import KeyConfig, hash_of, new_token
+from cluster.config.logging import LoggingConfig
+from cluster.config.model import ModelConfig
 from cluster.local_ray import free_port, local_ray
-from cluster.logging_config import LoggingConfig
-from cluster.model_config import ModelConfig
 
 WHOLE, BARE = "gateway and router", "bare relay"
 
@@ -71,8 +71,8 @@ def bare_application(settings: ClusterConfig) -> Iterator[None]:
     from ray import serve
 
     from benchmarks.bare_relay import BARE_PREFIX, BareRelay
-    from deployments.application import engine_arguments, replica_environment
-    from deployments.replica import Replica, ReplicaSettings
+    from deployments.app.application import engine_arguments, replica_environment
+    from deployments.replica.replica import Replica, ReplicaSettings
 
     [model] = settings.models
     environment = replica_environment(model, on_gpu=False)
@@ -168,7 +168,7 @@ def main() -> None:
     console, key = Console(), new_token()
     with tempfile.TemporaryDirectory() as folder, local_ray(num_cpus=os.cpu_count() or 1):
         from benchmarks.bare_relay import BARE_PREFIX
-        from deployments.service import running
+        from deployments.app.service import running
 
         settings = config(Path(folder), key)
         with running(settings), bare_application(settings):

@@ -13,14 +13,14 @@ from rich.progress import track
 from rich.table import Table
 from transformers import PreTrainedTokenizerFast
 
-from apar_core.data.tiny_corpus.generator import Corpus
-from apar_core.decoders.interface import AnswerDecoder, TokenChoice, decode_answer
-from apar_core.decoders.load import DECODER_NAMES, load_decoder
-from apar_core.evaluation.replay_tree import flat_tree, thread_scripts
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.apar_tiny_medusa import heads_path
-from apar_core.training.example_encoder import prompt_token_ids
-from apar_core.training.vocabulary import tree_tokens
+from apar_core.offline.data.tiny_corpus.generator import Corpus
+from apar_core.offline.decoders.interface import AnswerDecoder, TokenChoice, decode_answer
+from apar_core.offline.decoders.load import DECODER_NAMES, load_decoder
+from apar_core.offline.evaluation.replay_tree import flat_tree, thread_scripts
+from apar_core.offline.training.example_encoder import prompt_token_ids
+from apar_core.offline.training.vocabulary import tree_tokens
 
 
 @dataclass(frozen=True)

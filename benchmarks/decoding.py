@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from apar_core.data.tiny_corpus.generator import Corpus
 from apar_core.engine.offline import OfflineEngine
 from apar_core.engine.replay import path_key, replay_args
 from apar_core.engine.thread_outputs import TextToken
+from apar_core.offline.data.tiny_corpus.generator import Corpus
 from apar_core.tree.paragraph import ROOT_THREAD, ParagraphTree, ThreadId
 from apar_core.tree.restore import restore
 from apar_core.tree.threads import thread_texts

@@ -11,11 +11,12 @@ import statistics
 import time
 from collections.abc import Callable
 
-from cluster.routing_config import RoutingPolicy, RoutingSettings
-from deployments.answer_parts import AnswerEnd
+from cluster.config.routing import RoutingPolicy, RoutingSettings
 from deployments.routing.baselines import build_router
 from deployments.routing.policy import Router
-from deployments.routing.views import ReplicaLoad, RequestHint
+from deployments.routing.views import ReplicaLoad
+from deployments.wire.answer import AnswerEnd
+from deployments.wire.request import RequestHint
 
 CAP = 64
 END = AnswerEnd(100, 300, 5, 4, 120)

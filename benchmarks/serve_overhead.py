@@ -35,8 +35,8 @@ from benchmarks.http_rounds import (
     run_rounds,
 )
 from cluster.config import ClusterConfig
+from cluster.config.model import ModelConfig
 from cluster.local_ray import free_port, local_ray
-from cluster.model_config import ModelConfig
 
 BARE, SERVE = "vLLM's own server", "apar serve"
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"
@@ -58,7 +58,7 @@ def config(arguments: argparse.Namespace) -> ClusterConfig:
 @contextmanager
 def bare_server(settings: ClusterConfig) -> Iterator[Target]:
     """vLLM's own server with the engine arguments that `apar serve` uses."""
-    from deployments.application import engine_arguments, replica_environment
+    from deployments.app.application import engine_arguments, replica_environment
 
     port = free_port()
     [model] = settings.models
@@ -97,7 +97,7 @@ def wait_until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) -
 @contextmanager
 def serve_application(settings: ClusterConfig) -> Iterator[Target]:
     """The application on the private Ray cluster, which is running."""
-    from deployments.service import running
+    from deployments.app.service import running
 
     ray_processes = psutil.Process().children()
     with running(settings):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from cluster.autoscaling_config import AutoscalingConfig
+from cluster.config.autoscaling import AutoscalingConfig
 from cluster.load_trend import LoadTrend
 
 

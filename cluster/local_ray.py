@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from cluster.config import ConfigError, StartError
-from cluster.metrics_config import DEFAULT_PORT, MetricsConfig
+from cluster.config.metrics import DEFAULT_PORT, MetricsConfig
 
 logger = logging.getLogger(__name__)
 

@@ -20,13 +20,13 @@ from ray.serve.schema import (
 
 from cluster.config import ClusterConfig, ConfigError
 from cluster.local_ray import SERVE_FLAGS
-from deployments.in_place import in_place_settings
-from deployments.ingress import GATEWAY
-from deployments.kuberay import KubeRayArguments, application, arguments_of
+from deployments.app.ingress import GATEWAY
+from deployments.app.kuberay import KubeRayArguments, application, arguments_of
+from deployments.gateway.settings import in_place_settings
 from k8s.network import lets_out
 from k8s.objects import Object, Pod, example_secrets, label_of, of_kind, pods
 
-IMPORT_PATH = "deployments.kuberay:application"
+IMPORT_PATH = "deployments.app.kuberay:application"
 
 
 def problems(objects: list[Object]) -> Iterator[str]:
@@ -183,7 +183,7 @@ def _times(service: Object, drain_s: float, ray: list[Pod]) -> Iterator[str]:
         hook = pod.container.get("lifecycle", {}).get("preStop", {}).get("exec", {})
         if "head" in pod.owner:
             continue
-        if "deployments.pod_drain" not in hook.get("command", []):
+        if "deployments.app.pod_drain" not in hook.get("command", []):
             yield f"{pod.owner}: ends without emptying its Ray node first"
         elif not drain_s < float(hook["command"][-1]) < grace_s:
             yield f"{pod.owner}: preStop takes {hook['command'][-1]} s, not between drain and end"

@@ -14,7 +14,6 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineGenerateError
 
-from apar_core.control_tokens import ControlTokens
 from apar_core.engine import plugin
 from apar_core.engine.core_state import CORE_STATE_CALL
 from apar_core.engine.input_processor import ForkInputProcessor
@@ -24,6 +23,7 @@ from apar_core.engine.request_record import RequestRecord
 from apar_core.engine.resumption import completed, hand_to_scheduler
 from apar_core.engine.warm_up import PROMPT, warm_up_params
 from apar_core.fork_parameters import KeyTerms
+from apar_core.formats.control_tokens import ControlTokens
 from apar_core.journal import Journal
 
 logger = logging.getLogger(__name__)

@@ -13,13 +13,13 @@ from huggingface_hub import snapshot_download
 from vllm.tokenizers import get_tokenizer
 from vllm.transformers_utils.config import get_config, get_hf_text_config
 
-from apar_core.control_tokens import (
+from apar_core.errors import CheckpointError
+from apar_core.formats.control_tokens import (
     ControlTokens,
     PlainSpellings,
     find_control_tokens,
     plain_spellings,
 )
-from apar_core.errors import CheckpointError
 
 _HEADER_LENGTH_BYTES = 8
 

@@ -14,22 +14,22 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
-from apar_core.control_tokens import (
+from apar_core.engine import engine_config
+from apar_core.engine.client_ids import find_client
+from apar_core.engine.fork_bans import bad_words
+from apar_core.engine.replay import REPLAY_ARG, ReplayText, replay_text
+from apar_core.engine.replay_request import PARAM, REPLAY_REQUEST_ARG, ReplayRules
+from apar_core.engine.tool_calls import ENABLED_ARG, keep_tool_calls_unforked
+from apar_core.errors import RequestError
+from apar_core.fork_parameters import EXTRA_ARG, ForkParameters, KeyTerms
+from apar_core.formats.control_tokens import (
     ControlTokens,
     find_control_tokens,
     neutralise,
     plain_spellings,
     refuse_control_tokens,
 )
-from apar_core.engine import engine_config
-from apar_core.engine.client_ids import find_client
-from apar_core.engine.fork_bans import bad_words
-from apar_core.engine.fork_settings import ForkSettings, fork_settings
-from apar_core.engine.replay import REPLAY_ARG, ReplayText, replay_text
-from apar_core.engine.replay_request import PARAM, REPLAY_REQUEST_ARG, ReplayRules
-from apar_core.engine.tool_calls import ENABLED_ARG, keep_tool_calls_unforked
-from apar_core.errors import RequestError
-from apar_core.fork_parameters import EXTRA_ARG, ForkParameters, KeyTerms
+from apar_core.scheduler.fork_settings import ForkSettings, fork_settings
 
 logger = logging.getLogger(__name__)
 

@@ -167,7 +167,7 @@ def can_continue(params: SamplingParams) -> bool:
     Not where the engine that died has taken something along: log-probabilities, the state of a
     grammar, and what it counts over the tokens generated (penalties, a least number of tokens, bad
     words of several tokens, repetitions, a thinking budget, given tokens). The HTTP layer's part of
-    the rule is in `deployments/continuation.py`.
+    the rule is in `deployments/relay/continuation.py`.
     """
     lost_with_the_engine = (
         params.logprobs is not None,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from apar_core.control_tokens import ControlTokens
 from apar_core.engine.request_record import RequestRecord
+from apar_core.formats.control_tokens import ControlTokens
 
 
 @dataclass(frozen=True, slots=True)

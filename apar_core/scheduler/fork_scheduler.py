@@ -18,7 +18,6 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from apar_core.engine.fork_settings import fork_settings
 from apar_core.errors import EngineError
 from apar_core.journal import Journal
 from apar_core.scheduler.batches import coming_batch, scheduled_batch
@@ -26,6 +25,7 @@ from apar_core.scheduler.block_sharing import BlockSharing
 from apar_core.scheduler.child_request import build_child_request
 from apar_core.scheduler.fork_admission import ForkAdmission
 from apar_core.scheduler.fork_policy import AdaptivePolicy, build_policy
+from apar_core.scheduler.fork_settings import fork_settings
 from apar_core.scheduler.request_facts import ended_itself, fork_parameters
 from apar_core.scheduler.request_gate import GatedQueue
 from apar_core.scheduler.resumption import resumed_alone, resumed_threads, take_journal

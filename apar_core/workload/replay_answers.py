@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from apar_core.data.records import ChatMessage
-from apar_core.data.structure import extract_tree
 from apar_core.errors import EvaluationError
-from apar_core.evaluation.replay_tree import thread_scripts, token_tree
-from apar_core.training.packing import TreeTokens
+from apar_core.offline.data.records import ChatMessage
+from apar_core.offline.data.structure import extract_tree
+from apar_core.offline.evaluation.replay_tree import thread_scripts, token_tree
+from apar_core.offline.training.packing import TreeTokens
 from apar_core.tree.paragraph import ParagraphTree
 from apar_core.tree.restore import restore
 from apar_core.tree.threads import thread_prefix, thread_texts

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from apar_core.data.records import ChatMessage
 from apar_core.errors import EvaluationError
-from apar_core.evaluation.answer_files import AnswerLine
-from apar_core.evaluation.json_lines import read_lines
+from apar_core.json_lines import read_lines
+from apar_core.offline.data.records import ChatMessage
+from apar_core.offline.evaluation.answer_files import AnswerLine
 
 
 @dataclass(frozen=True, slots=True)

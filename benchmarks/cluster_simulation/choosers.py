@@ -10,11 +10,11 @@ from benchmarks.cluster_simulation.replica import SimReplica
 from benchmarks.cluster_simulation.step_times import StepTimes
 from benchmarks.cluster_simulation.threads import Outcome, SimRequest
 from benchmarks.cluster_simulation.trees import AnswerTree
-from cluster.routing_config import RoutingPolicy, RoutingSettings
-from deployments.answer_parts import AnswerEnd
+from cluster.config.routing import RoutingPolicy, RoutingSettings
 from deployments.routing.baselines import build_router
 from deployments.routing.policy import Router
 from deployments.routing.views import ReplicaLoad
+from deployments.wire.answer import AnswerEnd
 
 ORACLE = "oracle"
 MOST_COMPARED = 64

@@ -17,7 +17,7 @@ from benchmarks.cluster_simulation.scenarios import RecordedData
 from benchmarks.cluster_simulation.step_times import ReplicaModel
 from benchmarks.cluster_simulation.threads import SimRequest
 from cluster.autoscaling import ModelLoad, ReplicaReport, ScalingState, decide
-from cluster.autoscaling_config import DEFAULT_TARGET_SHARE, AutoscalingConfig
+from cluster.config.autoscaling import DEFAULT_TARGET_SHARE, AutoscalingConfig
 
 START_REPLICAS = 4
 LOAD_BEFORE = 0.7

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from apar_core.scheduler.thread_table import ThreadGroup
 from benchmarks.cluster_simulation.blocks import Segment
 from benchmarks.cluster_simulation.trees import AnswerTree, ThreadPlan
-from deployments.routing.views import RequestHint
+from deployments.wire.request import RequestHint
 
 
 @dataclass(frozen=True, slots=True)

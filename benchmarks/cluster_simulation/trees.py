@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from apar_core.data.records import ParagraphRecord, thread_paragraphs
-from apar_core.data.structure import extract_tree
+from apar_core.offline.data.records import ParagraphRecord, thread_paragraphs
+from apar_core.offline.data.structure import extract_tree
 
 CHARACTERS_PER_TOKEN = 4.2
 """Of English text in Llama's vocabulary; ../shared/data/SOURCES.md reckons with it too."""

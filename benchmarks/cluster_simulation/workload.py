@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from benchmarks.cluster_simulation.arrivals import ArrivalTrace
 from benchmarks.cluster_simulation.threads import SimRequest
 from benchmarks.cluster_simulation.trees import AnswerTree
-from deployments.routing.views import RequestHint
+from deployments.wire.request import RequestHint
 
 NUM_APPLICATIONS = 20
 SHARE_OF_APPLICATIONS = 0.5

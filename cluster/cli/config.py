@@ -14,8 +14,8 @@ from rich.markup import escape
 from apar_core.errors import AparError, CheckpointError
 from cluster.cli.serve import check_checkpoint
 from cluster.config import ClusterConfig, ConfigError, load_config
-from cluster.keys_file import check_keys_file
-from cluster.model_config import ModelConfig
+from cluster.config.keys_file import check_keys_file
+from cluster.config.model import ModelConfig
 
 app = typer.Typer(no_args_is_help=True, help="Check, show and describe configuration files.")
 console = Console()
@@ -86,7 +86,7 @@ def _load(file: Path, *, check_engine_arguments: bool = False) -> ClusterConfig:
 def _check_engine_arguments(model: ModelConfig) -> None:
     """Raise ConfigError for an engine argument that vLLM does not know."""
     # Imports vLLM, which takes seconds.
-    from deployments.engine_factory import server_arguments
+    from deployments.replica.engine_factory import server_arguments
 
     try:
         server_arguments(model.preset.path, model.public_name, model.engine)

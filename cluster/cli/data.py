@@ -18,12 +18,12 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from cluster.model_config import PRESETS, ModelConfig
+from cluster.config.model import PRESETS, ModelConfig
 
 if TYPE_CHECKING:
-    from apar_core.data.prepare import PreparationSettings
-    from apar_core.data.report import PreparationReport
-    from apar_core.training.context_fit import ContextFit
+    from apar_core.offline.data.prepare import PreparationSettings
+    from apar_core.offline.data.report import PreparationReport
+    from apar_core.offline.training.context_fit import ContextFit
 
 data = typer.Typer(no_args_is_help=True, help="Turn chats into training examples with forks.")
 
@@ -122,9 +122,9 @@ def prepare(
     --questions) and traces ([i]prompt[/i], [i]response[/i]), as JSON lines or one JSON array.
     Writes structured.jsonl, unstructured.jsonl and report.json. What cannot be used is counted.
     """
-    from apar_core.data.prepare import PreparationSettings
-    from apar_core.data.structure import StructureRules
     from apar_core.errors import AparError
+    from apar_core.offline.data.prepare import PreparationSettings
+    from apar_core.offline.data.structure import StructureRules
 
     settings = PreparationSettings(
         structured=structured or None,
@@ -151,7 +151,7 @@ def prepare(
 
 def _context_fit(model: str, context_length: int, chat_template: Path | None) -> ContextFit:
     # Transformers takes seconds to import.
-    from apar_core.training.context_fit import ContextFit
+    from apar_core.offline.training.context_fit import ContextFit
 
     fit = ContextFit(ModelConfig(checkpoint=model).preset.path, context_length, chat_template)
     fit.check()
@@ -165,8 +165,8 @@ def _prepare_with_progress(
     workers: int,
     fit: ContextFit | None,
 ) -> PreparationReport:
-    from apar_core.data.prepare import prepare as prepare_examples
-    from apar_core.data.sources import source_files
+    from apar_core.offline.data.prepare import prepare as prepare_examples
+    from apar_core.offline.data.sources import source_files
 
     total = sum(path.stat().st_size for path in source_files(inputs))
     console = Console(stderr=True)

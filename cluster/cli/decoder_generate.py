@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from apar_core.data.records import ChatMessage
 from apar_core.errors import RequestError
+from apar_core.offline.data.records import ChatMessage
 from cluster.cli.thread_view import statistics_line, thread_view
-from cluster.model_config import DEFAULT_MODEL, ModelConfig
+from cluster.config.model import DEFAULT_MODEL, ModelConfig
 
 if TYPE_CHECKING:
-    from apar_core.decoders.decoded_answer import DecodedAnswer
+    from apar_core.offline.decoders.decoded_answer import DecodedAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ def generate_by_decoder(name: str, model: str, medusa_heads: Path | None, asked:
     # Torch takes seconds to import, and `apar --help` should not wait for it.
     from transformers.utils.logging import disable_progress_bar
 
-    from apar_core.decoders.interface import DecodeLimits, TokenChoice, decode_answer
-    from apar_core.decoders.load import DECODER_NAMES, load_decoder, load_tokenizer
-    from apar_core.evaluation.replay_text import ModelText
     from apar_core.models.apar_tiny_medusa import heads_path
+    from apar_core.offline.decoders.interface import DecodeLimits, TokenChoice, decode_answer
+    from apar_core.offline.decoders.load import DECODER_NAMES, load_decoder, load_tokenizer
+    from apar_core.offline.evaluation.replay_text import ModelText
 
     disable_progress_bar()  # It would count tensors, faster than one can see.
     if medusa_heads is not None and (name != "medusa_apar" or not asked.fork):

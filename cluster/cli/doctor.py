@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from apar_core.errors import CheckpointError
+from cluster.config.model import DEFAULT_MODEL, PRESETS
 from cluster.diagnosis import Finding, diagnose
-from cluster.model_config import DEFAULT_MODEL, PRESETS
 
 if TYPE_CHECKING:
     from apar_core.engine.checkpoint import CheckpointReport

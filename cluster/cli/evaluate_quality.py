@@ -15,8 +15,8 @@ from apar_core.errors import EvaluationError
 from cluster.cli.evaluation_progress import clear_errors, rich_table, stage_progress
 
 if TYPE_CHECKING:
-    from apar_core.evaluation.chat_endpoint import EndpointSettings
-    from apar_core.evaluation.quality_run import QualityPlan
+    from apar_core.offline.evaluation.chat_endpoint import EndpointSettings
+    from apar_core.offline.evaluation.quality_run import QualityPlan
 
 _SHOWN_FAILURES = 5
 
@@ -110,11 +110,11 @@ def quality(
     Answers come from files, or from an endpoint, or both. Run the same command again to go on
     where it was interrupted.
     """
-    from apar_core.evaluation.judge_prompts import load_judge_prompts
-    from apar_core.evaluation.judging import JudgmentRequest
-    from apar_core.evaluation.prompt_sets import load_prompts
-    from apar_core.evaluation.quality_run import QualityPlan
-    from apar_core.evaluation.quality_tables import TokenPrices
+    from apar_core.offline.evaluation.judge_prompts import load_judge_prompts
+    from apar_core.offline.evaluation.judging import JudgmentRequest
+    from apar_core.offline.evaluation.prompt_sets import load_prompts
+    from apar_core.offline.evaluation.quality_run import QualityPlan
+    from apar_core.offline.evaluation.quality_tables import TokenPrices
 
     console = Console(stderr=True)
     with clear_errors(console):
@@ -143,7 +143,7 @@ def quality(
 
 
 def _token_field(name: str) -> str:
-    from apar_core.evaluation.chat_endpoint import TokenLimitField
+    from apar_core.offline.evaluation.chat_endpoint import TokenLimitField
 
     known = get_args(TokenLimitField)
     if name not in known:
@@ -178,7 +178,7 @@ def _model(
 def _endpoint(
     url: str, model: str, key_env: str, concurrency: int, retries: int
 ) -> EndpointSettings:
-    from apar_core.evaluation.chat_endpoint import EndpointSettings
+    from apar_core.offline.evaluation.chat_endpoint import EndpointSettings
 
     if not url.startswith(("http://", "https://")):
         raise EvaluationError(f"{url!r} is no URL: it has to begin with http:// or https://")
@@ -193,7 +193,7 @@ def _endpoint(
 
 
 def _run(console: Console, plan: QualityPlan) -> None:
-    from apar_core.evaluation.quality_run import run_quality
+    from apar_core.offline.evaluation.quality_run import run_quality
 
     if not plan.answer_files and plan.model is None:
         raise EvaluationError("nothing to judge: give --answers FILE or --model-endpoint URL")

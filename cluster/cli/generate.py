@@ -12,7 +12,7 @@ from rich.console import Console
 from apar_core.errors import AparError
 from cluster.cli.decoder_generate import Asked, generate_by_decoder
 from cluster.cli.thread_view import statistics_line, thread_view
-from cluster.model_config import DEFAULT_MODEL, PRESETS, ModelConfig
+from cluster.config.model import DEFAULT_MODEL, PRESETS, ModelConfig
 
 if TYPE_CHECKING:
     from apar_core.engine.offline import Answer, OfflineEngine

@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from cluster.config import problems_of
-from cluster.keys_config import KeyConfig, hash_of, new_token
+from cluster.config.keys import KeyConfig, hash_of, new_token
 
 app = typer.Typer(no_args_is_help=True, help="Make API keys and their hashes.")
 

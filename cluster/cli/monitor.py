@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.markup import escape
 
 from cluster.cli.numbers import check_finite
-from cluster.metrics_config import DEFAULT_PORT
+from cluster.config.metrics import DEFAULT_PORT
 from cluster.monitor.overview import ClusterHistory
 from cluster.monitor.sources import PagesSource, PrometheusSource, Source
 from cluster.monitor.view import Screen

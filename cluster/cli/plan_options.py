@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.model_config import PRESETS
+from cluster.config.model import PRESETS
 from cluster.sizing.fork_profiles import PROFILES
 from cluster.sizing.gpus import GPUS
 

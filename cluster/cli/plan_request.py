@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from cluster.model_config import DEFAULT_MODEL, ModelConfig
+from cluster.config.model import DEFAULT_MODEL, ModelConfig
 from cluster.monitor.sources import PagesSource
 from cluster.sizing.deployment import Served
 from cluster.sizing.errors import SizingError

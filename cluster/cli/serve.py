@@ -19,16 +19,16 @@ from rich.markup import escape
 from apar_core.errors import AparError
 from cluster.cli.serve_signals import ServeSignals, StopSignal
 from cluster.config import ClusterConfig, ConfigError, StartError, load_config
-from cluster.keys_file import check_keys_file
+from cluster.config.keys_file import check_keys_file
+from cluster.config.model import DEFAULT_MODEL, PRESETS, ModelConfig
 from cluster.local_ray import NAMESPACE, local_ray, reap_orphans
-from cluster.log_folder import shown_logs
+from cluster.logs import shown_logs
 from cluster.metrics.targets import (
     check_targets_file,
     discovery_url,
     node_targets,
     write_targets,
 )
-from cluster.model_config import DEFAULT_MODEL, PRESETS, ModelConfig
 from cluster.server_state import RolloutOutcome, ServerState, state_path, write_state
 
 READY_S = 60.0
@@ -146,7 +146,7 @@ def run(settings: ClusterConfig, signals: ServeSignals, wait: Callable[[Any], No
         with _cluster(settings), shown_logs(settings, sys.stderr):
             signals.install()
             # Imports Ray Serve, which takes seconds.
-            from deployments.service import running_service
+            from deployments.app.service import running_service
 
             console.print(f"Starting {_names(settings)} ...", markup=False)
             started = time.monotonic()

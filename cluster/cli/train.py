@@ -14,10 +14,10 @@ from cluster.cli.training_progress import (
     show_warnings,
     step_progress,
 )
-from cluster.model_config import PRESETS, ModelConfig
+from cluster.config.model import PRESETS, ModelConfig
 
 if TYPE_CHECKING:
-    from apar_core.training.fine_tune import TrainingResult
+    from apar_core.offline.training.fine_tune import TrainingResult
 
 
 def train(
@@ -48,19 +48,20 @@ def train(
     """Fine-tune a model to parallelise its answers, by Table 5 of the APAR paper.
 
     Writes a checkpoint that `apar serve --model OUT` takes. On several GPUs:
-    [bold]accelerate launch --config_file apar_core/training/fsdp.yaml --no_python apar train
+    [bold]accelerate launch --config_file apar_core/offline/training/fsdp.yaml --no_python apar
+    train
     ...[/bold]
     """
     console = process_console()
     show_warnings(Console(stderr=True))
     with clear_training_errors(Console(stderr=True), resumable=out):
         # Torch takes seconds to import, and `apar --help` should not wait for it.
-        from apar_core.training.recipe import TrainingRecipe, load_recipe
+        from apar_core.offline.training.recipe import TrainingRecipe, load_recipe
 
         settings = load_recipe(recipe, TrainingRecipe)
         if steps is not None:
             settings = settings.model_copy(update={"num_steps": steps})
-        from apar_core.training.fine_tune import fine_tune
+        from apar_core.offline.training.fine_tune import fine_tune
 
         with step_progress(console, "training", settings.num_steps) as show:
             result = fine_tune(

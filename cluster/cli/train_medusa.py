@@ -14,7 +14,7 @@ from cluster.cli.training_progress import (
     show_warnings,
     step_progress,
 )
-from cluster.model_config import PRESETS, ModelConfig
+from cluster.config.model import PRESETS, ModelConfig
 
 
 def train_medusa(
@@ -43,12 +43,12 @@ def train_medusa(
     console = process_console()
     show_warnings(Console(stderr=True))
     with clear_training_errors(Console(stderr=True), resumable=out):
-        from apar_core.training.recipe import MedusaRecipe, load_recipe
+        from apar_core.offline.training.recipe import MedusaRecipe, load_recipe
 
         settings = load_recipe(recipe, MedusaRecipe)
         if steps is not None:
             settings = settings.model_copy(update={"num_steps": steps})
-        from apar_core.training.train_medusa import train_medusa as train
+        from apar_core.offline.speculation.train_medusa import train_medusa as train
 
         with step_progress(console, "training heads", settings.num_steps) as show:
             path = ModelConfig(checkpoint=model).preset.path

@@ -53,8 +53,8 @@ def _train_model(
     console: Console, out: Path, steps: int | None, seed: int, executors: int, recipe: str | None
 ) -> None:
     # Torch takes seconds to import, and `apar --help` should not wait for it.
-    from apar_core.training.tiny_settings import TinyModelSettings, tiny_recipe
-    from apar_core.training.train_tiny import train_tiny as train
+    from apar_core.offline.training.tiny_settings import TinyModelSettings, tiny_recipe
+    from apar_core.offline.training.train_tiny import train_tiny as train
 
     settings = tiny_recipe(recipe or "apar-tiny").model_copy(
         update={"seed": seed, "num_executors": executors}
@@ -71,7 +71,10 @@ def _train_heads(
     import torch
 
     from apar_core.models.apar_tiny import checkpoint_path
-    from apar_core.training.train_tiny_medusa import tiny_medusa_recipe, train_tiny_medusa
+    from apar_core.offline.speculation.train_tiny_medusa import (
+        tiny_medusa_recipe,
+        train_tiny_medusa,
+    )
 
     torch.set_num_threads(executors)
     settings = tiny_medusa_recipe(recipe or "apar-tiny-medusa")

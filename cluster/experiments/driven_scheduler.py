@@ -22,7 +22,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from apar_core.engine.fork_settings import CONFIG_KEY
+from apar_core.scheduler.fork_settings import CONFIG_KEY
 
 BLOCK_SIZE = 32
 

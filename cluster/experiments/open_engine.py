@@ -10,10 +10,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from apar_core.errors import EvaluationError
+from cluster.config.model import PRESETS
 from cluster.experiments.cpu_model import CPU_MODELS, write_cpu_model
 from cluster.experiments.experiment_engine import ExperimentEngine
 from cluster.experiments.settings import ExperimentSettings
-from cluster.model_config import PRESETS
 
 _MAX_ROWS = 1024
 _MEMORY_ARGUMENTS = frozenset({"gpu_memory_utilization", "kv_cache_memory_bytes"})

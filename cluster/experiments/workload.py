@@ -13,12 +13,12 @@ from cluster.experiments.cpu_model import FoldedText
 from cluster.experiments.settings import ExperimentSettings
 
 if TYPE_CHECKING:
-    from apar_core.evaluation.replay_text import ModelText
+    from apar_core.offline.evaluation.replay_text import ModelText
 
 
 def load_experiment_text(settings: ExperimentSettings, model_path: str) -> FoldedText | ModelText:
     """Return the text of a checkpoint, or for a CPU model one of realistic token counts."""
-    from apar_core.evaluation.replay_text import LLAMA_TOKENIZER, load_text
+    from apar_core.offline.evaluation.replay_text import LLAMA_TOKENIZER, load_text
 
     own = load_text(model_path)
     return FoldedText(load_text(LLAMA_TOKENIZER), own) if settings.is_cpu_model else own

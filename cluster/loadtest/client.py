@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from apar_core.data.records import ChatMessage
+from apar_core.offline.data.records import ChatMessage
 from cluster.loadtest.answer_stream import AnswerStream, NotAStreamError, StreamError
 from cluster.loadtest.jobs import Job
 from cluster.loadtest.records import CANCELLED, RequestRecord

@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-from apar_core.data.records import ChatMessage
 from apar_core.errors import EvaluationError
-from apar_core.evaluation.prompt_sets import Question, load_prompts
+from apar_core.offline.data.records import ChatMessage
+from apar_core.offline.evaluation.prompt_sets import Question, load_prompts
 from cluster.loadtest.target import ModelCard
 
 REPLAY, PROMPTS = "replay", "prompts"
@@ -90,7 +90,7 @@ def build_jobs(settings: WorkloadSettings, card: ModelCard) -> PlannedJobs:
 def _replay_jobs(name: str, settings: WorkloadSettings, card: ModelCard) -> tuple[list[Job], int]:
     """Return the jobs, and how many answers were left out."""
     # transformers takes seconds to import, and plain prompts need none of it.
-    from apar_core.evaluation.replay_text import load_text
+    from apar_core.offline.evaluation.replay_text import load_text
     from apar_core.workload.replay_answers import replay_answers
     from apar_core.workload.trace import read_trace
 

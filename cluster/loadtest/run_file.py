@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic import ValidationError as Invalid
 
 from apar_core.errors import EvaluationError
-from apar_core.evaluation.json_lines import read_lines
+from apar_core.json_lines import read_lines
 from apar_core.validation import validation_summary
 from apar_core.workload.recorded import TraceWriter
 from apar_core.workload.trace import TraceLine

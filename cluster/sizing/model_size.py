@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from cluster.model_config import PRESETS
+from cluster.config.model import PRESETS
 from cluster.sizing.errors import SizingError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}

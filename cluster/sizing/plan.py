@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cluster.model_config import MAX_THREADS
+from cluster.config.model import MAX_THREADS
 from cluster.sizing.errors import SizingError
 from cluster.sizing.memory import (
     ReplicaMemory,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cluster.model_config import MAX_THREADS
+from cluster.config.model import MAX_THREADS
 from cluster.sizing.memory import GIB
 from cluster.sizing.model_size import ModelSize
 from cluster.sizing.plan import Plan

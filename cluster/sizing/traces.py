@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from apar_core.data.records import ParagraphRecord, thread_paragraphs
-from apar_core.data.structure import extract_tree
+from apar_core.offline.data.records import ParagraphRecord, thread_paragraphs
+from apar_core.offline.data.structure import extract_tree
 from apar_core.tree import ROOT_THREAD, ParagraphTree, ThreadId
 from cluster.sizing.errors import SizingError
 from cluster.sizing.request_shape import Answer

@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
-from cluster.metrics_config import DEFAULT_PORT
+from cluster.config.metrics import DEFAULT_PORT
 from dashboards.prometheus.settings import JOB
 
 RAY_FILE = "/tmp/ray/prom_metrics_service_discovery.json"

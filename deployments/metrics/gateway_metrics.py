@@ -5,17 +5,17 @@ from enum import StrEnum
 from http import HTTPStatus
 
 from apar_core.errors import CapacityError, RequestError
-from cluster.keys_config import ANONYMOUS, KeyConfig
+from cluster.config.keys import ANONYMOUS, KeyConfig
 from cluster.metrics import catalogue
-from deployments.callers import Caller
-from deployments.error_responses import ENGINE_LOST, ENGINE_LOST_TWICE, REPLICA_UNAVAILABLE
+from deployments.gateway.callers import Caller
+from deployments.gateway.models import Model
+from deployments.gateway.request_log import RequestRecord
 from deployments.metrics.families import Instruments
 from deployments.metrics.recorder import Recorder
 from deployments.metrics.rejections import Rejection, rejection_for
-from deployments.request_log import RequestRecord
 from deployments.routing import registry
 from deployments.routing.policy import Reason
-from deployments.served_models import Model
+from deployments.wire.errors import ENGINE_LOST, ENGINE_LOST_TWICE, REPLICA_UNAVAILABLE
 
 COMPLETION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 UNKNOWN = "unknown"

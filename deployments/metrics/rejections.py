@@ -3,11 +3,11 @@
 from enum import StrEnum
 
 from apar_core.errors import CapacityError, RequestError
-from deployments.fair_queue import QueueTimeoutError
-from deployments.keys import UnknownKeyError
-from deployments.rate_limits import RateLimitError
-from deployments.request_body import BodyTimeoutError, BodyTooLargeError, PromptTooLongError
-from deployments.served_models import UnknownModelError
+from deployments.gateway.body import BodyTimeoutError, BodyTooLargeError, PromptTooLongError
+from deployments.gateway.fair_queue import QueueTimeoutError
+from deployments.gateway.keys import UnknownKeyError
+from deployments.gateway.models import UnknownModelError
+from deployments.gateway.rate_limits import RateLimitError
 
 
 class Rejection(StrEnum):

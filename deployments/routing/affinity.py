@@ -5,7 +5,7 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from deployments.routing.views import RequestHint
+from deployments.wire.request import RequestHint
 
 # Of the known beginnings of a prompt only the longest are looked at; a shorter one is on the
 # same replicas, and saves less.

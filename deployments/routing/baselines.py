@@ -3,9 +3,9 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.routing_config import RoutingPolicy, RoutingSettings
+from cluster.config.routing import RoutingPolicy, RoutingSettings
 from deployments.routing.policy import Reason, Router, ThreadRouter
-from deployments.routing.views import RequestHint
+from deployments.wire.request import RequestHint
 
 
 class RoundRobin(Router):

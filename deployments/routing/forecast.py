@@ -6,8 +6,8 @@ the simulation (the replicas' loads differ by what they run, not by one request'
 
 from dataclasses import dataclass
 
-from deployments.answer_parts import AnswerEnd
-from deployments.routing.views import RequestHint
+from deployments.wire.answer import AnswerEnd
+from deployments.wire.request import RequestHint
 
 # Until requests have ended: answers of a chat model, about half of them forked.
 PRIOR_GENERATED_TOKENS = 256.0

@@ -13,13 +13,14 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.routing_config import RoutingSettings
-from deployments.answer_parts import AnswerEnd
+from cluster.config.routing import RoutingSettings
 from deployments.routing.affinity import PrefixTable
 from deployments.routing.forecast import Forecast, Forecaster
 from deployments.routing.table import ReplicaTable
 from deployments.routing.unseen import UnseenRequests
-from deployments.routing.views import ReplicaLoad, RequestHint
+from deployments.routing.views import ReplicaLoad
+from deployments.wire.answer import AnswerEnd
+from deployments.wire.request import RequestHint
 
 _MAX_RELEASED = 8192
 # Longer than a request is on its way to its replica, and than a report on its way back.

@@ -14,11 +14,10 @@ from ray.serve._private.request_router.common import PendingRequest
 from ray.serve._private.request_router.replica_wrapper import RunningReplica
 from ray.serve._private.request_router.request_router import FIFOMixin, RequestRouter
 
-from cluster.routing_config import RoutingSettings
-from deployments.asgi_relay import RelayedRequest
+from cluster.config.routing import RoutingSettings
 from deployments.routing import registry
 from deployments.routing.load_report import load_from
-from deployments.routing.views import RequestHint
+from deployments.wire.request import RelayedRequest, RequestHint
 
 # While all are full, Ray Serve asks so many replicas how long their queues really are.
 _ASKED_WHEN_FULL = 2

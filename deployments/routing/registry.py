@@ -10,11 +10,12 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping
 
-from cluster.routing_config import RoutingSettings
-from deployments.answer_parts import AnswerEnd
+from cluster.config.routing import RoutingSettings
 from deployments.routing.baselines import build_router
 from deployments.routing.policy import Reason
-from deployments.routing.views import ReplicaLoad, RequestHint
+from deployments.routing.views import ReplicaLoad
+from deployments.wire.answer import AnswerEnd
+from deployments.wire.request import RequestHint
 
 Clock = Callable[[], float]
 CapacityListener = Callable[[int], None]

@@ -2,7 +2,7 @@
 
 from ray.serve.config import RequestRouterConfig
 
-from cluster.routing_config import RoutingSettings
+from cluster.config.routing import RoutingSettings
 
 ROUTER_CLASS = "deployments.routing.ray_router.ThreadRequestRouter"
 # The gateway lets in as many requests as there is room for, so a full replica is a matter of

@@ -4,26 +4,6 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class RequestHint:
-    """What the gateway has read off a request for its router.
-
-    `prompt_tokens` is an estimate from the prompt's length. `max_tokens` is the client's limit,
-    None where it named none. `prefix_hashes` grow with the prompt: the i-th covers all text up to
-    the end of its i-th piece (system prompt, then each turn), so that two prompts share as many
-    leading hashes as they share leading pieces. `prefix_tokens` estimates the tokens that each of
-    them covers. `may_fork` is false where the request says so. `num_choices` counts the answers
-    that the request asks for, each from a root thread of its own.
-    """
-
-    prompt_tokens: int = 0
-    max_tokens: int | None = None
-    prefix_hashes: tuple[int, ...] = ()
-    may_fork: bool = True
-    prefix_tokens: tuple[int, ...] = ()
-    num_choices: int = 1
-
-
-@dataclass(frozen=True, slots=True)
 class ReplicaLoad:
     """What a replica reports of itself; `taken_at_s` is its clock's time (`time.time`).
 

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
 
-from deployments.answer_parts import AnswerEnd, AnswerStart, Piece, ThreadDelta
-from deployments.asgi_relay import RelayedRequest
-from deployments.retries import ReplicaBrokenError, ReplicaLostError
+from deployments.relay.retries import ReplicaBrokenError, ReplicaLostError
 from deployments.routing import registry
 from deployments.tracing import attributes as names
 from deployments.tracing.thread_spans import (
@@ -23,9 +21,11 @@ from deployments.tracing.thread_spans import (
     WallClock,
     make_thread_spans,
 )
+from deployments.wire.answer import AnswerEnd, AnswerStart, Piece, ThreadDelta
+from deployments.wire.request import RelayedRequest
 
 if TYPE_CHECKING:
-    from deployments.answers import Progress, ReplicaCalls
+    from deployments.relay.relay import Progress, ReplicaCalls
     from deployments.tracing.tracing import Tracing
 
 _ANSWERED, _REFUSED, _LEFT = "answered", "refused", "left"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
 
-from deployments.answer_parts import AnswerEnd
 from deployments.tracing import attributes as names
 from deployments.tracing.thread_spans import (
     CUT,
@@ -19,6 +18,7 @@ from deployments.tracing.thread_spans import (
     WallClock,
     make_thread_spans,
 )
+from deployments.wire.answer import AnswerEnd
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from cluster.tracing_config import TracingConfig
+from cluster.config.tracing import TracingConfig
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan

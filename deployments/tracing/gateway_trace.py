@@ -13,9 +13,10 @@ from deployments.tracing.attempts import TracedCalls
 if TYPE_CHECKING:
     from typing import Any
 
-    from deployments.answers import ReplicaCalls
-    from deployments.asgi_relay import Scope
-    from deployments.request_log import RequestRecord
+    from starlette.types import Scope
+
+    from deployments.gateway.request_log import RequestRecord
+    from deployments.relay.relay import ReplicaCalls
     from deployments.tracing.tracing import Tracing
 
 _CONTEXT_HEADERS = (b"traceparent", b"tracestate")

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from cluster.tracing_config import TracingConfig
+from cluster.config.tracing import TracingConfig
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -16,6 +16,7 @@ from ray.serve._private.constants import (
 from ray.serve._private.logging_utils import get_serve_logs_dir
 from ray.serve._private.utils import call_function_from_import_path
 from ray.serve.handle import DeploymentHandle
+from starlette.types import Message, Receive, Scope, Send
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -31,8 +32,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 
 from cluster.client_headers import STEERING_HEADERS, middlewares
 from cluster.local_ray import SERVE_FLAGS, serve_environment
-from deployments.asgi_relay import Message, Receive, Scope, Send
-from deployments.replica_calls import TOO_LARGE
+from deployments.relay.replica_calls import TOO_LARGE
 
 SERVE = Path(inspect.getfile(serve_private)).parent
 

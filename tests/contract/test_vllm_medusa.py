@@ -15,13 +15,13 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.models.medusa import Medusa
 from vllm.transformers_utils.configs.medusa import MedusaConfig
 
-from apar_core.decoders.medusa_heads import (
+from apar_core.models.apar_tiny_medusa import heads_path
+from apar_core.offline.speculation.medusa_heads import (
     MedusaHeads,
     MedusaHeadSettings,
     load_medusa_heads,
     save_medusa_heads,
 )
-from apar_core.models.apar_tiny_medusa import heads_path
 
 
 @pytest.fixture

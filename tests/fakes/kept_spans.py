@@ -5,7 +5,7 @@ from typing import Any
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from cluster.tracing_config import TracingConfig
+from cluster.config.tracing import TracingConfig
 from deployments.tracing import Tracing
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import httpx
 
-from deployments.answer_parts import AnswerEnd, AnswerStart, Piece
-from deployments.answers import Progress
-from deployments.asgi_relay import RelayedRequest
-from deployments.gateway import Gateway
-from deployments.gateway_settings import GatewaySettings, ServedModel
+from deployments.gateway.gateway import Gateway
+from deployments.gateway.settings import GatewaySettings, ServedModel
+from deployments.relay.relay import Progress
+from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
+from deployments.wire.request import RelayedRequest
 
 JSON = [(b"content-type", b"application/json"), (b"content-length", b"999")]
 EVENTS = [(b"content-type", b"text/event-stream")]

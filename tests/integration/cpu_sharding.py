@@ -10,7 +10,7 @@ import yaml
 from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 
-from apar_core.training import recipe
+from apar_core.offline.training import recipe
 
 FSDP = Path(recipe.__file__).with_name("fsdp.yaml")
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from apar_core.data.records import ParagraphRecord, chain
-from apar_core.training.packing import batch_trees
-from apar_core.training.tree_loss import tree_loss
-from tests.unit.apar_core.training.random_trees import PAD_ID, packed, random_model
+from apar_core.offline.data.records import ParagraphRecord, chain
+from apar_core.offline.training.packing import batch_trees
+from apar_core.offline.training.tree_loss import tree_loss
+from tests.unit.apar_core.offline.training.random_trees import PAD_ID, packed, random_model
 
 
 def main() -> None:

@@ -54,7 +54,7 @@ def test_plain_vllm_forks_when_given_our_scheduler(tmp_path: Path) -> None:
 
 def test_an_offline_decoder_answers_and_tells_of_every_pass(tmp_path: Path) -> None:
     script = tmp_path / "readme.py"
-    script.write_text(program("from apar_core.decoders.interface import decode_answer"))
+    script.write_text(program("from apar_core.offline.decoders.interface import decode_answer"))
 
     answer = subprocess.run(
         [sys.executable, script],

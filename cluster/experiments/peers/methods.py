@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from apar_core.data.structure import extract_tree
 from apar_core.errors import EvaluationError
+from apar_core.offline.data.structure import extract_tree
 from apar_core.workload.trace import read_trace
 from cluster.experiments.experiment_engine import Policy
 from cluster.experiments.peers.client_forking import ClientForking

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from apar_core.data.records import ChatMessage, ParagraphRecord, thread_paragraphs
+from apar_core.offline.data.records import ChatMessage, ParagraphRecord, thread_paragraphs
 from apar_core.tree.paragraph import ROOT_THREAD
 from cluster.experiments.peers.scripted_requests import (
     ScriptedRequests,

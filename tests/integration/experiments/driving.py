@@ -45,8 +45,8 @@ def experiment_engine(engine: OfflineEngine) -> ExperimentEngine:
 
 @cache
 def answers(number: int) -> Sequence[ReplayAnswer]:
-    from apar_core.evaluation.replay_text import load_text
     from apar_core.models.apar_tiny import checkpoint_path
+    from apar_core.offline.evaluation.replay_text import load_text
 
     text = load_text(str(checkpoint_path()))
     lines = [

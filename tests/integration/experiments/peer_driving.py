@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from apar_core.data.structure import extract_tree
 from apar_core.engine.offline import OfflineEngine
+from apar_core.offline.data.structure import extract_tree
 from cluster.experiments.driver import Drive, RunPlan, drive
 from cluster.experiments.experiment_engine import Conditions
 from cluster.experiments.peers.methods import METHODS, Question, marker_id
@@ -29,8 +29,8 @@ class Answered:
 
 def answered(engine: OfflineEngine, method: str, number: int, concurrency: int) -> Answered:
     """Let a method answer so many questions; the driver checks every text."""
-    from apar_core.evaluation.replay_text import load_text
     from apar_core.models.apar_tiny import checkpoint_path
+    from apar_core.offline.evaluation.replay_text import load_text
 
     opened = experiment_engine(engine)
     text = load_text(str(checkpoint_path()))

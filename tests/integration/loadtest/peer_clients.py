@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.model_config import PRESETS
+from cluster.config.model import PRESETS
 
 GUIDELLM = "APAR_GUIDELLM"
 """Environment variable: a folder to import guidellm from, or none."""

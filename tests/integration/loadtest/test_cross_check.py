@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from apar_core.evaluation.prompt_sets import held_out_questions
+from apar_core.offline.evaluation.prompt_sets import held_out_questions
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Metric
 from tests.fakes.chat_server import Reply, chat_server

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from cluster.config import ClusterConfig
+from cluster.config.model import ModelConfig
 from cluster.local_ray import free_port, local_ray
-from cluster.model_config import ModelConfig
 from tests.integration.serving.running_application import (
     MAX_CONCURRENCY,
     MAX_QUEUED,
@@ -30,8 +30,8 @@ def application() -> Iterator[RunningApplication]:
     with local_ray(num_cpus=2):
         from ray import serve
 
-        from deployments.ingress import APPLICATION
-        from deployments.service import running
+        from deployments.app.ingress import APPLICATION
+        from deployments.app.service import running
 
         with running(config) as url:
             replica = serve.get_deployment_handle(model.deployment_name, APPLICATION)

@@ -59,7 +59,7 @@ def loads(deployment: str) -> list[Any]:
     """The load of every replica that runs."""
     from ray import serve as ray_serve
 
-    from deployments.ingress import APPLICATION
+    from deployments.app.ingress import APPLICATION
 
     handle = ray_serve.get_deployment_handle(deployment, APPLICATION)
     if not handle.is_initialized:  # Ray Serve may hand out one that it has made before.

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import yaml
 
-from cluster.keys_config import KeyConfig, hash_of
+from cluster.config.keys import KeyConfig, hash_of
 from cluster.local_ray import free_port
 from dashboards.grafana.foreign_metrics import FOREIGN
 from dashboards.grafana.pictures import draw, replicas_alive

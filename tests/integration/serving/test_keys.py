@@ -13,8 +13,8 @@ import httpx
 import openai
 import pytest
 
-from cluster.keys_config import KeyConfig, hash_of
-from deployments.counter_store import WINDOW_S
+from cluster.config.keys import KeyConfig, hash_of
+from deployments.gateway.rate_limits import WINDOW_S
 from tests.integration.serving.apar_process import TINY, Server, serving, wait_for
 from tests.integration.serving.serve_and_look import SHOWN
 

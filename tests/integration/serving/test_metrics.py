@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.keys_config import hash_of
+from cluster.config.keys import hash_of
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Kind
 from tests.integration.serving.apar_process import ENGINE, REPLICA, TINY, Server, serving

@@ -11,8 +11,8 @@ from typing import Any
 import openai
 import pytest
 
-from apar_core.evaluation.replay_text import load_text
 from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.offline.evaluation.replay_text import load_text
 from apar_core.tree import tree_statistics
 from apar_core.workload.replay_answers import ReplayAnswer, replay_answers
 from apar_core.workload.trace import read_trace

@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 
-from cluster.logging_config import LoggingConfig
-from cluster.model_config import ModelConfig
-from cluster.routing_config import RoutingSettings
-from deployments.answer_parts import AnswerEnd, AnswerStart
-from deployments.asgi_relay import RelayedRequest
-from deployments.request_terms import RequestTerms
-from deployments.retries import ReplicaLostError
+from cluster.config.logging import LoggingConfig
+from cluster.config.model import ModelConfig
+from cluster.config.routing import RoutingSettings
+from deployments.gateway.hint import request_hint
+from deployments.relay.retries import ReplicaLostError
 from deployments.routing import registry
-from deployments.routing.hint import request_hint
 from deployments.routing.policy import Reason
 from deployments.routing.registry import SharedRouter
+from deployments.wire.answer import AnswerEnd, AnswerStart
+from deployments.wire.request import RelayedRequest, RequestTerms
 from tests.integration.serving.running_application import RunningApplication, processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -91,8 +90,8 @@ class Client:
 def client(application: RunningApplication) -> Iterator[Client]:
     from ray import serve
 
-    from deployments.application import Surroundings, build_replicas
-    from deployments.replica_calls import HandleCalls
+    from deployments.app.application import Surroundings, build_replicas
+    from deployments.relay.replica_calls import HandleCalls
 
     replicas = build_replicas(MODEL, Surroundings(), RoutingSettings(), logs=LoggingConfig())
 

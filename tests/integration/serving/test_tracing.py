@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.keys_config import hash_of
+from cluster.config.keys import hash_of
 from deployments.tracing import attributes as names
 from tests.fakes.otlp_collector import Collector, Span, http_collector
 from tests.integration.serving.apar_process import STOP_S, TINY, Server, serving

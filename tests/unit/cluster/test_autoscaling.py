@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cluster.autoscaling import ModelLoad, ReplicaReport, ScalingState, decide, replicas_worth
-from cluster.autoscaling_config import AutoscalingConfig
-from cluster.model_config import ModelConfig
+from cluster.config.autoscaling import AutoscalingConfig
+from cluster.config.model import ModelConfig
 
 SETTINGS = AutoscalingConfig(
     max_replicas=8, target_kv_use=0.8, upscale_delay_s=5, downscale_delay_s=60

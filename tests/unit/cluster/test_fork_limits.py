@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from apar_core.engine.fork_settings import ForkSettings
-from cluster.model_config import ForkLimits
+from apar_core.scheduler.fork_settings import ForkSettings
+from cluster.config.model import ForkLimits
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from cluster.config import ClusterConfig
-from cluster.model_config import ForkLimits, ModelConfig
-from deployments.application import Surroundings, build_application
-from deployments.ingress import IngressSettings
-from deployments.service import _core_shares
+from cluster.config.model import ForkLimits, ModelConfig
+from deployments.app.application import Surroundings, build_application
+from deployments.app.ingress import IngressSettings
+from deployments.app.service import _core_shares
 
 A, B = ModelConfig(name="a"), ModelConfig(name="b")
 HERE = Surroundings(num_replicas=1, core_shares={"Replica-a": 1})

@@ -8,7 +8,7 @@ import yaml
 from compose_spec import PyCompose
 
 from cluster.config import load_config
-from deployments.front_door import LIVE_PATH
+from deployments.app.ingress import LIVE_PATH
 
 REPOSITORY = Path(__file__).parents[3]
 SERVED = REPOSITORY / "containers" / "serve.yaml"

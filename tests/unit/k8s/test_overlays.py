@@ -7,7 +7,7 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from deployments.kuberay import arguments_of
+from deployments.app.kuberay import arguments_of
 from k8s.checks import problems
 from k8s.made import FOLDER as MADE
 from k8s.made import made_files

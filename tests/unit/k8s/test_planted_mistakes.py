@@ -190,7 +190,11 @@ IN_THE_APPLICATION: list[tuple[str, Any, str]] = [
     ("http_options/port", 9000, "port serve is not http_options.port"),
     ("http_options/ports", 8000, "http_options.ports: Ray Serve knows no such field"),
     ("proxy_location", "HeadOnly", "EveryNode is needed"),
-    ("applications/0/import_path", "deployments.kuberay:app", "deployments.kuberay:application"),
+    (
+        "applications/0/import_path",
+        "deployments.app.kuberay:app",
+        "deployments.app.kuberay:application",
+    ),
     ("applications/0/route_prefix", "/apar", "begin at /"),
     ("applications/0/arg", {}, "arg: Ray Serve knows no such field"),
     ("applications/0/deployments/0/replicas", 2, "replicas: Ray Serve knows no such field"),

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from apar_core.control_tokens import ControlTokens
 from apar_core.engine.checkpoint import inspect_checkpoint
 from apar_core.errors import CheckpointError
+from apar_core.formats.control_tokens import ControlTokens
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 

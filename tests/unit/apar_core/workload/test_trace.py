@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apar_core.data.records import ChatMessage
 from apar_core.errors import EvaluationError
+from apar_core.offline.data.records import ChatMessage
 from apar_core.workload.recorded import TraceWriter
 from apar_core.workload.trace import TraceLine, read_trace
 

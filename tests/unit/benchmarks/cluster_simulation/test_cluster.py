@@ -20,7 +20,7 @@ from benchmarks.cluster_simulation.scenarios import RecordedData, Scenario, buil
 from benchmarks.cluster_simulation.step_times import ReplicaModel, StepTimes
 from benchmarks.cluster_simulation.trees import AnswerTree, ThreadPlan
 from benchmarks.cluster_simulation.workload import MOST_PROMPT_TOKENS, Workload
-from cluster.autoscaling_config import AutoscalingConfig
+from cluster.config.autoscaling import AutoscalingConfig
 from deployments.routing.policy import ThreadRouter
 
 TIMES = StepTimes(5e-3, 20e-6, 0.2e-6, 25e-6)

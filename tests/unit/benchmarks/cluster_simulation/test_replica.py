@@ -13,7 +13,7 @@ from benchmarks.cluster_simulation.replica import SimReplica
 from benchmarks.cluster_simulation.step_times import ReplicaModel, StepTimes
 from benchmarks.cluster_simulation.threads import Outcome, SimRequest
 from benchmarks.cluster_simulation.trees import AnswerTree, ThreadPlan
-from deployments.routing.views import RequestHint
+from deployments.wire.request import RequestHint
 
 TIMES = StepTimes(5e-3, 20e-6, 0.2e-6, 25e-6)
 MODEL = ReplicaModel("test", "none", TIMES, 400, 16, max_threads=8, max_requests=8)

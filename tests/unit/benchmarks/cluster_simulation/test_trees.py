@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from apar_core.data.records import ParagraphRecord
+from apar_core.offline.data.records import ParagraphRecord
 from benchmarks.cluster_simulation.choosers import attended_tokens
 from benchmarks.cluster_simulation.trees import AnswerTree, ThreadPlan, answer_tree, read_trees
 

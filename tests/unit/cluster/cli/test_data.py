@@ -12,11 +12,11 @@ import pytest
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from apar_core.data.example_file import read_examples
-from apar_core.evaluation.answer_files import read_answer_set
-from apar_core.evaluation.prompt_sets import read_question_file
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.training.example_encoder import ExampleEncoder
+from apar_core.offline.data.example_file import read_examples
+from apar_core.offline.evaluation.answer_files import read_answer_set
+from apar_core.offline.evaluation.prompt_sets import read_question_file
+from apar_core.offline.training.example_encoder import ExampleEncoder
 from apar_core.workload.trace import read_trace
 from cluster.cli.main import app
 

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
-from apar_core.data.example_file import write_examples
-from apar_core.data.records import ChatMessage, ExampleRecord, ParagraphRecord, chain
-from apar_core.decoders.medusa_heads import load_medusa_heads
 from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.offline.data.example_file import write_examples
+from apar_core.offline.data.records import ChatMessage, ExampleRecord, ParagraphRecord, chain
+from apar_core.offline.speculation.medusa_heads import load_medusa_heads
 from cluster.cli.main import app
 
 RECIPE = {

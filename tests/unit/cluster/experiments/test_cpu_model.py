@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from apar_core.data.records import ChatMessage
-from apar_core.evaluation.replay_text import LLAMA_TOKENIZER, load_text
 from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.offline.data.records import ChatMessage
+from apar_core.offline.evaluation.replay_text import LLAMA_TOKENIZER, load_text
 from cluster.experiments.cpu_model import CPU_MODELS, FoldedText, write_cpu_model
 
 TEXT = "1. Practise daily: even ten minutes a day help more than an hour a week."

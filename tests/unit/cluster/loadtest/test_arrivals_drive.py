@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from apar_core.data.records import ChatMessage
+from apar_core.offline.data.records import ChatMessage
 from apar_core.workload.arrivals import AllAtOnce, Arrivals, ClosedLoop
 from cluster.loadtest.arrivals_drive import Drive, Stop
 from cluster.loadtest.client import Answered, LoadClient

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from apar_core.data.records import ChatMessage
+from apar_core.offline.data.records import ChatMessage
 from cluster.loadtest.client import Answered, LoadClient
 from cluster.loadtest.jobs import Job
 from cluster.loadtest.target import Target

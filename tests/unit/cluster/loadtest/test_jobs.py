@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from apar_core.errors import EvaluationError
+from cluster.config.model import PRESETS
 from cluster.loadtest.jobs import Job, PlannedJobs, WorkloadSettings, build_jobs
 from cluster.loadtest.target import ModelCard
-from cluster.model_config import PRESETS
 
 CARD = ModelCard(id="apar-tiny", root=PRESETS["apar-tiny"].path, max_model_len=1024)
 LIST = "Two tips:\n\n1. Tune first: check every string.\n2. Play slowly: speed comes by itself."

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from apar_core.data.records import ChatMessage
+from apar_core.offline.data.records import ChatMessage
 from cluster.loadtest.client import Answered, Attempt, LoadClient
 from cluster.loadtest.jobs import Job
 from cluster.loadtest.live_view import LiveFigures, LiveView

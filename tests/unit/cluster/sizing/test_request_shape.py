@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from apar_core.data.records import ParagraphRecord
+from apar_core.offline.data.records import ParagraphRecord
 from cluster.sizing.errors import SizingError
 from cluster.sizing.fork_profiles import PROFILES, find_profile
 from cluster.sizing.request_shape import shape_of

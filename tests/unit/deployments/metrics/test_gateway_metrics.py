@@ -7,19 +7,19 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cluster.keys_config import ANONYMOUS, KeyConfig, hash_of
+from cluster.config.keys import ANONYMOUS, KeyConfig, hash_of
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Metric
-from deployments.answer_parts import AnswerEnd, AnswerStart, Piece
-from deployments.answers import Progress
-from deployments.asgi_relay import RelayedRequest
-from deployments.error_responses import REPLICA_UNAVAILABLE
-from deployments.front_door import FrontDoor
-from deployments.gateway import Gateway
+from deployments.app.ingress import FrontDoor
+from deployments.gateway.gateway import Gateway
+from deployments.gateway.request_log import RequestRecord
 from deployments.metrics.gateway_metrics import GatewayMetrics, Outcome, outcome_of
-from deployments.request_log import RequestRecord
-from deployments.retries import NoReplicaError, ReplicaLostError
+from deployments.relay.relay import Progress
+from deployments.relay.retries import NoReplicaError, ReplicaLostError
 from deployments.routing import registry
+from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
+from deployments.wire.errors import REPLICA_UNAVAILABLE
+from deployments.wire.request import RelayedRequest
 from tests.fakes.played_replicas import CHAT, EVENTS, JSON, PlayedReplicas, gateway_of, settings_of
 from tests.unit.deployments.metrics.played_instruments import PlayedInstruments
 

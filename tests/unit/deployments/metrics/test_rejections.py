@@ -7,13 +7,13 @@ import pytest
 
 from apar_core.errors import CapacityError, RequestError
 from cluster.metrics import catalogue
-from deployments import fair_queue, keys, rate_limits, request_body, served_models
-from deployments.fair_queue import QueueTimeoutError
-from deployments.keys import UnknownKeyError
+from deployments.gateway import body, fair_queue, keys, models, rate_limits
+from deployments.gateway.body import BodyTimeoutError, BodyTooLargeError, PromptTooLongError
+from deployments.gateway.fair_queue import QueueTimeoutError
+from deployments.gateway.keys import UnknownKeyError
+from deployments.gateway.models import UnknownModelError
+from deployments.gateway.rate_limits import RateLimitError
 from deployments.metrics.rejections import Rejection, rejection_for
-from deployments.rate_limits import RateLimitError
-from deployments.request_body import BodyTimeoutError, BodyTooLargeError, PromptTooLongError
-from deployments.served_models import UnknownModelError
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_each_error_has_its_reason(error: RequestError | CapacityError, reason: 
 
 def test_no_kind_of_refusal_is_left_to_the_general_reasons() -> None:
     def kinds() -> Iterator[type[RequestError | CapacityError]]:
-        for module in (fair_queue, keys, rate_limits, request_body, served_models):
+        for module in (fair_queue, keys, rate_limits, body, models):
             for _, kind in inspect.getmembers(module, inspect.isclass):
                 is_own = kind.__module__ == module.__name__
                 if is_own and issubclass(kind, RequestError | CapacityError):

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from deployments.answer_parts import AnswerEnd
-from deployments.routing.views import ReplicaLoad, RequestHint
+from deployments.routing.views import ReplicaLoad
+from deployments.wire.answer import AnswerEnd
+from deployments.wire.request import RequestHint
 
 IDLE = ReplicaLoad(
     requests=0,

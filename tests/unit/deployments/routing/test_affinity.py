@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from deployments.routing.affinity import PrefixTable, covered_tokens
-from deployments.routing.views import RequestHint
+from deployments.wire.request import RequestHint
 
 NOTHING_SENT = np.zeros(4)
 LARGE_CACHE = np.full(4, 1e6)

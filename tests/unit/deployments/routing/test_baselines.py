@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from cluster.routing_config import RoutingPolicy, RoutingSettings
+from cluster.config.routing import RoutingPolicy, RoutingSettings
 from deployments.routing.baselines import (
     FewestRequests,
     PowerOfTwo,

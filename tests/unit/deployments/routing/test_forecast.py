@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from deployments.answer_parts import AnswerEnd
 from deployments.routing.forecast import Forecaster
-from deployments.routing.views import RequestHint
+from deployments.wire.answer import AnswerEnd
+from deployments.wire.request import RequestHint
 from tests.unit.deployments.routing.loads import FORKED, HINT, PLAIN
 
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.routing_config import RoutingPolicy, RoutingSettings
+from cluster.config.routing import RoutingPolicy, RoutingSettings
 from deployments.routing.baselines import build_router
 from deployments.routing.policy import Reason, Router
-from deployments.routing.views import RequestHint
+from deployments.wire.request import RequestHint
 from tests.unit.deployments.routing.loads import FORKED, HINT, IDLE, PLAIN, busy
 
 

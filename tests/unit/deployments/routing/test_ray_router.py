@@ -14,11 +14,10 @@ from ray.serve._private.common import (
 )
 from ray.serve._private.request_router.common import PendingRequest
 
-from cluster.routing_config import RoutingSettings
-from deployments.asgi_relay import RelayedRequest
-from deployments.request_terms import RequestTerms
+from cluster.config.routing import RoutingSettings
 from deployments.routing import registry
 from deployments.routing.ray_router import ThreadRequestRouter
+from deployments.wire.request import RelayedRequest, RequestTerms
 from tests.unit.deployments.routing.loads import FORKED
 
 DEPLOYMENT = DeploymentID(name="Replica-x", app_name="apar")

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from cluster.routing_config import RoutingPolicy, RoutingSettings
+from cluster.config.routing import RoutingPolicy, RoutingSettings
 from deployments.routing.policy import Reason
 from deployments.routing.registry import Registry, SharedRouter
 from tests.unit.deployments.routing.loads import FORKED, HINT, busy

@@ -7,10 +7,10 @@ import pytest
 
 from apar_core.engine.journal import RequestFollower
 from apar_core.fork_parameters import KeyTerms
-from deployments.answering import Answering
-from deployments.asgi_relay import RelayedRequest
-from deployments.replica import Replica
+from deployments.replica.answering import Answering
+from deployments.replica.replica import Replica
 from deployments.routing.load_report import LoadReporter
+from deployments.wire.request import RelayedRequest
 
 
 class PlayedEngine:

@@ -6,12 +6,12 @@ import pytest
 from pydantic import ValidationError
 
 from cluster.config import ClusterConfig
-from cluster.routing_config import RoutingPolicy, RoutingSettings
+from cluster.config.routing import RoutingPolicy, RoutingSettings
 from deployments.routing.baselines import build_router
 from deployments.routing.policy import Reason
 from deployments.routing.ray_router import ThreadRequestRouter
 from deployments.routing.serve_config import router_config
-from deployments.routing.views import RequestHint
+from deployments.wire.request import RequestHint
 from tests.unit.deployments.routing.loads import IDLE
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.routing_config import RoutingSettings
+from cluster.config.routing import RoutingSettings
 from deployments.routing.baselines import build_router
 from deployments.routing.step_time import StepTime
 from tests.unit.deployments.routing.loads import FORKED, HINT, IDLE, busy

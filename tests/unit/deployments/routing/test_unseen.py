@@ -2,9 +2,10 @@
 
 import pytest
 
-from cluster.routing_config import RoutingSettings
+from cluster.config.routing import RoutingSettings
 from deployments.routing.policy import ThreadRouter
-from deployments.routing.views import ReplicaLoad, RequestHint
+from deployments.routing.views import ReplicaLoad
+from deployments.wire.request import RequestHint
 
 HINT = RequestHint(prompt_tokens=100)
 CAPS = {f"replica-{number}": 100 for number in range(8)}

@@ -18,12 +18,12 @@ from vllm.v1.engine import (
 from apar_core.engine.thread_outputs import RequestThreads
 from apar_core.fork_parameters import ForkParameters
 from apar_core.journal import Journal, ThreadDelta
-from deployments.request_terms import RequestTerms
-from deployments.served_request import FollowedRequest
+from deployments.replica.followed_request import FollowedRequest
 from deployments.tracing import attributes as names
 from deployments.tracing import engine_trace
 from deployments.tracing.engine_trace import _ABORT, _PREEMPTED, _SCHEDULED
 from deployments.tracing.thread_spans import FINISH_REASONS
+from deployments.wire.request import RequestTerms
 from tests.fakes.kept_spans import KeptSpans, parent_of
 
 FORK, CHILD, END = 1, 2, 3

@@ -9,13 +9,13 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 
 from apar_core.journal import ThreadDelta
-from cluster.keys_config import KeyConfig
-from cluster.retry_config import RetryConfig
-from deployments.answer_parts import AnswerEnd, AnswerStart, Piece
-from deployments.asgi_relay import RelayedRequest
-from deployments.retries import ReplicaBrokenError, ReplicaLostError
+from cluster.config.keys import KeyConfig
+from cluster.config.retries import RetryConfig
+from deployments.relay.retries import ReplicaBrokenError, ReplicaLostError
 from deployments.tracing import attributes as names
 from deployments.tracing.gateway_trace import start_trace
+from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
+from deployments.wire.request import RelayedRequest
 from tests.fakes.kept_spans import KeptSpans, parent_of
 from tests.fakes.played_replicas import CHAT, EVENTS, JSON, PlayedReplicas, gateway_of
 
@@ -159,7 +159,7 @@ def test_without_tracing_there_is_no_trace() -> None:
 
 
 async def test_the_log_names_the_trace(kept: KeptSpans, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="deployments.request_log"):
+    with caplog.at_level("INFO", logger="deployments.gateway.request_log"):
         await client(kept, PlayedReplicas(AnswerStart(200, JSON, b"{}"))).post(CHAT, json=BODY)
 
     (record,) = (each for each in caplog.records if each.getMessage() == "request")

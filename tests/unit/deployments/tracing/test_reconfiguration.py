@@ -3,9 +3,9 @@
 from typing import Any
 
 from cluster.config import ClusterConfig
-from deployments.application import Surroundings, build_application
-from deployments.gateway_settings import gateway_settings
-from deployments.ingress import IngressSettings
+from deployments.app.application import Surroundings, build_application
+from deployments.app.ingress import IngressSettings
+from deployments.gateway.settings import gateway_settings
 from tests.fakes.played_replicas import PlayedReplicas, gateway_of, settings_of
 
 HERE = Surroundings(num_replicas=1, core_shares={}, generation="one")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from apar_core.data.records import ChatMessage
 from apar_core.engine.replay import replayed_tokens
+from apar_core.offline.data.records import ChatMessage
 from apar_core.tree.paragraph import ROOT_THREAD, ParagraphTree, ThreadId
 from apar_core.tree.restore import restore
 from apar_core.workload.replay_answers import ReplayAnswer

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from apar_core.data.records import ChatMessage, ParagraphRecord
+from apar_core.offline.data.records import ChatMessage, ParagraphRecord
 from apar_core.workload.replay_answers import ReplayAnswer
 from cluster.experiments.peers.skeleton_of_thought import (
     POINT_PROMPT,

@@ -1,0 +1,1 @@
+"""How model families mark forks in their tokens."""

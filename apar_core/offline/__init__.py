@@ -1,0 +1,1 @@
+"""The papers' methods without a server: data, training, decoding and evaluation."""

@@ -1,0 +1,156 @@
+"""Examples as JSON lines: written by data preparation, read by training.
+
+One line is `{"id", "kind", "messages": [{"role", "content"}, ...], "answer": THREAD}` with the
+user's turn at the end of `messages`. A THREAD is a list of paragraphs `{"text", "detail"?}`, and
+`detail` is the THREAD of the paragraph's first child.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from apar_core.errors import DataError, TreeError
+from apar_core.offline.data.records import (
+    ChatMessage,
+    ExampleRecord,
+    ParagraphRecord,
+    thread_paragraphs,
+)
+from apar_core.validation import validation_summary
+
+STRUCTURED_FILE = "structured.jsonl"
+UNSTRUCTURED_FILE = "unstructured.jsonl"
+
+
+class _MessageLine(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    role: str
+    content: str
+
+
+class _ParagraphLine(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    text: str
+    detail: list[_ParagraphLine] | None = None
+
+
+class _ExampleLine(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    id: str
+    kind: str
+    messages: list[_MessageLine] = Field(min_length=1)
+    answer: list[_ParagraphLine]
+
+
+def example_line(example: ExampleRecord) -> bytes:
+    """Return the example as one line of the file, its line break included.
+
+    Raises DataError for an example without an id or user's turn, or whose text is no Unicode.
+    """
+    if example.example_id is None:
+        raise DataError(f"an example of kind {example.kind!r} has no id")
+    if not example.messages or example.messages[-1].role != "user":
+        raise DataError(f"the messages of example {example.example_id!r} end without a user's turn")
+    line = {
+        "id": example.example_id,
+        "kind": example.kind,
+        "messages": [message.as_dict() for message in example.messages],
+        "answer": _thread_lines(example.answer),
+    }
+    try:
+        return json.dumps(line, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"example {example.example_id!r} holds a lone surrogate, which is no Unicode text"
+        ) from error
+
+
+def write_examples(path: Path, examples: Iterable[ExampleRecord]) -> int:
+    """Write the examples to a file, replacing it; return their number."""
+    num_examples = 0
+    with path.open("wb") as file:
+        for example in examples:
+            file.write(example_line(example))
+            num_examples += 1
+    return num_examples
+
+
+def read_examples(path: Path) -> Iterator[ExampleRecord]:
+    """Yield the examples of a file, or of a folder that data preparation wrote.
+
+    A folder's structured examples come first. Raises DataError with the line's number.
+    """
+    for file in example_files(path):
+        yield from _read_file(file)
+
+
+def example_files(path: Path) -> list[Path]:
+    """Return the files that `read_examples` reads. Raises DataError if there are none."""
+    if path.is_dir():
+        files = [path / STRUCTURED_FILE, path / UNSTRUCTURED_FILE]
+        found = [file for file in files if file.is_file()]
+        if not found:
+            raise DataError(f"{path} holds neither {STRUCTURED_FILE} nor {UNSTRUCTURED_FILE}")
+        return found
+    if path.is_file():
+        return [path]
+    raise DataError(f"{path} does not exist")
+
+
+def example_of_line(line: bytes) -> ExampleRecord:
+    """Return the example of one line that `example_line` has made."""
+    return _example(_ExampleLine.model_validate_json(line))
+
+
+def _read_file(path: Path) -> Iterator[ExampleRecord]:
+    # Bytes, because only a line feed ends a line of JSON lines.
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    yield example_of_line(line)
+                except (ValidationError, TreeError, DataError) as error:
+                    raise DataError(f"{path}, line {number}: {_summary(error)}") from error
+
+
+def _example(line: _ExampleLine) -> ExampleRecord:
+    if line.messages[-1].role != "user":
+        raise DataError(f"messages: the last role is {line.messages[-1].role!r}, not 'user'")
+    return ExampleRecord(
+        kind=line.kind,
+        messages=tuple(ChatMessage(message.role, message.content) for message in line.messages),
+        answer=_paragraphs(line.answer),
+        example_id=line.id,
+    )
+
+
+def _paragraphs(thread: list[_ParagraphLine]) -> ParagraphRecord:
+    following: ParagraphRecord | None = None
+    for paragraph in reversed(thread):
+        detail = None if paragraph.detail is None else _paragraphs(paragraph.detail)
+        following = ParagraphRecord(paragraph.text, first_child=detail, next_sibling=following)
+    if following is None:
+        raise DataError("answer: a thread has no paragraph")
+    return following
+
+
+def _thread_lines(first: ParagraphRecord) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    for paragraph in thread_paragraphs(first):
+        line: dict[str, Any] = {"text": paragraph.text}
+        if paragraph.first_child is not None:
+            line["detail"] = _thread_lines(paragraph.first_child)
+        lines.append(line)
+    return lines
+
+
+def _summary(error: Exception) -> str:
+    return validation_summary(error) if isinstance(error, ValidationError) else str(error)

@@ -1,0 +1,264 @@
+"""Decoders by name: plain, vanilla_apar and medusa_apar."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from apar_core.errors import CheckpointError, RequestError
+from apar_core.formats.control_tokens import (
+    ControlTokens,
+    find_control_tokens,
+    refuse_control_tokens,
+)
+from apar_core.offline.decoders.decoded_answer import DecodedAnswer
+from apar_core.offline.decoders.decoding_model import DecodingModel
+from apar_core.offline.decoders.interface import DecodeLimits, DecodeStep, DecodeStream, TokenChoice
+from apar_core.offline.decoders.thread_family import ThreadFamily
+from apar_core.offline.decoders.token_chooser import TypicalAcceptance
+from apar_core.offline.decoders.tree_decoder import AnswerRun
+from apar_core.offline.speculation.medusa_heads import MedusaHeads, load_medusa_heads
+from apar_core.offline.training.packing import TreeTokens
+from apar_core.offline.training.tree_attention import limited_attention
+from apar_core.tree.stream import TreeStream
+
+DecoderName = Literal["plain", "vanilla_apar", "medusa_apar"]
+DECODER_NAMES: tuple[DecoderName, ...] = ("plain", "vanilla_apar", "medusa_apar")
+
+# Where memory bounds a pass, more candidates cost next to nothing; a CPU computes each of them.
+_CANDIDATES_ON_CPU, _CANDIDATES_ON_GPU = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadDecoder:
+    """An `AnswerDecoder` over one model; it holds nothing between answers."""
+
+    decoding: DecodingModel
+    control: ControlTokens | None
+    end_ids: frozenset[int]
+    vocab_size: int
+    max_positions: int
+
+    def stream(
+        self,
+        prompt_ids: Sequence[int],
+        choice: TokenChoice | None = None,
+        limits: DecodeLimits | None = None,
+    ) -> DecodeStream:
+        """Decode pass by pass, as `AnswerDecoder` says."""
+        choice, limits = choice or TokenChoice.greedy(), limits or DecodeLimits()
+        prompt = list(prompt_ids)
+        self._check_prompt(prompt)
+        self._check_replay(choice)
+        tokens = self.decoding.tokens
+        family = ThreadFamily(
+            len(prompt),
+            tokens if self.decoding.forks else None,
+            self.end_ids,
+            choice,
+            limits,
+            self.max_positions,
+        )
+        run = AnswerRun(self.decoding, family, choice, prompt)
+        text, trace = TreeStream(family.tree), []
+        while run.rows:
+            record = run.step()
+            trace.append(record)
+            yield DecodeStep(record, tuple(text.take()))
+        return DecodedAnswer(
+            family.decoded_threads(),
+            tuple(trace),
+            len(prompt),
+            tokens.fork_id if tokens is not None else None,
+        )
+
+    def _check_prompt(self, prompt: list[int]) -> None:
+        if not prompt:
+            raise RequestError("prompt is empty: at least 1 token is needed", param="prompt")
+        if len(prompt) >= self.max_positions:
+            raise RequestError(
+                f"prompt has {len(prompt)} tokens, which leaves no room in a context of "
+                f"{self.max_positions}",
+                param="prompt",
+            )
+        self._check_ids(prompt, "prompt")
+        if self.control is not None:
+            refuse_control_tokens(prompt, self.control)
+
+    def _check_replay(self, choice: TokenChoice) -> None:
+        for path, token_ids in (choice.tokens_of_thread or {}).items():
+            field = f"tokens_of_thread[{path!r}]"
+            self._check_ids(token_ids, field)
+            ends = [place for place, token in enumerate(token_ids) if token in self.end_ids]
+            if ends and ends[0] != len(token_ids) - 1:
+                raise RequestError(f"{field} goes on after its end token", param=field)
+            if path == "" and not token_ids:
+                raise RequestError(f"{field} is empty", param=field)
+            banned = self._unforceable() & set(token_ids)
+            if banned:
+                raise RequestError(
+                    f"{field} holds control token {min(banned)}, which this decoder never "
+                    "generates",
+                    param=field,
+                )
+        if choice.tokens_of_thread is not None:
+            self._check_paths(choice.tokens_of_thread)
+
+    def _check_paths(self, replay: Mapping[str, Sequence[int]]) -> None:
+        if "" not in replay:
+            raise RequestError(
+                "tokens_of_thread lacks the root thread ''", param="tokens_of_thread"
+            )
+        tokens = self.decoding.tokens
+        opened = {""}
+        for path, token_ids in replay.items():
+            num_forks = sum(tokens is not None and token == tokens.fork_id for token in token_ids)
+            opened |= {f"{path}.{n}" if path else str(n) for n in range(num_forks)}
+        for path in replay:
+            if path not in opened:
+                field = f"tokens_of_thread[{path!r}]"
+                raise RequestError(
+                    f"{field} is a thread that nothing opens: no fork token stands for it",
+                    param=field,
+                )
+
+    def _unforceable(self) -> set[int]:
+        tokens = self.decoding.tokens
+        if tokens is None:
+            return set()
+        return {tokens.child_id} if self.decoding.forks else {tokens.child_id, tokens.fork_id}
+
+    def _check_ids(self, token_ids: Sequence[int], field: str) -> None:
+        for position, token_id in enumerate(token_ids):
+            if not 0 <= token_id < self.vocab_size:
+                raise RequestError(
+                    f"token {position} of {field} has id {token_id}; the model has ids 0 to "
+                    f"{self.vocab_size - 1}",
+                    param=field,
+                )
+
+
+def load_decoder(
+    name: str,
+    model: str | Path | PreTrainedModel,
+    tokenizer: Any = None,
+    *,
+    medusa_heads: Path | None = None,
+    device: str = "auto",
+    dtype: torch.dtype | None = None,
+    top_k: tuple[int, ...] | None = None,
+    acceptance: TypicalAcceptance | None = None,
+) -> ThreadDecoder:
+    """Return a decoder over a loaded model, or over a folder or hub name.
+
+    `top_k` gives the candidates of each Medusa head; one each on a CPU and two elsewhere if absent.
+    Raises CheckpointError naming what does not fit: the name, the control tokens, the heads.
+    """
+    if name not in DECODER_NAMES:
+        raise CheckpointError(f"decoder must be one of {', '.join(DECODER_NAMES)}, got {name!r}")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if isinstance(model, str | Path):
+        tokenizer = tokenizer or _load(AutoTokenizer, model)
+        model = _load(AutoModelForCausalLM, model, dtype=dtype or "auto")
+    if tokenizer is None:
+        raise CheckpointError("tokenizer must be given with a loaded model")
+    loaded: Any = model
+    loaded = loaded.to(device=device, dtype=dtype or loaded.dtype).eval()
+    control = find_control_tokens(tokenizer.get_vocab())
+    if control is None and name != "plain":
+        raise CheckpointError(f"{name} needs a model with control tokens: this vocabulary has none")
+    end_ids = _end_ids(loaded, tokenizer)
+    return build_decoder(
+        name,
+        loaded,
+        control,
+        end_ids,
+        heads=_heads(medusa_heads, loaded) if name == "medusa_apar" else None,
+        top_k=top_k,
+        acceptance=acceptance,
+    )
+
+
+def load_tokenizer(name: str | Path) -> Any:
+    """Return a checkpoint's tokenizer. Raises CheckpointError if it cannot be loaded."""
+    return _load(AutoTokenizer, name)
+
+
+def build_decoder(
+    name: DecoderName,
+    model: PreTrainedModel,
+    control: ControlTokens | None,
+    end_ids: frozenset[int],
+    *,
+    heads: MedusaHeads | None = None,
+    top_k: tuple[int, ...] | None = None,
+    acceptance: TypicalAcceptance | None = None,
+) -> ThreadDecoder:
+    """Return a decoder over parts that are loaded already; see load_decoder."""
+    config: Any = model.config
+    limited = limited_attention(config, config.max_position_embeddings)
+    if limited is not None:
+        raise CheckpointError(
+            f"the decoders need full attention in every layer; model {config.name_or_path!r} has "
+            f"{limited}"
+        )
+    if heads is not None:
+        top_k = _default_top_k(model, heads) if top_k is None else top_k
+        _check_heads(heads, config, top_k)
+    tokens = TreeTokens(control.fork_id, control.child_id, min(end_ids)) if control else None
+    decoding = DecodingModel(
+        model, tokens, name != "plain", heads, top_k or (), acceptance or TypicalAcceptance()
+    )
+    return ThreadDecoder(
+        decoding, control, end_ids, config.vocab_size, config.max_position_embeddings
+    )
+
+
+def _load(loader: Any, name: str | Path, **arguments: Any) -> Any:
+    try:
+        return loader.from_pretrained(str(name), **arguments)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"cannot load model {str(name)!r}: {error}") from error
+
+
+def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    ids = set(configured) if isinstance(configured, list) else {configured}
+    end_ids = frozenset(each for each in (*ids, tokenizer.eos_token_id) if each is not None)
+    if not end_ids:
+        raise CheckpointError("eos_token_id: neither the tokenizer nor the model has one")
+    return end_ids
+
+
+def _heads(folder: Path | None, model: Any) -> MedusaHeads:
+    if folder is None:
+        raise CheckpointError("medusa_apar needs medusa_heads, the folder of trained heads")
+    heads = load_medusa_heads(folder)
+    return heads.to(device=model.device, dtype=model.dtype)
+
+
+def _default_top_k(model: Any, heads: MedusaHeads) -> tuple[int, ...]:
+    candidates = _CANDIDATES_ON_CPU if model.device.type == "cpu" else _CANDIDATES_ON_GPU
+    return (candidates,) * heads.settings.medusa_num_heads
+
+
+def _check_heads(heads: MedusaHeads, config: Any, top_k: tuple[int, ...]) -> None:
+    settings = heads.settings
+    for field in ("hidden_size", "vocab_size"):
+        theirs, ours = getattr(settings, field), getattr(config, field)
+        if theirs != ours:
+            raise CheckpointError(f"Medusa heads have {field} {theirs}, the model has {ours}")
+    if not 1 <= len(top_k) <= settings.medusa_num_heads or not all(
+        1 <= k <= settings.vocab_size for k in top_k
+    ):
+        raise CheckpointError(
+            f"top_k must give 1 to {settings.medusa_num_heads} heads at least 1 candidate each, "
+            f"got {top_k}"
+        )

@@ -1,0 +1,1 @@
+"""Speculative decoding: Medusa heads and candidate trees."""

@@ -1,0 +1,209 @@
+"""Fine-tunes any causal language model of transformers to APAR."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from apar_core.errors import TrainingError
+from apar_core.formats.control_tokens import ControlTokens
+from apar_core.offline.data.example_file import read_examples
+from apar_core.offline.data.records import ExampleRecord, count_forks
+from apar_core.offline.training.example_encoder import EncodingCounts, ExampleEncoder
+from apar_core.offline.training.pretrained import (
+    check_model,
+    is_sharded,
+    load_model,
+    load_tokenizer,
+    pad_token_id,
+    prepare_weights,
+    recipe_dtype,
+    save_pretrained,
+)
+from apar_core.offline.training.recipe import LoraSettings, TrainingRecipe
+from apar_core.offline.training.reports import OnStep
+from apar_core.offline.training.resumption import last_checkpoint, run_inputs, train_from
+from apar_core.offline.training.tree_dataset import (
+    RowList,
+    StepRows,
+    TreeGroups,
+    drawn_trees,
+    padding_share,
+    rows_of,
+    step_rows,
+)
+from apar_core.offline.training.tree_trainer import (
+    TreeCollator,
+    TreeTrainer,
+    training_arguments,
+)
+from apar_core.offline.training.vocabulary import add_control_tokens, stop_at, tree_tokens
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Share of padding among all tokens of a run's rows, and what it is with one tree per row."""
+
+    share: float
+    one_tree_per_row: float
+
+    def __str__(self) -> str:
+        return (
+            f"padding {self.share:.1%} of the tokens, {self.one_tree_per_row:.1%} with one tree "
+            "per row"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """The rows that a run trains and validates with."""
+
+    training: StepRows
+    validation: RowList
+    padding: Padding
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingResult:
+    """What a run did."""
+
+    counts: EncodingCounts
+    padding: Padding
+    num_training: int
+    num_validation: int
+    validation_loss: float | None
+
+
+def fine_tune(
+    model_name: str,
+    data: Path,
+    out: Path,
+    recipe: TrainingRecipe,
+    *,
+    chat_template: Path | None = None,
+    resume: bool = False,
+    on_step: OnStep | None = None,
+) -> TrainingResult:
+    """Train a model on the examples of `data` and write the checkpoint to `out`.
+
+    The checkpoint is what `apar serve` takes: adapters merged, tokenizer with control tokens and
+    chat template. Raises TrainingError or DataError if something is not as it must be.
+    """
+    tokenizer = load_tokenizer(model_name, chat_template)
+    inputs = run_inputs(model_name, tokenizer, data)
+    last = last_checkpoint(out, recipe, inputs, resume=resume)
+    check_model(model_name, recipe.context_length)
+    arguments = training_arguments(recipe, out, tensorboard=True, save=True)
+    if recipe.lora is not None and is_sharded():
+        raise TrainingError("lora cannot be merged into a sharded model: train it without FSDP")
+    model = load_model(model_name, recipe_dtype(recipe), arguments.device)
+    control = add_control_tokens(
+        model, tokenizer, multiple=recipe.vocabulary_multiple, seed=recipe.seed
+    )
+    stop_at(model, tokenizer, tree_tokens(tokenizer).end_id)
+    encoder = ExampleEncoder(tokenizer, recipe.context_length)
+    training, validation = read_groups(data, encoder).split(recipe.validation_share, recipe.seed)
+    collator = TreeCollator.for_model(model, pad_token_id(tokenizer))
+    plan = plan_rows(training, validation, recipe, arguments.world_size, collator.multiple)
+    trained = model if recipe.lora is None else adapted(model, recipe.lora, control)
+    prepare_weights(trained)
+    trainer = TreeTrainer(
+        trained,
+        arguments,
+        recipe,
+        collator=collator,
+        train_rows=plan.training,
+        validation_rows=plan.validation,
+        validate=bool(validation.all_rows),
+        on_step=on_step,
+    )
+    train_from(last, trainer, out, inputs)
+    loss = trainer.final_validation_loss() if validation.all_rows else None
+    _save(trainer, tokenizer, out)
+    return TrainingResult(
+        encoder.counts, plan.padding, len(training.all_rows), len(validation.all_rows), loss
+    )
+
+
+def read_groups(data: Path, encoder: ExampleEncoder) -> TreeGroups:
+    """Return the packed rows of a file or folder of examples.
+
+    Raises TrainingError if no example fits the context.
+    """
+    structured: list[ExampleRecord] = []
+    unstructured: list[ExampleRecord] = []
+    for example in read_examples(data):
+        (structured if count_forks(example.answer) else unstructured).append(example)
+    groups = TreeGroups(encoder.encode_all(structured), encoder.encode_all(unstructured))
+    logger.info("%s", encoder.counts)
+    if encoder.counts.cut or encoder.counts.dropped:
+        logger.warning(
+            "of the examples, %d were longer than %d tokens and cut at a thread, %d were dropped",
+            encoder.counts.cut,
+            encoder.context_length,
+            encoder.counts.dropped,
+        )
+    if not groups.all_rows:
+        raise TrainingError(
+            f"no example in {data} can be trained on within {encoder.context_length} tokens "
+            f"({encoder.counts})"
+        )
+    return groups
+
+
+def plan_rows(
+    training: TreeGroups,
+    validation: TreeGroups,
+    recipe: TrainingRecipe,
+    num_processes: int,
+    multiple: int,
+) -> RowPlan:
+    """Draw the trees of a run and put them into rows, padded to a `multiple` of tokens."""
+    steps = drawn_trees(training, recipe)
+    alone = recipe.model_copy(update={"pack_trees": False})
+    rows = step_rows(steps, recipe, num_processes)
+    padding = Padding(
+        padding_share(rows.rows, recipe, multiple),
+        padding_share(step_rows(steps, alone, num_processes).rows, alone, multiple),
+    )
+    logger.info("%s", padding)
+    return RowPlan(rows, RowList(rows_of(validation.all_rows, recipe)), padding)
+
+
+def adapted(model: PreTrainedModel, lora: LoraSettings, control: ControlTokens) -> PeftModel:
+    """Return the model with adapters; of the embeddings only the control tokens' rows learn."""
+    tokens = [control.fork_id, control.child_id]
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    names = {
+        name: tokens
+        for name, module in model.named_modules()
+        if module is model.get_input_embeddings()
+        or (module is model.get_output_embeddings() and not tied)
+    }
+    targets = lora.target_modules
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        trainable_token_indices={name.rpartition(".")[2]: ids for name, ids in names.items()},
+    )
+    return get_peft_model(model, config)
+
+
+def _save(trainer: TreeTrainer, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if not trainer.is_world_process_zero():
+        return
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if isinstance(model, PeftModel):
+        model = model.merge_and_unload()
+        weights = model.state_dict()
+    save_pretrained(model, weights, tokenizer, out)

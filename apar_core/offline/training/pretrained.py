@@ -1,0 +1,162 @@
+"""Loads the model and tokenizer to train, and writes a checkpoint that can be served."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights  # type: ignore[import-untyped]
+from accelerate.utils import parse_flag_from_env  # type: ignore[import-untyped]
+from peft import PeftModel
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.integrations.fsdp import is_fsdp_enabled
+
+from apar_core.errors import TrainingError
+from apar_core.offline.training.recipe import TrainingRecipe
+from apar_core.offline.training.tree_attention import FLEX, SDPA, limited_attention
+
+logger = logging.getLogger(__name__)
+
+VICUNA_TEMPLATE = Path(__file__).with_name("vicuna_template.jinja")
+
+
+def check_model(name_or_path: str, context_length: int) -> None:
+    """Raise TrainingError if the model cannot be trained on trees of `context_length` tokens.
+
+    Reads its configuration only, so a model is refused before its weights are loaded.
+    """
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name_or_path)
+    except (OSError, ValueError) as error:
+        raise TrainingError(f"no model to train in {name_or_path!r}: {_line(error)}") from error
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and context_length > positions:
+        raise TrainingError(
+            f"context_length {context_length} is more than the model's {positions} positions"
+        )
+    limited = limited_attention(config, context_length)
+    if limited is not None:
+        raise TrainingError(
+            f"training on trees needs full attention in every layer; model {name_or_path!r} has "
+            f"{limited}"
+        )
+
+
+def recipe_dtype(recipe: TrainingRecipe) -> torch.dtype:
+    """Return the dtype of a recipe's forward pass, in which weights are loaded."""
+    return torch.bfloat16 if recipe.dtype == "bfloat16" else torch.float32
+
+
+def is_sharded() -> bool:
+    """Tell whether `accelerate launch` was configured to shard the model with FSDP."""
+    return bool(parse_flag_from_env("ACCELERATE_USE_FSDP"))
+
+
+def load_model(name_or_path: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Return the model on a device, with FlexAttention on CUDA and SDPA elsewhere.
+
+    With FSDP the first process loads the model to CPU memory, and the others get parameters on the
+    meta device: they receive their shards from the first one. Raises TrainingError if there is no
+    model.
+    """
+    attention = FLEX if device.type == "cuda" else SDPA
+    sharded = is_fsdp_enabled()
+    try:
+        model: PreTrainedModel
+        if sharded and torch.distributed.get_rank() != 0:
+            config = AutoConfig.from_pretrained(name_or_path)
+            with init_empty_weights():
+                model = AutoModelForCausalLM.from_config(
+                    config, dtype=torch.float32, attn_implementation=attention
+                )
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                name_or_path,
+                dtype=dtype,
+                attn_implementation=attention,
+                device_map=None if sharded else device,
+            )
+    except (OSError, ValueError) as error:
+        raise TrainingError(f"no model to train in {name_or_path!r}: {_line(error)}") from error
+    model.config.use_cache = False
+    return model
+
+
+def prepare_weights(model: PreTrainedModel | PeftModel) -> None:
+    """Turn parameters that are trained into float32, the master weights that AdamW updates.
+
+    Frozen ones keep their dtype. Parameters on the meta device get memory that nothing writes to,
+    which the system does not commit: accelerate tells parameters apart by their addresses.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    # Adapters are not trained on a sharded model.
+    if isinstance(model, PreTrainedModel) and any(part.is_meta for part in model.parameters()):
+        model._apply(lambda part: torch.empty_like(part, device="cpu") if part.is_meta else part)
+        model.tie_weights()
+
+
+def load_tokenizer(name_or_path: str, chat_template: Path | None = None) -> PreTrainedTokenizerBase:
+    """Return the tokenizer with a chat template: the file's, its own, or Vicuna's.
+
+    Raises TrainingError if there is no tokenizer or the file cannot be read.
+    """
+    if name_or_path.startswith(("/", ".", "~")) and not Path(name_or_path).is_dir():
+        raise TrainingError(f"no such model folder: {name_or_path}")
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name_or_path)
+    except (OSError, ValueError) as error:
+        raise TrainingError(f"no tokenizer in {name_or_path!r}: {_line(error)}") from error
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TrainingError(f"chat template {chat_template} cannot be read: {error}") from error
+    elif not tokenizer.chat_template:
+        logger.warning("%r has no chat template: Vicuna's is used and saved with it", name_or_path)
+        tokenizer.chat_template = VICUNA_TEMPLATE.read_text(encoding="utf-8")
+    return tokenizer
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return an id to pad rows with; padding is neither read nor learned."""
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+
+
+def save_pretrained(
+    model: PreTrainedModel,
+    weights: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+) -> None:
+    """Write weights in bfloat16, configuration, tokenizer and chat template."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # Tied weights stay one tensor, and so are written once.
+    cast: dict[int, Tensor] = {}
+    for tensor in weights.values():
+        cast.setdefault(tensor.data_ptr(), tensor.detach().to("cpu", torch.bfloat16))
+    state = {name: cast[tensor.data_ptr()] for name, tensor in weights.items()}
+    model.config.use_cache = True
+    model.save_pretrained(folder, state_dict=state)
+    tokenizer.save_pretrained(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["dtype"] = "bfloat16"
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _line(error: Exception) -> str:
+    lines = str(error).split("\n")
+    # Some begin with a colon and a list.
+    return " ".join(" ".join(lines).split()) if lines[0].rstrip().endswith(":") else lines[0]

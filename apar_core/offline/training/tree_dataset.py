@@ -1,0 +1,172 @@
+"""Which tree is learned when, and in which row: seeded draws, packed or one tree per row."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch.utils.data import Dataset
+
+from apar_core.errors import TrainingError
+from apar_core.offline.training.packing import PackedTree, join_trees, padded_width
+from apar_core.offline.training.recipe import TrainingRecipe
+
+
+@dataclass(frozen=True, slots=True)
+class TreeGroups:
+    """Packed rows of forking and of plain answers."""
+
+    structured: Sequence[PackedTree]
+    unstructured: Sequence[PackedTree]
+
+    def split(self, validation_share: float, seed: int) -> tuple[TreeGroups, TreeGroups]:
+        """Return what to train on and what to validate with; both groups give their share."""
+        structured = _split(self.structured, validation_share, f"{seed}:structured")
+        unstructured = _split(self.unstructured, validation_share, f"{seed}:unstructured")
+        return (
+            TreeGroups(structured[0], unstructured[0]),
+            TreeGroups(structured[1], unstructured[1]),
+        )
+
+    @property
+    def all_rows(self) -> list[PackedTree]:
+        """Every row, forking answers first."""
+        return [*self.structured, *self.unstructured]
+
+
+def _split(
+    rows: Sequence[PackedTree], share: float, seed: str
+) -> tuple[list[PackedTree], list[PackedTree]]:
+    num_validation = round(len(rows) * share)
+    chosen = set(random.Random(seed).sample(range(len(rows)), num_validation))
+    kept = [row for index, row in enumerate(rows) if index not in chosen]
+    return kept, [rows[index] for index in sorted(chosen)]
+
+
+class RowList(Dataset[PackedTree]):
+    """Rows in a fixed order; each is given as the trees that share it.
+
+    Rows are joined when they are read, so trees that are drawn again take no memory.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[PackedTree]]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> PackedTree:
+        return join_trees(self.rows[index])
+
+    def padded(self, multiple: int) -> RowList:
+        """Return the rows with empty ones at the end, as a multiple of a number.
+
+        Every process then runs the model equally often, which collective operations need. Empty
+        rows have no target, so they change no loss.
+        """
+        return RowList(padded_rows(self.rows, multiple))
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of a run, and how often a process runs the model in each of its steps."""
+
+    rows: RowList
+    passes_per_step: int
+
+
+def padded_rows(rows: Sequence[Sequence[PackedTree]], multiple: int) -> list[Sequence[PackedTree]]:
+    """Return the rows with empty ones at the end, as a multiple of a number."""
+    return [*rows, *[()] * (-len(rows) % multiple)]
+
+
+def drawn_trees(groups: TreeGroups, recipe: TrainingRecipe) -> list[list[PackedTree]]:
+    """Return the trees of each step of a run; the same recipe gives the same ones.
+
+    Each draw takes a forking answer with the given probability. A group is gone through in random
+    order, and again in another order when it is used up. Within a step trees of like length stand
+    together: the step's gradient does not depend on their order, and little is padded.
+    Raises TrainingError if the draws ask for a group that is empty.
+    """
+    rng = random.Random(f"{recipe.seed}:draws")
+    endless = {
+        True: _endless(groups.structured, rng),
+        False: _endless(groups.unstructured, rng),
+    }
+    for structured, rows, share in (
+        (True, groups.structured, recipe.structured_share),
+        (False, groups.unstructured, 1 - recipe.structured_share),
+    ):
+        if share > 0 and not rows:
+            name = "structured" if structured else "unstructured"
+            raise TrainingError(
+                f"structured_share {recipe.structured_share} needs {name} examples, and there are "
+                "none"
+            )
+    steps = []
+    for _ in range(recipe.num_steps):
+        batch = [
+            next(endless[rng.random() < recipe.structured_share]) for _ in range(recipe.batch_size)
+        ]
+        steps.append(sorted(batch, key=_length))
+    return steps
+
+
+def _endless(rows: Sequence[PackedTree], rng: random.Random) -> Iterator[PackedTree]:
+    while rows:
+        order = list(range(len(rows)))
+        rng.shuffle(order)
+        yield from (rows[index] for index in order)
+
+
+def step_rows(
+    steps: Sequence[Sequence[PackedTree]], recipe: TrainingRecipe, num_processes: int
+) -> StepRows:
+    """Return the rows of all steps; each step is padded to the rows of the longest one.
+
+    The Trainer accumulates over a constant number of passes, and packed rows are not equally many.
+    """
+    at_once = recipe.micro_batch_size * num_processes
+    filled = [rows_of(step, recipe) for step in steps]
+    passes = max(-(-len(rows) // at_once) for rows in filled)
+    every_step = [row for rows in filled for row in padded_rows(rows, passes * at_once)]
+    return StepRows(RowList(every_step), passes)
+
+
+def rows_of(trees: Sequence[PackedTree], recipe: TrainingRecipe) -> list[list[PackedTree]]:
+    """Return the rows that hold the trees: one each, or as few as first fit decreasing finds."""
+    if not recipe.pack_trees:
+        return [[tree] for tree in trees]
+    rows: list[list[PackedTree]] = []
+    room: list[int] = []
+    for tree in sorted(trees, key=_length, reverse=True):
+        length = _length(tree)
+        row = next((row for row, left in enumerate(room) if left >= length), None)
+        if row is None:
+            rows.append([])
+            room.append(recipe.context_length)
+            row = len(rows) - 1
+        rows[row].append(tree)
+        room[row] -= length
+    return sorted(rows, key=_num_tokens)
+
+
+def padding_share(rows: RowList, recipe: TrainingRecipe, multiple: int) -> float:
+    """Return the share of padding among the tokens that the model runs on.
+
+    Rows are padded to the longest of their micro-batch, and to a `multiple` of tokens.
+    """
+    lengths = [_num_tokens(row) for row in rows.rows]
+    size = recipe.micro_batch_size
+    batches = [lengths[start : start + size] for start in range(0, len(lengths), size)]
+    run_on = sum(len(batch) * padded_width(batch, multiple) for batch in batches)
+    return 1 - sum(lengths) / run_on
+
+
+def _num_tokens(row: Sequence[PackedTree]) -> int:
+    return sum(map(_length, row))
+
+
+def _length(tree: PackedTree) -> int:
+    return len(tree.token_ids)

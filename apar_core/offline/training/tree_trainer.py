@@ -1,0 +1,296 @@
+"""transformers' Trainer for packed trees."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, Dataset
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_utils import IntervalStrategy
+
+from apar_core.errors import TrainingError
+from apar_core.offline.training.optimizers import build_optimizer, rate_factor
+from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, TreeBatch, batch_trees
+from apar_core.offline.training.recipe import TrainingRecipe
+from apar_core.offline.training.reports import OnStep, StepReport
+from apar_core.offline.training.tree_attention import FLEX, FLEX_BLOCK_TOKENS
+from apar_core.offline.training.tree_dataset import RowList
+from apar_core.offline.training.tree_loss import summed_tree_loss
+
+Batch = dict[str, Tensor]
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class TreeCollator:
+    """Pads packed trees into the tensors of a TreeBatch, by name.
+
+    `multiple` is what the model's attention wants the tokens to be a multiple of.
+    """
+
+    pad_id: int
+    multiple: int = 1
+
+    @classmethod
+    def for_model(cls, model: PreTrainedModel, pad_id: int) -> Self:
+        """Return the collator that suits the model's attention."""
+        flex = model.config._attn_implementation == FLEX
+        return cls(pad_id, FLEX_BLOCK_TOKENS if flex else 1)
+
+    def __call__(self, trees: Sequence[PackedTree]) -> Batch:
+        """Return one micro-batch."""
+        return asdict(batch_trees(trees, self.pad_id, multiple=self.multiple))
+
+
+def tree_batch(batch: Batch) -> TreeBatch:
+    """Return the trees of a micro-batch that may hold further tensors."""
+    return TreeBatch(**{field.name: batch[field.name] for field in fields(TreeBatch)})
+
+
+@dataclass
+class _Progress:
+    """What was learned since the last report."""
+
+    num_targets: int = 0
+    num_trees: int = 0
+    num_tokens: int = 0
+    num_tokens_run_on: int = 0
+    started: float = field(default_factory=time.perf_counter)
+
+
+def training_arguments(
+    recipe: TrainingRecipe,
+    out: Path,
+    *,
+    tensorboard: bool,
+    save: bool,
+    use_cpu: bool = False,
+) -> TrainingArguments:
+    """Return the recipe in the Trainer's terms; without CUDA it always trains on the CPU."""
+    use_cpu = use_cpu or not torch.cuda.is_available()
+    return TrainingArguments(
+        output_dir=str(out / CHECKPOINTS),
+        per_device_train_batch_size=recipe.micro_batch_size,
+        per_device_eval_batch_size=recipe.micro_batch_size,
+        max_steps=recipe.num_steps,
+        max_grad_norm=recipe.max_gradient_norm,
+        bf16=recipe.dtype == "bfloat16",
+        gradient_checkpointing=recipe.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        seed=recipe.seed,
+        use_cpu=use_cpu,
+        dataloader_num_workers=recipe.num_loaders,
+        dataloader_pin_memory=not use_cpu,
+        train_sampling_strategy="sequential",
+        remove_unused_columns=False,
+        ddp_find_unused_parameters=False,
+        accelerator_config={"dispatch_batches": False, "even_batches": False},
+        logging_strategy="steps",
+        logging_steps=recipe.log_every_steps,
+        logging_nan_inf_filter=False,
+        eval_steps=recipe.validate_every_steps,
+        save_strategy="steps" if save else "no",
+        save_steps=recipe.save_every_steps,
+        save_total_limit=recipe.keep_checkpoints,
+        report_to=["tensorboard"] if tensorboard else [],
+        disable_tqdm=True,
+    )
+
+
+class TrainingRows(Protocol):
+    """The rows of a run: every step has `passes_per_step` micro-batches of each process."""
+
+    @property
+    def rows(self) -> Dataset[PackedTree]:
+        """The rows of all steps, one step after the other."""
+
+    @property
+    def passes_per_step(self) -> int:
+        """How often a process runs the model in a step."""
+
+
+class TreeTrainer(Trainer):
+    """Trains on trees: the loss of one step is the mean over all targets of its whole batch.
+
+    With `validate` it runs on the validation rows as often as the recipe says.
+    """
+
+    # The sum over a micro-batch is divided by the targets of all of them, on all processes.
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        model: Module,
+        arguments: TrainingArguments,
+        recipe: TrainingRecipe,
+        *,
+        collator: Callable[[Sequence[PackedTree]], Batch],
+        train_rows: TrainingRows,
+        validation_rows: RowList | None = None,
+        validate: bool = False,
+        on_step: OnStep | None = None,
+    ) -> None:
+        arguments.eval_strategy = IntervalStrategy.STEPS if validate else IntervalStrategy.NO
+        arguments.gradient_accumulation_steps = train_rows.passes_per_step
+        super().__init__(
+            model=model,
+            args=arguments,
+            data_collator=collator,
+            train_dataset=train_rows.rows,
+            eval_dataset=validation_rows,
+        )
+        self.recipe = recipe
+        self.on_step = on_step
+        self.progress = _Progress()
+        self.last_validation_loss: float | None = None
+        self.remove_callback(PrinterCallback)
+
+    def create_optimizer(self, model: Module | None = None) -> Optimizer:
+        """Build the recipe's optimizer."""
+        if self.optimizer is None:
+            if self.is_fsdp_enabled and self.recipe.muon is not None:
+                raise TrainingError("muon does not work on sharded matrices: train without FSDP")
+            trained = self.model if model is None else model
+            assert trained is not None
+            self.optimizer = build_optimizer(trained, self.recipe)
+        return self.optimizer
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: Optimizer | None = None
+    ) -> LambdaLR:
+        """Build the recipe's learning rate over the steps."""
+        if self.lr_scheduler is None:
+            schedule, total = self.recipe.schedule, self.recipe.num_steps
+            stepped = self.optimizer if optimizer is None else optimizer
+            assert stepped is not None
+            self.lr_scheduler = LambdaLR(stepped, lambda step: rate_factor(step, total, schedule))
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
+    ) -> tuple[list[Batch], Tensor]:
+        """Take the micro-batches of one step, and count the targets of all processes."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        trees = [tree_batch(batch) for batch in batches]
+        counts = torch.tensor(
+            [
+                sum(self.count_targets(batch) for batch in batches),
+                sum(batch.num_trees for batch in trees),
+                sum(int(batch.holds_token_BT.sum()) for batch in trees),
+                sum(batch.token_ids_BT.numel() for batch in trees),
+            ],
+            device=device,
+        )
+        total = self.accelerator.reduce(counts, "sum")
+        self.progress.num_targets += int(total[0])
+        self.progress.num_trees += int(total[1])
+        self.progress.num_tokens += int(total[2])
+        self.progress.num_tokens_run_on += int(total[3])
+        return batches, total[0]
+
+    def get_eval_dataloader(
+        self, eval_dataset: str | Dataset[PackedTree] | None = None
+    ) -> DataLoader[Batch]:
+        """Return the validation batches, equally many for every process.
+
+        A process with one batch less would miss a collective operation of the others, which hangs
+        or mixes up what they exchange.
+        """
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        assert isinstance(rows, RowList)
+        at_once = self.args.eval_batch_size * self.args.world_size
+        loader: DataLoader[Batch] = super().get_eval_dataloader(rows.padded(at_once))
+        return loader
+
+    def count_targets(self, batch: Batch) -> int:
+        """Return the number of losses that a micro-batch's sum holds."""
+        return int((batch["targets_BT"] != IGNORED_TARGET).sum())
+
+    def summed_loss(self, model: Module, batch: Batch) -> Tensor:
+        """Return the loss summed over the targets of a micro-batch."""
+        inner = self.accelerator.unwrap_model(model)
+        base = inner if isinstance(inner, PreTrainedModel) else inner.get_base_model()
+        return summed_tree_loss(model, tree_batch(batch), base)
+
+    def compute_loss(
+        self,
+        model: Module,
+        inputs: Batch,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Return the micro-batch's share of the step's mean loss."""
+        loss = self.summed_loss(model, inputs)
+        count = self.count_targets(inputs) if num_items_in_batch is None else num_items_in_batch
+        # Gradients are averaged over processes, so the share of each is scaled up.
+        scale = 1 if num_items_in_batch is None else self.accelerator.num_processes
+        return loss / count * scale
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Return the mean loss over all targets of the validation trees."""
+        assert self.model is not None
+        self.model.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        for inputs in self.get_eval_dataloader(eval_dataset):
+            prepared = self._prepare_inputs(inputs)
+            sums[0] += self.summed_loss(self.model_wrapped, prepared).double()
+            sums[1] += self.count_targets(prepared)
+        total = self.accelerator.reduce(sums, "sum")
+        loss = float(total[0] / total[1].clamp(min=1))
+        self.last_validation_loss = loss
+        metrics = {f"{metric_key_prefix}_loss": loss}
+        self.log(dict(metrics))
+        # Time spent here is no training time.
+        self.progress.started = time.perf_counter()
+        return metrics
+
+    def final_validation_loss(self) -> float:
+        """Return the loss of the weights as they are: the last step's, if it was validated."""
+        if self.last_validation_loss is None:
+            self.evaluate()
+        assert self.last_validation_loss is not None
+        return self.last_validation_loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add throughput to what is logged, and report the steps since the last time."""
+        if "loss" in logs:
+            report = self._report(logs)
+            logs["learned_tokens_per_s"] = report.learned_tokens_per_s
+            logs["trees_per_s"] = report.trees_per_s
+            logs["padding_share"] = report.padding_share
+            if self.on_step is not None and self.is_world_process_zero():
+                self.on_step(report)
+            self.progress = _Progress()
+            self.last_validation_loss = None
+        super().log(logs, start_time)
+
+    def _report(self, logs: dict[str, float]) -> StepReport:
+        return StepReport(
+            step=self.state.global_step,
+            num_steps=self.state.max_steps,
+            loss=logs["loss"],
+            num_targets=self.progress.num_targets,
+            num_trees=self.progress.num_trees,
+            padding_share=1 - self.progress.num_tokens / self.progress.num_tokens_run_on,
+            seconds=time.perf_counter() - self.progress.started,
+            learning_rate=logs["learning_rate"],
+            validation_loss=self.last_validation_loss,
+        )

@@ -1,0 +1,1 @@
+"""The Ray Serve application: composition, start, rollout, autoscaling and shutdown."""

@@ -1,0 +1,211 @@
+"""Composes the gateway and the replicas of all models into one Ray Serve application."""
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray import serve
+
+from apar_core.engine.replay_request import REPLAY
+from cluster.config import ClusterConfig
+from cluster.config.logging import LoggingConfig
+from cluster.config.model import ModelConfig
+from cluster.config.routing import RoutingSettings
+from cluster.config.tracing import TracingConfig
+from cluster.local_ray import APPLICATION_FLAGS
+from deployments.app.autoscaling import gateway_autoscaling, model_autoscaling
+from deployments.app.ingress import APPLICATION, GATEWAY, GatewayIngress, IngressSettings
+from deployments.gateway.settings import gateway_settings
+from deployments.replica.replica import Replica, ReplicaSettings
+from deployments.routing.serve_config import router_config
+
+__all__ = ["APPLICATION", "GATEWAY", "build_application"]
+
+MAX_CHOICES = 128
+"""Most choices (`n`) of one request, as in OpenAI's API."""
+# The gateway bounds its requests itself; Ray Serve's cap must never come first.
+_NO_CAP = 1_000_000
+# Of up to 100 replicas, one more than wanted while they are replaced; Ray rounds up.
+_ONE_MORE_PERCENT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What replicas are built for besides their model.
+
+    `num_replicas` share the machine's cores, of all models, but for a model named in
+    `core_shares`, which keeps the number it was started with. Replicas of one `generation` are
+    kept when the application is deployed again without a change to them. `has_room` says whether
+    a new replica finds resources beside the one that it replaces. `engine_resource` is Ray's name
+    of what a node has once for each replica that it may run.
+    """
+
+    on_gpu: bool = False
+    num_replicas: int = 1
+    core_shares: Mapping[str, int] = field(default_factory=dict)
+    generation: str = field(default_factory=lambda: uuid.uuid4().hex)
+    has_room: bool = True
+    drain_s: float = 30.0
+    engine_resource: str | None = None
+
+    def version(self, *facts: Any) -> str:
+        """Ray Serve's version of a deployment: replicas of another one are replaced."""
+        text = json.dumps([self.generation, *facts], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
+    """vLLM's engine arguments: ours, the preset's over them, the user's over all."""
+    arguments: dict[str, Any] = {"max_num_seqs": model.threads_per_replica}
+    if on_gpu:
+        if model.gpus_per_replica > 1:
+            arguments["tensor_parallel_size"] = model.gpus_per_replica
+        if model.gpu_memory_share is not None:
+            arguments["gpu_memory_utilization"] = model.gpu_memory_share
+    else:
+        arguments |= {
+            "block_size": 32,
+            "distributed_executor_backend": "uni",
+            "kv_cache_memory_bytes": model.kv_cache_bytes,
+        }
+    arguments |= model.preset.engine | model.engine
+    if limits := model.forks.model_dump(exclude_none=True):
+        arguments["additional_config"] = arguments.get("additional_config", {}) | {"apar": limits}
+    if model.replay:
+        arguments["logits_processors"] = [*arguments.get("logits_processors", ()), REPLAY]
+    return arguments
+
+
+def replica_environment(
+    model: ModelConfig, *, on_gpu: bool, num_replicas: int = 1
+) -> dict[str, str]:
+    """Environment of a replica's process; vLLM reads these when it is imported.
+
+    `num_replicas` share the machine's cores, of all models.
+    """
+    environment = APPLICATION_FLAGS | {
+        "VLLM_NO_USAGE_STATS": "1",
+        # The concurrency cap counts requests, so one may not bring thousands of choices.
+        "VLLM_MAX_N_SEQUENCES": str(MAX_CHOICES),
+    }
+    if on_gpu:
+        # vLLM's V2 model runner, its default on GPU, takes logits processors of another interface.
+        return environment | ({"VLLM_USE_V2_MODEL_RUNNER": "0"} if model.replay else {})
+    threads = model.cpu_threads or max(1, (os.cpu_count() or 1) // num_replicas)
+    if engine_arguments(model, on_gpu=False).get("enforce_eager"):
+        # The sampler compiles small functions all the same. That saves nothing on a CPU, and takes
+        # half a minute in a process that compiles nothing else.
+        environment["TORCH_COMPILE_DISABLE"] = "1"
+    return environment | {
+        # `auto` would pin every replica to the same first core.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # With the `uni` executor: the worker shares the engine's process.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": str(threads),
+    }
+
+
+def build_replicas(
+    model: ModelConfig,
+    surroundings: Surroundings,
+    routing: RoutingSettings,
+    *,
+    logs: LoggingConfig,
+    metrics: bool = True,
+    tracing: TracingConfig | None = None,
+) -> serve.Application:
+    """The replicas of one model."""
+    on_gpu = surroundings.on_gpu
+    share = surroundings.core_shares.get(model.deployment_name, surroundings.num_replicas)
+    settings = ReplicaSettings(
+        model=model.preset.path,
+        served_name=model.public_name,
+        engine=engine_arguments(model, on_gpu=on_gpu),
+        coalesce_s=model.coalesce_s,
+        logging=logs,
+        metrics=metrics,
+        tracing=tracing or TracingConfig(),
+    )
+    autoscaling = model_autoscaling(model)
+    deployment = serve.deployment(
+        name=model.deployment_name,
+        num_replicas=model.replicas if autoscaling is None else None,
+        autoscaling_config=autoscaling,
+        max_ongoing_requests=model.requests_per_replica,
+        health_check_period_s=1.0,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=surroundings.drain_s,
+        request_router_config=router_config(routing),
+        # What one start could not load, twenty cannot; a dead replica is replaced without limit.
+        max_constructor_retry_count=1,
+        max_surge_percent=_ONE_MORE_PERCENT if surroundings.has_room else 0,
+        ray_actor_options={
+            "num_cpus": 0 if not on_gpu else 1,
+            "num_gpus": model.gpus_in_ray if on_gpu else 0,
+            "resources": {surroundings.engine_resource: 1} if surroundings.engine_resource else {},
+            "runtime_env": {
+                "env_vars": replica_environment(model, on_gpu=on_gpu, num_replicas=share)
+            },
+        },
+    )(Replica)
+    version = surroundings.version(settings.model_dump(mode="json"))
+    # Left to itself, Ray Serve replaces every replica whenever an application is deployed.
+    return deployment.options(version=version, _internal=True).bind(settings)
+
+
+def _gateway_runtime(config: ClusterConfig) -> dict[str, Any]:
+    """Ray's runtime environment of the gateway.
+
+    A private cluster's processes have the flags already, and start faster without one.
+    """
+    return {} if config.ray_address is None else {"env_vars": APPLICATION_FLAGS}
+
+
+def build_application(
+    config: ClusterConfig,
+    surroundings: Surroundings | None = None,
+    *,
+    served: ClusterConfig | None = None,
+) -> serve.Application:
+    """The application, ready for `serve.run`: the models of `config`, with their replicas.
+
+    The gateway offers those of `served`, which must be among them; all when absent.
+    """
+    known = surroundings or Surroundings(num_replicas=config.num_replicas, drain_s=config.drain_s)
+    replicas = [
+        build_replicas(
+            model,
+            known,
+            config.routing,
+            logs=config.logging,
+            metrics=config.metrics.enabled,
+            tracing=config.tracing,
+        )
+        for model in config.models
+    ]
+    offered = served or config
+    settings = gateway_settings(offered)
+    ingress = IngressSettings(
+        gateway=settings,
+        deployments=tuple(model.deployment_name for model in offered.models),
+        routing=config.routing,
+        may_sleep=any(
+            model.autoscaling is not None and model.autoscaling.min_replicas == 0
+            for model in offered.models
+        ),
+    )
+    deployment = serve.deployment(
+        name=GATEWAY,
+        max_ongoing_requests=_NO_CAP,
+        autoscaling_config=gateway_autoscaling(1),
+        ray_actor_options={"num_cpus": 0, "runtime_env": _gateway_runtime(config)},
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=known.drain_s,
+        user_config=ingress.as_user_config(),
+    )(GatewayIngress)
+    version = known.version()
+    return deployment.options(version=version, _internal=True).bind(ingress, *replicas)

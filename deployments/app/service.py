@@ -1,0 +1,205 @@
+"""The application as it runs: started, changed without losing a request, drained, ended."""
+
+import io
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import LoggingConfig
+
+from cluster.config import ClusterConfig, StartError
+from cluster.config.model import ModelConfig
+from deployments.app.application import Surroundings, build_application
+from deployments.app.ingress import APPLICATION, GATEWAY
+from deployments.app.rollout import changes, check_change, steps
+
+logger = logging.getLogger(__name__)
+
+_QUIET = LoggingConfig(enable_access_log=False, log_level="WARNING")
+_GATEWAY_ANSWER_S = 5.0
+_POLL_S = 0.1
+_NOT_OF_A_PROCESS = {"replicas", "autoscaling", "max_queued_requests", "max_queue_s"}
+# Ended requests need a moment to hand their errors on.
+_LAST_WORDS_S = 0.5
+
+
+class Service:
+    """Our application on the Ray cluster that is connected."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self.config = config
+        self._surroundings = Surroundings(
+            on_gpu=ray.cluster_resources().get("GPU", 0) > 0,
+            num_replicas=config.num_replicas,
+            core_shares=_core_shares(config, {}, None),
+            drain_s=config.drain_s,
+        )
+
+    @property
+    def url(self) -> str:
+        """The base URL, as this machine reaches it."""
+        host = self.config.host
+        if host in ("0.0.0.0", "::"):
+            host = "127.0.0.1"
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.config.port}"
+
+    def start(self) -> None:
+        """Start gateway and replicas; raises StartError if a replica cannot start."""
+        self._deploy(self.config, self.config)
+
+    def rollout(self, new: ClusterConfig) -> list[str]:
+        """Bring a new configuration to the running application; returns what has changed.
+
+        No request is lost: replicas that must be replaced are so one by one, a new one before the
+        old where there is room, and an old one ends its requests first. Raises ConfigError for
+        what only a restart can change, and StartError where new replicas cannot start; the old
+        configuration is served then.
+        """
+        old, surroundings = self.config, self._surroundings
+        check_change(old, new)
+        self._surroundings = replace(
+            surroundings,
+            num_replicas=new.num_replicas,
+            core_shares=_core_shares(new, surroundings.core_shares, old),
+            has_room=_has_room(new, on_gpu=surroundings.on_gpu),
+            drain_s=new.drain_s,
+        )
+        try:
+            for step in steps(old, new):
+                self._deploy(step.replicas, step.served)
+        except StartError as error:
+            self._surroundings = surroundings
+            self._deploy(old, old)
+            raise StartError(f"{error}\nThe old configuration is served.") from error
+        self.config = new
+        return changes(old, new)
+
+    def drain(self) -> int:
+        """Let no request in, and those that run end; returns how many had to be cut.
+
+        They get `drain_s`. A signal may raise through it at any moment.
+        """
+        deadline = time.monotonic() + self.config.drain_s
+        gateway = _gateway_handle()
+        _asked(gateway, "close")
+        while (inside := _asked(gateway, "inside")) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        if inside:
+            inside = _asked(gateway, "cut")
+            time.sleep(_LAST_WORDS_S)
+        return inside
+
+    def end(self) -> None:
+        """Shut a private cluster's Serve down; on another, delete only our application."""
+        if self.config.ray_address is None:
+            # Ray prints that the controller's calls fail, when they end with the controller.
+            with redirect_stdout(io.StringIO()):
+                serve.shutdown()
+        else:
+            serve.delete(APPLICATION)
+
+    def _deploy(self, replicas: ClusterConfig, served: ClusterConfig) -> None:
+        application = build_application(replicas, self._surroundings, served=served)
+        try:
+            serve.run(application, name=APPLICATION, route_prefix="/", logging_config=_QUIET)
+        except RuntimeError as error:
+            raise StartError(_reason(error)) from error
+
+
+@contextmanager
+def running_service(config: ClusterConfig) -> Iterator[Service]:
+    """The running application; raises StartError if a replica cannot start."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    serve.start(
+        proxy_location=ProxyLocation.HeadOnly,
+        http_options=HTTPOptions(host=config.host, port=config.port),
+        logging_config=_QUIET,
+    )
+    service = Service(config)
+    try:
+        service.start()
+        yield service
+    finally:
+        service.end()
+
+
+@contextmanager
+def running(config: ClusterConfig) -> Iterator[str]:
+    """Run the application; yields its base URL."""
+    with running_service(config) as service:
+        yield service.url
+
+
+def _gateway_handle() -> DeploymentHandle[Any]:
+    gateway: DeploymentHandle[Any] = serve.get_deployment_handle(GATEWAY, APPLICATION)
+    # No event loop runs here, so the handle brings its own.
+    gateway._init(_run_router_in_separate_loop=True)
+    # A broadcast reaches the replicas that the handle knows; after an ordinary call it knows all.
+    with _logged():
+        gateway.options(method_name="inside").remote().result(timeout_s=_GATEWAY_ANSWER_S)
+    return gateway
+
+
+def _asked(gateway: DeploymentHandle[Any], method: str) -> int:
+    """The sum of what all gateways answer; none may be left to answer."""
+    with _logged():
+        answers = gateway.broadcast(method).results(timeout_s=_GATEWAY_ANSWER_S)
+        return sum(answer or 0 for answer in answers)
+    return 0
+
+
+@contextmanager
+def _logged() -> Iterator[None]:
+    """The end goes on without a gateway that does not answer."""
+    try:
+        yield
+    except (RayError, RayServeException, TimeoutError) as error:
+        logger.warning("the gateway does not answer", exc_info=error)
+
+
+def _core_shares(
+    new: ClusterConfig, before: Mapping[str, int], old: ClusterConfig | None
+) -> dict[str, int]:
+    """Among how many replicas the cores are shared, for each model.
+
+    A model whose processes need not change keeps its share: a new one would cost it a restart.
+    """
+    known = [] if old is None else [_process_settings(model) for model in old.models]
+    return {
+        model.deployment_name: before[model.deployment_name]
+        if _process_settings(model) in known
+        else new.num_replicas
+        for model in new.models
+    }
+
+
+def _process_settings(model: ModelConfig) -> dict[str, Any]:
+    """What of a model its running replicas depend on, and nothing of how many there are."""
+    settings = model.model_dump(exclude=_NOT_OF_A_PROCESS)
+    return settings | {"name": model.public_name}
+
+
+def _has_room(config: ClusterConfig, *, on_gpu: bool) -> bool:
+    """Whether a replica of any model finds GPUs beside those that run."""
+    if not on_gpu:
+        return True
+    free = ray.available_resources().get("GPU", 0)
+    return all(free >= model.gpus_in_ray for model in config.models)
+
+
+def _reason(error: RuntimeError) -> str:
+    """Why the application did not start: the controller knows more than the exception."""
+    application = serve.status().applications.get(APPLICATION)
+    if application is None:
+        return str(error)
+    messages = [item.message for item in application.deployments.values() if item.message]
+    return "\n".join([application.message, *messages]) or str(error)

@@ -1,0 +1,1 @@
+"""The HTTP entry point: authentication, limits, fair queueing and request logs."""

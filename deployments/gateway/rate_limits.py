@@ -1,0 +1,274 @@
+"""Requests and tokens per minute of each key, in sliding windows of the library `limits`."""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+from limits.aio.storage import SlidingWindowCounterSupport, Storage
+from limits.errors import StorageError
+
+from apar_core.errors import RequestError
+from cluster.config.keys import KeyConfig
+from deployments.wire.answer import Headers
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+WINDOW_S = 60
+# A shared store that does not answer must not hold requests up.
+_ANSWER_S = 0.5
+# Requests of one key ask one after the other, and each would wait for the answer anew.
+_SILENCE_S = 5.0
+
+
+class StoreSilentError(StorageError):
+    """The store has just failed, and is not asked yet again."""
+
+    def __init__(self) -> None:
+        super().__init__(TimeoutError("the store of the counters has just failed"))
+
+
+STORE_FAILURES = (StorageError, OSError)  # TimeoutError is an OSError.
+"""What a call raises where the store fails."""
+
+
+class CounterStore:
+    """Sliding windows of a minute; for all keys of a gateway, who learn of a failure together."""
+
+    def __init__(self, storage: Storage, clock: Callable[[], float] = time.monotonic) -> None:
+        self._storage = cast("SlidingWindowCounterSupport", storage)
+        self._clock = clock
+        self._silent_until_s = clock()
+
+    async def read(self, place: str) -> tuple[int, float, int, float]:
+        """Units in the previous window, its seconds left, and the same of the current one."""
+        return await self._answer(lambda: self._storage.get_sliding_window(place, WINDOW_S))
+
+    async def take(self, place: str, limit: int, num: int) -> bool:
+        """Count so many units, if the limit leaves room for them; whether it did."""
+        return await self._answer(
+            lambda: self._storage.acquire_sliding_window_entry(place, limit, WINDOW_S, num)
+        )
+
+    async def _answer(self, ask: Callable[[], Awaitable[Answer]]) -> Answer:
+        if self._clock() < self._silent_until_s:
+            raise StoreSilentError
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await ask()
+        except STORE_FAILURES as error:
+            self._silent_until_s = self._clock() + _SILENCE_S
+            logger.warning("rates not counted: their store fails", extra={"reason": repr(error)})
+            raise
+
+
+class RateLimitError(RequestError):
+    """The key has used up what it may have, and may try again later: HTTP 429 with Retry-After.
+
+    `kind` is `requests` or `tokens` (of a minute), or `threads` (alive at once).
+    """
+
+    def __init__(self, message: str, *, kind: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True)
+class WindowState:
+    """What a sliding window holds: the weighted sum of two fixed ones.
+
+    `previous` counts for as much as is left of `previous_s`; after `roll_s` the current window
+    becomes the previous one.
+    """
+
+    limit: int
+    previous: int
+    previous_s: float
+    current: int
+    roll_s: float
+
+    @property
+    def remaining(self) -> int:
+        """Units that may be used now."""
+        weighted = self.previous * self.previous_s / WINDOW_S
+        return max(0, self.limit - self.current - math.floor(weighted))
+
+    @property
+    def reset_s(self) -> float:
+        """Seconds until nothing is counted any more, if nothing is used."""
+        if self.current:
+            return self.roll_s + WINDOW_S
+        return self.previous_s if self.previous else 0.0
+
+    def wait_s(self, wanted: int) -> float:
+        """Seconds until so many units (at most the limit) may be used, if none is used before."""
+        # The library rounds the weighted sum down, so it only has to fall below this.
+        bound = self.limit - wanted + 1
+        if self.current < bound:
+            if not self.previous:
+                return 0.0
+            return max(0.0, self.previous_s - (bound - self.current) * WINDOW_S / self.previous)
+        return self.roll_s + WINDOW_S * (1 - bound / self.current)
+
+
+class Window:
+    """One rate of one key.
+
+    What is used without asking, as tokens are that have been generated already, becomes a debt.
+    The debt is paid out of the window as fast as that has room, and before anything else is taken:
+    in the long run the rate is exact, however long the answers are. A negative debt is what was
+    counted too much; never more than what the window still counts.
+    """
+
+    def __init__(self, store: CounterStore, *, key: str, kind: str, limit: int) -> None:
+        self._store = store
+        # Without the limit, which the library's own keys hold: what was used counts on under a new
+        # one.
+        self._place = f"apar/{key}/{kind}"
+        self._key = key
+        self.kind = kind
+        self.limit = limit
+        self._debt = 0
+        # One request after the other, or several would slip past the same debt.
+        self._lock = asyncio.Lock()
+
+    def owe(self, num: int) -> None:
+        """Count so many units as used; a negative number gives units back."""
+        self._debt = max(self._debt + num, -self.limit)
+
+    async def take(self, num: int) -> None:
+        """Use so many units; raises RateLimitError where the window has no room for them.
+
+        More than the limit itself are taken when the window is empty, and then count in full.
+        """
+        async with self._lock:
+            paid = await self._pay()
+            # What was given back is used first, and what is over the limit is owed.
+            due = max(0, num + self._debt)
+            if paid and await self._hit(min(due, self.limit)):
+                self._debt += num - min(due, self.limit)
+                return
+            state = await self.state()
+        wanted = max(0, num + self._debt)
+        wait_s = state.wait_s(min(wanted, self.limit))
+        wait_s += max(0, wanted - self.limit) * WINDOW_S / self.limit
+        used = max(0, self.limit - state.remaining + self._debt)
+        raise RateLimitError(
+            f"Rate limit reached for key {self._key}: {self.limit} {self.kind} per minute, "
+            f"{used} used, {num} asked for. Please try again in {duration(wait_s)}.",
+            kind=self.kind,
+            retry_after_s=wait_s,
+        )
+
+    async def state(self) -> WindowState:
+        """What the window holds now, without the debt."""
+        previous, previous_s, current, current_s = await self._store.read(self._place)
+        return WindowState(
+            self.limit, previous, previous_s, current, max(0.0, current_s - WINDOW_S)
+        )
+
+    async def headers(self) -> Headers:
+        """OpenAI's `x-ratelimit-*` headers of this rate."""
+        state = await self.state()
+        values = {
+            "limit": str(self.limit),
+            "remaining": str(min(self.limit, max(0, state.remaining - self._debt))),
+            "reset": duration(state.reset_s),
+        }
+        return [
+            (f"x-ratelimit-{name}-{self.kind}".encode(), value.encode())
+            for name, value in values.items()
+        ]
+
+    async def _pay(self) -> bool:
+        """Pay off what the window has room for; whether nothing is owed any more."""
+        if self._debt > 0:
+            payable = min(self._debt, (await self.state()).remaining)
+            if payable and await self._hit(payable):
+                self._debt -= payable
+        elif self._debt < 0:
+            # What the window has forgotten cannot be given back.
+            remaining = (await self.state()).remaining
+            self._debt = max(self._debt, remaining - self.limit)
+        return self._debt <= 0
+
+    async def _hit(self, num: int) -> bool:
+        return await self._store.take(self._place, self.limit, num)
+
+
+Admission = Sequence[tuple[Window, int]]
+"""What a request was counted as, window by window."""
+
+
+class KeyRates:
+    """The rates of one key; those that it does not limit are not counted.
+
+    Where the store of the counters fails, requests pass: an outage of it must not become one of
+    the cluster.
+    """
+
+    def __init__(self, store: CounterStore, key: KeyConfig) -> None:
+        limits = {"tokens": key.tokens_per_minute, "requests": key.requests_per_minute}
+        self._windows = {
+            kind: Window(store, key=key.name, kind=kind, limit=limit)
+            for kind, limit in limits.items()
+            if limit is not None
+        }
+
+    @property
+    def windows(self) -> Sequence[Window]:
+        """The limited rates, tokens first."""
+        return tuple(self._windows.values())
+
+    async def admit_request(self) -> Admission:
+        """Count one request; raises RateLimitError."""
+        return await self._take("requests", 1)
+
+    async def admit_tokens(self, num: int) -> Admission:
+        """Count the tokens of a prompt; raises RateLimitError."""
+        return await self._take("tokens", num)
+
+    async def _take(self, kind: str, num: int) -> Admission:
+        window = self._windows.get(kind)
+        if window is None:
+            return ()
+        try:
+            await window.take(num)
+        except STORE_FAILURES:
+            return ()
+        return ((window, num),)
+
+    def give_back(self, admission: Admission) -> None:
+        """Refund a request that the server has no room for, or whose client left the queue."""
+        for window, num in admission:
+            window.owe(-num)
+
+    def use_tokens(self, num: int) -> None:
+        """Count tokens that have been generated, or correct the estimate of a prompt."""
+        if window := self._windows.get("tokens"):
+            window.owe(num)
+
+    async def headers(self) -> Headers:
+        """The `x-ratelimit-*` headers of an answer; none while the store of the counters fails."""
+        try:
+            return [header for window in self.windows for header in await window.headers()]
+        except STORE_FAILURES:
+            return []
+
+
+def duration(seconds: float) -> str:
+    """A time as OpenAI's headers give it: `120ms`, `1.5s`, `6m0s`, `1h2m3s`."""
+    milliseconds = math.ceil(seconds * 1000)
+    if milliseconds < 1000:
+        return f"{milliseconds}ms"
+    if milliseconds < 60_000:
+        return f"{milliseconds / 1000:g}s"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes}m{rest}s" if hours else f"{minutes}m{rest}s"

@@ -1,0 +1,94 @@
+"""A line of the log for each request: facts, and text only where that is asked for."""
+
+import json
+import logging
+from dataclasses import dataclass, fields
+from typing import Any
+
+from deployments.wire.answer import AnswerEnd
+from deployments.wire.errors import DONE_EVENT
+
+logger = logging.getLogger(__name__)
+
+_EVENT = b"data: "
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """The facts of one request. Times are in seconds; None where something never came to pass.
+
+    `queue_s` is the wait for a place at the replicas; `sent_s` (handed to a replica for the first
+    time), `first_byte_s` and `total_s` count from the request's arrival. `replica_s` and, within
+    it, `engine_s` are the time at the last replica and in its engine. `generated_tokens` counts
+    those of all threads; when the replica could not say what the answer cost, those that it had
+    told of by then. `retries` counts lost replicas; `replica` is the one that the answer ended on.
+    `cancelled` says that the client left, or that the server had no more time for the request.
+    `trace_id` is that of its OpenTelemetry trace, where it has one.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    key: str | None = None
+    model: str | None = None
+    status: int | None = None
+    error_code: str | None = None
+    stream: bool = False
+    prompt_tokens: int | None = None
+    generated_tokens: int = 0
+    replica: str | None = None
+    threads: int | None = None
+    forks: int | None = None
+    queue_s: float | None = None
+    sent_s: float | None = None
+    first_byte_s: float | None = None
+    total_s: float | None = None
+    replica_s: float | None = None
+    engine_s: float | None = None
+    retries: int = 0
+    continued: int = 0
+    cancelled: bool = False
+    trace_id: str | None = None
+
+    def take_end(self, end: AnswerEnd) -> None:
+        """Note what the answer has cost."""
+        self.prompt_tokens = end.prompt_tokens
+        self.generated_tokens = end.generated_tokens
+        self.threads = end.threads
+        self.forks = end.forks
+        self.replica = end.replica
+        self.replica_s = end.replica_s
+        self.engine_s = end.engine_s
+
+    def write(self, content: dict[str, Any] | None = None) -> None:
+        """Log the record, with the prompt and the answer where they are given."""
+        if logger.isEnabledFor(logging.INFO):
+            facts = {name: getattr(self, name) for name in _FACTS}
+            logger.info("request", extra=facts | (content or {}))
+
+
+_FACTS = tuple(fact.name for fact in fields(RequestRecord))
+
+
+def content_of(body: dict[str, Any], answer: bytes) -> dict[str, Any]:
+    """Prompt and answer of a request, as its line holds them where that is asked for."""
+    prompt = body.get("messages", body.get("prompt"))
+    return {"prompt": prompt, "answer": _texts(answer)}
+
+
+def _texts(answer: bytes) -> list[str]:
+    """The text of each choice of an answer, whole or streamed; nothing of an error."""
+    texts: dict[int, str] = {}
+    is_stream = answer.startswith(_EVENT)
+    events = answer.removesuffix(DONE_EVENT).split(b"\n\n") if is_stream else [answer]
+    for event in events:
+        try:
+            chunk = json.loads(event.removeprefix(_EVENT))
+        except ValueError:
+            continue  # The last event of a stream that was cut.
+        for choice in chunk.get("choices") or ():
+            part = choice.get("delta") or choice.get("message") or choice
+            index = choice.get("index", 0)
+            text = part.get("content") or part.get("text") or ""
+            texts[index] = texts.get(index, "") + text
+    return [texts[index] for index in sorted(texts)]

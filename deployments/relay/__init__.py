@@ -1,0 +1,1 @@
+"""Calls to replicas, retries, and continuation of streams whose replica was lost."""

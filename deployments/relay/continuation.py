@@ -1,0 +1,239 @@
+"""One stream for the client, though several replicas have a part in it.
+
+A replica that goes on with a stream sends it from the beginning, as far as it is known, and then
+what is new. What the client has already is cut off by counting characters, which are the same
+because the tokens are the same; a checksum makes sure of it.
+"""
+
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from apar_core.errors import EngineError
+from deployments.wire.errors import DONE_EVENT
+from deployments.wire.request import RelayedRequest
+
+_PATHS = ("/v1/chat/completions", "/v1/completions")
+_EVENT_END = b"\n\n"
+_DATA = b"data: "
+# Events are parsed only where a replica is lost, or when so many bytes of them have come together:
+# most streams end before.
+_UNREAD_LIMIT_BYTES = 128 * 1024
+
+Key = tuple[int, str]
+"""A choice and one of its text fields."""
+
+
+class ContinuationError(EngineError):
+    """A stream cannot be taken up where it stopped: the two replicas' texts differ."""
+
+
+def can_continue(request: RelayedRequest) -> bool:
+    """Whether the HTTP form of a request's stream can be taken up in the middle.
+
+    Cut by characters, a stream of one choice of text can; not one that carries token ids, tool
+    calls (their arguments come in pieces of JSON), the prompt, or the answers to several prompts.
+    What the engine cannot take up (log-probabilities, penalties over the output, grammars, `n`,
+    beam search) the replica tells with the start of its answer: `apar_core.engine.journal`.
+    """
+    if request.path not in _PATHS:
+        return False
+    try:
+        fields = json.loads(request.body)
+    except (ValueError, RecursionError):
+        return False
+    if not isinstance(fields, dict) or any(
+        fields.get(name) for name in ("echo", "return_token_ids", "use_beam_search")
+    ):
+        return False
+    calls_tools = bool(fields.get("tools")) and fields.get("tool_choice") != "none"
+    prompt = fields.get("prompt")
+    prompts = prompt if isinstance(prompt, list) else []
+    several = len(prompts) > 1 and not all(isinstance(each, int) for each in prompts)
+    return not calls_tools and not several
+
+
+@dataclass(slots=True)
+class _Text:
+    """One text field of a choice: how many characters were sent, and their checksum."""
+
+    num_chars: int = 0
+    checksum: int = 0
+
+    def add(self, text: str) -> None:
+        self.num_chars += len(text)
+        self.checksum = zlib.crc32(text.encode("utf-8", "surrogatepass"), self.checksum)
+
+
+@dataclass(slots=True)
+class _Sent:
+    """What the client has of the stream, besides its text."""
+
+    identity: dict[str, Any] = field(default_factory=dict)
+    role: bool = False
+    finished: set[int] = field(default_factory=set)
+    usage: bool = False
+    done: bool = False
+
+
+class ClientStream:
+    """The stream of server-sent events as the client sees it."""
+
+    def __init__(self) -> None:
+        self._held = b""
+        self._unread: list[bytes] = []
+        self._num_unread = 0
+        self._is_first = True
+        self._sent = _Sent()
+        self._texts: dict[Key, _Text] = {}
+        # The same fields as the present replica has sent them.
+        self._seen: dict[Key, _Text] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether the client has got the end of the stream."""
+        self._read()
+        return self._sent.done
+
+    def begin_again(self) -> None:
+        """From now on comes what another replica sends, from the beginning."""
+        self._read()
+        self._held = b""
+        self._is_first = False
+        self._seen = {}
+
+    def forward(self, body: bytes) -> bytes:
+        """What of a piece goes to the client now: whole events only, and only what is new.
+
+        Raises ContinuationError if the replica's text differs from what the client has.
+        """
+        if self._held:
+            body = self._held + body
+            self._held = b""
+        if not body.endswith(_EVENT_END):
+            body, end, self._held = body.rpartition(_EVENT_END)
+            body += end
+        if not self._is_first:
+            return b"".join(self._new_part(event) for event in _events(body))
+        self._unread.append(body)
+        self._num_unread += len(body)
+        if self._num_unread > _UNREAD_LIMIT_BYTES:
+            self._read()
+        return body
+
+    def flush(self) -> bytes:
+        """What was held back, for an answer that ends inside an event or has none."""
+        held, self._held = self._held, b""
+        return held if self._is_first else b""
+
+    def _read(self) -> None:
+        """Take in what was forwarded unread."""
+        body = b"".join(self._unread)
+        self._unread.clear()
+        self._num_unread = 0
+        for event in _events(body):
+            if event == DONE_EVENT:
+                self._sent.done = True
+            elif (chunk := _chunk(event)) is not None:
+                self._note(chunk)
+
+    def _note(self, chunk: dict[str, Any]) -> None:
+        sent = self._sent
+        for name in ("id", "created", "model"):
+            if name in chunk:
+                sent.identity.setdefault(name, chunk[name])
+        choices = chunk.get("choices") or []
+        sent.usage |= not choices and "usage" in chunk
+        for choice in choices:
+            sent.role |= "role" in (choice.get("delta") or {})
+            if choice.get("finish_reason") is not None:
+                sent.finished.add(choice.get("index", 0))
+            for key, holder in _text_fields(choice):
+                self._texts.setdefault(key, _Text()).add(holder[key[1]])
+
+    def _new_part(self, event: bytes) -> bytes:
+        """What an event of a later replica brings that the client has not got."""
+        sent = self._sent
+        if event == DONE_EVENT:
+            sent.done = True
+            return event
+        chunk = _chunk(event)
+        if chunk is None or "error" in chunk:
+            return event
+        choices = chunk.get("choices") or []
+        if choices and not any([self._cut(choice) for choice in choices]):
+            return b""
+        if not choices and sent.usage and "usage" in chunk:
+            return b""
+        chunk |= sent.identity
+        self._note(chunk)
+        text = json.dumps(chunk, separators=(",", ":"), ensure_ascii=False)
+        return _DATA + text.encode() + _EVENT_END
+
+    def _cut(self, choice: dict[str, Any]) -> bool:
+        """Take from a choice what the client has; returns whether anything is left."""
+        is_new = False
+        delta = choice.get("delta")
+        if delta and "role" in delta:
+            is_new = not self._sent.role
+            if self._sent.role:
+                del delta["role"]
+        for key, holder in _text_fields(choice):
+            holder[key[1]] = self._cut_text(key, holder[key[1]])
+            is_new |= bool(holder[key[1]])
+        if choice.get("finish_reason") is not None:
+            index = choice.get("index", 0)
+            is_new |= index not in self._sent.finished
+            self._check_whole(index)
+        return is_new
+
+    def _check_whole(self, index: int) -> None:
+        """Raise ContinuationError if a choice ends before all that the client has of it."""
+        for key, sent in self._texts.items():
+            seen = self._seen.get(key, _Text())
+            if key[0] == index and seen.num_chars < sent.num_chars:
+                raise ContinuationError(
+                    f"{key[1]!r} ends after {seen.num_chars} of {sent.num_chars} characters"
+                )
+
+    def _cut_text(self, key: Key, text: str) -> str:
+        sent = self._texts.get(key, _Text())
+        seen = self._seen.setdefault(key, _Text())
+        num_known = min(len(text), max(0, sent.num_chars - seen.num_chars))
+        seen.add(text[:num_known])
+        if num_known and seen.num_chars == sent.num_chars and seen.checksum != sent.checksum:
+            raise ContinuationError(
+                f"the first {sent.num_chars} characters of {key[1]!r} differ between replicas"
+            )
+        seen.add(text[num_known:])
+        return text[num_known:]
+
+
+def _events(body: bytes) -> Iterator[bytes]:
+    for event in body.split(_EVENT_END):
+        if event:
+            yield event + _EVENT_END
+
+
+def _chunk(event: bytes) -> dict[str, Any] | None:
+    """The JSON object of an event; None for anything else."""
+    if not event.startswith(_DATA):
+        return None
+    try:
+        chunk = json.loads(event[len(_DATA) :])
+    except ValueError:
+        return None
+    return chunk if isinstance(chunk, dict) else None
+
+
+def _text_fields(choice: dict[str, Any]) -> Iterator[tuple[Key, dict[str, Any]]]:
+    """Every text of a choice: its key, and the object that holds it."""
+    index = choice.get("index", 0)
+    if isinstance(choice.get("text"), str):
+        yield (index, "text"), choice
+    delta = choice.get("delta") or {}
+    for name, value in delta.items():
+        if name != "role" and isinstance(value, str):
+            yield (index, name), delta

@@ -1,0 +1,1 @@
+"""One engine behind its HTTP application, as a Ray actor."""

@@ -1,0 +1,312 @@
+"""The `apar` field of requests and responses, around vLLM's HTTP application.
+
+A request may carry `"apar": {"enabled": bool, "max_threads": int}`. It is checked here and
+reaches the engine as `vllm_xargs`, vLLM's own way into `SamplingParams.extra_args`. An answer
+gets an `apar` object with the request's thread statistics: a whole one beside `usage`, a
+stream in its usage chunk. Token ids of control tokens are refused wherever a client can name
+them, because only the engine may place them.
+"""
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, PositiveInt, ValidationError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from apar_core.engine.replay_request import PARAM, REPLAY_REQUEST_ARG
+from apar_core.errors import RequestError
+from deployments.replica.asgi import SERVED_KEY, ServedRequest
+from deployments.wire.errors import JSON_TYPE, answer_for
+from deployments.wire.terms_in_body import write_terms
+
+MAX_REPLAY_TOKENS = 2**17
+MAX_REPLAY_THREADS = 2**12
+_TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
+
+
+def _bounded(scripts: dict[str, list[int]]) -> dict[str, list[int]]:
+    num_tokens = sum(map(len, scripts.values()))
+    if num_tokens > MAX_REPLAY_TOKENS or len(scripts) > MAX_REPLAY_THREADS:
+        raise ValueError(
+            f"{num_tokens} tokens in {len(scripts)} threads are too many: at most "
+            f"{MAX_REPLAY_TOKENS} in {MAX_REPLAY_THREADS}"
+        )
+    return scripts
+
+
+class AparOptions(BaseModel):
+    """What a client may say about the forks of its request.
+
+    `replay` holds the token ids that each thread shall generate, by its path. Only its form is
+    checked here, the rest by the engine's input processor, which knows the vocabulary.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    enabled: bool | None = None
+    max_threads: PositiveInt | None = None
+    replay: Annotated[dict[str, list[int]], AfterValidator(_bounded)] | None = None
+
+    def engine_args(self) -> dict[str, int | str]:
+        """The internal keys of `SamplingParams.extra_args`; vLLM's field has only flat values.
+
+        What the client leaves open is the engine's to decide.
+        """
+        given = {"apar_enabled": self.enabled, "apar_max_threads": self.max_threads}
+        args: dict[str, int | str] = {
+            name: int(value) for name, value in given.items() if value is not None
+        }
+        if self.replay is not None:
+            args[REPLAY_REQUEST_ARG] = json.dumps(self.replay, separators=(",", ":"))
+        return args
+
+
+def parse_options(value: object) -> AparOptions:
+    """The checked `apar` field; raises RequestError naming the wrong key."""
+    if not isinstance(value, dict):
+        raise RequestError("`apar` must be an object", param="apar")
+    try:
+        return AparOptions.model_validate(value)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = ".".join(["apar", *(str(part) for part in problem["loc"])])
+        if problem["type"] == "extra_forbidden":
+            known = ", ".join(AparOptions.model_fields)
+            raise RequestError(f"Unknown key `{name}`; known: {known}", param=name) from error
+        raise RequestError(f"`{name}`: {problem['msg']}", param=name) from error
+
+
+def fit_replay(
+    body: dict[str, Any], scripts: Mapping[str, list[int]], control_token_ids: frozenset[int]
+) -> None:
+    """Let the answer be as long as what it repeats, unless the client has set a limit itself.
+
+    Raises RequestError for a beam search, whose beams are chosen among several tokens.
+    """
+    if body.get("use_beam_search"):
+        raise RequestError(f"`{PARAM}` is impossible in a beam search", param=PARAM)
+    if all(body.get(name) is None for name in _TOKEN_LIMITS):
+        text_ids = [
+            token_id
+            for token_ids in scripts.values()
+            for token_id in token_ids
+            if token_id not in control_token_ids
+        ]
+        # End tokens are no text, but for one: the last thread must not be cut off before its own.
+        body["max_tokens"] = max(1, len(text_ids) - len(scripts) + 1)
+
+
+EXTENDED_PATHS = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
+_INTERNAL_PREFIX = "apar"
+_TOKEN_ID_LISTS = ("stop_token_ids", "allowed_token_ids")
+# Disaggregated serving is not offered, and its parameters can carry a prompt's token ids.
+_REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "prompt_embeds")
+_USAGE_CHUNK = b'"choices":[]'
+
+_NUMBER_LIMIT = 2**63
+
+_PLAIN_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+
+TakeStatistics = Callable[[str], Mapping[str, Any] | None]
+
+
+def _token_ids(value: object, *, texts: bool) -> Iterable[int]:
+    """All token ids in a value, read as leniently as vLLM reads them.
+
+    With `texts`, a string is a text and no id, as in a list of prompts.
+    """
+    if isinstance(value, list):
+        for item in value:
+            yield from _token_ids(item, texts=texts)
+    elif isinstance(value, int | float) or (isinstance(value, str) and not texts):
+        with suppress(ValueError, OverflowError):
+            yield int(value)
+
+
+def refuse_control_tokens(body: Mapping[str, Any], control_token_ids: frozenset[int]) -> None:
+    """Raise RequestError if the request names a control token by its id."""
+    for field in _REFUSED_FIELDS:
+        if body.get(field) is not None:
+            raise RequestError(f"`{field}` is not supported", param=field)
+    named = {field: _token_ids(body.get(field), texts=False) for field in _TOKEN_ID_LISTS}
+    named["prompt"] = _token_ids(body.get("prompt"), texts=True)
+    bias = body.get("logit_bias")
+    named["logit_bias"] = _token_ids(list(bias) if isinstance(bias, dict) else None, texts=False)
+    for field, ids in named.items():
+        if found := control_token_ids.intersection(ids):
+            raise RequestError(
+                f"`{field}` holds the control token id {min(found)}; only the model may fork",
+                param=field,
+            )
+
+
+def refuse_huge_numbers(body: Mapping[str, Any]) -> None:
+    """Raise RequestError for an integer that cannot be sent to the engine: 64 bits are all."""
+    for field, value in body.items():
+        if isinstance(value, int) and abs(value) >= _NUMBER_LIMIT:
+            raise RequestError(f"`{field}` is out of range: {value}", param=field)
+
+
+def translate(body: dict[str, Any], control_token_ids: frozenset[int]) -> bool:
+    """Check the request and move its `apar` field to `vllm_xargs`, in place.
+
+    Returns whether anything was changed. Raises RequestError.
+    """
+    refuse_control_tokens(body, control_token_ids)
+    refuse_huge_numbers(body)
+    extra = body.get("vllm_xargs")
+    if isinstance(extra, dict):
+        for key in extra:
+            if key.startswith(_INTERNAL_PREFIX):  # vLLM passes these on as they are.
+                raise RequestError(
+                    f"`vllm_xargs.{key}` is internal; use the field `apar`",
+                    param=f"vllm_xargs.{key}",
+                )
+    if body.get("apar") is None:
+        return False
+    if extra is not None and not isinstance(extra, dict):
+        raise RequestError("`vllm_xargs` must be an object", param="vllm_xargs")
+    options = parse_options(body.pop("apar"))
+    if options.replay is not None:
+        fit_replay(body, options.replay, control_token_ids)
+    body["vllm_xargs"] = {**(extra or {}), **options.engine_args()}
+    return True
+
+
+class AparExtension:
+    """ASGI middleware: `apar` in, `apar` out, for chat completions and completions."""
+
+    def __init__(
+        self, app: ASGIApp, control_token_ids: frozenset[int], take_statistics: TakeStatistics
+    ) -> None:
+        self._app = app
+        self._control_token_ids = control_token_ids
+        self._take_statistics = take_statistics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        prefix = EXTENDED_PATHS.get(scope["path"]) if scope["type"] == "http" else None
+        if prefix is None:
+            await self._app(scope, receive, send)
+            return
+        raw = await _read_body(receive)
+        try:
+            raw = self._translated(raw, scope.get(SERVED_KEY))
+        except RequestError as error:
+            answer = answer_for(error)
+            await send(
+                {"type": "http.response.start", "status": answer.status, "headers": answer.headers}
+            )
+            await send({"type": "http.response.body", "body": answer.body})
+            return
+        base_id = _request_id(scope["headers"])
+        served: ServedRequest | None = scope.get(SERVED_KEY)
+        if served is not None:
+            served.begin(prefix + base_id)
+        statistics = _StatisticsWriter(prefix + base_id, self._take_statistics, send)
+        try:
+            await self._app(
+                {**scope, "headers": _with_headers(scope["headers"], base_id, len(raw))},
+                _replayed(raw, receive),
+                statistics.send,
+            )
+        finally:
+            self._take_statistics(prefix + base_id)
+
+    def _translated(self, raw: bytes, served: ServedRequest | None) -> bytes:
+        try:
+            body = json.loads(raw)
+        except (ValueError, RecursionError):
+            return raw  # vLLM's own answer to malformed JSON is right.
+        if not isinstance(body, dict):
+            return raw
+        changed = translate(body, self._control_token_ids)
+        if served is not None:
+            changed = write_terms(body, served.terms) or changed
+        return json.dumps(body).encode() if changed else raw
+
+
+class _StatisticsWriter:
+    """Adds the `apar` object to the answer that passes through."""
+
+    def __init__(self, request_id: str, take: TakeStatistics, send: Send) -> None:
+        self._request_id = request_id
+        self._take = take
+        self._send = send
+        self._held_start: Message | None = None
+        self._streaming = False
+
+    async def send(self, message: Message) -> None:
+        """Pass the message on, with statistics where they belong."""
+        if message["type"] == "http.response.start":
+            self._streaming = message["status"] != 200 or JSON_TYPE not in message["headers"]
+            if self._streaming:
+                await self._send(message)
+            else:
+                self._held_start = message  # Its content-length is about to change.
+            return
+        body: bytes = message.get("body", b"")
+        if self._held_start is not None:
+            body = self._extended(body, b"}")
+            start = {**self._held_start, "headers": _with_length(self._held_start, len(body))}
+            self._held_start = None
+            await self._send(start)
+        elif self._streaming and _USAGE_CHUNK in body:
+            body = self._extended(body, b"}\n\n")
+        await self._send({**message, "body": body})
+
+    def _extended(self, body: bytes, end: bytes) -> bytes:
+        values = self._take(self._request_id) if body.endswith(end) else None
+        if values is None:
+            return body
+        return body.removesuffix(end) + b',"apar":' + json.dumps(dict(values)).encode() + end
+
+
+async def _read_body(receive: Receive) -> bytes:
+    pieces: list[bytes] = []
+    while True:
+        message = await receive()
+        pieces.append(message.get("body", b""))
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            return b"".join(pieces)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    unread = [body]
+
+    async def replay() -> Message:
+        if unread:
+            return {"type": "http.request", "body": unread.pop(), "more_body": False}
+        return await receive()
+
+    return replay
+
+
+def _request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The caller's request id, made unique: two requests may carry the same one."""
+    unique = uuid.uuid4().hex
+    for name, value in headers:
+        if name == b"x-request-id" and _PLAIN_ID.fullmatch(value):
+            # Not to be taken for the number of a prompt or of a beam, which vLLM appends.
+            return f"{value.decode()}-r{unique[:8]}"
+    return unique
+
+
+def _with_headers(
+    headers: Iterable[tuple[bytes, bytes]], request_id: str, length: int
+) -> list[tuple[bytes, bytes]]:
+    kept = [item for item in headers if item[0] not in (b"x-request-id", b"content-length")]
+    return [
+        *kept,
+        (b"x-request-id", request_id.encode()),
+        (b"content-length", str(length).encode()),
+    ]
+
+
+def _with_length(start: Message, length: int) -> list[tuple[bytes, bytes]]:
+    kept = [item for item in start["headers"] if item[0] != b"content-length"]
+    return [*kept, (b"content-length", str(length).encode())]

@@ -1,0 +1,123 @@
+"""One engine and vLLM's HTTP application in one Ray Serve replica."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat
+from ray import serve
+from starlette.types import ASGIApp
+
+from cluster.config.logging import LoggingConfig
+from cluster.config.tracing import TracingConfig
+from cluster.logs import ProcessLogs
+from deployments.app.autoscaling import replica_report
+from deployments.replica.answering import Answering
+from deployments.replica.apar_extension import AparExtension
+from deployments.replica.engine_factory import kept_serve_logs
+from deployments.replica.watchdog import watch
+from deployments.routing.load_report import LoadReporter
+from deployments.tracing import REPLICA, close_tracing, open_tracing
+
+if TYPE_CHECKING:
+    from apar_core.engine.async_engine import AparAsyncLLM
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicaSettings(BaseModel):
+    """What a replica serves and how it sends on its streams."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    served_name: str
+    engine: dict[str, Any]
+    coalesce_s: NonNegativeFloat
+    logging: LoggingConfig = LoggingConfig()
+    metrics: bool = True
+    tracing: TracingConfig = TracingConfig()
+
+
+class Replica(Answering):
+    """Runs requests through vLLM's application in process; the gateway is its only caller."""
+
+    _engine: "AparAsyncLLM"
+
+    async def __init__(self, settings: ReplicaSettings) -> None:  # type: ignore[misc] # Ray Serve awaits it.
+        settings.tracing.read_headers()  # Fail before the engine is built.
+        with kept_serve_logs():
+            app = await self._build(settings)
+        self._reporter = LoadReporter(self._engine.vllm_config.cache_config.block_size)
+        super().__init__(self._engine, app, serve.get_replica_context().replica_id.unique_id)
+        if self._told is not None:
+            self.metrics = self._told.metrics
+            self._told.begin(
+                self._engine.core_state, lambda: self.num_inside, lambda: self._logs.num_dropped
+            )
+        self.tracing = open_tracing(settings.tracing, REPLICA)
+        self._watchdog = asyncio.create_task(
+            watch(lambda: self.engine_lost, at_last=partial(close_tracing, self.tracing, 1.0))
+        )
+
+    async def _build(self, settings: ReplicaSettings) -> ASGIApp:
+        """The engine, and the application over it."""
+        # vLLM takes seconds to import; the process that composes the application need not.
+        from deployments.metrics.replica_reporter import ReplicaReporter
+        from deployments.replica.engine_factory import (
+            build_engine,
+            build_http_application,
+            server_arguments,
+        )
+
+        name = settings.served_name.replace("/", "-")
+        self._logs = ProcessLogs(settings.logging, f"replica-{name}")
+        args = server_arguments(settings.model, settings.served_name, settings.engine)
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        self._told = (
+            ReplicaReporter(model=settings.served_name, replica=replica_id)
+            if settings.metrics
+            else None
+        )
+        self._engine = build_engine(args, self._told.stat_loggers if self._told else ())
+        self._engine.pace_streams(settings.coalesce_s)
+        await self._engine.warm_up()
+        tokens = self._engine.control_tokens
+        return AparExtension(
+            await build_http_application(self._engine, args),
+            control_token_ids=frozenset(tokens.texts if tokens else ()),
+            take_statistics=self._take_statistics,
+        )
+
+    def _take_statistics(self, request_id: str) -> Mapping[str, Any] | None:
+        record = self._engine.take_statistics(request_id)
+        return None if record is None else asdict(record.statistics)
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """What routers choose by; Ray Serve asks for it and hands it on to them."""
+        state = await self._engine.core_state()
+        return asdict(self._reporter.report(state, self.num_inside, time.time()))
+
+    async def load(self) -> dict[str, Any]:
+        """Requests and threads alive, KV blocks in all and free, at this moment.
+
+        `requests_inside` counts what the HTTP side holds, the rest comes from the engine core.
+        """
+        return {"requests_inside": self._engine.get_num_unfinished_requests()} | (
+            await self._engine.core_state()
+        )
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Ray Serve's autoscaling: what this replica carries."""
+        return replica_report(await self._engine.core_state(), self.num_inside)
+
+    async def __del__(self) -> None:
+        self._watchdog.cancel()
+        if self._told is not None:
+            await self._told.close()
+        self._engine.shutdown()
+        await close_tracing(self.tracing)

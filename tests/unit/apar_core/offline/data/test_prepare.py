@@ -1,0 +1,311 @@
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from apar_core.errors import DataError
+from apar_core.offline.data.example_file import read_examples
+from apar_core.offline.data.hold_out import HELD_OUT_FILE
+from apar_core.offline.data.prepare import PreparationSettings, prepare
+from apar_core.offline.data.records import ExampleRecord, flat_text
+from apar_core.offline.data.structure import StructureRules
+from apar_core.workload.trace import read_trace
+
+LIST = "\n".join(f"{n}. Point {n}: with some content." for n in (1, 2, 3))
+ALL = PreparationSettings(structured=None, unstructured=None)
+
+
+def chat(*texts: str) -> dict[str, Any]:
+    return {
+        "conversations": [
+            {"from": ("human", "gpt")[number % 2], "value": text}
+            for number, text in enumerate(texts)
+        ]
+    }
+
+
+def write_lines(path: Path, *items: Any) -> Path:
+    path.write_text("".join(json.dumps(item) + "\n" for item in items))
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_each_answer_is_an_example_with_the_turns_before_it(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "chats.jsonl", chat("q", LIST, "r", "Short."))
+
+    report = prepare([source], tmp_path / "out", ALL)
+
+    listed, short = read_examples(tmp_path / "out")
+    assert (listed.kind, flat_text(listed.answer)) == ("ordered_list", LIST)
+    assert [message.content for message in listed.messages] == ["q"]
+    assert [message.content for message in short.messages] == ["q", LIST, "r"]
+    assert listed.example_id != short.example_id
+    assert (report.num_items, report.num_answers, report.num_forks) == (1, 2, 3)
+    assert report.kinds == {"ordered_list": 1, "unstructured": 1}
+    assert report.unstructured_reasons == {"no structure": 1}
+    saved = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert saved == report.model_dump(mode="json")
+    assert saved["training_ratio"] == "1:1"
+
+
+def test_an_array_gives_what_its_lines_would(tmp_path: Path) -> None:
+    items = [chat("q", LIST), chat("q"), chat("q", "Short.")]
+    lines = write_lines(tmp_path / "chats.jsonl", *items)
+    array = tmp_path / "chats.json"
+    array.write_text("\ufeff \n" + json.dumps(items, indent=1))
+
+    prepare([lines], tmp_path / "a", ALL)
+    prepare([array], tmp_path / "b", ALL)
+
+    assert list(read_examples(tmp_path / "a")) == list(read_examples(tmp_path / "b"))
+
+
+def test_bad_lines_are_counted_with_their_place_and_reason(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "chats.jsonl", chat("q", LIST))
+    with source.open("ab") as file:
+        file.write(b'{"broken\n\n"\xff"\n')
+        for item in ({}, chat("q", " "), chat(" ", "a"), chat("q", "a", "b", "")):
+            file.write(json.dumps(item).encode() + b"\n")
+
+    report = prepare([source], tmp_path / "out", ALL)
+
+    assert report.refusals == {
+        "broken JSON": 1,
+        "not UTF-8": 1,
+        "missing field": 1,
+        "empty answer": 2,
+        "empty question": 1,
+    }
+    assert report.refusal_examples[0].place == f"{source}, line 2"
+    assert report.refusal_examples[1].place == f"{source}, line 4"
+    assert len(list(read_examples(tmp_path / "out"))) == 2
+
+
+def test_a_thought_needs_an_answer_behind_it(tmp_path: Path) -> None:
+    answers = ("<think>\nHm.\n</think>\n\n" + LIST, "<think>\nHm, hm", "<think>\nHm.\n</think>\n")
+    source = write_lines(tmp_path / "chats.jsonl", *(chat("q", answer) for answer in answers))
+
+    report = prepare([source], tmp_path / "out", ALL)
+
+    assert report.kinds == {"ordered_list": 1}
+    assert report.refusals == {"thought without an answer": 2}
+
+
+@dataclass(frozen=True)
+class FewCharacters:
+    """Fits examples to a number of characters, as a tokenizer does to its tokens."""
+
+    context_length: int
+    model_name: str = "few"
+
+    def __call__(self, example: ExampleRecord) -> ExampleRecord | None:
+        for start in range(0, len(example.messages), 2):
+            messages = example.messages[start:]
+            if sum(len(message.content) for message in messages) <= self.context_length:
+                return replace(example, messages=messages)
+        return None
+
+
+def test_what_does_not_fit_is_left_out_before_the_sample_is_drawn(tmp_path: Path) -> None:
+    items = [chat("q" * (5 if n % 2 else 50), LIST) for n in range(40)]
+    source = write_lines(tmp_path / "chats.jsonl", *items, chat("long " * 4, "a", "q", LIST))
+    settings = PreparationSettings(structured=20, unstructured=None)
+
+    report = prepare([source], tmp_path / "out", settings, fit=FewCharacters(10))
+
+    examples = list(read_examples(tmp_path / "out"))
+    assert (report.structured.found, report.structured.written) == (21, 20)
+    assert (report.num_too_long, report.num_answers, report.context_length) == (21, 21, 10)
+    assert all(len(example.messages[-1].content) <= 5 for example in examples)
+    # Strict mode is about items that are not understood.
+    prepare([source], tmp_path / "strict", ALL.model_copy(update={"strict": True}),
+            fit=FewCharacters(10))  # fmt: skip
+
+
+def query_texts(example: ExampleRecord) -> set[str]:
+    return {" ".join(each.content.split()) for each in example.messages if each.role == "user"}
+
+
+def test_held_out_queries_share_no_conversation_and_no_text_with_training(tmp_path: Path) -> None:
+    items = [
+        {"id": f"aB3dE{n // 2:02}_{n % 2}", **chat(f"first {n}?", LIST, f"then {n}?", "Short.")}
+        for n in range(40)
+    ]
+    # Others ask the same, in another turn and with other blanks.
+    items += [chat("hello", "Hi.", f"first  {n}?\n", LIST) for n in range(40)]
+    source = write_lines(tmp_path / "chats.jsonl", *items)
+    settings = ALL.model_copy(update={"hold_out": 5})
+
+    report = prepare([source], tmp_path / "out", settings)
+
+    held = read_trace(tmp_path / "out" / HELD_OUT_FILE)
+    training = list(read_examples(tmp_path / "out"))
+    texts = {" ".join(line.prompt.split()) for line in held}
+    assert len(held) == len(texts) == 5
+    assert all(texts.isdisjoint(query_texts(example)) for example in training)
+    # Items 1 and 2 are the parts aB3dE00_0 and aB3dE00_1: one held out keeps both out.
+    trained = {int((example.example_id or "").split(":")[1]) for example in training}
+    conversations = [(int(line.id.split(":")[1]) - 1) // 2 for line in held]
+    assert len(set(conversations)) == 5
+    assert all(trained.isdisjoint({2 * n + 1, 2 * n + 2}) for n in conversations if n < 20)
+    assert report.held_out.written == 5
+    assert len(training) == report.num_answers - 5 - report.num_near_held_out
+    assert report.structured.found + report.unstructured.found == len(training)
+
+
+def test_numbered_items_are_no_parts_of_one_conversation(tmp_path: Path) -> None:
+    for name in ("alpaca", "chatgpt", "Example", "ROWDATA", "long-name"):
+        items = [{"id": f"{name}_{n}", **chat(f"q{n}", "a")} for n in range(9)]
+        source = write_lines(tmp_path / f"{name}.jsonl", *items)
+
+        report = prepare([source], tmp_path / name, ALL.model_copy(update={"hold_out": 3}))
+
+        assert (report.held_out.written, report.num_near_held_out) == (3, 0)
+
+
+def test_the_held_out_queries_depend_on_the_seed_alone(tmp_path: Path) -> None:
+    items = [chat(f"q{n}", LIST if n % 3 else f"Short {n}.") for n in range(200)]
+    source = write_lines(tmp_path / "chats.jsonl", *items)
+    settings = PreparationSettings(structured=50, unstructured=20, hold_out=10)
+
+    prepare([source], tmp_path / "one", settings, num_workers=1)
+    prepare([source], tmp_path / "two", settings, num_workers=2)
+    prepare([source], tmp_path / "seed", settings.model_copy(update={"seed": 4}))
+
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    assert contents(tmp_path / "seed")[HELD_OUT_FILE] != contents(tmp_path / "one")[HELD_OUT_FILE]
+
+
+def test_held_out_queries_of_an_earlier_run_are_not_left_behind(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "chats.jsonl", *(chat(f"q{n}", LIST) for n in range(3)))
+    prepare([source], tmp_path / "out", ALL.model_copy(update={"hold_out": 1}))
+
+    prepare([source], tmp_path / "out", ALL.model_copy(update={"overwrite": True}))
+
+    assert not (tmp_path / "out" / HELD_OUT_FILE).exists()
+    assert len(list(read_examples(tmp_path / "out"))) == 3
+
+
+@pytest.mark.parametrize("damage", [b', {"x": ]', b', "\xff"]', b",", b", " + b"[" * 100_000])
+def test_what_stands_before_the_damage_of_an_array_is_used(tmp_path: Path, damage: bytes) -> None:
+    source = tmp_path / "chats.json"
+    source.write_bytes(b"[" + json.dumps(chat("q", LIST)).encode() + damage)
+
+    report = prepare([source], tmp_path / "out", ALL)
+
+    assert report.refusals == {"broken JSON": 1}
+    assert report.refusal_examples[0].place.endswith("item 2")
+    assert len(list(read_examples(tmp_path / "out"))) == 1
+
+
+def test_elements_that_are_no_chats_are_refused_one_by_one(tmp_path: Path) -> None:
+    items = [None, 5, "x", [], {}, [[1], {"a": [2]}], chat("q", LIST), True]
+    source = tmp_path / "chats.json"
+    source.write_text(json.dumps(items))
+
+    report = prepare([source], tmp_path / "out", ALL)
+
+    assert (report.num_items, report.num_answers) == (8, 1)
+    assert report.refusals == {"wrong type": 6, "missing field": 1}
+
+
+def test_strict_mode_stops_at_the_first_and_leaves_nothing(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "chats.jsonl", chat("q", "a"), chat("q"), {})
+
+    with pytest.raises(DataError, match=r"chats.jsonl, line 2: no answer"):
+        prepare([source], tmp_path / "out", ALL.model_copy(update={"strict": True}))
+
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_the_number_of_processes_changes_nothing(tmp_path: Path) -> None:
+    items = [chat(f"q{n}", LIST if n % 3 else f"Short {n}.") for n in range(300)]
+    source = write_lines(tmp_path / "chats.jsonl", *items, {}, *items)
+    settings = PreparationSettings(structured=50, unstructured=20, seed=3)
+
+    report = prepare([source], tmp_path / "one", settings, num_workers=1)
+    prepare([source], tmp_path / "two", settings, num_workers=2)
+
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    assert (report.structured.found, report.structured.written) == (400, 50)
+    assert (report.unstructured.found, report.unstructured.written) == (200, 20)
+    prepare([source], tmp_path / "seed", settings.model_copy(update={"seed": 4}))
+    assert contents(tmp_path / "seed") != contents(tmp_path / "one")
+
+
+def test_questions_and_rules_reach_the_answers(tmp_path: Path) -> None:
+    bullets = "\n".join(f"- Point {n}: with some content." for n in (1, 2, 3))
+    source = write_lines(tmp_path / "answers.jsonl", {"question_id": 7, "text": bullets})
+    questions = write_lines(tmp_path / "q.jsonl", {"question_id": 7, "turns": ["q"]})
+    rules = StructureRules(unordered_lists=True)
+    settings = ALL.model_copy(update={"questions": (questions,), "rules": rules})
+
+    assert prepare([source], tmp_path / "a", ALL).refusals == {"no question": 1}
+    assert prepare([source], tmp_path / "b", settings).kinds == {"unordered_list": 1}
+
+
+def test_a_folder_with_files_is_replaced_only_where_allowed(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "chats.jsonl", chat("q", "a"))
+    prepare([source], tmp_path / "out", ALL)
+    before = contents(tmp_path / "out")
+    write_lines(source, chat("q", "b"))
+
+    with pytest.raises(DataError, match="not empty"):
+        prepare([source], tmp_path / "out", ALL)
+    assert contents(tmp_path / "out") == before
+
+    prepare([source], tmp_path / "out", ALL.model_copy(update={"overwrite": True}))
+    assert contents(tmp_path / "out") != before
+
+
+def test_a_file_is_read_once_however_it_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    a, b = (write_lines(folder / f"{name}.jsonl", chat(name, "x")) for name in "ab")
+    link = folder / "c.jsonl"
+    link.symlink_to(a)
+
+    report = prepare([b, folder / "../in/b.jsonl", folder], tmp_path / "out", ALL)
+
+    assert report.inputs == [str(b), str(a)]
+    assert report.num_items == 2
+
+
+def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "chats.jsonl", chat("q", "a"), chat("q", "b"))
+
+    def interrupt(num_bytes: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare([source], tmp_path / "out", ALL, on_read=interrupt)
+
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_every_byte_of_the_input_is_reported_as_read(tmp_path: Path) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", chat("q", "a"), chat("q", "b"))
+    array = tmp_path / "b.json"
+    array.write_text("\ufeff" + json.dumps([chat("q", "a")] * 3))
+    num_read = 0
+
+    def count(num_bytes: int) -> None:
+        nonlocal num_read
+        num_read += num_bytes
+
+    prepare([tmp_path], tmp_path / "out", ALL, on_read=count)
+
+    assert num_read == lines.stat().st_size + array.stat().st_size
+
+
+def test_inputs_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(DataError):
+            prepare([path], tmp_path / "out", ALL)

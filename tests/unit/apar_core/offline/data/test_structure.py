@@ -1,0 +1,238 @@
+"""The rules of the paper's appendix B, one by one."""
+
+# ruff: noqa: RUF001, SIM905
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from apar_core.offline.data.ambiguity import ambiguity
+from apar_core.offline.data.records import (
+    ParagraphRecord,
+    count_forks,
+    flat_text,
+    thread_paragraphs,
+)
+from apar_core.offline.data.structure import StructureRules, extract_tree
+
+PAPER = StructureRules()
+UNORDERED = StructureRules(unordered_lists=True)
+LIST = (
+    "Three tips:\n\n"
+    "1. **Rest**: Sleep eight hours a night.\n"
+    "2. **Move:** Walk for half an hour.\n"
+    "3. Eat:\n   - fruit every day\n   - little sugar\n\n"
+    "Good luck with it."
+)
+
+
+def forks(answer: str, rules: StructureRules = PAPER) -> list[tuple[str, str]]:
+    """(root, detail) of each fork of the root thread; the closing has the detail ""."""
+    tree = extract_tree(answer, rules).tree
+    return [
+        (paragraph.text, flat_text(paragraph.first_child) if paragraph.first_child else "")
+        for paragraph in thread_paragraphs(tree)
+    ]
+
+
+def test_a_point_forks_behind_its_colon_and_the_next_root_begins_with_the_line_break() -> None:
+    assert extract_tree(LIST).kind == "ordered_list"
+    assert forks(LIST) == [
+        ("Three tips:\n\n1. **Rest**:", " Sleep eight hours a night."),
+        ("\n2. **Move:**", " Walk for half an hour."),
+        ("\n3. Eat:", "\n   - fruit every day\n   - little sugar"),
+        ("\n\nGood luck with it.", ""),
+    ]
+
+
+def test_two_points_are_no_ordered_list() -> None:
+    extracted = extract_tree("1. Rest: Sleep eight hours.\n2. Move: Walk for an hour.")
+
+    assert (extracted.kind, extracted.reason) == ("unstructured", "no structure")
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"), [("ten chars.", "ordered_list"), ("nine char", "unstructured")]
+)
+def test_every_content_needs_ten_characters(content: str, kind: str) -> None:
+    answer = f"1. Rest: Sleep eight hours.\n2. Move: {content}\n3. Eat: Less sugar and fat."
+
+    assert extract_tree(answer).kind == kind
+
+
+def test_deeper_lists_belong_to_the_detail_of_their_point() -> None:
+    answer = "".join(
+        f"{number}. Part {number}:\n   1. first: one thing\n   2. second: one more\n\n"
+        for number in (1, 2, 3)
+    )
+
+    assert count_forks(extract_tree(answer).tree) == 3
+
+
+def test_all_lists_of_an_answer_count() -> None:
+    answer = (
+        "Pains:\n\n1. Leads: Finding people is hard.\n\n2. Time: There is never enough.\n\n"
+        "Cures:\n\n1. Leads: A machine finds them.\n\n2. Time: A machine saves it."
+    )
+
+    assert [root for root, _ in forks(answer)][2] == "\n\nCures:\n\n1. Leads:"
+
+
+def test_a_bare_number_at_which_the_answer_breaks_off_is_in_no_detail() -> None:
+    answer = LIST.removesuffix("\n\nGood luck with it.") + "\n4."
+
+    assert forks(answer)[-1] == ("\n4.", "")
+
+
+def test_years_times_and_numbers_out_of_order_are_no_points() -> None:
+    answer = "In\n1998. The firm: it was founded then.\n1999. It grew: a great deal of it.\n7. x: y"
+
+    assert extract_tree(answer).kind == "unstructured"
+    assert forks(
+        "1. At 10:30 we eat: bread and cheese.\n2. Later: tea and some cake.\n3. x: " + LIST
+    )[0][0].endswith("eat:")
+
+
+def test_the_first_sentence_of_a_paragraph_is_its_root() -> None:
+    answer = "Cats sleep. They do it all day.\n\nDogs run.\r\n\r\nBirds fly. Some only walk.\n"
+
+    assert extract_tree(answer).kind == "paragraphs"
+    assert forks(answer) == [
+        ("Cats sleep.", " They do it all day."),
+        ("\n\nDogs run.\r\n\r\nBirds fly.", " Some only walk."),
+        ("\n", ""),
+    ]
+
+
+def test_an_interjection_is_no_root_without_the_sentence_after_it() -> None:
+    answer = (
+        "Sure! Cats sleep. They do it all day.\n\nOf course. Here it is:\n\n**Yes!** Dogs run. Far."
+    )
+
+    assert forks(answer) == [
+        ("Sure! Cats sleep.", " They do it all day."),
+        ("\n\nOf course. Here it is:\n\n**Yes!** Dogs run.", " Far."),
+    ]
+    assert forks("Surely. It is.\n\nNo one came. Why?")[0] == ("Surely.", " It is.")
+
+
+def test_an_answer_of_one_paragraph_has_nothing_to_write_beside_it() -> None:
+    assert extract_tree("Cats sleep. They do it all day.").kind == "unstructured"
+
+
+def test_a_line_that_leads_to_a_list_is_a_root() -> None:
+    answer = "Take these:\n- bread\n- cheese\n\nEnjoy."
+
+    assert forks(answer) == [("Take these:", "\n- bread\n- cheese"), ("\n\nEnjoy.", "")]
+
+
+@pytest.mark.parametrize(
+    ("piece", "reason"),
+    [
+        ("```python\nx\n```", "code block"),
+        ("    def f(x):\n        pass", "code block"),
+        ("int main() {", "code block"),
+        ("https://example.com", "url"),
+        ("[here](page.md)", "url"),
+        ("| a | b |\n|---|---|\n| 1 | 2 |", "table"),
+        ("<div class='x'>text</div>", "html"),
+        ("$x^2$", "mathematics"),
+        ("\\(a\\)", "mathematics"),
+        ("x = 5", "mathematics"),
+        ("3 + 4", "mathematics"),
+        ("√2", "mathematics"),
+    ],
+)
+def test_ambiguous_answers_are_unstructured_and_say_why(piece: str, reason: str) -> None:
+    extracted = extract_tree(f"{LIST}\n\n{piece}\n")
+
+    assert (extracted.kind, extracted.reason) == ("unstructured", reason)
+    assert count_forks(extracted.tree) == 0
+
+
+@pytest.mark.parametrize(
+    "prose",
+    ["It costs $5 and $6.", "Open 24/7.", "On 10/9/2023.", "A 1/6 chance.", "x < y, a > b", "C++"],
+)
+def test_prose_is_not_ambiguous(prose: str) -> None:
+    assert ambiguity(prose) is None
+
+
+def test_bullet_points_fork_only_where_asked_for() -> None:
+    answer = "So:\n\n- Rest: Sleep a lot.\n- Move: Walk a lot.\n- Eat: Little sugar.\n\nBye."
+
+    assert count_forks(extract_tree(answer).tree) == 1
+    assert extract_tree(answer, UNORDERED).kind == "unordered_list"
+    assert forks(answer, UNORDERED)[1] == ("\n- Move:", " Walk a lot.")
+
+
+def test_headings_with_lists_fork_only_where_asked_for() -> None:
+    answer = "".join(f"## Day {n}\n\n- walk a little\n- sleep a lot\n\n" for n in (1, 2, 3))
+
+    assert extract_tree(answer, UNORDERED).kind == "unordered_list"
+    assert forks(answer, UNORDERED)[1] == ("\n\n## Day 2", "\n\n- walk a little\n- sleep a lot")
+
+
+PIECES = st.sampled_from(
+    '1. |2. |3. |10) |Root:|: |：|\n|\r\n|\n\n|\r|\t|   |- |* |## |**|A sentence. |Dr. |“|”|"|。|('
+    "|)|some words here |\u2028|\x00|\x0b|\x85|\ud800|\ufeff|é|| ".split("|")
+)
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    st.one_of(st.text(st.characters(), max_size=200), st.lists(PIECES, max_size=60).map("".join)),
+    st.booleans(),
+)
+def test_the_tree_of_any_text_gives_it_back(answer: str, unordered: bool) -> None:
+    extracted = extract_tree(answer, StructureRules(unordered_lists=unordered))
+
+    assert flat_text(extracted.tree) == answer
+    assert (count_forks(extracted.tree) > 0) == (extracted.kind != "unstructured")
+    assert (extracted.reason is None) == (extracted.kind != "unstructured")
+
+
+def test_thousands_of_points_are_no_deep_recursion() -> None:
+    answer = "\n".join(f"{n}. Point: with content {n}" for n in range(1, 900))
+
+    tree: ParagraphRecord = extract_tree(answer).tree
+
+    assert count_forks(tree) == 899
+    assert flat_text(tree) == answer
+
+
+@pytest.mark.parametrize(
+    "thought",
+    [
+        "<think>\nThree, or `<b>` two?\n\n1. Rest: maybe.\n2. Move.\n3. Eat: what?\n</think>\n\n",
+        "<think></think>",
+        # A server whose prompt opens the thought returns the rest of it.
+        "Three, or $x^2$?\n</think>\n\n",
+    ],
+)
+def test_a_thought_stays_whole_before_the_first_fork_and_its_contents_decide_nothing(
+    thought: str,
+) -> None:
+    extracted = extract_tree(thought + LIST)
+
+    assert (extracted.kind, extracted.reason) == ("ordered_list", None)
+    assert flat_text(extracted.tree) == thought + LIST
+    (first, *others), expected = forks(thought + LIST), forks(LIST)
+    assert [(first[0].removeprefix(thought), first[1]), *others] == expected
+    assert first[0].startswith(thought)
+
+
+def test_a_thought_without_an_end_or_an_answer_is_not_divided() -> None:
+    for answer in (f"<think>{LIST}", f"<think>{LIST}</think>\n"):
+        extracted = extract_tree(answer)
+
+        assert (extracted.kind, count_forks(extracted.tree)) == ("unstructured", 0)
+        assert flat_text(extracted.tree) == answer
+
+
+def test_prose_about_the_marker_of_a_thought_is_no_thought() -> None:
+    extracted = extract_tree(f"The tag `</think>` ends it.\n\n{LIST}")
+
+    assert (extracted.kind, extracted.reason) == ("unstructured", "html")

@@ -1,0 +1,120 @@
+"""What one answer took, by the schedule and by a decoder's trace; averages worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from apar_core.offline.decoders.decoded_answer import DecodedAnswer, DecodedThread, StepRecord
+from apar_core.offline.evaluation.measurement import (
+    AnswerKey,
+    AnswerMeasurement,
+    averages,
+    by_category,
+    measured,
+)
+from apar_core.tree.paragraph import ROOT_THREAD, ThreadId
+
+FORK = 99
+
+
+def measurement(**fields: Any) -> AnswerMeasurement:
+    """An answer of one thread of nine tokens behind a prompt of ten, unless told otherwise."""
+    plain: dict[str, Any] = {
+        "question_id": "1",
+        "turn": 1,
+        "category": "writing",
+        "decoder": "vanilla_apar",
+        "num_prompt_tokens": 10,
+        "threads": 1,
+        "forks": 0,
+        "max_depth": 0,
+        "text_tokens": 9,
+        "control_tokens": 1,
+        "steps": 10,
+        "sequential_steps": 10,
+        "max_cached_tokens": 19,
+        "sequential_max_cached_tokens": 19,
+        "attended_tokens": 145,
+        "sequential_attended_tokens": 145,
+        "prefill_s": 0.5,
+        "decode_s": 2.0,
+        "timed_tokens": 8,
+    }
+    return AnswerMeasurement(**{**plain, **fields})
+
+
+FORKED = measurement(
+    question_id="2",
+    threads=3,
+    forks=2,
+    text_tokens=29,
+    control_tokens=7,
+    steps=12,
+    sequential_steps=30,
+    max_cached_tokens=25,
+    sequential_max_cached_tokens=39,
+    attended_tokens=510,
+    sequential_attended_tokens=735,
+    decode_s=1.0,
+    timed_tokens=28,
+)
+
+
+def test_averages_are_over_answers_but_attended_tokens_over_predicted_ones() -> None:
+    row = averages([measurement(), FORKED])
+
+    assert (row.num_answers, row.threads, row.forking_share) == (2, 2.0, 0.5)
+    assert (row.text_tokens, row.steps, row.sequential_steps) == (19, 11, 20)
+    assert (row.max_cached_tokens, row.sequential_max_cached_tokens) == (22, 29)
+    # 10 predicted tokens by one thread; 29 + 7 without the two child tokens by three.
+    assert row.attended_tokens == (145 + 510) / (10 + 34)
+    assert row.sequential_attended_tokens == (145 + 735) / (10 + 30)
+    assert row.tokens_per_s == (8 + 28) / 3
+    assert row.fewer_steps == pytest.approx(20 / 11)
+
+
+def test_without_times_there_is_no_speed() -> None:
+    answer = measurement(prefill_s=None, decode_s=None, timed_tokens=None)
+
+    assert averages([answer]).tokens_per_s is None
+
+
+def test_categories_stand_by_name_with_the_others_last() -> None:
+    names = ["writing", "other", "coding", "common-sense", "writing"]
+    answers = [measurement(question_id=str(i), category=name) for i, name in enumerate(names)]
+
+    groups = by_category(answers)
+
+    assert list(groups) == ["coding", "common-sense", "writing", "other"]
+    assert len(groups["writing"]) == 2
+
+
+def test_a_trace_is_summed_and_its_prefill_left_out_of_the_speed() -> None:
+    child = ThreadId("root.0")
+    answer = DecodedAnswer(
+        threads=(
+            DecodedThread(ROOT_THREAD, None, 0, (1, FORK, 2), ended=True),
+            DecodedThread(child, ROOT_THREAD, 0, (3, 4), ended=True),
+        ),
+        trace=(
+            StepRecord(1, 1, 1, 5.0, 10, 10),
+            StepRecord(2, 1, 1, 0.1, 11, 11),
+            StepRecord(3, 2, 2, 0.2, 14, 25),
+            StepRecord(4, 2, 2, 0.3, 16, 27),
+            StepRecord(5, 1, 1, 0.4, 15, 15),
+        ),
+        num_prompt_tokens=10,
+        fork_id=FORK,
+    )
+
+    result = measured(AnswerKey("7", 2, "stem"), "medusa_apar", answer, "text")
+
+    assert result.key == ("7", 2, "medusa_apar")
+    assert (result.threads, result.forks, result.text_tokens) == (2, 1, 4)
+    assert (result.steps, result.sequential_steps) == (5, 5)
+    assert (result.max_cached_tokens, result.attended_tokens) == (16, 88)
+    assert (result.prefill_s, result.timed_tokens) == (5.0, 3)
+    assert result.decode_s == pytest.approx(1.0)
+    assert result.ended

@@ -1,0 +1,181 @@
+"""Generating, replaying and counting on real decoders with a small model, to a report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from apar_core.errors import EvaluationError
+from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.offline.evaluation.answer_store import AnswerStore
+from apar_core.offline.evaluation.measurement import AnswerMeasurement
+from apar_core.offline.evaluation.report_files import Report
+from apar_core.offline.evaluation.speed_evaluation import run_speed
+from apar_core.offline.evaluation.speed_settings import SpeedSettings
+
+LIST = (
+    "Here are three ideas for a quiet evening:\n\n"
+    "1. Read: Take a book that you have wanted to open for a long time.\n"
+    "2. Cook: Try a soup with lentils, onions and a little cumin.\n"
+    "3. Walk: Go once around the block before it gets dark.\n\n"
+    "Any of these will do."
+)
+PARAGRAPHS = (
+    "Sleep helps memory. While you sleep, the brain repeats what it has seen during the day.\n\n"
+    "Light matters too. Bright screens late in the evening keep you awake for longer.\n\n"
+    "Short."
+)
+PLAIN = "12 + 30 = 42"
+TRACE = [
+    {"id": 1, "prompt": "Ideas?", "response": LIST, "category": "tips"},
+    {"id": 2, "prompt": "How to sleep?", "response": PARAGRAPHS, "category": "tips"},
+    {"id": 3, "prompt": "12 + 30?", "response": PLAIN, "category": "math", "turn": 2},
+]
+
+
+class Steps:
+    """Counts the steps that are shown."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def start(self, stage: str, total: int) -> Callable[[], None]:
+        def step() -> None:
+            self.num_steps += 1
+
+        return step
+
+
+def trace_file(folder: Path, name: str = "trace.jsonl") -> Path:
+    path = folder / name
+    path.write_text("".join(json.dumps(line) + "\n" for line in TRACE))
+    return path
+
+
+def run(folder: Path, **fields: Any) -> Report:
+    plain = {"model": str(checkpoint_path()), "model_name": "apar-tiny", "device": "cpu"}
+    return run_speed(SpeedSettings(**{**plain, **fields}), folder, Steps())
+
+
+def answers(path: Path, decoder: str) -> list[AnswerMeasurement]:
+    store = AnswerStore(path)
+    found = [store.find(str(line["id"]), int(str(line.get("turn", 1))), decoder) for line in TRACE]
+    return [answer for answer in found if answer is not None]
+
+
+def schedule(answer: AnswerMeasurement) -> dict[str, Any]:
+    """All of a measurement but who made it and how long it took."""
+    return answer.model_dump(exclude={"decoder", "prefill_s", "decode_s", "timed_tokens"})
+
+
+def test_counting_gives_what_the_decoders_trace_does(tmp_path: Path) -> None:
+    trace = trace_file(tmp_path)
+    run(tmp_path / "counted", replay=(trace,), count_only=True)
+    run(tmp_path / "replayed", replay=(trace,), random_weights="tiny", dtype="float32")
+
+    counted = answers(tmp_path / "counted/answers-trace.jsonl", "count")
+    replayed = answers(tmp_path / "replayed/answers-trace.jsonl", "vanilla_apar")
+    flat = answers(tmp_path / "replayed/answers-trace.jsonl", "plain")
+
+    assert [answer.threads for answer in counted] == [4, 3, 1]
+    assert [schedule(answer) for answer in replayed] == [schedule(answer) for answer in counted]
+    assert [
+        (answer.steps, answer.max_cached_tokens, answer.attended_tokens) for answer in flat
+    ] == [
+        (
+            answer.sequential_steps,
+            answer.sequential_max_cached_tokens,
+            answer.sequential_attended_tokens,
+        )
+        for answer in counted
+    ]
+    assert all(answer.decode_s and answer.decode_s > 0 for answer in replayed + flat)
+
+
+def test_a_checkpoint_replays_in_its_own_tokens(tmp_path: Path) -> None:
+    report = run(tmp_path / "out", replay=(trace_file(tmp_path),), limit=1)
+
+    [answer] = answers(tmp_path / "out/answers-trace.jsonl", "vanilla_apar")
+    assert answer.threads == 4
+    assert answer.ended
+    assert "figure4_speed" in report.figures
+    assert report.facts["Decoder"] == "vanilla_apar beside plain"
+
+
+def test_both_decoders_answer_the_prompts_side_by_side_and_a_run_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    settings = {"prompts": "held-out", "max_tokens": 300}
+    run(folder, limit=1, **settings)
+    first = (folder / "answers.jsonl").read_text()
+    report = run(folder, limit=2, **settings)
+
+    lines = [json.loads(line) for line in (folder / "answers.jsonl").open()]
+    assert (folder / "answers.jsonl").read_text().startswith(first)
+    assert [(line["question_id"], line["decoder"]) for line in lines] == [
+        ("1", "vanilla_apar"),
+        ("1", "plain"),
+        ("2", "vanilla_apar"),
+        ("2", "plain"),
+    ]
+    # Plain decoding writes the same text, in one thread.
+    for forked, plain in zip(lines[::2], lines[1::2], strict=True):
+        assert plain["threads"] == 1
+        assert plain["text"] == forked["text"]
+        assert plain["steps"] == forked["sequential_steps"] >= forked["steps"]
+    assert report.data["runs"][0]["answers"]["averages"]["all"]["num_answers"] == 2
+    with pytest.raises(EvaluationError, match="holds another run"):
+        run(folder, prompts="held-out", max_tokens=20)
+
+
+def test_a_second_turn_is_asked_behind_the_first_answer(tmp_path: Path) -> None:
+    questions = tmp_path / "questions.jsonl"
+    line = {"question_id": 1, "turns": ["Give me 3 tips for sleeping well.", "Shorter, please."]}
+    questions.write_text(json.dumps(line))
+
+    run(tmp_path / "out", prompts=str(questions), baseline=None, max_tokens=60)
+
+    first, second = [json.loads(line) for line in (tmp_path / "out/answers.jsonl").open()]
+    assert (first["turn"], second["turn"]) == (1, 2)
+    assert second["num_prompt_tokens"] > first["num_prompt_tokens"] + first["text_tokens"]
+
+
+def test_a_prompt_beyond_the_context_is_left_out_and_told(tmp_path: Path) -> None:
+    questions = tmp_path / "questions.jsonl"
+    lines = [{"prompt": "word " * 3000}, {"prompt": "Give me 3 tips for sleeping well."}]
+    questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    report = run(tmp_path / "out", prompts=str(questions), max_tokens=30)
+
+    assert report.facts["Left out"].startswith("1 questions; question 1: prompt has ")
+    assert report.facts["Cut off"].startswith("2 answers")
+    assert report.data["runs"][0]["answers"]["averages"]["all"]["num_answers"] == 1
+    questions.write_text(json.dumps(lines[0]))
+    with pytest.raises(EvaluationError, match="answers none of questions: question 1: prompt has"):
+        run(tmp_path / "other", prompts=str(questions))
+
+
+def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    files = (trace_file(tmp_path), trace_file(tmp_path / "b"))
+
+    with pytest.raises(EvaluationError, match="have the same name"):
+        run(tmp_path / "out", replay=files, count_only=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"device": "cuda"}, "no CUDA GPU"),
+        ({"dtype": "int8"}, "--dtype 'int8' is none of"),
+        ({"model": "/nowhere/model"}, "no tokenizer in '/nowhere/model'"),
+    ],
+)
+def test_a_model_that_cannot_run_is_told(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(EvaluationError, match=message):
+        run(tmp_path / "out", prompts="held-out", **fields)

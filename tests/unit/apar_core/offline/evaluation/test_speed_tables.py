@@ -1,0 +1,155 @@
+"""The paper's tables: rows, means, what Mean(>1%) leaves out, and the paper's own numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from apar_core.offline.evaluation.paper_figures import (
+    ATTENDED_TOKENS,
+    CACHED_TOKENS,
+    MEAN_ACCELERATED,
+    SCORES,
+    THREADS,
+    category_label,
+    paper_model,
+)
+from apar_core.offline.evaluation.report_table import ReportTable
+from apar_core.offline.evaluation.speed_tables import (
+    ATTENDED,
+    CACHED,
+    SpeedRun,
+    all_tables,
+    saving_table,
+    steps_table,
+    summary_table,
+    threads_table,
+)
+from tests.unit.apar_core.offline.evaluation.test_measurement import FORKED, measurement
+
+PLAIN = measurement(question_id="3", category="math")
+RUN = SpeedRun("vicuna-7b-v1.3", "mt-bench", (measurement(), FORKED, PLAIN))
+
+
+def rows(table: ReportTable) -> dict[object, tuple[object, ...]]:
+    return {row[0]: row[1:] for row in table.rows}
+
+
+def test_savings_stand_by_category_beside_the_papers() -> None:
+    table = rows(saving_table(RUN, CACHED))
+
+    assert list(table) == ["Math", "Writing", "Mean", "Mean(>1%)"]
+    assert table["Writing"][:4] == (2, 22, 29, 1 - 22 / 29)
+    assert table["Writing"][4:6] == (513.0, 587.6)
+    assert table["Math"][:4] == (1, 19, 19, 0)
+    assert table["Mean"][:3] == (3, 21, pytest.approx(77 / 3))
+    # Mathematics saves nothing, so the last row is that of writing alone.
+    assert table["Mean(>1%)"][:3] == table["Writing"][:3]
+    assert table["Mean(>1%)"][4:6] == (502.1, 571.1)
+
+
+def test_the_summary_holds_the_means_of_what_is_accelerated() -> None:
+    [row] = summary_table([RUN], ATTENDED, 2).rows
+
+    assert row[:2] == ("MT Bench", "vicuna-7b-v1.3")
+    assert row[2:4] == ((145 + 510) / 44, (145 + 735) / 40)
+    assert row[5:7] == (417.5, 496.5)
+    assert row[7] == pytest.approx(0.159, abs=0.0005)
+
+
+def test_a_run_that_nothing_accelerates_has_no_such_mean() -> None:
+    run = SpeedRun("m", "mt-bench", (PLAIN,))
+
+    assert summary_table([run], CACHED, 1).rows == (("MT Bench", "m", *[None] * 6),)
+    assert rows(saving_table(run, CACHED))["Mean(>1%)"] == (None,) * 7
+
+
+def test_threads_of_several_models_share_a_table() -> None:
+    other = SpeedRun("13b", "mt-bench", (FORKED,))
+
+    table = rows(threads_table([RUN, other]))
+
+    assert table["Math"] == (1, 0, 1.1, 0.1, None, None, None, None)
+    assert table["Writing"] == (2, 0.5, 3.7, 0.6, 3, 1, 3.4, 0.6)
+    assert table["Mean"][:4] == (pytest.approx(5 / 3), pytest.approx(1 / 3), 2.7, 0.37)
+    assert list(table)[-1] == "Mean"
+
+
+def test_the_mean_stays_last_where_a_later_run_has_more_categories() -> None:
+    first = SpeedRun("a", "traces", (FORKED,))
+    second = SpeedRun("b", "traces", (PLAIN, FORKED))
+
+    assert list(rows(threads_table([first, second]))) == ["Writing", "Math", "Mean"]
+
+
+def test_speeds_stand_beside_their_baseline() -> None:
+    slow = (measurement(decoder="plain", decode_s=4.0, timed_tokens=16),)
+    run = SpeedRun("m", "mine", (FORKED, PLAIN), slow)
+
+    table = rows(steps_table(run))
+
+    assert table["Writing"] == (1, 29, 12, 2.5, 28, 4, 7)
+    assert table["Math"][4:] == (4, None, None)
+    assert table["Mean"][4:6] == (12, 4)
+
+
+def test_a_report_holds_each_table_once() -> None:
+    vicuna = SpeedRun("vicuna-7b", "vicuna-bench", (FORKED,))
+
+    names = [table.name for table in all_tables([RUN, vicuna])]
+
+    assert len(names) == len(set(names)) == 2 + 2 + 3 * 2
+    assert names[0] == "table1_max_cached_tokens"
+    assert "attended_tokens_vicuna-7b-vicuna-bench" in names
+
+
+def test_a_report_has_no_empty_columns_for_what_the_paper_does_not_know() -> None:
+    table = all_tables([SpeedRun("m", "mine", (FORKED,))])[3]
+
+    assert [column.title for column in table.columns] == [
+        *("Task", "Answers", "APAR", "Flattened", "Saved")
+    ]
+    assert rows(table)["Writing"] == (1, 25, 39, 1 - 25 / 39)
+
+
+@pytest.mark.parametrize(
+    ("label", "model"),
+    [
+        ("vicuna-7b-v1.3", "A-7B"),
+        ("vicuna-13b-20230322-new-hp-fp16", "A-13B"),
+        ("Llama-2-7B", "A-7B"),
+        ("vicuna-33b-v1.3", None),
+        ("apar-tiny", None),
+        ("x-1.7b", None),
+    ],
+)
+def test_runs_stand_beside_the_papers_model_of_their_size(label: str, model: str | None) -> None:
+    assert paper_model(label) == model
+
+
+def test_the_papers_means_follow_from_its_rows() -> None:
+    """A check of the transcription: cached tokens are averages over a category's questions."""
+    questions = {"Coding": 7, "Math": 3}
+    for (benchmark, _), table in CACHED_TOKENS.items():
+        size = questions if benchmark == "vicuna-bench" else {}
+        for column in (0, 1):
+            kept = {
+                name: row
+                for name, row in table.items()
+                if not name.startswith("Mean") and 1 - row[0] / row[1] > 0.01
+            }
+            weights = {name: size.get(name, 10) for name in kept}
+            total = sum(row[column] * weights[name] for name, row in kept.items())
+            assert total / sum(weights.values()) == pytest.approx(
+                table[MEAN_ACCELERATED][column], abs=0.06
+            )
+
+
+def test_the_papers_tables_have_the_rows_of_our_categories() -> None:
+    vicuna = "coding common-sense counterfactual fermi generic knowledge math roleplay writing"
+    mt = "coding extraction humanities math reasoning roleplay stem writing"
+    for (benchmark, _), table in {**THREADS, **CACHED_TOKENS, **ATTENDED_TOKENS}.items():
+        categories = (vicuna if benchmark == "vicuna-bench" else mt).split()
+        assert {category_label(name) for name in categories} == {
+            name for name in table if not name.startswith("Mean")
+        }
+    assert SCORES["mt-bench"]["STEM"] == (7.92, 7.15, 7.67, 7.80)

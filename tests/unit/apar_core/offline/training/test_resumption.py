@@ -1,0 +1,95 @@
+"""Which checkpoint a run goes on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from apar_core.errors import TrainingError
+from apar_core.offline.training.recipe import LoraSettings, TrainingRecipe
+from apar_core.offline.training.resumption import last_checkpoint, record_run
+
+RECIPE = TrainingRecipe(batch_size=4, num_steps=10, learning_rate=1e-3)
+INPUTS = {"model": "a" * 64, "tokenizer": "b" * 64, "chat template": "c" * 64, "data": "d" * 64}
+
+
+def checkpoint(out: Path, step: int, state: str | None = "{}") -> Path:
+    folder = out / "checkpoints" / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").touch()
+    if state is not None:
+        (folder / "trainer_state.json").write_text(state)
+    return folder
+
+
+def test_the_newest_whole_checkpoint_is_taken(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 8)
+    newest = checkpoint(tmp_path, 16)
+    # What a process leaves that is killed while it writes.
+    checkpoint(tmp_path, 24, state=None)
+    checkpoint(tmp_path, 32, state='{"epoch": 1')
+
+    assert last_checkpoint(tmp_path, RECIPE, INPUTS, resume=True) == str(newest)
+
+
+def test_a_part_of_a_checkpoint_is_none(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 8, state=None)
+
+    assert last_checkpoint(tmp_path, RECIPE, INPUTS, resume=False) is None
+    with pytest.raises(TrainingError, match="nothing to resume"):
+        last_checkpoint(tmp_path, RECIPE, INPUTS, resume=True)
+
+
+def test_a_new_run_does_not_mix_with_an_old_one(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 8)
+
+    with pytest.raises(TrainingError, match="checkpoints of an earlier run"):
+        last_checkpoint(tmp_path, RECIPE, INPUTS, resume=False)
+
+
+def test_no_model_is_written_over(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+
+    with pytest.raises(TrainingError, match="holds a model already"):
+        last_checkpoint(tmp_path, RECIPE, INPUTS, resume=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_steps": 20}, "another recipe: num_steps was 10 and is 20"),
+        ({"seed": 3, "batch_size": 8}, "batch_size was 4 and is 8, seed was 0 and is 3"),
+        ({"lora": LoraSettings()}, "lora was None and is {"),
+    ],
+)
+def test_a_run_goes_on_with_its_own_recipe_only(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    checkpoint(tmp_path, 8)
+    record_run(tmp_path, RECIPE, INPUTS)
+
+    with pytest.raises(TrainingError, match=message):
+        last_checkpoint(tmp_path, RECIPE.model_copy(update=change), INPUTS, resume=True)
+
+
+def test_what_changes_nothing_that_is_learned_may_change(tmp_path: Path) -> None:
+    newest = checkpoint(tmp_path, 8)
+    record_run(tmp_path, RECIPE, INPUTS)
+    changed = RECIPE.model_copy(
+        update={"micro_batch_size": 2, "num_loaders": 1, "save_every_steps": 5}
+    )
+
+    assert last_checkpoint(tmp_path, changed, INPUTS, resume=True) == str(newest)
+
+
+@pytest.mark.parametrize("name", list(INPUTS))
+def test_a_run_goes_on_with_its_own_inputs_only(tmp_path: Path, name: str) -> None:
+    newest = checkpoint(tmp_path, 8)
+    record_run(tmp_path, RECIPE, INPUTS)
+
+    with pytest.raises(TrainingError, match=f"other inputs: the {name} is another") as raised:
+        last_checkpoint(tmp_path, RECIPE, INPUTS | {name: "e" * 64}, resume=True)
+
+    assert str(raised.value).count("is another") == 1
+    assert last_checkpoint(tmp_path, RECIPE, INPUTS, resume=True) == str(newest)

@@ -1,0 +1,117 @@
+"""Control tokens in models that have none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from apar_core.errors import TrainingError
+from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.offline.training.tokenizer import train_tokenizer
+from apar_core.offline.training.vocabulary import add_control_tokens, tree_tokens
+from tests.unit.apar_core.offline.training.plain_tokenizer import plain_tokenizer
+
+
+def model(num_rows: int, *, tied: bool) -> LlamaForCausalLM:
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=num_rows, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, tie_word_embeddings=tied, initializer_range=0.5,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def input_rows(trained: LlamaForCausalLM) -> Tensor:
+    weight = trained.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def output_rows(trained: LlamaForCausalLM) -> Tensor:
+    weight: Tensor = trained.lm_head.weight
+    return weight
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_two_rows_are_added_and_the_vocabulary_is_padded(tied: bool) -> None:
+    tokenizer = plain_tokenizer()
+    size = len(tokenizer)
+    trained = model(size, tied=tied)
+    before = input_rows(trained).detach().clone()
+
+    control = add_control_tokens(trained, tokenizer, multiple=64, seed=0)
+
+    assert {control.fork_id, control.child_id} == {size, size + 1}
+    rows = input_rows(trained)
+    head = output_rows(trained)
+    assert len(rows) == len(head) == trained.config.vocab_size == -(-(size + 2) // 64) * 64
+    assert (head is rows) == tied
+    assert torch.equal(rows[:size], before)
+    assert tree_tokens(tokenizer).fork_id == control.fork_id
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["in the tokenizer", "in neither"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_new_tokens_start_near_the_mean_and_apart_from_each_other(tied: bool, known: bool) -> None:
+    tokenizer = plain_tokenizer()
+    size = len(tokenizer)
+    if known:
+        tokenizer.add_tokens(["[Fork]", "[Child]"], special_tokens=True)
+    trained = model(size, tied=tied)
+
+    control = add_control_tokens(trained, tokenizer, multiple=1, seed=0)
+
+    for matrix in (input_rows(trained), output_rows(trained)):
+        old = matrix[:size]
+        distances = (old - old.mean(0)).norm(dim=1)
+        fork, child = matrix[control.fork_id], matrix[control.child_id]
+        for row in (fork, child):
+            assert (row - old.mean(0)).norm() < 0.3 * distances.mean()
+        assert not torch.equal(fork, child)
+
+
+def test_what_the_model_predicted_before_hardly_changes() -> None:
+    tokenizer = plain_tokenizer()
+    size = len(tokenizer)
+    trained = model(size, tied=False)
+    prompt = torch.tensor([[1, 5, 9, 20]])
+    with torch.inference_mode():
+        before = trained(input_ids=prompt).logits.softmax(-1)
+    add_control_tokens(trained, tokenizer, multiple=1, seed=0)
+    with torch.inference_mode():
+        after = trained(input_ids=prompt).logits.softmax(-1)
+
+    assert (after[..., size:].sum(-1) < 4 / size).all()
+    assert torch.equal(after[..., :size].argmax(-1), before.argmax(-1))
+
+
+def test_spare_rows_of_a_model_are_used_and_never_taken_away() -> None:
+    tokenizer = plain_tokenizer()
+    trained = model(1024, tied=False)
+
+    add_control_tokens(trained, tokenizer, multiple=64, seed=0)
+
+    assert len(input_rows(trained)) == 1024
+
+
+def test_a_checkpoint_that_has_them_is_kept() -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint_path())
+    trained = LlamaForCausalLM.from_pretrained(checkpoint_path())
+    before = input_rows(trained).detach().clone()
+
+    add_control_tokens(trained, tokenizer, multiple=64, seed=0)
+
+    assert len(tokenizer) == 4096
+    assert torch.equal(input_rows(trained), before)
+
+
+def test_a_tokenizer_without_control_tokens_or_end_shapes_no_tree() -> None:
+    with pytest.raises(TrainingError, match="no control tokens"):
+        tree_tokens(plain_tokenizer())
+    endless = train_tokenizer(["a b"], vocabulary_size=320, max_length=8)
+    endless.chat_template = None
+    endless.eos_token = None
+    with pytest.raises(TrainingError, match="no end-of-sequence"):
+        tree_tokens(endless)

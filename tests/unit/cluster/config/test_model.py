@@ -1,0 +1,105 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from cluster.config.autoscaling import AutoscalingConfig
+from cluster.config.model import MAX_THREADS, ModelConfig
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "requests", "threads"),
+    [("apar-tiny", 64, 256), ("apar-7b", 350, MAX_THREADS), ("apar-13b", 180, 720)],
+)
+def test_presets_bound_requests_and_size_threads_from_them(
+    checkpoint: str, requests: int, threads: int
+) -> None:
+    model = ModelConfig(checkpoint=checkpoint)
+
+    assert model.requests_per_replica == requests
+    assert model.threads_per_replica == threads
+    assert model.public_name == checkpoint
+
+
+def test_the_embedded_model_lies_in_the_package() -> None:
+    assert (Path(ModelConfig().preset.path) / "config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"checkpoint": "org/model"}, "org/model"),
+        ({"checkpoint": "org/model", "name": "mine"}, "mine"),
+        ({"name": "mine"}, "mine"),
+    ],
+)
+def test_the_name_that_clients_send(values: dict[str, Any], name: str) -> None:
+    assert ModelConfig(**values).public_name == name
+
+
+def test_a_folder_is_served_under_its_own_name(tmp_path: Path) -> None:
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+
+    assert ModelConfig(checkpoint=str(folder)).public_name == "my-model"
+
+
+def test_a_deployment_is_named_after_the_model_in_plain_characters() -> None:
+    assert ModelConfig(checkpoint="org/a model").deployment_name == "Replica-org-a-model"
+
+
+def test_threads_are_never_fewer_than_requests() -> None:
+    assert ModelConfig(max_concurrency=2000).threads_per_replica == 2000
+
+
+@pytest.mark.parametrize(
+    ("values", "num_bytes"),
+    [({}, 2**28), ({"checkpoint": "apar-7b"}, 4 * 2**30), ({"kv_cache_gib": 0.5}, 2**29)],
+)
+def test_kv_cache_on_cpu(values: dict[str, Any], num_bytes: int) -> None:
+    assert ModelConfig(**values).kv_cache_bytes == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("values", "gpus"),
+    [
+        ({}, 1.0),
+        ({"gpus_per_replica": 4}, 4.0),
+        ({"gpu_memory_share": 0.4}, 0.4),
+        ({"gpus_per_replica": 2, "gpu_memory_share": 0.4}, 2.0),
+    ],
+)
+def test_replicas_share_a_gpu_by_their_share_of_its_memory(
+    values: dict[str, Any], gpus: float
+) -> None:
+    assert ModelConfig(**values).gpus_in_ray == gpus
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"model": "other"}, "model: set the model's `checkpoint`"),
+        ({"served_model_name": ["other"]}, "served_model_name: set the model's `name`"),
+        ({"additional_config": {"apar": {"max_threads": 3}}}, "apar: set the model's `forks`"),
+        ({"additional_config": "text"}, "a mapping is expected"),
+    ],
+)
+def test_engine_arguments_cannot_contradict_a_field(engine: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        ModelConfig(engine=engine)
+
+
+def test_the_fewest_replicas_are_those_configured_or_the_autoscalers_least() -> None:
+    scaled = AutoscalingConfig(min_replicas=2, max_replicas=5)
+
+    assert ModelConfig(replicas=3).min_replicas == 3
+    assert ModelConfig(autoscaling=scaled).min_replicas == 2
+
+
+def test_speculation_and_replay_are_not_for_one_engine() -> None:
+    speculation = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
+
+    assert not ModelConfig(engine=speculation).replay
+    with pytest.raises(ValidationError, match=r"replay: impossible beside .*speculative_config"):
+        ModelConfig(replay=True, engine=speculation)

@@ -1,0 +1,192 @@
+"""What each setting becomes in Ray Serve and in vLLM."""
+
+import json
+import pickle
+from typing import Any
+
+import pytest
+from ray.serve.schema import LoggingConfig
+from vllm.config import VllmConfig
+
+from apar_core.engine.replay_request import REPLAY
+from apar_core.scheduler.fork_settings import fork_settings
+from cluster.config import ClusterConfig
+from cluster.config.model import ForkLimits, ModelConfig
+from cluster.local_ray import APPLICATION_FLAGS
+from deployments.app.application import (
+    build_application,
+    engine_arguments,
+    replica_environment,
+)
+from deployments.gateway.settings import GatewaySettings, ServedModel
+from deployments.replica.replica import ReplicaSettings
+
+
+def deployments(config: ClusterConfig) -> tuple[GatewaySettings, list[Any]]:
+    gateway = build_application(config)._bound_deployment
+    arguments: Any = gateway.init_args
+    settings, *replicas = arguments
+    return settings.gateway, [replica._bound_deployment for replica in replicas]
+
+
+def test_limits_reach_gateway_and_replica() -> None:
+    model = ModelConfig(
+        replicas=3, max_concurrency=10, max_queued_requests=7, max_queue_s=5, coalesce_s=0.02
+    )
+
+    gateway, [deployment] = deployments(ClusterConfig(models=(model,)))
+
+    replica: ReplicaSettings = deployment.init_args[0]
+    assert gateway.models == (
+        ServedModel(
+            name="apar-tiny",
+            deployment="Replica-apar-tiny",
+            replicas=3,
+            wanted=3,
+            requests_per_replica=10,
+            max_queued=7,
+            max_queue_s=5.0,
+        ),
+    )
+    assert replica.served_name == "apar-tiny"
+    assert replica.coalesce_s == 0.02
+    assert deployment.max_ongoing_requests == 10
+    assert deployment.num_replicas == 3
+
+
+def test_no_secret_travels_with_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("CACHE", "REDIS", "COLLECTOR")
+    for name in names:
+        monkeypatch.setenv(name, f"sentinel-of-{name}")
+    config = ClusterConfig.model_validate(
+        {
+            "limits": {
+                "cache_secret": {"env": "CACHE"},
+                "rate_storage": "redis://127.0.0.1:1",
+                "rate_storage_password": {"env": "REDIS"},
+            },
+            "tracing": {
+                "endpoint": "http://127.0.0.1:1",
+                "headers": {"authorization": {"env": "COLLECTOR"}},
+            },
+        }
+    )
+    gateway: Any = build_application(config)._bound_deployment
+    replica = gateway.init_args[1]._bound_deployment
+    shown = json.dumps(gateway._deployment_config.user_config)
+    stored = pickle.dumps((gateway.init_args[0], replica.init_args))
+
+    assert all(name in shown for name in names)
+    assert "sentinel" not in shown
+    assert b"sentinel" not in stored
+
+
+@pytest.mark.parametrize("ray_address", [None, "ray:6379"])
+def test_ray_serves_limits_reach_the_gateway_and_the_replicas(ray_address: str | None) -> None:
+    """A private cluster's processes have them in their environment."""
+    gateway: Any = build_application(ClusterConfig(ray_address=ray_address))._bound_deployment
+    replica = gateway.init_args[1]._bound_deployment
+
+    given = gateway.ray_actor_options["runtime_env"].get("env_vars")
+    assert given == (None if ray_address is None else APPLICATION_FLAGS)
+    replicas = replica.ray_actor_options["runtime_env"]["env_vars"]
+    assert replicas.items() >= APPLICATION_FLAGS.items()
+
+
+def test_every_model_has_replicas_of_its_own_in_the_gateways_order() -> None:
+    models = (ModelConfig(), ModelConfig(checkpoint="org/plain", max_concurrency=2))
+
+    gateway, replicas = deployments(ClusterConfig(models=models))
+
+    assert [model.name for model in gateway.models] == ["apar-tiny", "org/plain"]
+    assert [each.name for each in replicas] == ["Replica-apar-tiny", "Replica-org-plain"]
+    assert [each.init_args[0].model for each in replicas][1] == "org/plain"
+    assert [each.max_ongoing_requests for each in replicas] == [64, 2]
+
+
+def test_engine_arguments_are_ours_then_the_presets_then_the_users() -> None:
+    model = ModelConfig(
+        checkpoint="apar-7b", threads_per_request=2, kv_cache_gib=1, engine={"block_size": 64}
+    )
+
+    assert engine_arguments(model, on_gpu=False) == {
+        "max_num_seqs": 700,
+        "block_size": 64,
+        "distributed_executor_backend": "uni",
+        "kv_cache_memory_bytes": 2**30,
+        "max_model_len": 2048,
+    }
+    assert engine_arguments(model, on_gpu=True) == {
+        "max_num_seqs": 700,
+        "block_size": 64,
+        "max_model_len": 2048,
+    }
+
+
+def test_gpus_of_a_model_reach_its_engine() -> None:
+    model = ModelConfig(gpus_per_replica=2, gpu_memory_share=0.8)
+
+    arguments = engine_arguments(model, on_gpu=True)
+
+    assert arguments["tensor_parallel_size"] == 2
+    assert arguments["gpu_memory_utilization"] == 0.8
+
+
+def test_fork_limits_stand_beside_other_additional_settings() -> None:
+    model = ModelConfig(
+        forks=ForkLimits(max_threads=3), engine={"additional_config": {"other": {"key": 1}}}
+    )
+
+    assert engine_arguments(model, on_gpu=True)["additional_config"] == {
+        "other": {"key": 1},
+        "apar": {"max_threads": 3},
+    }
+
+
+def test_an_engine_replays_only_where_its_model_says_so() -> None:
+    mine = {"logits_processors": ["mine:Processor"]}
+
+    replaying = engine_arguments(ModelConfig(replay=True, engine=mine), on_gpu=False)
+    default = engine_arguments(ModelConfig(engine=mine), on_gpu=False)
+
+    assert replaying["logits_processors"] == ["mine:Processor", REPLAY]
+    assert default["logits_processors"] == ["mine:Processor"]
+    assert "logits_processors" not in engine_arguments(ModelConfig(), on_gpu=True)
+    # On GPU only vLLM's first model runner has such processors.
+    environment = replica_environment(ModelConfig(replay=True), on_gpu=True)
+    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in replica_environment(ModelConfig(), on_gpu=True)
+
+
+def test_fork_limits_of_a_model_reach_its_engine() -> None:
+    limits = ForkLimits(max_threads=4, max_forks=9)
+
+    arguments = engine_arguments(ModelConfig(forks=limits), on_gpu=False)
+
+    read = fork_settings(VllmConfig(additional_config=arguments["additional_config"]))
+    assert (read.enabled, read.max_threads, read.max_forks) == (True, 4, 9)
+
+
+def test_replicas_on_cpu_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 12)
+
+    environment = replica_environment(ModelConfig(), on_gpu=False, num_replicas=3)
+    chosen = replica_environment(ModelConfig(cpu_threads=3), on_gpu=False, num_replicas=3)
+
+    assert environment["OMP_NUM_THREADS"] == "4"
+    assert chosen["OMP_NUM_THREADS"] == "3"
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert "OMP_NUM_THREADS" not in replica_environment(ModelConfig(), on_gpu=True)
+
+
+def test_an_eager_engine_on_cpu_compiles_no_sampler_either() -> None:
+    compiled = ModelConfig(engine={"enforce_eager": False})
+
+    assert replica_environment(ModelConfig(), on_gpu=False)["TORCH_COMPILE_DISABLE"] == "1"
+    assert "TORCH_COMPILE_DISABLE" not in replica_environment(compiled, on_gpu=False)
+    assert "TORCH_COMPILE_DISABLE" not in replica_environment(ModelConfig(), on_gpu=True)
+
+
+@pytest.mark.parametrize("field", ["enable_access_log", "log_level"])
+def test_the_logging_settings_that_we_set_exist(field: str) -> None:
+    assert field in LoggingConfig.model_fields

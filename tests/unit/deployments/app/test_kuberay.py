@@ -1,0 +1,91 @@
+"""What KubeRay's serveConfigV2 may say, and what is built of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import ConfigError
+from cluster.local_ray import SERVE_FLAGS
+from deployments.app.kuberay import application, arguments_of
+
+TINY: dict[str, Any] = {"checkpoint": "apar-tiny", "cpu_threads": 2}
+OPEN: dict[str, Any] = {"allow_anonymous": True, "models": [TINY], "drain_s": 7}
+
+
+@pytest.fixture(autouse=True)
+def serve_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SERVE_FLAGS.items():
+        monkeypatch.setenv(name, value)
+
+
+def built(**changes: Any) -> list[Any]:
+    """The deployments of the application: the gateway, then the replicas."""
+    gateway: Any = application({"device": "cpu", "cluster": OPEN} | changes)._bound_deployment
+    return [gateway, *(each._bound_deployment for each in gateway.init_args[1:])]
+
+
+def test_the_application_is_that_of_the_cluster() -> None:
+    gateway, replica = built()
+
+    assert replica.name == "Replica-apar-tiny"
+    assert replica._deployment_config.max_ongoing_requests == 64
+    assert replica._deployment_config.graceful_shutdown_timeout_s == 7
+    assert replica._deployment_config.max_surge_percent == 0
+    assert gateway.init_args[0].gateway.models[0].name == "apar-tiny"
+    environment = replica.ray_actor_options["runtime_env"]["env_vars"]
+    assert environment["OMP_NUM_THREADS"] == "2"
+
+
+def test_the_device_is_what_the_arguments_say_and_not_what_the_head_pod_has() -> None:
+    _, on_cpu = built()
+    _, on_gpu = built(device="gpu")
+
+    assert on_cpu.ray_actor_options["num_gpus"] == 0
+    assert on_gpu.ray_actor_options["num_gpus"] == 1
+
+
+def test_an_engine_takes_the_resource_that_its_pods_have() -> None:
+    _, replica = built(engine_resource="engine")
+
+    assert replica.ray_actor_options["resources"] == {"engine": 1}
+
+
+def test_where_there_is_room_a_new_engine_starts_beside_the_old() -> None:
+    _, replica = built(spare_room=True)
+
+    assert replica._deployment_config.max_surge_percent == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"cluster": OPEN}, "args.device: Field required"),
+        ({"device": "tpu", "cluster": OPEN}, "args.device: .*'cpu' or 'gpu'"),
+        ({"device": "cpu", "cluster": OPEN, "replicas": 2}, "args.replicas: Extra inputs"),
+        ({"device": "cpu", "cluster": OPEN | {"prot": 1}}, "args.cluster.prot: Extra inputs"),
+        ({"device": "cpu", "cluster": [TINY]}, "args.cluster: a mapping"),
+        ({"device": "cpu", "cluster": OPEN | {"port": 80}}, "args.cluster.port: .*http_options"),
+        ({"device": "cpu", "cluster": OPEN | {"host": "::"}}, "args.cluster.host: .*http_options"),
+        ({"device": "cpu", "cluster": OPEN | {"ray_address": "auto"}}, "args.cluster.ray_address"),
+        ({"device": "cpu", "cluster": {"models": [TINY]}}, "nothing says who may call"),
+        ({"device": "cpu", "cluster": OPEN | {"models": [{}]}}, "apar-tiny: set `cpu_threads`"),
+    ],
+)
+def test_what_is_wrong_is_named_before_anything_starts(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        arguments_of(args)
+
+
+def test_a_keys_file_that_is_not_mounted_is_named(tmp_path: Path) -> None:
+    cluster = {"models": [TINY], "keys_file": str(tmp_path / "keys.yaml")}
+
+    with pytest.raises(ConfigError, match=r"keys\.yaml"):
+        application({"device": "cpu", "cluster": cluster})
+
+
+def test_a_pod_without_the_flags_of_ray_serve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "0")
+
+    with pytest.raises(ConfigError, match="RAY_SERVE_ENABLE_HA_PROXY=1"):
+        application({"device": "cpu", "cluster": OPEN})

@@ -1,0 +1,240 @@
+"""What a request is charged that was refused, cut or lost, and who is told why it must wait."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from tests.unit.deployments.gateway.test_gateway_keys import answering, bearer, key, settled
+
+from deployments.gateway.callers import Caller
+from deployments.gateway.fair_queue import Ticket
+from deployments.gateway.gateway import Gateway
+from deployments.gateway.models import Model
+from deployments.relay.relay import Progress, ReplicaLostError
+from deployments.wire.answer import AnswerEnd, AnswerStart, Headers, Piece
+from deployments.wire.request import RelayedRequest
+from tests.fakes.played_replicas import CHAT, EVENTS, JSON, PlayedReplicas, client, gateway_of
+
+
+def client_of(gateway: Gateway) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=gateway), base_url="http://gateway")
+
+
+async def remaining(http: httpx.AsyncClient) -> tuple[str, str]:
+    """Requests and tokens that key `a` has left; to ask is a request, too."""
+    headers = (await http.post(CHAT, json={"model": "none"}, headers=bearer("a"))).headers
+    return headers["x-ratelimit-remaining-requests"], headers["x-ratelimit-remaining-tokens"]
+
+
+@pytest.mark.parametrize("max_queued", [0, 1])
+async def test_who_gets_no_further_than_the_queue_is_not_counted(max_queued: int) -> None:
+    replicas = answering()
+    replicas.gate.clear()
+    limited = key("a", requests_per_minute=9, tokens_per_minute=900)
+    http = client(replicas, keys=(limited, key("b")), max_queued=max_queued)
+    tasks = await settled(http, ("b", {}), ("b", {}), ("a", {"prompt": "x" * 400}))
+
+    if max_queued:
+        assert await remaining(http) == ("7", "796")
+        tasks[2].cancel()
+        await asyncio.gather(tasks[2], return_exceptions=True)
+    else:
+        assert (await tasks[2]).status_code == 503
+
+    assert await remaining(http) == ("7" if max_queued else "8", "900")
+    replicas.gate.set()
+    await asyncio.gather(*tasks[:2])
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each request's cost was known when it left."""
+    known: list[bool] = []
+    leave = Ticket.leave
+
+    def noted(ticket: Ticket, *, cost_is_known: bool = True) -> None:
+        known.append(cost_is_known)
+        leave(ticket, cost_is_known=cost_is_known)
+
+    monkeypatch.setattr(Ticket, "leave", noted)
+    return known
+
+
+async def test_a_client_that_leaves_before_a_replica_is_called_pays_nothing(
+    left: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(_: Caller) -> Headers:
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    replicas = answering()
+    limited = key("a", requests_per_minute=9, tokens_per_minute=900)
+    gateway = gateway_of(replicas, keys=(limited,))
+    http = client_of(gateway)
+    with monkeypatch.context() as patched:
+        patched.setattr(Caller, "rate_headers", never)
+        [task] = await settled(http, ("a", {"prompt": "x" * 400}))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    assert (left, replicas.requests) == ([], [])
+    assert await remaining(http) == ("8", "900")
+    assert gateway.waiting()["Replica-m"].running == 0
+
+
+async def test_the_cost_of_a_whole_answer_whose_client_left_is_unknown(left: list[bool]) -> None:
+    replicas = answering()
+    replicas.gate.clear()
+    http = client(replicas)
+    [task] = await settled(http, ("a", {}))
+
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+    assert left == [False]
+
+
+@pytest.mark.parametrize(
+    ("parts", "streaming", "known", "tokens"),
+    [
+        ([ReplicaLostError("dead")], False, False, "900"),
+        ([ReplicaLostError("dead")], True, False, "900"),
+        # What a stream has told of is all that there was.
+        (
+            [AnswerStart(200, EVENTS, b"x", num_tokens=5), ReplicaLostError("dead")],
+            True,
+            True,
+            "791",
+        ),
+        ([AnswerStart(400, JSON, b"{}")], True, True, "900"),
+        ([AnswerStart(200, EVENTS, b"x"), Piece(b"y", num_tokens=5)], True, True, "880"),
+    ],
+)
+async def test_the_cost_of_what_was_lost_is_unknown(
+    left: list[bool], parts: list[Any], streaming: bool, known: bool, tokens: str
+) -> None:
+    limited = key("a", requests_per_minute=9, tokens_per_minute=900)
+    replicas = PlayedReplicas(*parts, end=AnswerEnd(15, 5))
+    http = client(replicas, keys=(limited,))
+
+    await http.post(CHAT, json={"stream": streaming, "prompt": "x" * 400}, headers=bearer("a"))
+
+    assert left == [known]
+    assert await remaining(http) == ("7", tokens)
+
+
+class Dying(PlayedReplicas):
+    """Generates five tokens and dies, as often as there are engines left to kill."""
+
+    def __init__(self, *deaths: ReplicaLostError) -> None:
+        super().__init__(end=AnswerEnd(1, 7))
+        self.deaths = list(deaths)
+
+    async def whole(
+        self, request: RelayedRequest, progress: Progress | None = None
+    ) -> tuple[AnswerStart, AnswerEnd]:
+        assert progress is not None
+        self.requests.append(request)
+        progress(5)
+        if self.deaths:
+            raise self.deaths.pop(0)
+        return AnswerStart(200, JSON, b"{}"), self.end
+
+
+def hasty(replicas: PlayedReplicas, **settings: Any) -> httpx.AsyncClient:
+    """A client of a gateway that sends requests again at once."""
+    gateway = gateway_of(replicas, **settings)
+    gateway.retries.first_pause_s = 0.0
+    return client_of(gateway)
+
+
+async def test_tokens_that_are_generated_again_are_charged_once() -> None:
+    limited = key("a", requests_per_minute=9, tokens_per_minute=900)
+    http = hasty(Dying(ReplicaLostError("gone"), ReplicaLostError("gone")), keys=(limited,))
+
+    answer = await http.post(CHAT, json={"prompt": "x" * 400}, headers=bearer("a"))
+
+    assert answer.status_code == 200
+    assert await remaining(http) == ("7", str(900 - 1 - 7))
+
+
+async def test_a_request_is_not_sent_to_a_third_engine_after_two_have_died() -> None:
+    deaths = [
+        ReplicaLostError("the engine has died", engine_died=True, replica=replica)
+        for replica in ("r1", "r1", "r2", "r3")
+    ]
+    replicas = Dying(*deaths)
+
+    answer = await hasty(replicas).post(CHAT, json={"model": "m"})
+
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (500, "engine_lost_twice")
+    assert "Two engines died" in error["message"]
+    # OpenAI's clients would send it again otherwise.
+    assert answer.headers["x-should-retry"] == "false"
+    # Twice to the first engine, whose replica took requests for a moment after its death.
+    assert len(replicas.requests) == 3
+    assert len(replicas.deaths) == 1
+
+
+async def test_a_stream_that_never_began_stops_after_two_deaths_as_well() -> None:
+    replicas = PlayedReplicas(ReplicaLostError("the engine has died", engine_died=True))
+
+    answer = await hasty(replicas).post(CHAT, json={"model": "m", "stream": True})
+
+    assert (answer.status_code, len(replicas.requests)) == (500, 2)
+    assert answer.json()["error"]["code"] == "engine_lost_twice"
+
+
+async def test_replicas_that_hand_a_request_over_have_not_died_of_it() -> None:
+    replicas = Dying(*[ReplicaLostError("drained") for _ in range(3)])
+
+    answer = await hasty(replicas).post(CHAT, json={"model": "m"})
+
+    assert (answer.status_code, len(replicas.requests)) == (200, 4)
+
+
+async def test_a_key_at_its_own_bound_gets_a_429_that_names_it() -> None:
+    replicas = answering()
+    replicas.gate.clear()
+    gateway = gateway_of(replicas, keys=(key("a", max_threads=1),), max_queued=1)
+    http = client_of(gateway)
+    tasks = await settled(http, ("a", {}), ("a", {}))
+
+    refused = await http.post(CHAT, json={}, headers=bearer("a"))
+    waiting = gateway.waiting()["Replica-m"]
+    replicas.gate.set()
+    await asyncio.gather(*tasks)
+
+    assert (waiting.waiting, waiting.num_startable) == ({"a": 1}, 0)
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    error = refused.json()["error"]
+    assert (error["type"], error["code"]) == ("threads", "rate_limit_exceeded")
+    assert "`max_threads` of 1" in error["message"]
+
+
+async def test_every_prompt_of_several_is_counted_before_they_go_in() -> None:
+    replicas = answering()
+    replicas.gate.clear()
+    limited = key("a", requests_per_minute=9, tokens_per_minute=1000)
+    http = client(replicas, keys=(limited,))
+    [task] = await settled(http, ("a", {"prompt": ["x" * 4, "y" * 3196]}))
+
+    assert await remaining(http) == ("7", "200")
+    replicas.gate.set()
+    await task
+
+
+async def test_a_failure_of_our_own_before_the_answer_has_openais_form(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(*_: object) -> Ticket:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(Model, "enter", fail)
+
+    answer = await client(answering()).post(CHAT, json={})
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+    assert "a bug" not in answer.text
+    assert "a bug" in caplog.text

@@ -1,0 +1,195 @@
+"""Which key a request carries, and how the file of keys is followed."""
+
+import asyncio
+import json
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+
+from cluster.config import ConfigError
+from cluster.config.keys import KeyConfig, hash_of
+from cluster.config.keys_file import load_keys
+from deployments.gateway.keys import KeyRing, UnknownKeyError
+
+ALICE = KeyConfig(name="alice", hash=hash_of("alices"))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def bearer(token: str, scheme: str = "Bearer") -> list[tuple[bytes, bytes]]:
+    return [(b"accept", b"*/*"), (b"authorization", f"{scheme} {token}".encode())]
+
+
+def write(file: Path, *names: str) -> None:
+    """Keys whose tokens are their names; swapped in whole, as a mounted secret is."""
+    fresh = file.with_suffix(".new")
+    fresh.write_text(json.dumps([{"name": name, "hash": hash_of(name)} for name in names]))
+    fresh.replace(file)
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
+async def test_a_known_key_is_found(scheme: str) -> None:
+    assert await KeyRing([ALICE]).find(bearer("alices", scheme)) == ALICE
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [(b"authorization", b"")],
+        bearer(""),
+        bearer("alices", scheme="Basic"),
+        bearer("alice"),
+        bearer("alicess"),
+        bearer(ALICE.hash),
+        [(b"authorization", b"Bearer \xff\xfe")],
+        [(b"x-authorization", b"Bearer alices")],
+    ],
+)
+async def test_anything_else_is_refused(headers: list[tuple[bytes, bytes]]) -> None:
+    with pytest.raises(UnknownKeyError) as refused:
+        await KeyRing([ALICE]).find(headers)
+
+    assert "alices" not in str(refused.value)
+
+
+async def test_without_keys_none_is_asked_for_and_any_is_taken() -> None:
+    assert await KeyRing().find([]) is None
+    assert await KeyRing().find(bearer("none")) is None
+
+
+async def test_a_file_of_no_keys_lets_nobody_in(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    write(file)
+
+    with pytest.raises(UnknownKeyError):
+        await KeyRing(file=file).find([])
+
+
+async def test_a_changed_file_is_read_again_within_a_second(tmp_path: Path) -> None:
+    file, clock = tmp_path / "keys.json", Clock()
+    write(file, "bob")
+    ring = KeyRing([ALICE], file, clock)
+    assert (await ring.find(bearer("bob"))) is not None
+
+    write(file, "carol")
+    clock.now_s = 1.1
+
+    with pytest.raises(UnknownKeyError):
+        await ring.find(bearer("bob"))
+    assert (await ring.find(bearer("carol"))) is not None
+    assert await ring.find(bearer("alices")) == ALICE
+
+
+@pytest.mark.parametrize("text", ["[{", "{}", '[{"name": "bob"}]', None])
+async def test_a_broken_file_keeps_the_old_keys_and_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str | None
+) -> None:
+    file, clock = tmp_path / "keys.json", Clock()
+    write(file, "bob")
+    ring = KeyRing(file=file, clock=clock)
+    if text is None:
+        file.unlink()
+    else:
+        file.write_text(text)
+
+    with caplog.at_level(logging.ERROR):
+        for clock.now_s in (2.0, 4.0):
+            assert (await ring.find(bearer("bob"))) is not None
+    assert [record.message for record in caplog.records] == [
+        "keys file not used: the keys that were read before stay in force"
+    ]
+
+    write(file, "carol")
+    clock.now_s = 6.0
+    assert (await ring.find(bearer("carol"))) is not None
+
+
+async def test_new_settings_with_a_broken_file_keep_the_old_keys_until_it_is_mended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, clock = tmp_path / "keys.json", Clock()
+    write(file, "bob")
+    ring = KeyRing([ALICE], file, clock)
+    file.write_text('[{"name": "bob", "hash": "wrong"}]')
+
+    await ring.reconfigure([ALICE], file)
+
+    assert ring.is_outdated
+    assert (await ring.find(bearer("bob"))) is not None
+    [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert vars(record)["file"] == str(file)
+    assert "0.hash" in vars(record)["reason"]
+
+    write(file, "carol")
+    clock.now_s = 2.0
+    assert (await ring.find(bearer("carol"))) is not None
+    assert not ring.is_outdated
+
+
+async def test_new_keys_that_contradict_the_file_leave_the_old_ones(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    write(file, "bob")
+    ring = KeyRing([ALICE], file)
+
+    await ring.reconfigure([KeyConfig(name="bob", hash=hash_of("other"), weight=2)], file)
+
+    assert ring.is_outdated
+    assert (await ring.find(bearer("bob"))) is not None
+    assert await ring.find(bearer("alices")) == ALICE
+
+
+async def test_a_file_is_parsed_while_the_event_loop_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, loop_ran = tmp_path / "keys.json", threading.Event()
+    write(file, "bob")
+    ring = KeyRing(file=file)
+
+    def slow(path: Path) -> tuple[KeyConfig, ...]:
+        assert loop_ran.wait(10), "the event loop stood still"
+        return load_keys(path)
+
+    monkeypatch.setattr("deployments.gateway.keys.load_keys", slow)
+    asyncio.get_running_loop().call_later(0.01, loop_ran.set)
+
+    await ring.reconfigure([ALICE], file)
+
+    assert not ring.is_outdated
+
+
+def test_a_gateway_does_not_start_without_its_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="gone"):
+        KeyRing(file=tmp_path / "gone")
+
+
+async def test_a_file_that_cannot_be_read_is_read_again_and_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, clock, fails = tmp_path / "keys.json", Clock(), [OSError("I/O error")] * 2
+    write(file, "bob")
+    ring = KeyRing(file=file, clock=clock)
+    write(file, "carol")
+
+    def flaky(path: Path) -> tuple[KeyConfig, ...]:
+        if fails:
+            raise ConfigError(f"{path}: I/O error") from fails.pop()
+        return load_keys(path)
+
+    monkeypatch.setattr("deployments.gateway.keys.load_keys", flaky)
+    for clock.now_s in (2.0, 4.0):
+        assert (await ring.find(bearer("bob"))) is not None
+    clock.now_s = 6.0
+
+    # Nothing that the file's version shows has changed.
+    assert (await ring.find(bearer("carol"))) is not None
+    assert not ring.is_outdated
+    assert [record.levelno for record in caplog.records].count(logging.ERROR) == 1

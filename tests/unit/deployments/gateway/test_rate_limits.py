@@ -1,0 +1,252 @@
+"""Windows, debts and headers of a key's rates; the clock is the library's, set by the tests."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from limits.aio.storage import MemoryStorage
+
+from cluster.config.keys import KeyConfig, hash_of
+from cluster.config.limits import open_storage
+from deployments.gateway.rate_limits import (
+    CounterStore,
+    KeyRates,
+    RateLimitError,
+    WindowState,
+    duration,
+)
+
+Advance = Callable[[float], None]
+
+
+@pytest.fixture
+def advance(monkeypatch: pytest.MonkeyPatch) -> Advance:
+    """Moves the clock on; it begins where the library's windows do, at a full minute."""
+    now_s = [6e8]
+    monkeypatch.setattr("limits.aio.storage.memory.time.time", lambda: now_s[0])
+
+    def move(seconds: float) -> None:
+        now_s[0] += seconds
+
+    return move
+
+
+def rates(storage: Any = None, **fields: Any) -> KeyRates:
+    key = KeyConfig(name="alice", hash=hash_of("k"), **fields)
+    if not isinstance(storage, CounterStore):
+        storage = CounterStore(storage or open_storage("memory://"))
+    return KeyRates(storage, key)
+
+
+async def shown(limited: KeyRates) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in await limited.headers()}
+
+
+async def test_one_request_too_many_is_refused_until_the_window_has_room(advance: Advance) -> None:
+    limited = rates(requests_per_minute=3)
+    for _ in range(3):
+        await limited.admit_request()
+
+    with pytest.raises(RateLimitError, match=r"3 requests per minute, 3 used, 1 asked") as refused:
+        await limited.admit_request()
+
+    # All three count until the minute ends, and less and less from there on.
+    assert refused.value.retry_after_s == pytest.approx(60.0)
+    advance(59.9)
+    with pytest.raises(RateLimitError):
+        await limited.admit_request()
+    advance(0.2)
+    await limited.admit_request()
+    with pytest.raises(RateLimitError) as refused:
+        await limited.admit_request()
+    assert refused.value.retry_after_s == pytest.approx(19.9)
+    advance(20.0)
+    await limited.admit_request()
+
+
+async def test_generated_tokens_are_paid_off_before_anything_else_is_taken(
+    advance: Advance,
+) -> None:
+    limited = rates(tokens_per_minute=100)
+    await limited.admit_tokens(40)
+    limited.use_tokens(260)  # One long answer, far over the limit.
+
+    with pytest.raises(RateLimitError, match=r"tokens per minute, 300 used") as refused:
+        await limited.admit_tokens(10)
+
+    assert refused.value.retry_after_s > 120
+    waited = 0.0
+    while True:
+        advance(10.0)
+        waited += 10.0
+        try:
+            await limited.admit_tokens(10)
+        except RateLimitError:
+            continue
+        break
+    # 300 tokens at 100 a minute, less the minute's worth that a fresh window allows at once.
+    assert 120 < waited <= 200
+
+
+async def test_tokens_that_were_estimated_too_high_come_back(advance: Advance) -> None:
+    limited = rates(tokens_per_minute=100)
+    await limited.admit_tokens(90)
+    limited.use_tokens(-50)
+    assert (await shown(limited))["x-ratelimit-remaining-tokens"] == "60"
+
+    await limited.admit_tokens(60)
+
+    with pytest.raises(RateLimitError, match="100 used"):
+        await limited.admit_tokens(1)
+
+
+async def test_a_prompt_over_the_limit_takes_the_whole_window_and_counts_in_full(
+    advance: Advance,
+) -> None:
+    limited = rates(tokens_per_minute=100)
+    await limited.admit_tokens(250)
+    advance(121.0)
+
+    with pytest.raises(RateLimitError):
+        await limited.admit_tokens(1)
+
+
+async def test_a_prompt_over_the_limit_is_told_how_long_its_excess_takes(
+    advance: Advance,
+) -> None:
+    limited = rates(tokens_per_minute=100)
+    await limited.admit_tokens(100)
+
+    with pytest.raises(RateLimitError, match=r"100 used, 350 asked for") as refused:
+        await limited.admit_tokens(350)
+
+    # Two minutes until nothing is counted any more, and 250 tokens over the limit at 100 a minute.
+    assert refused.value.retry_after_s == pytest.approx(120 * 0.995 + 150, rel=0.01)
+
+
+async def test_a_refusal_counts_what_was_used_and_what_is_owed(advance: Advance) -> None:
+    limited = rates(tokens_per_minute=100)
+    await limited.admit_tokens(30)
+    limited.use_tokens(45)
+
+    with pytest.raises(RateLimitError, match=r"75 used, 26 asked for"):
+        await limited.admit_tokens(26)
+
+    await limited.admit_tokens(25)
+
+
+async def test_a_refused_request_counts_no_tokens(advance: Advance) -> None:
+    limited = rates(tokens_per_minute=100, requests_per_minute=1)
+    await limited.admit_request()
+    await limited.admit_tokens(30)
+
+    with pytest.raises(RateLimitError) as refused:
+        await limited.admit_request()
+
+    assert refused.value.kind == "requests"
+    assert (await shown(limited))["x-ratelimit-remaining-tokens"] == "70"
+
+
+async def test_headers_are_openais(advance: Advance) -> None:
+    limited = rates(tokens_per_minute=100, requests_per_minute=10)
+    fresh = await shown(limited)
+    await limited.admit_request()
+    await limited.admit_tokens(30)
+    limited.use_tokens(5)
+    advance(0.25)
+
+    assert fresh["x-ratelimit-reset-tokens"] == "0ms"
+    assert await shown(limited) == {
+        "x-ratelimit-limit-tokens": "100",
+        "x-ratelimit-remaining-tokens": "65",
+        "x-ratelimit-reset-tokens": "2m0s",
+        "x-ratelimit-limit-requests": "10",
+        "x-ratelimit-remaining-requests": "9",
+        "x-ratelimit-reset-requests": "2m0s",
+    }
+    assert await shown(rates()) == {}
+    limited.use_tokens(100)
+    assert (await shown(limited))["x-ratelimit-remaining-tokens"] == "0"
+    advance(74.75)
+    # The 30 tokens of the minute before count until the present one ends.
+    assert (await shown(limited))["x-ratelimit-reset-tokens"] == "45s"
+
+
+async def test_keys_that_share_a_store_and_a_name_share_their_rate(advance: Advance) -> None:
+    storage = open_storage("memory://")
+    await rates(storage, requests_per_minute=1).admit_request()
+
+    with pytest.raises(RateLimitError):
+        await rates(storage, requests_per_minute=1).admit_request()
+
+
+class FailingStorage(MemoryStorage):
+    """A store that cannot be reached."""
+
+    STORAGE_SCHEME = None  # type: ignore[assignment]
+
+    async def get_sliding_window(self, key: str, expiry: int) -> tuple[int, float, int, float]:
+        raise ConnectionRefusedError
+
+    async def acquire_sliding_window_entry(
+        self, key: str, limit: int, expiry: int, amount: int = 1
+    ) -> bool:
+        await asyncio.sleep(60)
+        return True
+
+
+async def test_requests_pass_where_the_store_fails() -> None:
+    limited = rates(FailingStorage(), requests_per_minute=1)
+
+    await limited.admit_request()
+    admission = await limited.admit_request()
+
+    limited.give_back(admission)
+    assert await shown(limited) == {}
+
+
+@given(
+    limit=st.integers(1, 1000),
+    previous=st.integers(0, 1000),
+    current=st.integers(0, 1000),
+    roll_s=st.floats(0, 60),
+    wanted=st.integers(1, 1000),
+)
+def test_after_the_wait_and_not_before_there_is_room(
+    limit: int, previous: int, current: int, roll_s: float, wanted: int
+) -> None:
+    wanted = min(wanted, limit)
+    previous, current = min(previous, limit), min(current, limit)
+    state = WindowState(limit, previous, roll_s, current, roll_s)
+
+    def room_after(seconds: float) -> int:
+        if seconds < roll_s:
+            return limit - math.floor(current + previous * (roll_s - seconds) / 60)
+        return limit - math.floor(current * max(0.0, 60 - (seconds - roll_s)) / 60)
+
+    wait_s = state.wait_s(wanted)
+
+    assert room_after(wait_s + 1e-6) >= wanted
+    if wait_s > 0.01:
+        assert room_after(wait_s - 0.01) < wanted
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0ms"),
+        (0.0123, "13ms"),
+        (1, "1s"),
+        (1.5, "1.5s"),
+        (59.999, "59.999s"),
+        (60, "1m0s"),
+        (360, "6m0s"),
+        (3723, "1h2m3s"),
+    ],
+)
+def test_durations_are_written_as_openai_does(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

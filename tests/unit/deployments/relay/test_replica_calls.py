@@ -1,0 +1,177 @@
+"""Calls over a handle that is played here."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from grpc import StatusCode
+from grpc.aio import AioRpcError, Metadata
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+from apar_core.journal import ThreadDelta
+from deployments.gateway.body import BodyTooLargeError
+from deployments.relay.replica_calls import HandleCalls
+from deployments.relay.retries import NoReplicaError, ReplicaLostError
+from deployments.wire.answer import AnswerBroken, AnswerEnd, AnswerStart, Piece
+from deployments.wire.request import RelayedRequest
+
+REQUEST = RelayedRequest("POST", "/v1/completions", b"", [], b"{}", replica_wait_s=0.05)
+START = AnswerStart(200, [], b"data: 1\n\n")
+TOO_LARGE = "SERVER: Received message larger than max (5243200 vs. 4194304)"
+
+
+class PlayedResponse:
+    """What a call over a handle returns; an error among the parts is raised in its turn."""
+
+    def __init__(self, parts: list[Any], *, taken: bool, refused: Exception | None) -> None:
+        self._parts = parts
+        self._taken = taken
+        self._refused = refused
+        self.cancelled = False
+
+    async def _fetch_future_result_async(self) -> None:
+        if self._refused is not None:
+            raise self._refused
+        if not self._taken:
+            await asyncio.Event().wait()
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        for part in self._parts:
+            if isinstance(part, Exception):
+                raise part
+            yield part
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class PlayedHandle:
+    """A handle whose calls are all answered alike."""
+
+    deployment_name = "Replica-m"
+
+    def __init__(self, *parts: Any, taken: bool = True, refused: Exception | None = None) -> None:
+        self.response = PlayedResponse(list(parts), taken=taken, refused=refused)
+
+    def options(self, **options: Any) -> "PlayedHandle":
+        return self
+
+    def remote(self, request: RelayedRequest) -> PlayedResponse:
+        return self.response
+
+
+def calls(handle: PlayedHandle) -> HandleCalls:
+    return HandleCalls(handle)  # type: ignore[arg-type]
+
+
+async def test_pieces_travel_as_plain_tuples() -> None:
+    piece = Piece(b"data: 2\n\n", (ThreadDelta((0, 1), (5, 6), 0),), 2)
+    handle = PlayedHandle(START, piece.to_wire(), AnswerEnd(1, 2))
+
+    parts = [part async for part in calls(handle).stream(REQUEST)]
+
+    assert type(piece.to_wire()[1][0]) is tuple
+    assert parts == [START, piece, AnswerEnd(1, 2)]
+    assert isinstance(parts[1], Piece)
+    assert isinstance(parts[1].journal[0], ThreadDelta)
+
+
+def rpc_error(code: StatusCode, details: str | None = None) -> AioRpcError:
+    return AioRpcError(code, Metadata(), Metadata(), details)
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [AnswerBroken("the engine has died"), ActorDiedError(), rpc_error(StatusCode.CANCELLED)],
+)
+async def test_a_replica_that_cannot_go_on_is_lost(lost: object) -> None:
+    handle = PlayedHandle(START, lost)
+    stream = calls(handle).stream(REQUEST)
+
+    assert await anext(stream) == START
+    with pytest.raises(ReplicaLostError):
+        await anext(stream)
+    with pytest.raises(ReplicaLostError):
+        await calls(PlayedHandle(lost)).whole(REQUEST)
+
+    assert handle.response.cancelled
+
+
+@pytest.mark.parametrize(
+    ("lost", "died"),
+    [
+        (AnswerBroken("the engine has died", engine_died=True), True),
+        (AnswerBroken("the engine has given the request up"), False),
+        # As when its node is lost.
+        (ActorUnavailableError("the process is gone", None), False),
+        (rpc_error(StatusCode.CANCELLED), False),
+    ],
+)
+async def test_an_engines_death_is_told_from_other_losses(lost: object, died: bool) -> None:
+    with pytest.raises(ReplicaLostError) as raised:
+        await calls(PlayedHandle(lost)).whole(REQUEST)
+
+    assert raised.value.engine_died is died
+
+
+async def test_a_call_that_would_fail_anywhere_is_no_loss_of_a_replica() -> None:
+    error = rpc_error(StatusCode.RESOURCE_EXHAUSTED)
+
+    with pytest.raises(AioRpcError):
+        await calls(PlayedHandle(error)).whole(REQUEST)
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        rpc_error(StatusCode.RESOURCE_EXHAUSTED, TOO_LARGE),
+        RuntimeError(f"Unexpected error (StatusCode.RESOURCE_EXHAUSTED): {TOO_LARGE}."),
+    ],
+)
+async def test_a_request_too_large_for_ray_serve_is_refused_with_both_sizes(
+    refused: Exception,
+) -> None:
+    with pytest.raises(BodyTooLargeError, match=r"takes 5243200 bytes .* takes 4194304;"):
+        await calls(PlayedHandle(START, refused=refused)).whole(REQUEST)
+
+
+async def test_a_failure_before_a_replica_takes_the_request_stays_what_it_is() -> None:
+    handle = PlayedHandle(START, refused=RuntimeError("Unexpected error (StatusCode.INTERNAL)"))
+
+    with pytest.raises(RuntimeError, match="INTERNAL"):
+        await calls(handle).whole(REQUEST)
+
+
+async def test_a_whole_answer_comes_with_its_cost() -> None:
+    handle = PlayedHandle((START, AnswerEnd(3)))
+
+    assert await calls(handle).whole(REQUEST) == (START, AnswerEnd(3))
+
+
+async def test_a_whole_answer_tells_of_its_tokens_before() -> None:
+    told: list[int] = []
+    handle = PlayedHandle(2, 5, (START, AnswerEnd(3, 9)))
+
+    assert await calls(handle).whole(REQUEST, told.append) == (START, AnswerEnd(3, 9))
+    assert told == [2, 5]
+    assert await calls(handle).whole(REQUEST) == (START, AnswerEnd(3, 9))
+
+
+async def test_a_request_that_no_replica_takes_is_called_back() -> None:
+    handle = PlayedHandle(START, taken=False)
+
+    with pytest.raises(NoReplicaError, match=r"within 0\.05 s"):
+        await calls(handle).whole(REQUEST)
+
+    assert handle.response.cancelled
+
+
+async def test_a_stream_that_is_closed_cancels_its_call() -> None:
+    handle = PlayedHandle(START, Piece(b"2").to_wire())
+    stream = calls(handle).stream(REQUEST)
+    await anext(stream)
+
+    await stream.aclose()
+
+    assert handle.response.cancelled

@@ -1,0 +1,232 @@
+"""How a replica answers while its engine lives, gives requests up, or dies."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from starlette.types import Receive, Scope, Send
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+from apar_core.engine.journal import RequestFollower
+from apar_core.errors import EngineError
+from apar_core.fork_parameters import KeyTerms
+from apar_core.journal import ThreadDelta
+from deployments.replica import answering
+from deployments.replica.answering import Answering
+from deployments.replica.asgi import SERVED_KEY
+from deployments.wire.answer import AnswerBroken, AnswerEnd, AnswerStart, Piece
+from deployments.wire.request import RelayedRequest, RequestTerms
+
+REQUEST = RelayedRequest(
+    "POST", "/v1/completions", b"", [], b"{}", RequestTerms(keeps_journal=True)
+)
+
+
+class PlayedEngine:
+    """An engine that puts out what it is told to."""
+
+    def __init__(self) -> None:
+        self.errored = False
+        self.follower = RequestFollower(keeps_journal=False)
+        self.hangs = False
+
+    async def core_state(self) -> dict[str, Any]:
+        if self.hangs:
+            await asyncio.Event().wait()
+        return {}
+
+    def follow(
+        self, request_id: str, follower: RequestFollower, terms: KeyTerms | None = None
+    ) -> None:
+        self.follower = follower
+        follower.begin("r", 5, SamplingParams(), choice=None)
+
+    def unfollow(self, request_id: str) -> None:
+        pass
+
+    def put(self, *token_ids: int, finish: FinishReason | None = None) -> None:
+        self.follower.add(EngineCoreOutput("r", list(token_ids), finish_reason=finish))
+
+
+class PlayedApp:
+    """Answers in pieces; before each, something happens in the engine."""
+
+    def __init__(self, *steps: tuple[Callable[[], None], bytes]) -> None:
+        self.steps = steps
+        self.pause_s = 0.0
+        self.disconnected = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        scope[SERVED_KEY].begin("r")
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        left = asyncio.ensure_future(receive())
+        for happens, body in self.steps:
+            happens()
+            await asyncio.wait([left], timeout=self.pause_s)
+            if left.done():
+                self.disconnected = True
+                return
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            # Let the piece be taken before the next one comes.
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        left.cancel()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def give_up(engine: PlayedEngine) -> None:
+    """What the engine core does when it is told to end."""
+    engine.put(finish=FinishReason.ABORT)
+
+
+def die(engine: PlayedEngine) -> None:
+    engine.errored = True
+
+
+def answering_with(
+    *steps: Callable[[PlayedEngine], None],
+) -> tuple[Answering, PlayedApp, PlayedEngine]:
+    engine = PlayedEngine()
+    app = PlayedApp(
+        *((lambda step=step: step(engine), b"%d" % number) for number, step in enumerate(steps))
+    )
+    return Answering(engine, app, "replica-1"), app, engine
+
+
+def put(*token_ids: int) -> Callable[[PlayedEngine], None]:
+    return lambda engine: engine.put(*token_ids)
+
+
+@pytest.mark.parametrize("lose", [give_up, die])
+async def test_a_stream_breaks_off_before_what_a_lost_engine_has_it_say(
+    lose: Callable[[PlayedEngine], None],
+) -> None:
+    def generate_and_lose(engine: PlayedEngine) -> None:
+        engine.put(12)
+        lose(engine)
+
+    replica, _, _ = answering_with(put(10, 11), generate_and_lose)
+    assert not replica.engine_lost
+
+    start, rest, broken = [part async for part in replica.stream(REQUEST)]
+
+    assert isinstance(start, AnswerStart)
+    assert (start.body, start.num_tokens) == (b"0", 2)
+    # No end of the thread, and nothing of the text that ends there.
+    assert rest == Piece(b"", (ThreadDelta((), (12,)),), 1).to_wire()
+    assert isinstance(broken, AnswerBroken)
+    assert broken.engine_died == (lose is die)
+    assert replica.engine_lost
+    assert replica.num_inside == 0
+
+
+@pytest.mark.parametrize("lose", [give_up, die])
+async def test_a_whole_answer_of_a_lost_engine_is_none(
+    lose: Callable[[PlayedEngine], None],
+) -> None:
+    replica, _, _ = answering_with(put(10, 11), lose)
+
+    num_tokens, broken = [part async for part in replica.whole(REQUEST)]
+
+    assert num_tokens == 2
+    assert isinstance(broken, AnswerBroken)
+    assert replica.engine_lost
+
+
+async def test_a_request_that_comes_as_the_engine_ends_waits_for_the_end_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replica, app, _ = answering_with(give_up)
+    assert [type(part) async for part in replica.stream(REQUEST)] == [AnswerBroken]
+    monkeypatch.setattr(answering, "ENGINE_ANSWER_S", 1e6)
+    app.steps = ()
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.02):
+            _ = [part async for part in replica.stream(REQUEST)]
+
+    assert replica.num_inside == 0
+
+
+async def test_a_whole_answer_tells_of_its_tokens_as_they_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(answering, "PROGRESS_S", 0.01)
+    replica, app, _ = answering_with(put(10, 11), put(12), put(13))
+    app.pause_s = 0.05
+
+    *told, last = [part async for part in replica.whole(REQUEST)]
+
+    assert told[:2] == [2, 1]
+    assert isinstance(last, tuple)
+    start, end = last
+    assert start.body == b"012"
+    assert isinstance(end, AnswerEnd)
+    assert (end.prompt_tokens, end.generated_tokens, end.replica) == (5, 4, "replica-1")
+
+
+async def test_a_short_whole_answer_is_one_part() -> None:
+    replica, _, _ = answering_with(put(10, 11))
+
+    parts: list[Any] = [part async for part in replica.whole(REQUEST)]
+
+    assert [type(part) for part in parts] == [tuple]
+
+
+@pytest.mark.parametrize("at_a_number", [True, False])
+async def test_client_that_leaves_a_whole_answer_is_told_to_the_application(
+    monkeypatch: pytest.MonkeyPatch, at_a_number: bool
+) -> None:
+    monkeypatch.setattr(answering, "PROGRESS_S", 0.01)
+    replica, app, _ = answering_with(put(10), put(11))
+    app.pause_s = 1e6
+    parts: Any = replica.whole(REQUEST)
+
+    assert await anext(parts) == 1
+    if not at_a_number:
+        waiting = asyncio.ensure_future(anext(parts))
+        await asyncio.sleep(0.02)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+    await parts.aclose()
+
+    assert app.disconnected
+    assert replica.num_inside == 0
+
+
+async def test_an_error_of_the_application_is_no_loss() -> None:
+    async def failing(scope: Scope, receive: Receive, send: Send) -> None:
+        raise RuntimeError("broken app")
+
+    failed = Answering(PlayedEngine(), failing, "replica-1")
+    for call in (failed.stream, failed.whole):
+        with pytest.raises(RuntimeError, match="broken app"):
+            _ = [part async for part in call(REQUEST)]
+    assert not failed.engine_lost
+
+
+async def test_an_engine_that_hangs_is_given_up_when_it_has_not_answered_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(answering, "ENGINE_ANSWER_S", 0.01)
+    replica, _, engine = answering_with()
+
+    async def look() -> None:
+        with pytest.raises(EngineError):
+            await replica.check_health()
+
+    engine.hangs = True
+    await look()
+    engine.hangs = False
+    await replica.check_health()
+    engine.hangs = True
+    await look()
+    assert not replica.engine_lost
+    await look()
+    assert replica.engine_lost
+
+    engine.hangs = False
+    await look()

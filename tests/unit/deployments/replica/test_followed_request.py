@@ -1,0 +1,126 @@
+"""What a replica writes on the parts of its answers."""
+
+import pytest
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+from apar_core.engine.journal import RequestFollower
+from apar_core.fork_parameters import KeyTerms
+from apar_core.journal import ThreadDelta
+from deployments.replica.followed_request import FollowedRequest
+from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
+from deployments.wire.request import RequestTerms
+
+
+class PlayedEngine:
+    """Remembers who follows what."""
+
+    def __init__(self) -> None:
+        self.followers: dict[str, RequestFollower] = {}
+        self.terms: dict[str, KeyTerms | None] = {}
+
+    def follow(
+        self, request_id: str, follower: RequestFollower, terms: KeyTerms | None = None
+    ) -> None:
+        self.followers[request_id] = follower
+        self.terms[request_id] = terms
+
+    def unfollow(self, request_id: str) -> None:
+        del self.followers[request_id]
+
+
+def followed(terms: RequestTerms) -> tuple[FollowedRequest, RequestFollower]:
+    engine = PlayedEngine()
+    request = FollowedRequest(engine, terms)
+    request.begin("chatcmpl-1")
+    follower = engine.followers["chatcmpl-1"]
+    follower.begin("r", 5, SamplingParams(), choice=None)
+    return request, follower
+
+
+@pytest.mark.parametrize(
+    ("terms", "expected"),
+    [
+        (RequestTerms(), None),
+        (RequestTerms(key="alice"), KeyTerms("alice")),
+        (
+            RequestTerms(key="alice", key_max_threads=7, priority=2),
+            KeyTerms("alice", key_max_threads=7, priority=2),
+        ),
+    ],
+)
+def test_the_engine_is_told_the_terms_of_the_key(
+    terms: RequestTerms, expected: KeyTerms | None
+) -> None:
+    engine = PlayedEngine()
+
+    FollowedRequest(engine, terms).begin("chatcmpl-1")
+
+    assert engine.terms == {"chatcmpl-1": expected}
+
+
+def test_parts_carry_what_was_generated_since_the_last_one() -> None:
+    request, follower = followed(RequestTerms(keeps_journal=True))
+
+    follower.add(EngineCoreOutput("r", [10, 11]))
+    start = request.start(AnswerStart(200, [], b"a"))
+    follower.add(EngineCoreOutput("r", [12]))
+    follower.add(EngineCoreOutput("r~0", [20], finish_reason=FinishReason.STOP))
+
+    assert start == AnswerStart(200, [], b"a", (ThreadDelta((), (10, 11)),), 2, continuable=True)
+    assert request.piece(b"b") == Piece(
+        b"b", (ThreadDelta((), (12,)), ThreadDelta((0,), (20,), 0)), 2
+    )
+    assert request.piece(b"c") == Piece(b"c")
+    assert request.end() == AnswerEnd(5, 4, 1, 0, 4)
+
+
+def test_without_a_journal_tokens_are_counted_all_the_same() -> None:
+    request, follower = followed(RequestTerms())
+
+    follower.add(EngineCoreOutput("r", [10, 11]))
+
+    assert request.start(AnswerStart(200, [], b"a")) == AnswerStart(200, [], b"a", (), 2)
+
+
+def test_continued_request_charges_only_what_is_new_and_costs_the_whole() -> None:
+    request, follower = followed(RequestTerms(resume=(ThreadDelta((), (1, 2, 3)),)))
+    follower.replay(begins=True)
+    follower.add(EngineCoreOutput("r", [1, 2, 3]))
+    follower.replay(begins=False)
+    follower.add(EngineCoreOutput("r", [4]))
+
+    assert request.piece(b"").num_tokens == 1
+    assert request.end().generated_tokens == 4
+
+
+def test_beam_search_costs_the_tokens_of_all_beams_and_its_prompt_once() -> None:
+    engine = PlayedEngine()
+    request = FollowedRequest(engine, RequestTerms())
+    request.begin("chatcmpl-1")
+    follower = engine.followers["chatcmpl-1"]
+    for beam in ("1-ab-beam-0", "1-cd-beam-0", "1-cd-beam-1"):
+        follower.begin_beam("1", 5)
+        follower.add(EngineCoreOutput(beam, [10], finish_reason=FinishReason.LENGTH))
+
+    assert request.take_num_tokens() == 3
+    assert request.end() == AnswerEnd(5, 3, 1, 0, 0)
+
+
+def test_request_that_never_reached_the_engine_costs_nothing() -> None:
+    engine = PlayedEngine()
+    request = FollowedRequest(engine, RequestTerms())
+
+    request.close()
+
+    assert request.end() == AnswerEnd()
+
+
+def test_closed_request_is_followed_no_more() -> None:
+    engine = PlayedEngine()
+    request = FollowedRequest(engine, RequestTerms())
+    request.begin("chatcmpl-1")
+
+    request.close()
+
+    assert engine.followers == {}

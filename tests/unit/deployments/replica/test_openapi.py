@@ -1,0 +1,93 @@
+import json
+from typing import Any
+
+from jsonschema import Draft202012Validator
+
+from deployments.app.ingress import LIVE_PATH
+from deployments.gateway.gateway import HEALTH_PATH
+from deployments.gateway.gateway import ROUTES as ROUTES_SERVED
+from deployments.replica.openapi import OFFERED, PATH, described
+from deployments.wire.errors import ErrorAnswer
+
+
+def schema(*references: str, **properties: Any) -> dict[str, Any]:
+    for name in references:
+        properties[name.lower()] = {"$ref": f"#/components/schemas/{name}"}
+    return {"type": "object", "properties": properties}
+
+
+DOCUMENT = {
+    "openapi": "3.1.0",
+    "paths": {
+        "/v1/chat/completions": {
+            "post": {
+                "requestBody": {"$ref": "#/components/schemas/ChatCompletionRequest"},
+                "responses": {
+                    "200": {"description": "fine"},
+                    "500": {"$ref": "#/components/schemas/VllmError"},
+                },
+            }
+        },
+        "/scale": {"post": {"$ref": "#/components/schemas/Scale"}},
+    },
+    "components": {
+        "schemas": {
+            "ChatCompletionRequest": schema("Tool", kv_transfer_params={}),
+            "CompletionRequest": schema(),
+            "Tool": schema("Tool", "Inner"),
+            "Inner": schema(),
+            "Scale": schema(),
+            "VllmError": schema(),
+        }
+    },
+}
+ROUTES = {"/v1/chat/completions": "POST", "/live": "GET"}
+
+
+def test_only_served_routes_and_what_they_refer_to_are_described() -> None:
+    document = described(DOCUMENT, ROUTES)
+
+    assert set(document["paths"]) == set(ROUTES)
+    assert set(document["components"]["schemas"]) == {
+        "Error",
+        "ChatCompletionRequest",
+        "Tool",
+        "Inner",
+    }
+
+
+def test_our_field_is_described_and_refused_ones_are_not() -> None:
+    document = described(DOCUMENT, ROUTES)
+
+    fields = document["components"]["schemas"]["ChatCompletionRequest"]["properties"]
+    assert "kv_transfer_params" not in fields
+    valid = Draft202012Validator(fields["apar"]).is_valid
+    assert valid({"enabled": False, "max_threads": 2})
+    assert not valid({"max_threads": 0})
+    assert not valid({"threads": 1})
+    assert valid({"replay": {"": [5, 2], "0.1": []}})
+    assert valid({"replay": None})
+    assert not valid({"replay": {"": ["5"]}})
+
+
+def test_errors_are_of_our_form_and_no_route_answers_500() -> None:
+    document = described(DOCUMENT, ROUTES)
+
+    responses = document["paths"]["/v1/chat/completions"]["post"]["responses"]
+    assert responses["200"] == {"description": "fine"}
+    assert "500" not in responses
+    error = Draft202012Validator(document["components"]["schemas"]["Error"])
+    assert error.is_valid(json.loads(ErrorAnswer(400, "no", param="model").body))
+    assert not error.is_valid({"error": {"message": "no"}})
+
+
+def test_vllms_own_description_is_left_as_it_was() -> None:
+    described(DOCUMENT, ROUTES)
+
+    fields: Any = DOCUMENT["components"]
+    assert "kv_transfer_params" in fields["schemas"]["ChatCompletionRequest"]["properties"]
+
+
+def test_all_that_the_gateway_serves_is_described() -> None:
+    assert {HEALTH_PATH, LIVE_PATH, PATH} | set(OFFERED) == {*ROUTES_SERVED, HEALTH_PATH, LIVE_PATH}
+    assert all(OFFERED[path] == method for path, method in ROUTES_SERVED.items() if path != PATH)
