@@ -22,12 +22,10 @@ from deployments.gateway.body import (
     prompt_tokens,
     read_body,
 )
-from deployments.gateway.callers import Caller, Callers
-from deployments.gateway.charge import Charge
-from deployments.gateway.exchange import REQUEST_ID, Exchange
+from deployments.gateway.callers import Caller, Callers, UnknownKeyError
+from deployments.gateway.exchange import REQUEST_ID, Charge, Exchange
 from deployments.gateway.fair_queue import QueueState
 from deployments.gateway.hint import request_hint
-from deployments.gateway.keys import UnknownKeyError
 from deployments.gateway.models import Descriptions, Model, ModelList, UnknownModelError, find_model
 from deployments.gateway.prompt_limits import checked_prompt
 from deployments.gateway.rate_limits import Admission, RateLimitError
@@ -35,8 +33,7 @@ from deployments.gateway.settings import GatewaySettings
 from deployments.metrics.gateway_metrics import GatewayMetrics
 from deployments.metrics.ray_instruments import NoInstruments
 from deployments.metrics.rejections import Rejection
-from deployments.relay.relay import ReplicaCalls, relay_answer, send_error, send_whole
-from deployments.relay.retries import Retries
+from deployments.relay.relay import ReplicaCalls, Retries, relay_answer, send_error, send_whole
 from deployments.routing import registry
 from deployments.tracing import GATEWAY, open_tracing, reopened, start_trace
 from deployments.wire.answer import AnswerStart
@@ -55,8 +52,7 @@ from deployments.wire.errors import (
     unknown_route,
     wrong_method,
 )
-from deployments.wire.request import RelayedRequest, RequestHint, RequestTerms
-from deployments.wire.terms_in_body import salt_within
+from deployments.wire.request import RelayedRequest, RequestHint, RequestTerms, salt_within
 
 
 def refusal_for(error: RequestError | CapacityError) -> ErrorAnswer:

@@ -4,8 +4,8 @@ from enum import StrEnum
 
 from apar_core.errors import CapacityError, RequestError
 from deployments.gateway.body import BodyTimeoutError, BodyTooLargeError, PromptTooLongError
+from deployments.gateway.callers import UnknownKeyError
 from deployments.gateway.fair_queue import QueueTimeoutError
-from deployments.gateway.keys import UnknownKeyError
 from deployments.gateway.models import UnknownModelError
 from deployments.gateway.rate_limits import RateLimitError
 

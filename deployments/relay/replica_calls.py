@@ -13,8 +13,7 @@ from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableE
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from deployments.gateway.body import BodyTooLargeError
-from deployments.relay.relay import Progress
-from deployments.relay.retries import NoReplicaError, ReplicaBrokenError, ReplicaLostError
+from deployments.relay.relay import NoReplicaError, Progress, ReplicaBrokenError, ReplicaLostError
 from deployments.routing import registry
 from deployments.wire.answer import AnswerBroken, AnswerEnd, AnswerStart, Piece
 from deployments.wire.request import RelayedRequest

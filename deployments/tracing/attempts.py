@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
 
-from deployments.relay.retries import ReplicaBrokenError, ReplicaLostError
+from deployments.relay.relay import ReplicaBrokenError, ReplicaLostError
 from deployments.routing import registry
 from deployments.tracing import attributes as names
 from deployments.tracing.thread_spans import (

@@ -14,7 +14,7 @@ from cluster.config.logging import LoggingConfig
 from cluster.config.model import ModelConfig
 from cluster.config.routing import RoutingSettings
 from deployments.gateway.hint import request_hint
-from deployments.relay.retries import ReplicaLostError
+from deployments.relay.relay import ReplicaLostError
 from deployments.routing import registry
 from deployments.routing.policy import Reason
 from deployments.routing.registry import SharedRouter

@@ -9,8 +9,8 @@ from apar_core.errors import CapacityError, RequestError
 from cluster.metrics import catalogue
 from deployments.gateway import body, fair_queue, keys, models, rate_limits
 from deployments.gateway.body import BodyTimeoutError, BodyTooLargeError, PromptTooLongError
+from deployments.gateway.callers import UnknownKeyError
 from deployments.gateway.fair_queue import QueueTimeoutError
-from deployments.gateway.keys import UnknownKeyError
 from deployments.gateway.models import UnknownModelError
 from deployments.gateway.rate_limits import RateLimitError
 from deployments.metrics.rejections import Rejection, rejection_for

@@ -13,8 +13,13 @@ from starlette.types import Message
 from apar_core.journal import ThreadDelta
 from cluster.config.retries import RetryConfig
 from deployments.relay.continuation import ClientStream, ContinuationError
-from deployments.relay.relay import Progress, ReplicaLostError, relay_answer
-from deployments.relay.retries import NoReplicaError, Retries
+from deployments.relay.relay import (
+    NoReplicaError,
+    Progress,
+    ReplicaLostError,
+    Retries,
+    relay_answer,
+)
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.errors import DONE_EVENT
 from deployments.wire.request import RelayedRequest

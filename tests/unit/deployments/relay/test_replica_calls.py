@@ -11,8 +11,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from apar_core.journal import ThreadDelta
 from deployments.gateway.body import BodyTooLargeError
+from deployments.relay.relay import NoReplicaError, ReplicaLostError
 from deployments.relay.replica_calls import HandleCalls
-from deployments.relay.retries import NoReplicaError, ReplicaLostError
 from deployments.wire.answer import AnswerBroken, AnswerEnd, AnswerStart, Piece
 from deployments.wire.request import RelayedRequest
 

@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from apar_core.journal import ThreadDelta
 from cluster.config.keys import KeyConfig
 from cluster.config.retries import RetryConfig
-from deployments.relay.retries import ReplicaBrokenError, ReplicaLostError
+from deployments.relay.relay import ReplicaBrokenError, ReplicaLostError
 from deployments.tracing import attributes as names
 from deployments.tracing.gateway_trace import start_trace
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece

@@ -7,8 +7,7 @@ import pytest
 
 from deployments.replica.apar_extension import AparExtension
 from deployments.replica.asgi import SERVED_KEY
-from deployments.wire.request import RequestTerms
-from deployments.wire.terms_in_body import salt_within, write_terms
+from deployments.wire.request import RequestTerms, salt_within, write_terms
 
 TERMS = RequestTerms(key="alice", priority=2, key_max_threads=7, cache_salt="s")
 

@@ -6,7 +6,7 @@ from cluster.config import ClusterConfig
 from cluster.config.retries import RetryConfig
 from deployments.gateway.gateway import Gateway
 from deployments.gateway.settings import gateway_settings
-from deployments.relay.retries import NoReplicaError, ReplicaLostError, Retries
+from deployments.relay.relay import NoReplicaError, ReplicaLostError, Retries
 
 
 async def test_pauses_outlast_a_replica_whose_engine_has_died(
