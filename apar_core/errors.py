@@ -2,14 +2,28 @@
 
 
 class AparError(Exception):
-    """Base of every error that this project raises on purpose."""
+    """Base of every error that this project raises on purpose.
+
+    `status` (HTTP) and `code` (of OpenAI's error body) are what a client gets whose request ends
+    with the error.
+    """
+
+    status: int = 500
+    code: str | None = "internal_error"
+    param: str | None = None
+    retry_after_s: float | None = None
 
 
 class RequestError(AparError):
-    """The client asked for something that cannot be: HTTP 400.
+    """The client asked for something that is not possible: HTTP 400.
 
-    `param` names the field of the request, as in OpenAI's error body.
+    `param` names the field of the request, as in OpenAI's error body. `reason` labels the refusal
+    in the metric `apar_requests_rejected_total`.
     """
+
+    status = 400
+    code = None
+    reason = "invalid"
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -19,13 +33,17 @@ class RequestError(AparError):
 class CapacityError(AparError):
     """No replica has room now and the client may retry: HTTP 503 with Retry-After."""
 
+    status = 503
+    code = "overloaded"
+    reason = "overloaded"
+
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
 class EngineError(AparError):
-    """The engine failed under a request that was in order: HTTP 500."""
+    """The engine failed under a valid request: HTTP 500."""
 
 
 class CheckpointError(AparError):

@@ -13,12 +13,13 @@ from pathlib import Path
 
 from limits.aio.storage import Storage
 
-from apar_core.errors import AparError, RequestError
+from apar_core.errors import AparError
 from cluster.config.keys import ANONYMOUS, KeyConfig, check_keys, hash_of
 from cluster.config.keys_file import load_keys
 from cluster.config.limits import LimitsConfig, open_storage
 from deployments.gateway.rate_limits import Admission, CounterStore, KeyRates
 from deployments.wire.answer import Headers
+from deployments.wire.errors import UnknownKeyError
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +28,6 @@ _SCHEME = b"bearer "
 _FILE_AGE_S = 1.0
 
 _Version = tuple[int, int, int]
-
-
-class UnknownKeyError(RequestError):
-    """The request carries no key, or one that is not known here: HTTP 401."""
 
 
 class KeyRing:

@@ -10,8 +10,8 @@ from limits.aio.storage import MemoryStorage
 from cluster.config.keys import ANONYMOUS, KeyConfig, hash_of
 from cluster.config.limits import LimitsConfig
 from cluster.config.secret import SecretError, SecretReference
-from deployments.gateway.callers import Caller, Callers, UnknownKeyError
-from deployments.gateway.rate_limits import RateLimitError
+from deployments.gateway.callers import Caller, Callers
+from deployments.wire.errors import RateLimitError, UnknownKeyError
 
 
 class SharedStorage(MemoryStorage):

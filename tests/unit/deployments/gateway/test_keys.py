@@ -11,7 +11,8 @@ import pytest
 from cluster.config import ConfigError
 from cluster.config.keys import KeyConfig, hash_of
 from cluster.config.keys_file import load_keys
-from deployments.gateway.callers import KeyRing, UnknownKeyError
+from deployments.gateway.callers import KeyRing
+from deployments.wire.errors import UnknownKeyError
 
 ALICE = KeyConfig(name="alice", hash=hash_of("alices"))
 
