@@ -15,7 +15,7 @@ import yaml
 
 from cluster.config.keys import KeyConfig, hash_of
 from cluster.local_ray import free_port
-from dashboards.prometheus.scraping import ScrapeSettings, prometheus_config
+from dashboards.prometheus.settings import ScrapeSettings, prometheus_config
 from dashboards.vllm_metrics import VLLM_METRICS
 from tests.fakes.grafana import (
     PanelQuery,

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from dashboards.grafana import generate
-from dashboards.prometheus.scraping import CLUSTER, ONE_MACHINE
+from dashboards.prometheus.settings import CLUSTER, ONE_MACHINE
 from tests.fakes.grafana import View, boards
 
 FOLDER = Path(generate.__file__).with_name("provisioning")
