@@ -16,7 +16,9 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    scraping: ScrapeSettings = Field(CLUSTER, description="Scrape targets, rule files and Alertmanagers.")
+    scraping: ScrapeSettings = Field(
+        CLUSTER, description="Scrape targets, rule files and Alertmanagers."
+    )
     rules: RuleSettings = Field(RuleSettings(), description="Thresholds of the alerts.")
     notifying: NotifySettings = Field(NotifySettings(), description="Receivers of alerts.")
 

@@ -9,7 +9,6 @@ from cluster.metrics import catalogue
 from dashboards.prometheus.rule import JOB, Severity
 
 
-
 class RuleSettings(BaseModel):
     """Thresholds of the alerts; the defaults suit interactive use of a 7B model."""
 
@@ -19,7 +18,8 @@ class RuleSettings(BaseModel):
         0.999, gt=0, lt=1, description="Objective: share of requests without a server error."
     )
     first_token_s: PositiveFloat = Field(
-        2.5, description="Objective: longest acceptable time to first token, in seconds; must be a bucket bound."
+        2.5,
+        description="Objective: longest acceptable time to first token, in seconds; must be a bucket bound.",
     )
     output_token_s: PositiveFloat = Field(
         0.1,
@@ -52,9 +52,7 @@ class RuleSettings(BaseModel):
     preemptions_per_s: PositiveFloat = Field(
         0.1, description="Preempted threads per second and replica."
     )
-    refused_forks: float = Field(
-        0.1, gt=0, lt=1, description="Share of forks refused."
-    )
+    refused_forks: float = Field(0.1, gt=0, lt=1, description="Share of forks refused.")
     deferred_threads: float = Field(
         0.25, gt=0, description="Forks held back by a cap, per running thread."
     )
@@ -77,7 +75,9 @@ class RuleSettings(BaseModel):
             (self.output_token_s, catalogue.TIME_PER_OUTPUT_TOKEN),
         ):
             if bound not in metric.buckets:
-                raise ValueError(f"{bound} is not a bucket bound of {metric.exported}: {metric.buckets}")
+                raise ValueError(
+                    f"{bound} is not a bucket bound of {metric.exported}: {metric.buckets}"
+                )
         return self
 
 
@@ -117,9 +117,7 @@ class ScrapeSettings(BaseModel):
         "rules.",
         le=15,
     )
-    evaluation_s: PositiveInt = Field(
-        15, description="Rule evaluation interval in seconds."
-    )
+    evaluation_s: PositiveInt = Field(15, description="Rule evaluation interval in seconds.")
 
     @model_validator(mode="after")
     def _check_targets(self) -> "ScrapeSettings":
@@ -175,9 +173,12 @@ class NotifySettings(BaseModel):
     page_url: str = Field(
         "http://127.0.0.1:9099/page", description="Webhook for alerts with severity `page`."
     )
-    ticket_url: str = Field("http://127.0.0.1:9099/ticket", description="Webhook for all other alerts.")
+    ticket_url: str = Field(
+        "http://127.0.0.1:9099/ticket", description="Webhook for all other alerts."
+    )
     group_wait_s: PositiveInt = Field(
-        30, description="Seconds to collect further alerts of a group before the first notification."
+        30,
+        description="Seconds to collect further alerts of a group before the first notification.",
     )
     group_interval_s: PositiveInt = Field(
         300, description="Seconds between notifications of one group of alerts."

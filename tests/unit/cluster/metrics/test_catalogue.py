@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cluster.metrics.catalogue import Kind, Metric, metrics
-from cluster.metrics.table import as_markdown
+from cluster.metrics.reference import as_markdown
 
 PAGE = Path(__file__).parents[4] / "dashboards" / "METRICS.md"
 ALL = list(metrics())
