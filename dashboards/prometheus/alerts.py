@@ -20,7 +20,8 @@ def replicas(settings: RuleSettings) -> list[AlertRule]:
         AlertRule(
             "AparNoReplica",
             Severity.PAGE,
-            # A model scaled to zero wants no replica; AparNothingGenerated fires if it does not start.
+            # A model scaled to zero wants no replica; AparNothingGenerated fires if it does not
+            # start.
             f"{recording.REPLICAS} == 0\nand {recording.REPLICAS_WANTED} > 0",
             60,
             f"No replica of {_MODEL} accepts requests",
@@ -49,8 +50,8 @@ def replicas(settings: RuleSettings) -> list[AlertRule]:
             f"unless {rate(catalogue.ENGINE_STEPS, '2m', recording.REPLICA)} > 0",
             180,
             f"A replica of {_MODEL} is stuck",
-            f"Replica {_REPLICA} of {_MODEL} has {_NUMBER} requests, but its engine has not completed "
-            "a forward pass for 2 minutes.",
+            f"Replica {_REPLICA} of {_MODEL} has {_NUMBER} requests, but its engine has not "
+            "completed a forward pass for 2 minutes.",
         ),
     ]
 
@@ -149,8 +150,8 @@ def engine(settings: RuleSettings) -> list[AlertRule]:
             f"{recording.FORKS_REFUSED} > {settings.refused_forks:g}",
             900,
             f"Many forks of {_MODEL} are refused",
-            f"{_PERCENT} of forks of {_MODEL} are refused: the request reached its limit of forks or "
-            "tokens, or the model's context is full.",
+            f"{_PERCENT} of forks of {_MODEL} are refused: the request reached its limit of forks "
+            "or tokens, or the model's context is full.",
         ),
         AlertRule(
             "AparForksDelayed",
@@ -160,8 +161,8 @@ def engine(settings: RuleSettings) -> list[AlertRule]:
             f" > {settings.deferred_threads:g}",
             900,
             f"Many forks of {_MODEL} are delayed",
-            f'{{{{ $value | printf "%.2f" }}}} forks per running thread of {_MODEL} are held back by '
-            "a cap.",
+            f'{{{{ $value | printf "%.2f" }}}} forks per running thread of {_MODEL} are held '
+            "back by a cap.",
         ),
     ]
 
@@ -207,7 +208,7 @@ def monitoring() -> list[AlertRule]:
             f'up{{job="{JOB}"}} == 0',
             300,
             "Metrics of a node cannot be scraped",
-            "Prometheus cannot scrape {{ $labels.instance }} (up is {{ $value }}). Its replicas may "
-            "still serve requests.",
+            "Prometheus cannot scrape {{ $labels.instance }} (up is {{ $value }}). Its replicas "
+            "may still serve requests.",
         ),
     ]

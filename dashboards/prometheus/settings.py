@@ -19,7 +19,8 @@ class RuleSettings(BaseModel):
     )
     first_token_s: PositiveFloat = Field(
         2.5,
-        description="Objective: longest acceptable time to first token, in seconds; must be a bucket bound.",
+        description="Objective: longest acceptable time to first token, in seconds; must be a "
+        "bucket bound.",
     )
     output_token_s: PositiveFloat = Field(
         0.1,
@@ -113,8 +114,8 @@ class ScrapeSettings(BaseModel):
     )
     scrape_s: PositiveInt = Field(
         15,
-        description="Scrape interval in seconds; at most 15, a quarter of the shortest window of the "
-        "rules.",
+        description="Scrape interval in seconds; at most 15, a quarter of the shortest window of "
+        "the rules.",
         le=15,
     )
     evaluation_s: PositiveInt = Field(15, description="Rule evaluation interval in seconds.")
