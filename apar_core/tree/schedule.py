@@ -8,7 +8,8 @@ costs none. The engine's own schedule is slower where a child has to wait.
 from dataclasses import dataclass
 from typing import TypeVar
 
-from apar_core.tree.paragraph import ParagraphTree, ThreadId
+from apar_core.tree.paragraph import ParagraphTree
+from apar_core.tree.thread_names import ThreadId
 
 Item = TypeVar("Item")
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from apar_core.tree.paragraph import ROOT_THREAD, ParagraphTree, ThreadId, ThreadRecord
+from apar_core.tree.paragraph import ParagraphTree, ThreadRecord
 from apar_core.tree.schedule import ThreadSpan, thread_spans
+from apar_core.tree.thread_names import ROOT_THREAD, ThreadId
 
 Item = TypeVar("Item")
 
