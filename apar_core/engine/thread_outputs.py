@@ -17,9 +17,8 @@ from apar_core.engine.journal import RequestFollower
 from apar_core.errors import TreeError
 from apar_core.fork_parameters import ForkParameters
 from apar_core.tree.paragraph import ParagraphTree
-from apar_core.tree.separator import Separator
+from apar_core.tree.restore import Separator, TreeStream
 from apar_core.tree.statistics import TreeStatistics, tree_statistics, unforked_statistics
-from apar_core.tree.stream import TreeStream
 from apar_core.tree.thread_names import ROOT_THREAD, ThreadId, child_request_id, child_thread
 
 # Which reason a request ends with when its threads end with different ones: the first found.

@@ -26,7 +26,7 @@ from apar_core.offline.decoders.token_chooser import TypicalAcceptance
 from apar_core.offline.decoders.tree_decoder import AnswerRun
 from apar_core.offline.speculation.medusa_heads import MedusaHeads, load_medusa_heads
 from apar_core.offline.training.tree_attention import limited_attention
-from apar_core.tree.stream import TreeStream
+from apar_core.tree.restore import TreeStream
 
 DecoderName = Literal["plain", "vanilla_apar", "medusa_apar"]
 DECODER_NAMES: tuple[DecoderName, ...] = ("plain", "vanilla_apar", "medusa_apar")
