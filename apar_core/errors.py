@@ -24,7 +24,7 @@ class RequestError(AparError):
     """
 
     status = 400
-    code = None
+    code: str | None = None
     reason = "invalid"
 
     def __init__(self, message: str, *, param: str | None = None) -> None:

@@ -121,6 +121,7 @@ class RateLimitError(RequestError):
     status = 429
     code = "rate_limit_exceeded"
     reason = "key_limit"
+    retry_after_s: float
 
     def __init__(self, message: str, *, kind: str, retry_after_s: float) -> None:
         super().__init__(message)
