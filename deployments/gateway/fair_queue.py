@@ -157,7 +157,6 @@ class QueueState:
     """
 
     running: int
-    capacity: int
     waiting: dict[str, int]
     num_startable: int
 
@@ -206,7 +205,7 @@ class FairQueue:
         """The current state."""
         waiting = {account.name: len(account.waiting) for account in self._backlogged}
         num_startable = sum(account.num_startable for account in self._backlogged)
-        return QueueState(self._running, self._capacity, waiting, num_startable)
+        return QueueState(self._running, waiting, num_startable)
 
     async def enter(self, account: Account) -> Ticket:
         """Return a place, at once or when the key's turn comes.
