@@ -19,7 +19,7 @@ _POINT = re.compile(
 # Not the colon of 10:30; the marks that close an emphasis belong to the root.
 _ROOT_COLON = re.compile(r":[*_]{0,3}(?=\s|\Z)|：[*_]{0,3}")  # noqa: RUF001
 _LINE_END = re.compile(r"[\r\n]|\Z")
-_HEADING = re.compile(r"\n[ \t]*#{1,6}[ \t]")
+_HEADING_START = re.compile(r"\n[ \t]*#{1,6}[ \t]")
 # A paragraph that is neither indented nor an item ends the last point, and so does the bare number
 # of a point at which the answer breaks off.
 _LIST_END = re.compile(r"\n[ \t\r]*\n(?=[^\s*+•\-–—])|\n[ \t]*\d{1,3}[.)]\s*\Z")  # noqa: RUF001
@@ -91,7 +91,7 @@ def _list_details(answer: str, points: Sequence[Point], following: int) -> Itera
 def _detail_end(answer: str, start: int, end: int, *, is_last: bool) -> int:
     """Return where the detail gives way to a heading or, after the last point, a paragraph."""
     content = start + len(answer[start:end]) - len(answer[start:end].lstrip())
-    for pattern in (_HEADING, _LIST_END) if is_last else (_HEADING,):
+    for pattern in (_HEADING_START, _LIST_END) if is_last else (_HEADING_START,):
         match = pattern.search(answer, content, end)
         if match is not None:
             end = match.start()

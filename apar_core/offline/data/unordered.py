@@ -8,7 +8,7 @@ from apar_core.offline.data.detail_spans import DetailSpan, trimmed_span
 from apar_core.offline.data.ordered_lists import MIN_CONTENT_CHARACTERS, MIN_POINTS
 
 _BULLET = re.compile(r"^(?P<indent>[ \t]{0,12})[*+•\-–][ \t]+(?=\S)", re.MULTILINE)  # noqa: RUF001
-_HEADING = re.compile(
+_LIST_HEADING = re.compile(
     r"^(?:#{1,6}[ \t]+[^\r\n]+|\*\*[^*\r\n]+\*\*:?|[A-Z][^\r\n.!?]{2,60}:)[ \t]*(?=\r?\n)",
     re.MULTILINE,
 )
@@ -49,7 +49,7 @@ def _bullet_details(answer: str) -> list[DetailSpan]:
 
 def _heading_details(answer: str) -> list[DetailSpan]:
     """A heading leads to the list right below it, up to the next paragraph or heading."""
-    headings = [h for h in _HEADING.finditer(answer) if _LISTED.match(answer, h.end())]
+    headings = [h for h in _LIST_HEADING.finditer(answer) if _LISTED.match(answer, h.end())]
     details: list[DetailSpan] = []
     for index, heading in enumerate(headings):
         end = headings[index + 1].start() if index + 1 < len(headings) else len(answer)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from apar_core.offline.data.records import ParagraphRecord
-from apar_core.offline.data.tiny_corpus import answers, short_answers
+
 from apar_core.offline.data.tiny_corpus.topics import NUM_POINTS, Topic, load_topics
 
 SMALLEST_LIST = 3
@@ -118,7 +118,7 @@ def _lists(
 
 
 def _default_bullets(topic: Topic) -> Iterator[Combination]:
-    tree = answers.bulleted_list(topic, _DEFAULT_NUMBER)
+    tree = bulleted_list(topic, _DEFAULT_NUMBER)
     for wording in _DEFAULT_BULLETED_WORDINGS:
         for noun in _NOUNS[topic.item]:
             question = wording.format(items=f"{noun} {topic.name}")
@@ -127,33 +127,33 @@ def _default_bullets(topic: Topic) -> Iterator[Combination]:
 
 def _paragraphs(topic: Topic) -> Iterator[Combination]:
     for number in range(1, len(topic.passages) + 1):
-        tree = answers.paragraphs(topic, number)
+        tree = paragraphs(topic, number)
         for spelling in _spellings(number):
             count = f"{spelling} paragraph{'s' if number > 1 else ''}"
             for wording in _PARAGRAPH_WORDINGS:
                 yield Combination("paragraphs", wording.format(n=count, topic=topic.name), tree)
-    tree = answers.paragraphs(topic, len(topic.passages))
+    tree = paragraphs(topic, len(topic.passages))
     for wording in _DEFAULT_PARAGRAPH_WORDINGS:
         yield Combination("paragraphs", wording.format(topic=topic.name), tree)
 
 
 def _topic_combinations(topic: Topic) -> Iterator[Combination]:
-    yield from _lists("numbered", topic, _NUMBERED_WORDINGS, answers.numbered_list)
-    yield from _lists("bulleted", topic, _BULLETED_WORDINGS, answers.bulleted_list)
+    yield from _lists("numbered", topic, _NUMBERED_WORDINGS, numbered_list)
+    yield from _lists("bulleted", topic, _BULLETED_WORDINGS, bulleted_list)
     yield from _default_bullets(topic)
     yield from _paragraphs(topic)
-    guide = answers.guide(topic)
+    tree = guide(topic)
     for wording in _GUIDE_WORDINGS[topic.item]:
-        yield Combination("guide", wording.format(topic=topic.name), guide)
-    yield from _lists("titles", topic, _TITLES_WORDINGS, answers.titles_only)
+        yield Combination("guide", wording.format(topic=topic.name), tree)
+    yield from _lists("titles", topic, _TITLES_WORDINGS, titles_only)
 
 
 def _plain_combinations() -> Iterator[Combination]:
     replies: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {
-        "fact": short_answers.fact_replies,
-        "small_talk": short_answers.small_talk_replies,
-        "arithmetic": short_answers.arithmetic_replies,
-        "code": short_answers.code_replies,
+        "fact": fact_replies,
+        "small_talk": small_talk_replies,
+        "arithmetic": arithmetic_replies,
+        "code": code_replies,
     }
     for kind, pairs in replies.items():
         for question, answer in pairs():

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
+
 
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-_FOLDER = Path(__file__).parent
 _LARGEST_ADDEND = 20
 _LARGEST_FACTOR = 10
 
