@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.offline.data.example_file import write_examples
+from tests.fakes.example_files import write_examples
 from apar_core.offline.data.tiny_corpus.generator import Corpus
-from apar_core.offline.evaluation.thread_decoding import TransformersThreadDecoder
+from apar_core.offline.evaluation.fork_check import TransformersThreadDecoder
 from apar_core.offline.training import recipe as recipe_module
 from apar_core.offline.training.example_encoder import prompt_token_ids
 from apar_core.offline.training.reports import StepReport

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from apar_core.errors import TrainingError
-from apar_core.offline.data.thoughts import THOUGHT_CLOSING, THOUGHT_OPENING
+from apar_core.offline.data.structure import THOUGHT_CLOSING, THOUGHT_OPENING
 
 # A text that holds what tokenizers change: blanks at both ends, breaks, several scripts.
 _PROBE = ("a b", " c\n\n", "1. d:", "  e ", "\n", "é漢🙂", "f")

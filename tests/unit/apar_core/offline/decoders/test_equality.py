@@ -15,7 +15,7 @@ from apar_core.offline.decoders.decoded_answer import DecodedAnswer, DecodedThre
 from apar_core.offline.decoders.interface import decode_answer
 from apar_core.offline.decoders.load import load_decoder
 from apar_core.offline.evaluation.fork_check import ForkCheckSettings, held_out_prompts
-from apar_core.offline.evaluation.thread_decoding import TransformersThreadDecoder
+from apar_core.offline.evaluation.fork_check import TransformersThreadDecoder
 from apar_core.offline.speculation.medusa_heads import (
     MedusaHeads,
     load_medusa_heads,

@@ -18,7 +18,7 @@ from apar_core.offline.evaluation.fork_check import (
     judge,
     report_table,
 )
-from apar_core.offline.evaluation.thread_decoding import TransformersThreadDecoder
+from apar_core.offline.evaluation.fork_check import TransformersThreadDecoder
 from apar_core.offline.training.packing import TreeTokens
 from apar_core.offline.training.vocabulary import tree_tokens
 from apar_core.tree.paragraph import ROOT_THREAD, ThreadId

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from apar_core.errors import EvaluationError
-from apar_core.offline.evaluation.speed_settings import SpeedSettings, check_settings
+from apar_core.offline.evaluation.speed_run import SpeedSettings, check_settings
 
 HERE = (Path(__file__),)
 

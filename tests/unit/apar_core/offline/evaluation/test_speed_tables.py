@@ -13,8 +13,8 @@ from apar_core.offline.evaluation.paper_figures import (
     category_label,
     paper_model,
 )
-from apar_core.offline.evaluation.report_table import ReportTable
-from apar_core.offline.evaluation.speed_tables import (
+from apar_core.reporting import ReportTable
+from apar_core.offline.evaluation.speed_report import (
     ATTENDED,
     CACHED,
     SpeedRun,

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.apar_tiny_medusa import heads_path
-from apar_core.offline.data.example_file import write_examples
+from tests.fakes.example_files import write_examples
 from apar_core.offline.data.records import ChatMessage, ExampleRecord, ParagraphRecord, chain
 from apar_core.offline.speculation.medusa_heads import load_medusa_heads
 from apar_core.offline.speculation.medusa_trainer import initial_heads

@@ -26,7 +26,8 @@ from transformers import (
 
 from apar_core.errors import DataError, TrainingError
 from apar_core.formats.control_tokens import find_control_tokens
-from apar_core.offline.data.example_file import STRUCTURED_FILE, UNSTRUCTURED_FILE, write_examples
+from apar_core.offline.data.example_file import STRUCTURED_FILE, UNSTRUCTURED_FILE
+from tests.fakes.example_files import write_examples
 from apar_core.offline.data.records import ChatMessage, ExampleRecord, ParagraphRecord, chain
 from apar_core.offline.training import pretrained
 from apar_core.offline.training.fine_tune import TrainingResult, adapted, fine_tune

@@ -13,7 +13,7 @@ from apar_core.offline.data.records import (
     flat_text,
     thread_paragraphs,
 )
-from apar_core.offline.data.tiny_corpus import answers
+from apar_core.offline.data.tiny_corpus import combinations as answers
 from apar_core.offline.data.tiny_corpus.combinations import (
     FORKING_KINDS,
     KINDS,
@@ -22,8 +22,8 @@ from apar_core.offline.data.tiny_corpus.combinations import (
     is_held_out,
     split_combinations,
 )
+from apar_core.offline.data.tiny_corpus.content import NUM_POINTS, Topic, load_topics
 from apar_core.offline.data.tiny_corpus.generator import Corpus
-from apar_core.offline.data.tiny_corpus.topics import NUM_POINTS, Topic, load_topics
 
 CONTROL_SPELLINGS = ("[Fork]", "[Child]", "<eos>", "<bos>", "<|")
 
