@@ -21,8 +21,7 @@ from rich.table import Table
 from cluster.config.model import PRESETS, ModelConfig
 
 if TYPE_CHECKING:
-    from apar_core.offline.data.prepare import PreparationSettings
-    from apar_core.offline.data.prepare import PreparationReport
+    from apar_core.offline.data.prepare import PreparationReport, PreparationSettings
     from apar_core.offline.training.context_fit import ContextFit
 
 data = typer.Typer(no_args_is_help=True, help="Turn chats into training examples with forks.")

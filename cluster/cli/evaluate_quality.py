@@ -110,11 +110,9 @@ def quality(
     Answers come from files, or from an endpoint, or both. Run the same command again to go on
     where it was interrupted.
     """
-    from apar_core.offline.evaluation.judging import load_judge_prompts
-    from apar_core.offline.evaluation.judging import JudgmentRequest
+    from apar_core.offline.evaluation.judging import JudgmentRequest, load_judge_prompts
     from apar_core.offline.evaluation.prompt_sets import load_prompts
-    from apar_core.offline.evaluation.quality import QualityPlan
-    from apar_core.offline.evaluation.quality import TokenPrices
+    from apar_core.offline.evaluation.quality import QualityPlan, TokenPrices
 
     console = Console(stderr=True)
     with clear_errors(console):

@@ -133,8 +133,8 @@ def speed(
 
 
 def _run(settings: SpeedSettings, out: Path) -> None:
-    from apar_core.reporting import write_report
     from apar_core.offline.evaluation.speed_evaluation import run_speed
+    from apar_core.reporting import write_report
 
     with stage_progress(Console(stderr=True)) as progress:
         report = run_speed(settings, out, progress)

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from apar_core.models.apar_tiny import checkpoint_path
-from tests.fakes.example_files import write_examples
 from apar_core.offline.data.tiny_corpus.generator import Corpus
 from apar_core.offline.evaluation.fork_check import TransformersThreadDecoder
 from apar_core.offline.training import recipe as recipe_module
@@ -31,6 +30,7 @@ from apar_core.offline.training.tiny_settings import TinyModelSettings, tiny_rec
 from apar_core.offline.training.train_tiny import train_tiny
 from apar_core.offline.training.vocabulary import tree_tokens
 from cluster.cli.main import app
+from tests.fakes.example_files import write_examples
 from tests.integration.uneven_training import NUM_VALIDATION, run
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,32 +5,32 @@ missed.
 """
 
 from __future__ import annotations
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
-import torch
-from torch import Tensor
-from apar_core.offline.decoders.decoded_answer import DecodedThread
-from apar_core.offline.training.packing import TreeTokens
-from apar_core.tree.paragraph import ROOT_THREAD, ThreadId
+
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
+
+import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.data.records import count_forks, flat_text
 from apar_core.offline.data.tiny_corpus.combinations import FORKING_KINDS, KINDS
 from apar_core.offline.data.tiny_corpus.generator import Corpus
 from apar_core.offline.decoders.decoded_answer import DecodedThread, restored_ids
 from apar_core.offline.training.example_encoder import prompt_token_ids
+from apar_core.offline.training.packing import TreeTokens
 from apar_core.offline.training.vocabulary import tree_tokens
-
+from apar_core.tree.paragraph import ROOT_THREAD, ThreadId
 
 # Prompts as token ids in, the threads of each answer out, parents before their children.
 DecodeAnswers = Callable[[Sequence[Sequence[int]]], list[list[DecodedThread]]]

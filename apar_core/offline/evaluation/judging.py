@@ -1,20 +1,19 @@
 """Single-answer grading of many answers by a judge, resumable."""
 
 from __future__ import annotations
+
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from pydantic import BaseModel, ConfigDict
-from apar_core.errors import EvaluationError
-from apar_core.json_lines import read_lines
-from apar_core.offline.data.records import ChatMessage
-from apar_core.offline.evaluation.prompt_sets import find_benchmark_file
-from apar_core.offline.evaluation.prompt_sets import Question
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from apar_core.json_lines import append_line, read_finished_lines
-from apar_core.offline.evaluation.chat_endpoint import ChatEndpoint, RequestFailedError, run_all
+from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict
+
+from apar_core.errors import EvaluationError
+from apar_core.json_lines import append_line, read_finished_lines, read_lines
+from apar_core.offline.data.records import ChatMessage
+from apar_core.offline.evaluation.chat_endpoint import ChatEndpoint, RequestFailedError, run_all
+from apar_core.offline.evaluation.prompt_sets import Question, find_benchmark_file
 
 REFERENCE_CATEGORIES = frozenset({"math", "reasoning", "coding"})
 """Categories whose answers are judged beside a reference answer."""

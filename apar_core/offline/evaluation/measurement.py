@@ -1,18 +1,19 @@
 """What one answer took to generate, and how answers are averaged into rows of a table."""
 
 from __future__ import annotations
-from collections.abc import Iterable, Sequence
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
 from pydantic import BaseModel, ConfigDict
+
+from apar_core.errors import EvaluationError
+from apar_core.json_lines import append_line, read_finished_lines
 from apar_core.offline.decoders.decoded_answer import DecodedAnswer
 from apar_core.tree.paragraph import ParagraphTree
 from apar_core.tree.statistics import tree_statistics
-import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from apar_core.errors import EvaluationError
-from apar_core.json_lines import append_line, read_finished_lines
-
 
 COUNT = "count"
 """Stands for a decoder where only the schedule was followed."""

@@ -1,19 +1,21 @@
 """What is asked in an evaluation: the questions of a benchmark, or those of a file."""
 
 from __future__ import annotations
+
 import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-import httpx
-from apar_core.errors import EvaluationError
 from typing import Literal
+
+import httpx
 from pydantic import BaseModel, ConfigDict, model_validator
+
+from apar_core.errors import EvaluationError
 from apar_core.json_lines import read_lines
 from apar_core.offline.data.records import ChatMessage
 from apar_core.offline.data.tiny_corpus.generator import Corpus
-
 
 FASTCHAT_URLS = tuple(
     f"https://raw.githubusercontent.com/lm-sys/FastChat/{revision}/fastchat/llm_judge/data"

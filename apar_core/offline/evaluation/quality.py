@@ -1,34 +1,34 @@
 """From questions to a table of scores: answers of models, judged and reported."""
 
 from __future__ import annotations
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from pydantic import BaseModel
-from apar_core.json_lines import append_line, read_finished_lines
-from apar_core.offline.evaluation.chat_endpoint import ChatEndpoint, RequestFailedError, run_all
-from apar_core.offline.evaluation.prompt_sets import Question
-from collections.abc import Sequence
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat
-from apar_core.offline.evaluation.judging import Judgment
-from apar_core.offline.evaluation.paper_figures import MEAN, SCORED_MODELS, SCORES, category_label
-from apar_core.reporting import Cell, Column, ReportTable
-from collections.abc import Mapping, Sequence
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat
+
 from apar_core.errors import EvaluationError
-from apar_core.json_lines import read_lines
+from apar_core.json_lines import append_line, read_finished_lines, read_lines
 from apar_core.offline.evaluation.answer_files import AnswerLine
-from apar_core.offline.evaluation.chat_endpoint import ChatEndpoint, EndpointSettings
-from apar_core.offline.evaluation.judging import JudgePrompt
+from apar_core.offline.evaluation.chat_endpoint import (
+    ChatEndpoint,
+    EndpointSettings,
+    RequestFailedError,
+    run_all,
+)
 from apar_core.offline.evaluation.judging import (
     JudgedAnswer,
+    JudgePrompt,
     Judgment,
     JudgmentRequest,
     judge_all,
     judged_answers,
 )
+from apar_core.offline.evaluation.paper_figures import MEAN, SCORED_MODELS, SCORES, category_label
 from apar_core.offline.evaluation.progress import ShowProgress
-from apar_core.reporting import Report, file_name, write_report
-
+from apar_core.offline.evaluation.prompt_sets import Question
+from apar_core.reporting import Cell, Column, Report, ReportTable, file_name, write_report
 
 # As in FastChat's gen_model_answer; other categories get the last value.
 _TEMPERATURES = {

@@ -12,24 +12,24 @@ import torch
 from apar_core.errors import EvaluationError
 from apar_core.offline.decoders.interface import DecodeLimits
 from apar_core.offline.evaluation.answer_files import AnswerSet, read_answer_set
-from apar_core.offline.evaluation.measurement import AnswerStore
-from apar_core.reporting import claim_folder
-from apar_core.offline.evaluation.measurement import COUNT
+from apar_core.offline.evaluation.measurement import COUNT, AnswerStore
 from apar_core.offline.evaluation.progress import ShowProgress
 from apar_core.offline.evaluation.prompt_sets import load_prompts
 from apar_core.offline.evaluation.replay_text import LLAMA_TOKENIZER, ModelText, load_text
-from apar_core.reporting import Report, file_name
-from apar_core.offline.evaluation.speed_run import Decoders, choose_device, load_decoders
-from apar_core.offline.evaluation.speed_report import speed_report
+from apar_core.offline.evaluation.speed_report import SpeedRun, speed_report
 from apar_core.offline.evaluation.speed_run import (
     AnsweredKeys,
+    Decoders,
+    SpeedSettings,
+    check_settings,
+    choose_device,
     count_answers,
     generate_answers,
+    load_decoders,
     replay_answers,
     warm_up,
 )
-from apar_core.offline.evaluation.speed_run import SpeedSettings, check_settings
-from apar_core.offline.evaluation.speed_report import SpeedRun
+from apar_core.reporting import Report, claim_folder, file_name
 
 
 def run_speed(settings: SpeedSettings, folder: Path, progress: ShowProgress) -> Report:

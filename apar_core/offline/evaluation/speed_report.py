@@ -1,8 +1,17 @@
 """The report of a speed evaluation: tables, figures 4 and 6, and the averages as data."""
 
 from __future__ import annotations
-from collections.abc import Callable, Sequence
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
 from apar_core.offline.evaluation.measurement import (
     AnswerMeasurement,
     CategoryAverages,
@@ -20,21 +29,7 @@ from apar_core.offline.evaluation.paper_figures import (
     category_label,
     paper_model,
 )
-from apar_core.reporting import file_name
-from apar_core.reporting import Cell, Column, ReportTable
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-import matplotlib as mpl
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from apar_core.offline.evaluation.measurement import AnswerMeasurement
-from apar_core.offline.evaluation.paper_figures import MEAN
-from collections.abc import Mapping, Sequence
-from apar_core.offline.evaluation.measurement import AnswerMeasurement, averages, by_category
-from apar_core.reporting import Report
-
+from apar_core.reporting import Cell, Column, Report, ReportTable, file_name
 
 _MIN_SAVING = 0.01
 

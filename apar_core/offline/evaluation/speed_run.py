@@ -1,36 +1,39 @@
 """Generating, replaying or counting all answers of an evaluation, each kept when done."""
 
 from __future__ import annotations
-from pathlib import Path
-from pydantic import BaseModel, ConfigDict, PositiveInt
-from apar_core.errors import EvaluationError
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
 import torch
+from pydantic import BaseModel, ConfigDict, PositiveInt
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
-from typing import Any
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from apar_core.offline.decoders.interface import AnswerDecoder
-from apar_core.offline.decoders.load import load_decoder
-from apar_core.offline.evaluation.replay_text import ModelText, load_text
-from collections.abc import Callable, Sequence
-from apar_core.errors import RequestError
+
+from apar_core.errors import EvaluationError, RequestError
 from apar_core.offline.data.records import ParagraphRecord, chain
 from apar_core.offline.data.structure import extract_tree
-from apar_core.offline.decoders.interface import DecodeLimits, TokenChoice, decode_answer
+from apar_core.offline.decoders.interface import (
+    AnswerDecoder,
+    DecodeLimits,
+    TokenChoice,
+    decode_answer,
+)
+from apar_core.offline.decoders.load import load_decoder
 from apar_core.offline.evaluation.answer_files import RecordedAnswer
-from apar_core.offline.evaluation.measurement import AnswerStore
 from apar_core.offline.evaluation.measurement import (
     COUNT,
     AnswerKey,
+    AnswerStore,
     counted,
     measured,
 )
 from apar_core.offline.evaluation.prompt_sets import Question
-from apar_core.offline.evaluation.replay_text import ModelText
+from apar_core.offline.evaluation.replay_text import ModelText, load_text
 from apar_core.offline.evaluation.replay_tree import thread_scripts, token_tree
 from apar_core.tree.restore import restore
-
 
 DECODERS = ("plain", "vanilla_apar", "medusa_apar")
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from apar_core.offline.data.sources import ItemRefusedError
 from apar_core.offline.data.records import ExampleRecord
+from apar_core.offline.data.sources import ItemRefusedError
 from apar_core.offline.training.chat_format import ChatRefusedError
 from apar_core.offline.training.example_encoder import ExampleEncoder
 from apar_core.offline.training.pretrained import load_tokenizer

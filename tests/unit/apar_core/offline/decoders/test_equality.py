@@ -14,8 +14,11 @@ from apar_core.models.apar_tiny_medusa import heads_path
 from apar_core.offline.decoders.decoded_answer import DecodedAnswer, DecodedThread
 from apar_core.offline.decoders.interface import decode_answer
 from apar_core.offline.decoders.load import load_decoder
-from apar_core.offline.evaluation.fork_check import ForkCheckSettings, held_out_prompts
-from apar_core.offline.evaluation.fork_check import TransformersThreadDecoder
+from apar_core.offline.evaluation.fork_check import (
+    ForkCheckSettings,
+    TransformersThreadDecoder,
+    held_out_prompts,
+)
 from apar_core.offline.speculation.medusa_heads import (
     MedusaHeads,
     load_medusa_heads,

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from apar_core.errors import EvaluationError
-from apar_core.offline.evaluation.measurement import AnswerStore
+from apar_core.offline.evaluation.measurement import AnswerKey, AnswerStore
 from apar_core.reporting import claim_folder
-from apar_core.offline.evaluation.measurement import AnswerKey
 from tests.unit.apar_core.offline.evaluation.test_measurement import FORKED, measurement
 
 

@@ -13,12 +13,12 @@ from apar_core.offline.evaluation.fork_check import (
     CheckPrompt,
     ForkCheckSettings,
     ForkReport,
+    TransformersThreadDecoder,
     count_control_mistakes,
     held_out_prompts,
     judge,
     report_table,
 )
-from apar_core.offline.evaluation.fork_check import TransformersThreadDecoder
 from apar_core.offline.training.packing import TreeTokens
 from apar_core.offline.training.vocabulary import tree_tokens
 from apar_core.tree.paragraph import ROOT_THREAD, ThreadId

@@ -13,8 +13,12 @@ from apar_core.errors import EvaluationError
 from apar_core.offline.evaluation.chat_endpoint import EndpointSettings
 from apar_core.offline.evaluation.judging import JudgmentRequest
 from apar_core.offline.evaluation.prompt_sets import Question
-from apar_core.offline.evaluation.quality import QualityPlan, QualityResult, run_quality
-from apar_core.offline.evaluation.quality import TokenPrices
+from apar_core.offline.evaluation.quality import (
+    QualityPlan,
+    QualityResult,
+    TokenPrices,
+    run_quality,
+)
 from tests.fakes.judge_server import Reply, Script, judge_server
 from tests.unit.apar_core.offline.evaluation.test_judge_prompts import MATH, PROMPTS, WRITING
 

@@ -11,11 +11,10 @@ import pytest
 
 from apar_core.errors import EvaluationError
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.offline.evaluation.measurement import AnswerStore
-from apar_core.offline.evaluation.measurement import AnswerMeasurement
-from apar_core.reporting import Report
+from apar_core.offline.evaluation.measurement import AnswerMeasurement, AnswerStore
 from apar_core.offline.evaluation.speed_evaluation import run_speed
 from apar_core.offline.evaluation.speed_run import SpeedSettings
+from apar_core.reporting import Report
 
 LIST = (
     "Here are three ideas for a quiet evening:\n\n"

@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.apar_tiny_medusa import heads_path
-from tests.fakes.example_files import write_examples
 from apar_core.offline.data.records import ChatMessage, ExampleRecord, ParagraphRecord, chain
 from apar_core.offline.speculation.medusa_heads import load_medusa_heads
 from apar_core.offline.speculation.medusa_trainer import initial_heads
@@ -18,6 +17,7 @@ from apar_core.offline.speculation.train_tiny_medusa import tiny_medusa_recipe, 
 from apar_core.offline.training.pretrained import load_model, load_tokenizer
 from apar_core.offline.training.recipe import MedusaRecipe
 from apar_core.offline.training.reports import StepReport
+from tests.fakes.example_files import write_examples
 
 RECIPE = MedusaRecipe(
     batch_size=4, micro_batch_size=2, num_steps=12, learning_rate=3e-3, dtype="float32",
