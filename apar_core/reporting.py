@@ -1,4 +1,4 @@
-"""Reports of evaluations, load tests and experiments, and the folders that hold them.
+"""Reports of evaluations, load tests and experiments, their folders and their progress.
 
 A report folder has Markdown, one self-contained HTML page, CSV, JSON and figures.
 """
@@ -10,10 +10,10 @@ import csv
 import html
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from apar_core.errors import EvaluationError
 
@@ -53,6 +53,13 @@ p { color: #52606d; margin: .2rem 0; }
 """.strip()
 
 Cell = str | float | None
+
+
+class ShowProgress(Protocol):
+    """Progress display of a run's stages; implemented by the command line."""
+
+    def start(self, stage: str, total: int) -> Callable[[], None]:
+        """Begin a stage of `total` steps; return the function to call after each step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,9 @@
-"""What is asked in an evaluation: the questions of a benchmark, or those of a file."""
+"""Prompt sets of evaluations: the benchmarks, the embedded model's held-out prompts, and files.
+
+Questions, references and judge prompts of Vicuna-Bench and MT-Bench are downloaded once from
+lm-sys/FastChat (Apache-2.0), fastchat/llm_judge/data, at a fixed commit. Files are accepted by
+checksum only, so the branch can serve as a fallback if the short commit name does not resolve.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +31,7 @@ _TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkFile:
-    """One file: its path under the public home and in the folder here, and what it must hold."""
+    """Benchmark file: its path below the base URL and the local folder, its size and checksum."""
 
     path: str
     num_bytes: int
@@ -61,12 +66,12 @@ BENCHMARK_FILES = (
     ),
 )
 
-# Called with a file and the number of its bytes that have arrived since the last call.
 ShowBytes = Callable[[BenchmarkFile, int], None]
+"""Called with a file and the number of bytes received since the last call."""
 
 
 def cache_folder() -> Path:
-    """Return where fetched files are kept: under XDG_CACHE_HOME, or ~/.cache."""
+    """Return the folder of downloaded files, in XDG_CACHE_HOME or ~/.cache."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "apar-serve" / "fastchat"
 
@@ -77,10 +82,9 @@ def fetch_benchmark_files(
     base_urls: Sequence[str] = FASTCHAT_URLS,
     show: ShowBytes = lambda _file, _bytes: None,
 ) -> list[Path]:
-    """Download the files that the folder lacks or holds damaged; return the paths of all.
+    """Download missing and damaged files; return the paths of all files.
 
-    Raises EvaluationError if a file cannot be had or is not the expected one; nothing of such a
-    file is kept.
+    Raises EvaluationError if a download fails or has a wrong checksum; such a file is not stored.
     """
     paths = []
     with httpx.Client(timeout=_TIMEOUT_S, follow_redirects=True) as client:
@@ -99,10 +103,10 @@ def fetch_benchmark_files(
 
 
 def find_benchmark_file(name: str, folder: Path | None) -> Path:
-    """Return a file of the given folder, or of the cache folder where none is given.
+    """Return the path of a file in `folder`, or in the cache folder if None.
 
-    `name` is as in BENCHMARK_FILES; a reference may also be named as `BENCH/reference_gpt-4.jsonl`.
-    Raises EvaluationError if it is not there.
+    `name` is a path of BENCHMARK_FILES; references may also be stored as
+    `BENCH/reference_gpt-4.jsonl`. Raises EvaluationError if the file does not exist.
     """
     home = folder if folder is not None else cache_folder()
     for candidate in (home / name, home / name.replace("reference_answer/", "reference_")):
@@ -119,7 +123,7 @@ def find_benchmark_file(name: str, folder: Path | None) -> Path:
 def _download(
     client: httpx.Client, base_urls: Sequence[str], file: BenchmarkFile, show: ShowBytes
 ) -> bytes:
-    """Return a file from the first home that knows it."""
+    """Download a file from the first base URL that has it."""
     for base_url in base_urls:
         url = f"{base_url}/{file.path}"
         content = _get(client, url, file, show)
@@ -135,7 +139,7 @@ def _download(
 
 
 def _get(client: httpx.Client, url: str, file: BenchmarkFile, show: ShowBytes) -> bytes | None:
-    """Return what a URL answers, or None where it knows no such file."""
+    """Return the content at a URL, or None for HTTP 404."""
     content = bytearray()
     try:
         with client.stream("GET", url) as response:
@@ -150,7 +154,7 @@ def _get(client: httpx.Client, url: str, file: BenchmarkFile, show: ShowBytes) -
     except httpx.HTTPError as error:
         raise EvaluationError(
             f"{url} cannot be reached ({type(error).__name__}: {error}); without a network, give "
-            "a folder that has the files with --questions"
+            "a folder with the files: --questions FOLDER"
         ) from error
     return bytes(content)
 
@@ -160,22 +164,22 @@ def _sha256(content: bytes) -> str:
 
 
 BENCHMARKS = {"vicuna-bench": "vicuna_bench", "mt-bench": "mt_bench"}
-"""The name of a benchmark and its folder."""
+"""Folder of each benchmark."""
 
 HELD_OUT = "held-out"
-"""Name of the prompts of the embedded model's own kind that its training never saw."""
+"""Name of the embedded model's prompts that its training has not seen."""
 
 _NUM_HELD_OUT = 400
 
 OTHER_CATEGORY = "other"
-"""Of questions without a category, and of categories with too few questions for a row."""
+"""Category of questions without one, and of categories with too few questions for a row."""
 
 
 class Question(BaseModel):
-    """Turns of one user, asked one after the other; `history` is what was said before them.
+    """User turns, asked one after the other after `history`.
 
-    `reference` has the reference answer of each turn, where the benchmark gives any. A
-    `raw_prompt` is completed as it is, without roles.
+    `reference` has the benchmark's reference answer of each turn, if any. A `raw_prompt` is
+    completed as is, without roles.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -188,7 +192,7 @@ class Question(BaseModel):
     raw_prompt: bool = False
 
     def messages(self, turn: int, answers: tuple[str, ...]) -> tuple[ChatMessage, ...]:
-        """Return the chat up to the user's words of a turn (from 0), with the answers before it."""
+        """Return the chat up to the user's turn (from 0), with the answers to earlier turns."""
         chat = list(self.history)
         for question, answer in zip(self.turns[:turn], answers, strict=True):
             chat += [ChatMessage("user", question), ChatMessage("assistant", answer)]
@@ -204,7 +208,7 @@ class _Message(BaseModel):
 
 
 class QuestionLine(BaseModel):
-    """A line of a prompt file: `turns`, or `prompt` (behind a `history`), or `messages`."""
+    """Line of a prompt file: `turns`, or `prompt` with optional `history`, or `messages`."""
 
     question_id: int | str | None = None
     id: int | str | None = None
@@ -220,13 +224,13 @@ class QuestionLine(BaseModel):
         if sum(field is not None for field in given) != 1:
             raise ValueError("needs exactly one of 'turns', 'prompt' and 'messages'")
         if self.messages is not None and (not self.messages or self.messages[-1].role != "user"):
-            raise ValueError("'messages' has to end with the user's turn")
+            raise ValueError("'messages' must end with the user's turn")
         if not all(turn.strip() for turn in self.question("").turns) or self.turns == []:
             raise ValueError("the question is empty")
         return self
 
     def question(self, fallback_id: str) -> Question:
-        """Return the line in the one form; a line without an id gets `fallback_id`."""
+        """Return the question of the line; without an id it gets `fallback_id`."""
         history = self.messages[:-1] if self.messages is not None else self.history
         turns = self.turns or [
             self.messages[-1].content if self.messages is not None else self.prompt or ""
@@ -250,9 +254,9 @@ class _ReferenceLine(BaseModel):
 
 
 def read_question_file(path: Path) -> list[Question]:
-    """Return the questions of a JSON lines file in its order.
+    """Return the questions of a JSON lines file.
 
-    Raises EvaluationError if a line is not as it must be, if two share an id, or if there is none.
+    Raises EvaluationError for an invalid line, a duplicate id and an empty file.
     """
     questions = [
         line.question(str(number))
@@ -269,7 +273,7 @@ def read_question_file(path: Path) -> list[Question]:
 
 
 def load_benchmark(name: str, folder: Path | None = None) -> list[Question]:
-    """Return a benchmark's questions with their references; `folder` as in benchmark_files."""
+    """Return a benchmark's questions and references; `folder` is as in `find_benchmark_file`."""
     home = BENCHMARKS[name]
     references = {
         str(line.question_id): tuple(line.choices[0].turns)
@@ -285,9 +289,9 @@ def load_benchmark(name: str, folder: Path | None = None) -> list[Question]:
 
 
 def held_out_questions() -> list[Question]:
-    """Return the prompts that the check of the embedded model asks, by kind of their answers.
+    """Return the prompts of the fork check; the category is the kind of the answer.
 
-    Training with seed 0 saw none of their combinations.
+    They are held out from training with seed 0.
     """
     corpus = Corpus(0, held_out=True, stream="")
     return [
@@ -303,7 +307,7 @@ def held_out_questions() -> list[Question]:
 
 
 def load_prompts(name_or_path: str, folder: Path | None = None) -> list[Question]:
-    """Return the questions of a benchmark by its name, the held-out prompts, or those of a file."""
+    """Return the questions of a benchmark, the held-out prompts, or those of a file."""
     if name_or_path in BENCHMARKS:
         return load_benchmark(name_or_path, folder)
     if name_or_path == HELD_OUT:
@@ -311,5 +315,5 @@ def load_prompts(name_or_path: str, folder: Path | None = None) -> list[Question
     path = Path(name_or_path)
     if not path.is_file():
         names = ", ".join([*BENCHMARKS, HELD_OUT])
-        raise EvaluationError(f"{name_or_path!r} is none of {names}, and no file of questions")
+        raise EvaluationError(f"{name_or_path!r} is neither one of {names} nor a file of questions")
     return read_question_file(path)

@@ -1,4 +1,4 @@
-"""From questions to a table of scores: answers of models, judged and reported."""
+"""Quality evaluation: generate the answers of a model, have them judged, and report the scores."""
 
 from __future__ import annotations
 
@@ -26,11 +26,20 @@ from apar_core.offline.evaluation.judging import (
     judged_answers,
 )
 from apar_core.offline.evaluation.paper_figures import MEAN, SCORED_MODELS, SCORES, category_label
-from apar_core.offline.evaluation.progress import ShowProgress
 from apar_core.offline.evaluation.prompt_sets import Question
-from apar_core.reporting import Cell, Column, Report, ReportTable, file_name, write_report
+from apar_core.reporting import (
+    Cell,
+    Column,
+    Report,
+    ReportTable,
+    ShowProgress,
+    file_name,
+    write_report,
+)
 
-# As in FastChat's gen_model_answer; other categories get the last value.
+JUDGMENTS_FILE = "judgments.jsonl"
+
+# As in FastChat's gen_model_answer.
 _TEMPERATURES = {
     **{"writing": 0.7, "roleplay": 0.7, "stem": 0.1, "humanities": 0.1},
     **{"extraction": 0.0, "math": 0.0, "coding": 0.0, "reasoning": 0.0},
@@ -39,25 +48,20 @@ _OTHER_TEMPERATURE = 0.7
 
 
 class GeneratedChoice(BaseModel):
-    """The answers of one chat, one a turn."""
+    """Answers of one chat, one per turn."""
 
     index: int = 0
     turns: list[str]
 
 
 class GeneratedAnswer(BaseModel):
-    """A line of an answer file: FastChat's, with the tokens that it cost."""
+    """Line of an answer file: FastChat's format with token counts."""
 
     question_id: int | str
     model_id: str
     choices: list[GeneratedChoice]
     prompt_tokens: int = 0
     completion_tokens: int = 0
-
-
-def temperature_of(category: str) -> float:
-    """Return FastChat's temperature for answers of a category."""
-    return _TEMPERATURES.get(category, _OTHER_TEMPERATURE)
 
 
 async def generate_answers(
@@ -69,18 +73,19 @@ async def generate_answers(
     temperature: float | None,
     show: Callable[[], None],
 ) -> list[str]:
-    """Answer the questions that the file lacks; return the reasons of those that failed.
+    """Answer the questions missing in the file; return the reasons of failures.
 
-    A line is appended as soon as all turns of its question are answered. `temperature` None stands
-    for that of the category; `show` is called once a question. Raises EvaluationError where no
-    request can succeed.
+    A line is appended when all turns of its question are answered. A `temperature` of None means
+    that of the category. `show` is called once per question. Raises EvaluationError if no request
+    can succeed.
     """
     done = {str(line.question_id) for line in read_finished_lines(path, GeneratedAnswer)}
     failures: list[str] = []
 
     async def answer(question: Question) -> None:
         if question.question_id not in done:
-            chosen = temperature_of(question.category) if temperature is None else temperature
+            by_category = _TEMPERATURES.get(question.category, _OTHER_TEMPERATURE)
+            chosen = by_category if temperature is None else temperature
             try:
                 line = await _answer(endpoint, question, max_tokens, chosen)
                 append_line(path, line)
@@ -113,11 +118,8 @@ async def _answer(
     )
 
 
-_TOKENS_PER_MILLION = 1e6
-
-
 class TokenPrices(BaseModel):
-    """Prices of the judge's tokens, in any currency; None where unknown."""
+    """Prices of the judge's tokens in any currency; None if unknown."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -125,21 +127,21 @@ class TokenPrices(BaseModel):
     completion_per_million: NonNegativeFloat | None = None
 
     def cost(self, prompt_tokens: int, completion_tokens: int) -> float | None:
-        """Return the price of so many tokens, or None unless both prices are known."""
+        """Return the price of the tokens, or None if a price is unknown."""
         if self.prompt_per_million is None or self.completion_per_million is None:
             return None
         return (
             prompt_tokens * self.prompt_per_million
             + completion_tokens * self.completion_per_million
-        ) / _TOKENS_PER_MILLION
+        ) / 1e6
 
 
 def score_table(
     prompts: str, models: Sequence[str], judgments: Sequence[Judgment], *, with_paper: bool
 ) -> ReportTable:
-    """Return a row for each category and their mean, a column for each model.
+    """Return scores by category and model, in the layout of the paper's tables 3 and 4.
 
-    A mean is over judgments, so that categories of few questions count less, as in the paper.
+    The mean is over judgments, so categories of few questions count less, as in the paper.
     """
     categories = sorted({judgment.category for judgment in judgments})
     paper = SCORES.get(prompts, {}) if with_paper else {}
@@ -161,7 +163,7 @@ def score_table(
 
 
 def turn_table(models: Sequence[str], judgments: Sequence[Judgment]) -> ReportTable:
-    """Return the mean rating of each turn, and how many judgments gave none."""
+    """Return the mean rating of each turn, and the number of judgments without a rating."""
     turns = sorted({judgment.turn for judgment in judgments})
     rows: list[tuple[Cell, ...]] = []
     for model in models:
@@ -180,14 +182,14 @@ def turn_table(models: Sequence[str], judgments: Sequence[Judgment]) -> ReportTa
             Column("No rating", "d"),
         ),
         tuple(rows),
-        "Judgments without a rating are left out of every mean.",
+        "Means exclude judgments without a rating.",
     )
 
 
 def cost_table(
     models: Sequence[str], judgments: Sequence[Judgment], prices: TokenPrices
 ) -> ReportTable:
-    """Return requests and tokens of the judge for each model, and in all."""
+    """Return the judge's requests and tokens for each model and in total."""
     groups = [(model, [line for line in judgments if line.model == model]) for model in models]
     rows: list[tuple[Cell, ...]] = []
     for name, lines in [*groups, ("All", list(judgments))]:
@@ -210,17 +212,14 @@ def cost_table(
 
 
 def mean_rating(judgments: Sequence[Judgment]) -> float | None:
-    """Return the mean of the ratings that were given, or None without any."""
+    """Return the mean of all ratings, or None if there are none."""
     ratings = [judgment.rating for judgment in judgments if judgment.rating is not None]
     return sum(ratings) / len(ratings) if ratings else None
 
 
-JUDGMENTS_FILE = "judgments.jsonl"
-
-
 @dataclass(frozen=True, slots=True)
 class QualityPlan:
-    """What is judged and where it is kept. `answer_files` and `model` may both be given."""
+    """What to judge and where to store it; both `answer_files` and `model` may be given."""
 
     prompts: str
     questions: Sequence[Question]
@@ -238,7 +237,7 @@ class QualityPlan:
 
 @dataclass(frozen=True, slots=True)
 class QualityResult:
-    """The page of the report, and why some answers or judgments are missing from it."""
+    """Report page, and why answers or judgments are missing from it."""
 
     page: Path
     report: Report
@@ -246,10 +245,10 @@ class QualityResult:
 
 
 async def run_quality(plan: QualityPlan, progress: ShowProgress) -> QualityResult:
-    """Generate what answers are missing, judge them, and write the report.
+    """Generate missing answers, judge them and write the report.
 
-    What a run before it has left in the folder is not asked for again. Raises EvaluationError
-    where nothing can succeed.
+    Answers and judgments of an earlier run in the folder are reused. Raises EvaluationError if no
+    request can succeed.
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
     files = list(plan.answer_files)
@@ -259,7 +258,6 @@ async def run_quality(plan: QualityPlan, progress: ShowProgress) -> QualityResul
         failures += await _generate(plan, plan.model, path, progress)
         files.append(path)
     answers = _read_answers(files, plan.questions)
-    judgments = []
     step = progress.start(f"judging by {plan.judge.model}", len(answers))
     async with ChatEndpoint(plan.judge) as judge:
         result = await judge_all(
@@ -268,7 +266,7 @@ async def run_quality(plan: QualityPlan, progress: ShowProgress) -> QualityResul
             answers,
             plan.folder / JUDGMENTS_FILE,
             request=plan.judgment,
-            show=lambda _judgment: step(),
+            show=step,
         )
     judgments = result.judgments
     report = _report(plan, list(dict.fromkeys(answer.model for answer in answers)), judgments)
@@ -311,7 +309,7 @@ def _read_answers(files: Sequence[Path], questions: Sequence[Question]) -> list[
     if not answers:
         raise EvaluationError(f"no answer to judge in {', '.join(map(str, files)) or 'no file'}")
     if len({_key(answer) for answer in answers}) < len(answers):
-        raise EvaluationError("two answer files are of the same model")
+        raise EvaluationError("two answer files belong to the same model")
     return answers
 
 
@@ -330,7 +328,7 @@ def _report(plan: QualityPlan, models: list[str], judgments: list[Judgment]) -> 
         title=f"Generation quality on {plan.prompts}",
         facts={
             "Judge": f"{plan.judge.model} at {plan.judge.url}",
-            "Judgments": f"{len(judgments)}, of them {unrated} without a rating",
+            "Judgments": f"{len(judgments)}, {unrated} of them without a rating",
         },
         tables=tables,
         figures={},

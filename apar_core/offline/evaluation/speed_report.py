@@ -1,4 +1,4 @@
-"""The report of a speed evaluation: tables, figures 4 and 6, and the averages as data."""
+"""Report of a speed evaluation: tables of the paper's sections 3.3, 3.4 and appendix D; figures 4, 6."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ NameOfBenchmark = {"vicuna-bench": "Vicuna Bench", "mt-bench": "MT Bench"}
 
 @dataclass(frozen=True, slots=True)
 class SpeedRun:
-    """One decoder's answers of a model to a set of prompts, and those that they are compared with.
+    """One decoder's answers of a model to a set of prompts.
 
-    `baseline` holds the answers of the decoder that speeds are divided by; it may be empty.
-    `decoder` is named where a report has several of one model. `left_out` tells which questions
-    could not be answered, and why.
+    `baseline` has the answers of the decoder that speeds are compared with; it may be empty.
+    `decoder` is set if the report has several decoders of one model. `left_out` says which
+    questions could not be answered, and why.
     """
 
     model: str
@@ -54,33 +54,33 @@ class SpeedRun:
 
     @property
     def label(self) -> str:
-        """The run by the name that a reader knows it by."""
+        """Name of the model, and of the decoder if there are several."""
         return self.model if self.decoder is None else f"{self.model} ({self.decoder})"
 
     @property
     def benchmark(self) -> str:
-        """The prompts by the name that a reader knows them by."""
+        """Display name of the prompts."""
         return NameOfBenchmark.get(self.prompts, self.prompts)
 
     @property
     def title(self) -> str:
-        """The run with its prompts, as headings have it."""
+        """Heading: the run and its prompts."""
         return self.label if self.model == self.prompts else f"{self.label} on {self.benchmark}"
 
     @property
     def paper_key(self) -> tuple[str, str]:
-        """Which of the paper's runs this one stands beside, if it has it."""
+        """Key of the comparable run in the paper's tables; may be missing there."""
         return self.prompts, paper_model(self.model) or ""
 
     @property
     def file_key(self) -> str:
-        """Names the run in the name of a file."""
+        """Part of file names."""
         return file_name(f"{self.label}-{self.prompts}")
 
 
 @dataclass(frozen=True, slots=True)
 class SavingKind:
-    """What is compared with the flattened answer: cached tokens, or attended ones."""
+    """Quantity that forking saves compared with the flattened answer."""
 
     name: str
     title: str
@@ -89,7 +89,7 @@ class SavingKind:
     flattened: Callable[[CategoryAverages], float]
 
     def saving(self, row: CategoryAverages) -> float:
-        """Return the share that forking saved; 0 where there was nothing to save."""
+        """Return the share saved by forking; 0 if there is nothing to save."""
         flattened = self.flattened(row)
         return 1 - self.apar(row) / flattened if flattened else 0.0
 
@@ -111,7 +111,7 @@ ATTENDED = SavingKind(
 
 
 def category_rows(answers: Sequence[AnswerMeasurement]) -> list[tuple[str, CategoryAverages]]:
-    """Return the averages of each category under the paper's names, then those of all answers."""
+    """Return the averages of each category under the paper's names, then of all answers."""
     groups = by_category(answers)
     rows = [(category_label(category), averages(group)) for category, group in groups.items()]
     return [*rows, (MEAN, averages(answers))]
@@ -120,7 +120,7 @@ def category_rows(answers: Sequence[AnswerMeasurement]) -> list[tuple[str, Categ
 def accelerated_average(
     answers: Sequence[AnswerMeasurement], kind: SavingKind
 ) -> CategoryAverages | None:
-    """Return the averages without the categories that save at most 1 %: the row Mean(>1%)."""
+    """Return the averages without categories that save at most 1 %: row Mean(>1%)."""
     kept = [
         answer
         for group in by_category(answers).values()
@@ -131,7 +131,7 @@ def accelerated_average(
 
 
 def summary_table(runs: Sequence[SpeedRun], kind: SavingKind, number: int) -> ReportTable:
-    """Return table 1 or 2: each run's Mean(>1%)."""
+    """Return table 1 or 2: Mean(>1%) of each run."""
     rows: list[tuple[Cell, ...]] = []
     for run in runs:
         row = accelerated_average(run.answers, kind)
@@ -143,12 +143,12 @@ def summary_table(runs: Sequence[SpeedRun], kind: SavingKind, number: int) -> Re
         f"Table {number}: average {kind.title.lower()}",
         (Column("Benchmark"), Column("Model"), *_SAVING_COLUMNS),
         tuple(rows),
-        "Means over the categories that save more than 1 %. Paper: its model of the same size.",
+        "Means over the categories that save more than 1 %. Paper: the model of the same size.",
     )
 
 
 def saving_table(run: SpeedRun, kind: SavingKind) -> ReportTable:
-    """Return one of tables 9 to 16: a run's categories, APAR beside flattened."""
+    """Return one of tables 9 to 16: APAR and flattened by category."""
     paper = kind.paper.get(run.paper_key, {})
     named: list[tuple[str, CategoryAverages | None]] = [*category_rows(run.answers)]
     named.append((MEAN_ACCELERATED, accelerated_average(run.answers, kind)))
@@ -169,7 +169,7 @@ def saving_table(run: SpeedRun, kind: SavingKind) -> ReportTable:
 
 
 def threads_table(runs: Sequence[SpeedRun]) -> ReportTable:
-    """Return table 7 or 8: threads and forkable share of the runs of one benchmark."""
+    """Return table 7 or 8: threads and share of forking answers, for one benchmark's runs."""
     columns = [Column("Task")]
     values: dict[str, list[Cell]] = {}
     for number, run in enumerate(runs):
@@ -182,19 +182,19 @@ def threads_table(runs: Sequence[SpeedRun]) -> ReportTable:
             cells += [row.threads, row.forking_share, *known]
         for cells in values.values():
             cells += [None] * (4 * (number + 1) - len(cells))
-    # A run without a category of an earlier one must not push its mean up.
+    # The mean stays last if a later run adds categories.
     ordered = sorted(values.items(), key=lambda item: item[0] == MEAN)
     return ReportTable(
         f"threads_{runs[0].prompts}",
         f"Parallel generation: {runs[0].benchmark}",
         tuple(columns),
         tuple((name, *cells) for name, cells in ordered),
-        "#T: threads of an answer. %P: share of answers with at least two.",
+        "#T: threads per answer. %P: share of answers with at least two.",
     )
 
 
 def steps_table(run: SpeedRun) -> ReportTable:
-    """Return steps, lengths and tokens a second by category: the numbers of figures 4 and 6."""
+    """Return steps, lengths and speed by category: the numbers of figures 4 and 6."""
     speeds = (
         {name: row.tokens_per_s for name, row in category_rows(run.baseline)}
         if run.baseline
@@ -226,12 +226,12 @@ def steps_table(run: SpeedRun) -> ReportTable:
             )
             for name, row in category_rows(run.answers)
         ),
-        "Fewer steps: those of one thread by those taken. Speeds leave the prefill out.",
+        "Fewer steps: steps of a single thread / steps taken. Speeds exclude the prefill.",
     )
 
 
 def all_tables(runs: Sequence[SpeedRun]) -> list[ReportTable]:
-    """Return the tables of a report in its order."""
+    """Return all tables of the report."""
     benchmarks = {
         run.prompts: [other for other in runs if other.prompts == run.prompts] for run in runs
     }
@@ -294,9 +294,9 @@ PLOT_SETTINGS: Any = {
 
 
 def speed_figure(runs: Sequence[SpeedRun]) -> Figure | None:
-    """Return figure 4, a panel for each model and set of prompts.
+    """Return figure 4 with a panel for each model and set of prompts.
 
-    None where no run was timed beside a baseline.
+    None if no run was timed together with a baseline.
     """
     groups: dict[tuple[str, str], list[SpeedRun]] = {}
     for run in filter(_is_timed, runs):
@@ -313,7 +313,7 @@ def speed_figure(runs: Sequence[SpeedRun]) -> Figure | None:
 
 
 def length_figure(runs: Sequence[SpeedRun]) -> Figure:
-    """Return figure 6: the lengths of the answers, one panel for each set of prompts."""
+    """Return figure 6: answer lengths, with a panel for each set of prompts."""
     prompts = list(dict.fromkeys(run.prompts for run in runs))
     with mpl.rc_context(PLOT_SETTINGS):
         figure = Figure(figsize=(9.5, 3.4 * len(prompts)), layout="constrained")
@@ -341,7 +341,7 @@ def _is_timed(run: SpeedRun) -> bool:
 def _draw_speeds(panel: Axes, runs: Sequence[SpeedRun]) -> None:
     base = _speeds(runs[0].baseline)
     names = list(dict.fromkeys(name for run in runs for name in _speeds(run.answers)))
-    # The mean stands last, and apart from the categories.
+    # The mean comes last, with a gap.
     names.sort(key=lambda name: name == MEAN)
     places = np.arange(len(names), dtype=float)
     places[-1] += 0.5
@@ -362,7 +362,7 @@ def _draw_speeds(panel: Axes, runs: Sequence[SpeedRun]) -> None:
             label=run.answers[0].decoder,
         )
         ratios = [fast / base if base else 0.0 for fast, base in zip(speeds, slow, strict=True)]
-        # Narrow bars have room for no more than the number.
+        # Narrow bars only have room for the number.
         unit, size = ("x", 9.0) if len(runs) == 1 else ("", 6.5)
         labels = [f"{ratio:.2f}{unit}" if ratio else "" for ratio in ratios]
         panel.bar_label(bars, labels, padding=2, fontsize=size)
@@ -386,7 +386,7 @@ def _speeds(answers: Sequence[AnswerMeasurement]) -> dict[str, float]:
 
 
 def _length_series(runs: Sequence[SpeedRun]) -> dict[str, list[int]]:
-    """Return the lengths of each run under its label, and of baselines that wrote other text."""
+    """Return the answer lengths of each run, and of baselines with other texts."""
     series: dict[str, list[int]] = {}
     for run in runs:
         lengths = [answer.text_tokens for answer in run.answers]
@@ -425,7 +425,7 @@ def _draw_lengths(panel: Axes, runs: Sequence[SpeedRun]) -> None:
 
 
 def speed_report(title: str, facts: Mapping[str, str], runs: Sequence[SpeedRun]) -> Report:
-    """Return the report of at least one run with answers."""
+    """Return the report of one or more runs."""
     speeds = speed_figure(runs)
     figures = {"figure6_response_length": length_figure(runs)}
     if speeds is not None:

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.apar_tiny_medusa import heads_path
-from apar_core.offline.decoders.decoded_answer import DecodedAnswer, DecodedThread
-from apar_core.offline.decoders.interface import decode_answer
+from apar_core.offline.decoders.interface import DecodedAnswer, DecodedThread, decode_answer
 from apar_core.offline.decoders.load import load_decoder
 from apar_core.offline.evaluation.fork_check import (
     ForkCheckSettings,
@@ -24,7 +23,7 @@ from apar_core.offline.speculation.medusa_heads import (
     load_medusa_heads,
     save_medusa_heads,
 )
-from apar_core.offline.training.vocabulary import tree_tokens
+from apar_core.offline.training.pretrained import tree_tokens
 
 NUM_PROMPTS = 16
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from apar_core.formats.control_tokens import TreeTokens
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.offline.decoders.decoded_answer import DecodedThread, restored_ids
+from apar_core.offline.decoders.interface import DecodedThread, restored_ids
 from apar_core.offline.evaluation.fork_check import (
     AnswerVerdict,
     CheckPrompt,
@@ -20,7 +20,7 @@ from apar_core.offline.evaluation.fork_check import (
     judge,
     report_table,
 )
-from apar_core.offline.training.vocabulary import tree_tokens
+from apar_core.offline.training.pretrained import tree_tokens
 from apar_core.tree.thread_names import ROOT_THREAD, ThreadId
 
 FORK, CHILD, END = 3, 4, 2

@@ -52,7 +52,7 @@ async def run(folder: Path, script: Script, **changes: Any) -> tuple[QualityResu
             prompts="mt-bench",
             questions=changes.pop("questions", (WRITING, MATH)),
             judge_prompts=PROMPTS,
-            judge=EndpointSettings(url=server.url, model="judge", retries=1, first_wait_s=0.01),
+            judge=EndpointSettings(url=server.url, model="judge", retries=1),
             folder=folder / "out",
             answer_files=changes.pop("answer_files", [answer_file(folder / "a.jsonl", "m")]),
             model=EndpointSettings(url=server.url, model="asked")
@@ -98,7 +98,7 @@ async def test_a_second_run_asks_for_nothing_again(tmp_path: Path) -> None:
 
 async def test_a_run_that_broke_off_goes_on_where_it_was(tmp_path: Path) -> None:
     def broken(_body: object, number: int) -> Reply:
-        return Reply(text="[[6]]") if number < 2 else Reply(503)
+        return Reply(text="[[6]]") if number < 2 else Reply(503, headers={"retry-after-ms": "10"})
 
     broken_result, _ = await run(tmp_path, broken)
     judgments = tmp_path / "out" / "judgments.jsonl"
@@ -155,7 +155,7 @@ async def test_a_wrong_key_ends_the_run_at_once(tmp_path: Path) -> None:
     ("questions", "files", "message"),
     [
         ((Question(question_id="9", category="x", turns=("?",)),), ["m"], "answers none of the 1"),
-        ((WRITING, MATH), ["m", "m"], "two answer files are of the same model"),
+        ((WRITING, MATH), ["m", "m"], "two answer files belong to the same model"),
         ((WRITING, MATH), [], "no answer to judge"),
     ],
 )

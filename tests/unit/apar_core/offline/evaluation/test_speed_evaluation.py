@@ -169,7 +169,7 @@ def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"device": "cuda"}, "no CUDA GPU"),
-        ({"dtype": "int8"}, "--dtype 'int8' is none of"),
+        ({"dtype": "int8"}, "--dtype 'int8' is not one of"),
         ({"model": "/nowhere/model"}, "no tokenizer in '/nowhere/model'"),
     ],
 )
