@@ -1,11 +1,9 @@
-"""Report of a speed evaluation: tables of the paper's sections 3.3, 3.4 and appendix D; figures 4, 6."""
+"""Report of a speed evaluation, with the paper's tables 1, 2 and 7 to 16 and figures 4 and 6."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -29,11 +27,33 @@ from apar_core.offline.evaluation.paper_figures import (
     category_label,
     paper_model,
 )
-from apar_core.reporting import Cell, Column, Report, ReportTable, file_name
+from apar_core.reporting import (
+    PLOT_SETTINGS,
+    RUN_COLOURS,
+    Cell,
+    Column,
+    Report,
+    ReportTable,
+    file_name,
+)
 
 _MIN_SAVING = 0.01
 
-NameOfBenchmark = {"vicuna-bench": "Vicuna Bench", "mt-bench": "MT Bench"}
+_BENCHMARK_NAMES = {"vicuna-bench": "Vicuna Bench", "mt-bench": "MT Bench"}
+
+_BASELINE_COLOUR = "#9aa5b1"
+_GROUP_WIDTH = 0.8
+_MOST_CHARACTERS_ON_AN_AXIS = 90
+_NUM_LENGTH_BINS = 18
+
+_SAVING_COLUMNS = (
+    Column("APAR"),
+    Column("Flattened"),
+    Column("Saved", ".1%"),
+    Column("Paper APAR"),
+    Column("Paper flattened"),
+    Column("Paper saved", ".1%"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +80,7 @@ class SpeedRun:
     @property
     def benchmark(self) -> str:
         """Display name of the prompts."""
-        return NameOfBenchmark.get(self.prompts, self.prompts)
+        return _BENCHMARK_NAMES.get(self.prompts, self.prompts)
 
     @property
     def title(self) -> str:
@@ -248,16 +268,6 @@ def all_tables(runs: Sequence[SpeedRun]) -> list[ReportTable]:
     return tables
 
 
-_SAVING_COLUMNS = (
-    Column("APAR"),
-    Column("Flattened"),
-    Column("Saved", ".1%"),
-    Column("Paper APAR"),
-    Column("Paper flattened"),
-    Column("Paper saved", ".1%"),
-)
-
-
 def _saving_cells(kind: SavingKind, row: CategoryAverages | None) -> tuple[Cell, Cell, Cell]:
     if row is None:
         return None, None, None
@@ -273,24 +283,6 @@ def _paper_cells(rows: PaperRows, name: str) -> tuple[Cell, Cell, Cell]:
 
 def _ratio(value: float | None, base: float | None) -> float | None:
     return value / base if value is not None and base else None
-
-
-_BASELINE_COLOUR = "#9aa5b1"
-RUN_COLOURS = ("#2f6f9f", "#d1602b", "#4b8b3b", "#8a5a9e", "#b08d1e", "#50707a")
-_GROUP_WIDTH = 0.8
-_MOST_CHARACTERS_ON_AN_AXIS = 90
-_NUM_LENGTH_BINS = 18
-# Text stays text in an SVG, so that it can be searched; and two runs write the same bytes.
-PLOT_SETTINGS: Any = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "apar-serve",
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-}
 
 
 def speed_figure(runs: Sequence[SpeedRun]) -> Figure | None:
@@ -321,15 +313,6 @@ def length_figure(runs: Sequence[SpeedRun]) -> Figure:
         for panel, name in zip(panels, prompts, strict=True):
             _draw_lengths(panel, [run for run in runs if run.prompts == name])
     return figure
-
-
-def save_figure(figure: Figure, path_without_suffix: Path) -> list[Path]:
-    """Write a figure as PNG and as SVG; return both paths."""
-    paths = [path_without_suffix.with_suffix(suffix) for suffix in (".png", ".svg")]
-    with mpl.rc_context(PLOT_SETTINGS):
-        figure.savefig(paths[0], dpi=150)
-        figure.savefig(paths[1], metadata={"Date": None})
-    return paths
 
 
 def _is_timed(run: SpeedRun) -> bool:

@@ -124,7 +124,7 @@ async def test_judgments_without_a_rating_are_asked_for_again_and_counted(tmp_pa
     assert num_requests == 8
     assert rows(result, "turns")["m"] == [6.0, 6.0, 6.0, 4, 2]
     assert rows(result, "scores_mt-bench")["Math"][0] is None
-    assert "2 without a rating" in result.page.read_text()
+    assert "2 of them without a rating" in result.page.read_text()
 
 
 async def test_answers_are_generated_first_and_keep_their_turns_apart(tmp_path: Path) -> None:
