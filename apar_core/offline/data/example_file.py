@@ -108,9 +108,11 @@ def _read_file(path: Path) -> Iterator[ExampleRecord]:
                 try:
                     yield example_of_line(line)
                 except (ValidationError, TreeError, DataError) as error:
-                    bad_line = isinstance(error, ValidationError)
-                    summary = validation_summary(error) if bad_line else str(error)
-                    raise DataError(f"{path}, line {number}: {summary}") from error
+                    if isinstance(error, ValidationError):
+                        reason = validation_summary(error)
+                    else:
+                        reason = str(error)
+                    raise DataError(f"{path}, line {number}: {reason}") from error
 
 
 def _example(line: _ExampleLine) -> ExampleRecord:
