@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 
 from cluster.config.routing import RoutingPolicy, RoutingSettings
-from deployments.routing.baselines import build_router
-from deployments.routing.policy import Router
-from deployments.routing.views import ReplicaLoad
+from deployments.routing.policies import build_router
+from deployments.routing.policies import Router
+from deployments.wire.load import ReplicaLoad
 from deployments.wire.answer import AnswerEnd
 from deployments.wire.request import RequestHint
 

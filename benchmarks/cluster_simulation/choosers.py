@@ -11,9 +11,9 @@ from benchmarks.cluster_simulation.step_times import StepTimes
 from benchmarks.cluster_simulation.threads import Outcome, SimRequest
 from benchmarks.cluster_simulation.trees import AnswerTree
 from cluster.config.routing import RoutingPolicy, RoutingSettings
-from deployments.routing.baselines import build_router
-from deployments.routing.policy import Router
-from deployments.routing.views import ReplicaLoad
+from deployments.routing.policies import build_router
+from deployments.routing.policies import Router
+from deployments.wire.load import ReplicaLoad
 from deployments.wire.answer import AnswerEnd
 
 ORACLE = "oracle"

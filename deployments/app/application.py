@@ -21,7 +21,7 @@ from deployments.app.autoscaling import gateway_autoscaling, model_autoscaling
 from deployments.app.ingress import APPLICATION, GATEWAY, GatewayIngress, IngressSettings
 from deployments.gateway.settings import gateway_settings
 from deployments.replica.replica import Replica, ReplicaSettings
-from deployments.routing.serve_config import router_config
+from deployments.routing.ray_router import router_config
 
 __all__ = ["APPLICATION", "GATEWAY", "build_application"]
 

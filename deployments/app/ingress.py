@@ -19,13 +19,13 @@ from cluster.logs import ProcessLogs
 from deployments.app.autoscaling import gateway_report
 from deployments.gateway.gateway import Gateway
 from deployments.gateway.settings import GatewaySettings, in_place_settings
-from deployments.metrics.gateway_metrics import GatewayMetrics
-from deployments.metrics.ray_instruments import NoInstruments, RayInstruments
+from deployments.gateway.gateway_metrics import GatewayMetrics
+from deployments.metrics.recorder import NoInstruments, RayInstruments
 from deployments.metrics.rejections import Rejection
-from deployments.metrics.timer import FlushTimer
+from deployments.metrics.recorder import FlushTimer
 from deployments.relay.relay import send_error, send_whole
 from deployments.relay.replica_calls import HandleCalls
-from deployments.routing import registry
+from deployments.routing import shared_router as registry
 from deployments.tracing import close_tracing
 from deployments.wire.answer import AnswerStart
 from deployments.wire.errors import JSON_TYPE, ErrorAnswer

@@ -32,12 +32,12 @@ from deployments.gateway.models import Descriptions, Model, ModelList, UnknownMo
 from deployments.gateway.prompt_limits import checked_prompt
 from deployments.gateway.rate_limits import Admission, RateLimitError
 from deployments.gateway.settings import GatewaySettings
-from deployments.metrics.gateway_metrics import GatewayMetrics
-from deployments.metrics.ray_instruments import NoInstruments
+from deployments.gateway.gateway_metrics import GatewayMetrics
+from deployments.metrics.recorder import NoInstruments
 from deployments.metrics.rejections import Rejection
 from deployments.relay.relay import ReplicaCalls, relay_answer, send_error, send_whole
 from deployments.relay.retries import Retries
-from deployments.routing import registry
+from deployments.routing import shared_router as registry
 from deployments.tracing import GATEWAY, open_tracing, reopened, start_trace
 from deployments.wire.answer import AnswerStart
 from deployments.wire.errors import (

@@ -16,7 +16,7 @@ from vllm.v1.metrics.ray_wrappers import (
     RaySpecDecodingProm,
 )
 
-from deployments.metrics.families import Counter, Gauge, Histogram, Instruments, Labels
+from deployments.metrics.recorder import Counter, Gauge, Histogram, Instruments, Labels
 
 REPLICA_LABEL = "ReplicaId"
 """vLLM's name of the label with Ray Serve's id of the replica."""

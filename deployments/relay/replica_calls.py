@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from deployments.gateway.body import BodyTooLargeError
 from deployments.relay.relay import Progress
 from deployments.relay.retries import NoReplicaError, ReplicaBrokenError, ReplicaLostError
-from deployments.routing import registry
+from deployments.routing import shared_router as registry
 from deployments.wire.answer import AnswerBroken, AnswerEnd, AnswerStart, Piece
 from deployments.wire.request import RelayedRequest
 

@@ -1,19 +1,254 @@
 """How a replica answers: through vLLM's application, up to where its engine is lost."""
 
+from __future__ import annotations
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+from apar_core.engine.journal import RequestFollower
+from apar_core.fork_parameters import KeyTerms
+from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
+from deployments.wire.request import RequestTerms
 import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from typing import Protocol
+from starlette.types import ASGIApp, Message
+from deployments.wire.answer import AnswerStart, Headers
+from deployments.wire.request import RelayedRequest, RequestTerms
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any, Protocol
-
 from starlette.types import ASGIApp
-
 from apar_core.errors import EngineError
-from deployments.metrics.replica_metrics import ReplicaMetrics
-from deployments.replica.asgi import relay
-from deployments.replica.followed_request import FollowedRequest, FollowingEngine
+from deployments.replica.replica_metrics import ReplicaMetrics
 from deployments.tracing import Tracing, engine_trace
 from deployments.wire.answer import AnswerBroken, AnswerPart, AnswerStart, WholeAnswer
 from deployments.wire.request import RelayedRequest
+
+
+if TYPE_CHECKING:
+    from deployments.replica.engine_trace import EngineTrace
+
+
+class FollowingEngine(Protocol):
+    """The part of an engine that tells of its requests."""
+
+    def follow(
+        self, request_id: str, follower: RequestFollower, terms: KeyTerms | None = None
+    ) -> None:
+        """Tell a follower of a request, which runs on the terms of its key."""
+
+    def unfollow(self, request_id: str) -> None:
+        """Tell it no more."""
+
+
+class FollowedRequest:
+    """Follows a request in the engine, and writes what it learns on the parts of the answer."""
+
+    def __init__(
+        self, engine: FollowingEngine, terms: RequestTerms, trace: EngineTrace | None = None
+    ) -> None:
+        self.terms = terms
+        self._engine = engine
+        self._trace = trace
+        self._follower = RequestFollower(
+            keeps_journal=terms.keeps_journal, resume=terms.resume, observer=trace
+        )
+        self._engine_request_id: str | None = None
+        self._came_s = time.monotonic()
+
+    @property
+    def follower(self) -> RequestFollower:
+        """What is known of the request in the engine."""
+        return self._follower
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the engine core has given the request up, as it does before it exits."""
+        return self._follower.aborted
+
+    def begin(self, engine_request_id: str) -> None:
+        """Follow the request that the engine is about to get under this id."""
+        self._engine_request_id = engine_request_id
+        self._engine.follow(engine_request_id, self._follower, self.terms.key_terms())
+
+    def close(self, *, broken: bool = False) -> None:
+        """Follow it no more; `broken` says that it did not end here."""
+        if self._engine_request_id is not None:
+            self._engine.unfollow(self._engine_request_id)
+        if self._trace is not None:
+            self._trace.end(self.end(), broken=broken)
+
+    def start(self, start: AnswerStart) -> AnswerStart:
+        """The start of a streamed answer, with its share of tokens and journal."""
+        follower = self._follower
+        return AnswerStart(
+            start.status,
+            start.headers,
+            start.body,
+            follower.take_journal(),
+            follower.take_num_tokens(),
+            continuable=follower.continuable,
+        )
+
+    def piece(self, body: bytes) -> Piece:
+        """A piece of the answer, with its share of tokens and journal."""
+        return Piece(body, self._follower.take_journal(), self._follower.take_num_tokens())
+
+    def take_num_tokens(self) -> int:
+        """Tokens generated since the last part or call."""
+        return self._follower.take_num_tokens()
+
+    def end(self) -> AnswerEnd:
+        """What the answer has cost; an ordinary checkpoint's answer has one thread a choice.
+
+        A beam search counts as one thread, of unknown length, with the tokens of all its beams.
+        """
+        follower, trees = self._follower, self._follower.statistics
+        if trees is None:
+            num_roots = follower.num_roots
+            alone = num_roots == 1 and not follower.searches_beams
+            longest = follower.generated_tokens if alone else 0
+            return AnswerEnd(
+                follower.prompt_tokens, follower.generated_tokens, num_roots, 0, longest
+            )
+        return AnswerEnd(
+            follower.prompt_tokens,
+            follower.generated_tokens,
+            trees.threads,
+            trees.forks,
+            trees.decode_steps,
+        )
+
+    def signed_end(self, replica: str) -> AnswerEnd:
+        """The cost, with the replica's id and the time that the request has been there."""
+        follower = self._follower
+        return replace(
+            self.end(),
+            replica=replica,
+            replica_s=round(time.monotonic() - self._came_s, 6),
+            engine_s=round(max(follower.last_output_s - follower.began_s, 0.0), 6),
+        )
+
+
+logger = logging.getLogger(__name__)
+
+
+SERVED_KEY = "apar"
+"""Key of the ASGI scope under which the layers of a replica find the `ServedRequest`."""
+
+
+class ServedRequest(Protocol):
+    """One request inside a replica, as its layers share it."""
+
+    @property
+    def terms(self) -> RequestTerms:
+        """What the gateway has decided about it."""
+
+    def begin(self, engine_request_id: str) -> None:
+        """Told the id under which the engine is about to get the request."""
+
+
+# After a disconnect the application cleans up by itself; this is for one that hangs.
+DISCONNECT_GRACE_S = 10.0
+
+
+class _Exchange:
+    """One request inside the application; owns the task that runs it."""
+
+    def __init__(self, request: RelayedRequest, served: ServedRequest | None) -> None:
+        self._request = request
+        self._served = served
+        self._body_sent = False
+        self._gone = asyncio.Event()
+        self._wake = asyncio.Event()
+        self._pieces: list[bytes] = []
+        self.status: int | None = None
+        self.headers: Headers = []
+        self.complete = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, app: ASGIApp) -> None:
+        """Run the application on this request."""
+        self._task = asyncio.create_task(self._run(app))
+
+    async def _run(self, app: ASGIApp) -> None:
+        try:
+            scope = {**self._request.scope(), SERVED_KEY: self._served}
+            await app(scope, self._receive, self._send)
+        finally:
+            self.complete = True
+            self._wake.set()
+
+    async def _receive(self) -> Message:
+        if not self._body_sent:
+            self._body_sent = True
+            return {"type": "http.request", "body": self._request.body, "more_body": False}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.headers = list(message["headers"])
+            return
+        if body := message.get("body", b""):
+            self._pieces.append(body)
+        if not message.get("more_body", False):
+            self.complete = True
+        self._wake.set()
+
+    async def next_piece(self) -> bytes:
+        """All that the application has sent since last time; waits while that is nothing.
+
+        Empty once the answer is complete.
+        """
+        while not self._pieces and not self.complete:
+            self._wake.clear()
+            await self._wake.wait()
+        piece = b"".join(self._pieces)
+        self._pieces.clear()
+        return piece
+
+    async def close(self) -> None:
+        """Tell the application that the client has gone, and wait until it has cleaned up.
+
+        A cancelled task would leave vLLM's own handler task running; a disconnect does not.
+        """
+        self._gone.set()
+        if self._task is None:
+            return
+        done, _ = await asyncio.wait([self._task], timeout=DISCONNECT_GRACE_S)
+        if not done:
+            logger.warning("application ignored a disconnect", extra={"path": self._request.path})
+            self._task.cancel()
+        elif not self._task.cancelled() and (error := self._task.exception()) is not None:
+            if self.status is None:
+                raise error
+            # Starlette answers 500 and raises all the same; the client has its answer.
+            logger.error("error in the application", exc_info=error)
+
+
+async def relay(
+    app: ASGIApp, request: RelayedRequest, served: ServedRequest | None = None
+) -> AsyncGenerator[AnswerStart | bytes, None]:
+    """The application's answer: its start with the first piece, then the rest as it comes.
+
+    Closing the iterator, or cancelling it, is the client's disconnect.
+    """
+    exchange = _Exchange(request, served)
+    exchange.start(app)
+    try:
+        first = await exchange.next_piece()
+        if exchange.status is None:
+            await exchange.close()
+            raise RuntimeError("the application ended without an answer")
+        yield AnswerStart(exchange.status, exchange.headers, first)
+        while piece := await exchange.next_piece():
+            yield piece
+    finally:
+        await exchange.close()
+
 
 # A step on a CPU may take seconds, but not this long; under Ray Serve's own limit of 30 s.
 ENGINE_ANSWER_S = 25.0

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from apar_core.engine.replay_request import PARAM, REPLAY_REQUEST_ARG
 from apar_core.errors import RequestError
-from deployments.replica.asgi import SERVED_KEY, ServedRequest
+from deployments.replica.answering import SERVED_KEY, ServedRequest
 from deployments.wire.errors import JSON_TYPE, answer_for
 from deployments.wire.terms_in_body import write_terms
 

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat
 from ray import serve
 from starlette.types import ASGIApp
-
 from cluster.config.logging import LoggingConfig
 from cluster.config.tracing import TracingConfig
 from cluster.logs import ProcessLogs
@@ -19,9 +17,16 @@ from deployments.app.autoscaling import replica_report
 from deployments.replica.answering import Answering
 from deployments.replica.apar_extension import AparExtension
 from deployments.replica.engine_factory import kept_serve_logs
-from deployments.replica.watchdog import watch
-from deployments.routing.load_report import LoadReporter
 from deployments.tracing import REPLICA, close_tracing, open_tracing
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+import psutil
+from collections import deque
+from dataclasses import dataclass, fields
+from typing import Any
+from deployments.wire.load import ReplicaLoad
+
 
 if TYPE_CHECKING:
     from apar_core.engine.async_engine import AparAsyncLLM
@@ -67,7 +72,7 @@ class Replica(Answering):
     async def _build(self, settings: ReplicaSettings) -> ASGIApp:
         """The engine, and the application over it."""
         # vLLM takes seconds to import; the process that composes the application need not.
-        from deployments.metrics.replica_reporter import ReplicaReporter
+        from deployments.replica.replica_metrics import ReplicaReporter
         from deployments.replica.engine_factory import (
             build_engine,
             build_http_application,
@@ -121,3 +126,96 @@ class Replica(Answering):
             await self._told.close()
         self._engine.shutdown()
         await close_tracing(self.tracing)
+
+
+PERIOD_S = 0.2
+# Long enough for the streams in flight to hand on their error events.
+LAST_WORDS_S = 0.5
+EXIT_STATUS = 70
+
+
+def end_with_children(status: int) -> None:
+    """End this process, and first those it has started: an engine that hangs does not follow."""
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    os._exit(status)
+
+
+async def watch(
+    is_dead: Callable[[], bool],
+    *,
+    end_process: Callable[[int], None] = end_with_children,
+    period_s: float = PERIOD_S,
+    last_words_s: float = LAST_WORDS_S,
+    at_last: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Poll the engine until it is dead, then end the process.
+
+    A failed health check alone would leave the replica answering errors for seconds; it ends
+    hard because Ray Serve's own teardown waits for requests that cannot finish. `at_last` runs
+    just before, and must not take long.
+    """
+    while not is_dead():  # noqa: ASYNC110 - the engine sets a flag when it dies, no event
+        await asyncio.sleep(period_s)
+    logger.error("engine lost; ending the replica")
+    await asyncio.sleep(last_words_s)
+    if at_last is not None:
+        await at_last()
+    end_process(EXIT_STATUS)
+
+
+# Rates are of the last so many seconds: long enough for a mean, short enough to follow a load.
+WINDOW_S = 2.0
+_FIELDS = frozenset(field.name for field in fields(ReplicaLoad))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    at_s: float
+    num_steps: int
+    num_rows: int
+    busy_s: float
+
+
+class LoadReporter:
+    """Turns the engine core's counts into a report; rates come from the counts before."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._samples: deque[_Sample] = deque()
+
+    def report(self, state: Mapping[str, Any], requests: int, now_s: float) -> ReplicaLoad:
+        """The report for this moment, with so many requests inside the replica.
+
+        `state` is the engine's `core_state`, whose own count of requests has each choice of an
+        answer as one; what Ray Serve counts against a replica's cap is the calls.
+        """
+        steps = state.get("steps", {})
+        sample = _Sample(
+            now_s, steps.get("num_steps", 0), steps.get("num_rows", 0), steps.get("busy_s", 0.0)
+        )
+        self._samples.append(sample)
+        while len(self._samples) > 2 and self._samples[1].at_s <= now_s - WINDOW_S:
+            self._samples.popleft()
+        oldest = self._samples[0]
+        busy_s = sample.busy_s - oldest.busy_s
+        num_steps = sample.num_steps - oldest.num_steps
+        return ReplicaLoad(
+            requests=requests,
+            threads=state["threads"],
+            waiting_forks=state.get("deferred_threads", 0),
+            blocks=state["kv_blocks"],
+            free_blocks=state["free_blocks"],
+            block_size=self._block_size,
+            tokens_per_s=(sample.num_rows - oldest.num_rows) / busy_s if busy_s > 0 else 0.0,
+            step_s=busy_s / num_steps if num_steps else 0.0,
+            taken_at_s=now_s,
+        )
+
+
+def load_from(stats: Mapping[str, Any]) -> ReplicaLoad | None:
+    """The report that arrived through Ray Serve; None for nothing, or of another version."""
+    if stats.keys() != _FIELDS:
+        return None
+    return ReplicaLoad(**stats)

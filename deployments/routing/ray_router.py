@@ -8,16 +8,16 @@ import itertools
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
-
 from ray.serve._private.common import ReplicaID, RequestMetadata
 from ray.serve._private.request_router.common import PendingRequest
 from ray.serve._private.request_router.replica_wrapper import RunningReplica
 from ray.serve._private.request_router.request_router import FIFOMixin, RequestRouter
-
 from cluster.config.routing import RoutingSettings
-from deployments.routing import registry
-from deployments.routing.load_report import load_from
+from deployments.routing import shared_router as registry
+from deployments.replica.replica import load_from
 from deployments.wire.request import RelayedRequest, RequestHint
+from ray.serve.config import RequestRouterConfig
+
 
 # While all are full, Ray Serve asks so many replicas how long their queues really are.
 _ASKED_WHEN_FULL = 2
@@ -169,3 +169,21 @@ def _identity(pending_request: PendingRequest) -> tuple[str, RequestHint]:
             request_id = argument.terms.request_id
             return request_id or pending_request.metadata.internal_request_id, argument.hint
     return pending_request.metadata.internal_request_id, RequestHint()
+
+
+ROUTER_CLASS = "deployments.routing.ray_router.ThreadRequestRouter"
+# The gateway lets in as many requests as there is room for, so a full replica is a matter of
+# moments; Ray Serve's own longest wait of 0.5 s would be felt.
+_MAX_WAIT_S = 0.1
+
+
+def router_config(settings: RoutingSettings) -> RequestRouterConfig:
+    """The router of a model's replicas, and how often they report to it."""
+    return RequestRouterConfig.model_validate(
+        {
+            "request_router_class": ROUTER_CLASS,
+            "request_router_kwargs": settings.model_dump(mode="json"),
+            "request_routing_stats_period_s": settings.report_period_s,
+            "max_backoff_s": _MAX_WAIT_S,
+        }
+    )

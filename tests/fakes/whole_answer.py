@@ -2,7 +2,7 @@
 
 from starlette.types import ASGIApp
 
-from deployments.replica.asgi import ServedRequest, relay
+from deployments.replica.answering import ServedRequest, relay
 from deployments.wire.answer import AnswerStart
 from deployments.wire.request import RelayedRequest
 

@@ -15,9 +15,9 @@ from cluster.config.model import ModelConfig
 from cluster.config.routing import RoutingSettings
 from deployments.gateway.hint import request_hint
 from deployments.relay.retries import ReplicaLostError
-from deployments.routing import registry
-from deployments.routing.policy import Reason
-from deployments.routing.registry import SharedRouter
+from deployments.routing import shared_router as registry
+from deployments.routing.policies import Reason
+from deployments.routing.shared_router import SharedRouter
 from deployments.wire.answer import AnswerEnd, AnswerStart
 from deployments.wire.request import RelayedRequest, RequestTerms
 from tests.integration.serving.running_application import RunningApplication, processes

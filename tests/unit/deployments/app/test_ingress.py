@@ -17,7 +17,7 @@ from deployments.app import ingress as ingress_module
 from deployments.app.autoscaling import gateway_report
 from deployments.app.ingress import GatewayIngress, IngressSettings
 from deployments.gateway.settings import GatewaySettings
-from deployments.routing import registry
+from deployments.routing import shared_router as registry
 from deployments.wire.answer import AnswerStart
 from tests.fakes.played_replicas import CHAT, JSON, PlayedReplicas, settings_of
 

@@ -11,7 +11,7 @@ import pytest
 from cluster.config.keys import KeyConfig, hash_of
 from cluster.config.limits import LimitsConfig
 from cluster.config.secret import SecretReference
-from deployments.routing import registry
+from deployments.routing import shared_router as registry
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from tests.fakes.played_replicas import (
     CHAT,

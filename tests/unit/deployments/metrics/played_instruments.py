@@ -1,6 +1,6 @@
 """Instruments that keep what they are handed, as Ray's agent would tell it."""
 
-from deployments.metrics.families import Hand
+from deployments.metrics.recorder import Hand
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
 

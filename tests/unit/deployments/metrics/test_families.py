@@ -1,6 +1,6 @@
 """Counters, gauges and histograms on their way to Ray, by numbers worked out by hand."""
 
-from deployments.metrics.families import Counter, Gauge, Histogram
+from deployments.metrics.recorder import Counter, Gauge, Histogram
 from tests.unit.deployments.metrics.played_instruments import PlayedInstruments
 
 M = ("m",)

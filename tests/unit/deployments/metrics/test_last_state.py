@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from deployments.metrics.replica_reporter import LastState
+from deployments.replica.replica_metrics import LastState
 
 
 class PlayedCore:

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from deployments.metrics.timer import FlushTimer
+from deployments.metrics.recorder import FlushTimer
 
 
 async def test_it_flushes_at_once_again_and_a_last_time() -> None:

@@ -6,7 +6,7 @@ from starlette.types import Receive, Scope, Send
 
 from apar_core.errors import RequestError
 from deployments.replica.apar_extension import AparExtension, AparOptions, parse_options, translate
-from deployments.replica.asgi import relay
+from deployments.replica.answering import relay
 from deployments.wire.answer import AnswerStart
 from deployments.wire.request import RelayedRequest
 from tests.fakes.whole_answer import relay_whole

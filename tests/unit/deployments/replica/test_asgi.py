@@ -3,7 +3,7 @@ import asyncio
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from deployments.replica.asgi import relay
+from deployments.replica.answering import relay
 from deployments.wire.answer import AnswerStart
 from deployments.wire.request import RelayedRequest
 from tests.fakes.whole_answer import relay_whole

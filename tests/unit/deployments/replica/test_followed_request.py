@@ -7,7 +7,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from apar_core.engine.journal import RequestFollower
 from apar_core.fork_parameters import KeyTerms
 from apar_core.journal import ThreadDelta
-from deployments.replica.followed_request import FollowedRequest
+from deployments.replica.answering import FollowedRequest
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.request import RequestTerms
 

@@ -3,14 +3,14 @@
 from collections import Counter
 
 from cluster.config.routing import RoutingPolicy, RoutingSettings
-from deployments.routing.baselines import (
+from deployments.routing.policies import (
     FewestRequests,
     PowerOfTwo,
     RandomChoice,
     RoundRobin,
     build_router,
 )
-from deployments.routing.policy import Router, ThreadRouter
+from deployments.routing.policies import Router, ThreadRouter
 from tests.unit.deployments.routing.loads import HINT, busy
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config.routing import RoutingPolicy, RoutingSettings
-from deployments.routing.baselines import build_router
-from deployments.routing.policy import Reason, Router
+from deployments.routing.policies import build_router
+from deployments.routing.policies import Reason, Router
 from deployments.wire.request import RequestHint
 from tests.unit.deployments.routing.loads import FORKED, HINT, IDLE, PLAIN, busy
 

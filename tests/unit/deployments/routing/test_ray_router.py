@@ -15,7 +15,7 @@ from ray.serve._private.common import (
 from ray.serve._private.request_router.common import PendingRequest
 
 from cluster.config.routing import RoutingSettings
-from deployments.routing import registry
+from deployments.routing import shared_router as registry
 from deployments.routing.ray_router import ThreadRequestRouter
 from deployments.wire.request import RelayedRequest, RequestTerms
 from tests.unit.deployments.routing.loads import FORKED

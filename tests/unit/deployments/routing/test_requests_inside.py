@@ -9,7 +9,7 @@ from apar_core.engine.journal import RequestFollower
 from apar_core.fork_parameters import KeyTerms
 from deployments.replica.answering import Answering
 from deployments.replica.replica import Replica
-from deployments.routing.load_report import LoadReporter
+from deployments.replica.replica import LoadReporter
 from deployments.wire.request import RelayedRequest
 
 

@@ -7,10 +7,10 @@ from pydantic import ValidationError
 
 from cluster.config import ClusterConfig
 from cluster.config.routing import RoutingPolicy, RoutingSettings
-from deployments.routing.baselines import build_router
-from deployments.routing.policy import Reason
+from deployments.routing.policies import build_router
+from deployments.routing.policies import Reason
 from deployments.routing.ray_router import ThreadRequestRouter
-from deployments.routing.serve_config import router_config
+from deployments.routing.ray_router import router_config
 from deployments.wire.request import RequestHint
 from tests.unit.deployments.routing.loads import IDLE
 

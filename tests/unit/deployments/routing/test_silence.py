@@ -2,7 +2,7 @@
 
 import pytest
 
-from deployments.routing.silence import Silence
+from deployments.routing.table import Silence
 
 SLOTS = (0, 1, 2)
 

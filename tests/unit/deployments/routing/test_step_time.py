@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config.routing import RoutingSettings
-from deployments.routing.baselines import build_router
-from deployments.routing.step_time import StepTime
+from deployments.routing.policies import build_router
+from deployments.routing.table import StepTime
 from tests.unit.deployments.routing.loads import FORKED, HINT, IDLE, busy
 
 

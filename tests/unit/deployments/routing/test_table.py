@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.routing.forecast import Forecast
+from deployments.routing.table import Forecast
 from deployments.routing.table import ReplicaTable
 from tests.unit.deployments.routing.loads import IDLE, busy
 

@@ -3,8 +3,8 @@
 import pytest
 
 from cluster.config.routing import RoutingSettings
-from deployments.routing.policy import ThreadRouter
-from deployments.routing.views import ReplicaLoad
+from deployments.routing.policies import ThreadRouter
+from deployments.wire.load import ReplicaLoad
 from deployments.wire.request import RequestHint
 
 HINT = RequestHint(prompt_tokens=100)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from deployments.replica.apar_extension import AparExtension
-from deployments.replica.asgi import SERVED_KEY
+from deployments.replica.answering import SERVED_KEY
 from deployments.wire.request import RequestTerms
 from deployments.wire.terms_in_body import salt_within, write_terms
 

@@ -11,9 +11,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping
 
 from cluster.config.routing import RoutingSettings
-from deployments.routing.baselines import build_router
-from deployments.routing.policy import Reason
-from deployments.routing.views import ReplicaLoad
+from deployments.routing.policies import build_router
+from deployments.routing.policies import Reason
+from deployments.wire.load import ReplicaLoad
 from deployments.wire.answer import AnswerEnd
 from deployments.wire.request import RequestHint
 

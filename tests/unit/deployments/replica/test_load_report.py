@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from deployments.routing.load_report import LoadReporter, load_from
+from deployments.replica.replica import LoadReporter, load_from
 
 
 def state(num_steps: int, num_rows: int, busy_s: float) -> dict[str, Any]:

@@ -1,26 +1,22 @@
-"""Chooses the replica for a request; the part that all policies share, and ours.
-
-Pure decisions: no Ray, no vLLM, no clock. Time comes in as an argument, so a simulation drives
-the same code. Not safe for several executors at once; `registry.py` locks.
-"""
+"""The usual ways to choose a replica, to compare ours with; and the choice among them all."""
 
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-
 import numpy as np
 from numpy.typing import NDArray
-
 from cluster.config.routing import RoutingSettings
-from deployments.routing.affinity import PrefixTable
-from deployments.routing.forecast import Forecast, Forecaster
+from deployments.routing.table import Forecast, Forecaster
 from deployments.routing.table import ReplicaTable
 from deployments.routing.unseen import UnseenRequests
-from deployments.routing.views import ReplicaLoad
+from deployments.wire.load import ReplicaLoad
 from deployments.wire.answer import AnswerEnd
 from deployments.wire.request import RequestHint
+from collections import OrderedDict
+from cluster.config.routing import RoutingPolicy, RoutingSettings
+
 
 _MAX_RELEASED = 8192
 # Longer than a request is on its way to its replica, and than a report on its way back.
@@ -272,3 +268,145 @@ class ThreadRouter(Router):
         worth = self._affinity * _PREFILL_SHARE * step.per_thread_s
         saved: NDArray[np.float64] = held * (1.0 + table.requests) * step.slowness * worth
         return saved
+
+
+# Of the known beginnings of a prompt only the longest are looked at; a shorter one is on the
+# same replicas, and saves less.
+_LOOKED_AT = 3
+_NEVER = -np.inf
+
+
+class PrefixTable:
+    """Hashes of prompts' beginnings, and how much each replica had been sent when it got them.
+
+    vLLM forgets the blocks used longest ago; so a replica is taken to hold a beginning until it
+    has been sent as many tokens as its cache holds.
+    """
+
+    def __init__(self, max_entries: int) -> None:
+        self._rows: OrderedDict[int, int] = OrderedDict()
+        self._max_entries = max_entries
+        self._marks: NDArray[np.float64] = np.empty((0, 0))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def resize(self, num_slots: int) -> None:
+        """Make room for more replicas."""
+        wider = np.full((self._marks.shape[0], num_slots), _NEVER)
+        wider[:, : self._marks.shape[1]] = self._marks
+        self._marks = wider
+
+    def forget(self, slot: int) -> None:
+        """The replica in a slot has gone, and its cache with it."""
+        self._marks[:, slot] = _NEVER
+
+    def sent(self, hint: RequestHint, slot: int, sent_tokens: float) -> None:
+        """A replica gets a prompt, and has been sent so many tokens by then."""
+        for prefix in hint.prefix_hashes:
+            row = self._row(prefix)
+            self._marks[row, slot] = sent_tokens
+
+    def held_tokens(
+        self, hint: RequestHint, sent_tokens: NDArray[np.float64], cache_tokens: NDArray[np.float64]
+    ) -> NDArray[np.float64] | None:
+        """Tokens of the prompt that each replica probably holds; None if none holds any.
+
+        `sent_tokens` and `cache_tokens` are per slot: all ever sent there, and the cache's size.
+        """
+        known = [
+            (row, covered)
+            for prefix, covered in zip(hint.prefix_hashes, covered_tokens(hint), strict=True)
+            if (row := self._rows.get(prefix)) is not None
+        ]
+        if not known:
+            return None
+        oldest = sent_tokens - cache_tokens
+        held = np.zeros(len(sent_tokens))
+        for row, covered in known[-_LOOKED_AT:]:
+            marks = self._marks[row]
+            # Before its first report a cache has no bound, and `oldest` is as low as `_NEVER`.
+            held[(marks > _NEVER) & (marks >= oldest)] = covered
+        return held
+
+    def _row(self, prefix: int) -> int:
+        """The row of a beginning, now the last used one."""
+        row = self._rows.get(prefix)
+        if row is not None:
+            self._rows.move_to_end(prefix)
+            return row
+        if len(self._rows) >= self._max_entries:
+            _, row = self._rows.popitem(last=False)
+        else:
+            row = len(self._rows)
+            if row >= self._marks.shape[0]:
+                self._grow()
+        self._marks[row] = _NEVER
+        self._rows[prefix] = row
+        return row
+
+    def _grow(self) -> None:
+        added = min(max(64, self._marks.shape[0]), self._max_entries)
+        more = np.full((added, self._marks.shape[1]), _NEVER)
+        self._marks = np.concatenate([self._marks, more])
+
+
+def covered_tokens(hint: RequestHint) -> tuple[int, ...]:
+    """Tokens up to the end of each piece; even pieces where the hint does not say."""
+    count = len(hint.prefix_hashes)
+    if len(hint.prefix_tokens) == count:
+        return hint.prefix_tokens
+    return tuple(hint.prompt_tokens * (index + 1) // count for index in range(count))
+
+
+class RoundRobin(Router):
+    """The replicas in turn, those at their cap left out."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self._last = -1
+
+    def _pick(self, hint: RequestHint, open_slots: NDArray[np.intp]) -> tuple[int, Reason]:
+        index = int(np.searchsorted(open_slots, self._last, side="right")) % len(open_slots)
+        self._last = int(open_slots[index])
+        return self._last, Reason.LEAST_LOAD
+
+
+class RandomChoice(Router):
+    """Any replica with room."""
+
+    def _pick(self, hint: RequestHint, open_slots: NDArray[np.intp]) -> tuple[int, Reason]:
+        return int(self._random.choice(open_slots)), Reason.LEAST_LOAD
+
+
+class FewestRequests(Router):
+    """The replica with the fewest requests; equal ones by chance."""
+
+    def _pick(self, hint: RequestHint, open_slots: NDArray[np.intp]) -> tuple[int, Reason]:
+        requests = self.table.requests[open_slots]
+        fewest = open_slots[requests == requests.min()]
+        return int(self._random.choice(fewest)), Reason.LEAST_LOAD
+
+
+class PowerOfTwo(Router):
+    """The one of two random replicas that has fewer requests: Ray Serve's own way."""
+
+    def _pick(self, hint: RequestHint, open_slots: NDArray[np.intp]) -> tuple[int, Reason]:
+        first, second = self._random.choice(open_slots, 2, replace=False)
+        requests = self.table.requests
+        return int(first if requests[first] <= requests[second] else second), Reason.LEAST_LOAD
+
+
+_BASELINES: dict[RoutingPolicy, type[Router]] = {
+    RoutingPolicy.ROUND_ROBIN: RoundRobin,
+    RoutingPolicy.RANDOM: RandomChoice,
+    RoutingPolicy.FEWEST_REQUESTS: FewestRequests,
+    RoutingPolicy.POWER_OF_TWO: PowerOfTwo,
+}
+
+
+def build_router(settings: RoutingSettings, seed: int = 0) -> Router:
+    """The router that the settings ask for; equal seeds choose equally."""
+    if settings.policy is RoutingPolicy.THREADS:
+        return ThreadRouter(settings, seed)
+    return _BASELINES[settings.policy](seed)

@@ -13,7 +13,7 @@ from cluster.config.keys import KeyConfig
 from cluster.config.retries import RetryConfig
 from deployments.relay.retries import ReplicaBrokenError, ReplicaLostError
 from deployments.tracing import attributes as names
-from deployments.tracing.gateway_trace import start_trace
+from deployments.gateway.gateway_trace import start_trace
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.request import RelayedRequest
 from tests.fakes.kept_spans import KeptSpans, parent_of

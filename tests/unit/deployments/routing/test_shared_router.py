@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from cluster.config.routing import RoutingPolicy, RoutingSettings
-from deployments.routing.policy import Reason
-from deployments.routing.registry import Registry, SharedRouter
+from deployments.routing.policies import Reason
+from deployments.routing.shared_router import Registry, SharedRouter
 from tests.unit.deployments.routing.loads import FORKED, HINT, busy
 
 

@@ -10,11 +10,11 @@ from cluster.metrics import catalogue
 from deployments.gateway.callers import Caller
 from deployments.gateway.models import Model
 from deployments.gateway.request_log import RequestRecord
-from deployments.metrics.families import Instruments
+from deployments.metrics.recorder import Instruments
 from deployments.metrics.recorder import Recorder
 from deployments.metrics.rejections import Rejection, rejection_for
-from deployments.routing import registry
-from deployments.routing.policy import Reason
+from deployments.routing import shared_router as registry
+from deployments.routing.policies import Reason
 from deployments.wire.errors import ENGINE_LOST, ENGINE_LOST_TWICE, REPLICA_UNAVAILABLE
 
 COMPLETION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})

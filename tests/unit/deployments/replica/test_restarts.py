@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from deployments.metrics.restarts import ReplicaNote
+from deployments.replica.replica_metrics import ReplicaNote
 
 
 @dataclass

@@ -13,10 +13,10 @@ from cluster.metrics.catalogue import Metric
 from deployments.app.ingress import FrontDoor
 from deployments.gateway.gateway import Gateway
 from deployments.gateway.request_log import RequestRecord
-from deployments.metrics.gateway_metrics import GatewayMetrics, Outcome, outcome_of
+from deployments.gateway.gateway_metrics import GatewayMetrics, Outcome, outcome_of
 from deployments.relay.relay import Progress
 from deployments.relay.retries import NoReplicaError, ReplicaLostError
-from deployments.routing import registry
+from deployments.routing import shared_router as registry
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.errors import REPLICA_UNAVAILABLE
 from deployments.wire.request import RelayedRequest
