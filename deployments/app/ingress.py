@@ -18,14 +18,13 @@ from cluster.config.routing import RoutingSettings
 from cluster.logs import ProcessLogs
 from deployments.app.autoscaling import gateway_report
 from deployments.gateway.gateway import Gateway
-from deployments.gateway.settings import GatewaySettings, in_place_settings
 from deployments.gateway.gateway_metrics import GatewayMetrics
-from deployments.metrics.recorder import NoInstruments, RayInstruments
+from deployments.gateway.settings import GatewaySettings, in_place_settings
+from deployments.metrics.recorder import FlushTimer, NoInstruments, RayInstruments
 from deployments.metrics.rejections import Rejection
-from deployments.metrics.recorder import FlushTimer
 from deployments.relay.relay import send_error, send_whole
 from deployments.relay.replica_calls import HandleCalls
-from deployments.routing import shared_router as registry
+from deployments.routing.shared_router import ROUTERS
 from deployments.tracing import close_tracing
 from deployments.wire.answer import AnswerStart
 from deployments.wire.errors import JSON_TYPE, ErrorAnswer
@@ -238,7 +237,7 @@ class GatewayIngress:
             for name in settings.deployments
         }
         if not was_taken or settings.routing != before.routing:
-            registry.configure(settings.routing)
+            ROUTERS.configure(settings.routing)
         if not was_taken or (settings.gateway, settings.deployments) != (
             before.gateway,
             before.deployments,

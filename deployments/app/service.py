@@ -1,28 +1,26 @@
 """The application as it runs: started, changed without losing a request, drained, ended."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pydantic import BaseModel
-from cluster.config import ClusterConfig, ConfigError
 import io
 import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
+
 import ray
+from pydantic import BaseModel
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
-from cluster.config import ClusterConfig, StartError
+
+from cluster.config import ClusterConfig, ConfigError, StartError
 from cluster.config.model import ModelConfig
 from deployments.app.application import Surroundings, build_application
 from deployments.app.ingress import APPLICATION, GATEWAY
-
 
 _FIXED = ("host", "port", "ray_address", "metrics")
 

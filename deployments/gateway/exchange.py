@@ -17,8 +17,8 @@ from deployments.wire.errors import ERROR_EVENT, error_code, event_error_code
 
 if TYPE_CHECKING:
     from deployments.gateway.callers import Caller
-    from deployments.relay.relay import ReplicaCalls
     from deployments.gateway.gateway_trace import RequestTrace
+    from deployments.relay.relay import ReplicaCalls
 
 REQUEST_ID = b"x-request-id"
 # What can stand in a log, a header and an engine's request id as it is.

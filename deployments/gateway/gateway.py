@@ -26,18 +26,18 @@ from deployments.gateway.callers import Caller, Callers
 from deployments.gateway.charge import Charge
 from deployments.gateway.exchange import REQUEST_ID, Exchange
 from deployments.gateway.fair_queue import QueueState
+from deployments.gateway.gateway_metrics import GatewayMetrics
 from deployments.gateway.hint import request_hint
 from deployments.gateway.keys import UnknownKeyError
 from deployments.gateway.models import Descriptions, Model, ModelList, UnknownModelError, find_model
 from deployments.gateway.prompt_limits import checked_prompt
 from deployments.gateway.rate_limits import Admission, RateLimitError
 from deployments.gateway.settings import GatewaySettings
-from deployments.gateway.gateway_metrics import GatewayMetrics
 from deployments.metrics.recorder import NoInstruments
 from deployments.metrics.rejections import Rejection
 from deployments.relay.relay import ReplicaCalls, relay_answer, send_error, send_whole
 from deployments.relay.retries import Retries
-from deployments.routing import shared_router as registry
+from deployments.routing.shared_router import ROUTERS
 from deployments.tracing import GATEWAY, open_tracing, reopened, start_trace
 from deployments.wire.answer import AnswerStart
 from deployments.wire.errors import (
@@ -142,7 +142,7 @@ class Gateway:
             known = self._models.get(model.name)
             if known is None or known.settings.deployment != model.deployment:
                 models[model.name] = Model(model, calls)
-                models[model.name].replicas_changed(registry.capacity(model.deployment))
+                models[model.name].replicas_changed(ROUTERS.capacity(model.deployment))
             else:
                 known.reconfigure(model, calls)
                 models[model.name] = known
@@ -269,7 +269,7 @@ class Gateway:
             )
         finally:
             charge.close()
-            registry.ended(model.settings.deployment, exchange.unique_id, charge.end)
+            ROUTERS.ended(model.settings.deployment, exchange.unique_id, charge.end)
 
     def _parsed(
         self, caller: Caller, scope: Scope, body: bytes, exchange: Exchange
@@ -320,7 +320,7 @@ class Gateway:
             changed = partial(
                 _call_in, asyncio.get_running_loop(), self._replicas_changed, deployment
             )
-            registry.listen(deployment, changed)
+            ROUTERS.listen(deployment, changed)
 
     def _replicas_changed(self, deployment: str, num_running: int) -> None:
         for model in self._models.values():

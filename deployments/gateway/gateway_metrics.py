@@ -10,11 +10,10 @@ from cluster.metrics import catalogue
 from deployments.gateway.callers import Caller
 from deployments.gateway.models import Model
 from deployments.gateway.request_log import RequestRecord
-from deployments.metrics.recorder import Instruments
-from deployments.metrics.recorder import Recorder
+from deployments.metrics.recorder import Instruments, Recorder
 from deployments.metrics.rejections import Rejection, rejection_for
-from deployments.routing import shared_router as registry
 from deployments.routing.policies import Reason
+from deployments.routing.shared_router import ROUTERS
 from deployments.wire.errors import ENGINE_LOST, ENGINE_LOST_TWICE, REPLICA_UNAVAILABLE
 
 COMPLETION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
@@ -106,7 +105,7 @@ class GatewayMetrics:
 
     def flush(self, models: Iterable[Model], keys: Iterable[KeyConfig]) -> None:
         """Hand all over, with the queues and routers of the models as they are now."""
-        decisions = registry.decisions()
+        decisions = ROUTERS.decisions()
         classes = {ANONYMOUS, *(key.metrics_class for key in keys)}
         for key_class in classes - self._known_classes:
             self._declare_rejections(key_class)
@@ -125,7 +124,7 @@ class GatewayMetrics:
         recorder.set(catalogue.REPLICAS_WANTED, model.settings.wanted, model=name)
         # Without a router yet, 0 would look like a loss of all replicas.
         if decisions is not None:
-            running = registry.capacity(model.settings.deployment)
+            running = ROUTERS.capacity(model.settings.deployment)
             recorder.set(catalogue.REPLICAS, running, model=name)
         for reason in Reason:
             recorder.set_total(

@@ -1,16 +1,19 @@
 """The trace of one request in the gateway: the span of all of it, and what it waits for."""
 
 from __future__ import annotations
-from typing import TYPE_CHECKING
-from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
-from deployments.tracing import attributes as names
+
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
+
 from deployments.relay.retries import ReplicaBrokenError, ReplicaLostError
-from deployments.routing import shared_router as registry
+from deployments.routing.shared_router import ROUTERS
+from deployments.tracing import attributes as names
 from deployments.tracing.thread_spans import (
     LOST,
     Seen,
@@ -20,7 +23,6 @@ from deployments.tracing.thread_spans import (
 )
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece, ThreadDelta
 from deployments.wire.request import RelayedRequest
-
 
 if TYPE_CHECKING:
     from typing import Any
@@ -211,7 +213,7 @@ class TracedCalls:
     def _end(self, attempt: _Attempt) -> None:
         self.answered = attempt.outcome in (_ANSWERED, _REFUSED)
         request_id = attempt.request.terms.request_id or ""
-        attempt.end(registry.replica_of(self._deployment, request_id))
+        attempt.end(ROUTERS.replica_of(self._deployment, request_id))
 
 
 class _Attempt:

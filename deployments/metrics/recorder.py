@@ -1,16 +1,15 @@
 """The numbers of one process, by the metrics of the catalogue."""
 
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from typing import Protocol
-from typing import TypeVar
-from cluster.metrics.catalogue import Metric
-from ray.util import metrics
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from bisect import bisect_left
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from typing import Protocol, TypeVar
 
+from ray.util import metrics
+
+from cluster.metrics.catalogue import Metric
 
 Labels = tuple[str, ...]
 """Values of a metric's labels, in the order of their names."""

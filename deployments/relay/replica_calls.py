@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from deployments.gateway.body import BodyTooLargeError
 from deployments.relay.relay import Progress
 from deployments.relay.retries import NoReplicaError, ReplicaBrokenError, ReplicaLostError
-from deployments.routing import shared_router as registry
+from deployments.routing.shared_router import ROUTERS
 from deployments.wire.answer import AnswerBroken, AnswerEnd, AnswerStart, Piece
 from deployments.wire.request import RelayedRequest
 
@@ -70,7 +70,7 @@ async def _parts(
     response = cast("DeploymentResponseGenerator[Any]", method.remote(request))
     try:
         await _taken(response, request.replica_wait_s)
-        replica = registry.replica_of(method.deployment_name, request.terms.request_id or "")
+        replica = ROUTERS.replica_of(method.deployment_name, request.terms.request_id or "")
         async for part in response:
             if isinstance(part, AnswerBroken):
                 raise ReplicaBrokenError(part.reason, engine_died=part.engine_died, replica=replica)

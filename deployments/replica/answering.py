@@ -1,30 +1,32 @@
 """How a replica answers: through vLLM's application, up to where its engine is lost."""
 
 from __future__ import annotations
-import time
-from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
-from apar_core.engine.journal import RequestFollower
-from apar_core.fork_parameters import KeyTerms
-from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
-from deployments.wire.request import RequestTerms
+
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
-from typing import Protocol
-from starlette.types import ASGIApp, Message
-from deployments.wire.answer import AnswerStart, Headers
-from deployments.wire.request import RelayedRequest, RequestTerms
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Any, Protocol
-from starlette.types import ASGIApp
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from starlette.types import ASGIApp, Message
+
+from apar_core.engine.journal import RequestFollower
 from apar_core.errors import EngineError
+from apar_core.fork_parameters import KeyTerms
 from deployments.replica.replica_metrics import ReplicaMetrics
 from deployments.tracing import Tracing, engine_trace
-from deployments.wire.answer import AnswerBroken, AnswerPart, AnswerStart, WholeAnswer
-from deployments.wire.request import RelayedRequest
-
+from deployments.wire.answer import (
+    AnswerBroken,
+    AnswerEnd,
+    AnswerPart,
+    AnswerStart,
+    Headers,
+    Piece,
+    WholeAnswer,
+)
+from deployments.wire.request import RelayedRequest, RequestTerms
 
 if TYPE_CHECKING:
     from deployments.replica.engine_trace import EngineTrace

@@ -2,14 +2,20 @@
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import psutil
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat
 from ray import serve
 from starlette.types import ASGIApp
+
 from cluster.config.logging import LoggingConfig
 from cluster.config.tracing import TracingConfig
 from cluster.logs import ProcessLogs
@@ -18,15 +24,7 @@ from deployments.replica.answering import Answering
 from deployments.replica.apar_extension import AparExtension
 from deployments.replica.engine_factory import kept_serve_logs
 from deployments.tracing import REPLICA, close_tracing, open_tracing
-import os
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-import psutil
-from collections import deque
-from dataclasses import dataclass, fields
-from typing import Any
 from deployments.wire.load import ReplicaLoad
-
 
 if TYPE_CHECKING:
     from apar_core.engine.async_engine import AparAsyncLLM
@@ -72,12 +70,12 @@ class Replica(Answering):
     async def _build(self, settings: ReplicaSettings) -> ASGIApp:
         """The engine, and the application over it."""
         # vLLM takes seconds to import; the process that composes the application need not.
-        from deployments.replica.replica_metrics import ReplicaReporter
         from deployments.replica.engine_factory import (
             build_engine,
             build_http_application,
             server_arguments,
         )
+        from deployments.replica.replica_metrics import ReplicaReporter
 
         name = settings.served_name.replace("/", "-")
         self._logs = ProcessLogs(settings.logging, f"replica-{name}")

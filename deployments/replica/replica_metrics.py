@@ -1,25 +1,21 @@
 """What a replica tells: its engine at the moment and since its start, and its finished requests."""
 
-from collections.abc import Mapping
-from typing import Any
-from apar_core.engine.journal import RequestFollower
-from apar_core.tree.statistics import TreeStatistics
-from cluster.metrics import catalogue
-from deployments.metrics.recorder import Instruments
-from deployments.metrics.recorder import Recorder
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from deployments.metrics.recorder import RayInstruments
-from deployments.metrics.recorder import FlushTimer
-from deployments.metrics.vllm_stats import VllmStats
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
 import ray
 from ray import serve
 from ray.experimental import internal_kv
 
+from apar_core.engine.journal import RequestFollower
+from apar_core.tree.statistics import TreeStatistics
+from cluster.metrics import catalogue
+from deployments.metrics.recorder import FlushTimer, Instruments, RayInstruments, Recorder
+from deployments.metrics.vllm_stats import VllmStats
 
 _OF_A_REQUEST = (
     catalogue.ATTENDED_TOKENS,

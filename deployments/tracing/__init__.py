@@ -6,8 +6,8 @@ request, and makes the engine's spans when it ends there. OpenTelemetry's SDK is
 where tracing is on.
 """
 
-from deployments.replica.engine_trace import engine_trace
 from deployments.gateway.gateway_trace import start_trace
+from deployments.replica.engine_trace import engine_trace
 from deployments.tracing.tracing import (
     GATEWAY,
     REPLICA,

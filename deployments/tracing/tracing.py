@@ -4,17 +4,18 @@ OpenTelemetry's process-wide provider is left alone: Ray and vLLM live in the sa
 """
 
 from __future__ import annotations
+
 import asyncio
-import threading
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-from cluster.config.tracing import TracingConfig
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from cluster.config.tracing import TracingConfig
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -1,18 +1,20 @@
-"""What a router knows of a request and of a replica; plain values, nothing of Ray or vLLM."""
+"""A replica's load report, which Ray Serve carries to the routers."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """What a replica reports of itself; `taken_at_s` is its clock's time (`time.time`).
+    """Load of one replica at `taken_at_s`, its own clock (`time.time`).
 
-    `requests` are calls inside the replica, which its cap counts, each with one choice or more.
-    `threads` are alive, running or waiting in the engine; `waiting_forks` are children that a cap
-    or the fork policy holds back; `blocks` and `free_blocks` are of `block_size` tokens of KV
-    cache; `tokens_per_s` is the decode rate over the last seconds, all threads together, as long
-    as there were any; `step_s` the mean time of an engine step, 0 while it is not known. So their
-    product is the mean number of threads in a step.
+    `requests` counts calls inside the replica, as its cap does; one call may ask for several
+    choices. `threads` are alive, running or waiting in the engine. `waiting_forks` are children
+    held back by a cap or by the fork policy. `blocks` and `free_blocks` count KV cache blocks of
+    `block_size` tokens. `tokens_per_s` is the decode rate of all threads together over the last
+    seconds, idle time left out. `step_s` is the mean time of an engine step, 0 while unknown. So
+    `tokens_per_s * step_s` is the mean number of threads in a step.
     """
 
     requests: int
@@ -24,3 +26,10 @@ class ReplicaLoad:
     tokens_per_s: float
     step_s: float
     taken_at_s: float
+
+    @classmethod
+    def from_stats(cls, stats: Mapping[str, Any]) -> "ReplicaLoad | None":
+        """Read a report received through Ray Serve; None if empty or from another version."""
+        if stats.keys() != {field.name for field in fields(cls)}:
+            return None
+        return cls(**stats)

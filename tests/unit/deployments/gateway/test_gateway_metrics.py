@@ -12,11 +12,11 @@ from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Metric
 from deployments.app.ingress import FrontDoor
 from deployments.gateway.gateway import Gateway
-from deployments.gateway.request_log import RequestRecord
 from deployments.gateway.gateway_metrics import GatewayMetrics, Outcome, outcome_of
+from deployments.gateway.request_log import RequestRecord
 from deployments.relay.relay import Progress
 from deployments.relay.retries import NoReplicaError, ReplicaLostError
-from deployments.routing import shared_router as registry
+from deployments.routing.shared_router import ROUTERS
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.errors import REPLICA_UNAVAILABLE
 from deployments.wire.request import RelayedRequest
@@ -251,8 +251,8 @@ async def test_replicas_are_told_once_a_router_knows_them(
     await told.gateway.tell_metrics()
     unknown = told.value(catalogue.REPLICAS, model="m")
     known: Callable[[], dict[str, dict[str, int]]] = lambda: {model: {"full": 2}}  # noqa: E731
-    monkeypatch.setattr(registry, "decisions", known)
-    monkeypatch.setattr(registry, "capacity", lambda deployment: 3)
+    monkeypatch.setattr(ROUTERS, "decisions", known)
+    monkeypatch.setattr(ROUTERS, "capacity", lambda deployment: 3)
     await told.gateway.tell_metrics()
 
     assert unknown is None

@@ -11,9 +11,9 @@ from opentelemetry.sdk.trace import ReadableSpan
 from apar_core.journal import ThreadDelta
 from cluster.config.keys import KeyConfig
 from cluster.config.retries import RetryConfig
+from deployments.gateway.gateway_trace import start_trace
 from deployments.relay.retries import ReplicaBrokenError, ReplicaLostError
 from deployments.tracing import attributes as names
-from deployments.gateway.gateway_trace import start_trace
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.request import RelayedRequest
 from tests.fakes.kept_spans import KeptSpans, parent_of

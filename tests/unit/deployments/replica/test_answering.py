@@ -14,8 +14,7 @@ from apar_core.errors import EngineError
 from apar_core.fork_parameters import KeyTerms
 from apar_core.journal import ThreadDelta
 from deployments.replica import answering
-from deployments.replica.answering import Answering
-from deployments.replica.answering import SERVED_KEY
+from deployments.replica.answering import SERVED_KEY, Answering
 from deployments.wire.answer import AnswerBroken, AnswerEnd, AnswerStart, Piece
 from deployments.wire.request import RelayedRequest, RequestTerms
 

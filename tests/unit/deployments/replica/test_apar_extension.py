@@ -5,8 +5,8 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from apar_core.errors import RequestError
-from deployments.replica.apar_extension import AparExtension, AparOptions, parse_options, translate
 from deployments.replica.answering import relay
+from deployments.replica.apar_extension import AparExtension, AparOptions, parse_options, translate
 from deployments.wire.answer import AnswerStart
 from deployments.wire.request import RelayedRequest
 from tests.fakes.whole_answer import relay_whole

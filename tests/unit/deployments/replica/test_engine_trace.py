@@ -18,10 +18,10 @@ from vllm.v1.engine import (
 from apar_core.engine.thread_outputs import RequestThreads
 from apar_core.fork_parameters import ForkParameters
 from apar_core.journal import Journal, ThreadDelta
-from deployments.replica.answering import FollowedRequest
-from deployments.tracing import attributes as names
 from deployments.replica import engine_trace
+from deployments.replica.answering import FollowedRequest
 from deployments.replica.engine_trace import _ABORT, _PREEMPTED, _SCHEDULED
+from deployments.tracing import attributes as names
 from deployments.tracing.thread_spans import FINISH_REASONS
 from deployments.wire.request import RequestTerms
 from tests.fakes.kept_spans import KeptSpans, parent_of

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from deployments.replica.apar_extension import AparExtension
 from deployments.replica.answering import SERVED_KEY
+from deployments.replica.apar_extension import AparExtension
 from deployments.wire.request import RequestTerms
 from deployments.wire.terms_in_body import salt_within, write_terms
 

@@ -8,8 +8,7 @@ import pytest
 from apar_core.engine.journal import RequestFollower
 from apar_core.fork_parameters import KeyTerms
 from deployments.replica.answering import Answering
-from deployments.replica.replica import Replica
-from deployments.replica.replica import LoadReporter
+from deployments.replica.replica import LoadReporter, Replica
 from deployments.wire.request import RelayedRequest
 
 
