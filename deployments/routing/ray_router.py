@@ -4,7 +4,6 @@ Ray Serve makes a `ThreadRequestRouter` for each handle, passes it every request
 arguments, and tells it which replicas run and which requests have ended.
 """
 
-import itertools
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +27,6 @@ _ASKED_WHEN_FULL = 2
 # Ray's longest wait between two attempts to place a request. The gateway admits only as many
 # requests as there is room for, so a full replica is soon free; Ray's own 0.5 s would be felt.
 _MAX_BACKOFF_S = 0.1
-# Numbers Ray's routers; an `id()` may be reused after its object is gone.
-_sources = itertools.count()
 
 
 def router_config(settings: RoutingSettings) -> RequestRouterConfig:
@@ -74,7 +71,7 @@ class ThreadRequestRouter(FIFOMixin, RequestRouter):
         self._shared = shared_router.ROUTERS.router(
             self._deployment_id.name, RoutingSettings.model_validate(settings)
         )
-        self._source = next(_sources)
+        self._source = object()
         # Ray Serve does not announce that it drops a router, together with its handle.
         weakref.finalize(self, self._shared.left, self._source).atexit = False
         # Both by Ray Serve's id of a request, which stays the same on a retry.

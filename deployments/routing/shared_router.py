@@ -35,9 +35,9 @@ class SharedRouter:
         self._now = now
         self._capacity = self._reported_capacity = 0
         # Running replicas according to each of Ray's routers.
-        self._caps: dict[int, Mapping[str, int]] = {}
+        self._caps: dict[object, Mapping[str, int]] = {}
         # Ray's routers that were garbage-collected and are still in `_caps`.
-        self._gone: deque[int] = deque()
+        self._gone: deque[object] = deque()
         self._dead: OrderedDict[str, None] = OrderedDict()
         self._listeners: list[CapacityListener] = []
 
@@ -49,8 +49,8 @@ class SharedRouter:
                 router.adopt(self._router)
                 self._settings, self._router = settings, router
 
-    def replicas_changed(self, source: int, caps: Mapping[str, int]) -> None:
-        """Take the running replicas and their caps from one of Ray's routers.
+    def replicas_changed(self, source: object, caps: Mapping[str, int]) -> None:
+        """Take the running replicas and their caps from `source`, one of Ray's routers.
 
         Ray's routers learn of a change at different moments. A replica counts while all know it.
         """
@@ -61,7 +61,7 @@ class SharedRouter:
             self._apply()
         self._notify()
 
-    def left(self, source: int) -> None:
+    def left(self, source: object) -> None:
         """Forget one of Ray's routers, called when it is garbage-collected.
 
         That may happen in any executor, even in one that holds the lock; then the next call
