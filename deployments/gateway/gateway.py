@@ -27,6 +27,7 @@ from deployments.gateway.charge import Charge
 from deployments.gateway.exchange import REQUEST_ID, Exchange
 from deployments.gateway.fair_queue import QueueState
 from deployments.gateway.gateway_metrics import GatewayMetrics
+from deployments.gateway.gateway_trace import start_trace
 from deployments.gateway.hint import request_hint
 from deployments.gateway.keys import UnknownKeyError
 from deployments.gateway.models import Descriptions, Model, ModelList, UnknownModelError, find_model
@@ -38,7 +39,7 @@ from deployments.metrics.rejections import Rejection
 from deployments.relay.relay import ReplicaCalls, relay_answer, send_error, send_whole
 from deployments.relay.retries import Retries
 from deployments.routing.shared_router import ROUTERS
-from deployments.tracing import GATEWAY, open_tracing, reopened, start_trace
+from deployments.tracing.tracing import GATEWAY, open_tracing, reopened
 from deployments.wire.answer import AnswerStart
 from deployments.wire.errors import (
     JSON_TYPE,

@@ -1,4 +1,7 @@
-"""The trace of one request in the gateway: the span of all of it, and what it waits for."""
+"""Spans of a request in the gateway: the request, its ingress and wait, each attempt at a replica.
+
+The context of an attempt's span travels with the request, so that the replica's spans hang below.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
+from starlette.types import Scope
 
+from deployments.gateway.request_log import RequestRecord
+from deployments.relay.relay import Progress, ReplicaCalls
 from deployments.relay.retries import ReplicaBrokenError, ReplicaLostError
 from deployments.routing.shared_router import ROUTERS
 from deployments.tracing import attributes as names
@@ -21,26 +27,42 @@ from deployments.tracing.thread_spans import (
     WallClock,
     make_thread_spans,
 )
+from deployments.tracing.tracing import Tracing
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece, ThreadDelta
 from deployments.wire.request import RelayedRequest
-
-if TYPE_CHECKING:
-    from typing import Any
-
-    from starlette.types import Scope
-
-    from deployments.gateway.request_log import RequestRecord
-    from deployments.relay.relay import ReplicaCalls
-    from deployments.tracing.tracing import Tracing
 
 _CONTEXT_HEADERS = (b"traceparent", b"tracestate")
 _METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS")
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 _UNKNOWN_ROUTE = ("unknown_url", "method_not_allowed")
+# Outcomes of an attempt, besides LOST.
+_ANSWERED, _REFUSED, _LEFT = "answered", "refused", "left"
+
+
+def start_trace(tracing: Tracing | None, scope: Scope) -> RequestTrace | None:
+    """Start the trace of a request that has just arrived; None if it is not traced."""
+    if tracing is None:
+        return None
+    headers: dict[str, str] = {}
+    if tracing.config.honour_traceparent:
+        headers = {
+            name.decode(): value.decode("latin-1")
+            for name, value in scope["headers"]
+            if name in _CONTEXT_HEADERS
+        }
+    method = scope["method"]
+    known = method if method in _METHODS else "HTTP"
+    facts = {
+        names.HTTP_METHOD: known if known == method else "_OTHER",
+        names.URL_PATH: scope["path"],
+        names.URL_SCHEME: scope.get("scheme", "http"),
+    }
+    span = tracing.start(known, SpanKind.SERVER, tracing.context_of(headers), facts)
+    return RequestTrace(tracing, span) if span.is_recording() else None
 
 
 class RequestTrace:
-    """The server span, and within it ingress, queue and the attempts at replicas."""
+    """Trace of one request: the server span, with ingress, queue and attempts below it."""
 
     def __init__(self, tracing: Tracing, span: Span) -> None:
         self._tracing = tracing
@@ -51,32 +73,32 @@ class RequestTrace:
 
     @property
     def trace_id(self) -> str:
-        """The trace's id, as W3C writes it."""
+        """The trace's id in W3C's form."""
         return format(self._span.get_span_context().trace_id, "032x")
 
     def asked(self, fields: dict[str, Any]) -> None:
-        """Note the numbers among the fields of a request's body."""
+        """Record the numeric fields of a request's body."""
         for field, name in names.NUMBER_FIELDS.items():
             value = fields.get(field)
             if isinstance(value, int | float) and not isinstance(value, bool):
                 self._span.set_attribute(name, value)
 
     def queueing(self) -> None:
-        """The request waits for a place at the replicas now."""
+        """Start the span of the wait for a replica."""
         self._end_phase()
         self._phase = self._tracing.start(names.QUEUE, SpanKind.INTERNAL, self._inside)
 
     def sending(self) -> None:
-        """The request has its place."""
+        """End the span of the wait."""
         self._end_phase()
 
     def calls(self, replicas: ReplicaCalls, deployment: str) -> ReplicaCalls:
-        """Calls to the replicas of a deployment, each a span of this trace."""
+        """Wrap the calls to a deployment's replicas so that each makes a span."""
         self._calls = TracedCalls(self._tracing, self._inside, replicas, deployment)
         return self._calls
 
     def end(self, record: RequestRecord) -> None:
-        """End the trace with what the record says of the request."""
+        """End the trace with the facts of the request's record."""
         self._end_phase()
         span = self._span
         span.set_attributes(_facts(record))
@@ -86,7 +108,7 @@ class RequestTrace:
         status = record.status or 0
         broke_off = self._calls is not None and not self._calls.answered and not record.cancelled
         if status >= 500 or broke_off:
-            # As the conventions have it: a server's 4xx are its client's errors.
+            # By the conventions, a 4xx is an error of the client and not of the server span.
             kind = record.error_code or ("engine_lost" if broke_off else str(status))
             span.set_attribute(names.ERROR_TYPE, kind)
             span.set_status(StatusCode.ERROR, kind)
@@ -122,37 +144,8 @@ def _facts(record: RequestRecord) -> dict[str, str | int | float | bool]:
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def start_trace(tracing: Tracing | None, scope: Scope) -> RequestTrace | None:
-    """The trace of a request that has just come; None where it is not traced."""
-    if tracing is None:
-        return None
-    headers: dict[str, str] = {}
-    if tracing.config.honour_traceparent:
-        headers = {
-            name.decode(): value.decode("latin-1")
-            for name, value in scope["headers"]
-            if name in _CONTEXT_HEADERS
-        }
-    method = scope["method"]
-    known = method if method in _METHODS else "HTTP"
-    facts = {
-        names.HTTP_METHOD: known if known == method else "_OTHER",
-        names.URL_PATH: scope["path"],
-        names.URL_SCHEME: scope.get("scheme", "http"),
-    }
-    span = tracing.start(known, SpanKind.SERVER, tracing.context_of(headers), facts)
-    return RequestTrace(tracing, span) if span.is_recording() else None
-
-
-if TYPE_CHECKING:
-    from deployments.relay.relay import Progress, ReplicaCalls
-    from deployments.tracing.tracing import Tracing
-
-_ANSWERED, _REFUSED, _LEFT = "answered", "refused", "left"
-
-
 class TracedCalls:
-    """Calls to the replicas of one deployment, all for one request, each attempt a span."""
+    """`ReplicaCalls` of one request that make a span per attempt."""
 
     def __init__(
         self, tracing: Tracing, parent: Context, replicas: ReplicaCalls, deployment: str
@@ -163,17 +156,17 @@ class TracedCalls:
         self._deployment = deployment
         self._num_attempts = 0
         self.answered = True
-        """Whether the last attempt, if there was one, brought an answer to its end."""
+        """Whether the last attempt, if any, completed its answer."""
 
     @property
     def num_running(self) -> int:
-        """As in `ReplicaCalls`."""
+        """See `ReplicaCalls`."""
         return self._replicas.num_running
 
     async def stream(
         self, request: RelayedRequest
     ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:
-        """As in `ReplicaCalls`."""
+        """See `ReplicaCalls`."""
         attempt = self._attempt(request)
         try:
             async with aclosing(self._replicas.stream(attempt.request)) as parts:
@@ -189,7 +182,7 @@ class TracedCalls:
     async def whole(
         self, request: RelayedRequest, progress: Progress | None = None
     ) -> tuple[AnswerStart, AnswerEnd]:
-        """As in `ReplicaCalls`."""
+        """See `ReplicaCalls`."""
         attempt = self._attempt(request)
         try:
             start, end = await self._replicas.whole(attempt.request, progress)
@@ -217,7 +210,7 @@ class TracedCalls:
 
 
 class _Attempt:
-    """One attempt: its span, and what it learns of threads in case the replica dies silently."""
+    """One attempt: its span, and thread times from the journal in case the replica just dies."""
 
     def __init__(self, tracing: Tracing, span: Span, request: RelayedRequest) -> None:
         self._tracing = tracing
@@ -261,11 +254,11 @@ class _Attempt:
             thread.generated(len(token_ids), finish_reason, now_s)
 
     def lost(self, error: ReplicaLostError) -> None:
-        """The replica is gone; what it would have told of its threads, we tell."""
+        """Mark the replica as lost; if it sent no spans of its threads, make them here."""
         self.outcome = LOST
         self._span.set_status(StatusCode.ERROR, "replica lost")
         self._span.set_attribute(names.ERROR_TYPE, type(error).__name__)
-        # One that broke the answer off by itself has sent, or is sending, spans of its own.
+        # A replica that broke the answer off itself sends its own spans.
         if not isinstance(error, ReplicaBrokenError) and self._first_s is not None:
             seen = Seen(self._first_s, time.monotonic(), LOST, by_gateway=True)
             threads = sorted(self._threads.values(), key=lambda thread: thread.key)
@@ -274,7 +267,7 @@ class _Attempt:
                 self._span.set_attribute(names.THREADS_DROPPED, self._num_dropped)
 
     def end(self, replica_id: str | None) -> None:
-        """End the span; the replica's id is that of the router, where the answer has not told."""
+        """End the span; `replica_id` is the router's, used if the answer did not name one."""
         facts: dict[str, str | int] = {
             names.OUTCOME: self.outcome,
             names.OUTPUT_TOKENS: self._num_tokens,

@@ -1,11 +1,11 @@
-"""What a replica tells: its engine at the moment and since its start, and its finished requests."""
+"""Metrics of a replica: its engine's state, its finished requests, and whether it is a restart."""
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray import serve
@@ -14,10 +14,9 @@ from ray.experimental import internal_kv
 from apar_core.engine.journal import RequestFollower
 from apar_core.tree.statistics import TreeStatistics
 from cluster.metrics import catalogue
-from deployments.metrics.recorder import FlushTimer, Instruments, RayInstruments, Recorder
-from deployments.metrics.vllm_stats import VllmStats
+from deployments.metrics.recorder import FlushTimer, Instruments, Recorder
 
-_OF_A_REQUEST = (
+_REQUEST_COUNTERS = (
     catalogue.ATTENDED_TOKENS,
     catalogue.SEQUENTIAL_ATTENDED_TOKENS,
     catalogue.CACHED_TOKENS,
@@ -26,43 +25,42 @@ _OF_A_REQUEST = (
     catalogue.SEQUENTIAL_STEPS,
     catalogue.PROMPT_TOKENS,
 )
+# The engine core answers between two steps, and a step on a CPU may take seconds. Ray drops a gauge
+# that is not emitted for a few seconds, so the last state is repeated meanwhile. An older one would
+# hide a failure.
+_STATE_TIMEOUT_S = 0.5
+_MAX_STATE_AGE_S = 10.0
+
+_NAMESPACE = b"apar"
 
 
 class ReplicaMetrics:
-    """The metrics of one replica."""
+    """Counts of one replica."""
 
     def __init__(self, instruments: Instruments, *, model: str, replica: str) -> None:
-        self._recorder = Recorder(instruments, model=model, replica=replica)
-        for metric in _OF_A_REQUEST:
-            self._recorder.inc(metric, 0)
+        self.recorder = Recorder(instruments, model=model, replica=replica)
+        for metric in _REQUEST_COUNTERS:
+            self.recorder.inc(metric, 0)
         for metric in (
             catalogue.REQUEST_THREADS,
             catalogue.REQUEST_DEPTH,
             catalogue.TIME_PER_OUTPUT_TOKEN,
         ):
-            self._recorder.declare(metric)
+            self.recorder.declare(metric)
 
     def started(self, *, replaces_lost: bool) -> None:
-        """Count the replica itself, if it stands in for a lost one."""
-        self._recorder.inc(catalogue.REPLICA_RESTARTS, int(replaces_lost))
+        """Count the replica's start, as a restart if it replaces a lost one."""
+        self.recorder.inc(catalogue.REPLICA_RESTARTS, int(replaces_lost))
 
     def finished(self, follower: RequestFollower) -> None:
-        """Count a client's request that has reached the engine and is over, whatever ended it."""
+        """Count a request that reached the engine and is over, for whatever reason."""
         if follower.num_roots == 0:
             return
-        self._recorder.inc(catalogue.PROMPT_TOKENS, follower.prompt_tokens)
-        trees = follower.statistics or _of_one_thread(follower)
+        record = self.recorder
+        record.inc(catalogue.PROMPT_TOKENS, follower.prompt_tokens)
+        trees = follower.statistics or _unforked_statistics(follower)
         if trees is None:
             return
-        self._count(trees)
-        decode_s = follower.last_output_s - follower.first_output_s
-        if trees.decode_steps > 1 and decode_s > 0:
-            self._recorder.observe(
-                catalogue.TIME_PER_OUTPUT_TOKEN, decode_s / (trees.decode_steps - 1)
-            )
-
-    def _count(self, trees: TreeStatistics) -> None:
-        record = self._recorder
         record.inc(catalogue.ATTENDED_TOKENS, trees.attended_tokens)
         record.inc(catalogue.SEQUENTIAL_ATTENDED_TOKENS, trees.sequential_attended_tokens)
         record.inc(catalogue.CACHED_TOKENS, trees.max_cached_tokens)
@@ -71,23 +69,22 @@ class ReplicaMetrics:
         record.inc(catalogue.SEQUENTIAL_STEPS, trees.sequential_steps)
         record.observe(catalogue.REQUEST_THREADS, trees.threads)
         record.observe(catalogue.REQUEST_DEPTH, trees.max_depth)
-
-    def log_lines_dropped(self, num_lines: int) -> None:
-        """Note how many lines of the log have been left out since the start."""
-        self._recorder.set_total(catalogue.LOG_LINES_DROPPED, num_lines)
+        decode_s = follower.last_output_s - follower.first_output_s
+        if trees.decode_steps > 1 and decode_s > 0:
+            record.observe(catalogue.TIME_PER_OUTPUT_TOKEN, decode_s / (trees.decode_steps - 1))
 
     def flush(self, state: Mapping[str, Any] | None, num_requests: int) -> None:
-        """Hand all over, with the requests inside and the engine core's state, if it is known."""
-        self._recorder.set(catalogue.REPLICA_REQUESTS, num_requests)
+        """Emit everything, with the requests inside and the engine core's state, if known."""
+        self.recorder.set(catalogue.REPLICA_REQUESTS, num_requests)
         if state is not None:
             self._take_values(state)
             if "steps" in state:
                 self._take_totals(state)
-        self._recorder.flush()
+        self.recorder.flush()
 
     def _take_values(self, state: Mapping[str, Any]) -> None:
-        """Take what the engine holds at the moment."""
-        record = self._recorder
+        """Set the gauges of the engine's current state."""
+        record = self.recorder
         blocks, free = state["kv_blocks"], state["free_blocks"]
         record.set(catalogue.KV_BLOCKS, blocks)
         record.set(catalogue.KV_FREE_BLOCKS, free)
@@ -97,8 +94,8 @@ class ReplicaMetrics:
         record.set(catalogue.THREADS, state.get("deferred_threads", 0), state="deferred")
 
     def _take_totals(self, state: Mapping[str, Any]) -> None:
-        """Take the counts that the scheduler has kept since the engine's start."""
-        record = self._recorder
+        """Set the counters that the scheduler keeps since the engine's start."""
+        record = self.recorder
         steps, forks, sharing = state["steps"], state["admission_counters"], state["fork_counters"]
         record.set_total(catalogue.ENGINE_STEPS, steps["num_steps"])
         record.set_total(catalogue.ENGINE_BUSY_SECONDS, steps["busy_s"])
@@ -113,8 +110,8 @@ class ReplicaMetrics:
         record.set_total(catalogue.KV_RELEASED_EARLY_BLOCKS, sharing["released_early_blocks"])
 
 
-def _of_one_thread(follower: RequestFollower) -> TreeStatistics | None:
-    """What forking has saved an ordinary checkpoint: nothing; None where lengths are not known."""
+def _unforked_statistics(follower: RequestFollower) -> TreeStatistics | None:
+    """Statistics of a request on a checkpoint that does not fork; None if lengths are unknown."""
     num_tokens = follower.generated_tokens
     if follower.num_roots > 1 or follower.searches_beams or num_tokens == 0:
         return None
@@ -135,136 +132,139 @@ def _of_one_thread(follower: RequestFollower) -> TreeStatistics | None:
     )
 
 
-# The engine answers between two steps, of which one on a CPU may take seconds. Ray forgets a
-# gauge within a few, so the last answer is told again meanwhile; an old one would hide a failure.
-_PATIENCE_S = 0.5
-_TOLD_AGAIN_S = 10.0
-
-
 class LastState:
-    """What the engine core last said of its state."""
+    """The engine core's state, repeated for a while if the core is busy."""
 
     def __init__(
         self,
         core_state: Callable[[], Awaitable[dict[str, Any]]],
         *,
-        patience_s: float = _PATIENCE_S,
-        told_again_s: float = _TOLD_AGAIN_S,
+        timeout_s: float = _STATE_TIMEOUT_S,
+        max_age_s: float = _MAX_STATE_AGE_S,
     ) -> None:
         self._core_state = core_state
-        self._patience_s = patience_s
-        self._told_again_s = told_again_s
+        self._timeout_s = timeout_s
+        self._max_age_s = max_age_s
         self._asked: asyncio.Future[dict[str, Any]] | None = None
         self._state: dict[str, Any] | None = None
         self._came_s = time.monotonic()
 
     async def get(self) -> dict[str, Any] | None:
-        """The state of now, or the last one; None where that is too old. Raises as asking does."""
+        """Return the current state, or the last one, or None if that is too old.
+
+        Raises what `core_state` raises.
+        """
         asked = self._asked or asyncio.ensure_future(self._core_state())
         self._asked = asked
-        await asyncio.wait([asked], timeout=self._patience_s)
+        await asyncio.wait([asked], timeout=self._timeout_s)
         now_s = time.monotonic()
         if asked.done():
             self._asked, self._state = None, None
             self._state, self._came_s = asked.result(), now_s
-        elif now_s - self._came_s > self._told_again_s:
+        elif now_s - self._came_s > self._max_age_s:
             self._state = None
         return self._state
 
     def close(self) -> None:
-        """Wait for no answer any more."""
+        """Cancel a call that has not been answered."""
         if self._asked is not None:
             self._asked.cancel()
 
 
 class ReplicaReporter:
-    """Hands over what the replica counts, its engine core's state, and vLLM's numbers."""
+    """Emits the replica's counts, its engine core's state and vLLM's metrics once a second."""
 
-    def __init__(self, *, model: str, replica: str) -> None:
-        instruments = RayInstruments()
-        self.metrics = ReplicaMetrics(instruments, model=model, replica=replica)
-        self._vllm = VllmStats(instruments, replica)
+    def __init__(self, metrics: ReplicaMetrics, flush_vllm_stats: Callable[[], None]) -> None:
+        self.metrics = metrics
+        self._flush_vllm_stats = flush_vllm_stats
         self._note = note_of_this_replica()
         self._timer: FlushTimer | None = None
         self._state: LastState | None = None
 
-    @property
-    def stat_loggers(self) -> list[Any]:
-        """What the engine is to be built with."""
-        return [self._vllm.stat_logger]
-
-    def begin(
+    def start(
         self,
         core_state: Callable[[], Awaitable[dict[str, Any]]],
         num_inside: Callable[[], int],
         log_lines_dropped: Callable[[], int],
     ) -> None:
-        """Tell of the engine, of the requests inside and of the log from now on."""
-
+        """Start the timer, once the engine is up."""
         self.metrics.started(replaces_lost=self._note.leave())
         last = self._state = LastState(core_state)
 
         async def flush() -> None:
             try:
-                self.metrics.log_lines_dropped(log_lines_dropped())
+                self.metrics.recorder.set_total(catalogue.LOG_LINES_DROPPED, log_lines_dropped())
                 self.metrics.flush(await last.get(), num_inside())
             finally:
-                self._vllm.flush()
+                self._flush_vllm_stats()
 
         self._timer = FlushTimer(flush)
 
     async def close(self) -> None:
-        """Hand everything over a last time; the engine must still answer."""
+        """Emit everything a last time; the engine must still answer."""
         if self._timer is not None and self._state is not None:
             await self._timer.close()
             self._state.close()
-            self._note.take_back()
+            self._note.remove()
 
 
-_NAMESPACE = b"apar"
-_PREFIX = "replica/"
+class NoteStore:
+    """Notes in the key-value store of Ray's head, shared by all processes of the cluster."""
 
-
-class Notes(Protocol):
-    """A store of notes that all processes of the cluster share."""
+    def __init__(self, actor_namespace: str) -> None:
+        self._actor_namespace = actor_namespace
 
     def put(self, key: str, text: str) -> None:
-        """Leave a note."""
+        """Write a note."""
+        internal_kv._internal_kv_put(key, text, namespace=_NAMESPACE)
 
     def keys(self, prefix: str) -> list[str]:
-        """The keys of the notes there."""
+        """List the keys with a prefix."""
+        found = internal_kv._internal_kv_list(prefix, namespace=_NAMESPACE)
+        return [key.decode() for key in found]
 
     def get(self, key: str) -> str | None:
-        """A note; None if it is gone."""
+        """Return a note; None if it is gone."""
+        text = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
+        return None if text is None else text.decode()
 
     def take(self, key: str) -> bool:
-        """Remove a note; whether it was there, and nobody else has taken it."""
+        """Delete a note; False if it was gone, for instance because another process took it."""
+        return bool(internal_kv._internal_kv_del(key, namespace=_NAMESPACE))
 
-    def is_alive(self, text: str) -> bool:
-        """Whether the actor that a note names is alive."""
+    def is_alive(self, actor: str) -> bool:
+        """Whether an actor of that name is alive."""
+        with suppress(ValueError):
+            ray.get_actor(actor, namespace=self._actor_namespace)
+            return True
+        return False
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaNote:
-    """The note of one replica of a deployment; `actor` is Ray's name of it."""
+    """Tells whether a starting replica replaces a lost one.
 
-    notes: Notes
+    Each replica leaves a note with its actor's name and removes it when it shuts down in order. A
+    replica that starts and takes the note of a dead actor counts as its replacement.
+    """
+
+    notes: NoteStore
     deployment: str
     replica: str
     actor: str
 
     @property
     def _prefix(self) -> str:
-        return f"{_PREFIX}{self.deployment}/"
+        return f"replica/{self.deployment}/"
 
     def leave(self) -> bool:
-        """Leave the note; returns whether the replica stands in for a lost one."""
+        """Leave the note; returns whether the replica replaces a lost one."""
         replaces = any(self._take_if_lost(key) for key in self.notes.keys(self._prefix))
         self.notes.put(self._prefix + self.replica, self.actor)
         return replaces
 
-    def take_back(self) -> None:
-        """Remove the note: the replica ends in peace."""
+    def remove(self) -> None:
+        """Remove the note at an orderly shutdown."""
         self.notes.take(self._prefix + self.replica)
 
     def _take_if_lost(self, key: str) -> bool:
@@ -272,43 +272,11 @@ class ReplicaNote:
         return actor is not None and not self.notes.is_alive(actor) and self.notes.take(key)
 
 
-class RayNotes:
-    """Notes in the key-value store of Ray's head."""
-
-    def __init__(self, actor_namespace: str) -> None:
-        self._actor_namespace = actor_namespace
-
-    def put(self, key: str, text: str) -> None:
-        """Leave a note."""
-        internal_kv._internal_kv_put(key, text, namespace=_NAMESPACE)
-
-    def keys(self, prefix: str) -> list[str]:
-        """The keys of the notes there."""
-        found = internal_kv._internal_kv_list(prefix, namespace=_NAMESPACE)
-        return [key.decode() for key in found]
-
-    def get(self, key: str) -> str | None:
-        """A note; None if it is gone."""
-        text = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
-        return None if text is None else text.decode()
-
-    def take(self, key: str) -> bool:
-        """Remove a note; whether it was there, and nobody else has taken it."""
-        return bool(internal_kv._internal_kv_del(key, namespace=_NAMESPACE))
-
-    def is_alive(self, text: str) -> bool:
-        """Whether an actor of that name is alive."""
-        with suppress(ValueError):
-            ray.get_actor(text, namespace=self._actor_namespace)
-            return True
-        return False
-
-
 def note_of_this_replica() -> ReplicaNote:
-    """The note of the Ray Serve replica that this process is."""
+    """Return the note of the Ray Serve replica that runs in this process."""
     context, actor = serve.get_replica_context(), ray.get_runtime_context()
     return ReplicaNote(
-        RayNotes(actor.namespace),
+        NoteStore(actor.namespace),
         f"{context.app_name}/{context.deployment}",
         context.replica_id.unique_id,
         actor.get_actor_name() or "",

@@ -20,8 +20,8 @@ from deployments.routing.shared_router import ROUTERS
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.errors import REPLICA_UNAVAILABLE
 from deployments.wire.request import RelayedRequest
+from tests.fakes.played_instruments import PlayedInstruments
 from tests.fakes.played_replicas import CHAT, EVENTS, JSON, PlayedReplicas, gateway_of, settings_of
-from tests.unit.deployments.metrics.played_instruments import PlayedInstruments
 
 OK = AnswerStart(200, JSON, b"{}")
 STREAM = AnswerStart(200, EVENTS, b"data: {}\n\n")
@@ -77,7 +77,7 @@ async def test_a_keys_file_that_cannot_be_used_is_told_until_it_is_mended(tmp_pa
 async def test_log_lines_that_were_left_out_are_told() -> None:
     told = Told(PlayedReplicas(OK))
     for num_lines in (0, 4):
-        told.gateway.metrics.log_lines_dropped(num_lines)
+        told.gateway.metrics.recorder.set_total(catalogue.LOG_LINES_DROPPED, num_lines)
         await told.gateway.tell_metrics()
 
     assert told.value(catalogue.LOG_LINES_DROPPED) == 4

@@ -10,7 +10,7 @@ from apar_core.tree.statistics import TreeStatistics
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Metric
 from deployments.replica.replica_metrics import ReplicaMetrics
-from tests.unit.deployments.metrics.played_instruments import PlayedInstruments
+from tests.fakes.played_instruments import PlayedInstruments
 
 IDLE: dict[str, Any] = {
     "threads": 0,

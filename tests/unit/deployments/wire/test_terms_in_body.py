@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from deployments.replica.answering import SERVED_KEY
+from deployments.replica.answering import SCOPE_KEY
 from deployments.replica.apar_extension import AparExtension
 from deployments.wire.request import RequestTerms
 from deployments.wire.terms_in_body import salt_within, write_terms
@@ -69,7 +69,7 @@ async def test_the_extension_writes_the_terms_of_the_request_that_it_serves() ->
         raise AssertionError(message)
 
     extension = AparExtension(app, frozenset(), lambda request_id: None)
-    scope = {"type": "http", "path": "/v1/completions", "headers": [], SERVED_KEY: Served()}
+    scope = {"type": "http", "path": "/v1/completions", "headers": [], SCOPE_KEY: Served()}
     await extension(scope, receive, send)
 
     assert json.loads(bodies[0])["cache_salt"] == "s"
