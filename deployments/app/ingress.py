@@ -22,13 +22,12 @@ from deployments.gateway.gateway import Gateway
 from deployments.gateway.gateway_metrics import GatewayMetrics
 from deployments.gateway.settings import GatewaySettings, in_place_settings
 from deployments.metrics.recorder import FlushTimer, NoInstruments, RayInstruments
-from deployments.metrics.rejections import Rejection
 from deployments.relay.relay import send_error, send_whole
 from deployments.relay.replica_calls import HandleCalls
 from deployments.routing.shared_router import ROUTERS
 from deployments.tracing.tracing import close_tracing
 from deployments.wire.answer import AnswerStart
-from deployments.wire.errors import JSON_TYPE, ErrorAnswer
+from deployments.wire.errors import JSON_TYPE, DrainingError, ErrorAnswer, answer_for
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,6 @@ APPLICATION = "apar"
 GATEWAY = "Gateway"
 LIVE_PATH = "/live"
 _EVENTS = b"text/event-stream"
-_RETRY_AFTER_S = 5.0
 # Key of the complete settings in a generated `user_config`.
 _WHOLE = "settings"
 
@@ -104,7 +102,7 @@ class GatewayIngress:
         self._gateway = Gateway(
             settings, calls, self._is_ready, sends_request_ids=False, metrics=metrics
         )
-        self._door = FrontDoor(self._gateway, partial(metrics.rejected, Rejection.DRAINING))
+        self._door = FrontDoor(self._gateway, partial(metrics.rejected, DrainingError.reason))
         self._flush_timer: FlushTimer | None = None
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -223,7 +221,7 @@ class FrontDoor:
             await send_whole(send, AnswerStart(HTTPStatus.OK, [JSON_TYPE], b'{"status":"ok"}'))
         elif self._closed:
             self._refused()
-            await send_error(send, draining())
+            await send_error(send, answer_for(DrainingError()))
         else:
             await self._serve(scope, receive, send)
 
@@ -238,7 +236,7 @@ class FrontDoor:
             if not self._tasks[task]:
                 raise
             task.uncancel()
-            await answer.end_with(draining())
+            await answer.end_with(answer_for(DrainingError()))
         finally:
             del self._tasks[task]
 
@@ -272,13 +270,3 @@ class _Answer:
             events = (b"" if self._tail in (b"", b"\n\n") else b"\n\n") + error.events
             body = events if self._is_stream else b""
             await self._send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-def draining() -> ErrorAnswer:
-    """Answer to a new request, and to /health, while the server drains."""
-    return ErrorAnswer(
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        "The server is stopping; please send the request again.",
-        code="draining",
-        retry_after_s=_RETRY_AFTER_S,
-    )

@@ -11,16 +11,20 @@ from deployments.gateway.callers import Caller
 from deployments.gateway.models import Model
 from deployments.gateway.request_log import RequestRecord
 from deployments.metrics.recorder import Instruments, Recorder
-from deployments.metrics.rejections import Rejection, rejection_for
 from deployments.routing.policies import Reason
 from deployments.routing.shared_router import ROUTERS
-from deployments.wire.errors import ENGINE_LOST, ENGINE_LOST_TWICE, REPLICA_UNAVAILABLE
+from deployments.wire.errors import (
+    REJECTION_REASONS,
+    EnginesDiedError,
+    NoReplicaError,
+    ReplicaLostError,
+)
 
 COMPLETION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 UNKNOWN = "unknown"
 """Label for a request that named no model, or was refused before its model was read."""
 
-_LOST = frozenset({ENGINE_LOST, ENGINE_LOST_TWICE, REPLICA_UNAVAILABLE})
+_LOST = frozenset({ReplicaLostError.code, EnginesDiedError.code, NoReplicaError.code})
 _COUNTS = (catalogue.RETRIES, catalogue.MIGRATIONS, catalogue.GIVEN_UP)
 _HISTOGRAMS = (catalogue.TIME_TO_FIRST_TOKEN, catalogue.REQUEST_LATENCY, catalogue.QUEUE_TIME)
 
@@ -50,7 +54,7 @@ def outcome_of(record: RequestRecord) -> Outcome:
 def _found_no_replica(record: RequestRecord) -> bool:
     """Whether no replica ever took the request; after a retry, one did."""
     begun = record.status == HTTPStatus.OK or record.retries > 0
-    return record.error_code == REPLICA_UNAVAILABLE and not begun
+    return record.error_code == NoReplicaError.code and not begun
 
 
 class GatewayMetrics:
@@ -66,19 +70,19 @@ class GatewayMetrics:
 
     def refused(self, error: RequestError | CapacityError, caller: Caller | None) -> None:
         """Count a request that the gateway refused."""
-        self.rejected(rejection_for(error), caller)
+        self.rejected(error.reason, caller)
 
-    def rejected(self, reason: Rejection, caller: Caller | None = None) -> None:
+    def rejected(self, reason: str, caller: Caller | None = None) -> None:
         """Count a request that reached no replica."""
         key = None if caller is None else caller.key
         key_class = ANONYMOUS if key is None else key.metrics_class
-        self.recorder.inc(catalogue.REQUESTS_REJECTED, reason=reason.value, key_class=key_class)
+        self.recorder.inc(catalogue.REQUESTS_REJECTED, reason=reason, key_class=key_class)
 
     def ended(self, record: RequestRecord, caller: Caller | None = None) -> None:
         """Count a finished request."""
-        never_taken = _found_no_replica(record)
-        if never_taken:
-            self.rejected(Rejection.NO_REPLICA, caller)
+        found_none = _found_no_replica(record)
+        if found_none:
+            self.rejected(NoReplicaError.reason, caller)
         if record.path not in COMPLETION_PATHS:
             return
         recorder, model, outcome = self.recorder, record.model or UNKNOWN, outcome_of(record)
@@ -92,7 +96,7 @@ class GatewayMetrics:
         if record.retries:
             recorder.inc(catalogue.RETRIES, record.retries - record.continued, model=model)
             recorder.inc(catalogue.MIGRATIONS, record.continued, model=model)
-        if record.error_code in _LOST and not never_taken:
+        if record.error_code in _LOST and not found_none:
             recorder.inc(catalogue.GIVEN_UP, model=model)
 
     def settings_refused(self, source: str, *, refused: bool) -> None:
@@ -142,7 +146,5 @@ class GatewayMetrics:
 
     def _declare_rejections(self, key_class: str) -> None:
         self._known_classes.add(key_class)
-        for reason in Rejection:
-            self.recorder.inc(
-                catalogue.REQUESTS_REJECTED, 0, reason=reason.value, key_class=key_class
-            )
+        for reason in REJECTION_REASONS:
+            self.recorder.inc(catalogue.REQUESTS_REJECTED, 0, reason=reason, key_class=key_class)

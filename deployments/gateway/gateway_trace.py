@@ -15,9 +15,9 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
 from starlette.types import Scope
 
+from apar_core.journal import ThreadDelta
 from deployments.gateway.request_log import RequestRecord
 from deployments.relay.relay import Progress, ReplicaCalls
-from deployments.relay.retries import ReplicaBrokenError, ReplicaLostError
 from deployments.routing.shared_router import ROUTERS
 from deployments.tracing import attributes as names
 from deployments.tracing.thread_spans import (
@@ -28,7 +28,8 @@ from deployments.tracing.thread_spans import (
     make_thread_spans,
 )
 from deployments.tracing.tracing import Tracing
-from deployments.wire.answer import AnswerEnd, AnswerStart, Piece, ThreadDelta
+from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
+from deployments.wire.errors import ReplicaBrokenError, ReplicaLostError
 from deployments.wire.request import RelayedRequest
 
 _CONTEXT_HEADERS = (b"traceparent", b"tracestate")
