@@ -1,30 +1,31 @@
 """The engine of a server: vLLM's AsyncLLM, which forks and tells about it."""
 
 from __future__ import annotations
-
 import asyncio
 import logging
 import time
 from collections.abc import Sequence
 from typing import Any, cast
-
 from vllm import SamplingParams, TokensPrompt
 from vllm.exceptions import VLLMClientError
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineGenerateError
-
 from apar_core.engine import plugin
 from apar_core.engine.core_state import CORE_STATE_CALL
 from apar_core.engine.input_processor import ForkInputProcessor
-from apar_core.engine.journal import RequestFollower
+from apar_core.engine.request_follower import RequestFollower
 from apar_core.engine.output_processor import ForkOutputProcessor
-from apar_core.engine.request_record import RequestRecord
-from apar_core.engine.resumption import completed, hand_to_scheduler
-from apar_core.engine.warm_up import PROMPT, warm_up_params
+from apar_core.engine.thread_outputs import RequestRecord
+from apar_core.engine.resume_request import completed, hand_to_scheduler
 from apar_core.fork_parameters import KeyTerms
 from apar_core.formats.control_tokens import ControlTokens
 from apar_core.journal import Journal
+from collections.abc import Iterator
+from typing import Any
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
 
 logger = logging.getLogger(__name__)
 
@@ -136,3 +137,47 @@ class AparAsyncLLM(AsyncLLM):
         """Threads alive, KV blocks free and fork counters of the engine core at this moment."""
         state: dict[str, Any] = await self.engine_core.call_utility_async(CORE_STATE_CALL)
         return state
+
+
+PROMPT = "Hello"
+
+_MAX_TOKENS = 2
+"""One token from the prompt's step, one from a decoding step."""
+
+_TOGETHER: dict[str, Any] = {
+    "temperature": 0.8,
+    "seed": 1,
+    "top_p": 0.9,
+    "top_k": 10,
+    "min_p": 0.01,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "repetition_penalty": 1.1,
+    "logit_bias": {0: 1.0},
+    "bad_words": [PROMPT],
+    "logprobs": 2,
+}
+_STRUCTURED: dict[str, dict[str, Any]] = {
+    "json": {"json": {"type": "object", "properties": {"a": {"type": "string"}}}},
+    "regex": {"regex": "[a-z]+"},
+    "choice": {"choice": ["yes", "no"]},
+    "grammar": {"grammar": 'root ::= "yes" | "no"'},
+}
+
+
+def warm_up_params() -> Iterator[tuple[str, SamplingParams]]:
+    """Names and parameters of requests that use each parameter alone, then most of them at once."""
+    yield "greedy", _params(temperature=0.0)
+    for name, value in _TOGETHER.items():
+        yield name, _params(**{name: value})
+    yield "greedy_logprobs", _params(temperature=0.0, logprobs=1)
+    yield "prompt_logprobs", _params(prompt_logprobs=1)
+    yield "min_tokens", _params(min_tokens=1)
+    yield "allowed_token_ids", _params(allowed_token_ids=[0, 1, 2])
+    for name, constraint in _STRUCTURED.items():
+        yield name, _params(structured_outputs=StructuredOutputsParams(**constraint))
+    yield "together", _params(**_TOGETHER)
+
+
+def _params(**values: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=_MAX_TOKENS, **values)

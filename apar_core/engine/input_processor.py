@@ -2,24 +2,20 @@
 tokens."""
 
 from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from typing import Any
-
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
-
 from apar_core.engine import engine_config
-from apar_core.engine.client_ids import find_client
+from apar_core.engine.request_follower import find_client
 from apar_core.engine.fork_bans import bad_words
 from apar_core.engine.replay import REPLAY_ARG, ReplayText, replay_text
 from apar_core.engine.replay_request import PARAM, REPLAY_REQUEST_ARG, ReplayRules
-from apar_core.engine.tool_calls import ENABLED_ARG, keep_tool_calls_unforked
 from apar_core.errors import RequestError
 from apar_core.fork_parameters import EXTRA_ARG, ForkParameters, KeyTerms
 from apar_core.formats.control_tokens import (
@@ -30,6 +26,8 @@ from apar_core.formats.control_tokens import (
     refuse_control_tokens,
 )
 from apar_core.scheduler.fork_settings import ForkSettings, fork_settings
+from functools import wraps
+
 
 logger = logging.getLogger(__name__)
 
@@ -298,3 +296,32 @@ def _choice(extra_args: dict[str, Any], name: str, kind: type, default: Any) -> 
     raise VLLMValidationError(
         f"{field} must be of type {kind.__name__}, got {value!r}.", parameter=field, value=value
     )
+
+
+ENABLED_ARG = "apar_enabled"
+"""Key of `SamplingParams.extra_args`: whether a request may fork."""
+_WRAPPED = "_apar_keeps_tool_calls_unforked"
+
+
+def keep_tool_calls_unforked() -> None:
+    """Disable forks for vLLM's HTTP requests with tools; may be called more than once."""
+    # Imported here: vLLM's HTTP layer, which only processes with a forking engine need.
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    for request_class in (ChatCompletionRequest, ResponsesRequest):
+        to_sampling_params = request_class.to_sampling_params
+        if not hasattr(to_sampling_params, _WRAPPED):
+            setattr(request_class, to_sampling_params.__name__, _saying(to_sampling_params))
+
+
+def _saying(to_sampling_params: Any) -> Any:
+    @wraps(to_sampling_params)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        params = to_sampling_params(self, *args, **kwargs)
+        if self.tools and self.tool_choice != "none":
+            params.extra_args = {**(params.extra_args or {}), ENABLED_ARG: False}
+        return params
+
+    setattr(wrapped, _WRAPPED, True)
+    return wrapped

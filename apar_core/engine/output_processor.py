@@ -1,28 +1,28 @@
 """vLLM's output processor, which sees one growing text where the engine runs many threads."""
 
 from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
-
 import numpy as np
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
 from vllm.v1.outputs import LogprobsLists
-
-from apar_core.engine.client_ids import beam_search_of, find_client
-from apar_core.engine.journal import RequestFollower
+from apar_core.engine.request_follower import beam_search_of, find_client
+from apar_core.engine.request_follower import RequestFollower
 from apar_core.engine.paced_outputs import interval_under_load, pace
-from apar_core.engine.request_record import RequestRecords
-from apar_core.engine.resumption import outputs_so_far
-from apar_core.engine.separators import separators
+from apar_core.engine.thread_outputs import RequestRecords
+from apar_core.engine.resume_request import outputs_so_far
 from apar_core.engine.thread_outputs import RequestThreads, TextToken, UnforkedThread
 from apar_core.fork_parameters import ForkParameters
 from apar_core.journal import Journal
-from apar_core.scheduler.resumption import forget_journal
+from apar_core.scheduler.thread_requests import forget_journal
 from apar_core.tree.restore import Separator
+from collections.abc import Sequence
+from functools import lru_cache
+from apar_core.engine.thread_outputs import TextToken
+from apar_core.tree.restore import Edge, Separator
 
 
 class ForkOutputProcessor(OutputProcessor):
@@ -217,3 +217,34 @@ def _without_control_tokens(logprobs: LogprobsLists, parameters: ForkParameters)
     token_ids = logprobs.logprob_token_ids
     banned = (token_ids == parameters.fork_id) | (token_ids == parameters.child_id)
     return logprobs._replace(logprobs=np.where(banned, -np.inf, logprobs.logprobs))
+
+
+_LINE_BREAK = {Edge.FIRST_CHILD: "\n", Edge.NEXT_SIBLING: "\n\n"}
+
+
+def separators(tokenizer: Any) -> Separator[TextToken]:
+    """Put a line break before a detail and an empty line before the next paragraph.
+
+    Nothing is added where the texts on either side already part them with white space.
+    """
+
+    @lru_cache(maxsize=65536)
+    def text_of(token_id: int) -> str:
+        # Behind a letter, so that a leading space of the token is not stripped.
+        prefix: list[int] = tokenizer.encode("a", add_special_tokens=False)
+        return str(tokenizer.decode([*prefix, token_id]))[len(str(tokenizer.decode(prefix))) :]
+
+    breaks = {edge: _token_ids(tokenizer, text) for edge, text in _LINE_BREAK.items()}
+
+    def separator(previous: TextToken, following: TextToken, edge: Edge) -> Sequence[TextToken]:
+        before, after = text_of(previous.token_id), text_of(following.token_id)
+        parted = before[-1:].isspace() or after[:1].isspace()
+        return () if parted else [TextToken(token_id, None) for token_id in breaks[edge]]
+
+    return separator
+
+
+def _token_ids(tokenizer: Any, text: str) -> list[int]:
+    prefix: list[int] = tokenizer.encode("a", add_special_tokens=False)
+    token_ids: list[int] = tokenizer.encode("a" + text, add_special_tokens=False)
+    return token_ids[len(prefix) :]

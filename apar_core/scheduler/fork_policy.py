@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from apar_core.scheduler.step_time_model import BatchView, StepTimeModel
+from apar_core.scheduler.step_time import BatchView, StepTimeModel
 
 PolicyName = Literal["eager", "adaptive"]
 

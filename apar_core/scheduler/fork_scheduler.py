@@ -5,32 +5,61 @@ client's request form a group that shares its token budget, its limits and its e
 """
 
 from __future__ import annotations
-
+from collections.abc import Iterable, Mapping
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+from apar_core.scheduler.step_time import BatchView
+from vllm.v1.request import Request, RequestStatus
+from apar_core.fork_parameters import ForkParameters
 from collections.abc import Iterable
 from typing import Any
-
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
-
 from apar_core.errors import EngineError
 from apar_core.journal import Journal
-from apar_core.scheduler.batches import coming_batch, scheduled_batch
 from apar_core.scheduler.block_sharing import BlockSharing
-from apar_core.scheduler.child_request import build_child_request
+from apar_core.scheduler.thread_requests import build_child_request
 from apar_core.scheduler.fork_admission import ForkAdmission
 from apar_core.scheduler.fork_policy import AdaptivePolicy, build_policy
 from apar_core.scheduler.fork_settings import fork_settings
-from apar_core.scheduler.request_facts import ended_itself, fork_parameters
 from apar_core.scheduler.request_gate import GatedQueue
-from apar_core.scheduler.resumption import resumed_alone, resumed_threads, take_journal
-from apar_core.scheduler.step_clock import StepClock
+from apar_core.scheduler.thread_requests import resumed_alone, resumed_threads, take_journal
+from apar_core.scheduler.step_time import StepClock
 from apar_core.scheduler.thread_table import ThreadGroup, ThreadTable
+
+
+def scheduled_batch(
+    step: SchedulerOutput, requests: Mapping[str, Request], *, counts_attended: bool
+) -> BatchView:
+    """What a step computes; attended tokens are 0 where nobody asks for them."""
+    rows = len(step.num_scheduled_tokens)
+    attended = 0
+    if counts_attended:
+        attended = sum(requests[name].num_computed_tokens for name in step.num_scheduled_tokens)
+    return BatchView(rows, attended, step.total_num_scheduled_tokens - rows)
+
+
+def coming_batch(rows: int, running: Iterable[Request], *, counts_attended: bool) -> BatchView:
+    """What the next steps will compute, as far as it is known, without prompts."""
+    return BatchView(rows, sum(each.num_tokens for each in running) if counts_attended else 0)
+
+
+def fork_parameters(request: Request) -> ForkParameters | None:
+    """The parameters that the API process wrote; None where the checkpoint cannot fork."""
+    if request.sampling_params is None:
+        return None
+    return ForkParameters.from_extra_args(request.sampling_params.extra_args)
+
+
+def ended_itself(request: Request, parameters: ForkParameters) -> bool:
+    """Whether a stopped request's last token is an end-of-thread token of the model."""
+    if request.status != RequestStatus.FINISHED_STOPPED:
+        return False
+    return request.all_token_ids[-1] in parameters.end_ids
 
 
 class ForkMixin(Scheduler):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from apar_core.engine.journal import RequestFollower
+from apar_core.engine.request_follower import RequestFollower
 from apar_core.tree.statistics import TreeStatistics
 from cluster.metrics import catalogue
 from deployments.metrics.families import Instruments

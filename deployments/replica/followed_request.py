@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from apar_core.engine.journal import RequestFollower
+from apar_core.engine.request_follower import RequestFollower
 from apar_core.fork_parameters import KeyTerms
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.request import RequestTerms

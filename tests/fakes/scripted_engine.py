@@ -28,14 +28,14 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from apar_core.engine.journal import RequestFollower
-from apar_core.engine.resumption import completed, hand_to_scheduler, outputs_so_far
+from apar_core.engine.request_follower import RequestFollower
+from apar_core.engine.resume_request import completed, hand_to_scheduler, outputs_so_far
 from apar_core.engine.thread_outputs import RequestThreads
 from apar_core.fork_parameters import EXTRA_ARG, ForkParameters
 from apar_core.journal import Journal
 from apar_core.scheduler.fork_scheduler import ForkAsyncScheduler, ForkMixin, ForkScheduler
 from apar_core.scheduler.fork_settings import CONFIG_KEY
-from apar_core.scheduler.step_clock import StepClock
+from apar_core.scheduler.step_time import StepClock
 from apar_core.tree.thread_names import thread_request_id
 
 FORK, CHILD, END = 1, 2, 3

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from apar_core.engine.offline import OfflineEngine
+from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.engine.replay import replay_args
 from apar_core.engine.replay_request import REPLAY
 from apar_core.workload.replay_answers import ReplayAnswer, replay_answers

@@ -22,7 +22,7 @@ from apar_core.engine.replay import REPLAY_ARG, ReplayText, replay_args, replaye
 from apar_core.engine.replay_request import PARAM, REPLAY_REQUEST_ARG, ReplayRules
 from apar_core.fork_parameters import EXTRA_ARG, ForkParameters, KeyTerms
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.scheduler.resumption import RESUME_ARG
+from apar_core.scheduler.thread_requests import RESUME_ARG
 from tests.fakes.scripted_engine import END
 
 ROOT = {"": [10, 11, END]}

@@ -2,7 +2,7 @@ import pytest
 
 from apar_core.scheduler.fork_admission import ForkAdmission
 from apar_core.scheduler.fork_policy import EagerPolicy, ForkPolicy
-from apar_core.scheduler.step_time_model import BatchView
+from apar_core.scheduler.step_time import BatchView
 from apar_core.scheduler.thread_table import ThreadGroup
 from tests.fakes.scripted_engine import fork_parameters
 

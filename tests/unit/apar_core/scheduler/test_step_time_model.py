@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apar_core.scheduler.step_time_model import (
+from apar_core.scheduler.step_time import (
     MIN_STEPS,
     BatchView,
     StepTimeCoefficients,

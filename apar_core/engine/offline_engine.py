@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from apar_core.engine.request_record import RequestRecord
+from apar_core.engine.thread_outputs import RequestRecord
 from apar_core.formats.control_tokens import ControlTokens
 
 

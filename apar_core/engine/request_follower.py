@@ -1,16 +1,67 @@
 """Follows a client's request in the API process: what its threads generate, and what it cost."""
 
 from __future__ import annotations
-
+import re
+from collections.abc import Mapping
+from typing import TypeVar
+from typing import TYPE_CHECKING, Protocol
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from apar_core.engine.thread_observer import ThreadObserver
 from apar_core.journal import Journal, ThreadDelta
 from apar_core.tree.statistics import TreeStatistics
 from apar_core.tree.thread_names import thread_path
+
+
+Value = TypeVar("Value")
+
+# vLLM names the beams of a search `ID-UUID-beam-I`, with another UUID for each step.
+_BEAM = re.compile(r"(?P<search>.+)-[0-9a-f]+-beam-[0-9]+")
+
+
+def beam_search_of(external_id: str) -> str | None:
+    """Id of the search that a request is a beam of; None if it is no beam."""
+    beam = _BEAM.fullmatch(external_id)
+    return None if beam is None else beam["search"]
+
+
+def find_client(table: Mapping[str, Value], external_id: str) -> Value | None:
+    """The entry of the client's request that a request of the engine is, or is a part of.
+
+    vLLM numbers the prompts of one request: `ID-0`, `ID-1`.
+    """
+    if not table:
+        return None
+    if external_id in table:
+        return table[external_id]
+    external_id = beam_search_of(external_id) or external_id
+    if external_id in table:
+        return table[external_id]
+    return table.get(external_id.rpartition("-")[0])
+
+
+# vLLM takes seconds to import, and the process that composes the application reads this module.
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutput
+
+
+class ThreadObserver(Protocol):
+    """Sees when threads begin, fork, generate and end, in the event loop of the API process.
+
+    Threads go by their engine request ids. What is `replayed` happened in another engine, from
+    which this one has taken the request over.
+    """
+
+    def began(self, root_id: str, choice: int | None) -> None:
+        """The engine is about to get a request; `choice` is its number among several (`n`)."""
+
+    def forked(self, parent_id: str, child_id: str) -> None:
+        """A thread has generated a fork token; told before anything of the child."""
+
+    def generated(self, output: EngineCoreOutput, *, replayed: bool) -> None:
+        """One thread's output of one step; the output belongs to the caller."""
+
 
 # vLLM takes seconds to import, and the process that composes the application reads this module.
 if TYPE_CHECKING:
