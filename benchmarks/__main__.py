@@ -149,7 +149,7 @@ def _replaying_engine(model: str, eager: bool) -> OfflineEngine:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Imported here: --help shall not wait for torch and vLLM.
     from apar_core.engine.offline_engine import OfflineEngine
-    from apar_core.engine.replay_request import REPLAY
+    from apar_core.engine.replay import REPLAY
     from apar_core.models.apar_tiny import checkpoint_path
 
     return OfflineEngine(

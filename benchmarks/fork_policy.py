@@ -20,8 +20,7 @@ from rich.table import Table
 from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.scheduler.fork_admission import AdmissionCounters
 from apar_core.scheduler.fork_policy import AdaptivePolicy, EagerPolicy
-from apar_core.scheduler.step_time import StepClock
-from apar_core.scheduler.step_time import StepTimeModel
+from apar_core.scheduler.step_time import StepClock, StepTimeModel
 from benchmarks.decoding import ForkedAnswer, forked_answers, replays
 
 Mode = Literal["none", "eager", "adaptive"]

@@ -1,97 +1,71 @@
-"""Follows a client's request in the API process: what its threads generate, and what it cost."""
+"""Follow a client's request in the API process: the tokens of its threads, its journal, its cost.
+
+One request of a client can be several requests of the engine: choices (`n`), several prompts, or
+the beams of a search. `find_client` finds the client's request by the engine's ids.
+"""
 
 from __future__ import annotations
+
 import re
-from collections.abc import Mapping
-from typing import TypeVar
-from typing import TYPE_CHECKING, Protocol
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
 from apar_core.journal import Journal, ThreadDelta
 from apar_core.tree.statistics import TreeStatistics
-from apar_core.tree.thread_names import thread_path
+from apar_core.tree.thread_names import ThreadPath, thread_path
 
-
-Value = TypeVar("Value")
-
-# vLLM names the beams of a search `ID-UUID-beam-I`, with another UUID for each step.
-_BEAM = re.compile(r"(?P<search>.+)-[0-9a-f]+-beam-[0-9]+")
-
-
-def beam_search_of(external_id: str) -> str | None:
-    """Id of the search that a request is a beam of; None if it is no beam."""
-    beam = _BEAM.fullmatch(external_id)
-    return None if beam is None else beam["search"]
-
-
-def find_client(table: Mapping[str, Value], external_id: str) -> Value | None:
-    """The entry of the client's request that a request of the engine is, or is a part of.
-
-    vLLM numbers the prompts of one request: `ID-0`, `ID-1`.
-    """
-    if not table:
-        return None
-    if external_id in table:
-        return table[external_id]
-    external_id = beam_search_of(external_id) or external_id
-    if external_id in table:
-        return table[external_id]
-    return table.get(external_id.rpartition("-")[0])
-
-
-# vLLM takes seconds to import, and the process that composes the application reads this module.
-if TYPE_CHECKING:
-    from vllm.v1.engine import EngineCoreOutput
-
-
-class ThreadObserver(Protocol):
-    """Sees when threads begin, fork, generate and end, in the event loop of the API process.
-
-    Threads go by their engine request ids. What is `replayed` happened in another engine, from
-    which this one has taken the request over.
-    """
-
-    def began(self, root_id: str, choice: int | None) -> None:
-        """The engine is about to get a request; `choice` is its number among several (`n`)."""
-
-    def forked(self, parent_id: str, child_id: str) -> None:
-        """A thread has generated a fork token; told before anything of the child."""
-
-    def generated(self, output: EngineCoreOutput, *, replayed: bool) -> None:
-        """One thread's output of one step; the output belongs to the caller."""
-
-
-# vLLM takes seconds to import, and the process that composes the application reads this module.
+# Importing vLLM takes seconds, and the process that composes the application imports this module.
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine import EngineCoreOutput
 
+Value = TypeVar("Value")
 
-# `FinishReason.ABORT`; the value, for the sake of the import.
+# vLLM names the beams of a search `ID-UUID-beam-I`, with another UUID in each step.
+_BEAM = re.compile(r"(?P<search>.+)-[0-9a-f]+-beam-[0-9]+")
+
+# `FinishReason.ABORT`, which cannot be imported here.
 _ABORT = 2
 
 
-@dataclass(slots=True)
-class _Fresh:
-    """What one thread has generated since the journal was last taken."""
+class ThreadObserver(Protocol):
+    """Callbacks for the threads of a request, called in the event loop of the API process.
 
-    path: tuple[int, ...]
+    Threads are named by their engine request ids. Replayed outputs come from another engine, whose
+    request this one continues.
+    """
+
+    def began(self, root_id: str, choice: int | None) -> None:
+        """Note that the engine gets a request; `choice` is its number if there are several."""
+
+    def forked(self, parent_id: str, child_id: str) -> None:
+        """Note a fork token; called before any output of the child."""
+
+    def generated(self, output: EngineCoreOutput, *, replayed: bool) -> None:
+        """Note one thread's output of one step; the output belongs to the caller."""
+
+
+@dataclass(slots=True)
+class _NewTokens:
+    """Tokens of one thread since the journal was last taken."""
+
+    path: ThreadPath
     token_ids: list[int]
     finish_reason: int | None = None
 
 
 class RequestFollower:
-    """Counts and, where asked to, writes down what the threads of one client's request generate.
+    """Token counts, times, statistics and, on demand, the journal of one client's request.
 
-    A client's request may be several requests of the engine (`n`, several prompts); then it counts
-    them all and keeps no journal. `resume` is the journal of the request that this one continues:
-    its tokens are part of `generated_tokens`, and of no journal taken here.
+    There is a journal only if the request is a single request of the engine that another engine
+    can continue. `resume` is the journal of the request that this one continues: its tokens count
+    in `generated_tokens`, but are not part of the journals taken here.
 
-    `aborted` tells that the engine core has given the request up by itself, as it does with all its
-    requests when it is told to end. A client's abort never comes this way: the API process drops
-    the request at once and asks the engine core for no answer.
+    `aborted` is set when the engine core gives up a request, as it does when it shuts down. A
+    client's abort never sets it: the API process then drops the request at once and does not wait
+    for an output.
     """
 
     def __init__(
@@ -108,31 +82,32 @@ class RequestFollower:
         self.num_roots = 0
         self.aborted = False
         self.statistics: TreeStatistics | None = None
-        # When the engine got the request, and when its outputs came; by the monotonic clock.
+        # Monotonic times: the engine got the request, first and last output.
         self.began_s = self.first_output_s = self.last_output_s = 0.0
         self._wants_journal = keeps_journal
-        self._journal: dict[str, _Fresh] | None = None
+        # By engine request id of a thread; None if no journal is kept.
+        self._journal: dict[str, _NewTokens] | None = None
         self._root_id = ""
-        self._num_fresh = 0
+        self._num_new_tokens = 0
         self._replaying = False
         self._beam_searches: set[str] = set()
 
     @property
     def continuable(self) -> bool:
-        """Whether the journals taken here are enough to continue the request elsewhere."""
+        """Whether the journals taken here are enough to continue the request in another engine."""
         return self._journal is not None and self.num_roots == 1
 
     @property
     def searches_beams(self) -> bool:
-        """Whether what is followed are the beams of searches."""
+        """Whether the request is a beam search."""
         return bool(self._beam_searches)
 
     def begin(
         self, root_id: str, num_prompt_tokens: int, params: SamplingParams, *, choice: int | None
     ) -> None:
-        """Told of each request of the engine before it has generated anything.
+        """Add a request of the engine, before it has generated anything.
 
-        `choice` is its number among those for one prompt (`n`), None where there is but one.
+        `choice` is its number among the choices for one prompt, None if there is only one.
         """
         self.num_roots += 1
         self.began_s = self.began_s or time.monotonic()
@@ -145,9 +120,9 @@ class RequestFollower:
             self._observer.began(root_id, choice)
 
     def begin_beam(self, search: str, num_prompt_tokens: int) -> None:
-        """Told of each beam of each step of a beam search, which has one name for all of them.
+        """Add a beam; vLLM starts new ones in each step of a search.
 
-        Its prompt counts once, and the search as one root; beams are never continued.
+        The beams of one search count as one root with one prompt.
         """
         self.began_s = self.began_s or time.monotonic()
         if search not in self._beam_searches:
@@ -156,7 +131,7 @@ class RequestFollower:
             self.prompt_tokens += num_prompt_tokens
 
     def add(self, output: EngineCoreOutput) -> None:
-        """Take what one thread has generated in one step; called for every output."""
+        """Add one thread's output of one step."""
         if self._observer is not None:
             self._observer.generated(output, replayed=self._replaying)
         token_ids = output.new_token_ids
@@ -165,60 +140,60 @@ class RequestFollower:
             return
         self.last_output_s = time.monotonic()
         self.first_output_s = self.first_output_s or self.last_output_s
-        self._num_fresh += len(token_ids)
+        self._num_new_tokens += len(token_ids)
         finish_reason = None if output.finish_reason is None else int(output.finish_reason)
         if finish_reason == _ABORT:
-            # No end of the thread: another engine can go on with it.
+            # Not an end of the thread: another engine can continue it.
             self.aborted, finish_reason = True, None
         if self._journal is None or not (token_ids or finish_reason is not None):
             return
-        fresh = self._journal.get(output.request_id)
-        if fresh is None:
+        new = self._journal.get(output.request_id)
+        if new is None:
             path = thread_path(self._root_id, output.request_id)
-            fresh = self._journal[output.request_id] = _Fresh(path, [])
-        fresh.token_ids += token_ids
+            new = self._journal[output.request_id] = _NewTokens(path, [])
+        new.token_ids += token_ids
         if finish_reason is not None:
-            fresh.finish_reason = finish_reason
+            new.finish_reason = finish_reason
 
     def forked(self, parent_id: str, child_id: str) -> None:
-        """Told of each fork token, by the engine request ids of the two threads."""
+        """Note a fork token, by the engine request ids of the two threads."""
         if self._observer is not None:
             self._observer.forked(parent_id, child_id)
 
     def end(self, statistics: TreeStatistics) -> None:
-        """Told the statistics of each finished tree; those of beams are no answer's."""
+        """Add the statistics of a finished tree; beams are ignored, as they are no answers."""
         if self._beam_searches:
             return
         known = self.statistics
         self.statistics = statistics if known is None else known + statistics
 
     def take_num_tokens(self) -> int:
-        """Tokens that all threads together have generated since the last call."""
-        num_fresh, self._num_fresh = self._num_fresh, 0
-        return num_fresh
+        """Return the number of tokens that all threads have generated since the last call."""
+        num_tokens, self._num_new_tokens = self._num_new_tokens, 0
+        return num_tokens
 
     def take_journal(self) -> Journal:
-        """What the threads have generated since the last call; empty where none is kept."""
+        """Return the tokens generated since the last call; empty if no journal is kept."""
         if not self._journal:
             return ()
         journal, self._journal = self._journal, {}
         return tuple(
-            ThreadDelta(fresh.path, tuple(fresh.token_ids), fresh.finish_reason)
-            for fresh in journal.values()
+            ThreadDelta(new.path, tuple(new.token_ids), new.finish_reason)
+            for new in journal.values()
         )
 
     def replay(self, *, begins: bool) -> None:
-        """Between two calls, what is added is that of the request that this one continues."""
+        """Mark the begin or end of replayed outputs."""
         self._replaying = begins
 
 
 def can_continue(params: SamplingParams) -> bool:
-    """Whether a request may be taken up again from its token ids alone.
+    """Return whether another engine can continue a request from its token ids alone.
 
-    Not where the engine that died has taken something along: log-probabilities, the state of a
-    grammar, and what it counts over the tokens generated (penalties, a least number of tokens, bad
-    words of several tokens, repetitions, a thinking budget, given tokens). The HTTP layer's part of
-    the rule is in `deployments/relay/continuation.py`.
+    It cannot if the first engine's state is part of the answer: log-probabilities, the state of a
+    grammar, and counts over generated tokens (penalties, `min_tokens`, bad words of several tokens,
+    repetitions, a thinking budget, given tokens). The HTTP layer's part of this rule is in
+    `deployments/relay/continuation.py`.
     """
     lost_with_the_engine = (
         params.logprobs is not None,
@@ -237,12 +212,22 @@ def can_continue(params: SamplingParams) -> bool:
     return not any(lost_with_the_engine)
 
 
-def stop_reason(params: SamplingParams, token_ids: Sequence[int]) -> int | None:
-    """What vLLM names as the reason of a thread that a stop token has ended: a client's token.
+def beam_search_of(external_id: str) -> str | None:
+    """Return the id of the search that a request is a beam of; None if it is not a beam."""
+    beam = _BEAM.fullmatch(external_id)
+    return None if beam is None else beam["search"]
 
-    As in vLLM's `check_stop`: the model's first end token has no name.
+
+def find_client(table: Mapping[str, Value], external_id: str) -> Value | None:
+    """Return the entry of the client's request that a request of the engine belongs to.
+
+    Understands beams, and vLLM's numbering of the prompts of one request: `ID-0`, `ID-1`.
     """
-    last = token_ids[-1] if token_ids else None
-    if last is None or last == params.eos_token_id:
+    if not table:
         return None
-    return last if last in (params.stop_token_ids or ()) else None
+    if external_id in table:
+        return table[external_id]
+    external_id = beam_search_of(external_id) or external_id
+    if external_id in table:
+        return table[external_id]
+    return table.get(external_id.rpartition("-")[0])

@@ -1,35 +1,72 @@
-"""Learns how long an engine step takes, from the steps that the engine makes.
+"""Measure how long engine steps take, and learn to predict it.
 
-Least squares with exponential forgetting on four features of a batch (recursive, in information
-form), coefficients kept non-negative, single outliers (compilation, garbage collection) bounded by
-Huber weights. Source of the features: TAPER (arXiv 2605.06914), which predicts a step's time from
-its rows and their contexts.
+The model is recursive least squares with exponential forgetting over four features of a batch.
+Coefficients are kept non-negative, and Huber weights bound single outliers (compilation, garbage
+collection). Source of the features: TAPER (arXiv 2605.06914).
 """
 
 from __future__ import annotations
+
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+
 import numpy as np
 import numpy.typing as npt
 
+Vector = npt.NDArray[np.float64]
 
+MIN_STEPS = 32
+"""Steps before the first prediction, enough to recognize outliers."""
+_FORGETTING = 0.998
+"""Weight of a step relative to the next: a memory of about 500 steps."""
+_HUBER = 3.0
+"""Errors beyond this multiple of the usual error get the weight of an error of that size."""
+_SCALE_FORGETTING = 0.98
+# Lower bound of the usual error, as a share of the step time: timers are never exact.
+_LEAST_SCALE = 0.01
+# Ridge strengths that keep coefficients where they were, in squared units of their features.
+# What the data cannot tell apart goes to the fixed time, so the model errs towards admitting.
+_ANCHOR = np.array([1e-9, 0.5, 0.005, 0.5])
+_ANCHOR_MATRIX = np.diag(_ANCHOR)
+# Fitting is most of the cost of a step, and coefficients change slowly.
+_STEPS_PER_FIT = 8
 _MEAN_SHARE = 0.05
-"""Weight of a step in the mean: that of about the last twenty."""
+"""Weight of a new step in the mean step time: about the last twenty steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchView:
+    """What one engine step computes.
+
+    rows: sequences that get a token.
+    attended_tokens: tokens of KV cache that all rows read; 0 if nobody needs the number.
+    prefill_tokens: tokens computed beyond one per row.
+    """
+
+    rows: int
+    attended_tokens: int
+    prefill_tokens: int = 0
+
+    def grown(self, *, rows: int, attended_tokens: int) -> BatchView:
+        """Return the batch with more decoding rows."""
+        return BatchView(
+            self.rows + rows, self.attended_tokens + attended_tokens, self.prefill_tokens
+        )
 
 
 class StepClock:
-    """Measures from output to output while rows run, else from the schedule to its output.
+    """Times steps from output to output while the engine is busy, else from schedule to output.
 
-    From output to output a step has its whole cost, the engine's own work included; and where
-    vLLM schedules a step ahead, the step before it is not counted twice.
+    From output to output, a step includes the engine's own work, and overlapping steps are not
+    counted twice where vLLM schedules ahead.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.mean_s = 0.0
-        # Since the start: steps, the rows that got a token in them, and the time they took.
+        # Since the start: steps, rows that got a token, and total step time.
         self.num_steps = 0
         self.num_rows = 0
         self.busy_s = 0.0
@@ -38,13 +75,14 @@ class StepClock:
         self._last_end_s: float | None = None
 
     def begin(self, step: object, batch: BatchView) -> None:
-        """A step with this batch has been scheduled."""
+        """Note that a step with this batch has been scheduled."""
         self._begun.append((step, batch, self._clock()))
 
     def end(self, step: object, *, still_busy: bool) -> tuple[BatchView, float] | None:
-        """The batch and the seconds of a step whose output has come; None if it was not begun.
+        """Return the batch and the seconds of a step whose output has arrived.
 
-        `still_busy` tells whether rows run on, so that the next step begins at once.
+        `still_busy` is whether rows are left, so that the next step begins at once. Returns None
+        for a step that was not begun here.
         """
         now_s = self._clock()
         last_end_s, self._last_end_s = self._last_end_s, now_s if still_busy else None
@@ -60,48 +98,9 @@ class StepClock:
         return None
 
 
-Vector = npt.NDArray[np.float64]
-
-MIN_STEPS = 32
-"""Steps before the first prediction: as many as tell an outlier from the rest."""
-FORGETTING = 0.998
-"""Weight of a step against the next one: a memory of about 500 steps."""
-HUBER = 3.0
-"""Errors beyond this many times the usual one count as much as one of that size."""
-_SCALE_FORGETTING = 0.98
-# Least error that is called usual, as a share of the step: timers and tasks are never exact.
-_LEAST_SCALE = 0.01
-# Strength with which a coefficient stays where it was, in squared units of its feature. What
-# nothing tells apart goes to the first one, a step's fixed time: the model errs towards admitting,
-# and learns from what follows.
-_ANCHOR = np.array([1e-9, 0.5, 0.005, 0.5])
-_ANCHOR_MATRIX = np.diag(_ANCHOR)
-# Coefficients change little from step to step, and fitting them is most of the cost of one.
-_STEPS_PER_FIT = 8
-
-
-@dataclass(frozen=True, slots=True)
-class BatchView:
-    """What one engine step computes.
-
-    `rows` are the sequences that get a token, `attended_tokens` the tokens of KV cache that all
-    rows together read, `prefill_tokens` the tokens computed beyond one a row.
-    """
-
-    rows: int
-    attended_tokens: int
-    prefill_tokens: int = 0
-
-    def grown(self, *, rows: int, attended_tokens: int) -> BatchView:
-        """The batch with more rows that decode."""
-        return BatchView(
-            self.rows + rows, self.attended_tokens + attended_tokens, self.prefill_tokens
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class StepTimeCoefficients:
-    """What a step's time is made of, in seconds."""
+    """Seconds per step, row, 1000 attended tokens, and prefill token."""
 
     fixed_s: float
     row_s: float
@@ -110,12 +109,11 @@ class StepTimeCoefficients:
 
 
 class StepTimeModel:
-    """Predicts the seconds of a step; knows nothing until it has seen `MIN_STEPS` steps."""
+    """Predicts the duration of a step; ready after `MIN_STEPS` steps."""
 
-    def __init__(self, *, forgetting: float = FORGETTING) -> None:
+    def __init__(self) -> None:
         self.num_steps = 0
         self.largest_rows = 0
-        self._forgetting = forgetting
         self._information = np.zeros((4, 4))
         self._moments = np.zeros(4)
         self._coefficients = np.zeros(4)
@@ -125,27 +123,27 @@ class StepTimeModel:
 
     @property
     def is_ready(self) -> bool:
-        """Whether enough steps have been seen to predict one."""
+        """Whether enough steps have been observed to predict one."""
         return self.num_steps >= MIN_STEPS
 
     @property
     def coefficients(self) -> StepTimeCoefficients:
-        """The coefficients as they are now; zero until the model is ready."""
+        """Current coefficients; zero until the model is ready."""
         self._fit()
         return StepTimeCoefficients(*self._coefficients.tolist())
 
     @property
     def usual_error_s(self) -> float:
-        """By how much the last steps missed their prediction, outliers bounded."""
+        """Running mean of the absolute prediction error, with outliers bounded."""
         return self._scale_s
 
     def predict_s(self, batch: BatchView) -> float:
-        """Seconds that a step with this batch will take."""
+        """Return the predicted seconds of a step with this batch."""
         self._fit()
         return float(self._coefficients @ _features(batch))
 
     def observe(self, batch: BatchView, seconds: float) -> None:
-        """Learn from a step that took so long."""
+        """Learn from the duration of a step."""
         self.num_steps += 1
         self.largest_rows = max(self.largest_rows, batch.rows)
         features = _features(batch)
@@ -163,7 +161,7 @@ class StepTimeModel:
             self._fit()
 
     def _begin(self) -> None:
-        """Fit the first steps, among which nothing but their median tells an outlier."""
+        """Fit the first steps, with outliers judged by the median."""
         middle_s = median(seconds for _, seconds in self._first)
         spread_s = median(abs(seconds - middle_s) for _, seconds in self._first)
         self._scale_s = max(spread_s, 0.1 * middle_s)
@@ -174,23 +172,23 @@ class StepTimeModel:
         self._fit()
 
     def _weight(self, error_s: float) -> float:
-        bound_s = HUBER * self._scale_s
+        bound_s = _HUBER * self._scale_s
         return 1.0 if abs(error_s) <= bound_s else bound_s / abs(error_s)
 
     def _rescale(self, error_s: float, *, least_s: float) -> None:
-        # A bounded share of each error: a lasting change widens the scale, and so gets its weight.
-        error_s = min(abs(error_s), HUBER * self._scale_s)
+        # Bounded: an outlier changes little, and a lasting change widens the scale step by step.
+        error_s = min(abs(error_s), _HUBER * self._scale_s)
         self._scale_s += (1 - _SCALE_FORGETTING) * (error_s - self._scale_s)
         self._scale_s = max(self._scale_s, least_s)
 
     def _add(self, features: Vector, seconds: float, weight: float) -> None:
-        self._information *= self._forgetting
+        self._information *= _FORGETTING
         self._information += np.outer(weight * features, features)
-        self._moments *= self._forgetting
+        self._moments *= _FORGETTING
         self._moments += (weight * seconds) * features
 
     def _fit(self) -> None:
-        """The coefficients that fit best; a negative one becomes zero and the others fit anew."""
+        """Solve for the coefficients; set a negative one to zero and fit the others again."""
         if self._num_unfitted == 0:
             return
         self._num_unfitted = 0

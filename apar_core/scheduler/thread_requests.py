@@ -1,25 +1,32 @@
-"""Takes up a request where another engine had to leave it: every thread becomes a prompt again.
+"""Build the vLLM request of a thread: of a child at a fork, and of a thread that is resumed.
 
-A thread is a prompt: what its path holds so far. So a thread of the journal continues as a new
-request of the engine, whose prompt is the client's prompt and all that the thread has read and
-generated. Nothing is generated again; what its threads share is computed once, through the prefix
-cache.
+A thread is a prompt: the tokens on its path so far. A child's prompt is its parent's sequence up to
+the fork token, then the child token. A request that another engine was lost with is resumed from
+its journal in the same way: each unfinished thread becomes a request whose prompt is the client's
+prompt and all that the thread has read and generated. No token is generated again, and common
+prefixes are computed once, through the prefix cache.
 """
 
 from __future__ import annotations
+
 import math
-from typing import Any
-from vllm.v1.request import Request
-from apar_core.errors import TreeError
-from apar_core.fork_parameters import EXTRA_ARG, child_seed
-import hashlib
 from collections.abc import Sequence
+
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import FinishReason
-from apar_core.fork_parameters import EXTRA_ARG, ForkParameters, child_seed
+from vllm.v1.request import Request
+
+from apar_core.errors import TreeError
+from apar_core.fork_parameters import EXTRA_ARG, ForkParameters, child_seed, derived_seed
 from apar_core.journal import Journal, ThreadDelta, from_plain
 from apar_core.scheduler.thread_table import ThreadGroup
-from apar_core.tree.thread_names import thread_request_id
+from apar_core.tree.thread_names import ThreadPath, thread_request_id
+
+RESUME_ARG = "apar_resume"
+"""Key of `SamplingParams.extra_args` with a journal for the scheduler, as plain values.
+
+The journal has an entry for every fork token, parents before their children.
+"""
 
 
 def build_child_request(
@@ -31,30 +38,31 @@ def build_child_request(
     child_id: int,
     max_tokens: int,
 ) -> Request:
-    """A request that continues the parent's first `fork_index + 1` tokens after a child token.
+    """Return a request that continues the parent's first `fork_index + 1` tokens.
 
-    `fork_index` is the position of the fork token in the parent's sequence, `ordinal` the fork's
-    number within the parent, `max_tokens` what the request's budget leaves.
+    `fork_index` is the position of the fork token in the parent's sequence, `ordinal` the number
+    of the fork within the parent, `child_id` the child token, `max_tokens` what is left of the
+    request's budget.
     """
     if parent.sampling_params is None:
         raise TreeError(f"request {parent.request_id!r} forked, but does not sample tokens")
-    sampling_params = parent.sampling_params.clone()
-    sampling_params.max_tokens = max_tokens
-    sampling_params.min_tokens = 0
-    # Whatever was asked of the prompt, its root thread answers.
-    sampling_params.prompt_logprobs = None
-    sampling_params.prompt_logprob_token_ids = None
-    sampling_params.skip_reading_prefix_cache = False
-    sampling_params.seed = child_seed(sampling_params.seed, ordinal)
-    sampling_params.extra_args = _extra_args(sampling_params.extra_args, ordinal)
+    params = parent.sampling_params.clone()
+    params.max_tokens = max_tokens
+    params.min_tokens = 0
+    # The root thread reports on the prompt.
+    params.prompt_logprobs = None
+    params.prompt_logprob_token_ids = None
+    params.skip_reading_prefix_cache = False
+    params.seed = child_seed(params.seed, ordinal)
+    parent_path = (params.extra_args or {})[EXTRA_ARG]["thread_path"]
+    _set_path(params, (*parent_path, ordinal))
     child = Request(
         request_id=request_id,
         prompt_token_ids=[*parent.all_token_ids[: fork_index + 1], child_id],
-        sampling_params=sampling_params,
+        sampling_params=params,
         pooling_params=None,
         client_index=parent.client_index,
-        # The next larger time: behind its parent, ahead of every later request.
-        arrival_time=math.nextafter(parent.arrival_time, math.inf),
+        arrival_time=_behind(parent.arrival_time),
         mm_features=parent.mm_features,
         lora_request=parent.lora_request,
         cache_salt=parent.cache_salt,
@@ -64,71 +72,41 @@ def build_child_request(
     return child
 
 
-def _extra_args(parent_extra_args: dict[str, Any] | None, ordinal: int) -> dict[str, Any]:
-    extra_args = parent_extra_args or {}
-    values = extra_args[EXTRA_ARG]
-    return {
-        **extra_args,
-        EXTRA_ARG: {**values, "thread_path": (*values["thread_path"], ordinal)},
-    }
-
-
-def _inherit_block_hashes(parent: Request, child: Request, *, num_shared_tokens: int) -> None:
-    """Take over the hashes of the shared blocks, which would cost time per prompt token."""
-    hasher = parent._block_hasher
-    if hasher is None:
-        return
-    # Hashes cover whole blocks, and agree as far as the tokens do. This rounds down, never up.
-    num_shared = len(parent.block_hashes) * num_shared_tokens // parent.num_tokens
-    child._block_hasher = hasher
-    child.block_hashes = list(parent.block_hashes[:num_shared])
-    child.update_block_hashes()
-
-
-RESUME_ARG = "apar_resume"
-"""Key of `SamplingParams.extra_args` under which a journal reaches the scheduler, as plain values.
-
-It holds every thread that a fork token names, parents before their children."""
-
-Path = tuple[int, ...]
-
-
 def take_journal(params: SamplingParams | None) -> Journal | None:
-    """The journal that a request shall go on from, removed from its parameters; None for a new one.
+    """Remove and return the journal in a request's parameters; None for a new request.
 
-    What remains goes to the workers with every thread.
+    The remaining parameters go to the workers with every thread.
     """
     if params is None or not params.extra_args or RESUME_ARG not in params.extra_args:
         return None
-    extra_args = dict(params.extra_args)
-    values = extra_args.pop(RESUME_ARG)
-    params.extra_args = extra_args
+    values = params.extra_args[RESUME_ARG]
+    forget_journal(params)
     return from_plain(values)
 
 
 def forget_journal(params: SamplingParams | None) -> None:
-    """Drop what a client may have put where a journal goes."""
+    """Remove a journal from a request's parameters, for example one that a client has sent."""
     if params is not None and params.extra_args and RESUME_ARG in params.extra_args:
         params.extra_args = {k: v for k, v in params.extra_args.items() if k != RESUME_ARG}
 
 
 def resumed_alone(request: Request, journal: Journal) -> Request:
-    """A request that may not fork, behind what it has generated so far."""
+    """Return a request that may not fork, continued behind its journal."""
     (root,) = journal
     tokens = [*_prompt(request), *root.token_ids]
-    return _thread(request, root, tokens, request.max_tokens - len(root.token_ids))
+    return _resumed_thread(request, root, tokens, request.max_tokens - len(root.token_ids))
 
 
 def resumed_threads(
     request: Request, journal: Journal, group: ThreadGroup[Request]
 ) -> list[Request]:
-    """The unfinished threads of a forked request; sets the counts of its group.
+    """Return the unfinished threads of a forked request, and set the counts of its group.
 
-    Those that had generated something come first, in order of their paths.
+    Threads that have generated tokens come first, then by path.
     """
     parameters = group.parameters
     for delta in journal:
-        group.count_text(delta.token_ids, ended=ended_itself(delta, parameters.end_ids))
+        group.count_text(delta.token_ids, stopped=delta.finish_reason == FinishReason.STOP)
         group.num_forks += bool(delta.path) and not was_refused(delta)
         group.num_children[thread_request_id(group.root_id, delta.path)] = delta.token_ids.count(
             parameters.fork_id
@@ -139,27 +117,20 @@ def resumed_threads(
         key=lambda delta: (bool(delta.path) and not delta.token_ids, delta.path),
     )
     return [
-        _thread(request, delta, sequences[delta.path], group.remaining_tokens)
+        _resumed_thread(request, delta, sequences[delta.path], group.remaining_tokens)
         for delta in unfinished
     ]
 
 
-def ended_itself(delta: ThreadDelta, end_ids: Sequence[int]) -> bool:
-    """Whether a thread's last token is an end-of-thread token of the model."""
-    if delta.finish_reason != FinishReason.STOP or not delta.token_ids:
-        return False
-    return delta.token_ids[-1] in end_ids
-
-
 def thread_sequences(
     journal: Journal, prompt: Sequence[int], parameters: ForkParameters
-) -> dict[Path, list[int]]:
-    """Each thread's whole sequence, by its path: prompt, its ancestors' tokens, its own.
+) -> dict[ThreadPath, list[int]]:
+    """Return each thread's whole sequence: prompt, tokens of its ancestors, its own tokens.
 
-    Raises TreeError if a thread stands before its parent, or if its parent did not fork it.
+    Raises TreeError if a thread comes before its parent, or if its parent did not fork it.
     """
-    sequences: dict[Path, list[int]] = {}
-    forks: dict[Path, list[int]] = {}
+    sequences: dict[ThreadPath, list[int]] = {}
+    forks: dict[ThreadPath, list[int]] = {}
     for delta in journal:
         if not delta.path:
             before = list(prompt)
@@ -180,29 +151,25 @@ def thread_sequences(
 
 
 def was_refused(delta: ThreadDelta) -> bool:
-    """Whether a fork opened no thread: its child then ends by length before any token."""
+    """Return whether a fork opened no thread: its child ends by length before any token."""
     return delta.finish_reason == FinishReason.LENGTH and not delta.token_ids
 
 
-def _prompt(request: Request) -> list[int]:
-    if request.prompt_token_ids is None or request.sampling_params is None:
-        raise TreeError(f"request {request.request_id!r} has no prompt tokens to resume from")
-    return request.prompt_token_ids
-
-
-def _thread(request: Request, delta: ThreadDelta, sequence: list[int], max_tokens: int) -> Request:
-    """The engine's request for one thread; `request` is the client's, as the root thread's."""
+def _resumed_thread(
+    request: Request, delta: ThreadDelta, sequence: list[int], max_tokens: int
+) -> Request:
+    """Return the request of one thread; `request` is the client's, with the root's parameters."""
     if request.sampling_params is None:
         raise TreeError(f"request {request.request_id!r} does not sample tokens")
     params = request.sampling_params.clone()
     params.max_tokens = max_tokens
     params.skip_reading_prefix_cache = False
     params.seed = _resumed_seed(params.seed, delta)
-    params.extra_args = _extra_args(params.extra_args, delta.path)
+    if params.extra_args and EXTRA_ARG in params.extra_args:
+        _set_path(params, delta.path)
     arrival_time = request.arrival_time
     for _ in delta.path:
-        # The next larger time: behind its parent, ahead of every later request.
-        arrival_time = math.nextafter(arrival_time, math.inf)
+        arrival_time = _behind(arrival_time)
     return Request(
         request_id=thread_request_id(request.request_id, delta.path),
         prompt_token_ids=sequence,
@@ -219,20 +186,41 @@ def _thread(request: Request, delta: ThreadDelta, sequence: list[int], max_token
     )
 
 
-def _extra_args(extra_args: dict[str, Any] | None, path: Path) -> dict[str, Any] | None:
-    if not extra_args or EXTRA_ARG not in extra_args:
-        return extra_args
-    return {**extra_args, EXTRA_ARG: {**extra_args[EXTRA_ARG], "thread_path": path}}
+def _prompt(request: Request) -> list[int]:
+    if request.prompt_token_ids is None or request.sampling_params is None:
+        raise TreeError(f"request {request.request_id!r} has no prompt tokens to resume from")
+    return request.prompt_token_ids
+
+
+def _behind(parent_arrival_time: float) -> float:
+    """Return the next larger time: behind the parent, ahead of every later request."""
+    return math.nextafter(parent_arrival_time, math.inf)
+
+
+def _set_path(params: SamplingParams, path: ThreadPath) -> None:
+    # A copy: threads share what their parameters hold.
+    extra_args = params.extra_args or {}
+    params.extra_args = {**extra_args, EXTRA_ARG: {**extra_args[EXTRA_ARG], "thread_path": path}}
 
 
 def _resumed_seed(seed: int | None, delta: ThreadDelta) -> int | None:
-    """Seed of a thread from here on, so that no random number is drawn twice in an answer.
+    """Return a seed for the rest of a thread, so that no random number is drawn twice.
 
-    They are others than those of an uninterrupted run: how far a generator had come, nobody knows.
+    The numbers differ from those of an uninterrupted run: the state of the lost generator is
+    unknown.
     """
     for ordinal in delta.path:
         seed = child_seed(seed, ordinal)
-    if seed is None or not delta.token_ids:
-        return seed
-    digest = hashlib.blake2b(f"{seed}+{len(delta.token_ids)}".encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "big")
+    return derived_seed(seed, f"+{len(delta.token_ids)}") if delta.token_ids else seed
+
+
+def _inherit_block_hashes(parent: Request, child: Request, *, num_shared_tokens: int) -> None:
+    """Take over the hashes of the shared blocks instead of computing them again."""
+    hasher = parent._block_hasher
+    if hasher is None:
+        return
+    # Hashes cover whole blocks and agree as far as the tokens do, so the number is rounded down.
+    num_shared = len(parent.block_hashes) * num_shared_tokens // parent.num_tokens
+    child._block_hasher = hasher
+    child.block_hashes = list(parent.block_hashes[:num_shared])
+    child.update_block_hashes()

@@ -36,7 +36,7 @@ def can_continue(request: RelayedRequest) -> bool:
     Cut by characters, a stream of one choice of text can; not one that carries token ids, tool
     calls (their arguments come in pieces of JSON), the prompt, or the answers to several prompts.
     What the engine cannot take up (log-probabilities, penalties over the output, grammars, `n`,
-    beam search) the replica tells with the start of its answer: `apar_core.engine.request_follower`.
+    beam search) the replica tells with the start of its answer: `engine/request_follower.py`.
     """
     if request.path not in _PATHS:
         return False

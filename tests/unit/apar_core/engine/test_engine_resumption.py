@@ -10,9 +10,9 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
-from apar_core.engine.request_follower import RequestFollower, can_continue
 from apar_core.engine.output_processor import ForkOutputProcessor
 from apar_core.engine.replay import REPLAY_ARG, replay_args, replayed_tokens
+from apar_core.engine.request_follower import RequestFollower, can_continue
 from apar_core.engine.resume_request import completed, hand_to_scheduler
 from apar_core.fork_parameters import EXTRA_ARG, ForkParameters
 from apar_core.formats.control_tokens import find_control_tokens
