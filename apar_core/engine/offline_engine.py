@@ -30,7 +30,7 @@ class OfflineEngine:
     """vLLM's `LLM` with the forking scheduler; engine core and model run in this process."""
 
     def __init__(self, model: str | Path, **engine_args: Any) -> None:
-        """Load a checkpoint. `engine_args` are arguments of `vllm.LLM` and override the defaults."""
+        """Load a checkpoint; `engine_args` are arguments of `vllm.LLM`, which override defaults."""
         # vLLM reads it when it builds the engine. In one process, the engine core can be inspected.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm import LLM

@@ -99,7 +99,7 @@ class ForkOutputProcessor(OutputProcessor):
         return None if follower is None else follower.resume
 
     def replay(self, request: EngineCoreRequest, journal: Journal) -> bool:
-        """Process the outputs of a journal; return whether the engine has to continue the request."""
+        """Process the outputs of a journal; return whether the engine must continue the request."""
         state = self.request_states[request.request_id]
         follower = find_client(self._followers, state.external_req_id)
         if follower is not None:
@@ -142,7 +142,7 @@ class ForkOutputProcessor(OutputProcessor):
     def _join(
         self, engine_core_outputs: list[EngineCoreOutput]
     ) -> tuple[list[EngineCoreOutput], list[str]]:
-        """Return outputs by request, and the requests that a stop token ended before their threads."""
+        """Return outputs by request, and requests that a stop token ended before their threads."""
         joined: list[EngineCoreOutput] = []
         fed: dict[str, RequestThreads] = {}
         for output in engine_core_outputs:

@@ -27,7 +27,7 @@ class MoodyPolicy:
         self._numbers = random.Random(seed)
         self._chance = chance
 
-    def admits(self, batch: BatchView, *, extra_rows: int = 1, extra_attended: int = 0) -> bool:
+    def admits(self, batch: BatchView, *, extra_attended: int = 0) -> bool:
         return self._numbers.random() < self._chance
 
     def observe(self, batch: BatchView, seconds: float) -> None:
