@@ -193,7 +193,7 @@ def can_continue(params: SamplingParams) -> bool:
     It cannot if the first engine's state is part of the answer: log-probabilities, the state of a
     grammar, and counts over generated tokens (penalties, `min_tokens`, bad words of several tokens,
     repetitions, a thinking budget, given tokens). The HTTP layer's part of this rule is in
-    `deployments/relay/continuation.py`.
+    `deployments/gateway/body.py`.
     """
     lost_with_the_engine = (
         params.logprobs is not None,
