@@ -95,7 +95,7 @@ class ForkBans(RowProcessor[_BanRow]):
         if parameters is None:
             return None
         # The prompt of a resumed thread may end with a fork token that it has sampled.
-        starts_banned = bool(prompt_ids) and parameters.is_control(prompt_ids[-1])
+        starts_banned = prompt_ids is not None and any(map(parameters.is_control, prompt_ids[-1:]))
         return _BanRow(parameters, starts_banned, output_ids)
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
