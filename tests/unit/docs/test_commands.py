@@ -17,7 +17,7 @@ BLOCK = re.compile(r"^ *```(?:bash|console|sh)\n(.*?)^ *```", re.DOTALL | re.MUL
 
 
 def commands_of(page: Path) -> list[str]:
-    """The `apar` command lines of a page, continuation lines joined, prompts and comments removed."""
+    """The `apar` command lines of a page, without prompts; continuation lines are joined."""
     found = []
     for block in BLOCK.findall(page.read_text()):
         for line in block.replace("\\\n", " ").splitlines():
@@ -54,7 +54,7 @@ def test_a_command_of_the_documentation_is_understood(line: str) -> None:
     parse(typer.main.get_command(app), "apar", shlex.split(line, comments=True)[1:])
 
 
-@pytest.mark.parametrize("line", ["serve --modell x", "nothing", "plan --rate many"])
+@pytest.mark.parametrize("line", ["serve --modell x", "nothing", "serve --port many"])
 def test_a_wrong_command_is_noticed(line: str) -> None:
     with pytest.raises(Exception, match=r"No such|[Ii]nvalid|not a valid"):
         parse(typer.main.get_command(app), "apar", shlex.split(line))

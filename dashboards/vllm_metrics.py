@@ -1,6 +1,6 @@
-"""Metrics of vLLM and Prometheus that the dashboards use beside ours, as Ray's agents export them.
+"""vLLM's own metrics that dashboards and alerts use, as Ray's agents export them.
 
-Their names have been seen in a running server (tests/integration/serving/test_dashboards.py).
+tests/integration/serving/test_dashboards.py checks the names against a running server.
 """
 
 from cluster.metrics.catalogue import Kind, Metric
@@ -11,22 +11,22 @@ PREEMPTIONS = Metric(
     "vllm_num_preemptions_total",
     Kind.COUNTER,
     "preemptions",
-    "Threads whose KV blocks were taken away for others.",
+    "Threads preempted to free their KV blocks.",
     _ENGINE,
 )
 PREFIX_CACHE_QUERIES = Metric(
     "vllm_prefix_cache_queries_total",
     Kind.COUNTER,
     "tokens",
-    "Tokens of prompts that were looked up in the prefix cache.",
+    "Prompt tokens looked up in the prefix cache.",
     _ENGINE,
 )
 PREFIX_CACHE_HITS = Metric(
     "vllm_prefix_cache_hits_total",
     Kind.COUNTER,
     "tokens",
-    "Tokens of prompts that were found there.",
+    "Prompt tokens found in the prefix cache.",
     _ENGINE,
 )
 
-FOREIGN = (PREEMPTIONS, PREFIX_CACHE_QUERIES, PREFIX_CACHE_HITS)
+VLLM_METRICS = (PREEMPTIONS, PREFIX_CACHE_QUERIES, PREFIX_CACHE_HITS)
