@@ -56,7 +56,7 @@ def test_a_command_of_the_documentation_is_understood(line: str) -> None:
 
 @pytest.mark.parametrize("line", ["serve --modell x", "nothing", "serve --port many"])
 def test_a_wrong_command_is_noticed(line: str) -> None:
-    with pytest.raises(Exception, match=r"No such|[Ii]nvalid|not a valid"):
+    with pytest.raises(Exception, match=r"No such|should be a valid"):
         parse(typer.main.get_command(app), "apar", shlex.split(line))
 
 

@@ -65,6 +65,26 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_every_folder_of_the_tree_exists_and_none_is_missing() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    [tree] = re.findall(r"## Folders\n\n```text\n(.*?)```", text, re.DOTALL)
+    path: list[str] = []
+    named: set[str] = set()
+    for line in tree.splitlines():
+        indent, folder = re.findall(r"^( *)(\w+)/ +\S", line)[0]
+        path[len(indent) // 4 :] = [folder]
+        named.add("/".join(path))
+    packages = {
+        folder.relative_to(ROOT).as_posix()
+        for top in ("apar_core", "cluster", "deployments")
+        for folder in (ROOT / top, *(ROOT / top).glob("*/"), *(ROOT / top).glob("offline/*/"))
+        if (folder / "__init__.py").exists()
+    }
+
+    assert [name for name in sorted(named) if not (ROOT / name).is_dir()] == []
+    assert packages - named == set()
+
+
 def test_each_life_names_at_most_twenty_files() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
     sections = {part.split("\n", 1)[0]: part for part in re.split(r"^## ", text, flags=re.M)}
