@@ -47,8 +47,8 @@ dashboards: $(INSTALLED) ## Write the metrics reference, Grafana's dashboards an
 	$(BIN)/python -m dashboards.grafana
 	$(BIN)/python -m dashboards.prometheus
 
-k8s: $(INSTALLED) ## Make rules and dashboards into Kubernetes objects, and check every overlay
-	$(BIN)/python -m k8s $(if $(CRDS),--crds $(CRDS))
+k8s: $(INSTALLED) ## Write the rules as a Kubernetes object
+	$(BIN)/python -m k8s
 
 docs: $(INSTALLED) ## Build the documentation site in out/site; fails on dead links
 	$(BIN)/python docs/build.py

@@ -21,28 +21,16 @@ from deployments.gateway.gateway import Gateway
 from deployments.gateway.settings import GatewaySettings, in_place_settings
 from deployments.metrics.gateway_metrics import GatewayMetrics
 from deployments.metrics.ray_instruments import NoInstruments, RayInstruments
-from deployments.metrics.rejections import Rejection
 from deployments.metrics.timer import FlushTimer
 from deployments.relay.relay import send_error, send_whole
 from deployments.relay.replica_calls import HandleCalls
 from deployments.routing import registry
 from deployments.tracing import close_tracing
 from deployments.wire.answer import AnswerStart
-from deployments.wire.errors import JSON_TYPE, ErrorAnswer
+from deployments.wire.errors import JSON_TYPE, DrainingError, ErrorAnswer, answer_for
 
 LIVE_PATH = "/live"
 _EVENTS = b"text/event-stream"
-_RETRY_AFTER_S = 5.0
-
-
-def draining() -> ErrorAnswer:
-    """The answer to a new request, and to /health, while the running ones end."""
-    return ErrorAnswer(
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        "The server is stopping; please send the request again.",
-        code="draining",
-        retry_after_s=_RETRY_AFTER_S,
-    )
 
 
 class FrontDoor:
@@ -80,7 +68,7 @@ class FrontDoor:
             await send_whole(send, AnswerStart(HTTPStatus.OK, [JSON_TYPE], b'{"status":"ok"}'))
         elif self._closed:
             self._refused()
-            await send_error(send, draining())
+            await send_error(send, answer_for(DrainingError()))
         else:
             await self._serve(scope, receive, send)
 
@@ -95,7 +83,7 @@ class FrontDoor:
             if not self._tasks[task]:
                 raise
             task.uncancel()
-            await answer.end_with(draining())
+            await answer.end_with(answer_for(DrainingError()))
         finally:
             del self._tasks[task]
 
@@ -199,7 +187,7 @@ class GatewayIngress:
         self._gateway = Gateway(
             settings, calls, self._is_ready, sends_request_ids=False, metrics=metrics
         )
-        self._door = FrontDoor(self._gateway, partial(metrics.rejected, Rejection.DRAINING))
+        self._door = FrontDoor(self._gateway, partial(metrics.rejected, DrainingError.reason))
         self._telling: FlushTimer | None = None
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:

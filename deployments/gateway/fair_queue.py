@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from apar_core.errors import CapacityError
-from deployments.gateway.rate_limits import RateLimitError
+from deployments.wire.errors import QueueTimeoutError, RateLimitError
 
 
 @dataclass(slots=True, eq=False)
@@ -92,10 +92,6 @@ class DrainRate:
         # Up to now, not to the last end: a queue that has stopped must not look fast.
         span_s = self._clock() - self._ends[0]
         return min(max(span_s / (len(self._ends) - 1) * num_requests, _DEFAULT_S), _MAX_S)
-
-
-class QueueTimeoutError(CapacityError):
-    """There was no room for the request for as long as it may wait: HTTP 503."""
 
 
 # Weight of the newest answer in a mean.

@@ -11,9 +11,9 @@ from typing import TypeVar, cast
 from limits.aio.storage import SlidingWindowCounterSupport, Storage
 from limits.errors import StorageError
 
-from apar_core.errors import RequestError
 from cluster.config.keys import KeyConfig
 from deployments.wire.answer import Headers
+from deployments.wire.errors import RateLimitError
 
 logger = logging.getLogger(__name__)
 
@@ -65,18 +65,6 @@ class CounterStore:
             self._silent_until_s = self._clock() + _SILENCE_S
             logger.warning("rates not counted: their store fails", extra={"reason": repr(error)})
             raise
-
-
-class RateLimitError(RequestError):
-    """The key has used up what it may have, and may try again later: HTTP 429 with Retry-After.
-
-    `kind` is `requests` or `tokens` (of a minute), or `threads` (alive at once).
-    """
-
-    def __init__(self, message: str, *, kind: str, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.kind = kind
-        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,16 +12,20 @@ from deployments.gateway.models import Model
 from deployments.gateway.request_log import RequestRecord
 from deployments.metrics.families import Instruments
 from deployments.metrics.recorder import Recorder
-from deployments.metrics.rejections import Rejection, rejection_for
 from deployments.routing import registry
 from deployments.routing.policy import Reason
-from deployments.wire.errors import ENGINE_LOST, ENGINE_LOST_TWICE, REPLICA_UNAVAILABLE
+from deployments.wire.errors import (
+    REJECTION_REASONS,
+    EnginesDiedError,
+    NoReplicaError,
+    ReplicaLostError,
+)
 
 COMPLETION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 UNKNOWN = "unknown"
 """The model of a request that named none, or was refused before anyone looked."""
 
-_LOST = frozenset({ENGINE_LOST, ENGINE_LOST_TWICE, REPLICA_UNAVAILABLE})
+_LOST = frozenset({ReplicaLostError.code, EnginesDiedError.code, NoReplicaError.code})
 _COUNTS = (catalogue.RETRIES, catalogue.MIGRATIONS, catalogue.GIVEN_UP)
 _HISTOGRAMS = (catalogue.TIME_TO_FIRST_TOKEN, catalogue.REQUEST_LATENCY, catalogue.QUEUE_TIME)
 
@@ -51,7 +55,7 @@ def outcome_of(record: RequestRecord) -> Outcome:
 def _was_never_taken(record: RequestRecord) -> bool:
     """Whether no replica has seen a request; after a loss another may be missing as well."""
     begun = record.status == HTTPStatus.OK or record.retries > 0
-    return record.error_code == REPLICA_UNAVAILABLE and not begun
+    return record.error_code == NoReplicaError.code and not begun
 
 
 class GatewayMetrics:
@@ -67,19 +71,19 @@ class GatewayMetrics:
 
     def refused(self, error: RequestError | CapacityError, caller: Caller | None) -> None:
         """Count a request that the gateway has not let in."""
-        self.rejected(rejection_for(error), caller)
+        self.rejected(error.reason, caller)
 
-    def rejected(self, reason: Rejection, caller: Caller | None = None) -> None:
+    def rejected(self, reason: str, caller: Caller | None = None) -> None:
         """Count a request that no replica has seen."""
         key = None if caller is None else caller.key
         key_class = ANONYMOUS if key is None else key.metrics_class
-        self._recorder.inc(catalogue.REQUESTS_REJECTED, reason=reason.value, key_class=key_class)
+        self._recorder.inc(catalogue.REQUESTS_REJECTED, reason=reason, key_class=key_class)
 
     def ended(self, record: RequestRecord, caller: Caller | None = None) -> None:
         """Count a request that is over, and has been logged."""
         never_taken = _was_never_taken(record)
         if never_taken:
-            self.rejected(Rejection.NO_REPLICA, caller)
+            self.rejected(NoReplicaError.reason, caller)
         if record.path not in COMPLETION_PATHS:
             return
         recorder, model, outcome = self._recorder, record.model or UNKNOWN, outcome_of(record)
@@ -147,7 +151,5 @@ class GatewayMetrics:
 
     def _declare_rejections(self, key_class: str) -> None:
         self._known_classes.add(key_class)
-        for reason in Rejection:
-            self._recorder.inc(
-                catalogue.REQUESTS_REJECTED, 0, reason=reason.value, key_class=key_class
-            )
+        for reason in REJECTION_REASONS:
+            self._recorder.inc(catalogue.REQUESTS_REJECTED, 0, reason=reason, key_class=key_class)

@@ -21,7 +21,7 @@ from apar_core.engine.replay_request import PARAM, REPLAY_REQUEST_ARG
 from apar_core.errors import RequestError
 from deployments.replica.asgi import SERVED_KEY, ServedRequest
 from deployments.wire.errors import JSON_TYPE, answer_for
-from deployments.wire.terms_in_body import write_terms
+from deployments.wire.request import write_terms
 
 MAX_REPLAY_TOKENS = 2**17
 MAX_REPLAY_THREADS = 2**12

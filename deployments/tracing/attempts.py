@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
 
-from deployments.relay.retries import ReplicaBrokenError, ReplicaLostError
+from apar_core.journal import ThreadDelta
 from deployments.routing import registry
 from deployments.tracing import attributes as names
 from deployments.tracing.thread_spans import (
@@ -21,7 +21,8 @@ from deployments.tracing.thread_spans import (
     WallClock,
     make_thread_spans,
 )
-from deployments.wire.answer import AnswerEnd, AnswerStart, Piece, ThreadDelta
+from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
+from deployments.wire.errors import ReplicaBrokenError, ReplicaLostError
 from deployments.wire.request import RelayedRequest
 
 if TYPE_CHECKING:

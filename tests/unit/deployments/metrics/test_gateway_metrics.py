@@ -15,10 +15,9 @@ from deployments.gateway.gateway import Gateway
 from deployments.gateway.request_log import RequestRecord
 from deployments.metrics.gateway_metrics import GatewayMetrics, Outcome, outcome_of
 from deployments.relay.relay import Progress
-from deployments.relay.retries import NoReplicaError, ReplicaLostError
 from deployments.routing import registry
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
-from deployments.wire.errors import REPLICA_UNAVAILABLE
+from deployments.wire.errors import NoReplicaError, ReplicaLostError
 from deployments.wire.request import RelayedRequest
 from tests.fakes.played_replicas import CHAT, EVENTS, JSON, PlayedReplicas, gateway_of, settings_of
 from tests.unit.deployments.metrics.played_instruments import PlayedInstruments
@@ -158,7 +157,7 @@ async def test_a_request_that_was_taken_lost_and_taken_no_more_is_given_up() -> 
 
     answer = await told.http.post(CHAT, json={"model": "m"})
 
-    assert answer.json()["error"]["code"] == REPLICA_UNAVAILABLE
+    assert answer.json()["error"]["code"] == NoReplicaError.code
     assert await told.outcomes() == {"server_error": 1}
     assert told.value(catalogue.GIVEN_UP, model="m") == 1
     assert await told.rejections() == {}

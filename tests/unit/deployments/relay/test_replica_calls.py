@@ -10,10 +10,9 @@ from grpc.aio import AioRpcError, Metadata
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from apar_core.journal import ThreadDelta
-from deployments.gateway.body import BodyTooLargeError
 from deployments.relay.replica_calls import HandleCalls
-from deployments.relay.retries import NoReplicaError, ReplicaLostError
 from deployments.wire.answer import AnswerBroken, AnswerEnd, AnswerStart, Piece
+from deployments.wire.errors import BodyTooLargeError, NoReplicaError, ReplicaLostError
 from deployments.wire.request import RelayedRequest
 
 REQUEST = RelayedRequest("POST", "/v1/completions", b"", [], b"{}", replica_wait_s=0.05)

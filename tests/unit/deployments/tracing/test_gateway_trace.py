@@ -11,10 +11,10 @@ from opentelemetry.sdk.trace import ReadableSpan
 from apar_core.journal import ThreadDelta
 from cluster.config.keys import KeyConfig
 from cluster.config.retries import RetryConfig
-from deployments.relay.retries import ReplicaBrokenError, ReplicaLostError
 from deployments.tracing import attributes as names
 from deployments.tracing.gateway_trace import start_trace
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
+from deployments.wire.errors import ReplicaBrokenError, ReplicaLostError
 from deployments.wire.request import RelayedRequest
 from tests.fakes.kept_spans import KeptSpans, parent_of
 from tests.fakes.played_replicas import CHAT, EVENTS, JSON, PlayedReplicas, gateway_of

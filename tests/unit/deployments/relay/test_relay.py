@@ -1,3 +1,5 @@
+"""When a request is retried after the loss of its replica."""
+
 import asyncio
 
 import pytest
@@ -6,10 +8,11 @@ from cluster.config import ClusterConfig
 from cluster.config.retries import RetryConfig
 from deployments.gateway.gateway import Gateway
 from deployments.gateway.settings import gateway_settings
-from deployments.relay.retries import NoReplicaError, ReplicaLostError, Retries
+from deployments.relay.relay import Retries
+from deployments.wire.errors import NoReplicaError, ReplicaLostError
 
 
-async def test_pauses_outlast_a_replica_whose_engine_has_died(
+async def test_pauses_grow_beyond_the_death_of_an_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pauses: list[float] = []
@@ -21,32 +24,29 @@ async def test_pauses_outlast_a_replica_whose_engine_has_died(
     attempts = Retries(RetryConfig(max_retries=4)).attempts()
 
     for _ in range(4):
-        await attempts.another(ReplicaLostError("dead"), continued=False)
+        await attempts.another(ReplicaLostError("dead"))
 
     assert pauses == [0.1, 0.4, 1.6, 2.0]
 
 
-async def test_after_the_last_retry_the_error_is_raised_and_counted() -> None:
+async def test_after_the_last_retry_the_error_is_raised() -> None:
     retries = Retries(RetryConfig(max_retries=2), first_pause_s=0.0)
     attempts = retries.attempts()
-    await attempts.another(ReplicaLostError("dead"), continued=False)
-    await attempts.another(ReplicaLostError("dead"), continued=True)
+    await attempts.another(ReplicaLostError("dead"))
+    await attempts.another(ReplicaLostError("dead"))
 
     with pytest.raises(ReplicaLostError):
-        await attempts.another(ReplicaLostError("dead"), continued=True)
-
-    counters = retries.counters
-    assert (counters.retried, counters.continued, counters.given_up) == (1, 1, 1)
+        await attempts.another(ReplicaLostError("dead"))
 
 
-async def test_a_wait_for_a_replica_is_not_repeated() -> None:
+async def test_a_timeout_without_a_replica_is_not_retried() -> None:
     retries = Retries(RetryConfig(max_retries=9))
 
     with pytest.raises(NoReplicaError):
-        await retries.attempts().another(NoReplicaError("none"), continued=False)
+        await retries.attempts().another(NoReplicaError("none"))
 
 
-async def test_the_gateway_takes_the_configured_rule_and_a_new_one() -> None:
+async def test_the_gateway_takes_the_configured_retries_and_new_ones() -> None:
     async def is_healthy() -> bool:
         return True
 

@@ -1,4 +1,4 @@
-"""What is read off a request's body for its router."""
+"""What the gateway reads from a parsed body: hint, salt, and whether its stream can continue."""
 
 import json
 from typing import Any
@@ -7,7 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.gateway.hint import request_hint
+from deployments.gateway.body import RequestBody
+from deployments.wire.request import RequestHint
+
+CHAT = "/v1/chat/completions"
+
+
+def parsed(fields: dict[str, Any]) -> RequestBody:
+    return RequestBody(json.dumps(fields).encode())
+
+
+def request_hint(fields: dict[str, Any], salt: str | None = None) -> RequestHint:
+    return parsed(fields).hint(salt)
 
 
 def chat(*contents: Any, **fields: Any) -> dict[str, Any]:
@@ -84,7 +95,7 @@ def test_a_long_conversation_has_a_bounded_hint() -> None:
         ({"max_tokens": -1}, None),
     ],
 )
-def test_the_limit_of_tokens_is_the_client_s(fields: dict[str, Any], expected: int | None) -> None:
+def test_max_tokens_is_the_clients_limit(fields: dict[str, Any], expected: int | None) -> None:
     assert request_hint(chat("s", "u", **fields)).max_tokens == expected
 
 
@@ -103,7 +114,7 @@ def test_the_limit_of_tokens_is_the_client_s(fields: dict[str, Any], expected: i
         ({"min_tokens": 5}, False),
     ],
 )
-def test_requests_that_cannot_fork_say_so(fields: dict[str, Any], expected: bool) -> None:
+def test_hint_says_whether_the_request_may_fork(fields: dict[str, Any], expected: bool) -> None:
     assert request_hint(chat("s", "u", **fields)).may_fork is expected
 
 
@@ -117,14 +128,14 @@ def test_requests_that_cannot_fork_say_so(fields: dict[str, Any], expected: bool
         ({"prompt": "x", "n": 2}, 5, 2),
     ],
 )
-def test_completions_are_read_too(body: dict[str, Any], tokens: int, choices: int) -> None:
+def test_hint_of_a_completion(body: dict[str, Any], tokens: int, choices: int) -> None:
     hint = request_hint(body)
 
     assert (hint.prompt_tokens, hint.num_choices) == (tokens, choices)
     assert hint.prefix_hashes
 
 
-def test_the_prompt_counts_beside_messages_and_so_do_tools() -> None:
+def test_prompt_tools_and_tool_calls_count_as_prompt_text() -> None:
     tools = [{"type": "function", "function": {"name": "f", "description": "x" * 400}}]
     call = {"role": "assistant", "tool_calls": [{"function": {"arguments": "y" * 400}}]}
 
@@ -135,7 +146,7 @@ def test_the_prompt_counts_beside_messages_and_so_do_tools() -> None:
     assert request_hint({"messages": [call]}).prompt_tokens > 100
 
 
-def test_contents_in_parts_are_one_text() -> None:
+def test_content_parts_hash_like_one_text() -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "image_url"}, {"type": "text", "text": "lo"}]
 
     assert request_hint(chat(parts)).prefix_hashes == request_hint(chat("Hello")).prefix_hashes
@@ -155,10 +166,61 @@ messages = st.lists(st.dictionaries(st.sampled_from(["role", "content"]), json_v
     st.dictionaries(st.sampled_from(names), json_values)
     | st.fixed_dictionaries({"messages": messages, "n": json_values})
 )
-def test_no_body_makes_it_raise(fields: dict[str, Any]) -> None:
-    hint = request_hint(fields)
+def test_no_body_is_too_odd_to_read(fields: dict[str, Any]) -> None:
+    body = parsed(fields)
+    hint = body.hint(body.cache_salt("key"))
 
     assert hint.prompt_tokens >= 0
     assert hint.num_choices >= 1
     assert len(hint.prefix_hashes) == len(hint.prefix_tokens)
     json.dumps(hint.prefix_tokens)
+    assert body.prompt_tokens >= 0
+    assert body.can_continue(CHAT) in (True, False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, True),
+        ({"prompt": "a"}, True),
+        ({"prompt": [1, 2]}, True),
+        ({"prompt": ["a"]}, True),
+        ({"prompt": ["a", "b"]}, False),
+        ({"prompt": [[1], [2]]}, False),
+        ({"echo": True}, False),
+        ({"return_token_ids": True}, False),
+        ({"use_beam_search": True}, False),
+        ({"tools": [{}]}, False),
+        ({"tools": [{}], "tool_choice": "none"}, True),
+    ],
+)
+def test_only_streams_of_one_choice_of_text_can_continue(
+    fields: dict[str, Any], expected: bool
+) -> None:
+    assert parsed(fields).can_continue(CHAT) is expected
+    assert not parsed(fields).can_continue("/tokenize")
+
+
+def test_a_clients_salt_cannot_reach_another_keys_cache() -> None:
+    own = parsed({"cache_salt": "mine"})
+    salts = {own.cache_salt("a"), own.cache_salt("b"), "mine", "a", "b"}
+
+    assert len(salts) == 5
+    assert own.cache_salt("a") == own.cache_salt("a")
+    assert parsed({}).cache_salt("a") == "a"
+
+
+@pytest.mark.parametrize("salt", ["", 5, [], {}])
+def test_an_invalid_salt_is_left_for_vllm_to_refuse(salt: object) -> None:
+    assert parsed({"cache_salt": salt}).cache_salt("a") is None
+
+
+@pytest.mark.parametrize("salt", [None, "mine", 5])
+def test_the_salt_of_a_caller_without_a_key_stays_as_it_is(salt: object) -> None:
+    assert parsed({"cache_salt": salt}).cache_salt(None) is None
+
+
+def test_prompts_under_different_salts_of_the_client_share_nothing() -> None:
+    hashes = {request_hint(chat("Hello", cache_salt=salt)).prefix_hashes for salt in ("a", "b")}
+
+    assert len(hashes) == 2
