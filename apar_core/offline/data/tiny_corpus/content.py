@@ -1,15 +1,101 @@
-"""Questions whose answers are too short or too connected to fork: facts, sums, code."""
+"""Hand-written content of the corpus, read from the YAML files next to this module.
+
+Topics have answers that fork. Facts, sums and code have answers too short or too connected to fork.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Annotated, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
+
+NUM_POINTS = 8
 
 _FOLDER = Path(__file__).parent
+
+
+def _columns(*names: str) -> BeforeValidator:
+    """Parse lines such as "title | detail" into the named fields of a model."""
+
+    def parse(value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        columns: list[str] = [part.strip() for part in value.split("|")]
+        return dict(zip(names, columns, strict=True))
+
+    return BeforeValidator(parse)
+
+
+def _numbers(value: object) -> object:
+    return tuple(int(part) for part in value.split()) if isinstance(value, str) else value
+
+
+class Point(BaseModel):
+    """Tip or fact: a short title and its detail."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    title: str = Field(min_length=3)
+    detail: str = Field(min_length=3)
+
+
+class Passage(BaseModel):
+    """Paragraph: topic sentence and rest."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sentence: str = Field(min_length=3)
+    rest: str = Field(min_length=3)
+
+
+class Stage(BaseModel):
+    """Section of a guide: title, leading sentence and numbers of its points (from 1)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    title: str
+    lead: str
+    points: Annotated[
+        tuple[Annotated[int, Field(ge=1, le=NUM_POINTS)], ...], BeforeValidator(_numbers)
+    ] = Field(min_length=1)
+
+
+class Topic(BaseModel):
+    """All content about one topic.
+
+    `name` completes "tips for" or "facts about", depending on `item`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    item: Literal["tip", "fact"] = "tip"
+    points: tuple[Annotated[Point, _columns("title", "detail")], ...] = Field(
+        alias="tips", min_length=NUM_POINTS, max_length=NUM_POINTS
+    )
+    passages: tuple[Annotated[Passage, _columns("sentence", "rest")], ...] = Field(
+        alias="paragraphs", min_length=3, max_length=3
+    )
+    stages: tuple[Annotated[Stage, _columns("title", "lead", "points")], ...] = Field(
+        min_length=2, max_length=3
+    )
+    closing: str
+
+
+@cache
+def load_topics() -> tuple[Topic, ...]:
+    """Return all topics, ordered by file name."""
+    return tuple(
+        Topic.model_validate(entry)
+        for path in sorted(_FOLDER.glob("topics_*.yaml"))
+        for entry in yaml.safe_load(path.read_text(encoding="utf-8"))
+    )
+
+
 _LARGEST_ADDEND = 20
 _LARGEST_FACTOR = 10
 
@@ -44,7 +130,7 @@ _CODE_WORDINGS = (
 
 
 class Reply(BaseModel):
-    """One answer and the questions that it fits."""
+    """Answer with its questions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -53,7 +139,7 @@ class Reply(BaseModel):
 
 
 class ShortAnswers(BaseModel):
-    """The content of short_answers.yaml."""
+    """Content of short_answers.yaml."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -64,7 +150,7 @@ class ShortAnswers(BaseModel):
 
 
 class CodeAnswer(BaseModel):
-    """A programming task and a function that solves it."""
+    """Programming task and a function that solves it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -87,13 +173,13 @@ def load_code_answers() -> tuple[CodeAnswer, ...]:
 
 
 def small_talk_replies() -> Iterator[tuple[str, str]]:
-    """Yield (question, answer) of greetings and questions about the model itself."""
+    """Yield (question, answer) pairs of greetings and questions about the model."""
     for reply in load_short_answers().small_talk:
         yield from ((question, reply.answer) for question in reply.questions)
 
 
 def fact_replies() -> Iterator[tuple[str, str]]:
-    """Yield (question, answer) of capitals, definitions and single facts."""
+    """Yield (question, answer) pairs about capitals, definitions and single facts."""
     content = load_short_answers()
     for country, city in content.capitals.items():
         end = "" if city.endswith(".") else "."
@@ -116,13 +202,13 @@ def _sums() -> Iterator[tuple[str, str]]:
 
 
 def arithmetic_replies() -> Iterator[tuple[str, str]]:
-    """Yield (question, answer) of sums, differences and products of small numbers."""
+    """Yield (question, answer) pairs of sums, differences and products of small numbers."""
     for expression, equation in _sums():
         yield from ((wording.format(expression), equation) for wording in _SUM_WORDINGS)
 
 
 def code_replies() -> Iterator[tuple[str, str]]:
-    """Yield (question, answer) of programming tasks."""
+    """Yield (question, answer) pairs of programming tasks."""
     for answer in load_code_answers():
         block = f"```python\n{answer.code.rstrip()}\n```"
         yield from ((wording.format(answer.task), block) for wording in _CODE_WORDINGS)

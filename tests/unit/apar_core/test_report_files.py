@@ -7,10 +7,8 @@ import json
 from pathlib import Path
 from xml.etree import ElementTree
 
-from apar_core.offline.evaluation.report_files import write_report
-from apar_core.offline.evaluation.report_table import Column, ReportTable
-from apar_core.offline.evaluation.speed_report import speed_report
-from apar_core.offline.evaluation.speed_tables import SpeedRun
+from apar_core.offline.evaluation.speed_report import SpeedRun, speed_report
+from apar_core.reporting import Column, ReportTable, write_report
 from tests.unit.apar_core.offline.evaluation.test_measurement import FORKED, measurement
 
 TIMED = SpeedRun(
