@@ -9,8 +9,8 @@ from apar_core.engine.journal import RequestFollower
 from apar_core.tree.statistics import TreeStatistics
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Metric
-from deployments.metrics.replica_metrics import ReplicaMetrics
-from tests.unit.deployments.metrics.played_instruments import PlayedInstruments
+from deployments.replica.replica_metrics import ReplicaMetrics
+from tests.fakes.played_instruments import PlayedInstruments
 
 IDLE: dict[str, Any] = {
     "threads": 0,

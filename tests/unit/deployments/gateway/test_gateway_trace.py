@@ -11,8 +11,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from apar_core.journal import ThreadDelta
 from cluster.config.keys import KeyConfig
 from cluster.config.retries import RetryConfig
+from deployments.gateway.gateway_trace import start_trace
 from deployments.tracing import attributes as names
-from deployments.tracing.gateway_trace import start_trace
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.errors import ReplicaBrokenError, ReplicaLostError
 from deployments.wire.request import RelayedRequest

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from deployments.metrics.restarts import ReplicaNote
+from deployments.replica.replica_metrics import NoteStore, ReplicaNote
 
 
 @dataclass
-class PlayedNotes:
+class PlayedNotes(NoteStore):
     """A store of notes, and the actors that live."""
 
     notes: dict[str, str] = field(default_factory=dict)
@@ -24,8 +24,8 @@ class PlayedNotes:
     def take(self, key: str) -> bool:
         return self.notes.pop(key, None) is not None
 
-    def is_alive(self, text: str) -> bool:
-        return text in self.alive
+    def is_alive(self, actor: str) -> bool:
+        return actor in self.alive
 
 
 def start(notes: PlayedNotes, replica: str, deployment: str = "d") -> tuple[ReplicaNote, bool]:
@@ -54,7 +54,7 @@ def test_one_that_ended_in_peace_or_is_another_models_was_not_lost() -> None:
     notes = PlayedNotes()
     peaceful, _ = start(notes, "a")
     start(notes, "b", deployment="other")
-    peaceful.take_back()
+    peaceful.remove()
     notes.alive.clear()
 
     assert not start(notes, "c")[1]

@@ -1,4 +1,4 @@
-"""Where requests go by threads, KV blocks and prefixes; what all policies hold to."""
+"""Routing policies: rules that hold for all of them, then each policy's own choices."""
 
 from collections import Counter
 from dataclasses import replace
@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config.routing import RoutingPolicy, RoutingSettings
-from deployments.routing.baselines import build_router
-from deployments.routing.policy import Reason, Router
+from deployments.routing.policies import POLICIES, Reason, Router, build_router
 from deployments.wire.request import RequestHint
 from tests.unit.deployments.routing.loads import FORKED, HINT, IDLE, PLAIN, busy
 
@@ -22,7 +21,7 @@ def router_of(*names: str, cap: int = 64, policy: str = "threads", affinity: flo
 
 
 def send(router: Router, request_id: str, hint: RequestHint = HINT, now_s: float = 1.0) -> str:
-    chosen = router.choose(hint, now_s)
+    chosen = router.choose(hint)
     assert chosen is not None
     router.sent(request_id, chosen, hint, now_s)
     return chosen
@@ -69,7 +68,7 @@ def test_no_replica_gets_more_than_its_cap(
 
     places: Counter[str] = Counter()
     for request in range(num_requests):
-        chosen = router.choose(HINT, 1.0)
+        chosen = router.choose(HINT)
         if chosen is None:
             break
         router.sent(str(request), chosen, HINT, 1.0)
@@ -84,7 +83,7 @@ def test_a_full_cluster_takes_nothing_until_something_ends(policy: RoutingPolicy
     router = router_of("a", "b", cap=1, policy=policy)
     first = send(router, "1")
     send(router, "2")
-    assert router.choose(HINT, 1.0) is None
+    assert router.choose(HINT) is None
     assert router.decisions[Reason.FULL] == 1
 
     router.ended("1", FORKED, 2.0)
@@ -98,7 +97,7 @@ def test_a_request_goes_where_fewer_threads_run_though_more_requests_do() -> Non
     router.reported("forked", busy(2, 40), 0.0)
     router.reported("plain", busy(4, 4), 0.0)
 
-    assert router.choose(HINT, 1.0) == "plain"
+    assert router.choose(HINT) == "plain"
 
 
 def test_requests_are_spread_by_what_they_will_bring() -> None:
@@ -133,7 +132,7 @@ def test_a_replica_whose_cache_is_full_is_avoided() -> None:
     router.reported("full", replace(busy(2, 4), free_blocks=10), 0.0)
     router.reported("free", replace(busy(2, 8), free_blocks=9_000), 0.0)
 
-    assert router.choose(RequestHint(prompt_tokens=800), 1.0) == "free"
+    assert router.choose(RequestHint(prompt_tokens=800)) == "free"
 
 
 def test_waiting_forks_make_a_replica_less_attractive() -> None:
@@ -141,7 +140,7 @@ def test_waiting_forks_make_a_replica_less_attractive() -> None:
     router.reported("held", replace(busy(2, 4), waiting_forks=30), 0.0)
     router.reported("other", busy(2, 6), 0.0)
 
-    assert router.choose(HINT, 1.0) == "other"
+    assert router.choose(HINT) == "other"
 
 
 def test_a_forked_request_goes_where_its_threads_slow_fewer_requests() -> None:
@@ -153,7 +152,7 @@ def test_a_forked_request_goes_where_its_threads_slow_fewer_requests() -> None:
     router.reported("few", busy(1, 16), 0.0)
 
     # About 8 threads are expected. They slow 10 requests there, and 1 request here.
-    assert router.choose(HINT, 1.0) == "few"
+    assert router.choose(HINT) == "few"
 
 
 @pytest.mark.parametrize(("prompt_tokens", "place"), [(64, "many"), (20_000, "few")])
@@ -164,7 +163,7 @@ def test_a_long_prompt_goes_where_it_holds_up_fewer_requests(
     router.reported("many", busy(10, 10), 0.0)
     router.reported("few", busy(1, 40), 0.0)
 
-    assert router.choose(RequestHint(prompt_tokens, may_fork=False), 1.0) == place
+    assert router.choose(RequestHint(prompt_tokens, may_fork=False)) == place
 
 
 def test_a_cached_prefix_is_worth_more_where_more_requests_would_wait_for_it() -> None:
@@ -176,11 +175,9 @@ def test_a_cached_prefix_is_worth_more_where_more_requests_would_wait_for_it() -
     router.reported("other", busy(4, 4, at_s=1.0), 1.0)
 
     # In times per thread: 8 threads more in 256 steps are 2048, 1500 tokens for 5 requests 3750.
-    assert router.choose(first, 2.0) == "home"
+    assert router.choose(first) == "home"
     # 300 tokens for 5 requests are 750.
-    assert (
-        router.choose(replace(first, prompt_tokens=300, prefix_tokens=(200, 300)), 2.0) == "other"
-    )
+    assert router.choose(replace(first, prompt_tokens=300, prefix_tokens=(200, 300))) == "other"
 
 
 def turn(number: int, *, conversation: int = 7) -> RequestHint:
@@ -217,10 +214,10 @@ def test_prefixes_are_known_of_more_replicas_than_the_first_slots() -> None:
     successor = router_of(*names[:2])
     successor.adopt(router)
 
-    assert router.choose(turn(1), 1.2) == "r19"
+    assert router.choose(turn(1)) == "r19"
     successor.sent("1", "r18", turn(0), 1.3)
     successor.ended("1", PLAIN, 1.4)
-    assert successor.choose(turn(1), 1.5) == "r18"
+    assert successor.choose(turn(1)) == "r18"
 
 
 def test_a_request_sent_to_a_replica_that_has_gone_is_nowhere() -> None:
@@ -261,7 +258,7 @@ def test_a_replica_has_forgotten_a_prefix_once_its_cache_has_been_filled_anew() 
         router.reported(name, replace(IDLE, blocks=200, free_blocks=200), 0.0)
     home = send(router, "0", turn(0))
     router.ended("0", PLAIN, 1.1)
-    assert router.choose(turn(1), 1.2) == home
+    assert router.choose(turn(1)) == home
 
     for index in range(10):
         router.sent(f"x{index}", home, RequestHint(prompt_tokens=600), 1.3)
@@ -269,7 +266,7 @@ def test_a_replica_has_forgotten_a_prefix_once_its_cache_has_been_filled_anew() 
 
     before = router.decisions[Reason.AFFINITY]
     for _ in range(10):
-        router.choose(turn(1), 1.5)
+        router.choose(turn(1))
     assert router.decisions[Reason.AFFINITY] == before
 
 
@@ -280,7 +277,7 @@ def test_a_new_replica_with_the_slot_of_an_old_one_has_none_of_its_prefixes() ->
     router.replicas_changed({stays: 64})
     router.replicas_changed({stays: 64, "new": 64})
 
-    choices = {router.choose(turn(1), 1.0) for _ in range(30)}
+    choices = {router.choose(turn(1)) for _ in range(30)}
 
     assert choices == {stays, "new"}
 
@@ -351,3 +348,69 @@ def test_equal_seeds_choose_equally(policy: RoutingPolicy) -> None:
         return [send(router, str(index)) for index in range(50)]
 
     assert places() == places()
+
+
+def built(policy: RoutingPolicy) -> Router:
+    return build_router(RoutingSettings(policy=policy), seed=3)
+
+
+def test_every_policy_of_the_configuration_can_be_built() -> None:
+    assert set(POLICIES) == set(RoutingPolicy)
+    assert {type(built(policy)) for policy in RoutingPolicy} == set(POLICIES.values())
+
+
+def test_round_robin_takes_the_replicas_in_turn_and_skips_full_ones() -> None:
+    router = built(RoutingPolicy.ROUND_ROBIN)
+    router.replicas_changed({"a": 9, "b": 9, "c": 9})
+    assert [router.choose(HINT) for _ in range(4)] == ["a", "b", "c", "a"]
+
+    router.reported("b", busy(9, 9), 0.0)
+    assert [router.choose(HINT) for _ in range(3)] == ["c", "a", "c"]
+
+
+def test_fewest_requests_counts_requests_and_not_threads() -> None:
+    router = built(RoutingPolicy.FEWEST_REQUESTS)
+    router.replicas_changed({"a": 9, "b": 9})
+    router.reported("a", busy(1, 50), 0.0)
+    router.reported("b", busy(2, 2), 0.0)
+
+    assert router.choose(HINT) == "a"
+
+
+def places(router: Router) -> Counter[str | None]:
+    router.replicas_changed(dict.fromkeys("abcd", 99))
+    for name, requests in zip("abcd", (1, 2, 3, 4), strict=True):
+        router.reported(name, busy(requests, requests), 0.0)
+    return Counter(router.choose(HINT) for _ in range(1200))
+
+
+def test_power_of_two_takes_the_less_loaded_of_two() -> None:
+    counts = places(built(RoutingPolicy.POWER_OF_TWO))
+
+    # Of the six pairs, the least loaded replica wins three, the next one two, and so on.
+    assert counts["d"] == 0
+    assert 520 < counts["a"] < 680
+    assert 320 < counts["b"] < 480
+    assert 140 < counts["c"] < 260
+
+
+def test_random_choice_takes_any() -> None:
+    counts = places(built(RoutingPolicy.RANDOM))
+
+    assert all(220 < counts[name] < 380 for name in "abcd")
+
+
+@pytest.mark.parametrize(("entries", "remembered"), [(2, False), (3, True)])
+def test_affinity_entries_bounds_the_prefixes_remembered(entries: int, remembered: bool) -> None:
+    router = build_router(RoutingSettings(affinity_entries=entries), seed=1)
+    router.replicas_changed(dict.fromkeys("abcdefgh", 9))
+    for name in "abcdefgh":
+        router.reported(name, IDLE, 0.0)
+    for prefix in (1, 2, 3):
+        router.sent(str(prefix), "c", RequestHint(500, None, (prefix,)), 1.0)
+        router.ended(str(prefix), None, 1.0)
+
+    choices = {router.choose(RequestHint(500, None, (1,))) for _ in range(20)}
+
+    assert (choices == {"c"}) is remembered
+    assert (router.decisions[Reason.AFFINITY] > 0) is remembered

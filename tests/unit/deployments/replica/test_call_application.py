@@ -3,10 +3,10 @@ import asyncio
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from deployments.replica.asgi import relay
+from deployments.replica.answering import call_application
 from deployments.wire.answer import AnswerStart
 from deployments.wire.request import RelayedRequest
-from tests.fakes.whole_answer import relay_whole
+from tests.fakes.whole_answer import whole_answer
 
 REQUEST = RelayedRequest("POST", "/v1/completions", b"a=b", [(b"x", b"y")], b"body")
 
@@ -20,7 +20,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def test_a_whole_answer_is_joined() -> None:
-    assert await relay_whole(echo, REQUEST) == AnswerStart(201, [(b"x", b"y")], b"bodya=b")
+    assert await whole_answer(echo, REQUEST) == AnswerStart(201, [(b"x", b"y")], b"bodya=b")
 
 
 async def test_a_stream_hands_on_what_is_there_when_it_is_there() -> None:
@@ -33,7 +33,7 @@ async def test_a_stream_hands_on_what_is_there_when_it_is_there() -> None:
         await send({"type": "http.response.body", "body": b"2", "more_body": True})
         await send({"type": "http.response.body", "body": b"3", "more_body": False})
 
-    parts = relay(slow, REQUEST)
+    parts = call_application(slow, REQUEST)
     assert await anext(parts) == AnswerStart(200, [], b"1")
     steps.set()
 
@@ -52,7 +52,7 @@ async def test_leaving_is_a_disconnect_that_the_application_sees_through() -> No
         await asyncio.sleep(0.01)
         cleaned_up = True
 
-    parts = relay(forever, REQUEST)
+    parts = call_application(forever, REQUEST)
     await anext(parts)
     await parts.aclose()
 
@@ -66,7 +66,7 @@ async def test_cancelling_is_a_disconnect_too() -> None:
         await receive()
         seen.append((await receive())["type"])
 
-    task = asyncio.create_task(relay_whole(forever, REQUEST))
+    task = asyncio.create_task(whole_answer(forever, REQUEST))
     await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises((asyncio.CancelledError, RuntimeError)):
@@ -80,7 +80,7 @@ async def test_an_application_that_fails_raises_here() -> None:
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        await relay_whole(broken, REQUEST)
+        await whole_answer(broken, REQUEST)
 
 
 async def test_the_scope_lets_starlette_listen_for_the_disconnect() -> None:

@@ -8,8 +8,7 @@ import pytest
 from apar_core.engine.journal import RequestFollower
 from apar_core.fork_parameters import KeyTerms
 from deployments.replica.answering import Answering
-from deployments.replica.replica import Replica
-from deployments.routing.load_report import LoadReporter
+from deployments.replica.replica import LoadReporter, Replica
 from deployments.wire.request import RelayedRequest
 
 
@@ -19,7 +18,13 @@ class PlayedEngine:
     errored = False
 
     async def core_state(self) -> dict[str, Any]:
-        return {"requests": 24, "threads": 30, "kv_blocks": 100, "free_blocks": 50}
+        return {
+            "requests": 24,
+            "threads": 30,
+            "deferred_threads": 2,
+            "kv_blocks": 100,
+            "free_blocks": 75,
+        }
 
     def get_num_unfinished_requests(self) -> int:
         return 24
@@ -38,7 +43,7 @@ class PlayedReplica(Replica):
 
     def __init__(self) -> None:
         self._engine: Any = PlayedEngine()
-        self._reporter = LoadReporter(block_size=16)
+        self._load_reporter = LoadReporter(block_size=16)
         Answering.__init__(self, self._engine, self._run, "a")
         self.may_end = asyncio.Event()
 
@@ -65,6 +70,8 @@ def request(path: str = "/v1/completions") -> RelayedRequest:
 async def reported(replica: Replica) -> tuple[float, float]:
     load, scaling = await replica.record_routing_stats(), await replica.record_autoscaling_stats()
     assert load["threads"] == scaling["threads"] == 30
+    assert load["waiting_forks"] == scaling["waiting_forks"] == 2
+    assert scaling["kv_use"] == 0.25
     return load["requests"], scaling["requests"]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from deployments.metrics.replica_reporter import LastState
+from deployments.replica.replica_metrics import LastState
 
 
 class PlayedCore:
@@ -25,7 +25,7 @@ class PlayedCore:
 
 async def test_a_long_step_repeats_the_last_answer_and_asks_no_second_time() -> None:
     core = PlayedCore()
-    last = LastState(core.state, patience_s=0.01)
+    last = LastState(core.state, timeout_s=0.01)
 
     first = await last.get()
     core.gate.clear()
@@ -41,7 +41,7 @@ async def test_a_long_step_repeats_the_last_answer_and_asks_no_second_time() -> 
 
 async def test_an_old_answer_is_told_no_more() -> None:
     core = PlayedCore()
-    last = LastState(core.state, patience_s=0.01, told_again_s=0.03)
+    last = LastState(core.state, timeout_s=0.01, max_age_s=0.03)
 
     await last.get()
     core.gate.clear()

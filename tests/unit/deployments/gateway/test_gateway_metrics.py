@@ -12,15 +12,15 @@ from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Metric
 from deployments.app.ingress import FrontDoor
 from deployments.gateway.gateway import Gateway
+from deployments.gateway.gateway_metrics import GatewayMetrics, Outcome, outcome_of
 from deployments.gateway.request_log import RequestRecord
-from deployments.metrics.gateway_metrics import GatewayMetrics, Outcome, outcome_of
 from deployments.relay.relay import Progress
-from deployments.routing import registry
+from deployments.routing.shared_router import ROUTERS
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.errors import NoReplicaError, ReplicaLostError
 from deployments.wire.request import RelayedRequest
+from tests.fakes.played_instruments import PlayedInstruments
 from tests.fakes.played_replicas import CHAT, EVENTS, JSON, PlayedReplicas, gateway_of, settings_of
-from tests.unit.deployments.metrics.played_instruments import PlayedInstruments
 
 OK = AnswerStart(200, JSON, b"{}")
 STREAM = AnswerStart(200, EVENTS, b"data: {}\n\n")
@@ -76,7 +76,7 @@ async def test_a_keys_file_that_cannot_be_used_is_told_until_it_is_mended(tmp_pa
 async def test_log_lines_that_were_left_out_are_told() -> None:
     told = Told(PlayedReplicas(OK))
     for num_lines in (0, 4):
-        told.gateway.metrics.log_lines_dropped(num_lines)
+        told.gateway.metrics.recorder.set_total(catalogue.LOG_LINES_DROPPED, num_lines)
         await told.gateway.tell_metrics()
 
     assert told.value(catalogue.LOG_LINES_DROPPED) == 4
@@ -250,8 +250,8 @@ async def test_replicas_are_told_once_a_router_knows_them(
     await told.gateway.tell_metrics()
     unknown = told.value(catalogue.REPLICAS, model="m")
     known: Callable[[], dict[str, dict[str, int]]] = lambda: {model: {"full": 2}}  # noqa: E731
-    monkeypatch.setattr(registry, "decisions", known)
-    monkeypatch.setattr(registry, "capacity", lambda deployment: 3)
+    monkeypatch.setattr(ROUTERS, "decisions", known)
+    monkeypatch.setattr(ROUTERS, "capacity", lambda deployment: 3)
     await told.gateway.tell_metrics()
 
     assert unknown is None

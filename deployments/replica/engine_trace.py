@@ -1,4 +1,4 @@
-"""The spans of a request inside a replica: engine queue, prefill, decode, and every thread."""
+"""Spans of a request inside a replica: engine queue, prefill, decode, and every thread."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from deployments.tracing.thread_spans import (
     WallClock,
     make_thread_spans,
 )
+from deployments.tracing.tracing import Tracing
 from deployments.wire.answer import AnswerEnd
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
 
-    from deployments.tracing.tracing import Tracing
-
-# `EngineCoreEventType` and `FinishReason` of vLLM by value: the gateway's process never imports it.
+# Values of vLLM's `EngineCoreEventType` and `FinishReason`, which takes seconds to import.
 _SCHEDULED, _PREEMPTED = 2, 3
 _ABORT = 2
 
 
 class EngineTrace:
-    """Observes the threads of a request; makes all spans when it ends."""
+    """Observes the threads of a request (as `ThreadObserver`) and makes all spans at its end."""
 
     def __init__(self, tracing: Tracing, headers: Mapping[str, str], replica_id: str) -> None:
         self._tracing = tracing
@@ -42,20 +41,20 @@ class EngineTrace:
         self._threads: dict[str, ThreadTimes] = {}
         self._num_dropped = 0
         self._replaying = False
-        # When the engine got the request, chose it, and put its first and last token out.
+        # Times of the request: received, scheduled, first token, last token.
         self._began_s: float | None = None
         self._scheduled_s: float | None = None
         self._first_s: float | None = None
         self._last_s = 0.0
 
     def began(self, root_id: str, choice: int | None) -> None:
-        """As in `ThreadObserver`."""
+        """See `ThreadObserver`."""
         if self._began_s is None:
             self._began_s = time.monotonic()
         self._add(root_id, ThreadTimes((root_id, ()), choice))
 
     def forked(self, parent_id: str, child_id: str) -> None:
-        """As in `ThreadObserver`."""
+        """See `ThreadObserver`."""
         parent = self._threads.get(parent_id)
         if parent is None:
             self._num_dropped += 1
@@ -66,7 +65,7 @@ class EngineTrace:
         self._add(child_id, ThreadTimes((root, (*path, ordinal)), parent.choice, forked_s))
 
     def generated(self, output: EngineCoreOutput, *, replayed: bool) -> None:
-        """As in `ThreadObserver`."""
+        """See `ThreadObserver`."""
         self._replaying = replayed
         thread = self._threads.get(output.request_id)
         reason = None if output.finish_reason is None else int(output.finish_reason)
@@ -81,14 +80,14 @@ class EngineTrace:
         if thread is not None:
             if output.events:
                 self._note(output, thread, now_s)
-            # The engine core gives up what it holds before it exits: no end of the thread.
+            # An engine core that exits aborts its requests first; the thread has not ended.
             thread.generated(len(output.new_token_ids), None if reason == _ABORT else reason, now_s)
 
     def _note(self, output: EngineCoreOutput, thread: ThreadTimes, now_s: float) -> None:
         for event in output.events or ():
             kind = int(event.type)
             thread.num_preemptions += kind == _PREEMPTED
-            # The engine core's clock is ours only where it runs on this machine.
+            # The engine core shares our clock only if it runs on this machine.
             is_ours = (self._began_s or now_s) <= event.timestamp <= now_s
             if kind == _SCHEDULED and thread.scheduled_s is None and is_ours:
                 thread.scheduled_s = event.timestamp
@@ -102,7 +101,7 @@ class EngineTrace:
             self._num_dropped += 1
 
     def end(self, cost: AnswerEnd, *, broken: bool) -> None:
-        """Make the spans; `broken` says that the replica cannot go on with the request."""
+        """Make the spans; `broken` means that the replica cannot continue the request."""
         end_s = time.monotonic()
         engine = self._span(
             names.ENGINE, self._parent, self._came_s, self._engine_facts(cost), SpanKind.SERVER
@@ -165,10 +164,10 @@ class EngineTrace:
         return self._tracing.start(name, kind, parent, facts, self._clock.ns(start_s))
 
 
-def engine_trace(
+def start_engine_trace(
     tracing: Tracing | None, headers: Mapping[str, str] | None, replica_id: str
 ) -> EngineTrace | None:
-    """The trace of a request that comes with these headers; None where it is not traced."""
+    """Return the trace of a request with these W3C headers; None if it is not traced."""
     if tracing is None or headers is None:
         return None
     return EngineTrace(tracing, headers, replica_id)

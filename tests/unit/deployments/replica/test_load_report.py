@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from deployments.routing.load_report import LoadReporter, load_from
+from deployments.replica.replica import LoadReporter
+from deployments.wire.load import ReplicaLoad
 
 
 def state(num_steps: int, num_rows: int, busy_s: float) -> dict[str, Any]:
@@ -62,6 +63,6 @@ def test_an_engine_that_does_not_fork_reports_too() -> None:
 def test_a_report_comes_back_from_its_plain_form() -> None:
     load = LoadReporter(block_size=16).report(state(1, 2, 0.1), 3, 1.0)
 
-    assert load_from(asdict(load)) == load
-    assert load_from({}) is None
-    assert load_from(asdict(load) | {"from_the_future": 1}) is None
+    assert ReplicaLoad.from_stats(asdict(load)) == load
+    assert ReplicaLoad.from_stats({}) is None
+    assert ReplicaLoad.from_stats(asdict(load) | {"from_the_future": 1}) is None

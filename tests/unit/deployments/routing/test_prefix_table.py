@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from deployments.routing.affinity import PrefixTable, covered_tokens
+from deployments.routing.policies import PrefixTable, covered_tokens
 from deployments.wire.request import RequestHint
 
 NOTHING_SENT = np.zeros(4)

@@ -18,10 +18,9 @@ from vllm.v1.engine import (
 from apar_core.engine.thread_outputs import RequestThreads
 from apar_core.fork_parameters import ForkParameters
 from apar_core.journal import Journal, ThreadDelta
-from deployments.replica.followed_request import FollowedRequest
+from deployments.replica.answering import FollowedRequest
+from deployments.replica.engine_trace import _ABORT, _PREEMPTED, _SCHEDULED, start_engine_trace
 from deployments.tracing import attributes as names
-from deployments.tracing import engine_trace
-from deployments.tracing.engine_trace import _ABORT, _PREEMPTED, _SCHEDULED
 from deployments.tracing.thread_spans import FINISH_REASONS
 from deployments.wire.request import RequestTerms
 from tests.fakes.kept_spans import KeptSpans, parent_of
@@ -33,12 +32,14 @@ STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
 class Played:
-    """One traced request in a replica, with its engine played."""
+    """One traced request in a replica, and the fake engine that it runs in."""
+
+    errored = False
 
     def __init__(self, kept: KeptSpans, resume: Journal | None = None) -> None:
         self.kept = kept
         terms = RequestTerms(keeps_journal=True, resume=resume, trace_headers=TRACE)
-        trace = engine_trace(kept.tracing, terms.trace_headers, "replica-1")
+        trace = start_engine_trace(kept.tracing, terms.trace_headers, "replica-1")
         self.request = FollowedRequest(self, terms, trace)
         self.request.begin("chatcmpl-1")
 
@@ -47,6 +48,9 @@ class Played:
 
     def unfollow(self, request_id: str) -> None:
         pass
+
+    async def core_state(self) -> dict[str, Any]:
+        return {}
 
     def begin(self, root: str = "r", choice: int | None = None) -> RequestThreads:
         self.follower.begin(root, 5, SamplingParams(), choice=choice)
@@ -287,12 +291,12 @@ def test_a_request_that_never_gets_its_turn_waits_to_its_end(kept: KeptSpans) ->
 
 
 def test_what_never_reaches_the_engine_is_one_span(kept: KeptSpans) -> None:
-    trace = engine_trace(kept.tracing, TRACE, "replica-1")
+    trace = start_engine_trace(kept.tracing, TRACE, "replica-1")
     FollowedRequest(Played(kept), RequestTerms(), trace).close()
 
     assert [span.name for span in kept.all()] == [names.ENGINE]
 
 
 def test_an_untraced_request_is_not_watched(kept: KeptSpans) -> None:
-    assert engine_trace(None, TRACE, "replica-1") is None
-    assert engine_trace(kept.tracing, None, "replica-1") is None
+    assert start_engine_trace(None, TRACE, "replica-1") is None
+    assert start_engine_trace(kept.tracing, None, "replica-1") is None
