@@ -2,6 +2,7 @@
 
 import ast
 import re
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -105,6 +106,14 @@ def test_every_test_in_the_table_of_features_exists() -> None:
         or f"def {name}(" not in (ROOT / "tests" / file).read_text()
     ]
     assert missing == []
+
+
+def test_the_policy_on_the_page_is_the_one_in_the_code() -> None:
+    page = (ROOT / "docs" / "change-scheduler.md").read_text()
+    [shown] = re.findall(r"^    ```python\n(.*?)^    ```", page, re.DOTALL | re.MULTILINE)
+
+    code = (ROOT / "deployments" / "routing" / "policies.py").read_text()
+    assert textwrap.dedent(shown) in code
 
 
 @cache
