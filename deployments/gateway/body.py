@@ -257,7 +257,7 @@ class RequestBody:
         The client's stream is cut by characters, which works for one choice of text. It does not
         work for token ids, tool calls (their arguments come in pieces of JSON), an echoed prompt,
         or several prompts. What the engine cannot continue, the replica says at the start of its
-        answer: see `apar_core.engine.journal`.
+        answer: see `apar_core/engine/request_follower.py`.
         """
         return not (
             path not in _COMPLETION_PATHS

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from apar_core.engine.offline import OfflineEngine
+from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.formats.control_tokens import find_control_tokens
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.apar_tiny_medusa import heads_path

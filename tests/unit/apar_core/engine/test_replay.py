@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from apar_core.engine.replay_request import PARAM, ReplayRules
+from apar_core.engine.replay import PARAM, ReplayRules
 from apar_core.errors import RequestError
 from tests.fakes.scripted_engine import CHILD, END, FORK, fork_parameters
 
@@ -60,15 +60,15 @@ def test_a_model_without_control_tokens_may_use_their_ids() -> None:
         ({"2": [13, END]}, "thread '2' is not forked by any other"),
         ({"00": [13, END]}, "thread '00' is not forked by any other"),
         ({"0": []}, "thread '0' has no token"),
-        ({"0": [100, END]}, "thread '0' has id 100, which is not one of the model's 100"),
-        ({"0": [-1, END]}, "thread '0' has id -1"),
-        ({"0": [2**70, END]}, f"thread '0' has id {2**70}"),
+        ({"0": [100, END]}, "thread '0' has token id 100, which is not among the model's 100"),
+        ({"0": [-1, END]}, "thread '0' has token id -1"),
+        ({"0": [2**70, END]}, f"thread '0' has token id {2**70}"),
         ({"0": [CHILD, 13, END]}, f"thread '0' has the child token {CHILD}"),
         ({"0": [13]}, r"thread '0' must have an end token \[3, 99\] at its end and nowhere else"),
         ({"0": [13, END, 14, END]}, "thread '0' must have an end token"),
-        ({"1": [FORK, 15, END]}, "thread '1' forks right behind a control token"),
-        ({"1": [15, FORK, FORK, END], "1.1": [END]}, "thread '1' forks right behind a control"),
-        ({"0": [13, FORK, END], "0.0": [END]}, "4 forks are over the limit of 3"),
+        ({"1": [FORK, 15, END]}, "thread '1' forks right after a control token"),
+        ({"1": [15, FORK, FORK, END], "1.1": [END]}, "thread '1' forks right after a control"),
+        ({"0": [13, FORK, END], "0.0": [END]}, "4 forks exceed the limit of 3"),
     ],
 )
 def test_what_the_engine_could_not_generate_is_refused(
@@ -97,10 +97,10 @@ def test_a_fork_token_is_refused_where_the_request_does_not_fork() -> None:
 
 def test_the_limit_on_tokens_must_cover_the_text_and_one_end() -> None:
     with pytest.raises(
-        RequestError, match=f"takes {TEXT_TOKENS + 1} tokens, more than `max_tokens` allows: 7"
+        RequestError, match=f"needs {TEXT_TOKENS + 1} tokens, more than `max_tokens` allows: 7"
     ):
         parse(json.dumps(TREE), FORKING, TEXT_TOKENS)
-    with pytest.raises(RequestError, match="takes 3 tokens"):
+    with pytest.raises(RequestError, match="needs 3 tokens"):
         parse('{"": [10, 11, 3]}', UNFORKED, 2)
 
 
@@ -108,11 +108,11 @@ def test_the_limit_on_tokens_must_cover_the_text_and_one_end() -> None:
     ("changes", "prompt_tokens", "message"),
     [
         # The prompt, what the root writes, and its end token.
-        ({}, 11, "thread '' takes 17 tokens, of which 11 are the prompt"),
+        ({}, 11, "thread '' needs 17 tokens, 11 of them for the prompt"),
         # The prompt, four tokens of the root, the child token, and its own.
-        ({"1": [15, FORK, 16, 16, 16, 99]}, 6, "thread '1' takes 17 tokens, of which 11 are"),
+        ({"1": [15, FORK, 16, 16, 16, 99]}, 6, "thread '1' needs 17 tokens, 11 of them"),
         # The same, two tokens of its parent, another child token, and its own.
-        ({"1.0": [16, 17, END]}, 6, "thread '1.0' takes 17 tokens, of which 14 are the prompt and"),
+        ({"1.0": [16, 17, END]}, 6, "thread '1.0' needs 17 tokens, 14 of them for the prompt and"),
     ],
 )
 def test_a_thread_that_the_context_would_cut_off_is_refused_with_its_numbers(
@@ -128,7 +128,7 @@ def test_a_thread_that_the_context_would_cut_off_is_refused_with_its_numbers(
 
 def test_the_last_token_may_be_the_last_of_the_context() -> None:
     assert parse(json.dumps(TREE), FORKING, 500, 6) == TREE
-    with pytest.raises(RequestError, match=r"thread '1.0' takes 17 tokens"):
+    with pytest.raises(RequestError, match=r"thread '1.0' needs 17 tokens"):
         parse(json.dumps(TREE), FORKING, 500, 7)
 
 
@@ -136,7 +136,7 @@ def test_a_limit_that_is_what_the_context_leaves_is_named_so() -> None:
     # Each thread fits, but not their texts one behind the other.
     wide = {**TREE, "0": [*[13] * 6, END]}
     with pytest.raises(
-        RequestError, match=r"takes 12 tokens.*the model's context behind the prompt allows: 10"
+        RequestError, match=r"needs 12 tokens.*the model's context after the prompt allows: 10"
     ):
         parse(json.dumps(wide), FORKING, CONTEXT_TOKENS - PROMPT_TOKENS)
 
@@ -146,7 +146,7 @@ def test_one_thread_is_held_against_the_context_too(parameters: Any) -> None:
     scripts = json.dumps({"": [*[10] * 8, END]})
 
     assert parse(scripts, parameters, 9, 7)
-    with pytest.raises(RequestError, match="thread '' takes 17 tokens, of which 8 are"):
+    with pytest.raises(RequestError, match="thread '' needs 17 tokens, 8 of them"):
         parse(scripts, parameters, 9, 8)
 
 

@@ -10,15 +10,16 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
-from apar_core.engine.journal import RequestFollower, can_continue
 from apar_core.engine.output_processor import ForkOutputProcessor
 from apar_core.engine.replay import REPLAY_ARG, replay_args, replayed_tokens
-from apar_core.engine.resumption import completed, hand_to_scheduler
+from apar_core.engine.request_follower import RequestFollower, can_continue
+from apar_core.engine.resume_request import completed, hand_to_scheduler
 from apar_core.fork_parameters import EXTRA_ARG, ForkParameters
 from apar_core.formats.control_tokens import find_control_tokens
-from apar_core.journal import Journal, ThreadDelta, merged
+from apar_core.journal import Journal, ThreadDelta
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.scheduler.resumption import RESUME_ARG
+from apar_core.scheduler.thread_requests import RESUME_ARG
+from tests.fakes.scripted_engine import merged
 
 TOKENIZER = AutoTokenizer.from_pretrained(checkpoint_path())
 TOKENS = find_control_tokens(TOKENIZER.get_vocab())

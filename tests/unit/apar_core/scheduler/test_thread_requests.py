@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from apar_core.engine.thread_outputs import TextToken
-from apar_core.journal import Journal, ThreadDelta, merged
+from apar_core.journal import Journal, ThreadDelta
 from apar_core.tree.threads import thread_texts
 from tests.fakes.scripted_engine import (
     END,
@@ -17,6 +17,7 @@ from tests.fakes.scripted_engine import (
     Script,
     ScriptedEngine,
     fork_parameters,
+    merged,
     write_model_config,
 )
 from tests.unit.apar_core.scheduler.test_any_schedule import scripts, shapes

@@ -2,7 +2,7 @@
 
 import pytest
 
-from apar_core.engine.client_ids import beam_search_of, find_client
+from apar_core.engine.request_follower import beam_search_of, find_client
 
 TABLE = {"chatcmpl-a-r12345678": 1, "chatcmpl-x-ab-beam-r12345678": 2, "cmpl-b-7": 3}
 

@@ -1,29 +1,31 @@
-"""Takes up, in the API process, a request that another engine had to leave.
+"""Resume, in the API process, a request that another engine was lost with.
 
-Its threads' outputs so far go through the output processor once more, so that the answer begins
-with all that is known of it; the scheduler gets the same journal and goes on behind it.
+The output processor gets the outputs of the journal once more, so that the answer starts with
+everything known of it. The scheduler gets the same journal and resumes the unfinished threads
+(`apar_core/scheduler/thread_requests.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.request import Request
 
-from apar_core.engine.journal import stop_reason
 from apar_core.engine.replay import without_generated
 from apar_core.fork_parameters import ForkParameters
 from apar_core.journal import Journal, ThreadDelta, to_plain
-from apar_core.scheduler.resumption import RESUME_ARG, ended_itself, thread_sequences, was_refused
-from apar_core.tree.thread_names import thread_request_id
+from apar_core.scheduler.thread_requests import RESUME_ARG, thread_sequences, was_refused
+from apar_core.tree.thread_names import ThreadPath, thread_request_id
 
-Path = tuple[int, ...]
-# The API process has the one kind, the scheduler and its tests have the other.
+# `EngineCoreRequest` in the API process, `Request` in the scheduler and its tests.
 AnyRequest = EngineCoreRequest | Request
 _LENGTH = int(FinishReason.LENGTH)
 
 
 def hand_to_scheduler(request: AnyRequest, journal: Journal) -> None:
-    """Write a journal into a request's parameters, where the scheduler looks for it."""
+    """Write a complete journal into the request's parameters, where the scheduler reads it."""
     params = request.sampling_params
     if params is not None:
         extra_args = without_generated(params.extra_args or {}, journal)
@@ -31,7 +33,7 @@ def hand_to_scheduler(request: AnyRequest, journal: Journal) -> None:
 
 
 def outputs_so_far(request: AnyRequest, journal: Journal) -> list[EngineCoreOutput]:
-    """What the engine would have put out for a journal; nothing for threads without an event."""
+    """Return the engine's outputs for a journal, one for each thread that has any."""
     return [
         EngineCoreOutput(
             thread_request_id(request.request_id, delta.path),
@@ -39,7 +41,11 @@ def outputs_so_far(request: AnyRequest, journal: Journal) -> list[EngineCoreOutp
             finish_reason=(
                 None if delta.finish_reason is None else FinishReason(delta.finish_reason)
             ),
-            stop_reason=_stop_reason(request, delta),
+            stop_reason=(
+                stop_reason(request.sampling_params, delta.token_ids)
+                if delta.finish_reason == FinishReason.STOP and request.sampling_params is not None
+                else None
+            ),
         )
         for delta in journal
         if delta.token_ids or delta.finish_reason is not None
@@ -47,11 +53,11 @@ def outputs_so_far(request: AnyRequest, journal: Journal) -> list[EngineCoreOutp
 
 
 def completed(request: AnyRequest, journal: Journal, max_model_len: int) -> Journal:
-    """A merged journal with every thread that its fork tokens name, as the scheduler wants it.
+    """Return a merged journal with an entry for every fork, as the scheduler needs it.
 
-    The other engine died with some decisions untold. They are made here by its rules: a fork
-    without room in the context or beyond `max_forks` opens no thread, and once the request has
-    used up its tokens all its threads end; each such thread ends by length.
+    The lost engine may not have reported its last decisions. They are made here by the same rules:
+    a fork without room in the context or beyond `max_forks` opens no thread, and all threads end
+    when the request has used up its tokens. Such threads end by length.
     """
     root = ThreadDelta((), ())
     journal = journal if journal and not journal[0].path else (root, *journal)
@@ -61,7 +67,10 @@ def completed(request: AnyRequest, journal: Journal, max_model_len: int) -> Jour
         return journal[:1]
     threads = {delta.path: delta for delta in journal}
     _add_children(threads, parameters, request.prompt_token_ids or [], max_model_len)
-    used = sum(_num_text(delta, parameters) for delta in threads.values())
+    used = sum(
+        parameters.num_text(delta.token_ids, stopped=delta.finish_reason == FinishReason.STOP)
+        for delta in threads.values()
+    )
     exhausted = params.max_tokens is not None and used >= params.max_tokens
     return tuple(
         ThreadDelta(path, threads[path].token_ids, _LENGTH)
@@ -72,12 +81,12 @@ def completed(request: AnyRequest, journal: Journal, max_model_len: int) -> Jour
 
 
 def _add_children(
-    threads: dict[Path, ThreadDelta],
+    threads: dict[ThreadPath, ThreadDelta],
     parameters: ForkParameters,
     prompt: list[int],
     max_model_len: int,
 ) -> None:
-    """Add the threads that fork tokens name and that have not been heard of yet."""
+    """Add the threads of fork tokens that the lost engine has not reported yet."""
     opened = sum(bool(path) and not was_refused(delta) for path, delta in threads.items())
     sequences = thread_sequences(tuple(threads.values()), prompt, parameters)
     for parent in list(threads.values()):
@@ -93,13 +102,12 @@ def _add_children(
             threads[path] = ThreadDelta(path, (), None if opens else _LENGTH)
 
 
-def _num_text(delta: ThreadDelta, parameters: ForkParameters) -> int:
-    control = (parameters.fork_id, parameters.child_id)
-    num_text = sum(token_id not in control for token_id in delta.token_ids)
-    return num_text - ended_itself(delta, parameters.end_ids)
+def stop_reason(params: SamplingParams, token_ids: Sequence[int]) -> int | None:
+    """Return the stop token that vLLM reports for a stopped thread, as in its `check_stop`.
 
-
-def _stop_reason(request: AnyRequest, delta: ThreadDelta) -> int | None:
-    if delta.finish_reason != FinishReason.STOP or request.sampling_params is None:
+    The model's first end token is not reported.
+    """
+    last = token_ids[-1] if token_ids else None
+    if last is None or last == params.eos_token_id:
         return None
-    return stop_reason(request.sampling_params, delta.token_ids)
+    return last if last in (params.stop_token_ids or ()) else None

@@ -1,4 +1,4 @@
-"""Forked generation in this process, without a server: for the command line, tests, benchmarks."""
+"""Forked generation in one process, without a server: for command line, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from apar_core.engine.request_record import RequestRecord
+from apar_core.engine.thread_outputs import RequestRecord
 from apar_core.formats.control_tokens import ControlTokens
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One generated text; `record` holds its tree and statistics, None if it could not fork.
+    """One generated text.
 
-    `finish_reason` is vLLM's: "stop", "length" and so on.
+    `record` holds its tree and statistics; None if the checkpoint has no control tokens.
+    `finish_reason` is vLLM's, for example "stop" or "length".
     """
 
     text: str
@@ -26,11 +27,11 @@ class Answer:
 
 
 class OfflineEngine:
-    """vLLM's `LLM` with the forking scheduler, engine core and model in this process."""
+    """vLLM's `LLM` with the forking scheduler; engine core and model run in this process."""
 
     def __init__(self, model: str | Path, **engine_args: Any) -> None:
-        """Load a checkpoint. `engine_args` are those of `vllm.LLM` and overrule the defaults."""
-        # Read by vLLM when it builds the engine; with one process the engine core can be looked at.
+        """Load a checkpoint; `engine_args` are arguments of `vllm.LLM`, which override defaults."""
+        # vLLM reads it when it builds the engine. In one process, the engine core can be inspected.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm import LLM
 
@@ -43,7 +44,7 @@ class OfflineEngine:
             "distributed_executor_backend": "uni",
         }
         self.llm = LLM(**{**defaults, **engine_args})
-        # More than vLLM's type says: the processors are ours, the engine core lives here.
+        # Any: the processors are ours, and the engine core is in this process.
         self._engine: Any = cast(Any, self.llm.llm_engine)
         self._engine.output_processor.records.keep_trees = True
 
@@ -55,7 +56,7 @@ class OfflineEngine:
 
     @property
     def tokenizer(self) -> Any:
-        """The checkpoint's tokenizer, a transformers one."""
+        """The checkpoint's transformers tokenizer."""
         return self.llm.get_tokenizer()
 
     @property
@@ -64,13 +65,13 @@ class OfflineEngine:
         return self._engine.engine_core.engine_core.scheduler
 
     def chat_prompt(self, user: str, *, system: str | None = None) -> dict[str, Any]:
-        """A chat with one question, as the checkpoint's chat template writes it."""
+        """Return a chat with one question, rendered by the checkpoint's chat template."""
         messages = [{"role": "system", "content": system}] if system is not None else []
         messages.append({"role": "user", "content": user})
         text = self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
-        # The template has written the first token already, which vLLM would add to a mere text.
+        # The template writes the first token, which vLLM would add to a text again.
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
         return {"prompt": text, "prompt_token_ids": token_ids}
 
@@ -81,10 +82,10 @@ class OfflineEngine:
         *,
         show_progress: bool = False,
     ) -> list[Answer]:
-        """Answers to the prompts (vLLM prompts: texts or token ids), in their order.
+        """Return the answers to vLLM prompts (texts or token ids), in order.
 
-        `sampling` are arguments of vLLM's `SamplingParams`, for all prompts or one for each. With
-        n > 1 the answers of a prompt follow each other, and share one record.
+        `sampling` are arguments of vLLM's `SamplingParams`, for all prompts or for each. With n > 1
+        the answers to a prompt are adjacent and share one record.
         """
         from vllm import SamplingParams
 
@@ -108,5 +109,5 @@ class OfflineEngine:
         return answers
 
     def shutdown(self) -> None:
-        """End the engine and free its memory."""
+        """Shut the engine down and free its memory."""
         self._engine.engine_core.shutdown()
