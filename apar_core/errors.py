@@ -1,12 +1,14 @@
-"""The errors of this project, as one tree."""
+"""Exceptions that this project raises on purpose."""
+
+from pydantic import ValidationError
 
 
 class AparError(Exception):
-    """Base of every error that this project raises on purpose."""
+    """Base class of the exceptions below."""
 
 
 class RequestError(AparError):
-    """The client asked for something that cannot be: HTTP 400.
+    """Invalid request: HTTP 400.
 
     `param` names the field of the request, as in OpenAI's error body.
     """
@@ -25,24 +27,31 @@ class CapacityError(AparError):
 
 
 class EngineError(AparError):
-    """The engine failed under a request that was in order: HTTP 500."""
+    """The engine failed on a valid request, or its configuration is invalid: HTTP 500."""
 
 
 class CheckpointError(AparError):
-    """A checkpoint cannot be served as it is: refuse to start."""
+    """A checkpoint cannot be served: refuse to start."""
 
 
 class TreeError(AparError):
-    """A paragraph tree's invariant was broken: a bug, never the client's fault."""
+    """Broken invariant of a paragraph tree: a bug, never the client's fault."""
 
 
 class TrainingError(AparError):
-    """A training run cannot start or go on: its recipe, model or data is not as it must be."""
+    """Invalid recipe, model or data: a training run cannot start or continue."""
 
 
 class EvaluationError(AparError):
-    """An evaluation cannot go on: a file, an endpoint or an option is not as it must be."""
+    """Invalid file, endpoint or option: an evaluation or load test cannot start or continue."""
 
 
 class DataError(AparError):
-    """A data file, or a line of it, is not what it must be."""
+    """Invalid data file, or an invalid line in one."""
+
+
+def validation_summary(error: ValidationError) -> str:
+    """Return the first problem that pydantic reports, as "field: problem"."""
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"]) or "line"
+    return f"{field}: {first['msg']}"

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from apar_core.tree.thread_names import ThreadPath
+
 EXTRA_ARG = "apar"
 """Key under which the parameters travel in `SamplingParams.extra_args`."""
 
@@ -37,7 +39,7 @@ class ForkParameters:
     max_forks: int
     end_ids: tuple[int, ...]
     separated: bool = False
-    thread_path: tuple[int, ...] = ()
+    thread_path: ThreadPath = ()
     key: str | None = None
     key_max_threads: int | None = None
 
@@ -71,25 +73,6 @@ class KeyTerms:
     key: str
     key_max_threads: int | None = None
     priority: int = 0
-
-
-def child_request_id(parent_request_id: str, ordinal: int) -> str:
-    """Engine request id of a thread's `ordinal`-th child, counted from 0.
-
-    The engine and the API process both derive it, so a fork needs no message of its own.
-    """
-    return f"{parent_request_id}~{ordinal}"
-
-
-def thread_path(root_request_id: str, thread_request_id: str) -> tuple[int, ...]:
-    """Fork ordinals from the root thread down to a thread, read from its engine request id."""
-    ordinals = thread_request_id[len(root_request_id) :].split("~")[1:]
-    return tuple(int(ordinal) for ordinal in ordinals)
-
-
-def thread_request_id(root_request_id: str, path: tuple[int, ...]) -> str:
-    """Engine request id of the thread at a path."""
-    return "~".join([root_request_id, *map(str, path)])
 
 
 def child_seed(parent_seed: int | None, ordinal: int) -> int | None:

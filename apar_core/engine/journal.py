@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from apar_core.engine.thread_observer import ThreadObserver
-from apar_core.fork_parameters import thread_path
 from apar_core.journal import Journal, ThreadDelta
 from apar_core.tree.statistics import TreeStatistics
+from apar_core.tree.thread_names import thread_path
 
 # vLLM takes seconds to import, and the process that composes the application reads this module.
 if TYPE_CHECKING:

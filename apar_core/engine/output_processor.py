@@ -22,7 +22,7 @@ from apar_core.engine.thread_outputs import RequestThreads, TextToken, UnforkedT
 from apar_core.fork_parameters import ForkParameters
 from apar_core.journal import Journal
 from apar_core.scheduler.resumption import forget_journal
-from apar_core.tree.separator import Separator
+from apar_core.tree.restore import Separator
 
 
 class ForkOutputProcessor(OutputProcessor):

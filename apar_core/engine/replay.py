@@ -19,12 +19,12 @@ from vllm.sampling_params import SamplingParams
 from apar_core.engine.row_processor import RowProcessor
 from apar_core.fork_parameters import ForkParameters
 from apar_core.journal import Journal
+from apar_core.tree.thread_names import replay_key_of_path
 
 __all__ = [
     "REPLAY_ARG",
     "Replay",
     "ReplayText",
-    "path_key",
     "replay_args",
     "replay_text",
     "replayed_tokens",
@@ -43,11 +43,6 @@ class ReplayText(str):
 # Above every logit by so much that no other token is ever sampled, and finite still when divided
 # by the smallest temperature. Filling all rows with minus infinity would cost as much as sampling.
 _CERTAIN = 1e30
-
-
-def path_key(thread_path: Sequence[int]) -> str:
-    """Key of a thread in a replay."""
-    return ".".join(str(ordinal) for ordinal in thread_path)
 
 
 def replay_args(tokens_of_thread: Mapping[str, Sequence[int]]) -> dict[str, Any]:
@@ -77,7 +72,7 @@ def without_generated(extra_args: dict[str, Any], journal: Journal) -> dict[str,
         return extra_args
     scripts = replayed_tokens(extra_args)
     for delta in journal:
-        key = path_key(delta.path)
+        key = replay_key_of_path(delta.path)
         if key in scripts:
             scripts[key] = scripts[key][len(delta.token_ids) :]
     return {**extra_args, REPLAY_ARG: replay_text(scripts)}
@@ -102,7 +97,7 @@ class Replay(RowProcessor[Row]):
         if replay is None:
             return None
         parameters = ForkParameters.from_extra_args(params.extra_args)
-        key = path_key(parameters.thread_path if parameters else ())
+        key = replay_key_of_path(parameters.thread_path if parameters else ())
         return Row(_thread_ids(replay, key), output_ids)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:

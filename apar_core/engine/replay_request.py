@@ -12,9 +12,8 @@ from itertools import pairwise
 
 from pydantic import TypeAdapter, ValidationError
 
-from apar_core.errors import RequestError
+from apar_core.errors import RequestError, validation_summary
 from apar_core.fork_parameters import ForkParameters
-from apar_core.validation import validation_summary
 
 REPLAY = "apar_core.engine.replay:Replay"
 """Value for vLLM's `logits_processors`."""

@@ -11,9 +11,10 @@ from vllm.v1.request import Request
 
 from apar_core.engine.journal import stop_reason
 from apar_core.engine.replay import without_generated
-from apar_core.fork_parameters import ForkParameters, thread_request_id
+from apar_core.fork_parameters import ForkParameters
 from apar_core.journal import Journal, ThreadDelta, to_plain
 from apar_core.scheduler.resumption import RESUME_ARG, ended_itself, thread_sequences, was_refused
+from apar_core.tree.thread_names import thread_request_id
 
 Path = tuple[int, ...]
 # The API process has the one kind, the scheduler and its tests have the other.

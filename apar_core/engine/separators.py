@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from apar_core.engine.thread_outputs import TextToken
-from apar_core.tree.separator import Edge, Separator
+from apar_core.tree.restore import Edge, Separator
 
 _LINE_BREAK = {Edge.FIRST_CHILD: "\n", Edge.NEXT_SIBLING: "\n\n"}
 

@@ -15,11 +15,11 @@ from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
 from apar_core.engine.journal import RequestFollower
 from apar_core.errors import TreeError
-from apar_core.fork_parameters import ForkParameters, child_request_id
-from apar_core.tree.paragraph import ROOT_THREAD, ParagraphTree, ThreadId
-from apar_core.tree.separator import Separator
+from apar_core.fork_parameters import ForkParameters
+from apar_core.tree.paragraph import ParagraphTree
+from apar_core.tree.restore import Separator, TreeStream
 from apar_core.tree.statistics import TreeStatistics, tree_statistics, unforked_statistics
-from apar_core.tree.stream import TreeStream
+from apar_core.tree.thread_names import ROOT_THREAD, ThreadId, child_request_id, child_thread
 
 # Which reason a request ends with when its threads end with different ones: the first found.
 _PRECEDENCE = (
@@ -192,7 +192,7 @@ class RequestThreads:
         ordinal = self._num_children.get(request_id, 0)
         self._num_children[request_id] = ordinal + 1
         child_id = child_request_id(request_id, ordinal)
-        child = ThreadId(f"{thread}.{ordinal}")
+        child = child_thread(thread, ordinal)
         self.tree.fork(thread, child)
         self._threads[child_id] = child
         if self.follower is not None:

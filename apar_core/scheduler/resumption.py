@@ -18,9 +18,10 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request
 
 from apar_core.errors import TreeError
-from apar_core.fork_parameters import EXTRA_ARG, ForkParameters, child_seed, thread_request_id
+from apar_core.fork_parameters import EXTRA_ARG, ForkParameters, child_seed
 from apar_core.journal import Journal, ThreadDelta, from_plain
 from apar_core.scheduler.thread_table import ThreadGroup
+from apar_core.tree.thread_names import thread_request_id
 
 RESUME_ARG = "apar_resume"
 """Key of `SamplingParams.extra_args` under which a journal reaches the scheduler, as plain values.

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from apar_core.errors import TreeError
-from apar_core.fork_parameters import ForkParameters, child_request_id
+from apar_core.fork_parameters import ForkParameters
+from apar_core.tree.thread_names import child_request_id
 
 Child = TypeVar("Child")
 

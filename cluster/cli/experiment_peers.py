@@ -84,8 +84,7 @@ def _settings(options: dict[str, Any]) -> PeerSettings:
     """Settings by the names of the options; those that may be given again have a singular name."""
     from pydantic import ValidationError
 
-    from apar_core.errors import EvaluationError
-    from apar_core.validation import validation_summary
+    from apar_core.errors import EvaluationError, validation_summary
     from cluster.experiments.peers.runs import PeerSettings
 
     names = {"kv_share": "kv_shares", "method": "methods"}

@@ -31,11 +31,12 @@ from vllm.v1.structured_output import StructuredOutputManager
 from apar_core.engine.journal import RequestFollower
 from apar_core.engine.resumption import completed, hand_to_scheduler, outputs_so_far
 from apar_core.engine.thread_outputs import RequestThreads
-from apar_core.fork_parameters import EXTRA_ARG, ForkParameters, thread_request_id
+from apar_core.fork_parameters import EXTRA_ARG, ForkParameters
 from apar_core.journal import Journal
 from apar_core.scheduler.fork_scheduler import ForkAsyncScheduler, ForkMixin, ForkScheduler
 from apar_core.scheduler.fork_settings import CONFIG_KEY
 from apar_core.scheduler.step_clock import StepClock
+from apar_core.tree.thread_names import thread_request_id
 
 FORK, CHILD, END = 1, 2, 3
 FIRST_TEXT_ID = 10

@@ -174,7 +174,7 @@ def test_imports_point_one_way(package: str) -> None:
         ("cluster", "cluster/config.py", "from cluster.cli import serve", ["cluster.cli.serve"]),
         ("deployments", "deployments/app/service.py", "import cluster.cli", ["cluster.cli"]),
         ("deployments", "deployments/app/service.py", "import benchmarks", ["benchmarks"]),
-        ("apar_core", "apar_core/tree/stream.py", "import_module('vllm')", ["vllm"]),
+        ("apar_core", "apar_core/tree/restore.py", "import_module('vllm')", ["vllm"]),
     ],
 )
 def test_the_rules_find_what_they_should(

@@ -14,14 +14,13 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from apar_core.errors import DataError, TreeError
+from apar_core.errors import DataError, TreeError, validation_summary
 from apar_core.offline.data.records import (
     ChatMessage,
     ExampleRecord,
     ParagraphRecord,
     thread_paragraphs,
 )
-from apar_core.validation import validation_summary
 
 STRUCTURED_FILE = "structured.jsonl"
 UNSTRUCTURED_FILE = "unstructured.jsonl"

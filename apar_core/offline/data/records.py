@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from apar_core.errors import TreeError
+from apar_core.tree.paragraph import ParagraphTree
+from apar_core.tree.thread_names import ROOT_THREAD, ThreadId, child_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,34 @@ def flat_text(answer: ParagraphRecord) -> str:
         if paragraph.first_child is not None:
             parts.append(flat_text(paragraph.first_child))
     return "".join(parts)
+
+
+def token_tree(answer: ParagraphRecord, encode: Callable[[str], list[int]]) -> ParagraphTree[int]:
+    """Return the answer as a finished tree of token ids, each paragraph encoded by itself.
+
+    No token spans a fork, because a fork separates the two texts for the model too.
+    """
+    tree: ParagraphTree[int] = ParagraphTree()
+    _add_thread(tree, ROOT_THREAD, answer, encode)
+    return tree
+
+
+def _add_thread(
+    tree: ParagraphTree[int],
+    thread: ThreadId,
+    first: ParagraphRecord,
+    encode: Callable[[str], list[int]],
+) -> None:
+    details: list[tuple[ThreadId, ParagraphRecord]] = []
+    for paragraph in thread_paragraphs(first):
+        tree.append(thread, encode(paragraph.text))
+        if paragraph.first_child is not None:
+            child = child_thread(thread, len(details))
+            tree.fork(thread, child)
+            details.append((child, paragraph.first_child))
+    tree.finish(thread)
+    for child, detail in details:
+        _add_thread(tree, child, detail, encode)
 
 
 def count_forks(answer: ParagraphRecord) -> int:

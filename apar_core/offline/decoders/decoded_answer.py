@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from apar_core.tree.paragraph import ParagraphTree, ThreadId
+from apar_core.tree.paragraph import ParagraphTree
 from apar_core.tree.restore import restore
+from apar_core.tree.thread_names import ThreadId
 
 
 @dataclass(frozen=True, slots=True)

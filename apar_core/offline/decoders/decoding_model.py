@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from apar_core.formats.control_tokens import TreeTokens
 from apar_core.offline.decoders.token_chooser import TypicalAcceptance
 from apar_core.offline.speculation.medusa_heads import MedusaHeads
-from apar_core.offline.training.packing import TreeTokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from apar_core.formats.control_tokens import TreeTokens
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.data.records import count_forks, flat_text
 from apar_core.offline.data.tiny_corpus.combinations import FORKING_KINDS, KINDS
@@ -27,7 +28,6 @@ from apar_core.offline.data.tiny_corpus.generator import Corpus
 from apar_core.offline.decoders.decoded_answer import DecodedThread, restored_ids
 from apar_core.offline.evaluation.thread_decoding import DecodeAnswers, TransformersThreadDecoder
 from apar_core.offline.training.example_encoder import prompt_token_ids
-from apar_core.offline.training.packing import TreeTokens
 from apar_core.offline.training.vocabulary import tree_tokens
 
 _COLUMNS = (

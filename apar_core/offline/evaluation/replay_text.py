@@ -13,13 +13,13 @@ from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase
 from apar_core.errors import EvaluationError
 from apar_core.formats.control_tokens import (
     SPELLINGS,
+    TreeTokens,
     find_control_tokens,
     neutralise,
     plain_spellings,
 )
 from apar_core.offline.data.records import ChatMessage
 from apar_core.offline.training.chat_format import chat_token_ids
-from apar_core.offline.training.packing import TreeTokens
 from apar_core.offline.training.piece_encoder import build_piece_encoder
 
 LLAMA_TOKENIZER = "llama"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from apar_core.errors import RequestError
-from apar_core.offline.data.records import ParagraphRecord, chain
+from apar_core.offline.data.records import ParagraphRecord, chain, token_tree
 from apar_core.offline.data.structure import extract_tree
 from apar_core.offline.decoders.interface import DecodeLimits, TokenChoice, decode_answer
 from apar_core.offline.evaluation.answer_files import RecordedAnswer
@@ -19,9 +19,9 @@ from apar_core.offline.evaluation.measurement import (
 )
 from apar_core.offline.evaluation.prompt_sets import Question
 from apar_core.offline.evaluation.replay_text import ModelText
-from apar_core.offline.evaluation.replay_tree import thread_scripts, token_tree
 from apar_core.offline.evaluation.speed_decoders import PLAIN, Decoders, NamedDecoder
 from apar_core.tree.restore import restore
+from apar_core.tree.threads import thread_scripts
 
 Show = Callable[[], None]
 
@@ -124,7 +124,8 @@ def _scripts(answer: ParagraphRecord, decoder: NamedDecoder) -> dict[str, list[i
     # One thread takes no fork tokens: it gets the same text in reading order.
     if decoder.kind == PLAIN:
         return {"": [*restore(tree), decoder.text.end_id]}
-    return thread_scripts(tree, decoder.text.tokens)
+    tokens = decoder.text.tokens
+    return thread_scripts(tree, tokens.fork_id, tokens.end_id)
 
 
 def _key(answer: RecordedAnswer) -> AnswerKey:

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from apar_core.formats.control_tokens import TreeTokens
 from apar_core.offline.decoders.decoded_answer import DecodedThread
-from apar_core.offline.training.packing import TreeTokens
-from apar_core.tree.paragraph import ROOT_THREAD, ThreadId
+from apar_core.tree.thread_names import ROOT_THREAD, ThreadId, child_thread
 
 # Prompts as token ids in, the threads of each answer out, parents before their children.
 DecodeAnswers = Callable[[Sequence[Sequence[int]]], list[list[DecodedThread]]]
@@ -126,7 +126,7 @@ class TransformersThreadDecoder:
         return [
             _PendingThread(
                 pending.answer,
-                ThreadId(f"{pending.thread}.{ordinal}"),
+                child_thread(pending.thread, ordinal),
                 pending.thread,
                 ordinal,
                 (*pending.prefix, *token_ids[: index + 1], self.tokens.child_id),

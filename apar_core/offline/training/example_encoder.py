@@ -14,19 +14,14 @@ from apar_core.errors import TrainingError
 from apar_core.formats.control_tokens import (
     ControlTokens,
     PlainSpellings,
+    TreeTokens,
     find_control_tokens,
     neutralise,
     plain_spellings,
 )
 from apar_core.offline.data.records import ExampleRecord
 from apar_core.offline.training.chat_format import ChatFormat, chat_format, chat_token_ids
-from apar_core.offline.training.packing import (
-    IGNORED_TARGET,
-    PackedTree,
-    TreeTokens,
-    next_indices,
-    pack_tree,
-)
+from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, next_indices, pack_tree
 from apar_core.offline.training.piece_encoder import PieceEncoder, build_piece_encoder
 from apar_core.offline.training.vocabulary import tree_tokens
 

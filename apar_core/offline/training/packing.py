@@ -11,20 +11,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from apar_core.formats.control_tokens import TreeTokens
 from apar_core.offline.data.records import ParagraphRecord
 
 IGNORED_TARGET = -100
 
 EncodeText = Callable[[str], list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class TreeTokens:
-    """The tokens that give a tree its shape."""
-
-    fork_id: int
-    child_id: int
-    end_id: int
 
 
 @dataclass(frozen=True, slots=True)

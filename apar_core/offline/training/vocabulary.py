@@ -10,9 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from apar_core.errors import TrainingError
-from apar_core.formats.control_tokens import SPELLINGS, ControlTokens, find_control_tokens
+from apar_core.formats.control_tokens import (
+    SPELLINGS,
+    ControlTokens,
+    TreeTokens,
+    find_control_tokens,
+)
 from apar_core.offline.training.chat_format import turn_end_id
-from apar_core.offline.training.packing import TreeTokens
 
 logger = logging.getLogger(__name__)
 

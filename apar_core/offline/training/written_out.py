@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from apar_core.offline.training.packing import (
-    IGNORED_TARGET,
-    PackedTree,
-    TreeTokens,
-    next_indices,
-)
+from apar_core.formats.control_tokens import TreeTokens
+from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, next_indices
 
 
 def written_out(packed: PackedTree, tokens: TreeTokens) -> list[PackedTree]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from apar_core.formats.control_tokens import TreeTokens
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.decoders.decoded_answer import DecodedThread, restored_ids
 from apar_core.offline.evaluation.fork_check import (
@@ -19,9 +20,8 @@ from apar_core.offline.evaluation.fork_check import (
     report_table,
 )
 from apar_core.offline.evaluation.thread_decoding import TransformersThreadDecoder
-from apar_core.offline.training.packing import TreeTokens
 from apar_core.offline.training.vocabulary import tree_tokens
-from apar_core.tree.paragraph import ROOT_THREAD, ThreadId
+from apar_core.tree.thread_names import ROOT_THREAD, ThreadId
 
 FORK, CHILD, END = 3, 4, 2
 TOKENS = TreeTokens(FORK, CHILD, END)

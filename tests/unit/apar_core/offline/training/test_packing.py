@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from apar_core.formats.control_tokens import TreeTokens
 from apar_core.offline.data.records import ParagraphRecord, chain
 from apar_core.offline.training.packing import (
     IGNORED_TARGET,
     PackedTree,
-    TreeTokens,
     batch_trees,
     join_trees,
     next_indices,

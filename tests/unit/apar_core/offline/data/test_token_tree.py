@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from apar_core.offline.data.records import ParagraphRecord, chain
-from apar_core.offline.evaluation.replay_tree import flat_tree, thread_scripts, token_tree
-from apar_core.offline.training.packing import TreeTokens
-from apar_core.tree import restore, tree_statistics
+from apar_core.formats.control_tokens import TreeTokens
+from apar_core.offline.data.records import ParagraphRecord, chain, token_tree
+from apar_core.tree import restore
+from apar_core.tree.threads import thread_scripts
 
 TOKENS = TreeTokens(fork_id=-1, child_id=-2, end_id=-3)
 INNER = chain([("c", ParagraphRecord("dd"))], closing="e")
@@ -25,21 +25,9 @@ def test_the_tree_restores_to_the_answer_and_every_thread_ends() -> None:
 
 
 def test_each_thread_has_its_script_with_forks_and_end() -> None:
-    assert thread_scripts(token_tree(ANSWER, encode), TOKENS) == {
+    assert thread_scripts(token_tree(ANSWER, encode), TOKENS.fork_id, TOKENS.end_id) == {
         "": [ord("a"), -1, ord("f"), -1, ord("g"), -3],
         "0": [*encode("bb"), -3],
         "1": [ord("c"), -1, ord("e"), -3],
         "1.0": [*encode("dd"), -3],
     }
-
-
-def test_the_flat_tree_is_one_thread_of_the_same_tokens() -> None:
-    tree = token_tree(ANSWER, encode)
-    flat = flat_tree(tree)
-
-    assert thread_scripts(flat, TOKENS) == {"": [*encode("abbfcddeg"), -3]}
-    # What a decoder does with the flat text is what the forked tree is compared with.
-    forked, unforked = tree_statistics(tree, 10), tree_statistics(flat, 10)
-    assert unforked.decode_steps == forked.sequential_steps == 10
-    assert unforked.attended_tokens == forked.sequential_attended_tokens
-    assert unforked.max_cached_tokens == forked.sequential_max_cached_tokens
