@@ -20,9 +20,8 @@ for name, value in SERVE_FLAGS.items():
 
 # Groups of tests that share a server or an engine run on one worker each, the longest first.
 LONG_GROUPS = ("server", "engine")
-# Modules whose tests find the shared server as it was started, or change it.
-FIRST = ("test_first_requests",)
-LAST = ("test_rollout", "test_continuation", "test_shutdown")
+# Modules whose tests need the shared server as it was started (-1), or change it.
+PLACES = {"test_first_requests": -1, "test_rollout": 1, "test_continuation": 2, "test_shutdown": 3}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -37,11 +36,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _place(item: pytest.Item) -> tuple[int, int]:
     marker = item.get_closest_marker("xdist_group")
     group = None if marker is None else marker.args[0]
-    module = item.path.stem
-    if module in LAST:
-        order = 1 + LAST.index(module)
-    else:
-        order = -1 if module in FIRST else 0
     if group in LONG_GROUPS:
-        return LONG_GROUPS.index(group), order
+        return LONG_GROUPS.index(group), PLACES.get(item.path.stem, 0)
     return len(LONG_GROUPS) + ("integration" not in item.path.parts), 0

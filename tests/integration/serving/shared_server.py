@@ -23,6 +23,8 @@ MODEL: dict[str, Any] = TINY | {
     "engine": TINY["engine"] | {"enable_prompt_tokens_details": True},
 }
 
+REPLICATED = MODEL | {"replicas": 2, "max_concurrency": 32}
+
 
 def key(name: str, **fields: Any) -> dict[str, Any]:
     """Return a key whose token is its name."""
@@ -68,8 +70,8 @@ class SharedServer:
         return self.server.roll_out()
 
     def with_replicas(self, number: int) -> Server:
-        """Return the server with the usual configuration and this many replicas."""
-        model = MODEL | ({} if number == 1 else {"replicas": number})
+        """Return the server with the usual configuration and one or two replicas."""
+        model = MODEL if number == 1 else REPLICATED
         if (self._models, self._keys) != ((model,), KEYS):
             said = self.roll_out(model)
             assert "Rolled out" in said, said

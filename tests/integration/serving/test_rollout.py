@@ -9,7 +9,7 @@ import pytest
 from tests.integration.random_checkpoint import write_checkpoint
 from tests.integration.serving.apar_process import ENGINE, TINY, Server, serving
 from tests.integration.serving.load_clients import under_load
-from tests.integration.serving.shared_server import MODEL, SharedServer
+from tests.integration.serving.shared_server import MODEL, REPLICATED, SharedServer
 
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("server")]
 
@@ -33,7 +33,7 @@ async def test_rollouts_under_load_lose_no_request(
         shared.write(*models, **fields)
         return await asyncio.to_thread(server.roll_out)
 
-    async with under_load(server.url) as load:
+    async with under_load(server.url, num_clients=3) as load:
         first = engines(server)
 
         said = await rolled_out(MODEL | {"max_queued_requests": 77})
@@ -46,7 +46,7 @@ async def test_rollouts_under_load_lose_no_request(
         assert "no_such_argument" in await rolled_out(wrong)
         assert engines(server) == first  # a refused configuration changes nothing
 
-        said = await rolled_out(MODEL | {"replicas": 2, "max_concurrency": 32}, plain)
+        said = await rolled_out(REPLICATED, plain)
         assert "model plain is added" in said
         assert not set(engines(server)) & set(first)
         models = await asyncio.to_thread(server.openai().models.list)
@@ -58,7 +58,7 @@ async def test_rollouts_under_load_lose_no_request(
         assert "apar" not in answer.json()
 
         kept = engines(server)
-        said = await rolled_out(MODEL | {"replicas": 2, "max_concurrency": 32})
+        said = await rolled_out(REPLICATED)
         assert "model plain is removed" in said
         while len(left := engines(server)) > 2:  # noqa: ASYNC110  # drained first
             await asyncio.sleep(0.2)

@@ -10,12 +10,12 @@ import pytest
 from tests.integration.serving.apar_process import (
     STOP_S,
     TINY,
-    Server,
     serving,
     session_members,
     wait_for,
 )
 from tests.integration.serving.load_clients import chat
+from tests.integration.serving.shared_server import SharedServer
 
 # The last tests of the shared server.
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("server")]
@@ -35,7 +35,8 @@ async def begun(client: httpx.AsyncClient, started: asyncio.Event) -> str:
     return "".join(pieces)
 
 
-async def test_on_sigterm_streams_end_and_new_requests_are_refused(server: Server) -> None:
+async def test_on_sigterm_streams_end_and_new_requests_are_refused(shared: SharedServer) -> None:
+    server = shared.server
     async with server.async_client() as client:
         started = asyncio.Event()
         stream = asyncio.create_task(begun(client, started))
