@@ -10,6 +10,8 @@ SEED ?= 0
 SOAK_MINUTES ?= 30
 FUZZ_EXAMPLES ?= 150
 PROMETHEUS ?= http://127.0.0.1:9090
+# A group of tests that share a server stays on one worker: tests/conftest.py sorts them.
+PARALLEL := --numprocesses auto --dist loadgroup --no-loadscope-reorder
 PICTURES ?= out/dashboards
 
 VENV := .venv
@@ -29,8 +31,7 @@ serve: $(INSTALLED) ## Serve the embedded model on http://127.0.0.1:8000/v1
 	$(BIN)/apar serve
 
 test: $(INSTALLED) ## Run every test that needs neither a GPU nor long
-	$(BIN)/python -m pytest -m "not slow and not gpu" --numprocesses auto tests/unit tests/contract
-	$(BIN)/python -m pytest -m "not slow and not gpu" tests/integration
+	$(BIN)/python -m pytest -m "not slow and not gpu and not kills" $(PARALLEL)
 
 test-slow: $(INSTALLED) ## Run the long tests
 	$(BIN)/python -m pytest -m "slow and not gpu and not kills" tests
