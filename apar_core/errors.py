@@ -4,14 +4,28 @@ from pydantic import ValidationError
 
 
 class AparError(Exception):
-    """Base class of the exceptions below."""
+    """Base of every error that this project raises on purpose.
+
+    `status` (HTTP) and `code` (of OpenAI's error body) are what a client gets whose request ends
+    with the error.
+    """
+
+    status: int = 500
+    code: str | None = "internal_error"
+    param: str | None = None
+    retry_after_s: float | None = None
 
 
 class RequestError(AparError):
     """Invalid request: HTTP 400.
 
-    `param` names the field of the request, as in OpenAI's error body.
+    `param` names the field of the request, as in OpenAI's error body. `reason` labels the refusal
+    in the metric `apar_requests_rejected_total`.
     """
+
+    status = 400
+    code: str | None = None
+    reason = "invalid"
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -20,6 +34,10 @@ class RequestError(AparError):
 
 class CapacityError(AparError):
     """No replica has room now and the client may retry: HTTP 503 with Retry-After."""
+
+    status = 503
+    code = "overloaded"
+    reason = "overloaded"
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)

@@ -49,7 +49,7 @@ def test_the_default_model_is_served_until_ctrl_c_stops_everything(tmp_path: Pat
         answer = subprocess.run(command, shell=True, capture_output=True, timeout=60, check=True)
         logged = wait_for(log, '"event": "request"', process)
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
-        with pytest.raises(openai.BadRequestError, match="does not have `replay: true`"):
+        with pytest.raises(openai.BadRequestError, match="configured without `replay: true`"):
             client.completions.create(
                 model="apar-tiny", prompt="Hi", extra_body={"apar": {"replay": {"": [5, 2]}}}
             )
