@@ -9,6 +9,8 @@ KILLS ?= 50
 SEED ?= 0
 SOAK_MINUTES ?= 30
 FUZZ_EXAMPLES ?= 150
+# Tests that share a server or an engine stay on one worker: see tests/conftest.py.
+PARALLEL := --numprocesses auto --dist loadgroup --no-loadscope-reorder
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,8 +29,7 @@ serve: $(INSTALLED) ## Serve the embedded model on http://127.0.0.1:8000/v1
 	$(BIN)/apar serve
 
 test: $(INSTALLED) ## Run every test that needs neither a GPU nor long
-	$(BIN)/python -m pytest -m "not slow and not gpu" --numprocesses auto tests/unit tests/contract
-	$(BIN)/python -m pytest -m "not slow and not gpu" tests/integration
+	$(BIN)/python -m pytest -m "not slow and not gpu and not kills" $(PARALLEL)
 
 test-slow: $(INSTALLED) ## Run the long tests
 	$(BIN)/python -m pytest -m "slow and not gpu and not kills" tests
