@@ -7,11 +7,12 @@ import pytest
 import yaml
 from limits.aio.storage import MemoryStorage
 
-from cluster.config.keys import ANONYMOUS, KeyConfig, hash_of
+from cluster.config.keys import ANONYMOUS, KeyConfig
 from cluster.config.limits import LimitsConfig
 from cluster.config.secret import SecretError, SecretReference
 from deployments.gateway.callers import Caller, Callers
 from deployments.wire.errors import RateLimitError, UnknownKeyError
+from tests.fakes.replicas import key
 
 
 class SharedStorage(MemoryStorage):
@@ -25,10 +26,6 @@ class SharedStorage(MemoryStorage):
         if SharedStorage.state is None:
             SharedStorage.state = self
         vars(self).update(vars(SharedStorage.state))
-
-
-def key(name: str, token: str | None = None, **fields: Any) -> KeyConfig:
-    return KeyConfig.model_validate({"name": name, "hash": hash_of(token or name)} | fields)
 
 
 def callers(*keys: KeyConfig, file: Path | None = None, **limits: Any) -> Callers:

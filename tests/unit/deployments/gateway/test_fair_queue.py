@@ -7,16 +7,9 @@ import pytest
 
 from apar_core.errors import CapacityError
 from deployments.gateway.fair_queue import Account, FairQueue, Ticket
+from tests.fakes.clock import Clock
 
 Enter = asyncio.Task[Ticket]
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def queue_of(

@@ -6,7 +6,6 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
-import httpx
 import pytest
 from starlette.types import Message
 
@@ -15,8 +14,18 @@ from cluster.config.limits import LimitsConfig
 from deployments.gateway.body import MAX_CONTAINERS, MAX_VALUES, BodyBudget, HeldBody
 from deployments.wire.answer import AnswerStart
 from deployments.wire.errors import ReplicaLostError
-from tests.fakes.played_replicas import CHAT, JSON, PlayedReplicas, client, gateway_of
-from tests.unit.deployments.gateway.test_gateway_keys import answering, bearer, key, settled
+from tests.fakes.replicas import (
+    CHAT,
+    JSON,
+    FakeReplicas,
+    answering,
+    bearer,
+    client,
+    client_of,
+    gateway_of,
+    key,
+    settled,
+)
 
 REMAINING = "x-ratelimit-remaining-requests"
 
@@ -31,8 +40,7 @@ async def test_a_request_over_the_rate_is_refused_before_its_body_is_read() -> N
     async def send(message: Message) -> None:
         sent.append(message)
 
-    transport = httpx.ASGITransport(app=gateway)
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+    async with client_of(gateway) as http:
         assert (await http.post(CHAT, json={}, headers=bearer("a"))).status_code == 200
     headers = [(b"authorization", b"Bearer a")]
     scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b""}
@@ -147,8 +155,7 @@ async def test_a_client_that_leaves_gives_its_bodys_bytes_back() -> None:
     replicas = answering()
     replicas.gate.clear()
     gateway = gateway_of(replicas, max_queued=5)
-    transport = httpx.ASGITransport(app=gateway)
-    http = httpx.AsyncClient(transport=transport, base_url="http://gateway")
+    http = client_of(gateway)
     tasks = await settled(http, *[("a", {"prompt": "x"})] * 3)
     held = gateway._bodies.num_held_bytes
 
@@ -187,7 +194,7 @@ async def test_nothing_parsed_is_kept_while_a_request_runs() -> None:
 async def test_a_description_takes_no_place_at_the_replicas_and_is_asked_for_once(
     path: str,
 ) -> None:
-    full = PlayedReplicas(AnswerStart(200, JSON, b'{"version": "1"}'))
+    full = FakeReplicas(AnswerStart(200, JSON, b'{"version": "1"}'))
     http = client(full)
     assert (await http.get(path)).json() == {"version": "1"}
     full.gate.clear()
@@ -203,7 +210,7 @@ async def test_a_description_takes_no_place_at_the_replicas_and_is_asked_for_onc
 
 
 async def test_at_most_one_request_for_a_description_is_at_a_replica() -> None:
-    replicas = PlayedReplicas(AnswerStart(200, JSON, b"{}"))
+    replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
     replicas.gate.clear()
     http = client(replicas)
 
@@ -217,7 +224,7 @@ async def test_at_most_one_request_for_a_description_is_at_a_replica() -> None:
 
 
 async def test_a_description_that_no_replica_gives_is_asked_for_again() -> None:
-    replicas = PlayedReplicas(ReplicaLostError("dead"))
+    replicas = FakeReplicas(ReplicaLostError("dead"))
     http = client(replicas, models_wait_s=0.01)
 
     lost = await http.get("/version")
@@ -232,7 +239,7 @@ async def test_a_description_that_no_replica_gives_is_asked_for_again() -> None:
 
 
 async def test_every_route_counts_in_the_rate_of_requests() -> None:
-    replicas = PlayedReplicas(AnswerStart(200, JSON, b'{"data": []}'))
+    replicas = FakeReplicas(AnswerStart(200, JSON, b'{"data": []}'))
     http = client(replicas, keys=(key("a", requests_per_minute=3),))
 
     statuses = [
@@ -287,7 +294,7 @@ def test_callers_without_a_key_share_all_of_the_room() -> None:
 
 
 async def test_a_description_is_asked_of_a_model_that_is_awake() -> None:
-    asleep, awake = (PlayedReplicas(AnswerStart(200, JSON, b"{}")) for _ in range(2))
+    asleep, awake = (FakeReplicas(AnswerStart(200, JSON, b"{}")) for _ in range(2))
     asleep.num_running = 0
 
     assert (await client(asleep, awake).get("/version")).status_code == 200

@@ -8,18 +8,24 @@ import pytest
 
 from deployments.gateway.callers import Caller
 from deployments.gateway.fair_queue import Ticket
-from deployments.gateway.gateway import Gateway
 from deployments.gateway.models import Model
 from deployments.relay.relay import Progress
 from deployments.wire.answer import AnswerEnd, AnswerStart, Headers, Piece
 from deployments.wire.errors import ReplicaLostError
 from deployments.wire.request import RelayedRequest
-from tests.fakes.played_replicas import CHAT, EVENTS, JSON, PlayedReplicas, client, gateway_of
-from tests.unit.deployments.gateway.test_gateway_keys import answering, bearer, key, settled
-
-
-def client_of(gateway: Gateway) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app=gateway), base_url="http://gateway")
+from tests.fakes.replicas import (
+    CHAT,
+    EVENTS,
+    JSON,
+    FakeReplicas,
+    answering,
+    bearer,
+    client,
+    client_of,
+    gateway_of,
+    key,
+    settled,
+)
 
 
 async def remaining(http: httpx.AsyncClient) -> tuple[str, str]:
@@ -115,7 +121,7 @@ async def test_the_cost_of_what_was_lost_is_unknown(
     left: list[bool], parts: list[Any], streaming: bool, known: bool, tokens: str
 ) -> None:
     limited = key("a", requests_per_minute=9, tokens_per_minute=900)
-    replicas = PlayedReplicas(*parts, end=AnswerEnd(15, 5))
+    replicas = FakeReplicas(*parts, end=AnswerEnd(15, 5))
     http = client(replicas, keys=(limited,))
 
     await http.post(CHAT, json={"stream": streaming, "prompt": "x" * 400}, headers=bearer("a"))
@@ -124,7 +130,7 @@ async def test_the_cost_of_what_was_lost_is_unknown(
     assert await remaining(http) == ("7", tokens)
 
 
-class Dying(PlayedReplicas):
+class Dying(FakeReplicas):
     """Generates five tokens and dies, as often as there are engines left to kill."""
 
     def __init__(self, *deaths: ReplicaLostError) -> None:
@@ -142,7 +148,7 @@ class Dying(PlayedReplicas):
         return AnswerStart(200, JSON, b"{}"), self.end
 
 
-def hasty(replicas: PlayedReplicas, **settings: Any) -> httpx.AsyncClient:
+def hasty(replicas: FakeReplicas, **settings: Any) -> httpx.AsyncClient:
     """A client of a gateway that sends requests again at once."""
     gateway = gateway_of(replicas, **settings)
     gateway.retries.first_pause_s = 0.0
@@ -179,7 +185,7 @@ async def test_a_request_is_not_sent_to_a_third_engine_after_two_have_died() -> 
 
 
 async def test_a_stream_that_never_began_stops_after_two_deaths_as_well() -> None:
-    replicas = PlayedReplicas(ReplicaLostError("the engine has died", engine_died=True))
+    replicas = FakeReplicas(ReplicaLostError("the engine has died", engine_died=True))
 
     answer = await hasty(replicas).post(CHAT, json={"model": "m", "stream": True})
 

@@ -5,45 +5,26 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from cluster.config.keys import KeyConfig, hash_of
 from cluster.config.limits import LimitsConfig
 from cluster.config.secret import SecretReference
 from deployments.routing.shared_router import ROUTERS
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
-from tests.fakes.played_replicas import (
+from tests.fakes.replicas import (
     CHAT,
     EVENTS,
     JSON,
-    PlayedReplicas,
+    FakeReplicas,
+    answering,
+    bearer,
     client,
+    client_of,
     gateway_of,
+    key,
     settings_of,
+    settled,
 )
-
-
-def key(name: str, **fields: Any) -> KeyConfig:
-    """A key whose token is its name."""
-    return KeyConfig.model_validate({"name": name, "hash": hash_of(name)} | fields)
-
-
-def bearer(name: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {name}"}
-
-
-def answering(*, end: AnswerEnd | None = None) -> PlayedReplicas:
-    return PlayedReplicas(AnswerStart(200, JSON, b"{}"), end=end)
-
-
-async def settled(http: httpx.AsyncClient, *bodies: tuple[str, dict[str, Any]]) -> list[Any]:
-    """Requests of keys, each come to rest in the gateway before the next one."""
-    tasks = []
-    for name, body in bodies:
-        tasks.append(asyncio.create_task(http.post(CHAT, json=body, headers=bearer(name))))
-        await asyncio.sleep(0.01)
-    return tasks
 
 
 async def test_a_request_without_a_known_key_reaches_no_replica() -> None:
@@ -133,7 +114,7 @@ async def test_requests_over_the_rate_are_refused_with_openais_headers() -> None
 async def test_tokens_are_charged_as_they_come_and_put_right_at_the_end(streaming: bool) -> None:
     end = AnswerEnd(prompt_tokens=30, generated_tokens=50)
     parts = (Piece(b"x", num_tokens=20), Piece(b"y", num_tokens=20)) if streaming else ()
-    replicas = PlayedReplicas(AnswerStart(200, EVENTS, b"w", num_tokens=10), *parts, end=end)
+    replicas = FakeReplicas(AnswerStart(200, EVENTS, b"w", num_tokens=10), *parts, end=end)
     http = client(replicas, keys=(key("a", tokens_per_minute=1000),))
 
     await http.post(CHAT, json={"stream": streaming}, headers=bearer("a"))
@@ -143,7 +124,7 @@ async def test_tokens_are_charged_as_they_come_and_put_right_at_the_end(streamin
 
 
 async def test_a_refused_request_gives_its_prompts_tokens_back() -> None:
-    replicas = PlayedReplicas(AnswerStart(400, JSON, b'{"error":{"message":"no"}}'))
+    replicas = FakeReplicas(AnswerStart(400, JSON, b'{"error":{"message":"no"}}'))
     http = client(replicas, keys=(key("a", tokens_per_minute=1000),))
     body = {"messages": [{"role": "user", "content": "x" * 400}]}
 
@@ -202,7 +183,7 @@ async def test_a_priority_of_the_clients_own_is_refused_where_keys_have_them() -
 
 async def test_a_key_sees_its_own_models_only() -> None:
     replicas = [
-        PlayedReplicas(AnswerStart(200, JSON, json.dumps({"data": [{"id": name}]}).encode()))
+        FakeReplicas(AnswerStart(200, JSON, json.dumps({"data": [{"id": name}]}).encode()))
         for name in ("m", "m1")
     ]
     http = client(*replicas, keys=(key("a", models=("m1",)), key("b")))
@@ -297,8 +278,7 @@ async def test_a_request_that_waits_too_long_is_told_so() -> None:
         update={"models": (model.model_copy(update={"max_queue_s": 0.05}),)}
     )
     await gateway.reconfigure(short, [replicas])
-    transport = httpx.ASGITransport(app=gateway)
-    http = httpx.AsyncClient(transport=transport, base_url="http://gateway")
+    http = client_of(gateway)
     tasks = await settled(http, *[("a", {})] * 2)
 
     late = await http.post(CHAT, json={})
@@ -350,8 +330,7 @@ async def test_new_settings_hold_for_the_next_request_and_disturb_none(tmp_path:
     replicas = answering()
     replicas.gate.clear()
     gateway = gateway_of(replicas, max_queued=1)
-    transport = httpx.ASGITransport(app=gateway)
-    http = httpx.AsyncClient(transport=transport, base_url="http://gateway")
+    http = client_of(gateway)
     tasks = await settled(http, *[("a", {})] * 3)
     assert gateway.waiting()["Replica-m"].waiting == {"anonymous": 1}
 

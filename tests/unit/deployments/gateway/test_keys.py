@@ -13,16 +13,9 @@ from cluster.config.keys import KeyConfig, hash_of
 from cluster.config.keys_file import load_keys
 from deployments.gateway.callers import KeyRing
 from deployments.wire.errors import UnknownKeyError
+from tests.fakes.clock import Clock
 
 ALICE = KeyConfig(name="alice", hash=hash_of("alices"))
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def bearer(token: str, scheme: str = "Bearer") -> list[tuple[bytes, bytes]]:

@@ -17,7 +17,7 @@ from cluster.config import ClusterConfig
 from cluster.config.logging import LoggingConfig
 from cluster.logs import LogFollower, ProcessLogs, log_folder, shown_logs
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
-from tests.fakes.played_replicas import CHAT, EVENTS, JSON, PlayedReplicas, client
+from tests.fakes.replicas import CHAT, EVENTS, JSON, FakeReplicas, client
 
 END = AnswerEnd(
     prompt_tokens=3,
@@ -69,7 +69,7 @@ async def test_a_request_is_one_line_at_its_end(
 ) -> None:
     parts = (Piece(b'data: {"secret":"answer"}\n\n', num_tokens=4),) if streaming else ()
     start = AnswerStart(200, EVENTS if streaming else JSON, b"data: {}\n\n", num_tokens=5)
-    http = client(PlayedReplicas(start, *parts, end=END))
+    http = client(FakeReplicas(start, *parts, end=END))
 
     await http.post(CHAT, json=BODY | {"stream": streaming}, headers={"x-request-id": "r1"})
     logs.close()
@@ -105,7 +105,7 @@ async def test_a_request_is_one_line_at_its_end(
 
 
 async def test_a_request_that_was_refused_has_its_reason(logs: ProcessLogs, tmp_path: Path) -> None:
-    http = client(PlayedReplicas(AnswerStart(400, JSON, b'{"error":{"message":"a"}}')))
+    http = client(FakeReplicas(AnswerStart(400, JSON, b'{"error":{"message":"a"}}')))
 
     await http.post(CHAT, json={"model": "none"})
     await http.get("/health")
@@ -124,7 +124,7 @@ async def test_a_request_that_was_refused_has_its_reason(logs: ProcessLogs, tmp_
 async def test_a_request_whose_client_left_is_logged_as_such(
     logs: ProcessLogs, tmp_path: Path
 ) -> None:
-    replicas = PlayedReplicas(AnswerStart(200, JSON, b"{}"))
+    replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
     replicas.gate.clear()
     task = asyncio.create_task(client(replicas).post(CHAT, json=BODY))
     await asyncio.sleep(0.01)
@@ -145,12 +145,10 @@ async def test_text_is_logged_only_where_it_is_asked_for(logs: ProcessLogs, tmp_
 
     choices: tuple[dict[str, Any], ...] = ({}, {"logging": config})
     for settings in choices:
-        await client(PlayedReplicas(AnswerStart(200, JSON, whole)), **settings).post(
-            CHAT, json=BODY
+        await client(FakeReplicas(AnswerStart(200, JSON, whole)), **settings).post(CHAT, json=BODY)
+        await client(FakeReplicas(AnswerStart(200, EVENTS, streamed[0]), *parts), **settings).post(
+            CHAT, json=BODY | {"stream": True}
         )
-        await client(
-            PlayedReplicas(AnswerStart(200, EVENTS, streamed[0]), *parts), **settings
-        ).post(CHAT, json=BODY | {"stream": True})
     logs.close()
 
     silent, also_silent, first, second = lines(tmp_path)
@@ -164,7 +162,7 @@ async def test_a_prompt_with_a_lone_surrogate_is_logged_as_it_came(
     logs: ProcessLogs, tmp_path: Path
 ) -> None:
     whole = AnswerStart(200, JSON, b'{"choices": [{"message": {"content": "half \\udc00"}}]}')
-    http = client(PlayedReplicas(whole), logging=LoggingConfig(content=True))
+    http = client(FakeReplicas(whole), logging=LoggingConfig(content=True))
     body = b'{"model": "m", "messages": [{"role": "user", "content": "caf\u00e9 \\ud800 end"}]}'
 
     answer = await http.post(CHAT, content=body)
@@ -215,9 +213,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingDisk]:
 async def test_while_the_disk_hangs_requests_go_on_and_only_so_many_lines_wait(
     disk: HangingDisk, logs: ProcessLogs, tmp_path: Path
 ) -> None:
-    http = client(
-        PlayedReplicas(AnswerStart(200, JSON, b"{}")), logging=LoggingConfig(content=True)
-    )
+    http = client(FakeReplicas(AnswerStart(200, JSON, b"{}")), logging=LoggingConfig(content=True))
     # 40 lines of a million characters; 32 of them may wait.
     body = {"model": "m", "prompt": "x" * 1_000_000}
 
