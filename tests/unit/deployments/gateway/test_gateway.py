@@ -1,4 +1,4 @@
-"""The gateway as an ASGI application in front of replicas that are played here."""
+"""The gateway as an ASGI application in front of fake replicas."""
 
 import asyncio
 import json
@@ -79,7 +79,7 @@ async def test_a_replica_that_dies_before_it_answers_is_a_503(streaming: bool) -
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-async def test_a_failure_that_nobody_foresaw_is_a_500_with_an_error_body(streaming: bool) -> None:
+async def test_an_unexpected_failure_is_a_500_with_an_error_body(streaming: bool) -> None:
     replicas = FakeReplicas(AttributeError("a bug"))
 
     answer = await client(replicas).post(CHAT, json={"stream": streaming})
@@ -98,7 +98,7 @@ async def test_a_stream_that_fails_on_the_way_ends_with_an_error_event() -> None
     assert events[2:] == ["data: [DONE]", ""]
 
 
-async def test_an_error_of_a_stream_request_is_one_json_answer() -> None:
+async def test_an_error_before_a_stream_begins_is_one_json_answer() -> None:
     replicas = FakeReplicas(
         AnswerStart(400, JSON, b'{"error":{"message":"no",'),
         Piece(b'"param":"body.n","code":400}}'),
@@ -125,7 +125,7 @@ async def test_an_error_of_a_stream_request_is_one_json_answer() -> None:
         ("text", 400, None),
     ],
 )
-async def test_what_the_gateway_can_judge_reaches_no_replica(
+async def test_requests_without_a_valid_model_reach_no_replica(
     body: object, status: int, param: str | None
 ) -> None:
     replicas = FakeReplicas()
@@ -175,11 +175,11 @@ async def test_unknown_routes_and_methods(method: str, path: str, status: int) -
 
 
 @pytest.mark.parametrize(("healthy", "status"), [(True, 200), (False, 503)])
-async def test_health_is_that_of_the_replicas(healthy: bool, status: int) -> None:
+async def test_health_is_the_health_of_the_replicas(healthy: bool, status: int) -> None:
     assert (await client(FakeReplicas(), healthy=healthy).get("/health")).status_code == status
 
 
-async def test_beyond_the_bound_requests_are_refused_until_one_ends() -> None:
+async def test_a_full_queue_refuses_requests_until_one_ends() -> None:
     replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
     replicas.gate.clear()
     http = client(replicas, max_queued=1)
@@ -224,7 +224,7 @@ async def test_a_request_goes_to_the_replicas_of_its_model() -> None:
     assert [len(each.requests) for each in replicas] == [0, 1]
 
 
-async def test_a_full_model_refuses_nothing_of_another() -> None:
+async def test_a_full_model_does_not_affect_another() -> None:
     full, free = FakeReplicas(), FakeReplicas(AnswerStart(200, JSON, b"{}"))
     full.gate.clear()
     http = client(full, free)
@@ -238,7 +238,7 @@ async def test_a_full_model_refuses_nothing_of_another() -> None:
     await asyncio.gather(*inside, return_exceptions=True)
 
 
-async def test_a_request_without_a_model_is_refused_where_there_are_several() -> None:
+async def test_a_request_without_a_model_is_refused_if_there_are_several() -> None:
     answer = await client(FakeReplicas(), FakeReplicas()).post(CHAT, json={})
 
     assert answer.status_code == 400
@@ -246,7 +246,7 @@ async def test_a_request_without_a_model_is_refused_where_there_are_several() ->
     assert "m, m1" in answer.json()["error"]["message"]
 
 
-async def test_the_list_of_models_joins_those_of_all_replicas_and_asks_once() -> None:
+async def test_the_list_of_models_joins_all_cards_and_asks_for_each_once() -> None:
     replicas = [
         FakeReplicas(AnswerStart(200, JSON, json.dumps({"data": [{"id": name}]}).encode()))
         for name in ("m", "m1")
@@ -260,7 +260,7 @@ async def test_the_list_of_models_joins_those_of_all_replicas_and_asks_once() ->
     assert [len(each.requests) for each in replicas] == [1, 1]
 
 
-async def test_the_list_of_models_names_also_one_that_cannot_answer() -> None:
+async def test_the_list_of_models_includes_one_whose_replicas_do_not_answer() -> None:
     alive = FakeReplicas(AnswerStart(200, JSON, b'{"data": [{"id": "m1", "max_model_len": 9}]}'))
     dead = FakeReplicas(ReplicaLostError("dead"))
 
@@ -277,7 +277,7 @@ async def test_the_list_of_models_names_also_one_that_cannot_answer() -> None:
     }
 
 
-async def test_the_list_of_models_does_not_wait_for_one_that_is_being_replaced() -> None:
+async def test_the_list_of_models_does_not_wait_for_a_starting_replica() -> None:
     alive = FakeReplicas(AnswerStart(200, JSON, b'{"data": [{"id": "m1"}]}'))
     starting = FakeReplicas(AnswerStart(200, JSON, b'{"data": [{"id": "m", "whole": true}]}'))
     starting.gate.clear()
@@ -292,7 +292,7 @@ async def test_the_list_of_models_does_not_wait_for_one_that_is_being_replaced()
     assert starting.num_closed == 2
 
 
-async def test_the_list_of_models_wakes_no_model_and_keeps_its_card_under_new_settings() -> None:
+async def test_the_list_of_models_wakes_no_model_and_keeps_cards_under_new_settings() -> None:
     card, changed = {"id": "m", "max_model_len": 9}, {"id": "m", "max_model_len": 5}
     replicas = FakeReplicas(AnswerStart(200, JSON, json.dumps({"data": [card]}).encode()))
     replicas.num_running = 0
@@ -318,7 +318,7 @@ async def test_the_list_of_models_wakes_no_model_and_keeps_its_card_under_new_se
     assert await listed() == [changed]
 
 
-async def test_a_card_that_was_asked_for_before_a_change_is_not_kept() -> None:
+async def test_a_card_requested_before_a_change_is_not_kept() -> None:
     old, new = ({"id": "m", "max_model_len": length} for length in (9, 5))
     replicas = FakeReplicas(AnswerStart(200, JSON, json.dumps({"data": [old]}).encode()))
     replicas.gate.clear()
