@@ -25,7 +25,7 @@ from apar_core.offline.speculation.medusa_heads import (
 )
 from apar_core.offline.training.pretrained import tree_tokens
 
-NUM_PROMPTS = 16
+NUM_PROMPTS = 8
 
 
 @cache
