@@ -1,10 +1,12 @@
 """Private names and behaviour of Ray Serve and vLLM's server that serving relies on."""
 
 import inspect
+import subprocess
 from pathlib import Path
 
 import grpc
 import pytest
+from ray._private import services
 from ray.serve import _private as serve_private
 from ray.serve._private import http_util
 from ray.serve._private.constants import (
@@ -43,6 +45,11 @@ def test_ray_serve_reads_every_setting_that_we_make() -> None:
 
     assert set(SERVE_FLAGS) <= set(ours)
     assert [name for name in ours if f'"{name}"' not in constants] == []
+
+
+def test_ray_starts_its_processes_through_a_popen_that_we_replace() -> None:
+    assert issubclass(services.ConsolePopen, subprocess.Popen)
+    assert "ConsolePopen(" in inspect.getsource(services.start_ray_process)
 
 
 @pytest.mark.parametrize(
