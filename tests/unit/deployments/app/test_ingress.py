@@ -1,4 +1,4 @@
-"""The gateway's deployment takes new settings while it runs."""
+"""Live settings of the gateway's deployment."""
 
 import asyncio
 from pathlib import Path
@@ -23,7 +23,7 @@ from tests.fakes.bare_ingress import BareIngress
 from tests.fakes.played_replicas import CHAT, JSON, PlayedReplicas, settings_of
 
 
-async def test_autoscaling_is_told_only_of_what_more_replicas_could_serve(
+async def test_autoscaling_counts_only_requests_that_more_replicas_could_serve(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     replicas = PlayedReplicas(AnswerStart(200, JSON, b"{}"))
@@ -61,7 +61,7 @@ async def test_autoscaling_is_told_only_of_what_more_replicas_could_serve(
 
 
 async def asked(ingress: Any, token: str) -> int:
-    """The status of a key's request for the list of models; 404 without models, 401 if unknown."""
+    """Status of a completion request: 404 for a known key, as there are no models, else 401."""
     transport = httpx.ASGITransport(app=ingress._door)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
         answer = await http.post(
