@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -236,8 +237,9 @@ def _own_process_groups() -> Iterator[None]:
     A SIGTERM to our process group would otherwise end them before we can drain: Ray's GCS dies
     first, and Ray then ends this process without its clean-up.
     """
-    from ray._private import services
+    from ray._private import services as ray_services
 
+    services: Any = ray_services
     popen = services.ConsolePopen
     services.ConsolePopen = functools.partial(popen, process_group=0)
     try:
