@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from apar_core.errors import AparError, RequestError
-from cluster.config.keys import KeyConfig, check_keys, hash_of
-from cluster.config.keys_file import load_keys
+from cluster.config.keys import KeyConfig, check_keys, hash_of, load_keys
 from deployments.wire.answer import Headers
 
 logger = logging.getLogger(__name__)

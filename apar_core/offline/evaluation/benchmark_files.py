@@ -149,7 +149,7 @@ def _get(client: httpx.Client, url: str, file: BenchmarkFile, show: ShowBytes) -
     except httpx.HTTPError as error:
         raise EvaluationError(
             f"{url} cannot be reached ({type(error).__name__}: {error}); without a network, give "
-            "a folder that has the files with --questions"
+            "a folder that has the files with --benchmark-files"
         ) from error
     return bytes(content)
 

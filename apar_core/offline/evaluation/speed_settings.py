@@ -76,12 +76,12 @@ class SpeedSettings(BaseModel):
 
 def check_settings(settings: SpeedSettings) -> None:
     """Raise EvaluationError, naming the options, for combinations that are refused."""
-    named = [("--decoder", name) for name in settings.decoders]
+    named = [("--decoders", name) for name in settings.decoders]
     for option, name in [*named, ("--against", settings.baseline)]:
         if name is not None and name not in DECODERS:
             raise EvaluationError(f"{option} {name!r} is none of {', '.join(DECODERS)}")
     if len({*settings.decoders, settings.baseline_name}) <= len(settings.decoders):
-        raise EvaluationError("--decoder and --against name the same decoder twice")
+        raise EvaluationError("--decoders and --against name the same decoder twice")
     if settings.baseline_model is not None:
         if settings.baseline not in ("plain", "vanilla_apar"):
             raise EvaluationError(

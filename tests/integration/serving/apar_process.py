@@ -193,7 +193,7 @@ def serving(folder: Path, *models: dict[str, Any], **fields: Any) -> Iterator[Se
     config, log, port = folder / "config.yaml", folder / "log", free_port()
     config.write_text(yaml.safe_dump({"port": port, "models": list(models)} | fields))
     with apar_serve("--config", str(config), log=log, main=WINDOW) as process:
-        wait_for(log, "Ctrl-C stops it", process)
+        wait_for(log, "Press Ctrl-C to stop", process)
         server = Server(process, config, log, f"http://127.0.0.1:{port}")
         yield server
         if process.poll() is None:

@@ -36,7 +36,7 @@ def test_ctrl_c_stops_everything_that_was_started(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("models: [{cpu_threads: 1}]\n")
     with apar_serve("--port", str(port), "--config", str(config), log=log) as process:
-        said = wait_for(log, "Ctrl-C stops it", process)
+        said = wait_for(log, "Press Ctrl-C to stop", process)
         command = next(line for line in said.splitlines() if line.startswith("curl "))
         answer = subprocess.run(command, shell=True, capture_output=True, timeout=60, check=True)
         members = session_members(process.pid)
@@ -67,7 +67,7 @@ def test_an_ordinary_model_is_served_beside_an_apar_one(tmp_path: Path) -> None:
         "     engine: {enforce_eager: true}}\n"
     )
     with apar_serve("--config", str(config), log=log) as process:
-        wait_for(log, "Ctrl-C stops it", process)
+        wait_for(log, "Press Ctrl-C to stop", process)
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
         served = [model.id for model in client.models.list()]
         answers = {

@@ -201,7 +201,7 @@ IN_THE_APPLICATION: list[tuple[str, Any, str]] = [
     ("applications/0/args/devise", "cpu", "args.devise"),
     ("applications/0/args/device", "gpu", "take 1 GPUs, and pods have 0"),
     ("applications/0/args/engine_resource", GONE, "engines may start on the head"),
-    ("applications/0/args/cluster/keys_file", GONE, "nothing says who may call"),
+    ("applications/0/args/cluster/keys_file", GONE, "requests need API keys"),
     ("applications/0/args/cluster/keys_file", "/etc/keys.yaml", "no Secret is mounted"),
     ("applications/0/args/cluster/drain_s", 600, "draining may take 600 s"),
     (

@@ -7,9 +7,10 @@ import pytest
 import yaml
 from limits.aio.storage import MemoryStorage
 
+from cluster.config.files import SecretError
 from cluster.config.keys import ANONYMOUS, KeyConfig, hash_of
 from cluster.config.limits import LimitsConfig
-from cluster.config.secret import SecretError, SecretReference
+from cluster.config.secret import SecretReference
 from deployments.gateway.callers import Caller, Callers
 from deployments.gateway.keys import UnknownKeyError
 from deployments.gateway.rate_limits import RateLimitError

@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 import httpx
 import pytest
 from starlette.types import Message
-from tests.unit.deployments.gateway.test_gateway_keys import answering, bearer, key, settled
 
 from apar_core.errors import CapacityError
 from cluster.config.limits import LimitsConfig
@@ -17,6 +16,7 @@ from deployments.gateway.body import MAX_CONTAINERS, MAX_VALUES, BodyBudget, Hel
 from deployments.relay.relay import ReplicaLostError
 from deployments.wire.answer import AnswerStart
 from tests.fakes.played_replicas import CHAT, JSON, PlayedReplicas, client, gateway_of
+from tests.unit.deployments.gateway.test_gateway_keys import answering, bearer, key, settled
 
 REMAINING = "x-ratelimit-remaining-requests"
 

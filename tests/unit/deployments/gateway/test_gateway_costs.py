@@ -5,7 +5,6 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.unit.deployments.gateway.test_gateway_keys import answering, bearer, key, settled
 
 from deployments.gateway.callers import Caller
 from deployments.gateway.fair_queue import Ticket
@@ -15,6 +14,7 @@ from deployments.relay.relay import Progress, ReplicaLostError
 from deployments.wire.answer import AnswerEnd, AnswerStart, Headers, Piece
 from deployments.wire.request import RelayedRequest
 from tests.fakes.played_replicas import CHAT, EVENTS, JSON, PlayedReplicas, client, gateway_of
+from tests.unit.deployments.gateway.test_gateway_keys import answering, bearer, key, settled
 
 
 def client_of(gateway: Gateway) -> httpx.AsyncClient:

@@ -3,11 +3,11 @@
 import asyncio
 
 import pytest
-from tests.unit.deployments.gateway.test_fair_queue import enter, queue_of, settled
 
 from apar_core.errors import CapacityError
 from deployments.gateway.fair_queue import Account
 from deployments.gateway.rate_limits import RateLimitError
+from tests.unit.deployments.gateway.test_fair_queue import enter, queue_of, settled
 
 
 async def test_a_request_of_unknown_cost_keeps_what_it_was_charged_in_advance() -> None:

@@ -20,7 +20,7 @@ def settings(**fields: Any) -> SpeedSettings:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"decoders": ("fast",)}, "--decoder 'fast' is none of plain, vanilla_apar, medusa_apar"),
+        ({"decoders": ("fast",)}, "--decoders 'fast' is none of plain, vanilla_apar, medusa_apar"),
         ({"baseline": "slow"}, "--against 'slow' is none of"),
         ({"decoders": ("plain",)}, "the same decoder twice"),
         ({"count_only": True}, "--count-only needs answers to --replay"),
