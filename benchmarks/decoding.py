@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from apar_core.engine.offline import OfflineEngine
-from apar_core.engine.replay import path_key, replay_args
+from apar_core.engine.offline_engine import OfflineEngine
+from apar_core.engine.replay import replay_args
 from apar_core.engine.thread_outputs import TextToken
 from apar_core.offline.data.tiny_corpus.generator import Corpus
-from apar_core.tree.paragraph import ROOT_THREAD, ParagraphTree, ThreadId
+from apar_core.tree.paragraph import ParagraphTree
 from apar_core.tree.restore import restore
-from apar_core.tree.threads import thread_texts
+from apar_core.tree.threads import thread_scripts
 
 BATCH_SIZES = (1, 32)
 MAX_TOKENS = 600
@@ -227,13 +227,9 @@ def _forked_answer(
         raise SystemExit("the checkpoint has no control tokens: nothing to compare")
     fork = TextToken(control.fork_id, None)
     end = TextToken(engine.tokenizer.eos_token_id, None)
-    texts = thread_texts(tree)
-    paths: dict[ThreadId, tuple[int, ...]] = {ROOT_THREAD: ()}
-    threads: dict[str, list[int]] = {}
-    for thread, text in texts.items():
-        for ordinal, child in enumerate(text.children):
-            paths[child] = (*paths[thread], ordinal)
-        generated = text.generated(fork, end)
-        threads[path_key(paths[thread])] = [token.token_id for token in generated]
+    threads = {
+        key: [token.token_id for token in generated]
+        for key, generated in thread_scripts(tree, fork, end).items()
+    }
     text_ids = [token.token_id for token in restore(tree)]
     return ForkedAnswer(prompt_ids, threads, [*text_ids, end.token_id])

@@ -1,1 +1,1 @@
-"""Kubernetes: the manifests, and what of them is made of the code."""
+"""Kubernetes manifests, and the generator of the PrometheusRule among them."""

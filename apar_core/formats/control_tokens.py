@@ -34,6 +34,15 @@ class ControlTokens:
         return {self.fork_id: self.fork_text, self.child_id: self.child_text}
 
 
+@dataclass(frozen=True, slots=True)
+class TreeTokens:
+    """Token ids that write a paragraph tree as threads: the control tokens and one end token."""
+
+    fork_id: int
+    child_id: int
+    end_id: int
+
+
 def find_control_tokens(vocabulary: Mapping[str, int]) -> ControlTokens | None:
     """The control tokens in a vocabulary that includes added tokens; None in an ordinary one.
 

@@ -1,17 +1,19 @@
 """The paragraph tree of a request: how forked threads become one text (APAR, arXiv 2401.06761)."""
 
 from apar_core.tree.paragraph import (
-    ROOT_THREAD,
     ParagraphNode,
     ParagraphTree,
-    ThreadId,
     ThreadRecord,
 )
-from apar_core.tree.restore import restore
-from apar_core.tree.schedule import ThreadSpan, thread_spans
-from apar_core.tree.separator import Edge, Separator
-from apar_core.tree.statistics import TreeStatistics, tree_statistics, unforked_statistics
-from apar_core.tree.stream import TreeStream
+from apar_core.tree.restore import Edge, Separator, TreeStream, restore
+from apar_core.tree.statistics import (
+    ThreadSpan,
+    TreeStatistics,
+    thread_spans,
+    tree_statistics,
+    unforked_statistics,
+)
+from apar_core.tree.thread_names import ROOT_THREAD, ThreadId, child_thread
 
 __all__ = [
     "ROOT_THREAD",
@@ -24,6 +26,7 @@ __all__ = [
     "ThreadSpan",
     "TreeStatistics",
     "TreeStream",
+    "child_thread",
     "restore",
     "thread_spans",
     "tree_statistics",

@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Generic, NewType, TypeVar
+from typing import Generic, TypeVar
 
 from apar_core.errors import TreeError
+from apar_core.tree.thread_names import ROOT_THREAD, ThreadId
 
 Item = TypeVar("Item")
-
-ThreadId = NewType("ThreadId", str)
-
-ROOT_THREAD = ThreadId("root")
 
 
 # Equality stays identity: comparing linked nodes would recurse through the tree.

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from apar_core.tree.paragraph import ROOT_THREAD, ParagraphNode, ParagraphTree, ThreadId
+from apar_core.tree.paragraph import ParagraphNode, ParagraphTree
+from apar_core.tree.thread_names import ROOT_THREAD, ThreadId, replay_key
 
 Item = TypeVar("Item")
 
@@ -74,3 +75,10 @@ def thread_prefix(
         prefix.append(fork)
         prefix.extend(paragraph)
     return [*prefix, fork, child]
+
+
+def thread_scripts(tree: ParagraphTree[Item], fork: Item, end: Item) -> dict[str, list[Item]]:
+    """Return what each thread generates, fork and end tokens included, by its replay key."""
+    return {
+        replay_key(thread): text.generated(fork, end) for thread, text in thread_texts(tree).items()
+    }

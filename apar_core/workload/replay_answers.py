@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from apar_core.errors import EvaluationError
-from apar_core.offline.data.records import ChatMessage
+from apar_core.formats.control_tokens import TreeTokens
+from apar_core.offline.data.records import ChatMessage, token_tree
 from apar_core.offline.data.structure import extract_tree
-from apar_core.offline.evaluation.replay_tree import thread_scripts, token_tree
-from apar_core.offline.training.packing import TreeTokens
 from apar_core.tree.paragraph import ParagraphTree
 from apar_core.tree.restore import restore
-from apar_core.tree.threads import thread_prefix, thread_texts
+from apar_core.tree.threads import thread_prefix, thread_scripts, thread_texts
 from apar_core.workload.trace import TraceLine
 
 
@@ -109,7 +108,7 @@ def replay_answer(line: TraceLine, text: AnswerText, tokens: TreeTokens) -> Repl
         prompt=line.prompt,
         messages=line.messages,
         prompt_ids=tuple(text.encode_chat(line.messages)),
-        threads=thread_scripts(tree, tokens),
+        threads=thread_scripts(tree, tokens.fork_id, tokens.end_id),
         flat=[*restore(tree), tokens.end_id],
         tree=tree,
     )

@@ -33,7 +33,7 @@ from cluster.config.model import DEFAULT_MODEL, PRESETS
 
 if TYPE_CHECKING:
     from apar_core.offline.evaluation.chat_endpoint import EndpointSettings
-    from apar_core.offline.evaluation.quality_run import QualityPlan
+    from apar_core.offline.evaluation.quality import QualityPlan
 
 _NUM_SUMMARY_TABLES = 3
 _SHOWN_FAILURES = 5
@@ -111,9 +111,9 @@ def speed(
     [bold]apar evaluate speed --replay ANSWERS.jsonl --count-only[/bold]
     """
     # Importing torch takes seconds, and `apar --help` must be fast.
-    from apar_core.offline.evaluation.report_files import write_report
     from apar_core.offline.evaluation.speed_evaluation import run_speed
-    from apar_core.offline.evaluation.speed_settings import SpeedSettings
+    from apar_core.offline.evaluation.speed_run import SpeedSettings
+    from apar_core.reporting import write_report
 
     def path_of(name: str) -> str:
         return PRESETS[name].path if name in PRESETS else name
@@ -223,11 +223,9 @@ def quality(
     [bold]apar evaluate quality --judge https://api.openai.com/v1 --judge-model gpt-4 --target
     http://127.0.0.1:8000/v1 --model-name apar-7b[/bold]
     """
-    from apar_core.offline.evaluation.judge_prompts import load_judge_prompts
-    from apar_core.offline.evaluation.judging import JudgmentRequest
+    from apar_core.offline.evaluation.judging import JudgmentRequest, load_judge_prompts
     from apar_core.offline.evaluation.prompt_sets import load_prompts
-    from apar_core.offline.evaluation.quality_run import QualityPlan
-    from apar_core.offline.evaluation.quality_tables import TokenPrices
+    from apar_core.offline.evaluation.quality import QualityPlan, TokenPrices
 
     with clear_errors():
         if target is not None and model_name is None:
@@ -299,7 +297,7 @@ def _endpoint(
 
 
 def _rate(plan: QualityPlan) -> None:
-    from apar_core.offline.evaluation.quality_run import run_quality
+    from apar_core.offline.evaluation.quality import run_quality
 
     if not plan.answer_files and plan.model is None:
         raise EvaluationError("nothing to rate: give --answer-file FILE or --target URL")
@@ -330,7 +328,7 @@ def fetch(
     They come from FastChat's repositories at a fixed commit; checksums are verified. Example:
     [bold]apar evaluate fetch[/bold]
     """
-    from apar_core.offline.evaluation.benchmark_files import (
+    from apar_core.offline.evaluation.prompt_sets import (
         BENCHMARK_FILES,
         FASTCHAT_URLS,
         BenchmarkFile,

@@ -28,7 +28,7 @@ from cluster.cli.terminal import fail
 from cluster.config.model import DEFAULT_MODEL, ModelConfig
 
 if TYPE_CHECKING:
-    from apar_core.engine.offline import OfflineEngine
+    from apar_core.engine.offline_engine import OfflineEngine
 
 Item = TypeVar("Item")
 
@@ -120,7 +120,7 @@ def _start_engine(model: str) -> OfflineEngine:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # Importing vLLM takes seconds, and `apar --help` must be fast.
-    from apar_core.engine.offline import OfflineEngine
+    from apar_core.engine.offline_engine import OfflineEngine
 
     settings = ModelConfig(checkpoint=model)
     engine_args: dict[str, Any] = {**settings.preset.engine, "enforce_eager": True}

@@ -27,7 +27,7 @@ from cluster.cli.options import (
 from cluster.cli.terminal import clear_errors, fail, rich_table
 
 if TYPE_CHECKING:
-    from apar_core.offline.evaluation.report_files import Report
+    from apar_core.reporting import Report
     from apar_core.workload.arrivals import Arrivals
 
 loadtest = typer.Typer(
@@ -316,7 +316,7 @@ def compare(
 
 
 def _show(report: Report, folder: Path) -> None:
-    from apar_core.offline.evaluation.report_files import write_report
+    from apar_core.reporting import write_report
 
     page = write_report(report, folder)
     console = Console()

@@ -28,8 +28,7 @@ from rich.table import Table
 from apar_core.errors import AparError
 
 if TYPE_CHECKING:
-    from apar_core.offline.evaluation.report_files import Report
-    from apar_core.offline.evaluation.report_table import ReportTable
+    from apar_core.reporting import Report, ReportTable
 
 _LINES_PER_STAGE = 10
 
@@ -116,7 +115,7 @@ def rich_table(table: ReportTable) -> Table:
 
 def show_report(report: Report, out: Path) -> None:
     """Write a report's files to `out`, and print its facts and tables."""
-    from apar_core.offline.evaluation.report_files import write_report
+    from apar_core.reporting import write_report
 
     page = write_report(report, out)
     console = Console()

@@ -22,7 +22,7 @@ from cluster.cli.terminal import clear_errors, step_bars
 from cluster.config.model import ModelConfig
 
 if TYPE_CHECKING:
-    from apar_core.offline.training.reports import OnStep, StepReport
+    from apar_core.offline.training.tree_trainer import OnStep, StepReport
 
 Data = Annotated[Path, typer.Option(help="Output folder of `apar data prepare`, or a file in it.")]
 Steps = Annotated[
@@ -145,7 +145,7 @@ def train_tiny(
 def _train_tiny_model(
     console: Console, out: Path, steps: int | None, seed: int, cpu_threads: int, recipe: str | None
 ) -> None:
-    from apar_core.offline.training.tiny_settings import TinyModelSettings, tiny_recipe
+    from apar_core.offline.training.train_tiny import TinyModelSettings, tiny_recipe
     from apar_core.offline.training.train_tiny import train_tiny as run_training
 
     settings = tiny_recipe(recipe or "apar-tiny").model_copy(
@@ -163,7 +163,7 @@ def _train_tiny_heads(
     import torch
 
     from apar_core.models.apar_tiny import checkpoint_path
-    from apar_core.offline.speculation.train_tiny_medusa import (
+    from apar_core.offline.speculation.train_medusa import (
         tiny_medusa_recipe,
         train_tiny_medusa,
     )

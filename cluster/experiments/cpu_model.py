@@ -23,9 +23,9 @@ from apar_core.errors import EvaluationError
 from apar_core.models.apar_tiny import checkpoint_path
 
 if TYPE_CHECKING:
+    from apar_core.formats.control_tokens import TreeTokens
     from apar_core.offline.data.records import ChatMessage
     from apar_core.offline.evaluation.replay_text import ModelText
-    from apar_core.offline.training.packing import TreeTokens
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

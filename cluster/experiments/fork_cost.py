@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from apar_core.errors import EngineError, EvaluationError
-from apar_core.offline.evaluation.report_table import Column, ReportTable
+from apar_core.reporting import Column, ReportTable
 from cluster.experiments.program import Submission
 
 if TYPE_CHECKING:
-    from apar_core.engine.offline import OfflineEngine
+    from apar_core.engine.offline_engine import OfflineEngine
     from apar_core.scheduler.block_sharing import BlockSharing, ForkCounters
 
 SHARED, CACHED = "block sharing (ours)", "prefix caching (client-side)"

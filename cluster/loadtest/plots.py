@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from apar_core.offline.evaluation.speed_plots import PLOT_SETTINGS, RUN_COLOURS
+from apar_core.reporting import PLOT_SETTINGS, RUN_COLOURS
 from cluster.loadtest.cluster_watch import ClusterMoment
 from cluster.loadtest.figures import Repeat, repeats_of
 from cluster.loadtest.run_file import Run

@@ -9,8 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from apar_core.errors import EvaluationError
-from apar_core.offline.evaluation.report_files import Report, file_name
-from apar_core.offline.evaluation.report_table import Cell, Column, ReportTable
+from apar_core.reporting import Cell, Column, Report, ReportTable, file_name
 from cluster.loadtest.all_figures import ALL_FIGURES
 from cluster.loadtest.figures import Figure as RunFigure
 from cluster.loadtest.plots import cluster_figure, throughput_figure, times_figure

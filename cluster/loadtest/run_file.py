@@ -18,11 +18,9 @@ from pydantic import (
 )
 from pydantic import ValidationError as Invalid
 
-from apar_core.errors import EvaluationError
+from apar_core.errors import EvaluationError, validation_summary
 from apar_core.json_lines import read_lines
-from apar_core.validation import validation_summary
-from apar_core.workload.recorded import TraceWriter
-from apar_core.workload.trace import TraceLine
+from apar_core.workload.trace import TraceLine, TraceWriter
 from cluster.loadtest.client import Answered
 from cluster.loadtest.client_watch import ClientFigures
 from cluster.loadtest.cluster_watch import SETTLE_S, ClusterFigures

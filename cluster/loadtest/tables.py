@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from apar_core.offline.evaluation.report_table import Cell, Column, ReportTable
+from apar_core.reporting import Cell, Column, ReportTable
 from cluster.loadtest.all_figures import (
     CLUSTER,
     FORKING,

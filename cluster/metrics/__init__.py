@@ -1,1 +1,1 @@
-"""What the cluster tells of itself, declared once for exporters, dashboards, alerts and tests."""
+"""Metrics of the cluster, declared once for exporters, dashboards, alerts and tests."""

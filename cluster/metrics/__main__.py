@@ -1,19 +1,19 @@
-"""`python -m cluster.metrics [FILE]` writes the page of all metrics; dashboards/METRICS.md here."""
+"""Write the metrics reference: `python -m cluster.metrics [FILE]`."""
 
-import argparse
 from pathlib import Path
+from typing import Annotated
 
-from cluster.metrics.table import as_markdown
+import typer
 
-PAGE = Path("dashboards/METRICS.md")
+from cluster.metrics.reference import as_markdown
 
 
-def main() -> None:
-    """Write the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path, nargs="?", default=PAGE)
-    parser.parse_args().file.write_text(as_markdown(), encoding="utf-8")
+def main(
+    file: Annotated[Path, typer.Argument(help="Output file.")] = Path("dashboards/METRICS.md"),
+) -> None:
+    """Write the metrics reference."""
+    file.write_text(as_markdown(), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -1,7 +1,7 @@
-"""Every metric that this project exports: name, kind, unit, labels, meaning.
+"""Every metric that this project exports: name, kind, unit, labels and help text.
 
-The names follow Prometheus: base units, `_total` for counters. Ray's agent on each node puts
-`ray_` before them, and labels of its own beside these. vLLM's metrics come the same way, as
+Names follow Prometheus' conventions: base units, and `_total` for counters. Ray's agent on each
+node adds the prefix `ray_` and labels of its own. vLLM's metrics take the same path and become
 `ray_vllm_...`.
 """
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 PREFIX = "ray_"
-"""What Ray's agents put before every name."""
+"""Prefix that Ray's agents add to every name."""
 
 
 class Kind(StrEnum):
-    """Prometheus' type of a metric."""
+    """Metric type in Prometheus."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -23,10 +23,10 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric; `name` as the program writes it, `exported` as Prometheus reads it.
+    """One metric; `name` is the name in this program, `exported` the name in Prometheus.
 
-    `labels` maps each label to what its values are, a set that is bounded by the configuration or
-    by the code. `buckets` are a histogram's upper bounds, in its unit.
+    `labels` maps each label to a description of its values; the configuration or the code bounds
+    their number. `buckets` are the upper bounds of a histogram, in its unit.
     """
 
     name: str
@@ -38,12 +38,12 @@ class Metric:
 
     @property
     def exported(self) -> str:
-        """The name in Prometheus; a histogram's series add `_bucket`, `_sum` and `_count`."""
+        """Name in Prometheus; a histogram's series add `_bucket`, `_sum` and `_count`."""
         return f"{PREFIX}{self.name}"
 
 
 _MODEL = {"model": "public name of the model"}
-_REPLICA = _MODEL | {"replica": "id of the replica, new with each start"}
+_REPLICA = _MODEL | {"replica": "id of the replica; changes with every start"}
 _LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 _PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
 _THREADS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
@@ -64,118 +64,127 @@ def _histogram(
     return Metric(name, Kind.HISTOGRAM, unit, text, labels, buckets)
 
 
-# The engine of a replica, at the moment.
-KV_BLOCKS = _gauge("apar_kv_blocks", "blocks", _REPLICA, "KV blocks of the engine's cache.")
-KV_FREE_BLOCKS = _gauge("apar_kv_free_blocks", "blocks", _REPLICA, "KV blocks no thread holds.")
+# Current state of a replica's engine.
+KV_BLOCKS = _gauge("apar_kv_blocks", "blocks", _REPLICA, "KV blocks in the engine's cache.")
+KV_FREE_BLOCKS = _gauge("apar_kv_free_blocks", "blocks", _REPLICA, "Free KV blocks.")
 KV_CACHE_USAGE = _gauge(
-    "apar_kv_cache_usage_ratio", "ratio", _REPLICA, "Share of the KV blocks that threads hold."
+    "apar_kv_cache_usage_ratio", "ratio", _REPLICA, "Share of KV blocks held by threads."
 )
 THREADS = _gauge(
     "apar_threads",
     "threads",
-    _REPLICA
-    | {"state": "running; waiting for the scheduler; deferred, a fork not yet let in by a cap"},
-    "Threads of the engine's requests.",
+    _REPLICA | {"state": "running; waiting for the scheduler; deferred: a fork held back by a cap"},
+    "Threads in the engine, by state.",
 )
-REPLICA_REQUESTS = _gauge(
-    "apar_replica_requests", "requests", _REPLICA, "Requests inside the replica."
-)
+REPLICA_REQUESTS = _gauge("apar_replica_requests", "requests", _REPLICA, "Requests in the replica.")
 
-# The engine of a replica, since its start.
+# Counters of a replica's engine since its start.
 FORKS = _counter(
     "apar_forks_total",
     "forks",
     _REPLICA
     | {
-        "outcome": "accepted at once; delayed, and started later; refused, by a limit of the "
-        "request or the model's context"
+        "outcome": "accepted at once; delayed by a cap and started later; refused because of a "
+        "limit of the request or the model's context"
     },
-    "Forks that models asked for, each with one outcome.",
+    "Forks requested by models, by outcome.",
 )
 FORK_DELAYS = _counter(
     "apar_fork_delays_total",
     "forks",
-    _REPLICA | {"reason": "request, key, replica: a cap on threads of that; policy"},
-    "Delayed forks, by what first held them back.",
+    _REPLICA
+    | {"reason": "request, key or replica: the cap on its threads; policy: the fork policy"},
+    "Delayed forks, by the first reason for the delay.",
 )
 KV_SHARED_BLOCKS = _counter(
-    "apar_kv_shared_blocks_total", "blocks", _REPLICA, "KV blocks that children took from parents."
+    "apar_kv_shared_blocks_total",
+    "blocks",
+    _REPLICA,
+    "KV blocks that parents shared with children.",
 )
 KV_COPIED_BLOCKS = _counter(
-    "apar_kv_copied_blocks_total", "blocks", _REPLICA, "Half-full KV blocks copied at forks."
+    "apar_kv_copied_blocks_total", "blocks", _REPLICA, "Partially filled KV blocks copied at forks."
 )
 KV_RELEASED_EARLY_BLOCKS = _counter(
     "apar_kv_released_early_blocks_total",
     "blocks",
     _REPLICA,
-    "KV blocks given back by threads that ended before their request.",
+    "KV blocks released by threads that ended before their request.",
 )
 REPLICA_RESTARTS = _counter(
     "apar_replica_restarts_total",
     "replicas",
     _REPLICA,
-    "Replicas started in place of lost ones: 1 of each that was, 0 of the others.",
+    "1 if the replica was started to replace a lost one, else 0.",
 )
 ENGINE_STEPS = _counter("apar_engine_steps_total", "steps", _REPLICA, "Forward passes.")
 ENGINE_BUSY_SECONDS = _counter(
-    "apar_engine_busy_seconds_total", "seconds", _REPLICA, "Time in forward passes."
+    "apar_engine_busy_seconds_total", "seconds", _REPLICA, "Time spent in forward passes."
 )
 
 GENERATED_TOKENS = _counter(
     "apar_generated_tokens_total",
     "tokens",
     _REPLICA,
-    "Tokens generated by all threads, as they come: text, fork and end tokens.",
+    "Tokens generated by all threads, counted as they are generated: text, fork and end tokens.",
 )
 
-# Requests that a replica's engine has ended: the sums of the `apar` fields of their answers, and
-# the same counts of requests that may not fork. One that was cancelled counts with what it had
-# generated. Not counted: beam searches, several choices of a checkpoint that knows no control
-# tokens, and, where it was lost, a request that went on at another replica, which counts it whole.
+# Requests finished by a replica's engine: sums of the `apar` fields of their answers, and the same
+# counts for requests that may not fork. A cancelled request counts with what it had generated. Not
+# counted: beam search, and several choices (`n` > 1) of a checkpoint without control tokens. A
+# request continued on another replica counts there, as a whole.
 PROMPT_TOKENS = _counter(
-    "apar_prompt_tokens_total", "tokens", _REPLICA, "Tokens of the prompts of ended requests."
+    "apar_prompt_tokens_total", "tokens", _REPLICA, "Prompt tokens of finished requests."
 )
 ATTENDED_TOKENS = _counter(
     "apar_attended_tokens_total",
     "tokens",
     _REPLICA,
-    "Tokens attended to, summed over predicted tokens (paper, section 3.4).",
+    "Attended tokens, summed over generated tokens (paper, section 3.4).",
 )
 SEQUENTIAL_ATTENDED_TOKENS = _counter(
     "apar_sequential_attended_tokens_total",
     "tokens",
     _REPLICA,
-    "Tokens that one thread would have attended to for the same text.",
+    "Attended tokens that a single thread would have needed for the same text.",
 )
 CACHED_TOKENS = _counter(
     "apar_max_cached_tokens_total",
     "tokens",
     _REPLICA,
-    "Tokens cached at a request's peak, summed over requests.",
+    "Peak number of cached tokens of a request, summed over requests.",
 )
 SEQUENTIAL_CACHED_TOKENS = _counter(
     "apar_sequential_max_cached_tokens_total",
     "tokens",
     _REPLICA,
-    "Tokens that one thread would have cached at its peak, summed over requests.",
+    "Peak number of cached tokens with a single thread, summed over requests.",
 )
 CRITICAL_PATH_STEPS = _counter(
     "apar_critical_path_steps_total",
     "steps",
     _REPLICA,
-    "Decode steps until a request's last thread has ended, summed over requests.",
+    "Decode steps until a request's last thread ends, summed over requests.",
 )
 SEQUENTIAL_STEPS = _counter(
     "apar_sequential_steps_total",
     "steps",
     _REPLICA,
-    "Decode steps that one thread would have needed, summed over requests.",
+    "Decode steps that a single thread would have needed, summed over requests.",
 )
 REQUEST_THREADS = _histogram(
-    "apar_request_threads", "threads", _REPLICA, _THREADS, "Threads of a finished request."
+    "apar_request_threads",
+    "threads",
+    _REPLICA,
+    _THREADS,
+    "Number of threads of a finished request.",
 )
 REQUEST_DEPTH = _histogram(
-    "apar_request_tree_depth", "levels", _REPLICA, _DEPTHS, "Depth of a finished paragraph tree."
+    "apar_request_tree_depth",
+    "levels",
+    _REPLICA,
+    _DEPTHS,
+    "Depth of a finished request's paragraph tree.",
 )
 
 TIME_PER_OUTPUT_TOKEN = _histogram(
@@ -183,101 +192,112 @@ TIME_PER_OUTPUT_TOKEN = _histogram(
     "seconds",
     _REPLICA,
     _PER_TOKEN_S,
-    "Time between a request's first and last token, per further step of its critical path.",
+    "Time from a request's first to its last token, per step of its critical path after the first.",
 )
 
-# The gateways; each process tells of its own requests.
+# Gateways; each process counts its own requests.
 REQUESTS = _counter(
     "apar_requests_total",
     "requests",
     _MODEL
     | {
-        "outcome": "ok; client_error (4xx); server_error (5xx, or an error within a stream); "
-        "cancelled, because the client left, or the server at its end had no more time for it"
+        "outcome": "ok; client_error (4xx); server_error (5xx, or an error in the stream); "
+        "cancelled: the client disconnected, or the server shut down before the end"
     },
-    "Requests for completions that have ended, those that the gateway refused included. The model "
-    "is `unknown` where none that is served was named, or the request was refused before.",
+    "Finished completion requests, including those that the gateway rejected. The model is "
+    "`unknown` if the request names no served model or was rejected before its model was read.",
 )
-REQUESTS_RUNNING = _gauge(
-    "apar_requests_running", "requests", _MODEL, "Requests that are at replicas."
-)
+REQUESTS_RUNNING = _gauge("apar_requests_running", "requests", _MODEL, "Requests at replicas.")
 REQUESTS_QUEUED = _gauge(
-    "apar_requests_queued", "requests", _MODEL, "Requests that wait for a place at a replica."
+    "apar_requests_queued", "requests", _MODEL, "Requests in the gateway's queue."
 )
 REQUESTS_REJECTED = _counter(
     "apar_requests_rejected_total",
     "requests",
     {
-        "reason": "authentication; key_limit, a rate or bound of the key; overloaded, the queue is "
-        "full or the bodies of all requests take too much; queue_timeout; body_timeout; invalid; "
-        "too_large, body or prompt; unknown_model; unknown_route; no_replica has taken it in time; "
-        "draining, the server is at its end",
-        "key_class": "`metrics_class` of the API key; anonymous without one that is known",
+        "reason": "authentication; key_limit: a rate limit or quota of the key; overloaded: the "
+        "queue is full, or request bodies take too much memory; queue_timeout; body_timeout; "
+        "invalid; too_large: body or prompt; unknown_model; unknown_route; no_replica: no replica "
+        "accepted it in time; draining: the server is shutting down",
+        "key_class": "`metrics_class` of the API key; anonymous without a known key",
     },
-    "Requests of any kind that the gateway has refused, and no replica has seen.",
+    "Requests of any kind that the gateway rejected before they reached a replica.",
 )
 TIME_TO_FIRST_TOKEN = _histogram(
     "apar_time_to_first_token_seconds",
     "seconds",
     _MODEL,
     _LATENCY_S,
-    "From a streamed request's arrival to the first piece of its answer.",
+    "Time from a streamed request's arrival to the first chunk of its answer.",
 )
 REQUEST_LATENCY = _histogram(
     "apar_request_latency_seconds",
     "seconds",
     _MODEL,
     _LATENCY_S,
-    "From the arrival of a request that ends well to the end of its answer.",
+    "Time from a successful request's arrival to the end of its answer.",
 )
 QUEUE_TIME = _histogram(
-    "apar_queue_time_seconds", "seconds", _MODEL, _LATENCY_S, "Wait for a place at a replica."
+    "apar_queue_time_seconds",
+    "seconds",
+    _MODEL,
+    _LATENCY_S,
+    "Time that requests wait in the gateway's queue.",
 )
 RETRIES = _counter(
-    "apar_retries_total", "requests", _MODEL, "Requests sent again from the start after a loss."
+    "apar_retries_total",
+    "requests",
+    _MODEL,
+    "Requests retried from the start after their replica was lost.",
 )
 MIGRATIONS = _counter(
-    "apar_migrations_total", "requests", _MODEL, "Streams continued on another replica."
+    "apar_migrations_total",
+    "requests",
+    _MODEL,
+    "Streams continued on another replica after theirs was lost.",
 )
 GIVEN_UP = _counter(
-    "apar_given_up_total", "requests", _MODEL, "Requests that ended with an error after a loss."
+    "apar_given_up_total",
+    "requests",
+    _MODEL,
+    "Requests that failed because their replica was lost.",
 )
 ROUTER_DECISIONS = _counter(
     "apar_router_decisions_total",
     "decisions",
     _MODEL | {"reason": "affinity; least_load; only_one; full"},
-    "The router's decisions, also for requests that must try again while all replicas are full.",
+    "Routing decisions, including attempts repeated while all replicas are full.",
 )
 REPLICAS = _gauge(
     "apar_replicas",
     "replicas",
     _MODEL,
-    "Replicas that take requests, as each gateway sees them; unknown before its first request.",
+    "Replicas that accept requests, as known to each gateway; missing before its first request.",
 )
 REPLICAS_WANTED = _gauge(
     "apar_replicas_wanted",
     "replicas",
     _MODEL,
-    "Replicas that the model should have: as configured, or the autoscaler's least number.",
+    "Wanted replicas of the model: the configured number, or the autoscaler's minimum.",
 )
 SETTINGS_REFUSED = _gauge(
     "apar_settings_refused",
     "settings",
-    {"source": "keys_file; user_config, what Ray Serve brings to the running gateway"},
-    "1 while a gateway has not fully applied the newest settings of the source; else 0.",
+    {"source": "keys_file; user_config: settings that Ray Serve passes to the running gateway"},
+    "1 while a gateway has not fully applied the newest settings from this source, else 0.",
 )
 
-# Of every process that writes a log.
+# Every process that writes a log.
 LOG_LINES_DROPPED = _counter(
     "apar_log_lines_dropped_total",
     "lines",
     {},
-    "Lines that a gateway or a replica has not logged, because its disk hung.",
+    "Log lines that a gateway or replica dropped because the disk hung.",
 )
 
 
 def metrics() -> Iterator[Metric]:
-    """All of them, in the order above."""
+    """Yield all metrics in the order above."""
     for value in globals().values():
         if isinstance(value, Metric):
             yield value

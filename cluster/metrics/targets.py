@@ -1,4 +1,4 @@
-"""Where the metrics of a Ray cluster's nodes can be read."""
+"""Scrape targets of a Ray cluster's nodes, for Prometheus."""
 
 import json
 import os
@@ -7,12 +7,12 @@ from pathlib import Path
 from cluster.config import ConfigError
 
 JOB = "ray"
-"""The job that Ray's own service discovery gives its nodes."""
+"""Job label that Ray's own service discovery sets."""
 
 
 def node_targets() -> list[str]:
-    """`host:port` of each living node of the connected Ray cluster that tells of metrics."""
-    import ray  # Imported late: it reads its settings from the environment then.
+    """`host:port` of each live node of the connected Ray cluster that exports metrics."""
+    import ray  # Imported late: Ray reads its environment variables on import.
 
     return [
         f"{_host(node['NodeManagerAddress'])}:{node['MetricsExportPort']}"
@@ -22,7 +22,7 @@ def node_targets() -> list[str]:
 
 
 def discovery_url() -> str | None:
-    """Where Prometheus asks for the nodes (`http_sd_configs`); None without Ray's dashboard."""
+    """URL for Prometheus' `http_sd_configs`; None without Ray's dashboard."""
     from ray._private.worker import get_dashboard_url  # Imported late, as above.
 
     address = get_dashboard_url()
@@ -34,13 +34,13 @@ def _host(address: str) -> str:
 
 
 def check_targets_file(file: Path | None) -> None:
-    """Raise ConfigError where the file could not be written."""
+    """Raise ConfigError if the file's folder is not writable."""
     if file is not None and not os.access(file.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"metrics.targets_file: {file.parent} is no folder to write to")
+        raise ConfigError(f"metrics.targets_file: {file.parent} is not a writable folder")
 
 
 def write_targets(file: Path, targets: list[str]) -> bool:
-    """Write a file for Prometheus' `file_sd_configs`, in one piece; returns whether it changed."""
+    """Write a file for Prometheus' `file_sd_configs` atomically; return whether it changed."""
     text = json.dumps([{"labels": {"job": JOB}, "targets": targets}]) + "\n"
     if file.exists() and file.read_text(encoding="utf-8") == text:
         return False

@@ -10,7 +10,7 @@ from typing import Any
 
 from apar_core.offline.data.records import ParagraphRecord, thread_paragraphs
 from apar_core.offline.data.structure import extract_tree
-from apar_core.tree import ROOT_THREAD, ParagraphTree, ThreadId
+from apar_core.tree import ROOT_THREAD, ParagraphTree, ThreadId, child_thread
 from cluster.sizing.errors import SizingError
 from cluster.sizing.request_shape import Answer
 
@@ -66,7 +66,7 @@ def _add_thread(tree: ParagraphTree[int], thread: ThreadId, first: ParagraphReco
     for paragraph in thread_paragraphs(first):
         tree.append(thread, range(num_tokens(paragraph.text)))
         if paragraph.first_child is not None:
-            child = ThreadId(f"{thread}.{len(details)}")
+            child = child_thread(thread, len(details))
             tree.fork(thread, child)
             details.append((child, paragraph.first_child))
     tree.finish(thread)

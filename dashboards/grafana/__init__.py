@@ -1,4 +1,4 @@
-"""Grafana dashboards as code: `dashboards()` gives their JSON, `make dashboards` writes it."""
+"""Grafana dashboards as code: `dashboards()` returns their JSON, `make dashboards` writes it."""
 
 from dashboards.grafana.generate import dashboards
 

@@ -1,4 +1,4 @@
-"""Writes the dashboards' JSON: `python -m dashboards.grafana`, or `make dashboards`."""
+"""Write the JSON of the dashboards: `python -m dashboards.grafana`, or `make dashboards`."""
 
 from dashboards.grafana.generate import write
 

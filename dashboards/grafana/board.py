@@ -1,4 +1,4 @@
-"""What all dashboards share: variables, links to each other, refresh, marks of events."""
+"""Frame of every dashboard: variables, links to the others, refresh interval, annotations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from dashboards.grafana.promql import events
 TAG = "apar"
 REFRESH = "30s"
 ALERT_NAMES = 'alertname=~"Apar.+"'
-"""Matches the alerts of dashboards/prometheus, and no others of the same Prometheus."""
+"""Matches only the alerts of dashboards/prometheus."""
 
 
 class Panel(Builder[dashboard.Panel]):
-    """A panel that gets its number; the kinds of panels have no other type in common."""
+    """Panel with an id, which Grafana's links to a single panel need."""
 
     def __init__(self, panel: Builder[dashboard.Panel], number: int) -> None:
         self._panel = panel
         self._number = number
 
     def build(self) -> dashboard.Panel:
-        """The panel; Grafana's links to a single panel need its number."""
+        """Build the panel and set its id."""
         built = self._panel.build()
         built.id_val = self._number
         return built
@@ -33,7 +33,7 @@ class Panel(Builder[dashboard.Panel]):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Panels under a heading; repeated for each value of a variable, if one is given."""
+    """Panels under a heading; `repeat` names a variable to repeat the row for."""
 
     title: str
     panels: Sequence[Builder[dashboard.Panel]]
@@ -42,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """A dashboard; `uid` is its address, `since` the start of the range that it opens with."""
+    """A dashboard; `uid` is part of its URL, `since` the start of its default time range."""
 
     uid: str
     title: str
@@ -51,7 +51,7 @@ class Board:
     since: str = "now-1h"
 
     def build(self) -> dashboard.Dashboard:
-        """The dashboard, with panels numbered in their order."""
+        """Build the dashboard and number its panels in order."""
         built = (
             frame.Dashboard(self.title)
             .uid(self.uid)
@@ -60,8 +60,8 @@ class Board:
             .time(self.since, "now")
             .refresh(REFRESH)
             .tooltip(dashboard.DashboardCursorSync.CROSSHAIR)
-            .link(_other_dashboards())
-            .annotations(_events())
+            .link(_link())
+            .annotations(_annotations())
             .variables(_variables())
         )
         number = 0
@@ -76,10 +76,10 @@ class Board:
 
 
 def _variables() -> list[Builder[dashboard.VariableModel]]:
-    """Which Prometheus, model and replicas.
+    """Build the variables: data source, model, replica.
 
-    Only replicas that live at the end of the range are offered, so that a replica that comes back
-    under new ids does not make the list grow.
+    Only replicas alive at the end of the range are listed. Otherwise every restart, which gives a
+    replica a new id, would make the list longer.
     """
     alive = f'count by (replica) ({catalogue.KV_BLOCKS.exported}{{model=~"$model"}})'
     return [
@@ -107,12 +107,12 @@ def _chosen(name: str, label: str) -> frame.QueryVariable:
     )
 
 
-def _other_dashboards() -> frame.DashboardLink:
+def _link() -> frame.DashboardLink:
     return (
         frame.DashboardLink("APAR")
         .type(dashboard.DashboardLinkType.DASHBOARDS)
         .icon("external link")
-        .tooltip("The other dashboards, for the same time and models")
+        .tooltip("Other dashboards, with the same time range and models")
         .url("")
         .tags([TAG])
         .as_dropdown(False)
@@ -122,16 +122,18 @@ def _other_dashboards() -> frame.DashboardLink:
     )
 
 
-def _events() -> list[Builder[dashboard.AnnotationQuery]]:
-    """Marks on every plot: alerts that fire, replicas that were started in place of lost ones."""
+def _annotations() -> list[Builder[dashboard.AnnotationQuery]]:
+    """Build the annotations on every plot: firing alerts and replica restarts."""
     firing = f'ALERTS{{alertstate="firing",{ALERT_NAMES}}}'
     return [
-        _event("Alerts", "red", f"sum by (alertname) ({firing})"),
-        _event("Replica restarts", "orange", f"{events(catalogue.REPLICA_RESTARTS, 'model')} > 0"),
+        _annotation("Alerts", "red", f"sum by (alertname) ({firing})"),
+        _annotation(
+            "Replica restarts", "orange", f"{events(catalogue.REPLICA_RESTARTS, 'model')} > 0"
+        ),
     ]
 
 
-def _event(name: str, colour: str, expression: str) -> frame.AnnotationQuery:
+def _annotation(name: str, colour: str, expression: str) -> frame.AnnotationQuery:
     return (
         frame.AnnotationQuery()
         .name(name)

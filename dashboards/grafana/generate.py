@@ -1,4 +1,4 @@
-"""The dashboards' JSON, as Grafana imports it."""
+"""JSON files of the dashboards, as Grafana imports them."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ FOLDER = Path(__file__).with_name("json")
 
 
 def dashboards() -> dict[str, str]:
-    """JSON text of each dashboard by its uid, which is also the name of its file."""
+    """Map the uid of each dashboard, which is also its file name, to its JSON text."""
     return {
         board.uid: json.dumps(board.build(), cls=JSONEncoder, indent=2, sort_keys=True) + "\n"
         for board in (overview(), forks(), figure5(), replicas())
@@ -22,7 +22,7 @@ def dashboards() -> dict[str, str]:
 
 
 def write(folder: Path = FOLDER) -> None:
-    """Write one file a dashboard, and remove those of dashboards that are gone."""
+    """Write one file per dashboard and remove files of deleted dashboards."""
     folder.mkdir(exist_ok=True)
     texts = dashboards()
     for file in folder.glob("*.json"):

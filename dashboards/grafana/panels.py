@@ -1,4 +1,4 @@
-"""Panels in the look that all dashboards share."""
+"""Panels with the appearance that all dashboards share."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,20 +19,20 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 SOURCE = dashboard.DataSourceRef(type_val="prometheus", uid="${datasource}")
 IDLE = "idle"
-"""What a panel says when nothing was observed, so that a ratio has no value."""
+"""Shown by a panel when nothing was observed and a ratio therefore has no value."""
 
 AnyPanel = Builder[dashboard.Panel]
-"""What the builders of all kinds of panels have in common."""
+"""Common type of all panel builders."""
 Framed = TypeVar(
     "Framed", plots.Panel, stats.Panel, gauges.Panel, heatmaps.Panel, tables.Panel, bars.Panel
 )
 Limits = tuple[tuple[float, str], ...]
-"""Colours of values from a bound upwards; below the first the colour is green."""
+"""Pairs of a lower bound and the colour from there on; below the first bound it is green."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """How Grafana writes values, and what stands at their axis where that does not say it."""
+    """Grafana's name of a unit, and an axis label where that name does not show the unit."""
 
     grafana: str
     axis: str = ""
@@ -59,7 +59,7 @@ LOG_LINES = Unit(units.Short, "lines")
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """An expression, and what its series are called."""
+    """PromQL expression and the legend of its series."""
 
     expression: str
     legend: str
@@ -67,7 +67,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What a panel shows, in whose unit, and how wide it is (24 columns a row, height in rows)."""
+    """Title, description, unit and size of a panel (24 columns per row, height in grid rows)."""
 
     title: str
     description: str
@@ -83,7 +83,7 @@ def target(
     instant: bool = False,
     shape: PromQueryFormat = PromQueryFormat.TIME_SERIES,
 ) -> prometheus.Dataquery:
-    """A query as Grafana sends it; `ref` names it within its panel."""
+    """Build a query; `ref` is its letter within the panel."""
     built = prometheus.Dataquery().expr(query.expression).legend_format(query.legend).ref_id(ref)
     built = built.datasource(SOURCE).format(shape)
     return built.instant() if instant else built.range()
@@ -96,7 +96,7 @@ def thresholds(limits: Limits, base: str = "green") -> frame.ThresholdsConfig:
 
 
 def framed(panel: Framed, text: Text) -> Framed:
-    """What stands around the values of every panel: words, data source, size."""
+    """Set title, description, data source and size of a panel."""
     return (
         panel.title(text.title)
         .description(text.description)
@@ -115,10 +115,10 @@ def lines(
     colours: Mapping[str, str] | None = None,
     right_axis: Mapping[str, Unit] | None = None,
 ) -> plots.Panel:
-    """Values over time.
+    """Plot values over time.
 
-    The axis reaches up to `at_least`. `colours` are of series by name; `right_axis` moves queries,
-    by their letter, to an axis of another unit.
+    `at_least` is the minimum upper end of the axis. `colours` maps names of series to colours.
+    `right_axis` maps letters of queries to the unit of a second axis on the right.
     """
     panel = (
         framed(plots.Panel(), text)
@@ -136,7 +136,7 @@ def lines(
     if at_least is not None:
         panel = panel.axis_soft_max(at_least)
     if stacked:
-        # A line of a series at 0 would lie on those below it, and hide them.
+        # The line of a series at 0 would cover the line of the series below it.
         panel = panel.line_width(0).stacking(
             shared.StackingConfig().mode(common.StackingMode.NORMAL).group("A")
         )
@@ -161,7 +161,7 @@ def stat(
     instant: bool = False,
     decimals: int | None = None,
 ) -> stats.Panel:
-    """The newest value in large figures; `instant` for one that covers the whole range."""
+    """Show the newest value as a number; `instant` if the expression covers the whole range."""
     panel = (
         framed(stats.Panel(), text)
         .unit(text.unit.grafana)
@@ -176,7 +176,7 @@ def stat(
 
 
 def gauge(text: Text, query: Query, *, maximum: float, limits: Limits) -> gauges.Panel:
-    """The newest value on a scale that ends at `maximum`."""
+    """Show the newest value on a scale from 0 to `maximum`."""
     return (
         framed(gauges.Panel(), text)
         .unit(text.unit.grafana)
@@ -191,7 +191,7 @@ def gauge(text: Text, query: Query, *, maximum: float, limits: Limits) -> gauges
 
 
 def buckets(text: Text, query: Query) -> heatmaps.Panel:
-    """A histogram over time: how much was observed in each bucket; the unit is the buckets'."""
+    """Heat map of a histogram over time; the unit is that of the bucket bounds."""
     colours = (
         heatmaps.HeatmapColorOptions()
         .mode(heatmap.HeatmapColorMode.SCHEME)
@@ -220,7 +220,7 @@ def buckets(text: Text, query: Query) -> heatmaps.Panel:
 
 
 def letter(number: int) -> str:
-    """How Grafana calls the queries of a panel."""
+    """Grafana's name of a panel's query."""
     return chr(ord("A") + number)
 
 
@@ -260,3 +260,116 @@ def _on_the_right(unit: Unit) -> list[dashboard.DynamicConfigValue]:
         ("custom.fillOpacity", 0),
     )
     return [dashboard.DynamicConfigValue(id_val=name, value=value) for name, value in values]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Column of a table: one row per series of the expression; `limits` colour the cells."""
+
+    title: str
+    expression: str
+    unit: Unit
+    limits: Limits = ()
+    decimals: int | None = None
+
+
+def table(
+    text: Text,
+    keys: Mapping[str, str],
+    columns: Sequence[Column],
+    *,
+    sorted_by: str,
+    numbers: Sequence[str] = (),
+    links: Mapping[str, tuple[str, str]] | None = None,
+) -> tables.Panel:
+    """Build a table with a row per combination of labels and a column per expression.
+
+    `keys` maps labels to column titles. `numbers` lists the labels to sort as numbers.
+    `links` maps a column title to the link of its cells, as (name, URL).
+    """
+    panel = (
+        framed(tables.Panel(), text)
+        .unit(text.unit.grafana)
+        .thresholds(thresholds((), base="text"))
+        .sort_by([shared.TableSortByFieldState().display_name(sorted_by).desc(False)])
+        .with_transformation(dashboard.DataTransformerConfig(id_val="merge", options={}))
+        .with_transformation(_as_numbers(numbers))
+        .with_transformation(_columns(keys, columns))
+    )
+    for number, column in enumerate(columns):
+        query = Query(column.expression, "")
+        panel = panel.with_target(
+            target(query, letter(number), instant=True, shape=PromQueryFormat.TABLE)
+        )
+        panel = panel.override_by_name(column.title, _cells(column))
+    for title, (name, url) in (links or {}).items():
+        link = dashboard.DynamicConfigValue(id_val="links", value=[{"title": name, "url": url}])
+        panel = panel.override_by_name(title, [link])
+    return panel
+
+
+def bar_row(
+    text: Text, *queries: Query, colour: str = "blue", decimals: int | None = None
+) -> bars.Panel:
+    """Show one horizontal bar per query."""
+    panel = (
+        framed(bars.Panel(), text)
+        .unit(text.unit.grafana)
+        .min(0)
+        .no_value(IDLE)
+        .thresholds(thresholds((), base=colour))
+        .display_mode(common.BarGaugeDisplayMode.BASIC)
+        .orientation(common.VizOrientation.HORIZONTAL)
+        .show_unfilled(False)
+        .sizing(common.BarGaugeSizing.MANUAL)
+        .min_viz_height(16)
+        .max_viz_height(32)
+        .legend(
+            shared.VizLegendOptions()
+            .display_mode(common.LegendDisplayMode.LIST)
+            .placement(common.LegendPlacement.BOTTOM)
+            .show_legend(False)
+            .calcs([])
+        )
+        .reduce_options(last_value())
+    )
+    for number, query in enumerate(queries):
+        panel = panel.with_target(target(query, letter(number), instant=True))
+    return panel if decimals is None else panel.decimals(decimals)
+
+
+def _columns(keys: Mapping[str, str], columns: Sequence[Column]) -> dashboard.DataTransformerConfig:
+    """Set titles and order of the columns, and hide the time."""
+    # With one query Grafana calls its column "Value", with several "Value #A" and so on.
+    values = (
+        ["Value"]
+        if len(columns) == 1
+        else [f"Value #{letter(number)}" for number in range(len(columns))]
+    )
+    names = [*keys, *values]
+    titles = [*keys.values(), *(column.title for column in columns)]
+    options = {
+        "excludeByName": {"Time": True},
+        "indexByName": {name: place for place, name in enumerate(names)},
+        "renameByName": dict(zip(names, titles, strict=True)),
+    }
+    return dashboard.DataTransformerConfig(id_val="organize", options=options)
+
+
+def _as_numbers(labels: Sequence[str]) -> dashboard.DataTransformerConfig:
+    conversions = [{"targetField": label, "destinationType": "number"} for label in labels]
+    return dashboard.DataTransformerConfig(
+        id_val="convertFieldType", options={"fields": {}, "conversions": conversions}
+    )
+
+
+def _cells(column: Column) -> list[dashboard.DynamicConfigValue]:
+    properties: list[tuple[str, object]] = [("unit", column.unit.grafana)]
+    if column.decimals is not None:
+        properties.append(("decimals", column.decimals))
+    if column.limits:
+        steps: list[dict[str, object]] = [{"color": "text", "value": None}]
+        steps += [{"color": colour, "value": value} for value, colour in column.limits]
+        properties.append(("thresholds", {"mode": "absolute", "steps": steps}))
+        properties.append(("custom.cellOptions", {"type": "color-text"}))
+    return [dashboard.DynamicConfigValue(id_val=name, value=value) for name, value in properties]

@@ -1,17 +1,17 @@
 """PromQL expressions over the metrics of the catalogue.
 
-Every expression adds series up to a few labels, so that no panel grows with the processes that
-export: Ray's agents add labels of their own to each series.
+Every expression aggregates to a few labels. Ray's agents add labels per process to each series, so
+without aggregation a panel would grow with the number of processes.
 """
 
 from cluster.metrics.catalogue import Metric
 
 RATE_WINDOW = "$__rate_interval"
-"""The last few scrapes."""
+"""Covers the last few scrapes."""
 WHOLE_RANGE = "$__range"
-"""What the dashboard shows."""
+"""The dashboard's time range."""
 
-# Labels that the dashboards' variables choose from; those of vLLM's metrics have other names.
+# Label to dashboard variable; vLLM's metrics use other labels than ours.
 FILTERS = {
     "model": "$model",
     "model_name": "$model",
@@ -21,9 +21,9 @@ FILTERS = {
 
 
 def selector(metric: Metric, *matchers: str, series: str = "") -> str:
-    """The metric's series under the variables of the dashboard, and under `matchers`.
+    """Select a metric's series by the dashboard's variables and `matchers`.
 
-    `series` is the ending of a histogram's series: `_bucket`, `_sum` or `_count`.
+    `series` is the suffix of a histogram's series: `_bucket`, `_sum` or `_count`.
     """
     chosen = [f'{label}=~"{FILTERS[label]}"' for label in metric.labels if label in FILTERS]
     inside = ",".join((*chosen, *matchers))
@@ -31,13 +31,13 @@ def selector(metric: Metric, *matchers: str, series: str = "") -> str:
 
 
 def total(expression: str, *by: str, how: str = "sum") -> str:
-    """The expression, added up (or `how` else) over all labels but `by`."""
+    """Aggregate an expression with `how` over all labels but `by`."""
     labels = f" by ({', '.join(by)})" if by else ""
     return f"{how}{labels} ({expression})"
 
 
 def level(metric: Metric, *by: str, matchers: tuple[str, ...] = (), how: str = "sum") -> str:
-    """A gauge."""
+    """Aggregate a gauge."""
     return total(selector(metric, *matchers), *by, how=how)
 
 
@@ -48,15 +48,15 @@ def rate(
     series: str = "",
     window: str = RATE_WINDOW,
 ) -> str:
-    """A counter's increase a second."""
+    """Increase of a counter per second."""
     return total(f"rate({selector(metric, *matchers, series=series)}[{window}])", *by)
 
 
 def events(metric: Metric, *by: str) -> str:
-    """How often something rare happened within the last scrapes, its first time included.
+    """Count rare events in the last scrapes, including the first one.
 
-    Ray exports a counter from its first increment on, which `increase` does not see: a series that
-    was not there before counts whole, unless it is its target that was not scraped before.
+    Ray exports a counter only from its first increment on, which `increase` misses. A new series
+    therefore counts with its whole value, unless its target was not scraped before.
     """
     series = selector(metric)
     before = f"offset {RATE_WINDOW}"
@@ -65,24 +65,24 @@ def events(metric: Metric, *by: str) -> str:
 
 
 def ratio(part: str, whole: str) -> str:
-    """A quotient; there is none, instead of NaN, where nothing happened."""
+    """Divide; yields no value instead of NaN where the divisor is 0."""
     return f"{part} / ({whole} > 0)"
 
 
 def saving(used: Metric, sequential: Metric, *by: str, window: str = RATE_WINDOW) -> str:
-    """What forking saved, as a share of what one thread would have needed."""
+    """Share saved by forking relative to one thread."""
     return f"1 - {ratio(rate(used, *by, window=window), rate(sequential, *by, window=window))}"
 
 
 def quantile(share: float, histogram: Metric, *by: str, window: str = RATE_WINDOW) -> str:
-    """A quantile over all series of a histogram; there is none where nothing was observed."""
+    """Quantile over all series of a histogram; no value where nothing was observed."""
     buckets = rate(histogram, *by, "le", series="_bucket", window=window)
-    # Without observations it is NaN, which is not >= 0.
+    # NaN, the result without observations, is not >= 0.
     return f"histogram_quantile({share}, {buckets}) >= 0"
 
 
 def mean(histogram: Metric, *by: str, window: str = RATE_WINDOW) -> str:
-    """The mean of what a histogram observed."""
+    """Mean of a histogram's observations."""
     return ratio(
         rate(histogram, *by, series="_sum", window=window),
         rate(histogram, *by, series="_count", window=window),
@@ -90,5 +90,5 @@ def mean(histogram: Metric, *by: str, window: str = RATE_WINDOW) -> str:
 
 
 def zero_unless(expression: str, known: Metric, *by: str) -> str:
-    """The expression, or 0 where it has no series yet and the gauge `known` has: none happened."""
+    """The expression, or 0 where it has no series yet but the gauge `known` has one."""
     return f"{expression} or 0 * {level(known, *by)}"

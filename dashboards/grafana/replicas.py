@@ -1,11 +1,15 @@
-"""One row per replica: the same panels, one above the other, to see which replica is different."""
+"""The same panels for every replica, one row each, to see which replica differs."""
 
 from cluster.metrics import catalogue as of
 from dashboards.grafana.board import Board, Row
-from dashboards.grafana.forks.cache import shared_blocks
-from dashboards.grafana.forks.engine import time_per_step, tokens_a_step
-from dashboards.grafana.forks.threads import FORK_COLOURS, STATE_COLOURS
-from dashboards.grafana.overview.now import CACHE_LIMITS
+from dashboards.grafana.forks import (
+    FORK_COLOURS,
+    STATE_COLOURS,
+    shared_blocks,
+    time_per_step,
+    tokens_per_step,
+)
+from dashboards.grafana.overview import CACHE_LIMITS
 from dashboards.grafana.panels import (
     FORKS_PER_S,
     REQUESTS,
@@ -24,58 +28,54 @@ HEIGHT = 7
 
 
 def replicas() -> Board:
-    """The same panels for each replica; in a row `$replica` is the row's."""
+    """Build a dashboard with one row per replica."""
     return Board(
         uid="apar-replicas",
         title="APAR / Replicas",
-        description="One row per replica that lives at the end of the range.",
-        rows=(Row("Replica $replica", [*_moment(), *_over_time()], repeat="replica"),),
+        description="One row per replica alive at the end of the range.",
+        rows=(Row("Replica $replica", _panels(), repeat="replica"),),
     )
 
 
-def _moment() -> list[AnyPanel]:
+def _panels() -> list[AnyPanel]:
+    """Build the panels of one row, in which `$replica` is that row's replica."""
     return [
         gauge(
-            Text("KV cache", "Share of the KV blocks held.", SHARE, 3, HEIGHT),
+            Text("KV cache", "Share of KV blocks held by threads.", SHARE, 3, HEIGHT),
             Query(level(of.KV_CACHE_USAGE), ""),
             maximum=1,
             limits=CACHE_LIMITS,
         ),
         lines(
-            Text("Requests inside", "Requests in the replica.", REQUESTS, 4, HEIGHT),
+            Text("Requests", "Requests in the replica.", REQUESTS, 4, HEIGHT),
             Query(level(of.REPLICA_REQUESTS), "requests"),
         ),
         lines(
-            Text("Threads by state", "Threads of its engine.", THREADS, 6, HEIGHT),
+            Text("Threads by state", "Threads of the engine.", THREADS, 6, HEIGHT),
             Query(level(of.THREADS, "state"), "{{state}}"),
             stacked=True,
             colours=STATE_COLOURS,
         ),
         lines(
-            Text("Forks by outcome", "Forks a second.", FORKS_PER_S, 6, HEIGHT),
+            Text("Forks by outcome", "Forks per second.", FORKS_PER_S, 6, HEIGHT),
             Query(rate(of.FORKS, "outcome"), "{{outcome}}"),
             stacked=True,
             colours=FORK_COLOURS,
         ),
         lines(
-            Text("Generated tokens", "By all its threads, a second.", TOKENS_PER_S, 5, HEIGHT),
+            Text("Generated tokens", "Tokens per second of all threads.", TOKENS_PER_S, 5, HEIGHT),
             Query(rate(of.GENERATED_TOKENS), "tokens"),
         ),
-    ]
-
-
-def _over_time() -> list[AnyPanel]:
-    return [
         lines(
-            Text("KV cache over time", "Share of the KV blocks held.", SHARE, 5, HEIGHT),
+            Text("KV cache over time", "Share of KV blocks held by threads.", SHARE, 5, HEIGHT),
             Query(level(of.KV_CACHE_USAGE), "held"),
             at_least=1,
             limits=CACHE_LIMITS,
         ),
         lines(
             Text(
-                "Busy, and attention saved",
-                "Share of the time in forward passes; share of the attention that forking saved.",
+                "Utilization and savings",
+                "Share of time in forward passes; share of attended tokens saved by forking.",
                 SHARE,
                 5,
                 HEIGHT,
@@ -85,6 +85,6 @@ def _over_time() -> list[AnyPanel]:
             at_least=1,
         ),
         time_per_step(span=4, height=HEIGHT),
-        tokens_a_step(span=4, height=HEIGHT),
+        tokens_per_step(span=4, height=HEIGHT),
         shared_blocks(span=6, height=HEIGHT),
     ]

@@ -1,4 +1,4 @@
-"""`python -m dashboards.prometheus`: write the files, as shipped or from a settings file."""
+"""Write the files of Prometheus and Alertmanager: `python -m dashboards.prometheus`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,32 +8,32 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dashboards.prometheus.files import FOLDER, own_files, shipped_files, write
-from dashboards.prometheus.notifying import NotifySettings
-from dashboards.prometheus.scraping import CLUSTER, ScrapeSettings
-from dashboards.prometheus.settings import RuleSettings
+from dashboards.prometheus.settings import CLUSTER, NotifySettings, RuleSettings, ScrapeSettings
 
 
 class Settings(BaseModel):
-    """A settings file."""
+    """Content of a settings file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    scraping: ScrapeSettings = Field(CLUSTER, description="Nodes, rules' and alerts' places.")
+    scraping: ScrapeSettings = Field(
+        CLUSTER, description="Scrape targets, rule files and Alertmanagers."
+    )
     rules: RuleSettings = Field(RuleSettings(), description="Thresholds of the alerts.")
-    notifying: NotifySettings = Field(NotifySettings(), description="Who is told of alerts.")
+    notifying: NotifySettings = Field(NotifySettings(), description="Receivers of alerts.")
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder to write to.")] = FOLDER,
+    out: Annotated[Path, typer.Option(help="Output folder.")] = FOLDER,
     settings: Annotated[
         Path | None,
         typer.Option(
-            help="YAML file with `scraping`, `rules` and `notifying`; without it, the files are "
-            "as shipped. Every field is described in dashboards/prometheus/."
+            help="YAML file with `scraping`, `rules` and `notifying`; its fields are documented in "
+            "dashboards/prometheus/settings.py. Default: the values of the committed files."
         ),
     ] = None,
 ) -> None:
-    """Write Prometheus' and Alertmanager's files."""
+    """Write the configuration and rules of Prometheus and Alertmanager."""
     if settings is None:
         files = shipped_files()
     else:

@@ -1,11 +1,11 @@
-"""Alert rules, but for those of the objectives."""
+"""Alert rules, except those of the service level objectives."""
 
 from cluster.metrics import catalogue
-from dashboards.prometheus import external, recording
-from dashboards.prometheus.promql import rate, selector
+from dashboards.prometheus import recording
 from dashboards.prometheus.recording import latency_quantile
-from dashboards.prometheus.rule import AlertRule, Severity
-from dashboards.prometheus.settings import JOB, RuleSettings
+from dashboards.prometheus.rule import JOB, AlertRule, Severity, rate, selector
+from dashboards.prometheus.settings import RuleSettings
+from dashboards.vllm_metrics import PREEMPTIONS
 
 _MODEL = "{{ $labels.model }}"
 _REPLICA = "{{ $labels.replica }}"
@@ -15,23 +15,24 @@ _NUMBER = '{{ $value | printf "%.0f" }}'
 
 
 def replicas(settings: RuleSettings) -> list[AlertRule]:
-    """Whether there are the replicas that there should be."""
+    """Missing, crash-looping and stuck replicas."""
     return [
         AlertRule(
             "AparNoReplica",
             Severity.PAGE,
-            # A model that may sleep wants none; AparNothingGenerated tells if it does not wake up.
+            # A model scaled to zero wants no replica; AparNothingGenerated fires if it does not
+            # start.
             f"{recording.REPLICAS} == 0\nand {recording.REPLICAS_WANTED} > 0",
             60,
-            f"No replica of {_MODEL} takes requests",
-            f"{_NUMBER} replicas of {_MODEL} take requests; nobody is served.",
+            f"No replica of {_MODEL} accepts requests",
+            f"{_NUMBER} replicas of {_MODEL} accept requests; its clients get no answers.",
         ),
         AlertRule(
             "AparReplicaMissing",
             Severity.TICKET,
             f"{recording.REPLICAS_WANTED} - {recording.REPLICAS} > 0",
             300,
-            f"{_MODEL} has fewer replicas than it should",
+            f"{_MODEL} has fewer replicas than wanted",
             f"{_NUMBER} replicas of {_MODEL} are missing.",
         ),
         AlertRule(
@@ -39,8 +40,8 @@ def replicas(settings: RuleSettings) -> list[AlertRule]:
             Severity.TICKET,
             f"{recording.RESTARTS} > {settings.replica_restarts}",
             0,
-            f"Replicas of {_MODEL} die again and again",
-            f"{_NUMBER} replicas of {_MODEL} were lost and started again within 30 minutes.",
+            f"Replicas of {_MODEL} are crash-looping",
+            f"{_NUMBER} replicas of {_MODEL} were lost and restarted within 30 minutes.",
         ),
         AlertRule(
             "AparReplicaStuck",
@@ -48,15 +49,15 @@ def replicas(settings: RuleSettings) -> list[AlertRule]:
             f"max by (model, replica) ({selector(catalogue.REPLICA_REQUESTS)}) > 0\n"
             f"unless {rate(catalogue.ENGINE_STEPS, '2m', recording.REPLICA)} > 0",
             180,
-            f"A replica of {_MODEL} holds requests and makes no steps",
-            f"Replica {_REPLICA} of {_MODEL} holds {_NUMBER} requests, and its engine has made no "
-            "step in 2 minutes.",
+            f"A replica of {_MODEL} is stuck",
+            f"Replica {_REPLICA} of {_MODEL} has {_NUMBER} requests, but its engine has not "
+            "completed a forward pass for 2 minutes.",
         ),
     ]
 
 
 def serving(settings: RuleSettings) -> list[AlertRule]:
-    """Whether requests are answered, and how long they wait for that."""
+    """Stalled generation and queueing."""
     queue = recording.REQUESTS_QUEUED
     return [
         AlertRule(
@@ -64,8 +65,8 @@ def serving(settings: RuleSettings) -> list[AlertRule]:
             Severity.PAGE,
             f"{recording.REQUESTS_RUNNING} + {queue} > 0\nunless {recording.GENERATED_TOKENS} > 0",
             180,
-            f"{_MODEL} has requests and generates nothing",
-            f"{_NUMBER} requests of {_MODEL} wait or run, and no token comes.",
+            f"{_MODEL} has requests but generates no tokens",
+            f"{_NUMBER} requests of {_MODEL} are queued or running, but no tokens are generated.",
         ),
         AlertRule(
             "AparQueueGrowing",
@@ -73,17 +74,17 @@ def serving(settings: RuleSettings) -> list[AlertRule]:
             f"deriv({queue}[10m]) * 600 > {settings.queue_growth_requests}\n"
             f"and min_over_time({queue}[10m]) > 0",
             300,
-            f"The queue of {_MODEL} grows",
-            f"{_NUMBER} more requests wait for {_MODEL} than 10 minutes ago; it never ran empty.",
+            f"The queue of {_MODEL} is growing",
+            f"The queue of {_MODEL} grew by {_NUMBER} requests in 10 minutes without draining.",
         ),
         AlertRule(
             "AparQueueTimeHigh",
             Severity.TICKET,
             f"{latency_quantile(catalogue.QUEUE_TIME, 'p90')} > {settings.queue_time_s:g}",
             600,
-            f"Requests of {_MODEL} wait long for a replica",
-            f"A tenth of the requests of {_MODEL} waits {{{{ $value | humanizeDuration }}}} or "
-            "longer for a replica.",
+            f"Queue time of {_MODEL} is high",
+            f"10 % of requests of {_MODEL} are queued for {{{{ $value | humanizeDuration }}}} or "
+            "longer.",
         ),
     ]
 
@@ -97,8 +98,8 @@ def refusals(settings: RuleSettings) -> list[AlertRule]:
             f"sum by (reason) ({recording.REJECTED}{{reason=~{_NO_ROOM}}})"
             f" > {settings.rejected_requests}",
             300,
-            "Requests are refused for want of room",
-            f"{_NUMBER} requests of the last 10 minutes were refused: {{{{ $labels.reason }}}}.",
+            "Requests are rejected for lack of capacity",
+            f"{_NUMBER} requests were rejected in the last 10 minutes: {{{{ $labels.reason }}}}.",
         ),
         AlertRule(
             "AparAuthenticationFailures",
@@ -106,17 +107,17 @@ def refusals(settings: RuleSettings) -> list[AlertRule]:
             f'sum ({recording.REJECTED}{{reason="authentication"}})'
             f" > {settings.authentication_failures}",
             0,
-            "Many requests have a wrong API key",
-            f"{_NUMBER} requests of the last 10 minutes had a wrong API key or none.",
+            "Many requests have an invalid API key",
+            f"{_NUMBER} requests in the last 10 minutes had an invalid API key or none.",
         ),
         AlertRule(
             "AparRequestsGivenUp",
             Severity.TICKET,
             f"{recording.GIVEN_UP} > 0",
             0,
-            f"Requests of {_MODEL} were lost with their replica",
-            f"{_NUMBER} requests of {_MODEL} ended with an error within 10 minutes, because their "
-            "replica was lost and they could not go on elsewhere.",
+            f"Requests of {_MODEL} failed because their replica was lost",
+            f"{_NUMBER} requests of {_MODEL} failed within 10 minutes because their replica was "
+            "lost and they could not be continued on another one.",
         ),
     ]
 
@@ -131,26 +132,26 @@ def engine(settings: RuleSettings) -> list[AlertRule]:
             f"{recording.REPLICA_KV_CACHE_USAGE} > {settings.kv_cache_usage:g}",
             600,
             f"The KV cache of a replica of {_MODEL} is nearly full",
-            f"{_PERCENT} of the KV blocks of replica {_REPLICA} of {_MODEL} are in use.",
+            f"Replica {_REPLICA} of {_MODEL} uses {_PERCENT} of its KV blocks.",
         ),
         AlertRule(
             "AparPreemptions",
             Severity.TICKET,
-            f"sum by (model_name, ReplicaId) (rate({external.PREEMPTIONS}[10m]))"
+            f"sum by (model_name, ReplicaId) (rate({PREEMPTIONS.exported}[10m]))"
             f" > {settings.preemptions_per_s:g}",
             300,
-            "The engine of a replica of {{ $labels.model_name }} takes threads back",
+            "KV-cache preemptions of {{ $labels.model_name }} are high",
             "Replica {{ $labels.ReplicaId }} of {{ $labels.model_name }} preempts {{ $value | "
-            'printf "%.2f" }} threads a second for want of KV blocks; each is computed again.',
+            'printf "%.2f" }} threads per second for lack of KV blocks and recomputes them.',
         ),
         AlertRule(
             "AparForksRefused",
             Severity.TICKET,
             f"{recording.FORKS_REFUSED} > {settings.refused_forks:g}",
             900,
-            f"Forks of {_MODEL} are refused",
-            f"{_PERCENT} of the forks of {_MODEL} open no thread: their requests have used up "
-            "their forks or tokens, or the model's context is full.",
+            f"Many forks of {_MODEL} are refused",
+            f"{_PERCENT} of forks of {_MODEL} are refused: the request reached its limit of forks "
+            "or tokens, or the model's context is full.",
         ),
         AlertRule(
             "AparForksDelayed",
@@ -159,55 +160,55 @@ def engine(settings: RuleSettings) -> list[AlertRule]:
             f'  / (sum by (model) ({threads}{{state="running"}}) > 0)'
             f" > {settings.deferred_threads:g}",
             900,
-            f"Forks of {_MODEL} wait for long",
-            f'For each running thread of {_MODEL}, {{{{ $value | printf "%.2f" }}}} forks are held '
+            f"Many forks of {_MODEL} are delayed",
+            f'{{{{ $value | printf "%.2f" }}}} forks per running thread of {_MODEL} are held '
             "back by a cap.",
         ),
     ]
 
 
 def processes() -> list[AlertRule]:
-    """Whether processes use the settings that they were given, and can write their logs."""
+    """Lost log lines and rejected settings."""
     return [
         AlertRule(
             "AparLogLinesDropped",
             Severity.TICKET,
             f"sum by (instance) (increase({selector(catalogue.LOG_LINES_DROPPED)}[10m])) > 0",
             0,
-            "Log lines are lost on {{ $labels.instance }}",
-            f"{_NUMBER} lines of the last 10 minutes were not logged, because the disk hung.",
+            "Log lines are dropped on {{ $labels.instance }}",
+            f"{_NUMBER} log lines were dropped in the last 10 minutes because the disk hung.",
         ),
         AlertRule(
             "AparSettingsRefused",
             Severity.TICKET,
             f"sum by (source) ({selector(catalogue.SETTINGS_REFUSED)}) > 0",
             60,
-            "A gateway uses older settings than those it was given",
-            f"{_NUMBER} gateways cannot use their {{{{ $labels.source }}}}, and go on with the "
-            "settings before it.",
+            "A gateway rejected its newest settings",
+            f"{_NUMBER} gateways rejected their newest {{{{ $labels.source }}}} and keep the older "
+            "settings.",
         ),
     ]
 
 
 def monitoring() -> list[AlertRule]:
-    """Whether the metrics themselves come."""
+    """Missing metrics."""
     return [
         AlertRule(
             "AparMetricsAbsent",
             Severity.PAGE,
             f"absent({selector(catalogue.REPLICAS_WANTED)})",
             300,
-            "No cluster tells anything",
-            "No gateway has exported anything for 5 minutes (absent is {{ $value }}): the cluster "
-            "is down, exports nothing, or cannot be found.",
+            "No metrics from any cluster",
+            "No gateway has exported metrics for 5 minutes (absent is {{ $value }}): the cluster "
+            "is down, its metrics are disabled, or Prometheus cannot find it.",
         ),
         AlertRule(
             "AparTargetDown",
             Severity.TICKET,
             f'up{{job="{JOB}"}} == 0',
             300,
-            "A node's metrics cannot be read",
-            "Prometheus cannot read {{ $labels.instance }} (up is {{ $value }}); its replicas may "
-            "serve, but nobody sees them.",
+            "Metrics of a node cannot be scraped",
+            "Prometheus cannot scrape {{ $labels.instance }} (up is {{ $value }}). Its replicas "
+            "may still serve requests.",
         ),
     ]

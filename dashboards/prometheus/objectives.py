@@ -1,15 +1,21 @@
-"""Service level objectives: how fast their error budgets burn.
+"""Service level objectives and alerts on the burn rate of their error budgets.
 
-An objective of 99.9 % leaves a budget of 0.1 % bad requests a month. An alert fires when a long
-window has burnt a good part of it and a short one shows that it still burns. Source: Google, The
-Site Reliability Workbook, chapter 5, "Multiwindow, Multi-Burn-Rate Alerts".
+An objective of 99.9 % leaves a monthly budget of 0.1 % bad requests. An alert fires when a long
+window has used up a large part of it and a short window shows that the problem persists. Source:
+Google, The Site Reliability Workbook, chapter 5, "Multiwindow, Multi-Burn-Rate Alerts".
 """
 
 from dataclasses import dataclass
 
 from cluster.metrics import catalogue
-from dashboards.prometheus.promql import growth, share_above, share_of
-from dashboards.prometheus.rule import AlertRule, RecordingRule, Severity
+from dashboards.prometheus.rule import (
+    AlertRule,
+    RecordingRule,
+    Severity,
+    growth,
+    share_above,
+    share_of,
+)
 from dashboards.prometheus.settings import RuleSettings
 
 WINDOWS = ("5m", "30m", "1h", "6h", "3d")
@@ -17,7 +23,7 @@ WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What is bad, and the share of requests that may be; `record` takes a window."""
+    """Definition of bad requests, and the share of requests that may be bad."""
 
     key: str
     alert: str
@@ -26,40 +32,40 @@ class Objective:
     budget: float
 
     def record(self, window: str) -> str:
-        """Name of the share of bad requests in a window."""
+        """Name of the record of the share of bad requests in a window."""
         return f"model:apar_{self.key}:ratio_rate{window}"
 
 
 def objectives(settings: RuleSettings) -> tuple[Objective, ...]:
-    """The three of them."""
+    """Return the three objectives."""
     share = f"{settings.latency_share:.4g}"
     return (
         Objective(
             "server_errors",
             "AparErrorBudgetBurn",
             "end with a server error",
-            f"a share of {settings.availability:.6g} without server error",
+            f"{settings.availability:.6g} of requests without a server error",
             1 - settings.availability,
         ),
         Objective(
             "slow_first_tokens",
             "AparFirstTokenBudgetBurn",
             f"wait longer than {settings.first_token_s:g} s for their first token",
-            f"a share of {share} within {settings.first_token_s:g} s",
+            f"{share} of requests within {settings.first_token_s:g} s",
             1 - settings.latency_share,
         ),
         Objective(
             "slow_output_tokens",
             "AparOutputTokenBudgetBurn",
             f"take longer than {settings.output_token_s:g} s per token of their critical path",
-            f"a share of {share} within {settings.output_token_s:g} s",
+            f"{share} of requests within {settings.output_token_s:g} s",
             1 - settings.latency_share,
         ),
     )
 
 
 def recording_rules(settings: RuleSettings) -> list[RecordingRule]:
-    """The share of bad requests of every objective, in every window."""
+    """Share of bad requests of every objective, for every window."""
     errors, first, output = objectives(settings)
     rules = []
     for window in WINDOWS:
@@ -75,7 +81,7 @@ def recording_rules(settings: RuleSettings) -> list[RecordingRule]:
             ),
             RecordingRule(
                 errors.record(window),
-                # What the client got wrong says nothing of the service.
+                # Client errors do not count against the service.
                 share_of(_requests(window), "server_error", "ok|server_error|cancelled"),
             ),
             RecordingRule(first.record(window), slow_first),
@@ -85,7 +91,7 @@ def recording_rules(settings: RuleSettings) -> list[RecordingRule]:
 
 
 def alert_rules(settings: RuleSettings) -> list[AlertRule]:
-    """A page and a ticket for every objective."""
+    """Return a page and a ticket per objective."""
     return [rule for objective in objectives(settings) for rule in _burns(objective, settings)]
 
 
@@ -98,7 +104,7 @@ def _burns(objective: Objective, settings: RuleSettings) -> list[AlertRule]:
     slow = _burn(objective, 1, "3d", "6h")
     enough = f"sum by (model) ({_requests('1h')}) >= {settings.least_requests}"
     said = f"Requests of {{{{ $labels.model }}}} {objective.bad}"
-    value = "{{ $value | humanizePercentage }} of the requests of the last"
+    value = "{{ $value | humanizePercentage }} of requests in the last"
     return [
         AlertRule(
             f"{objective.alert}Fast",
@@ -107,7 +113,7 @@ def _burns(objective: Objective, settings: RuleSettings) -> list[AlertRule]:
             120,
             said,
             f"{value} hours {objective.bad}. The objective is {objective.goal}; at this rate the "
-            "month's budget is gone within days.",
+            "monthly error budget is used up within days.",
             objective.key,
         ),
         AlertRule(
@@ -117,7 +123,7 @@ def _burns(objective: Objective, settings: RuleSettings) -> list[AlertRule]:
             3600,
             said,
             f"{value} 3 days {objective.bad}. The objective is {objective.goal}; at this rate the "
-            "month's budget will not last the month.",
+            "monthly error budget is used up before the month ends.",
             objective.key,
         ),
     ]

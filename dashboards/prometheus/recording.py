@@ -1,13 +1,20 @@
-"""Recording rules: what dashboards and alerts ask for again and again, per model.
+"""Recording rules: per-model rates, ratios and quantiles for alerts and ad-hoc queries.
 
-Their names follow `labels left:metric:operations`. All but the objectives' are over windows that
-suit a scrape every 15 s.
+Names have the form `labels:metric:operations`. Except for the objectives, windows are chosen for a
+scrape interval of 15 s.
 """
 
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Metric
-from dashboards.prometheus.promql import growth, over, quantile, rate, selector, share_of
-from dashboards.prometheus.rule import RecordingRule
+from dashboards.prometheus.rule import (
+    RecordingRule,
+    growth,
+    over,
+    quantile,
+    rate,
+    selector,
+    share_of,
+)
 
 MODEL = ("model",)
 REPLICA = ("model", "replica")
@@ -29,12 +36,12 @@ REJECTED = "reason_key_class:apar_requests_rejected:increase10m"
 
 
 def latency_quantile(metric: Metric, name: str) -> str:
-    """The record of a latency's quantile, `p50`, `p90` or `p99`."""
+    """Name of the record of a quantile: `p50`, `p90` or `p99`."""
     return f"model:{metric.name}:{name}_5m"
 
 
 def throughput() -> list[RecordingRule]:
-    """Tokens and requests a second, and how busy the engines are."""
+    """Tokens and requests per second, and utilization of the engines."""
     steps = rate(catalogue.ENGINE_STEPS, "1m", REPLICA)
     busy = rate(catalogue.ENGINE_BUSY_SECONDS, "1m", REPLICA)
     return [
@@ -56,7 +63,7 @@ def throughput() -> list[RecordingRule]:
 
 
 def savings() -> list[RecordingRule]:
-    """What forking saves, from the sums over finished requests."""
+    """Savings by forking, over finished requests."""
     return [
         RecordingRule(
             "model:apar_attended_tokens_saved:ratio_rate5m",
@@ -74,7 +81,7 @@ def savings() -> list[RecordingRule]:
 
 
 def kv_cache() -> list[RecordingRule]:
-    """Use of the KV caches, and blocks that forks share, copy and give back early."""
+    """Usage of the KV caches; blocks that forks share, copy and release early."""
     free, blocks = _sum(catalogue.KV_FREE_BLOCKS), _sum(catalogue.KV_BLOCKS)
     moved = (
         catalogue.KV_SHARED_BLOCKS,
@@ -97,7 +104,7 @@ def kv_cache() -> list[RecordingRule]:
 
 
 def forks() -> list[RecordingRule]:
-    """What becomes of forks, and the threads that they open."""
+    """Outcomes of forks, and threads."""
     return [
         RecordingRule(FORKS, rate(catalogue.FORKS, "5m", ("model", "outcome"))),
         RecordingRule(FORKS_REFUSED, share_of(FORKS, "refused", "accepted|delayed|refused")),
@@ -107,7 +114,7 @@ def forks() -> list[RecordingRule]:
 
 
 def requests() -> list[RecordingRule]:
-    """Where requests are, how long they take, and what happens to them on the way."""
+    """Requests by state, latencies, rejections and routing decisions."""
     latencies = (
         catalogue.TIME_TO_FIRST_TOKEN,
         catalogue.TIME_PER_OUTPUT_TOKEN,
@@ -129,9 +136,9 @@ def requests() -> list[RecordingRule]:
 
 
 def faults() -> list[RecordingRule]:
-    """Replicas that serve and are lost, and requests that it touched."""
+    """Replicas, their restarts, and requests affected by lost replicas."""
     return [
-        # Every gateway says how many replicas it knows.
+        # Every gateway reports the number of replicas that it knows.
         RecordingRule(REPLICAS, f"max by (model) ({selector(catalogue.REPLICAS)})"),
         RecordingRule(REPLICAS_WANTED, f"max by (model) ({selector(catalogue.REPLICAS_WANTED)})"),
         RecordingRule(RESTARTS, growth(catalogue.REPLICA_RESTARTS, "30m", MODEL)),

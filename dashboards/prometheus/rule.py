@@ -1,37 +1,46 @@
-"""A rule of Prometheus, in its own terms."""
+"""Recording and alert rules, and the PromQL that they are made of.
 
-from dataclasses import dataclass, field
+Metrics come from the catalogue, so mypy finds a renamed one.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from cluster.metrics.catalogue import Kind, Metric
+
+JOB = "apar"
+"""The `job` label of every target; on Kubernetes the PodMonitors set it too."""
+
 
 class Severity(StrEnum):
-    """How soon a human has to look."""
+    """How soon an operator must react."""
 
     PAGE = "page"
-    """Now, at night too: users are served badly or not at all."""
+    """At once, also at night: users get slow service or none."""
     TICKET = "ticket"
-    """Within working hours."""
+    """During working hours."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordingRule:
-    """A query whose result is kept under a name, `labels left:metric:operations`."""
+    """Query whose result is stored under a name of the form `labels:metric:operations`."""
 
     record: str
     expression: str
 
     def as_dict(self) -> dict[str, Any]:
-        """As it stands in a rule file."""
+        """Return the rule as in a rule file."""
         return {"record": self.record, "expr": self.expression}
 
 
 @dataclass(frozen=True, slots=True)
 class AlertRule:
-    """A query whose results are alerts once they have lasted `hold_s` seconds.
+    """Query whose results become alerts once they have lasted `hold_s` seconds.
 
-    `summary` and `description` are templates of Prometheus'; a description gives the value.
-    `objective` groups alerts over one service level objective.
+    `summary` and `description` are Prometheus templates; a description contains the value.
+    `objective` groups the alerts of one service level objective.
     """
 
     name: str
@@ -41,16 +50,15 @@ class AlertRule:
     summary: str
     description: str
     objective: str | None = None
-    labels: dict[str, str] = field(default_factory=dict)
 
     def as_dict(self, runbook: str, hold_scale: float) -> dict[str, Any]:
-        """As it stands in a rule file; `runbook` is the page that has a section for each alert."""
+        """Return the rule as in a rule file; `runbook` is the page with a section per alert."""
         objective = {} if self.objective is None else {"objective": self.objective}
         return {
             "alert": self.name,
             "expr": self.expression,
             "for": duration(self.hold_s * hold_scale),
-            "labels": {"severity": str(self.severity)} | objective | self.labels,
+            "labels": {"severity": str(self.severity)} | objective,
             "annotations": {
                 "summary": self.summary,
                 "description": self.description,
@@ -60,7 +68,7 @@ class AlertRule:
 
 
 def duration(seconds: float) -> str:
-    """Prometheus' spelling, in milliseconds where whole seconds do not do."""
+    """Format a duration for Prometheus; fractions of a second become milliseconds."""
     if seconds != int(seconds):
         return f"{round(seconds * 1000)}ms"
     whole = int(seconds)
@@ -68,3 +76,91 @@ def duration(seconds: float) -> str:
         if whole and whole % length == 0:
             return f"{whole // length}{unit}"
     return f"{whole}s"
+
+
+def selector(metric: Metric, /, **labels: str) -> str:
+    """Select the series of a metric by label values; a value with `|` is a regular expression.
+
+    Raises ValueError for a label that the metric does not have.
+    """
+    return f"{metric.exported}{_matchers(metric, labels)}"
+
+
+def rate(metric: Metric, window: str, by: Iterable[str], /, **labels: str) -> str:
+    """Increase of a counter per second, over a window."""
+    return f"sum by ({_list(metric, by)}) (rate({selector(metric, **labels)}[{window}]))"
+
+
+def growth(metric: Metric, window: str, by: Iterable[str], /, **labels: str) -> str:
+    """Increase of a counter in a window, including the first value of a new series.
+
+    `increase` ignores the first value of a series, for example the first restart of a replica. A
+    series that did not exist one window ago therefore counts with its whole value. The exception
+    is a target that was not scraped throughout the window: there, Prometheus is new, not the
+    series.
+    """
+    return f"sum by ({_list(metric, by)}) ({_growth(selector(metric, **labels), window)})"
+
+
+def share_of(record: str, part: str, whole: str) -> str:
+    """Ratio of two sets of outcomes in a record by model and outcome.
+
+    `part` and `whole` are regular expressions. Without `part` the ratio is 0; without `whole`
+    there is no value.
+    """
+    some = f'sum by (model) ({record}{{outcome=~"{part}"}})'
+    none = f"0 * sum by (model) ({record})"
+    return over(f"({some} or {none})", f'sum by (model) ({record}{{outcome=~"{whole}"}})')
+
+
+def quantile(share: float, metric: Metric, window: str, by: Iterable[str], /) -> str:
+    """Quantile of a histogram over a window, interpolated linearly within a bucket."""
+    if metric.kind is not Kind.HISTOGRAM:
+        raise ValueError(f"{metric.exported} is not a histogram")
+    grouping = f"{_list(metric, by)}, le"
+    return (
+        f"histogram_quantile({share:g}, "
+        f"sum by ({grouping}) (rate({metric.exported}_bucket[{window}])))"
+    )
+
+
+def share_above(metric: Metric, bound: float, window: str, by: Iterable[str], /) -> str:
+    """Share of a histogram's observations above a bucket bound; no value without observations.
+
+    Raises ValueError if `bound` is not a bucket bound.
+    """
+    if bound not in metric.buckets:
+        raise ValueError(f"{bound} is not a bucket bound of {metric.exported}: {metric.buckets}")
+    names = _list(metric, by)
+    below = f'{metric.exported}_bucket{{le="{float(bound)}"}}'
+    return (
+        f"1 - sum by ({names}) (rate({below}[{window}]))\n"
+        f"  / (sum by ({names}) (rate({metric.exported}_count[{window}])) > 0)"
+    )
+
+
+def over(part: str, whole: str) -> str:
+    """Ratio of two expressions; no value where the divisor is 0."""
+    return f"{part}\n  / ({whole} > 0)"
+
+
+def _growth(series: str, window: str) -> str:
+    reads = f'max by (instance) (sum_over_time(up{{job="{JOB}"}}[{window}]))'
+    return (
+        f"({series} unless {series} offset {window}\n"
+        f"  and count_over_time({series}[{window}]) < on (instance) group_left () {reads})\n"
+        f"or increase({series}[{window}])"
+    )
+
+
+def _list(metric: Metric, by: Iterable[str]) -> str:
+    names = tuple(by)
+    if unknown := set(names) - set(metric.labels):
+        raise ValueError(f"{metric.exported} has no labels {sorted(unknown)}")
+    return ", ".join(names)
+
+
+def _matchers(metric: Metric, labels: dict[str, str]) -> str:
+    _list(metric, labels)
+    pairs = [f'{name}{"=~" if "|" in value else "="}"{value}"' for name, value in labels.items()]
+    return "{" + ", ".join(pairs) + "}" if pairs else ""

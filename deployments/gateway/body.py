@@ -1,70 +1,35 @@
-"""Reads a request's body, within its limits."""
+"""A request's body: received within limits, parsed once, and all that the gateway reads from it."""
 
 import asyncio
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from starlette.types import Receive
 
 from apar_core.errors import CapacityError, RequestError
+from deployments.wire.errors import BodyTimeoutError, BodyTooLargeError, PromptTooLongError
+from deployments.wire.request import RequestHint
 
-MESSAGE_FIELDS = ("tool_calls", "reasoning", "reasoning_content")
-"""What a message may hold besides its content."""
-PART_FIELDS = ("text", "refusal", "thinking")
-"""The texts of a part of a message's content."""
-
-
-def texts_in(value: Any) -> Iterator[str]:
-    """Every name and value, in an order that depends on the piece alone; without punctuation."""
-    # No recursion: a client's JSON may be nested deeper than Python's stack.
-    left = [value]
-    while left:
-        item = left.pop()
-        if isinstance(item, str):
-            yield item
-        elif isinstance(item, dict):
-            left.extend(item.values())
-            left.extend(item)
-        elif isinstance(item, list):
-            left.extend(reversed(item))
-        elif item is not None:
-            yield str(item)
-
-
-# What a token id stands for, as a rule of thumb.
-_CHARS_PER_TOKEN = 4
-
-
-# Parsing stops every stream of the gateway, and then those of a replica. A body of 16 MiB may hold
-# millions of values, each of them larger in memory than in JSON.
+# Parsing blocks every stream of the gateway, and later those of a replica. A body of 16 MiB may
+# hold millions of values, each of which is larger in memory than in JSON.
 MAX_VALUES = 2**18
 MAX_CONTAINERS = 10_000
-# Reading an integer takes time that is quadratic in its digits.
+# Parsing an integer takes time quadratic in its digits.
 MAX_NUMBER_CHARS = 40
 _RETRY_AFTER_S = 1.0
-
-
-class BodyTooLargeError(RequestError):
-    """The request's body is over a limit: HTTP 413."""
-
-
-class BodyTimeoutError(RequestError):
-    """The request's body has not come in time: HTTP 408."""
-
-
-class PromptTooLongError(RequestError):
-    """The prompt is over the limit of its characters: HTTP 400."""
 
 
 class BodyBudget:
     """Bytes of bodies that a gateway may hold for all its requests together.
 
-    A key may hold as much as is still free, so that none can take what the others need: one alone
-    holds half, two hold a third each. Callers without a key share everything. Source: Choudhury and
-    Hahne, "Dynamic queue length thresholds for shared-memory packet switches" (1998).
+    A key may hold as much as is still free, so that none takes what the others need: one key alone
+    gets half, two keys get a third each. Callers without a key share everything. Source: Choudhury
+    and Hahne, "Dynamic queue length thresholds for shared-memory packet switches" (1998).
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -78,15 +43,17 @@ class BodyBudget:
 
     @contextmanager
     def hold(self, key: str | None) -> Iterator["HeldBody"]:
-        """The part of one request of a key, None without one; empty, and given back at the end."""
+        """Yield the empty share of one request; its bytes are released at the end."""
         held = HeldBody(self, key)
         try:
             yield held
         finally:
-            self._give_back(key, held.num_bytes)
+            self._held_bytes[key] -= held.num_bytes
+            if not self._held_bytes[key]:
+                del self._held_bytes[key]
 
     def take(self, key: str | None, num_bytes: int) -> None:
-        """Count more bytes; raises CapacityError where there is no room for them."""
+        """Count more bytes. Raises CapacityError if they do not fit."""
         num_held_bytes = self.num_held_bytes
         own = 0 if key is None else self._held_bytes[key]
         if own + num_bytes > self.max_bytes - num_held_bytes:
@@ -98,14 +65,9 @@ class BodyBudget:
             )
         self._held_bytes[key] += num_bytes
 
-    def _give_back(self, key: str | None, num_bytes: int) -> None:
-        self._held_bytes[key] -= num_bytes
-        if not self._held_bytes[key]:
-            del self._held_bytes[key]
-
 
 class HeldBody:
-    """The bytes of one request's body, as its budget counts them."""
+    """One request's share of a `BodyBudget`."""
 
     def __init__(self, budget: BodyBudget, key: str | None) -> None:
         self._budget = budget
@@ -113,16 +75,16 @@ class HeldBody:
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Count more bytes; raises CapacityError where the budget has no room for them."""
+        """Count more bytes. Raises CapacityError if they do not fit into the budget."""
         self._budget.take(self._key, num_bytes)
         self.num_bytes += num_bytes
 
 
 async def read_body(receive: Receive, max_bytes: int, held: HeldBody, *, timeout_s: float) -> bytes:
-    """The whole body, counted in `held`.
+    """Receive the whole body and count it in `held`.
 
-    Raises BodyTooLargeError as soon as it is over the limit, BodyTimeoutError where it has not come
-    within `timeout_s`, and CapacityError where the bodies of all requests take too much.
+    Raises BodyTooLargeError as soon as the body exceeds `max_bytes`, BodyTimeoutError if it has not
+    arrived within `timeout_s`, and CapacityError if the bodies of all requests take too much.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -147,15 +109,12 @@ async def _read(receive: Receive, max_bytes: int, held: HeldBody) -> bytes:
             return b"".join(pieces)
 
 
-def parse_fields(body: bytes) -> dict[str, Any]:
-    """The fields of a body; raises RequestError if it is no JSON object.
-
-    Raises BodyTooLargeError, before anything is parsed, if it holds too many values.
-    """
-    _check_values(body)
+def _parse_fields(raw: bytes) -> dict[str, Any]:
+    """Return the fields of a JSON object. Raises RequestError, also for too many values."""
+    _check_num_values(raw)
     try:
-        # Left to itself, `json` also reads UTF-16 and UTF-32, whose values were not counted.
-        text = body.decode("utf-8-sig", "surrogatepass")
+        # By default `json` also reads UTF-16 and UTF-32, whose values were not counted.
+        text = raw.decode("utf-8-sig", "surrogatepass")
         fields = json.loads(text, parse_int=_number(int), parse_float=_number(float))
     except (ValueError, RecursionError) as error:
         raise RequestError(f"The body is not valid JSON: {error}") from error
@@ -165,8 +124,6 @@ def parse_fields(body: bytes) -> dict[str, Any]:
 
 
 def _number(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A parser of numbers that raises RequestError for one of too many characters."""
-
     def parse(text: str) -> Any:
         if len(text) > MAX_NUMBER_CHARS:
             raise RequestError(
@@ -177,14 +134,14 @@ def _number(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     return parse
 
 
-def _check_values(body: bytes) -> None:
-    """Raise BodyTooLargeError for a body of more values than it may hold."""
+def _check_num_values(raw: bytes) -> None:
+    """Raise BodyTooLargeError, before anything is parsed, if a body holds too many values."""
     # Nearly all bodies are below the limits even if the contents of strings count as values.
-    num_containers, num_values = _count_values(body)
+    num_containers, num_values = _count_values(raw)
     if num_containers <= MAX_CONTAINERS and num_values <= MAX_VALUES:
         return
-    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    # Each string is a value, or the name of one.
+    unescaped = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    # Each string is a value or the name of one.
     num_strings = unescaped.count(b'"') // 2
     if num_strings > 2 * MAX_VALUES:
         raise BodyTooLargeError(
@@ -200,33 +157,151 @@ def _check_values(body: bytes) -> None:
 
 
 def _count_values(text: bytes) -> tuple[int, int]:
-    """Objects and lists, and values, of JSON without strings; each may be too high, never too low.
+    """Upper bounds for the objects and lists, and for all values, of JSON without strings.
 
-    Every value but the first of its object or list follows a comma.
+    Every value except the first of its object or list follows a comma.
     """
     num_containers = text.count(b"{") + text.count(b"[")
     return num_containers, num_containers + text.count(b",")
 
 
-def prompt_chars(fields: dict[str, Any]) -> dict[str, int]:
-    """Characters of a prompt by the fields that hold it, of all messages and all prompts together.
+_CHARS_PER_TOKEN = 4
+# A chat template's own tokens around each message.
+_TOKENS_PER_MESSAGE = 4
+# Long pieces are also hashed up to here: requests may share the start of a document, for example.
+_CUTS = (1024, 4096, 16384, 65536)
+# Of more hashes than this, the first and the last ones are kept.
+_MAX_HASHES = 16
+_MAX_HASHED_IDS = 4096
+_MAX_CHOICES = 128
+_MAX_TOKENS = 2**31
+_SALT_CHARS = 32
+# Fields of a message besides its content, and of a part of a message's content, that hold text.
+_MESSAGE_FIELDS = ("tool_calls", "reasoning", "reasoning_content")
+_PART_FIELDS = ("text", "refusal", "thinking")
+# Fields that make an answer a single sequence of tokens.
+_UNFORKED_FIELDS = ("structured_outputs", "ignore_eos", "min_tokens")
+_COMPLETION_PATHS = ("/v1/chat/completions", "/v1/completions")
 
-    Whatever is there counts: which of `messages` and `prompt` is read depends on the route.
+
+class _Piece(NamedTuple):
+    """A piece of the prompt; `text` of token ids only identifies them.
+
+    `field` is the field of the body that holds it, `role` that of a message.
     """
-    messages = fields.get("messages")
-    chars = {
-        "messages": sum(map(_message_chars, messages)) if isinstance(messages, list) else 0,
-        "prompt": _chars(fields.get("prompt")),
-        "tools": _json_chars(fields.get("tools")),
-        "documents": _json_chars(fields.get("documents")),
-    }
-    return {name: num for name, num in chars.items() if num}
+
+    field: str
+    role: str
+    text: str
+    num_chars: int
 
 
-def check_prompt(chars: dict[str, int], max_chars: int | None, name: str) -> None:
-    """Raise PromptTooLongError for a prompt over the limit, if any, which is called `name`."""
-    num_chars = sum(chars.values())
-    if max_chars is not None and num_chars > max_chars:
+class RequestBody:
+    """A parsed request body; the one place that reads its fields for the gateway.
+
+    Nothing of a parsed body's form can be relied on: vLLM checks it later, on the replica. Parsed
+    bodies take several times their bytes, so no station keeps one while the request runs.
+    """
+
+    def __init__(self, raw: bytes) -> None:
+        """Parse a body. Raises RequestError, and BodyTooLargeError for too many values."""
+        self.raw = raw
+        self.fields = _parse_fields(raw)
+
+    @property
+    def model(self) -> object:
+        """The requested model, None if the body names none."""
+        return self.fields.get("model")
+
+    @property
+    def streams(self) -> bool:
+        """Whether the client asks for a stream."""
+        return bool(self.fields.get("stream"))
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The client's limit on generated tokens, None without a valid one."""
+        for name in ("max_completion_tokens", "max_tokens"):
+            value = self.fields.get(name)
+            if isinstance(value, int) and 0 < value < _MAX_TOKENS:
+                return value
+        return None
+
+    @property
+    def num_choices(self) -> int:
+        """Number of answers that the request asks for."""
+        given = self.fields.get("n")
+        count = given if isinstance(given, int) and given > 0 else 1
+        return min(count * max(1, len(self._prompts)), _MAX_CHOICES)
+
+    @property
+    def may_fork(self) -> bool:
+        """Whether the engine would let the request fork; see `ForkInputProcessor`."""
+        fields = self.fields
+        options, form = fields.get("apar"), fields.get("response_format")
+        if isinstance(options, dict) and (
+            options.get("enabled") is False or options.get("max_threads") == 1
+        ):
+            return False
+        if isinstance(form, dict) and form.get("type") != "text":
+            return False
+        return not self._calls_tools and not any(fields.get(name) for name in _UNFORKED_FIELDS)
+
+    @property
+    def _calls_tools(self) -> bool:
+        return bool(self.fields.get("tools")) and self.fields.get("tool_choice") != "none"
+
+    def can_continue(self, path: str) -> bool:
+        """Whether another replica can continue the request's stream, as far as HTTP is concerned.
+
+        The client's stream is cut by characters, which works for one choice of text. It does not
+        work for token ids, tool calls (their arguments come in pieces of JSON), an echoed prompt,
+        or several prompts. What the engine cannot continue, the replica says at the start of its
+        answer: see `apar_core/engine/request_follower.py`.
+        """
+        return not (
+            path not in _COMPLETION_PATHS
+            or any(
+                self.fields.get(name) for name in ("echo", "return_token_ids", "use_beam_search")
+            )
+            or self._calls_tools
+            or len(self._prompts) > 1
+        )
+
+    def cache_salt(self, key_salt: str | None) -> str | None:
+        """Return the cache salt to write into the body for a caller's salt.
+
+        A client's own salt is combined with its key's, so it cannot reach another key's cache.
+        None leaves the body as it is: for a caller without a salt, and for vLLM to refuse an
+        invalid one.
+        """
+        given = self.fields.get("cache_salt")
+        if key_salt is None or given is None:
+            return key_salt
+        if not isinstance(given, str) or not given:
+            return None
+        # JSON can carry lone surrogates.
+        salt = f"{key_salt}/{given}".encode("utf-8", "surrogatepass")
+        return hashlib.sha256(salt).hexdigest()[:_SALT_CHARS]
+
+    @cached_property
+    def prompt_chars(self) -> dict[str, int]:
+        """Characters of the prompt by field, of all messages and all prompts together.
+
+        A token id counts as four characters. Whether `messages` or `prompt` is read depends on the
+        route, so both count.
+        """
+        chars: Counter[str] = Counter()
+        for piece in self._pieces:
+            chars[piece.field] += piece.num_chars
+        names = ("messages", "prompt", "tools", "documents")
+        return {name: chars[name] for name in names if chars[name]}
+
+    def check_prompt(self, max_chars: int | None, name: str) -> None:
+        """Raise PromptTooLongError if the prompt exceeds the limit, if any, called `name`."""
+        if max_chars is None or (num_chars := sum(self.prompt_chars.values())) <= max_chars:
+            return
+        chars = self.prompt_chars
         params = " and ".join(f"`{param}`" for param in chars)
         raise PromptTooLongError(
             f"{params} {'holds' if len(chars) == 1 else 'hold'} {num_chars} characters; "
@@ -234,33 +309,122 @@ def check_prompt(chars: dict[str, int], max_chars: int | None, name: str) -> Non
             param=max(chars, key=lambda param: chars[param]),
         )
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Estimated tokens of all prompts together."""
+        return -(-sum(self.prompt_chars.values()) // _CHARS_PER_TOKEN)
 
-def prompt_tokens(chars: dict[str, int]) -> int:
-    """A rough number of tokens of a prompt of so many characters."""
-    return -(-sum(chars.values()) // _CHARS_PER_TOKEN)
+    def hint(self, cache_salt: str | None = None) -> RequestHint:
+        """Return what the router needs to know; of several prompts, it describes the first.
+
+        `cache_salt` is what `self.cache_salt` returned. Prompts under different salts share no
+        cache and therefore no hash.
+        """
+        given_salt = self.fields.get("cache_salt")
+        if cache_salt is None and isinstance(given_salt, str):
+            cache_salt = given_salt
+        prefix = hash(cache_salt)
+        num_tokens = 0
+        hashes: list[int] = []
+        covered: list[int] = []
+        num_prompts = 0
+        for field, role, text, num_chars in self._pieces:
+            num_prompts += field == "prompt"
+            if num_prompts > 1:
+                break
+            num_tokens += _TOKENS_PER_MESSAGE
+            prefix = hash((prefix, role))
+            begin = 0
+            for cut in _CUTS:
+                if cut >= num_chars:
+                    break
+                prefix = hash((prefix, text[begin:cut]))
+                hashes.append(prefix)
+                covered.append(num_tokens + cut // _CHARS_PER_TOKEN)
+                begin = cut
+            prefix = hash((prefix, text[begin:]))
+            num_tokens += -(-num_chars // _CHARS_PER_TOKEN)
+            hashes.append(prefix)
+            covered.append(num_tokens)
+        return RequestHint(
+            prompt_tokens=num_tokens,
+            max_tokens=self.max_tokens,
+            prefix_hashes=_first_and_last(hashes),
+            may_fork=self.may_fork,
+            prefix_tokens=_first_and_last(covered),
+            num_choices=self.num_choices,
+        )
+
+    @cached_property
+    def _prompts(self) -> list[Any]:
+        """The prompts of a completion, each a text or a list of token ids."""
+        prompt = self.fields.get("prompt")
+        if isinstance(prompt, str):
+            return [prompt]
+        if not isinstance(prompt, list) or not prompt:
+            return []
+        return prompt if isinstance(prompt[0], str | list) else [prompt]
+
+    @cached_property
+    def _pieces(self) -> list[_Piece]:
+        """All pieces of the prompt, in the order in which a chat template writes them."""
+        pieces = []
+        for name in ("tools", "documents"):
+            if text := "".join(_texts_in(self.fields.get(name))):
+                pieces.append(_Piece(name, name, text, len(text)))
+        messages = self.fields.get("messages")
+        for message in messages if isinstance(messages, list) else ():
+            if isinstance(message, dict):
+                role, text = message.get("role"), _message_text(message)
+                role = role if isinstance(role, str) else ""
+                pieces.append(_Piece("messages", role, text, len(text)))
+        for prompt in self._prompts:
+            if isinstance(prompt, str):
+                pieces.append(_Piece("prompt", "", prompt, len(prompt)))
+            elif isinstance(prompt, list):
+                ids = [item for item in prompt[:_MAX_HASHED_IDS] if isinstance(item, int)]
+                num_chars = len(prompt) * _CHARS_PER_TOKEN
+                pieces.append(_Piece("prompt", "", repr(hash(tuple(ids))), num_chars))
+        return pieces
 
 
-def _message_chars(message: Any) -> int:
-    if not isinstance(message, dict):
-        return 0
-    return _chars(message.get("content")) + sum(
-        _json_chars(message.get(name)) for name in MESSAGE_FIELDS
-    )
+def _message_text(message: dict[str, Any]) -> str:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [content]
+    text = "".join(chunk for part in parts for chunk in _part_texts(part))
+    for name in _MESSAGE_FIELDS:
+        if value := message.get(name):
+            text += "".join(_texts_in(value))
+    return text
 
 
-def _json_chars(value: Any) -> int:
-    return sum(map(len, texts_in(value)))
+def _part_texts(part: Any) -> Iterator[str]:
+    if isinstance(part, str):
+        yield part
+    elif isinstance(part, dict):
+        for name in _PART_FIELDS:
+            if isinstance(text := part.get(name), str):
+                yield text
 
 
-def _chars(content: Any, depth: int = 2) -> int:
-    """Characters of a text, of the texts among the parts of a message, or of a list of prompts."""
-    if isinstance(content, str):
-        return len(content)
-    if isinstance(content, int):
-        return _CHARS_PER_TOKEN
-    if isinstance(content, dict):
-        return sum(_chars(content.get(name), 0) for name in PART_FIELDS)
-    # Nothing that vLLM takes is nested deeper, and a body may be nested without end.
-    if isinstance(content, list) and depth:
-        return sum(_chars(item, depth - 1) for item in content)
-    return 0
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yield every name and value in a JSON value, in an order that depends on the value alone."""
+    # No recursion: a client's JSON may be nested deeper than Python's stack.
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict):
+            left.extend(item.values())
+            left.extend(item)
+        elif isinstance(item, list):
+            left.extend(reversed(item))
+        elif item is not None:
+            yield str(item)
+
+
+def _first_and_last(values: list[int]) -> tuple[int, ...]:
+    if len(values) <= _MAX_HASHES:
+        return tuple(values)
+    return (values[0], *values[1 - _MAX_HASHES :])

@@ -1,32 +1,31 @@
-"""One HTTP request and its answer, as the gateway sees them: id, headers, times, record."""
-
-from __future__ import annotations
+"""One HTTP request in the gateway: its id, record and answer, and what it is charged."""
 
 import re
 import time
 import uuid
 from collections.abc import Awaitable
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.types import Message, Scope, Send
 
+from deployments.gateway.body import RequestBody
+from deployments.gateway.callers import Caller
+from deployments.gateway.fair_queue import Ticket
+from deployments.gateway.gateway_trace import RequestTrace
+from deployments.gateway.rate_limits import Admission, KeyRates
 from deployments.gateway.request_log import RequestRecord, content_of
-from deployments.wire.answer import Headers
+from deployments.relay.relay import ReplicaCalls
+from deployments.wire.answer import AnswerEnd, Headers
 from deployments.wire.errors import ERROR_EVENT, error_code, event_error_code
 
-if TYPE_CHECKING:
-    from deployments.gateway.callers import Caller
-    from deployments.relay.relay import ReplicaCalls
-    from deployments.tracing.gateway_trace import RequestTrace
-
 REQUEST_ID = b"x-request-id"
-# What can stand in a log, a header and an engine's request id as it is.
+# Fits into a log, a header and an engine's request id without escaping.
 _SANE_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 
 class Exchange:
-    """Passes the messages of the answer on, each start with the request's id and rates."""
+    """A request and its answer; sends the answer on with the request's id and rate headers."""
 
     def __init__(
         self,
@@ -41,9 +40,9 @@ class Exchange:
         given = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
         sane = _SANE_ID.fullmatch(given) is not None
         self.request_id = given.decode() if sane else unique
-        # A client may send one id twice, while the first request still runs.
+        # A client may reuse an id while the first request still runs.
         self.unique_id = f"{self.request_id}-{unique[:8]}" if sane else unique
-        # A server before us may send a sane id back by itself.
+        # A server in front of the gateway may send a sane id back by itself.
         self._sends_id = sends_id or not sane
         self.record = RequestRecord(self.request_id, scope["method"], scope["path"])
         self._trace = trace
@@ -57,31 +56,38 @@ class Exchange:
         self._began_s = time.monotonic()
 
     def called_by(self, caller: Caller) -> None:
-        """Note whose request it is."""
+        """Note the caller."""
         self.caller = caller
         self.record.key = caller.name
 
-    def begin(self, model: str, fields: dict[str, Any]) -> None:
-        """Note what the request is about."""
-        if self._content is not None:
-            # The parsed body takes several times its bytes, and a request may run for minutes.
-            self._fields = fields
+    def begin(self, model: str, body: RequestBody | None) -> None:
+        """Note the model and the request's body, if it has one."""
         self.record.model = model
-        self.record.stream = bool(fields.get("stream"))
+        if body is None:
+            return
+        self.record.stream = body.streams
+        if self._content is not None:
+            self._fields = body.fields
         if self._trace is not None:
-            self._trace.asked(fields)
+            self._trace.asked(body.fields)
 
     def queueing(self) -> None:
-        """Note that the request waits for a place at the replicas now."""
+        """Note that the request now waits in the model's queue."""
         if self._trace is not None:
             self._trace.queueing()
 
+    def sending(self) -> None:
+        """Note that the request now goes to a replica."""
+        self.record.sent_s = self._elapsed_s()
+        if self._trace is not None:
+            self._trace.sending()
+
     def calls(self, replicas: ReplicaCalls, deployment: str) -> ReplicaCalls:
-        """The calls to a deployment's replicas, seen by the request's trace if it has one."""
+        """Return the calls to a deployment's replicas, traced if the request is."""
         return replicas if self._trace is None else self._trace.calls(replicas, deployment)
 
     def send(self, message: Message) -> Awaitable[None]:
-        """An ASGI `send`; no coroutine of its own, because each piece of a stream passes it."""
+        """Send an ASGI message; not a coroutine itself, because each piece passes through here."""
         if message["type"] == "http.response.start":
             message = self._started(message)
         elif self._content is not None:
@@ -101,14 +107,8 @@ class Exchange:
             headers.append((REQUEST_ID, self.request_id.encode()))
         return {**message, "headers": [*headers, *self.rate_headers]}
 
-    def sending(self) -> None:
-        """Note that the request goes to a replica now."""
-        self.record.sent_s = self._elapsed_s()
-        if self._trace is not None:
-            self._trace.sending()
-
     def close(self) -> None:
-        """Log the request; nothing more may be sent."""
+        """Log the request; nothing may be sent afterwards."""
         self.record.total_s = self._elapsed_s()
         content = None
         if self._content is not None:
@@ -119,3 +119,71 @@ class Exchange:
 
     def _elapsed_s(self) -> float:
         return round(time.monotonic() - self._began_s, 6)
+
+
+class Charge:
+    """Charges a request's tokens to its key's queue and rates; observes the answer.
+
+    The rates were charged with an estimate of the prompt's length, which the end corrects.
+    """
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        rates: KeyRates | None,
+        admission: Admission,
+        prompt_tokens: int,
+        record: RequestRecord,
+    ) -> None:
+        self._ticket = ticket
+        self._rates = rates
+        self._admission = admission
+        self._prompt_tokens = prompt_tokens
+        self._record = record
+        self.end: AnswerEnd | None = None
+
+    def progress(self, num_tokens: int) -> None:
+        """Charge generated tokens."""
+        self._ticket.charge(num_tokens)
+        self._record.generated_tokens += num_tokens
+        self._use_tokens(num_tokens)
+
+    def retried(self, *, continued: bool) -> None:
+        """Note the loss of a replica."""
+        self._record.retries += 1
+        self._record.continued += continued
+
+    def ended(self, end: AnswerEnd | None) -> None:
+        """Charge the rest of the cost."""
+        record = self._record
+        status = record.status or 0
+        if end is None and status >= HTTPStatus.BAD_REQUEST and not record.generated_tokens:
+            if status < HTTPStatus.INTERNAL_SERVER_ERROR:
+                end = AnswerEnd()  # Refused before it reached the engine.
+            else:
+                # Lost with its replica: the prompt of an answer that never came is free.
+                self._use_tokens(-self._prompt_tokens)
+        self.end = end
+        if end is None:
+            return
+        # After the loss of a replica, the second answer may be shorter than the first.
+        unpaid = max(0, end.generated_tokens - record.generated_tokens)
+        self._ticket.charge(unpaid)
+        self._use_tokens(unpaid + end.prompt_tokens - self._prompt_tokens)
+        record.take_end(end)
+
+    def close(self) -> None:
+        """Give the place at the replicas back; once, last."""
+        record = self._record
+        if record.sent_s is None:
+            self._ticket.give_up()
+            if self._rates is not None:
+                self._rates.give_back(self._admission)
+            return
+        # A stream reports its tokens as they come, even if its client leaves.
+        reported = record.stream and record.generated_tokens > 0
+        self._ticket.leave(cost_is_known=reported or self.end is not None)
+
+    def _use_tokens(self, num: int) -> None:
+        if self._rates is not None:
+            self._rates.use_tokens(num)

@@ -1,88 +1,46 @@
-"""The HTTP ingress: knows the caller, bounds and orders the requests, relays a replica's answer.
+"""The HTTP gateway: identifies callers, limits and orders requests, relays replicas' answers.
 
-Every error that leaves it has OpenAI's form, and every answer the id of its request.
+All errors have OpenAI's form, and all answers carry the id of their request.
 """
 
 import asyncio
 import logging
+import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from apar_core.errors import CapacityError, RequestError
-from deployments.gateway.body import (
-    BodyBudget,
-    BodyTimeoutError,
-    BodyTooLargeError,
-    HeldBody,
-    PromptTooLongError,
-    parse_fields,
-    prompt_tokens,
-    read_body,
-)
+from deployments.gateway.body import BodyBudget, HeldBody, RequestBody, read_body
 from deployments.gateway.callers import Caller, Callers
-from deployments.gateway.charge import Charge
-from deployments.gateway.exchange import REQUEST_ID, Exchange
+from deployments.gateway.exchange import REQUEST_ID, Charge, Exchange
 from deployments.gateway.fair_queue import QueueState
-from deployments.gateway.hint import request_hint
-from deployments.gateway.keys import UnknownKeyError
-from deployments.gateway.models import Descriptions, Model, ModelList, UnknownModelError, find_model
-from deployments.gateway.prompt_limits import checked_prompt
-from deployments.gateway.rate_limits import Admission, RateLimitError
+from deployments.gateway.gateway_metrics import GatewayMetrics
+from deployments.gateway.gateway_trace import start_trace
+from deployments.gateway.models import Description, Model, find_model, list_models
+from deployments.gateway.rate_limits import Admission
 from deployments.gateway.settings import GatewaySettings
-from deployments.metrics.gateway_metrics import GatewayMetrics
-from deployments.metrics.ray_instruments import NoInstruments
-from deployments.metrics.rejections import Rejection
-from deployments.relay.relay import ReplicaCalls, relay_answer, send_error, send_whole
-from deployments.relay.retries import Retries
-from deployments.routing import registry
-from deployments.tracing import GATEWAY, open_tracing, reopened, start_trace
+from deployments.metrics.recorder import NoInstruments
+from deployments.relay.relay import ReplicaCalls, Retries, relay_answer, send_error, send_whole
+from deployments.routing.shared_router import ROUTERS
+from deployments.tracing.tracing import GATEWAY, open_tracing, reopened
 from deployments.wire.answer import AnswerStart
 from deployments.wire.errors import (
     JSON_TYPE,
-    ErrorAnswer,
+    NotReadyError,
+    UnknownRouteError,
+    WrongMethodError,
     answer_for,
-    body_timeout,
-    body_too_large,
-    internal_error,
-    no_replica,
-    prompt_too_long,
-    rate_limited,
-    unknown_key,
-    unknown_model,
-    unknown_route,
-    wrong_method,
 )
-from deployments.wire.request import RelayedRequest, RequestHint, RequestTerms
-from deployments.wire.terms_in_body import salt_within
-
-
-def refusal_for(error: RequestError | CapacityError) -> ErrorAnswer:
-    """The answer for what stood in a request's way."""
-    match error:
-        case UnknownKeyError():
-            return unknown_key(str(error))
-        case RateLimitError():
-            return rate_limited(str(error), error.kind, error.retry_after_s)
-        case BodyTooLargeError():
-            return body_too_large(str(error))
-        case BodyTimeoutError():
-            return body_timeout(str(error))
-        case PromptTooLongError():
-            return prompt_too_long(str(error), error.param)
-        case UnknownModelError():
-            return unknown_model(error.name)
-        case _:
-            return answer_for(error)
-
+from deployments.wire.request import RelayedRequest, RequestTerms
 
 logger = logging.getLogger(__name__)
 
 HEALTH_PATH = "/health"
 MODELS_PATH = "/v1/models"
-# What is relayed; vLLM's other routes take token ids or control the engine.
+# vLLM's other routes take token ids or control the engine.
 ROUTES = {
     "/v1/chat/completions": "POST",
     "/v1/completions": "POST",
@@ -93,8 +51,6 @@ ROUTES = {
     "/openapi.json": "GET",
 }
 _PASSED_HEADERS = (b"content-type",)
-_NO_TERMS = RequestTerms()
-_NO_HINT = RequestHint()
 
 
 class Gateway:
@@ -109,10 +65,10 @@ class Gateway:
         sends_request_ids: bool = True,
         metrics: GatewayMetrics | None = None,
     ) -> None:
-        """`replicas` are those of the settings' models, in their order.
+        """`replicas` are in the order of the settings' models.
 
-        `sends_request_ids` false means that the server before us sends the request's id back.
-        Raises ConfigError if the keys' file cannot be read.
+        `sends_request_ids` is false if a server in front of the gateway sends the ids back. Raises
+        ConfigError if the keys' file cannot be read.
         """
         self._settings = settings
         self._is_healthy = is_healthy
@@ -125,29 +81,28 @@ class Gateway:
         }
         self.retries = Retries(settings.retries)
         self.tracing = open_tracing(settings.tracing, GATEWAY)
-        self._list = ModelList()
-        self._descriptions = Descriptions()
+        self._descriptions: defaultdict[str, Description] = defaultdict(Description)
         self._bodies = BodyBudget(settings.limits.held_body_bytes)
         self._followed: set[str] = set()
+        self._created_s = int(time.time())
 
     async def reconfigure(
         self, settings: GatewaySettings, replicas: Sequence[ReplicaCalls]
     ) -> None:
-        """Take new settings; requests that run or wait go on.
+        """Take new settings; running and waiting requests go on.
 
-        The models come first: those that are gone must not be offered, whatever else is wrong.
+        The models change first: removed ones must not be offered, even if the rest fails.
         """
         models: dict[str, Model] = {}
         for model, calls in zip(settings.models, replicas, strict=True):
             known = self._models.get(model.name)
             if known is None or known.settings.deployment != model.deployment:
                 models[model.name] = Model(model, calls)
-                models[model.name].replicas_changed(registry.capacity(model.deployment))
+                models[model.name].replicas_changed(ROUTERS.capacity(model.deployment))
             else:
                 known.reconfigure(model, calls)
                 models[model.name] = known
         self._bodies.max_bytes = settings.limits.held_body_bytes
-        self._list.models_changed(models.keys())
         self._models = models
         self.retries.config = settings.retries
         self._settings = settings
@@ -155,11 +110,11 @@ class Gateway:
         self.tracing = reopened(self.tracing, settings.tracing, GATEWAY)
 
     def waiting(self) -> dict[str, QueueState]:
-        """How the queue of each model stands, by the name of its deployment."""
+        """Return the state of each model's queue, by the name of its deployment."""
         return {model.settings.deployment: model.state for model in self._models.values()}
 
     async def tell_metrics(self) -> None:
-        """Hand the metrics over, as they are now."""
+        """Flush the metrics."""
         self.metrics.settings_refused("keys_file", refused=self._callers.keys_are_outdated)
         self.metrics.flush(self._models.values(), self._settings.keys)
 
@@ -168,7 +123,10 @@ class Gateway:
         if scope["type"] != "http":
             await _answer_lifespan(receive, send)
         elif scope["path"] == HEALTH_PATH and scope["method"] in ("GET", "HEAD"):
-            await self._answer_health(send)
+            if await self._is_healthy():
+                await send_whole(send, AnswerStart(200, [JSON_TYPE], b'{"status":"ok"}'))
+            else:
+                await send_error(send, answer_for(NotReadyError()))
         else:
             self._follow_replicas()
             exchange = Exchange(
@@ -191,37 +149,33 @@ class Gateway:
                     exc_info=error,
                     extra={"path": scope["path"], "request_id": exchange.unique_id},
                 )
-                await send_error(exchange.send, internal_error())
+                await send_error(exchange.send, answer_for(error))
             finally:
                 exchange.close()
                 self.metrics.ended(exchange.record, exchange.caller)
 
     async def _serve(self, exchange: Exchange, scope: Scope, receive: Receive) -> None:
         method, path = scope["method"], scope["path"]
-        allowed = ROUTES.get(path)
-        if allowed != method:
-            self.metrics.rejected(Rejection.UNKNOWN_ROUTE)
-            known = allowed is not None or path == HEALTH_PATH
-            await send_error(
-                exchange.send, (wrong_method if known else unknown_route)(method, path)
-            )
-            return
         caller: Caller | None = None
         try:
+            if ROUTES.get(path) != method:
+                if path in ROUTES or path == HEALTH_PATH:
+                    raise WrongMethodError(f"{path} does not accept {method}")
+                raise UnknownRouteError(f"Unknown route: {method} {path}")
             caller = await self._callers.identify(scope["headers"])
             exchange.called_by(caller)
-            # Before the body is read: to read and to parse it costs more than to refuse it.
+            # Before the body is read: reading and parsing cost more than refusing.
             admission = () if caller.rates is None else await caller.rates.admit_request()
             if method == "POST":
                 with self._bodies.hold(None if caller.key is None else caller.name) as held:
                     await self._answer(caller, scope, receive, held, admission, exchange)
             else:
-                await self._describe(caller, _relayed(exchange, scope, b""), exchange)
+                await self._describe(caller, scope, exchange)
         except (RequestError, CapacityError) as error:
             self.metrics.refused(error, caller)
             if caller is not None:
                 exchange.rate_headers = await caller.rate_headers()
-            await send_error(exchange.send, refusal_for(error))
+            await send_error(exchange.send, answer_for(error))
 
     async def _answer(
         self,
@@ -232,20 +186,20 @@ class Gateway:
         admission: Admission,
         exchange: Exchange,
     ) -> None:
-        """Let the request in, in its turn, and relay its answer; raises where it may not go in.
+        """Admit a request in its turn and relay its answer. Raises RequestError, CapacityError.
 
-        A request that is refused for what it holds still counts in its key's rates: to find that
-        out costs as much as to let it in.
+        A request that is refused for its content still counts in its key's rates, because checking
+        it costs as much as admitting it.
         """
         try:
             limits = self._settings.limits
-            body = await read_body(
+            raw = await read_body(
                 receive, limits.max_body_bytes, held, timeout_s=limits.body_timeout_s
             )
         except CapacityError:
             caller.give_back(admission)
             raise
-        model, request, num_tokens = self._parsed(caller, scope, body, exchange)
+        model, request, num_tokens = self._parsed(caller, scope, raw, exchange)
         if caller.rates is not None:
             admission = (*admission, *await caller.rates.admit_tokens(num_tokens))
         exchange.queueing()
@@ -255,72 +209,91 @@ class Gateway:
             caller.give_back(admission)
             raise
         exchange.record.queue_s = round(ticket.queued_s, 6)
-        charge = Charge(ticket, caller.rates, admission, num_tokens, exchange)
+        charge = Charge(ticket, caller.rates, admission, num_tokens, exchange.record)
         try:
             exchange.rate_headers = await caller.rate_headers()
             exchange.sending()
-            await relay_answer(
-                exchange.calls(model.replicas, model.settings.deployment),
-                request,
-                exchange.record.stream,
-                exchange.send,
-                charge,
-                self.retries,
-            )
+            calls = exchange.calls(model.replicas, model.settings.deployment)
+            await relay_answer(calls, request, exchange.send, charge, self.retries)
         finally:
             charge.close()
-            registry.ended(model.settings.deployment, exchange.unique_id, charge.end)
+            ROUTERS.ended(model.settings.deployment, exchange.unique_id, charge.end)
 
     def _parsed(
-        self, caller: Caller, scope: Scope, body: bytes, exchange: Exchange
+        self, caller: Caller, scope: Scope, raw: bytes, exchange: Exchange
     ) -> tuple[Model, RelayedRequest, int]:
-        """The model of a request, the request for its replicas, and about how long its prompt is.
+        """Return a request's model, the request for its replicas, and its estimated prompt tokens.
 
-        The parsed body is released on return, unless its content is logged. Raises RequestError.
+        The tokens count only for a caller with rates, 0 for others. The parsed body takes several
+        times its bytes and is released on return, unless its content is logged. Raises
+        RequestError.
         """
-        fields = parse_fields(body)
-        model = find_model(self._models, fields.get("model"), caller, needed=True)
-        exchange.begin(model.settings.name, fields)
-        chars = checked_prompt(fields, caller, self._settings.limits.max_prompt_chars)
-        terms = _terms(caller, model, exchange)
-        request = _relayed(exchange, scope, body, terms, _hint(fields, caller))
-        # The hint is about the first of several prompts.
-        return model, request, max(request.hint.prompt_tokens, prompt_tokens(chars))
+        body = RequestBody(raw)
+        model = find_model(self._models, body.model, caller, needed=True)
+        exchange.begin(model.settings.name, body)
+        key = caller.key
+        if key is not None and body.fields.get("priority") is not None:
+            raise RequestError("`priority` is that of the API key", param="priority")
+        body.check_prompt(
+            self._settings.limits.max_prompt_chars, "the limit `limits.max_prompt_chars`"
+        )
+        if key is not None:
+            body.check_prompt(key.max_prompt_chars, "the limit `max_prompt_chars` of this key")
+        cache_salt = body.cache_salt(caller.cache_salt)
+        request = RelayedRequest(
+            scope["method"],
+            scope["path"],
+            scope["query_string"],
+            _headers(scope, exchange),
+            raw,
+            RequestTerms(
+                request_id=exchange.unique_id,
+                priority=0 if key is None else key.priority,
+                key=None if key is None else key.name,
+                key_max_threads=model.max_threads_of(caller),
+                cache_salt=cache_salt,
+            ),
+            body.hint(cache_salt),
+            streams=body.streams,
+            continuable=body.can_continue(scope["path"]),
+        )
+        if caller.rates is None:
+            return model, request, 0
+        # The hint describes the first of several prompts, but counts the chat template's tokens.
+        return model, request, max(request.hint.prompt_tokens, body.prompt_tokens)
 
-    async def _describe(self, caller: Caller, request: RelayedRequest, exchange: Exchange) -> None:
-        """Answer what is asked about the server; takes no place at the replicas."""
+    async def _describe(self, caller: Caller, scope: Scope, exchange: Exchange) -> None:
+        """Answer a question about the server, without a place at the replicas."""
         wait_s = self._settings.models_wait_s
-        if request.path == MODELS_PATH:
-            models = {
-                name: model.replicas for name, model in self._models.items() if caller.may_use(name)
-            }
-            answer = await self._list.answer(models, request, wait_s)
+        method, path, query = scope["method"], scope["path"], scope["query_string"]
+        request = RelayedRequest(method, path, query, _headers(scope, exchange), b"")
+        if path == MODELS_PATH:
+            models = {name: model for name, model in self._models.items() if caller.may_use(name)}
+            answer = await list_models(models, request, wait_s, created_s=self._created_s)
         else:
             # A call to a sleeping model would start a replica.
             awake = {
                 name: model for name, model in self._models.items() if model.replicas.num_running
             }
             model = find_model(awake or self._models, None, caller, needed=False)
-            exchange.begin(model.settings.name, {})
-            answer = await self._descriptions.answer(model.replicas, request, wait_s)
+            exchange.begin(model.settings.name, None)
+            try:
+                answer = await self._descriptions[path].ask(model.replicas, request, wait_s)
+            except TimeoutError:
+                not_ready = answer_for(NotReadyError())
+                answer = AnswerStart(not_ready.status, not_ready.headers, not_ready.body)
         exchange.rate_headers = await caller.rate_headers()
         await send_whole(exchange.send, answer)
 
-    async def _answer_health(self, send: Send) -> None:
-        if await self._is_healthy():
-            await send_whole(send, AnswerStart(200, [JSON_TYPE], b'{"status":"ok"}'))
-        else:
-            await send_error(send, no_replica())
-
     def _follow_replicas(self) -> None:
-        """Keep the models' room in step with the replicas that run, as their routers see them."""
+        """Keep the models' capacity in step with the running replicas that their routers see."""
         new = {model.settings.deployment for model in self._models.values()} - self._followed
         for deployment in new:
             self._followed.add(deployment)
             changed = partial(
                 _call_in, asyncio.get_running_loop(), self._replicas_changed, deployment
             )
-            registry.listen(deployment, changed)
+            ROUTERS.listen(deployment, changed)
 
     def _replicas_changed(self, deployment: str, num_running: int) -> None:
         for model in self._models.values():
@@ -331,13 +304,13 @@ class Gateway:
 def _call_in(
     loop: asyncio.AbstractEventLoop, function: Callable[[str, int], None], name: str, count: int
 ) -> None:
-    """Call from whatever executor in the gateway's own."""
+    """Call a function in the gateway's event loop, from any executor."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(function, name, count)
 
 
 async def _answer_lifespan(receive: Receive, send: Send) -> None:
-    """Ray Serve runs the lifespan of every ingress; there is nothing to set up here."""
+    """Acknowledge the lifespan that Ray Serve runs for every ingress; nothing is set up here."""
     while True:
         message = await receive()
         await send({"type": f"{message['type']}.complete"})
@@ -345,32 +318,6 @@ async def _answer_lifespan(receive: Receive, send: Send) -> None:
             return
 
 
-def _terms(caller: Caller, model: Model, exchange: Exchange) -> RequestTerms:
-    return RequestTerms(
-        request_id=exchange.unique_id,
-        priority=caller.key.priority if caller.key else 0,
-        key=caller.key.name if caller.key else None,
-        key_max_threads=model.max_threads_of(caller),
-        cache_salt=caller.cache_salt,
-    )
-
-
-def _hint(fields: dict[str, Any], caller: Caller) -> RequestHint:
-    salt, given = caller.cache_salt, fields.get("cache_salt")
-    if isinstance(given, str):
-        salt = given if salt is None else salt_within(salt, given)
-    return request_hint(fields, salt)
-
-
-def _relayed(
-    exchange: Exchange,
-    scope: Scope,
-    body: bytes,
-    terms: RequestTerms = _NO_TERMS,
-    hint: RequestHint = _NO_HINT,
-) -> RelayedRequest:
+def _headers(scope: Scope, exchange: Exchange) -> list[tuple[bytes, bytes]]:
     headers = [item for item in scope["headers"] if item[0] in _PASSED_HEADERS]
-    headers.append((REQUEST_ID, exchange.request_id.encode()))
-    return RelayedRequest(
-        scope["method"], scope["path"], scope["query_string"], headers, body, terms, hint
-    )
+    return [*headers, (REQUEST_ID, exchange.request_id.encode())]

@@ -1,4 +1,4 @@
-"""A line of the log for each request: facts, and text only where that is asked for."""
+"""One log line per request: its facts, and its text only if configured."""
 
 import json
 import logging
@@ -15,15 +15,14 @@ _EVENT = b"data: "
 
 @dataclass(slots=True)
 class RequestRecord:
-    """The facts of one request. Times are in seconds; None where something never came to pass.
+    """The facts of one request; None for what never happened.
 
-    `queue_s` is the wait for a place at the replicas; `sent_s` (handed to a replica for the first
-    time), `first_byte_s` and `total_s` count from the request's arrival. `replica_s` and, within
-    it, `engine_s` are the time at the last replica and in its engine. `generated_tokens` counts
-    those of all threads; when the replica could not say what the answer cost, those that it had
-    told of by then. `retries` counts lost replicas; `replica` is the one that the answer ended on.
-    `cancelled` says that the client left, or that the server had no more time for the request.
-    `trace_id` is that of its OpenTelemetry trace, where it has one.
+    `queue_s` is the wait in the model's queue. `sent_s` (first sent to a replica), `first_byte_s`
+    and `total_s` count from the request's arrival. `replica_s` and, within it, `engine_s` are the
+    seconds at the last replica and in its engine. `generated_tokens` counts the tokens of all
+    threads; if the final cost is unknown, those reported so far. `retries` counts lost replicas.
+    `replica` finished the answer. `cancelled` is set if the client left or the server shut down
+    before the end. `trace_id` is the id of the request's OpenTelemetry trace.
     """
 
     request_id: str
@@ -51,7 +50,7 @@ class RequestRecord:
     trace_id: str | None = None
 
     def take_end(self, end: AnswerEnd) -> None:
-        """Note what the answer has cost."""
+        """Note the cost of the answer."""
         self.prompt_tokens = end.prompt_tokens
         self.generated_tokens = end.generated_tokens
         self.threads = end.threads
@@ -61,7 +60,7 @@ class RequestRecord:
         self.engine_s = end.engine_s
 
     def write(self, content: dict[str, Any] | None = None) -> None:
-        """Log the record, with the prompt and the answer where they are given."""
+        """Log the record, with the prompt and the answer if given."""
         if logger.isEnabledFor(logging.INFO):
             facts = {name: getattr(self, name) for name in _FACTS}
             logger.info("request", extra=facts | (content or {}))
@@ -71,13 +70,13 @@ _FACTS = tuple(fact.name for fact in fields(RequestRecord))
 
 
 def content_of(body: dict[str, Any], answer: bytes) -> dict[str, Any]:
-    """Prompt and answer of a request, as its line holds them where that is asked for."""
+    """Return the prompt and the answer of a request as the log holds them."""
     prompt = body.get("messages", body.get("prompt"))
     return {"prompt": prompt, "answer": _texts(answer)}
 
 
 def _texts(answer: bytes) -> list[str]:
-    """The text of each choice of an answer, whole or streamed; nothing of an error."""
+    """Return the text of each choice of a whole or streamed answer; empty for an error."""
     texts: dict[int, str] = {}
     is_stream = answer.startswith(_EVENT)
     events = answer.removesuffix(DONE_EVENT).split(b"\n\n") if is_stream else [answer]

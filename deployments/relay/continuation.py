@@ -1,8 +1,8 @@
-"""One stream for the client, though several replicas have a part in it.
+"""One stream for the client, although several replicas contribute to it.
 
-A replica that goes on with a stream sends it from the beginning, as far as it is known, and then
-what is new. What the client has already is cut off by counting characters, which are the same
-because the tokens are the same; a checksum makes sure of it.
+A replica that continues a stream sends it from the start: first what is known, then what is new.
+The text that the client already has is skipped by counting characters, which works because the
+tokens are the same; a checksum verifies it.
 """
 
 import json
@@ -13,13 +13,11 @@ from typing import Any
 
 from apar_core.errors import EngineError
 from deployments.wire.errors import DONE_EVENT
-from deployments.wire.request import RelayedRequest
 
-_PATHS = ("/v1/chat/completions", "/v1/completions")
 _EVENT_END = b"\n\n"
 _DATA = b"data: "
-# Events are parsed only where a replica is lost, or when so many bytes of them have come together:
-# most streams end before.
+# Events are parsed only if a replica is lost or this many bytes have accumulated. Most streams end
+# before that.
 _UNREAD_LIMIT_BYTES = 128 * 1024
 
 Key = tuple[int, str]
@@ -27,37 +25,12 @@ Key = tuple[int, str]
 
 
 class ContinuationError(EngineError):
-    """A stream cannot be taken up where it stopped: the two replicas' texts differ."""
-
-
-def can_continue(request: RelayedRequest) -> bool:
-    """Whether the HTTP form of a request's stream can be taken up in the middle.
-
-    Cut by characters, a stream of one choice of text can; not one that carries token ids, tool
-    calls (their arguments come in pieces of JSON), the prompt, or the answers to several prompts.
-    What the engine cannot take up (log-probabilities, penalties over the output, grammars, `n`,
-    beam search) the replica tells with the start of its answer: `apar_core.engine.journal`.
-    """
-    if request.path not in _PATHS:
-        return False
-    try:
-        fields = json.loads(request.body)
-    except (ValueError, RecursionError):
-        return False
-    if not isinstance(fields, dict) or any(
-        fields.get(name) for name in ("echo", "return_token_ids", "use_beam_search")
-    ):
-        return False
-    calls_tools = bool(fields.get("tools")) and fields.get("tool_choice") != "none"
-    prompt = fields.get("prompt")
-    prompts = prompt if isinstance(prompt, list) else []
-    several = len(prompts) > 1 and not all(isinstance(each, int) for each in prompts)
-    return not calls_tools and not several
+    """A stream cannot continue: the texts of two replicas differ."""
 
 
 @dataclass(slots=True)
 class _Text:
-    """One text field of a choice: how many characters were sent, and their checksum."""
+    """Characters of one text field of a choice, and their checksum."""
 
     num_chars: int = 0
     checksum: int = 0
@@ -69,7 +42,7 @@ class _Text:
 
 @dataclass(slots=True)
 class _Sent:
-    """What the client has of the stream, besides its text."""
+    """What the client has received of the stream, besides its text."""
 
     identity: dict[str, Any] = field(default_factory=dict)
     role: bool = False
@@ -79,7 +52,7 @@ class _Sent:
 
 
 class ClientStream:
-    """The stream of server-sent events as the client sees it."""
+    """The stream of server-sent events that the client receives."""
 
     def __init__(self) -> None:
         self._held = b""
@@ -88,26 +61,26 @@ class ClientStream:
         self._is_first = True
         self._sent = _Sent()
         self._texts: dict[Key, _Text] = {}
-        # The same fields as the present replica has sent them.
+        # The same fields as sent by the current replica.
         self._seen: dict[Key, _Text] = {}
 
     @property
     def complete(self) -> bool:
-        """Whether the client has got the end of the stream."""
+        """Whether the client has received the end of the stream."""
         self._read()
         return self._sent.done
 
     def begin_again(self) -> None:
-        """From now on comes what another replica sends, from the beginning."""
+        """Expect the stream of another replica, from the start."""
         self._read()
         self._held = b""
         self._is_first = False
         self._seen = {}
 
     def forward(self, body: bytes) -> bytes:
-        """What of a piece goes to the client now: whole events only, and only what is new.
+        """Return the whole events of a piece that are new to the client.
 
-        Raises ContinuationError if the replica's text differs from what the client has.
+        Raises ContinuationError if the replica's text differs from the client's.
         """
         if self._held:
             body = self._held + body
@@ -124,12 +97,12 @@ class ClientStream:
         return body
 
     def flush(self) -> bytes:
-        """What was held back, for an answer that ends inside an event or has none."""
+        """Return what was held back, for an answer that ends inside an event or has none."""
         held, self._held = self._held, b""
         return held if self._is_first else b""
 
     def _read(self) -> None:
-        """Take in what was forwarded unread."""
+        """Parse the events that were forwarded unparsed."""
         body = b"".join(self._unread)
         self._unread.clear()
         self._num_unread = 0
@@ -154,7 +127,7 @@ class ClientStream:
                 self._texts.setdefault(key, _Text()).add(holder[key[1]])
 
     def _new_part(self, event: bytes) -> bytes:
-        """What an event of a later replica brings that the client has not got."""
+        """Return the part of a later replica's event that is new to the client."""
         sent = self._sent
         if event == DONE_EVENT:
             sent.done = True
@@ -173,7 +146,7 @@ class ClientStream:
         return _DATA + text.encode() + _EVENT_END
 
     def _cut(self, choice: dict[str, Any]) -> bool:
-        """Take from a choice what the client has; returns whether anything is left."""
+        """Remove what the client has from a choice; returns whether anything is left."""
         is_new = False
         delta = choice.get("delta")
         if delta and "role" in delta:
@@ -190,7 +163,7 @@ class ClientStream:
         return is_new
 
     def _check_whole(self, index: int) -> None:
-        """Raise ContinuationError if a choice ends before all that the client has of it."""
+        """Raise ContinuationError if a choice ends before the client's text of it does."""
         for key, sent in self._texts.items():
             seen = self._seen.get(key, _Text())
             if key[0] == index and seen.num_chars < sent.num_chars:
@@ -218,7 +191,7 @@ def _events(body: bytes) -> Iterator[bytes]:
 
 
 def _chunk(event: bytes) -> dict[str, Any] | None:
-    """The JSON object of an event; None for anything else."""
+    """Return the JSON object of an event, None for anything else."""
     if not event.startswith(_DATA):
         return None
     try:
@@ -229,7 +202,7 @@ def _chunk(event: bytes) -> dict[str, Any] | None:
 
 
 def _text_fields(choice: dict[str, Any]) -> Iterator[tuple[Key, dict[str, Any]]]:
-    """Every text of a choice: its key, and the object that holds it."""
+    """Yield every text of a choice: its key and the object that holds it."""
     index = choice.get("index", 0)
     if isinstance(choice.get("text"), str):
         yield (index, "text"), choice

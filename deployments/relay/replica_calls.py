@@ -1,4 +1,4 @@
-"""The gateway's calls to replicas, over a Ray Serve deployment handle."""
+"""The gateway's calls to replicas over a Ray Serve deployment handle."""
 
 import asyncio
 import re
@@ -12,30 +12,34 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from deployments.gateway.body import BodyTooLargeError
 from deployments.relay.relay import Progress
-from deployments.relay.retries import NoReplicaError, ReplicaBrokenError, ReplicaLostError
-from deployments.routing import registry
+from deployments.routing.shared_router import ROUTERS
 from deployments.wire.answer import AnswerBroken, AnswerEnd, AnswerStart, Piece
+from deployments.wire.errors import (
+    BodyTooLargeError,
+    NoReplicaError,
+    ReplicaBrokenError,
+    ReplicaLostError,
+)
 from deployments.wire.request import RelayedRequest
 
-LOST = (RayActorError, DeploymentUnavailableError, ReplicaUnavailableError)
-# What gRPC says of a message over the limit of its receiver.
+_LOST = (RayActorError, DeploymentUnavailableError, ReplicaUnavailableError)
+# gRPC's error for a message over its receiver's limit.
 TOO_LARGE = re.compile(r"Received message larger than max \((\d+) vs\. (\d+)\)")
 
 
 class HandleCalls:
-    """Calls over a handle; a cancelled or closed call cancels the request at the replica."""
+    """`ReplicaCalls` over a handle."""
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
-        self._stream = _plain(handle, "stream")
-        # A generator too, which ends with the answer and tells of tokens before: with a unary call
-        # over gRPC Ray Serve learns only with the answer that the replica has taken the request.
-        self._whole = _plain(handle, "whole")
+        self._stream = _for_method(handle, "stream")
+        # `whole` is a generator, too, because over gRPC a unary call tells Ray Serve only with its
+        # answer that the replica has accepted the request. It yields token counts meanwhile.
+        self._whole = _for_method(handle, "whole")
 
     @property
     def num_running(self) -> int:
-        """Replicas that run, as the Serve controller last said; it need not be alive now."""
+        """Running replicas, as the Serve controller last reported; it may have died since."""
         router: Any = self._stream._router
         choice = None if router is None else router._asyncio_router.request_router
         return 0 if choice is None else len(choice.curr_replicas)
@@ -43,7 +47,7 @@ class HandleCalls:
     async def stream(
         self, request: RelayedRequest
     ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:
-        """The answer piece by piece; raises ReplicaLostError."""
+        """Yield the answer piece by piece. Raises ReplicaLostError."""
         async with aclosing(_parts(self._stream, request)) as parts:
             async for part in parts:
                 yield Piece.from_wire(part) if isinstance(part, tuple) else part
@@ -51,7 +55,7 @@ class HandleCalls:
     async def whole(
         self, request: RelayedRequest, progress: Progress | None = None
     ) -> tuple[AnswerStart, AnswerEnd]:
-        """The answer in one piece, and its cost; raises ReplicaLostError."""
+        """Return the whole answer and its cost. Raises ReplicaLostError."""
         answers: list[tuple[AnswerStart, AnswerEnd]] = []
         async with aclosing(_parts(self._whole, request)) as parts:
             async for part in parts:
@@ -69,19 +73,19 @@ async def _parts(
 ) -> AsyncGenerator[Any, None]:
     response = cast("DeploymentResponseGenerator[Any]", method.remote(request))
     try:
-        await _taken(response, request.replica_wait_s)
-        replica = registry.replica_of(method.deployment_name, request.terms.request_id or "")
+        await _accepted(response, request.replica_wait_s)
+        replica = ROUTERS.replica_of(method.deployment_name, request.terms.request_id or "")
         async for part in response:
             if isinstance(part, AnswerBroken):
                 raise ReplicaBrokenError(part.reason, engine_died=part.engine_died, replica=replica)
             yield part
-    except LOST as error:
-        # A node that is lost looks the same as a process that dies of a request, and is no reason
-        # to stop: `max_retries` is the bound here.
+    except _LOST as error:
+        # Not counted as a death of the engine: the loss of a node looks the same as a process that
+        # this request has killed. `max_retries` bounds the attempts.
         raise ReplicaLostError(str(error)) from error
     except AioRpcError as error:
-        # A replica that shuts down cancels the calls that it still holds. Our own cancelling never
-        # comes back this way.
+        # A replica that shuts down cancels its remaining calls. Our own cancellation never arrives
+        # as this error.
         if error.code() is StatusCode.CANCELLED:
             raise ReplicaLostError("the replica has cancelled the call") from error
         raise
@@ -89,13 +93,16 @@ async def _parts(
         response.cancel()
 
 
-async def _taken(response: DeploymentResponseGenerator[Any], wait_s: float) -> None:
-    """Wait until a replica has taken the request; raises NoReplicaError and BodyTooLargeError."""
+async def _accepted(response: DeploymentResponseGenerator[Any], wait_s: float) -> None:
+    """Wait until a replica has accepted the request.
+
+    Raises NoReplicaError after `wait_s`, and BodyTooLargeError for a message over gRPC's limit.
+    """
     try:
         async with asyncio.timeout(wait_s):
             await response._fetch_future_result_async()
     except (RuntimeError, AioRpcError) as error:
-        # Ray Serve makes a RuntimeError of gRPC's where the replica has not answered yet.
+        # Ray Serve turns gRPC's error into a RuntimeError if the replica has not answered yet.
         if sizes := TOO_LARGE.search(str(error)):
             size, limit = sizes.groups()
             raise BodyTooLargeError(
@@ -107,11 +114,11 @@ async def _taken(response: DeploymentResponseGenerator[Any], wait_s: float) -> N
         raise NoReplicaError(f"no replica has taken the request within {wait_s:g} s") from error
 
 
-def _plain(handle: DeploymentHandle[Any], method: str) -> DeploymentHandle[Any]:
-    """The handle for one method; both ends are ours, so the fast pickler will do."""
+def _for_method(handle: DeploymentHandle[Any], method: str) -> DeploymentHandle[Any]:
     return handle.options(
         method_name=method,
         stream=True,
+        # Both ends run this code, so the fast pickler suffices.
         request_serialization="pickle",
         response_serialization="pickle",
     )

@@ -1,28 +1,15 @@
-"""The parts that an answer travels in from a replica to the gateway.
+"""The parts in which an answer travels from a replica to the gateway.
 
-A streamed answer is one `AnswerStart`, then any number of `Piece`s, then one `AnswerEnd`; a whole
-one is one part of start and end, after any number of plain integers: the tokens that all threads
-together have generated since the last one. Either ends with `AnswerBroken` at any point where the
-replica cannot go on, or without a word where the replica's process has died.
+A streamed answer is one `AnswerStart`, any number of `Piece`s, and one `AnswerEnd`. A whole answer
+is any number of plain integers (tokens that all threads generated since the last one), then one
+pair of start and end. Either may end with `AnswerBroken` at any point if the replica cannot
+continue, or simply stop if the replica's process has died.
 """
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from apar_core.journal import Journal, ThreadDelta
-
-__all__ = [
-    "AnswerBroken",
-    "AnswerEnd",
-    "AnswerPart",
-    "AnswerStart",
-    "Headers",
-    "Journal",
-    "Piece",
-    "ThreadDelta",
-    "WholeAnswer",
-    "WirePiece",
-]
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -31,7 +18,7 @@ Headers = list[tuple[bytes, bytes]]
 class AnswerStart:
     """Status, headers and the first piece of the body, with that piece's tokens and journal.
 
-    `continuable` tells whether the journals of this answer allow another replica to go on with it.
+    `continuable` says whether another replica can continue the answer from its journal.
     """
 
     status: int
@@ -43,15 +30,14 @@ class AnswerStart:
 
 
 WirePiece = tuple[bytes, tuple[tuple[Any, ...], ...], int]
-"""A piece as it travels: a stream has hundreds, and pickling a class costs ten times a tuple."""
+"""A `Piece` as it is sent: a stream has hundreds, and a class pickles ten times slower."""
 
 
 class Piece(NamedTuple):
-    """A further piece of the body, and what the threads generated meanwhile.
+    """A further piece of the body, and what the threads generated since the last part.
 
-    `journal` always covers at least the text of all pieces so far; it is empty unless the request's
-    terms ask for it. `num_tokens` counts the tokens that all threads together generated since the
-    last part: thread steps, the measure of fairness.
+    `journal` covers at least the text of all pieces so far; it is empty unless the request's terms
+    ask for it. `num_tokens` counts the new tokens of all threads together (thread steps).
     """
 
     body: bytes
@@ -59,22 +45,22 @@ class Piece(NamedTuple):
     num_tokens: int = 0
 
     def to_wire(self) -> WirePiece:
-        """The piece in plain tuples."""
+        """Return the piece as plain tuples."""
         return self.body, tuple(tuple(delta) for delta in self.journal), self.num_tokens
 
     @classmethod
     def from_wire(cls, wire: WirePiece) -> "Piece":
-        """The piece that `to_wire` wrote."""
+        """Return the piece that `to_wire` wrote."""
         body, journal, num_tokens = wire
         return cls(body, tuple(ThreadDelta(*delta) for delta in journal), num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnd:
-    """The whole cost of the answer; zeros where the request never reached the engine.
+    """The cost of the whole answer; zeros if the request never reached the engine.
 
-    `replica` is Ray Serve's id of the one that the answer ended on. The request was there for
-    `replica_s` seconds, and for `engine_s` of these in its engine.
+    `replica` is Ray Serve's id of the replica that finished the answer. The request spent
+    `replica_s` seconds there, `engine_s` of them in the engine.
     """
 
     prompt_tokens: int = 0
@@ -89,7 +75,7 @@ class AnswerEnd:
 
 @dataclass(frozen=True, slots=True)
 class AnswerBroken:
-    """The replica cannot go on: its engine has died, or it hands its answers over to others."""
+    """The replica cannot continue: its engine has died, or it hands its requests to others."""
 
     reason: str
     engine_died: bool = False

@@ -1,4 +1,27 @@
-"""Errors as HTTP status and OpenAI error body."""
+"""Errors that a client can get: HTTP status, OpenAI error body, and reason in the metrics.
+
+    AparError                        500 internal_error
+      RequestError                   400
+        UnknownKeyError              401 invalid_api_key
+        UnknownModelError            404 model_not_found
+        UnknownRouteError            404 unknown_url
+          WrongMethodError           405 method_not_allowed
+        BodyTimeoutError             408 request_timeout
+        BodyTooLargeError            413 request_too_large
+        PromptTooLongError           400 context_length_exceeded
+        RateLimitError               429 rate_limit_exceeded
+      CapacityError                  503 overloaded
+        QueueTimeoutError            503 overloaded
+        NotReadyError                503 not_ready
+        DrainingError                503 draining
+      EngineError                    500 internal_error
+        ReplicaLostError             503 engine_lost
+          ReplicaBrokenError         503 engine_lost
+          EnginesDiedError           500 engine_lost_twice
+          NoReplicaError             503 replica_unavailable
+
+`answer_for` turns them into answers.
+"""
 
 import json
 import math
@@ -6,21 +29,179 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from apar_core.errors import AparError, CapacityError, RequestError
+from apar_core.errors import AparError, CapacityError, EngineError, RequestError
+from deployments.wire.answer import Headers
 
 JSON_TYPE = (b"content-type", b"application/json")
 DONE_EVENT = b"data: [DONE]\n\n"
 ERROR_EVENT = b'data: {"error"'
-"""How an event begins that ends a stream with an error, ours or vLLM's."""
+"""Start of the event with which vLLM or the gateway ends a failed stream."""
+REJECTION_REASONS = (
+    "authentication",
+    "key_limit",
+    "overloaded",
+    "queue_timeout",
+    "body_timeout",
+    "invalid",
+    "too_large",
+    "unknown_model",
+    "unknown_route",
+    "no_replica",
+    "draining",
+)
+"""Values of the label `reason` of the metric `apar_requests_rejected_total`."""
+_RETRY_AFTER_S = 5.0
 _WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-ENGINE_LOST = "engine_lost"
-ENGINE_LOST_TWICE = "engine_lost_twice"
-REPLICA_UNAVAILABLE = "replica_unavailable"
+
+
+class UnknownKeyError(RequestError):
+    """The request carries no API key, or an unknown one."""
+
+    status = 401
+    code = "invalid_api_key"
+    reason = "authentication"
+
+
+class UnknownModelError(RequestError):
+    """The request names a model that is not served here, or that its key may not use."""
+
+    status = 404
+    code = "model_not_found"
+    reason = "unknown_model"
+
+    def __init__(self, name: str) -> None:
+        message = f"The model `{name}` does not exist or is not served here."
+        super().__init__(message, param="model")
+
+
+class UnknownRouteError(RequestError):
+    """The path is not served."""
+
+    status = 404
+    code = "unknown_url"
+    reason = "unknown_route"
+
+
+class WrongMethodError(UnknownRouteError):
+    """The path is served, but not with this method."""
+
+    status = 405
+    code = "method_not_allowed"
+
+
+class BodyTimeoutError(RequestError):
+    """The body has not arrived in time."""
+
+    status = 408
+    code = "request_timeout"
+    reason = "body_timeout"
+
+
+class BodyTooLargeError(RequestError):
+    """The body exceeds a limit: its bytes, its JSON values, or Ray Serve's message size."""
+
+    status = 413
+    code = "request_too_large"
+    reason = "too_large"
+
+
+class PromptTooLongError(RequestError):
+    """The prompt has more characters than allowed."""
+
+    code = "context_length_exceeded"
+    reason = "too_large"
+
+
+class RateLimitError(RequestError):
+    """The key has used up a limit and may retry later.
+
+    `kind` is `requests` or `tokens` (per minute), or `threads` (alive at once).
+    """
+
+    status = 429
+    code = "rate_limit_exceeded"
+    reason = "key_limit"
+    retry_after_s: float
+
+    def __init__(self, message: str, *, kind: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.retry_after_s = retry_after_s
+
+
+class QueueTimeoutError(CapacityError):
+    """The request has waited in the queue for as long as it may."""
+
+    reason = "queue_timeout"
+
+
+class NotReadyError(CapacityError):
+    """No replica is ready."""
+
+    code = "not_ready"
+
+    def __init__(self) -> None:
+        super().__init__("No replica is ready.", retry_after_s=_RETRY_AFTER_S)
+
+
+class DrainingError(CapacityError):
+    """The server is stopping and takes no new requests."""
+
+    code = "draining"
+    reason = "draining"
+
+    def __init__(self) -> None:
+        message = "The server is stopping; please send the request again."
+        super().__init__(message, retry_after_s=_RETRY_AFTER_S)
+
+
+class ReplicaLostError(EngineError):
+    """A replica died, cannot be reached, or handed over the request it was serving.
+
+    `engine_died` is set if the replica reported that its engine died. `replica` is its id, None if
+    unknown. Clients get `client_message`; the exception's own text is for the log.
+    """
+
+    status = 503
+    code = "engine_lost"
+    retry_after_s: float | None = _RETRY_AFTER_S
+    client_message = "The engine that served this request stopped; please send the request again."
+
+    def __init__(
+        self, message: str, *, engine_died: bool = False, replica: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.engine_died = engine_died
+        self.replica = replica
+
+
+class ReplicaBrokenError(ReplicaLostError):
+    """The replica itself reported that it cannot continue."""
+
+
+class EnginesDiedError(ReplicaLostError):
+    """Several engines died under a request, which may be the cause and is not retried."""
+
+    status = 500
+    code = "engine_lost_twice"
+    retry_after_s = None
+    client_message = (
+        "Two engines died while they served this request, so it is not sent to another one. "
+        "It may be the cause."
+    )
+
+
+class NoReplicaError(ReplicaLostError):
+    """No replica accepted the request within the timeout, which is not retried."""
+
+    code = "replica_unavailable"
+    reason = "no_replica"
+    client_message = "No replica has taken this request in time; please send it again."
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorAnswer:
-    """One error, ready to be sent whole or as an event of a stream."""
+    """An error as it is sent: as a whole answer, or as the last events of a stream."""
 
     status: int
     message: str
@@ -43,8 +224,8 @@ class ErrorAnswer:
         return json.dumps({"error": error}).encode()
 
     @property
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """Response headers, `Retry-After` among them where the client may retry."""
+    def headers(self) -> Headers:
+        """The response headers, with `Retry-After` if the client may retry."""
         headers = [JSON_TYPE, (b"content-length", str(len(self.body)).encode())]
         if self.retry_after_s is not None:
             seconds = max(1, math.ceil(self.retry_after_s))
@@ -53,100 +234,41 @@ class ErrorAnswer:
 
     @property
     def events(self) -> bytes:
-        """The last events of a stream that cannot go on."""
+        """The error event and the end of a stream."""
         return b"data: " + self.body + b"\n\n" + DONE_EVENT
 
 
-def answer_for(error: AparError) -> ErrorAnswer:
-    """The answer that a client gets for one of our errors."""
-    if isinstance(error, RequestError):
-        return ErrorAnswer(400, str(error), param=error.param)
-    if isinstance(error, CapacityError):
-        return ErrorAnswer(503, str(error), code="overloaded", retry_after_s=error.retry_after_s)
-    return ErrorAnswer(500, str(error), code="internal_error")
+def answer_for(error: Exception) -> ErrorAnswer:
+    """Return the answer to a request that ends with an error.
 
-
-def unknown_key(message: str) -> ErrorAnswer:
-    """The answer to a request without a key, or with one that is not known here."""
-    challenge = (b"www-authenticate", b'Bearer realm="apar"')
-    return ErrorAnswer(401, message, code="invalid_api_key", extra_headers=(challenge,))
-
-
-def rate_limited(message: str, kind: str, retry_after_s: float) -> ErrorAnswer:
-    """The answer when a key has used up what it may have: `requests`, `tokens` or `threads`."""
-    return ErrorAnswer(
-        429, message, code="rate_limit_exceeded", kind=kind, retry_after_s=retry_after_s
-    )
-
-
-def prompt_too_long(message: str, param: str | None) -> ErrorAnswer:
-    """The answer to a prompt over the limit of its characters."""
-    return ErrorAnswer(400, message, param=param, code="context_length_exceeded")
-
-
-def body_too_large(message: str) -> ErrorAnswer:
-    """The answer to a body over the limit of its bytes."""
-    return ErrorAnswer(413, message, code="request_too_large")
-
-
-def body_timeout(message: str) -> ErrorAnswer:
-    """The answer to a request whose body has not come in time."""
-    return ErrorAnswer(408, message, code="request_timeout")
-
-
-def unknown_model(name: str) -> ErrorAnswer:
-    """The answer for a `model` that is not served here."""
-    message = f"The model `{name}` does not exist or is not served here."
-    return ErrorAnswer(404, message, param="model", code="model_not_found")
-
-
-def unknown_route(method: str, path: str) -> ErrorAnswer:
-    """The answer for a path that is not served."""
-    return ErrorAnswer(404, f"Unknown route: {method} {path}", code="unknown_url")
-
-
-def wrong_method(method: str, path: str) -> ErrorAnswer:
-    """The answer for a known path asked for with another method."""
-    return ErrorAnswer(405, f"{path} does not accept {method}", code="method_not_allowed")
-
-
-def engine_lost() -> ErrorAnswer:
-    """The answer when a replica dies under a request: the client may send it again."""
-    message = "The engine that served this request stopped; please send the request again."
-    return ErrorAnswer(503, message, code=ENGINE_LOST, retry_after_s=5.0)
-
-
-def engine_lost_twice() -> ErrorAnswer:
-    """The answer when two engines died under a request, which may be the reason.
-
-    It has no `Retry-After`, and tells OpenAI's clients not to send the request again by themselves.
+    The text of an error that is not the client's concern belongs into the log, not into the answer.
     """
-    message = (
-        "Two engines died while they served this request, so it is not sent to another one. "
-        "It may be the cause."
+    if not isinstance(error, RequestError | CapacityError | ReplicaLostError):
+        message = "The server failed to answer this request."
+        return ErrorAnswer(AparError.status, message, code=AparError.code)
+    message = error.client_message if isinstance(error, ReplicaLostError) else str(error)
+    kind: str | None = None
+    extra_headers: tuple[tuple[bytes, bytes], ...] = ()
+    if isinstance(error, EnginesDiedError):
+        # OpenAI's clients would otherwise retry by themselves.
+        extra_headers = ((b"x-should-retry", b"false"),)
+    elif isinstance(error, UnknownKeyError):
+        extra_headers = ((b"www-authenticate", b'Bearer realm="apar"'),)
+    elif isinstance(error, RateLimitError):
+        kind = error.kind
+    return ErrorAnswer(
+        error.status,
+        message,
+        param=error.param,
+        code=error.code,
+        retry_after_s=error.retry_after_s,
+        kind=kind,
+        extra_headers=extra_headers,
     )
-    no_retry = ((b"x-should-retry", b"false"),)
-    return ErrorAnswer(500, message, code=ENGINE_LOST_TWICE, extra_headers=no_retry)
-
-
-def replica_unavailable() -> ErrorAnswer:
-    """The answer when no replica has taken a request in time: the client may send it again."""
-    message = "No replica has taken this request in time; please send it again."
-    return ErrorAnswer(503, message, code=REPLICA_UNAVAILABLE, retry_after_s=5.0)
-
-
-def internal_error() -> ErrorAnswer:
-    """The answer for a failure that is ours; its cause stands in the log."""
-    return ErrorAnswer(500, "The server failed to answer this request.", code="internal_error")
-
-
-def no_replica() -> ErrorAnswer:
-    """The health answer while no replica can serve."""
-    return ErrorAnswer(503, "No replica is ready.", code="not_ready", retry_after_s=5.0)
 
 
 def error_code(body: bytes) -> str | None:
-    """The code in an OpenAI error body; None where there is none."""
+    """Return the code in an OpenAI error body, None if it has none."""
     try:
         code = json.loads(body)["error"]["code"]
     except (ValueError, LookupError, TypeError):
@@ -154,8 +276,14 @@ def error_code(body: bytes) -> str | None:
     return code if isinstance(code, str) else None
 
 
+def event_error_code(events: bytes) -> str:
+    """Return the code in the error event that ends a stream, `error` if it has none."""
+    event = events.removeprefix(b"data: ").partition(b"\n\n")[0]
+    return error_code(event) or "error"
+
+
 def error_summary(status: int, body: bytes) -> str:
-    """Status, type and code of an error body; never its message, which may quote a prompt."""
+    """Return status, type and code of an error body; its message may quote a prompt."""
     try:
         error = json.loads(body)["error"]
         kind, code = error.get("type"), error.get("code")
@@ -165,22 +293,15 @@ def error_summary(status: int, body: bytes) -> str:
 
 
 def _word(value: object) -> str:
-    """A plain word or number for a summary; anything else becomes `unknown`."""
     text = str(value)
     return text if isinstance(value, str | int) and _WORD.fullmatch(text) else "unknown"
 
 
-def event_error_code(events: bytes) -> str:
-    """The code in the error event that a stream ends with; `error` where it has none."""
-    event = events.removeprefix(b"data: ").partition(b"\n\n")[0]
-    return error_code(event) or "error"
-
-
 def normalised(status: int, body: bytes) -> bytes:
-    """vLLM's error body with OpenAI's four keys and types.
+    """Rewrite vLLM's error body with OpenAI's four keys and types.
 
-    vLLM names the status in `code` and Python exceptions in `type`; the place of a wrong
-    field comes as `body.prompt`.
+    vLLM puts the status into `code` and the Python exception into `type`, and prefixes the name of
+    a wrong field with `body.`.
     """
     try:
         answer: Any = json.loads(body)

@@ -2,24 +2,26 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.types import Scope
 
 from apar_core.fork_parameters import KeyTerms
-from deployments.wire.answer import Headers, Journal
+from apar_core.journal import Journal
+from deployments.wire.answer import Headers
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTerms:
-    """Terms of one request.
+    """What the gateway has decided about a request.
 
     `request_id` is the id in logs and in the header `x-request-id`. `priority` is vLLM's: lower
-    goes first. `key` names the API key (never its secret) and `key_max_threads` caps the threads
-    that all requests of that key may have alive on one replica; None for no cap. `cache_salt`
-    keeps the prefix cache of one key from another's. `keeps_journal` asks for `ThreadDelta`s with
-    the pieces of a stream, so that it can be continued elsewhere; `resume` is the journal of the
-    stream that this request continues. `trace_headers` are W3C's `traceparent` and `tracestate` of
-    a request that is traced.
+    goes first. `key` names the API key (never its secret); `key_max_threads` caps the threads that
+    all requests of the key may have alive on one replica, None for no cap. `cache_salt` separates
+    the prefix cache of this request from others; None leaves the body's own salt. `keeps_journal`
+    asks for `ThreadDelta`s with the pieces of a stream, so that another replica can continue it.
+    `resume` is the journal of the stream that this request continues. `trace_headers` are W3C's
+    `traceparent` and `tracestate` if the request is traced.
     """
 
     request_id: str | None = None
@@ -32,22 +34,32 @@ class RequestTerms:
     trace_headers: Mapping[str, str] | None = None
 
     def key_terms(self) -> KeyTerms | None:
-        """What the engine needs to know of the key; None for a caller without one."""
+        """Return the key's terms for the engine, None for a caller without a key."""
         if self.key is None:
             return None
         return KeyTerms(self.key, self.key_max_threads, self.priority)
 
 
+def write_terms(body: dict[str, Any], terms: RequestTerms) -> bool:
+    """Write the cache salt into a body for vLLM, in place; returns whether the body changed.
+
+    Priority, key and thread cap are not fields of the body: they reach the engine as `KeyTerms`.
+    """
+    if terms.cache_salt is None:
+        return False
+    body["cache_salt"] = terms.cache_salt
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class RequestHint:
-    """What the gateway has read off a request for its router.
+    """What the router knows about a request.
 
     `prompt_tokens` is an estimate from the prompt's length. `max_tokens` is the client's limit,
-    None where it named none. `prefix_hashes` grow with the prompt: the i-th covers all text up to
-    the end of its i-th piece (system prompt, then each turn), so that two prompts share as many
-    leading hashes as they share leading pieces. `prefix_tokens` estimates the tokens that each of
-    them covers. `may_fork` is false where the request says so. `num_choices` counts the answers
-    that the request asks for, each from a root thread of its own.
+    None without one. `prefix_hashes[i]` covers all text up to the end of the prompt's i-th piece
+    (system prompt, then each turn), so two prompts share as many leading hashes as leading pieces.
+    `prefix_tokens[i]` estimates the tokens that hash i covers. `may_fork` is false if the request
+    rules forks out. `num_choices` counts the requested answers, each with its own root thread.
     """
 
     prompt_tokens: int = 0
@@ -60,7 +72,11 @@ class RequestHint:
 
 @dataclass(frozen=True, slots=True)
 class RelayedRequest:
-    """An HTTP request on its way from the gateway to a replica, which must take it in time."""
+    """An HTTP request that the gateway sends to a replica.
+
+    `streams` is set if the client asked for a stream, `continuable` if another replica can continue
+    it as far as HTTP is concerned. A replica must accept the request within `replica_wait_s`.
+    """
 
     method: str
     path: str
@@ -69,12 +85,14 @@ class RelayedRequest:
     body: bytes
     terms: RequestTerms = field(default_factory=RequestTerms)
     hint: RequestHint = field(default_factory=RequestHint)
+    streams: bool = False
+    continuable: bool = False
     replica_wait_s: float = 60.0
 
     def scope(self) -> Scope:
-        """The ASGI scope of this request.
+        """Return the ASGI scope of this request.
 
-        The version below 2.4 makes Starlette listen for `http.disconnect` during a stream.
+        A spec version below 2.4 makes Starlette listen for `http.disconnect` during a stream.
         """
         return {
             "type": "http",

@@ -64,7 +64,7 @@ class EngineProcess:
 
 def _serve(connection: Connection, arguments: dict[str, Any]) -> None:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    from apar_core.engine.offline import OfflineEngine
+    from apar_core.engine.offline_engine import OfflineEngine
     from tests.integration.small_blocks import offer_small_blocks
 
     engine: OfflineEngine | None = None

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from apar_core.engine.core_state import core_state
-from apar_core.engine.offline import OfflineEngine
+from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.engine.thread_outputs import TextToken
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.data.records import ExampleRecord

@@ -17,8 +17,7 @@ import pytest
 from cluster.local_ray import free_port
 from dashboards.prometheus import RuleSettings
 from dashboards.prometheus.files import own_files, write
-from dashboards.prometheus.notifying import NotifySettings
-from dashboards.prometheus.scraping import CLUSTER, RAY_DASHBOARD, RAY_FILE
+from dashboards.prometheus.settings import CLUSTER, RAY_DASHBOARD, RAY_FILE, NotifySettings
 from tests.integration.prometheus_process import Prometheus, needs_prometheus, prometheus
 from tests.integration.serving.apar_process import session_members
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from apar_core.fork_parameters import child_seed
-from apar_core.offline.decoders.decoded_answer import DecodedThread
-from apar_core.offline.decoders.interface import DecodeLimits, TokenChoice
-from apar_core.offline.training.packing import TreeTokens
-from apar_core.tree.paragraph import ROOT_THREAD, ParagraphTree, ThreadId
+from apar_core.formats.control_tokens import TreeTokens
+from apar_core.offline.decoders.interface import DecodedThread, DecodeLimits, TokenChoice
+from apar_core.tree.paragraph import ParagraphTree
+from apar_core.tree.thread_names import ROOT_THREAD, ThreadId, child_thread, replay_key
 
 
 @dataclass(eq=False, slots=True)
@@ -167,11 +167,10 @@ class ThreadFamily:
             thread_id, ordinal, shared, before = ROOT_THREAD, 0, 0, self.num_prompt_tokens
         else:
             ordinal = parent.num_children
-            thread_id = ThreadId(f"{parent.thread_id}.{ordinal}")
+            thread_id = child_thread(parent.thread_id, ordinal)
             shared, before = len(parent.token_ids), parent.path_length + 1
-        path = thread_id.removeprefix(ROOT_THREAD).removeprefix(".")
         replay = self._choice.tokens_of_thread
-        forced = None if replay is None else replay.get(path, ())
+        forced = None if replay is None else replay.get(replay_key(thread_id), ())
         draws = random.Random(seed)
         thread = Thread(thread_id, parent, ordinal, shared, before, forced, seed, draws)
         self.threads.append(thread)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from apar_core.tree.paragraph import ROOT_THREAD, ThreadId
+from apar_core.tree.thread_names import ROOT_THREAD, ThreadId
 from cluster.experiments.peers.scripted_requests import ScriptedRequests, split_paragraphs
 from cluster.experiments.program import Submission
 

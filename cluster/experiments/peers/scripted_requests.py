@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from apar_core.tree.paragraph import ParagraphTree, ThreadId
+from apar_core.tree.paragraph import ParagraphTree
 from apar_core.tree.restore import restore
+from apar_core.tree.thread_names import ThreadId
 from apar_core.tree.threads import ThreadText, thread_texts
 from cluster.experiments.program import Submission, replay_sampling
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from apar_core.offline.data.records import ChatMessage, ParagraphRecord, thread_paragraphs
-from apar_core.tree.paragraph import ROOT_THREAD
+from apar_core.tree.thread_names import ROOT_THREAD
 from cluster.experiments.peers.scripted_requests import (
     ScriptedRequests,
     flat_text,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from apar_core.engine.replay_request import REPLAY
+from apar_core.engine.replay import REPLAY
 from apar_core.errors import EvaluationError
 from cluster.experiments.experiment_engine import Conditions
 from tests.integration.engine_process import EngineProcess

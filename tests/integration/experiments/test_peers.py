@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from apar_core.engine.replay_request import REPLAY
+from apar_core.engine.replay import REPLAY
 from cluster.experiments.peers.methods import METHODS
 from tests.integration.engine_process import EngineProcess
 from tests.integration.experiments.driving import answers

@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 
 from cluster.local_ray import write_haproxy_wrapper
-from k8s.objects import Object, Pod, of_kind
+from tests.fakes.overlays import Object, Pod, of_kind
 
 REPOSITORY = Path(__file__).parents[3]
 NETWORK = "10.231.7"

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from k8s.objects import FOLDER, build, of_kind, pods
-from k8s.serving import serve_config
+from tests.fakes.overlays import K8S, NEEDS_KUBECTL, build, of_kind, pods, serve_config
 from tests.integration.k8s.hand_made_cluster import KEY, READY_S, Cluster, answer_of, records
 from tests.integration.k8s.pods_by_hand import NETWORK, cannot_make_pods, hand_made_pods
-from tests.unit.k8s.built import NEEDS_KUBECTL
 
 REASON = cannot_make_pods("redis-server")
 pytestmark = [
@@ -38,7 +36,7 @@ def redis(folder: Path) -> Iterator[None]:
 
 
 def test_a_head_that_dies_comes_back_to_its_engines(tmp_path: Path) -> None:
-    objects = build(FOLDER / "overlays" / "head-fault-tolerance")
+    objects = build(K8S / "overlays" / "head-fault-tolerance")
     templates = [pod for pod in pods(objects) if pod.ray_start is not None]
     [service] = of_kind(objects, "RayService")
     assert service["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]

@@ -10,8 +10,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from k8s.objects import FOLDER, build, of_kind, pods
-from k8s.serving import serve_config
+from tests.fakes.overlays import K8S, NEEDS_KUBECTL, build, of_kind, pods, serve_config
 from tests.integration.k8s.hand_made_cluster import (
     KEY,
     READY_S,
@@ -21,7 +20,6 @@ from tests.integration.k8s.hand_made_cluster import (
     wait_for_answer,
 )
 from tests.integration.k8s.pods_by_hand import cannot_make_pods, hand_made_pods
-from tests.unit.k8s.built import NEEDS_KUBECTL
 
 REASON = cannot_make_pods()
 pytestmark = [
@@ -36,7 +34,7 @@ NEW_KEY = "apar-bob"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    objects = build(FOLDER / "overlays" / "local")
+    objects = build(K8S / "overlays" / "local")
     templates = [pod for pod in pods(objects) if pod.ray_start is not None]
     folder = tmp_path_factory.mktemp("pods")
     with hand_made_pods(objects, folder, records(KEY)) as made:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.local_ray import free_port
-from k8s.objects import FOLDER, Pod, build, pods
-from tests.unit.k8s.built import NEEDS_KUBECTL
+from tests.fakes.overlays import K8S, NEEDS_KUBECTL, Pod, build, pods
 
 pytestmark = [
     pytest.mark.cluster,
@@ -23,7 +22,7 @@ pytestmark = [
 def redis() -> Pod:
     [pod] = [
         pod
-        for pod in pods(build(FOLDER / "overlays" / "head-fault-tolerance"))
+        for pod in pods(build(K8S / "overlays" / "head-fault-tolerance"))
         if "redis" in pod.owner
     ]
     return pod

@@ -10,10 +10,8 @@ import openai
 import pytest
 
 from cluster.local_ray import free_port, local_ray
-from k8s.objects import FOLDER, build, of_kind
-from k8s.serving import serve_config
+from tests.fakes.overlays import K8S, NEEDS_KUBECTL, build, of_kind, serve_config
 from tests.integration.k8s.hand_made_cluster import KEY, QUESTION, records
-from tests.unit.k8s.built import NEEDS_KUBECTL
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, NEEDS_KUBECTL]
 READY_S = 150.0
@@ -34,7 +32,7 @@ def for_this_machine(config: dict[str, Any], keys_file: Path) -> dict[str, Any]:
 
 def test_ray_serve_builds_and_runs_the_application(tmp_path: Path) -> None:
     (tmp_path / "keys.yaml").write_text(records(KEY))
-    [service] = of_kind(build(FOLDER / "overlays" / "local"), "RayService")
+    [service] = of_kind(build(K8S / "overlays" / "local"), "RayService")
     config = for_this_machine(serve_config(service), tmp_path / "keys.yaml")
     url = f"http://127.0.0.1:{config['http_options']['port']}"
     with local_ray(num_cpus=2):

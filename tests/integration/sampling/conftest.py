@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from apar_core.engine.replay_request import REPLAY
+from apar_core.engine.replay import REPLAY
 from tests.integration.engine_process import EngineProcess
 from tests.integration.sampling.asking import Answer, ask, chat
 

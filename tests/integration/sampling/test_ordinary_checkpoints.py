@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from apar_core.engine.offline import OfflineEngine
+from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.errors import CheckpointError
 from tests.integration.engine_process import EngineProcess
 from tests.integration.random_checkpoint import write_checkpoint

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from apar_core.engine.offline import OfflineEngine
+from apar_core.engine.offline_engine import OfflineEngine
 from tests.integration.engine_process import EngineProcess
 from tests.integration.sampling.asking import (
     FORK,

@@ -14,8 +14,7 @@ import pytest
 
 from dashboards.prometheus import RuleSettings, rule_groups
 from dashboards.prometheus.files import as_yaml, own_files, write
-from dashboards.prometheus.notifying import NotifySettings, alertmanager_config
-from dashboards.prometheus.scraping import ScrapeSettings
+from dashboards.prometheus.settings import NotifySettings, ScrapeSettings, alertmanager_config
 from tests.integration.prometheus_process import (
     Prometheus,
     Webhook,

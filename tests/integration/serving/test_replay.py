@@ -186,7 +186,7 @@ def test_a_server_does_not_replay_by_itself(application: RunningApplication) -> 
     client = openai.OpenAI(base_url=f"{application.url}/v1", api_key="none", max_retries=0)
     extra = {"apar": {"replay": {"": [5, TEXT.tokens.end_id]}}}
 
-    with pytest.raises(openai.BadRequestError, match="does not have `replay: true`") as raised:
+    with pytest.raises(openai.BadRequestError, match="configured without `replay: true`") as raised:
         client.completions.create(model=application.model, prompt="Hi", extra_body=extra)
 
     assert raised.value.param == "apar.replay"

@@ -13,13 +13,12 @@ import pytest
 from cluster.config.logging import LoggingConfig
 from cluster.config.model import ModelConfig
 from cluster.config.routing import RoutingSettings
-from deployments.gateway.hint import request_hint
-from deployments.relay.retries import ReplicaLostError
-from deployments.routing import registry
-from deployments.routing.policy import Reason
-from deployments.routing.registry import SharedRouter
+from deployments.gateway.body import RequestBody
+from deployments.routing.policies import Reason
+from deployments.routing.shared_router import ROUTERS, SharedRouter
 from deployments.wire.answer import AnswerEnd, AnswerStart
-from deployments.wire.request import RelayedRequest, RequestTerms
+from deployments.wire.errors import ReplicaLostError
+from deployments.wire.request import RelayedRequest, RequestHint, RequestTerms
 from tests.integration.serving.running_application import RunningApplication, processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -51,14 +50,15 @@ class Client:
         """A chat completion with an id and a hint."""
         self._count += 1
         body = {"model": "routed", "messages": messages, "temperature": 0, "stream": True} | fields
+        raw = json.dumps(body).encode()
         return RelayedRequest(
             "POST",
             "/v1/chat/completions",
             b"",
             [(b"content-type", b"application/json")],
-            json.dumps(body).encode(),
+            raw,
             RequestTerms(request_id=f"request-{self._count}"),
-            request_hint(body),
+            RequestBody(raw).hint(),
         )
 
     async def parts(self, request: RelayedRequest) -> AsyncGenerator[Any, None]:
@@ -75,7 +75,7 @@ class Client:
                         end = part
                     yield part
         finally:
-            registry.ended(MODEL.deployment_name, request_id, end)
+            ROUTERS.ended(MODEL.deployment_name, request_id, end)
 
     async def place(self, messages: list[dict[str, str]], **fields: Any) -> str:
         """The replica that has answered a chat, which is brought to its end."""
@@ -113,7 +113,7 @@ def client(application: RunningApplication) -> Iterator[Client]:
             return [load["requests_inside"] for load in loads]
 
         calls = HandleCalls(handle)
-        router = registry.PROCESS.router(MODEL.deployment_name, RoutingSettings())
+        router = ROUTERS.router(MODEL.deployment_name, RoutingSettings())
         until(lambda: router.capacity == 2)
         yield Client(calls, router, inside)
     finally:
@@ -145,7 +145,7 @@ async def test_the_router_learns_what_requests_bring(client: Client) -> None:
     for _ in range(4):
         await asyncio.gather(*(client.place(user(FORKING)) for _ in range(8)))
 
-    forecast = client.router._router.forecaster.forecast(request_hint({"messages": []}))
+    forecast = client.router._router.forecaster.forecast(RequestHint())
     assert forecast.threads > 2
     rows = [row for row in client.router._router.table.rows if row is not None]
     assert len(rows) == 2

@@ -1,4 +1,4 @@
-"""compose.yaml: valid, hardened, and of files that exist. Nothing here can run it."""
+"""compose.yaml is valid and hardened, and refers to existing files. It is not run here."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ def composed() -> dict[str, Any]:
 
 
 def problems_of(compose: dict[str, Any]) -> list[str]:
-    """What is wrong with a compose file: its fields, and what of this machine it refers to."""
+    """Problems of a compose file: invalid fields, missing files, missing hardening."""
     try:
         PyCompose.from_yaml(yaml.safe_dump(compose)).validate()
     except ValueError as error:
@@ -47,7 +47,7 @@ def problems_of(compose: dict[str, Any]) -> list[str]:
             if other not in compose["services"]:
                 found.append(f"{name}: there is no service {other}")
         found += (f"{name}: {problem}" for problem in problems_of_network(compose, service))
-    # Ray Serve starts HAProxy by the wrapper that lies there, and Docker's default is noexec.
+    # Ray Serve executes the HAProxy wrapper there; Docker's default is noexec.
     [options] = [each for each in compose["services"]["cluster"]["tmpfs"] if "/tmp:" in each]
     if "exec" not in options.removeprefix("/tmp:").split(","):
         found.append(f"cluster: nothing in /tmp can be started: {options}")
@@ -55,17 +55,17 @@ def problems_of(compose: dict[str, Any]) -> list[str]:
 
 
 def problems_of_network(compose: dict[str, Any], service: dict[str, Any]) -> list[str]:
-    """What is wrong with the network that a service takes over, if it does."""
+    """Problems of a service that joins the network of another one."""
     mode, _, owner = service.get("network_mode", "").partition(":")
     if mode != "service":
         return []
-    # A container that is started again has a new network, and those that joined it the old one.
+    # A restarted container has a new network; services that joined the old one lose theirs.
     if not compose["services"].get(owner, {}).get("image", "").startswith("registry.k8s.io/pause:"):
-        return [f"loses its network when {owner} is started again"]
+        return [f"loses its network when {owner} restarts"]
     return ["has ports, which its network publishes"] if "ports" in service else []
 
 
-def test_it_is_in_order() -> None:
+def test_compose_has_no_problems() -> None:
     assert problems_of(composed()) == []
 
 
@@ -77,7 +77,7 @@ def test_it_is_in_order() -> None:
         ("network", "ports", ["8000:8000"], "others reach 8000:8000"),
         ("cluster", "ports", ["127.0.0.1:8000:8000"], "has ports, which its network publishes"),
         ("cluster", "tmpfs", ["/tmp:mode=1777,size=2g"], "nothing in /tmp can be started"),
-        ("prometheus", "network_mode", "service:cluster", "when cluster is started again"),
+        ("prometheus", "network_mode", "service:cluster", "when cluster restarts"),
         ("grafana", "image", "grafana/grafana", "grafana/grafana is not pinned"),
         ("grafana", "image", "grafana/grafana:latest", "is not pinned"),
         ("prometheus", "read_only", False, "is not hardened"),
@@ -94,7 +94,7 @@ def test_a_mistake_is_found(service: str, field: str, value: Any, problem: str) 
     assert any(problem in each for each in problems_of(compose)), problems_of(compose)
 
 
-def test_the_cluster_serves_with_the_settings_that_are_mounted() -> None:
+def test_the_cluster_serves_with_the_mounted_settings() -> None:
     config = load_config(SERVED, {}, {})
     services = composed()["services"]
     cluster = services["cluster"]
@@ -102,20 +102,20 @@ def test_the_cluster_serves_with_the_settings_that_are_mounted() -> None:
     assert f"127.0.0.1:{config.port}:{config.port}" in services["network"]["ports"]
     assert config.host == "0.0.0.0"
     assert f":{config.port}/health'" in cluster["healthcheck"]["test"][-1]
-    # It is killed after this, and draining must be over before.
+    # Draining must be over before the container is killed.
     assert int(cluster["stop_grace_period"].removesuffix("s")) > config.drain_s
     dockerfile = (REPOSITORY / cluster["build"]["dockerfile"]).read_text()
     assert f":{config.port}{LIVE_PATH}'" in dockerfile
 
 
-def test_prometheus_finds_the_cluster_where_its_configuration_says() -> None:
+def test_prometheus_scrapes_the_address_of_the_cluster() -> None:
     compose = composed()["services"]
     scraped = yaml.safe_load(
         (REPOSITORY / "dashboards/prometheus/prometheus-single-machine.yml").read_text()
     )
     [job] = scraped["scrape_configs"]
 
-    # One network for all, so that loopback is the same for all.
+    # All share one network, so loopback is the same for all.
     for name in ("cluster", "prometheus", "alertmanager", "grafana"):
         assert compose[name]["network_mode"] == "service:network"
     port = load_config(SERVED, {}, {}).metrics.port
@@ -123,7 +123,7 @@ def test_prometheus_finds_the_cluster_where_its_configuration_says() -> None:
     assert compose["grafana"]["environment"]["PROMETHEUS_URL"] == "http://127.0.0.1:9090"
 
 
-def test_grafana_finds_the_dashboards_and_prometheus_as_they_are_provisioned() -> None:
+def test_grafana_mounts_the_provisioned_dashboards_and_data_source() -> None:
     grafana = composed()["services"]["grafana"]
     mounts = dict(volume.removesuffix(":ro").split(":") for volume in grafana["volumes"])
     provisioning = REPOSITORY / "dashboards" / "grafana" / "provisioning"

@@ -1,4 +1,4 @@
-"""The container files: pinned, not root, and built of files that exist."""
+"""The container files: pinned images, no root, and only files that exist."""
 
 import re
 import shutil
@@ -17,7 +17,7 @@ HADOLINT = Path(sys.executable).with_name("hadolint")
 
 
 def problems_of(text: str, root: Path) -> list[str]:
-    """What is wrong with a container file whose build starts in a folder."""
+    """Problems of a container file that is built in a folder."""
     lines = re.sub(r"\\\n", " ", text).splitlines()
     instructions = [tuple(line.split(None, 1)) for line in lines if re.match(r"[A-Z]+ ", line)]
     values: dict[str, list[str]] = {}
@@ -25,7 +25,7 @@ def problems_of(text: str, root: Path) -> list[str]:
         values.setdefault(name, []).append(value)
     found = [f"not pinned: {image}" for image in values["FROM"] if not _is_pinned(image)]
     if len(values["FROM"]) < 2:
-        found.append("one stage: what only the build needs stays in the image")
+        found.append("one stage: build tools stay in the image")
     users = values.get("USER", ["root"])
     if users[-1].split(":")[0] in ("root", "0"):
         found.append("runs as root")
@@ -56,12 +56,12 @@ def _is_pinned(image: str) -> bool:
     return bool(re.match(r"\d+\.\d+\.\d+", tag)) or "@sha256:" in image
 
 
-def test_there_is_one_for_cpus_and_one_for_gpus() -> None:
+def test_there_are_container_files_for_cpus_and_gpus() -> None:
     assert [file.name for file in FILES] == ["Dockerfile.cpu", "Dockerfile.gpu"]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_a_container_file_is_in_order(file: Path) -> None:
+def test_a_container_file_has_no_problems(file: Path) -> None:
     assert problems_of(file.read_text(), REPOSITORY) == []
 
 
@@ -110,7 +110,7 @@ def test_hadolint_finds_nothing(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_what_the_image_is_built_of_is_sent_to_the_build(file: Path) -> None:
+def test_dockerignore_keeps_everything_that_is_copied(file: Path) -> None:
     kept = [
         line[1:]
         for line in (REPOSITORY / ".dockerignore").read_text().splitlines()
@@ -126,14 +126,14 @@ def test_what_the_image_is_built_of_is_sent_to_the_build(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_the_image_has_what_the_pods_environment_names(file: Path) -> None:
+def test_the_image_contains_the_haproxy_wrapper_of_the_pods(file: Path) -> None:
     [wrapper] = re.findall(r"RAY_SERVE_HAPROXY_BINARY_PATH=(.*)", ENVIRONMENT.read_text())
 
     assert f"write(Path('{wrapper}'))" in file.read_text()
     assert "COPY --from=build /opt/apar /opt/apar" in file.read_text()
 
 
-def test_the_haproxy_that_root_makes_in_the_image_can_be_run_by_its_user(tmp_path: Path) -> None:
+def test_the_haproxy_wrapper_is_executable_by_other_users(tmp_path: Path) -> None:
     write_haproxy_wrapper(tmp_path / "haproxy")
 
     assert (tmp_path / "haproxy").stat().st_mode & 0o777 == 0o755

@@ -1,37 +1,37 @@
-"""Every overlay, built by kustomize and checked without a cluster."""
+"""Every overlay, built by kustomize: complete, consistent, hardened."""
 
-import os
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+from dashboards.grafana import dashboards
 from deployments.app.kuberay import arguments_of
-from k8s.checks import problems
-from k8s.made import FOLDER as MADE
-from k8s.made import made_files
-from k8s.objects import FOLDER, OVERLAYS, Object, build, label_of, of_kind, pods
-from k8s.serving import serve_config
-from tests.unit.k8s.built import NEEDS_CRDS, NEEDS_KUBECTL, objects_of, schemas
+from k8s.__main__ import FILE, prometheus_rule
+from tests.fakes.overlays import (
+    NEEDS_KUBECTL,
+    OVERLAYS,
+    Object,
+    Pod,
+    example_secrets,
+    label_of,
+    matches,
+    objects_of,
+    of_kind,
+    pods,
+    ray_pods,
+    serve_config,
+)
 
-# `kubectl apply` keeps what it was given in an annotation, which may have so many bytes.
+# `kubectl apply` stores an object in one of its annotations, which has this limit.
 ANNOTATION_BYTES = 256 * 1024
 
 pytestmark = NEEDS_KUBECTL
+EVERY = pytest.mark.parametrize("overlay", OVERLAYS)
 
 
-def test_the_overlays_are_those_that_the_issue_asks_for() -> None:
-    assert OVERLAYS == ("gpu-13b", "gpu-7b", "head-fault-tolerance", "local", "multi-model")
-
-
-@NEEDS_CRDS
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_an_overlay_is_in_order(overlay: str) -> None:
-    assert list(problems(objects_of(overlay), schemas())) == []
-
-
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@EVERY
 def test_an_overlay_has_what_a_cluster_needs(overlay: str) -> None:
     kinds = {each["kind"] for each in objects_of(overlay)}
 
@@ -45,35 +45,37 @@ def test_an_overlay_has_what_a_cluster_needs(overlay: str) -> None:
         "ConfigMap",
         "ServiceAccount",
     } <= kinds
-    # Nobody's key, and no example of one, is ever applied.
+    # Neither keys nor their examples are ever applied.
     assert "Secret" not in kinds
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_nothing_is_too_large_to_be_applied(overlay: str) -> None:
+@EVERY
+def test_no_object_is_too_large_to_apply(overlay: str) -> None:
     for each in objects_of(overlay):
         assert len(str(each).encode()) < ANNOTATION_BYTES, label_of(each)
 
 
 @pytest.mark.parametrize(
-    ("overlay", "caps"),
+    ("overlay", "image", "caps"),
     [
-        ("local", {"apar-tiny": 64}),
-        ("gpu-7b", {"apar-7b": 350}),
-        ("gpu-13b", {"apar-13b": 180}),
-        ("multi-model", {"apar-7b": 350, "apar-13b": 180}),
-        ("head-fault-tolerance", {"apar-tiny": 64}),
+        ("local", "apar-serve:0.1.0-cpu", {"apar-tiny": 64}),
+        ("gpu-7b", "apar-serve:0.1.0-gpu", {"apar-7b": 350}),
+        ("gpu-13b", "apar-serve:0.1.0-gpu", {"apar-13b": 180}),
+        ("multi-model", "apar-serve:0.1.0-gpu", {"apar-7b": 350, "apar-13b": 180}),
+        ("head-fault-tolerance", "apar-serve:0.1.0-cpu", {"apar-tiny": 64}),
     ],
 )
-def test_the_caps_are_those_of_the_presets(overlay: str, caps: dict[str, int]) -> None:
-    [service] = of_kind(objects_of(overlay), "RayService")
+def test_images_and_caps_of_an_overlay(overlay: str, image: str, caps: dict[str, int]) -> None:
+    objects = objects_of(overlay)
+    [service] = of_kind(objects, "RayService")
     [app] = ServeDeploySchema.model_validate(serve_config(service)).applications
     models = arguments_of(app.args).cluster.models
 
+    assert {pod.container["image"] for pod in ray_pods(objects)} == {image}
     assert {model.public_name: model.requests_per_replica for model in models} == caps
 
 
-def test_the_head_keeps_its_state_in_redis_where_it_is_fault_tolerant() -> None:
+def test_only_a_fault_tolerant_head_keeps_its_state_in_redis() -> None:
     def redis(overlay: str) -> Object | None:
         [service] = of_kind(objects_of(overlay), "RayService")
         options: Object | None = service["spec"]["rayClusterConfig"].get("gcsFaultToleranceOptions")
@@ -86,61 +88,164 @@ def test_the_head_keeps_its_state_in_redis_where_it_is_fault_tolerant() -> None:
     }
 
 
-def test_each_overlay_runs_its_own_image() -> None:
-    images = {
-        overlay: {pod.container["image"] for pod in pods(objects_of(overlay)) if pod.ray_start}
-        for overlay in OVERLAYS
-    }
+def test_rules_and_dashboards_are_current() -> None:
+    maps = {each["metadata"]["name"]: each for each in of_kind(objects_of("local"), "ConfigMap")}
 
-    assert images == {
-        "gpu-13b": {"apar-serve:0.1.0-gpu"},
-        "gpu-7b": {"apar-serve:0.1.0-gpu"},
-        "multi-model": {"apar-serve:0.1.0-gpu"},
-        "head-fault-tolerance": {"apar-serve:0.1.0-cpu"},
-        "local": {"apar-serve:0.1.0-cpu"},
-    }
+    assert FILE.read_text(encoding="utf-8") == prometheus_rule(), "run `make k8s`"
+    for uid, text in dashboards().items():
+        config_map = maps[f"dashboard-{uid}"]
+        assert config_map["data"] == {f"{uid}.json": text}
+        # Grafana's sidecar looks for this label.
+        assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
 
 
-@NEEDS_CRDS
-def test_traces_and_shared_rates_have_their_ways_out(tmp_path: Path) -> None:
-    components = ("tracing", "rate-storage")
-    overlay = {
-        "resources": [os.path.relpath(FOLDER / "overlays" / "local", tmp_path)],
-        "components": [
-            os.path.relpath(FOLDER / "components" / each, tmp_path) for each in components
-        ],
-    }
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
-    objects = build(tmp_path)
-    [service] = of_kind(objects, "RayService")
-    config = serve_config(service)
-    config["applications"][0]["args"]["cluster"] |= {
-        "tracing": {"endpoint": "http://collector.observability:4318"},
-        "limits": {
-            "rate_storage": "redis://redis.redis:6379",
-            "rate_storage_password": {"env": "APAR_RATE_STORAGE_PASSWORD"},
-        },
-    }
-    service["spec"]["serveConfigV2"] = yaml.safe_dump(config)
-
-    assert list(problems(objects, schemas())) == []
-    for pod in pods([service]):
-        names = [each["name"] for each in pod.container["env"]]
-        assert names == [
-            "POD_IP",
-            "OTEL_EXPORTER_OTLP_HEADERS",
-            "APAR_RATE_STORAGE_PASSWORD",
-        ]
+@EVERY
+def test_all_objects_are_in_one_namespace(overlay: str) -> None:
+    for each in objects_of(overlay):
+        key = "name" if each["kind"] == "Namespace" else "namespace"
+        assert each["metadata"].get(key) == "apar-serve", label_of(each)
 
 
-def test_prometheus_keeps_its_own_namespace() -> None:
-    """It is not moved to ours with everything else."""
+def test_the_prometheus_account_stays_in_its_own_namespace() -> None:
     [binding] = of_kind(objects_of("local"), "RoleBinding")
 
-    assert binding["metadata"]["namespace"] == "apar-serve"
     assert [each["namespace"] for each in binding["subjects"]] == ["monitoring"]
 
 
-@pytest.mark.parametrize("name", sorted(made_files()))
-def test_rules_and_dashboards_are_those_of_the_code(name: str) -> None:
-    assert (MADE / name).read_text() == made_files()[name], "run `make k8s`"
+@EVERY
+def test_every_reference_exists(overlay: str) -> None:
+    objects = objects_of(overlay)
+    known = {(each["kind"], each["metadata"]["name"]) for each in [*objects, *example_secrets()]}
+
+    for pod in pods(objects):
+        assert set(_references(pod)) <= known, pod.owner
+    for binding in of_kind(objects, "RoleBinding"):
+        assert ("Role", binding["roleRef"]["name"]) in known
+    if overlay == "head-fault-tolerance":
+        assert {("Secret", "apar-redis"), ("Service", "apar-redis")} <= known
+
+
+def _references(pod: Pod) -> Iterator[tuple[str, str]]:
+    yield "ServiceAccount", pod.spec["serviceAccountName"]
+    for volume in pod.spec.get("volumes", []):
+        if secret := volume.get("secret"):
+            yield "Secret", secret["secretName"]
+        if claim := volume.get("persistentVolumeClaim"):
+            yield "PersistentVolumeClaim", claim["claimName"]
+    for source in pod.container.get("envFrom", []):
+        yield "ConfigMap", source["configMapRef"]["name"]
+    for variable in pod.container.get("env", []):
+        if reference := variable.get("valueFrom", {}).get("secretKeyRef"):
+            yield "Secret", reference["name"]
+
+
+@EVERY
+def test_every_selector_selects_a_pod(overlay: str) -> None:
+    objects = objects_of(overlay)
+    for each in objects:
+        spec = each.get("spec", {})
+        selector = {
+            "PodDisruptionBudget": spec.get("selector"),
+            "PodMonitor": spec.get("selector"),
+            "StatefulSet": spec.get("selector"),
+            "NetworkPolicy": spec.get("podSelector"),
+            "Service": {"matchLabels": spec.get("selector", {})},
+        }.get(each["kind"])
+        if selector is not None:
+            assert _selected(objects, selector), label_of(each)
+
+
+def _selected(objects: list[Object], selector: Object) -> list[Pod]:
+    return [pod for pod in pods(objects) if matches(selector, pod.labels)]
+
+
+@EVERY
+def test_each_ray_pod_has_one_monitor_of_its_metrics_port(overlay: str) -> None:
+    objects = objects_of(overlay)
+    watched = []
+    for monitor in of_kind(objects, "PodMonitor"):
+        [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+        assert endpoint["port"] == "metrics"
+        watched += [pod.owner for pod in _selected(objects, monitor["spec"]["selector"])]
+
+    assert sorted(watched) == sorted(pod.owner for pod in ray_pods(objects))
+    for pod in ray_pods(objects):
+        assert pod.ray_start is not None
+        assert pod.ray_start["metrics-export-port"] == str(pod.ports["metrics"])
+
+
+@EVERY
+def test_services_point_to_ports_of_their_pods(overlay: str) -> None:
+    objects = objects_of(overlay)
+    for service in of_kind(objects, "Service"):
+        for pod in _selected(objects, {"matchLabels": service["spec"]["selector"]}):
+            assert {port["targetPort"] for port in service["spec"]["ports"]} <= pod.ports.keys()
+    [service] = of_kind(objects, "RayService")
+    [port] = service["spec"]["serveService"]["spec"]["ports"]
+    # KubeRay requires this name.
+    assert port["name"] == "serve"
+    assert {pod.ports["serve"] for pod in ray_pods(objects)} == {port["targetPort"]}
+
+
+@EVERY
+def test_budgets_keep_pods_and_still_allow_a_drain(overlay: str) -> None:
+    objects = objects_of(overlay)
+    for budget in of_kind(objects, "PodDisruptionBudget"):
+        # KubeRay's pods have no controller from which Kubernetes could compute a percentage.
+        least = budget["spec"]["minAvailable"]
+        count = sum(pod.count for pod in _selected(objects, budget["spec"]["selector"]))
+        assert isinstance(least, int)
+        assert least <= count
+        assert least < count or count == 1
+
+
+@EVERY
+def test_pods_are_hardened(overlay: str) -> None:
+    for pod in pods(objects_of(overlay)):
+        context, container = pod.spec["securityContext"], pod.container["securityContext"]
+        assert context["runAsNonRoot"], pod.owner
+        assert context["runAsUser"] > 0
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod.spec["automountServiceAccountToken"] is False
+        assert pod.spec.keys().isdisjoint({"hostNetwork", "hostPID", "hostIPC"})
+        assert container == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+
+
+@EVERY
+def test_pods_write_only_to_bounded_volumes(overlay: str) -> None:
+    for pod in pods(objects_of(overlay)):
+        volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
+        mounts = {mount["mountPath"]: mount for mount in pod.container["volumeMounts"]}
+        assert "/tmp" in mounts, pod.owner
+        for volume in volumes.values():
+            assert "hostPath" not in volume
+            assert "sizeLimit" in volume.get("emptyDir", {"sizeLimit": None})
+        # A changed Secret does not reach a running pod through subPath.
+        assert all("subPath" not in mount for mount in mounts.values())
+
+
+@EVERY
+def test_pods_have_resources_a_pinned_image_and_probes(overlay: str) -> None:
+    for pod in pods(objects_of(overlay)):
+        for bound in ("requests", "limits"):
+            resources = pod.container["resources"][bound]
+            assert {"cpu", "memory", "ephemeral-storage"} <= resources.keys(), pod.owner
+        tag = pod.container["image"].rpartition(":")[2]
+        assert "/" not in tag
+        assert tag != "latest"
+        for name in ("livenessProbe", "readinessProbe"):
+            probe = pod.container[name]
+            port = (probe.get("httpGet") or probe.get("tcpSocket") or {}).get("port")
+            assert port is None or port in pod.ports
+
+
+def test_key_records_are_examples_only() -> None:
+    [example] = [each for each in example_secrets() if each["metadata"]["name"] == "apar-keys"]
+
+    assert [each["name"] for each in yaml.safe_load(example["stringData"]["keys.yaml"])] == [
+        "example"
+    ]

@@ -9,16 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from apar_core.engine.fork_bans import ForkBans, bad_words
-from apar_core.engine.replay import (
-    Replay,
-    path_key,
-    replay_args,
-    replayed_tokens,
-    without_generated,
-)
+from apar_core.engine.logits_processors import ForkBans, Replay, bad_words
+from apar_core.engine.replay import replay_args, replayed_tokens, without_generated
 from apar_core.fork_parameters import EXTRA_ARG, ForkParameters
 from apar_core.journal import ThreadDelta
+from apar_core.tree.thread_names import replay_key_of_path
 from tests.fakes.scripted_engine import CHILD, END, FORK, fork_parameters
 
 CPU = torch.device("cpu")
@@ -178,7 +173,9 @@ def test_each_thread_finds_its_own_tokens(scripts: dict[str, list[int]]) -> None
     replay = Replay(NO_CONFIG, CPU, False)
     replay.update_state(added(*(({**plan, **forking(thread_path=p)}, [9], []) for p in paths)))
 
-    found = {path_key(path): list(replay.rows[row].token_ids) for row, path in enumerate(paths)}
+    found = {
+        replay_key_of_path(path): list(replay.rows[row].token_ids) for row, path in enumerate(paths)
+    }
 
     assert found == {key: scripts.get(key, []) for key in found}
     assert replayed_tokens(plan) == scripts

@@ -9,7 +9,7 @@ from vllm.v1.engine import (
 from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
 from apar_core.engine.thread_outputs import RequestThreads, TextToken
-from apar_core.tree.separator import Edge
+from apar_core.tree.restore import Edge
 from tests.fakes.scripted_engine import CHILD, END, FORK, fork_parameters
 
 

@@ -1,4 +1,5 @@
-from apar_core.tree.paragraph import ROOT_THREAD, ParagraphTree, ThreadId
+from apar_core.tree.paragraph import ParagraphTree
+from apar_core.tree.thread_names import ROOT_THREAD, ThreadId
 from apar_core.tree.threads import thread_prefix, thread_texts
 
 FORK, CHILD, END = -1, -2, -3

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from apar_core.errors import EvaluationError
-from apar_core.workload.arrivals import AllAtOnce, GammaArrivals, read_arrivals
-from apar_core.workload.timestamps import read_timestamps
+from apar_core.workload.arrivals import AllAtOnce, GammaArrivals, read_arrivals, read_timestamps
 
 AZURE = Path(__file__).resolve().parents[5] / "shared/data/arrivals/AzureLLMInferenceTrace_conv.csv"
 

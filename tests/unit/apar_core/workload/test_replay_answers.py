@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from apar_core.errors import EvaluationError
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.offline.data.records import ParagraphRecord, chain, count_forks
+from apar_core.offline.data.records import ParagraphRecord, chain, count_forks, token_tree
 from apar_core.offline.data.structure import extract_tree
 from apar_core.offline.evaluation.replay_text import LLAMA_TOKENIZER, ModelText, load_text
-from apar_core.offline.evaluation.replay_tree import token_tree
 from apar_core.tree import restore, tree_statistics
 from apar_core.workload.replay_answers import (
     ReplayAnswer,

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from apar_core.errors import EvaluationError
 from apar_core.offline.data.records import ChatMessage
-from apar_core.workload.recorded import TraceWriter
-from apar_core.workload.trace import TraceLine, read_trace
+from apar_core.workload.trace import TraceLine, TraceWriter, read_trace
 
 DATA = Path(__file__).resolve().parents[5] / "shared" / "data" / "traces"
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
@@ -61,9 +60,9 @@ def test_a_line_needs_only_a_prompt_and_its_response(tmp_path: Path) -> None:
     [
         ([], "trace.jsonl has no recorded answer"),
         ([{"prompt": "a", "response": ""}], "no recorded answer"),
-        ([{"prompt": "a", "response": "b"}, {"response": "b"}], "line 2: .*needs its 'prompt'"),
+        ([{"prompt": "a", "response": "b"}, {"response": "b"}], "line 2: prompt: Field required"),
         ([{"prompt": "a", "response": 3}], "line 1: response"),
-        ([{"question_id": 1, "text": "b"}], "answer 0 has no 'prompt'"),
+        ([{"question_id": 1, "text": "b"}], "line 1: prompt: Field required"),
         ([{"id": 4, "prompt": "a", "response": "b"}] * 2, "two answers have the id '4'"),
     ],
 )

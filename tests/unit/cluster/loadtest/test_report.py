@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from apar_core.errors import EvaluationError
-from apar_core.offline.evaluation.report_files import write_report
+from apar_core.reporting import write_report
 from cluster.loadtest.all_figures import ALL_FIGURES
 from cluster.loadtest.cluster_watch import ClusterFigures, ClusterMoment
 from cluster.loadtest.records import RequestRecord

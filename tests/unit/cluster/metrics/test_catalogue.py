@@ -1,4 +1,4 @@
-"""Names, units and labels of all metrics, and the page that describes them."""
+"""Names, units and labels of all metrics, and the generated metrics reference."""
 
 import re
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from cluster.metrics.catalogue import Kind, Metric, metrics
-from cluster.metrics.table import as_markdown
+from cluster.metrics.reference import as_markdown
 
 PAGE = Path(__file__).parents[4] / "dashboards" / "METRICS.md"
 ALL = list(metrics())
-# Ray's own labels, and what Prometheus adds.
+# Labels added by Ray and Prometheus.
 TAKEN = {"WorkerId", "NodeAddress", "Component", "SessionName", "Version", "le", "job", "instance"}
 
 
@@ -24,7 +24,7 @@ def test_each_name_is_declared_once() -> None:
 def test_names_follow_prometheus(metric: Metric) -> None:
     assert re.fullmatch(r"apar_[a-z0-9_]+", metric.name)
     assert metric.exported == f"ray_{metric.name}"
-    # Ray's agent would write it behind a counter's name, and `exported` would be another.
+    # Ray's agent would add `_total` to a counter's name, and `exported` would differ.
     assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
     if metric.unit in ("seconds", "ratio"):
         assert metric.unit in metric.name
@@ -35,16 +35,16 @@ def test_names_follow_prometheus(metric: Metric) -> None:
 
 
 @pytest.mark.parametrize("metric", ALL, ids=lambda metric: metric.name)
-def test_buckets_are_a_histograms_and_rise(metric: Metric) -> None:
+def test_only_histograms_have_buckets_in_rising_order(metric: Metric) -> None:
     assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM)
     assert list(metric.buckets) == sorted(set(metric.buckets))
 
 
-def test_the_page_of_all_metrics_is_up_to_date() -> None:
+def test_the_reference_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == as_markdown(), "run `python -m cluster.metrics`"
 
 
-def test_the_page_names_every_metric_and_label() -> None:
+def test_the_reference_contains_every_metric_and_label() -> None:
     page = as_markdown()
 
     for metric in ALL:

@@ -1,4 +1,4 @@
-"""The file that tells Prometheus where the nodes are."""
+"""The target file for Prometheus."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from cluster.config import ConfigError
 from cluster.metrics.targets import check_targets_file, node_targets, write_targets
 
 
-def test_living_nodes_that_tell_of_metrics_are_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_nodes_that_export_metrics_are_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [
         {"NodeManagerAddress": "10.0.0.1", "MetricsExportPort": 8080, "Alive": True},
         {"NodeManagerAddress": "fd00::2", "MetricsExportPort": 8081, "Alive": True},
@@ -23,14 +23,18 @@ def test_living_nodes_that_tell_of_metrics_are_targets(monkeypatch: pytest.Monke
     assert node_targets() == ["10.0.0.1:8080", "[fd00::2]:8081"]
 
 
-def test_a_file_that_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_unwritable_file_is_refused_with_its_setting(tmp_path: Path) -> None:
     check_targets_file(None)
     check_targets_file(tmp_path / "targets.json")
-    with pytest.raises(ConfigError, match=r"metrics\.targets_file: .*missing is no folder"):
+    with pytest.raises(
+        ConfigError,
+        match=r"metrics\.targets_file: .*missing is not a writable "
+        r"folder",
+    ):
         check_targets_file(tmp_path / "missing" / "targets.json")
 
 
-def test_the_file_is_what_prometheus_reads_and_written_when_it_changes(tmp_path: Path) -> None:
+def test_the_file_is_written_only_when_targets_change(tmp_path: Path) -> None:
     file = tmp_path / "targets.json"
 
     assert write_targets(file, ["a:1"])

@@ -1,4 +1,4 @@
-"""Grafana's own JSON schemas of dashboards, panels and queries, and what they find wrong."""
+"""Validation of dashboards by Grafana's JSON schemas of dashboards, panels and queries."""
 
 import functools
 import json
@@ -17,7 +17,7 @@ needs_schemas = pytest.mark.skipif(
 
 
 def violations(board: Mapping[str, Any]) -> list[str]:
-    """Everything in a dashboard that Grafana's schemas do not allow."""
+    """All schema violations of a dashboard."""
     found = list(_against("dashboard", "Dashboard", board, "dashboard"))
     for panel in board["panels"]:
         if panel["type"] != "row":
@@ -42,13 +42,13 @@ def _in_panel(panel: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _in_property(kind: str, name: str, value: object, where: str) -> Iterator[str]:
-    """A property that an override sets, which the dashboard's schema leaves open."""
+    """Violations in a property set by an override, which the dashboard's schema leaves open."""
     file, definition = ("dashboard", "FieldConfig")
     if name.startswith("custom."):
         file, definition = (kind, "FieldConfig")
     values = {name.removeprefix("custom."): value}
     for violation in _against(file, definition, values, f"{where}: override {name}"):
-        # An override sets one property and leaves the others.
+        # An override sets only one property.
         if not violation.endswith("is a required property"):
             yield violation
 
@@ -68,10 +68,10 @@ def _validator(file: str, definition: str) -> Draft7Validator:
 
 
 def _as_meant(schema: Any) -> Any:
-    """The schema without two flaws of the program that wrote it.
+    """Work around two flaws of Grafana's schema generator.
 
-    It spells "anything" as an object of anything, although Grafana's matchers and overrides take
-    strings there; and its alternatives overlap, so that none but more than one of them holds.
+    It writes "any value" as an object, although matchers and overrides accept strings there. Its
+    `oneOf` alternatives overlap, so that a valid value matches more than one.
     """
     if isinstance(schema, list):
         return [_as_meant(each) for each in schema]
@@ -83,7 +83,7 @@ def _as_meant(schema: Any) -> Any:
 
 
 def _causes(error: ValidationError) -> list[ValidationError]:
-    """The errors within the alternative that was probably meant: the one with the fewest."""
+    """The errors of the alternative with the fewest errors, which was probably meant."""
     if not error.context:
         return [error]
     alternatives: dict[int, list[ValidationError]] = {}

@@ -1,4 +1,4 @@
-"""Every query of every dashboard parses, and names only metrics and labels that exist."""
+"""Every dashboard query parses and uses only metrics and labels that exist."""
 
 import re
 import shutil
@@ -11,8 +11,8 @@ import yaml
 
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Kind, Metric
-from dashboards.grafana.foreign_metrics import FOREIGN
-from dashboards.grafana.queries import View, all_queries, boards
+from dashboards.vllm_metrics import VLLM_METRICS
+from tests.fakes.grafana import View, all_queries, boards
 
 VIEW = View(1000.0, 4600.0)
 PROMTOOL = shutil.which("promtool")
@@ -21,7 +21,7 @@ QUERIES = [pytest.param(query.expression, id=query.place) for query in all_queri
     for name, board in boards().items()
     for event in board["annotations"]["list"]
 ]
-# Prometheus' own, with the labels that the dashboards use of them.
+# Prometheus' own series, with the labels that the dashboards use.
 OWN = {
     "ALERTS": {"alertname", "alertstate", "severity", "model"},
     "up": {"instance"},
@@ -40,20 +40,20 @@ def series_of(metric: Metric) -> Iterable[str]:
 
 LABELS = OWN | {
     series: {*metric.labels, "le", "instance"}
-    for metric in (*catalogue.metrics(), *FOREIGN)
+    for metric in (*catalogue.metrics(), *VLLM_METRICS)
     for series in series_of(metric)
 }
 
 
 def names_used(expression: str) -> set[str]:
-    """Series in an expression: what is neither word, label, text, number nor duration."""
+    """Names of the series in an expression."""
     bare = re.sub(r'"[^"]*"|\[[^]]*\]|\{[^}]*\}|\$\w+', "", expression)
     bare = re.sub(r"\b(by|on|group_left)\s*\([^)]*\)", "", bare)
     return set(re.findall(rf"\b{NAME}", bare)) - WORDS
 
 
 def labels_used(expression: str) -> set[str]:
-    """Labels that an expression matches or adds up by, but for those that it makes itself."""
+    """Labels that an expression matches or aggregates by, except labels it creates."""
     made = set(re.findall(r'count_values by \(\w+\) \("(\w+)"', expression))
     matched = set(re.findall(rf"({NAME})(?:=~|!~|!=|=)\"", expression))
     grouped = re.findall(r"\b(?:by|on)\s*\(([^)]*)\)", expression)
@@ -61,14 +61,14 @@ def labels_used(expression: str) -> set[str]:
 
 
 def unknown(expression: str) -> set[str]:
-    """Metrics that nobody exports, and labels that none of the metrics used has."""
+    """Unknown metrics, and labels that none of the used metrics has."""
     names = names_used(expression)
     known = set().union(*(LABELS.get(name, set()) for name in names))
     return names - LABELS.keys() | labels_used(expression) - known
 
 
 def parse_errors(expressions: Iterable[str], folder: Path) -> list[str]:
-    """What promtool says of expressions that Prometheus cannot parse."""
+    """Parse errors that promtool reports."""
     assert PROMTOOL is not None
     file = folder / "rules.yml"
     rules = [{"record": f"r{place}", "expr": each} for place, each in enumerate(expressions)]
@@ -94,8 +94,8 @@ def test_every_query_parses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("expression", QUERIES)
-def test_every_query_adds_up_what_processes_export(expression: str) -> None:
-    # Ray's agents label series with nodes and processes, of which there may be any number.
+def test_every_query_aggregates_to_a_bounded_set_of_labels(expression: str) -> None:
+    # Ray's agents add labels of nodes and processes, which are unbounded.
     assert re.search(r"\b(sum|avg|max|count)\b", expression)
     grouped = re.findall(r"\bby\s*\(([^)]*)\)", expression)
     labels = {label.strip() for each in grouped for label in each.split(",")}
@@ -125,7 +125,7 @@ def test_every_metric_of_the_catalogue_is_on_a_dashboard() -> None:
         ("count by (severity) (ALERTS) or 0 * sum (up)", set()),
     ],
 )
-def test_planted_mistakes_are_found(expression: str, mistakes: set[str]) -> None:
+def test_unknown_metrics_and_labels_are_found(expression: str, mistakes: set[str]) -> None:
     assert unknown(expression) == mistakes
 
 
@@ -133,5 +133,5 @@ def test_planted_mistakes_are_found(expression: str, mistakes: set[str]) -> None
 @pytest.mark.parametrize(
     "expression", ["sum(rate(up[5m])", "sum by model (up)", "rate(up)", "up[$__range]"]
 )
-def test_what_does_not_parse_is_found(expression: str, tmp_path: Path) -> None:
+def test_parse_errors_are_found(expression: str, tmp_path: Path) -> None:
     assert parse_errors([expression], tmp_path)

@@ -1,4 +1,4 @@
-"""The committed JSON is what the code makes, and what Grafana's schemas allow."""
+"""The committed JSON is current and valid by Grafana's schemas."""
 
 import copy
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import pytest
 
 from dashboards.grafana import dashboards
 from dashboards.grafana.generate import FOLDER, write
-from dashboards.grafana.queries import boards
+from tests.fakes.grafana import boards
 from tests.unit.dashboards.grafana.schemas import FOLDER as SCHEMAS
 from tests.unit.dashboards.grafana.schemas import needs_schemas, violations
 
@@ -22,7 +22,7 @@ def test_the_committed_json_is_current() -> None:
     assert committed == dashboards(), "run `make dashboards`"
 
 
-def test_writing_removes_dashboards_that_are_gone(tmp_path: Any) -> None:
+def test_writing_removes_files_of_deleted_dashboards(tmp_path: Any) -> None:
     (tmp_path / "gone.json").write_text("{}")
 
     write(tmp_path)
@@ -32,7 +32,7 @@ def test_writing_removes_dashboards_that_are_gone(tmp_path: Any) -> None:
 
 @needs_schemas
 @pytest.mark.parametrize("name", BOARDS)
-def test_every_dashboard_follows_the_schemas(name: str) -> None:
+def test_every_dashboard_is_valid(name: str) -> None:
     assert violations(BOARDS[name]) == []
 
 
@@ -95,7 +95,7 @@ MISTAKES: dict[str, Callable[[Board], object]] = {
 
 @needs_schemas
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_planted_mistake_is_found(mistake: str) -> None:
+def test_the_schemas_find_a_mistake(mistake: str) -> None:
     board = copy.deepcopy(BOARDS["apar-overview"])
 
     MISTAKES[mistake](board)

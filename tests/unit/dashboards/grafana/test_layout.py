@@ -1,4 +1,4 @@
-"""What schemas do not say: places, links, descriptions, units, variables."""
+"""What schemas cannot check: positions, links, descriptions, units, variables."""
 
 import re
 from collections import Counter
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from grafana_foundation_sdk.models import units
 
-from dashboards.grafana.queries import boards, panels
+from tests.fakes.grafana import boards, panels
 
 BOARDS = boards()
 EVERY = pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
@@ -30,7 +30,7 @@ def cells(panel: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 @EVERY
-def test_panels_neither_overlap_nor_leave_the_page(board: dict[str, Any]) -> None:
+def test_panels_neither_overlap_nor_exceed_the_grid(board: dict[str, Any]) -> None:
     taken = Counter(cell for panel in board["panels"] for cell in cells(panel))
 
     assert max(taken.values()) == 1
@@ -38,7 +38,7 @@ def test_panels_neither_overlap_nor_leave_the_page(board: dict[str, Any]) -> Non
 
 
 @EVERY
-def test_each_panel_and_each_query_has_a_name_of_its_own(board: dict[str, Any]) -> None:
+def test_panel_ids_and_query_letters_are_unique(board: dict[str, Any]) -> None:
     assert max(Counter(panel["id"] for panel in board["panels"]).values()) == 1
     for panel, _ in panels(board):
         refs = [target["refId"] for target in panel["targets"]]
@@ -46,7 +46,7 @@ def test_each_panel_and_each_query_has_a_name_of_its_own(board: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("panel", PANELS)
-def test_every_panel_says_what_it_shows_and_in_which_unit(panel: dict[str, Any]) -> None:
+def test_every_panel_has_a_title_a_description_and_a_unit(panel: dict[str, Any]) -> None:
     assert panel["title"]
     assert re.search(r"[.:)]", panel["description"])
     used = {
@@ -59,7 +59,7 @@ def test_every_panel_says_what_it_shows_and_in_which_unit(panel: dict[str, Any])
 
 
 @pytest.mark.parametrize("panel", PANELS)
-def test_thresholds_rise_from_minus_infinity(panel: dict[str, Any]) -> None:
+def test_thresholds_are_sorted(panel: dict[str, Any]) -> None:
     field = panel.get("fieldConfig", {}).get("defaults", {})
     if "thresholds" not in field:
         assert panel["type"] == "heatmap"
@@ -71,7 +71,7 @@ def test_thresholds_rise_from_minus_infinity(panel: dict[str, Any]) -> None:
 
 
 @EVERY
-def test_everything_comes_from_the_chosen_data_source(board: dict[str, Any]) -> None:
+def test_everything_uses_the_selected_data_source(board: dict[str, Any]) -> None:
     chosen = {"type": "prometheus", "uid": "${datasource}"}
     asked = [panel for panel, _ in panels(board)]
     asked += [target for panel in asked for target in panel["targets"]]
@@ -96,7 +96,7 @@ def test_each_dashboard_has_the_same_variables(board: dict[str, Any]) -> None:
 
 
 @EVERY
-def test_dashboards_lead_to_each_other_and_keep_what_was_chosen(board: dict[str, Any]) -> None:
+def test_dashboards_link_to_each_other_and_keep_the_selection(board: dict[str, Any]) -> None:
     [link] = board["links"]
 
     assert link["type"] == "dashboards"
@@ -106,7 +106,7 @@ def test_dashboards_lead_to_each_other_and_keep_what_was_chosen(board: dict[str,
     assert link["keepTime"]
 
 
-def test_links_within_panels_lead_to_dashboards_that_exist() -> None:
+def test_links_in_panels_lead_to_existing_dashboards() -> None:
     urls = re.findall(r"/d/([\w-]+)/", str(list(BOARDS.values())))
 
     assert "apar-replicas" in urls
@@ -115,12 +115,12 @@ def test_links_within_panels_lead_to_dashboards_that_exist() -> None:
 
 
 @EVERY
-def test_a_dashboard_is_not_read_more_often_than_it_changes(board: dict[str, Any]) -> None:
+def test_refresh_interval_and_default_range(board: dict[str, Any]) -> None:
     assert board["refresh"] == "30s"
     assert re.fullmatch(r"now-[13]h", board["time"]["from"])
 
 
-def test_the_replicas_have_a_row_each() -> None:
+def test_each_replica_has_a_row() -> None:
     rows = [panel for panel in BOARDS["apar-replicas"]["panels"] if panel["type"] == "row"]
 
     assert [(row["repeat"], row["collapsed"]) for row in rows] == [("replica", False)]

@@ -1,4 +1,4 @@
-"""Expressions give the values worked out by hand, in Prometheus' own evaluation."""
+"""promtool evaluates our expressions to values worked out by hand."""
 
 import shutil
 import subprocess
@@ -11,9 +11,9 @@ import yaml
 from cluster.metrics import catalogue as of
 from cluster.metrics.catalogue import Metric
 from dashboards.grafana import promql
-from dashboards.grafana.figure5.classes import classed, spread, while_in
+from dashboards.grafana.figure5 import classed, spread, while_in
 from dashboards.grafana.panels import SECONDS
-from dashboards.grafana.queries import View, all_queries, boards
+from tests.fakes.grafana import View, all_queries, boards
 
 PROMTOOL = shutil.which("promtool")
 # A range of half an hour: points and scrapes are 15 s apart, rates cover a minute.
@@ -24,7 +24,7 @@ LATENCY = of.REQUEST_LATENCY
 
 @dataclass(frozen=True)
 class Case:
-    """Series as promtool writes them, an expression, and what it gives after half an hour."""
+    """Input series in promtool's notation, an expression, and its value after half an hour."""
 
     series: dict[str, str]
     expression: str
@@ -32,7 +32,7 @@ class Case:
 
 
 def of_replica(metric: Metric, replica: str, part: str = "", **labels: str) -> str:
-    """A series as one of several processes exports it."""
+    """Name of a series that one of several processes exports."""
     own = {"model": "m", "replica": replica, "WorkerId": f"w-{replica}"} | labels
     inside = ",".join(f'{name}="{value}"' for name, value in own.items() if value)
     return f"{metric.exported}{part}{{{inside}}}"
@@ -56,8 +56,8 @@ UP = 'up{instance="n"}'
 RETRY = 'ray_apar_retries_total{model="m",instance="n"}'
 REPLICAS = 'ray_apar_replicas{model="m"}'
 RETRIES = promql.zero_unless(promql.events(of.RETRIES, "model"), of.REPLICAS, "model")
-# For a quarter of an hour 5 busy seconds a second at half a cache, then 1 at a quarter; the cache
-# is told of only when the first minute, and with it the first whole rate, is over.
+# 15 minutes with 5 busy seconds per second and half of the cache in use, then 1 with a quarter.
+# The cache usage starts after the first minute, together with the first complete rate.
 CHANGING = {
     of_replica(BUSY, "a"): "0+75x60 4515+15x60",
     of_replica(of.KV_CACHE_USAGE, "a"): "_x8 0.5x52 0.25x60",
@@ -66,7 +66,7 @@ RATE = promql.rate(BUSY, "model")
 USE = promql.level(of.KV_CACHE_USAGE, "model", how="avg")
 [MEAN, LOW, HIGH] = spread(classed(RATE, "kv_use", f"floor({USE} * 10) * 10"), SECONDS)
 
-# Two gateways, of which one takes the other's place, and a model that has one of its own.
+# Two gateways of model m during a handover, and a model n with one gateway.
 GATEWAYS = {
     'ray_apar_replicas{model="m",WorkerId="old"}': "2x120",
     'ray_apar_replicas{model="m",WorkerId="new"}': "2x120",
@@ -78,7 +78,7 @@ RESTART = 'ray_apar_replica_restarts_total{model="m",replica="r2",instance="n"}'
 
 
 def query_of(dashboard: str, kind: str, title: str, ref: str = "A") -> str:
-    """What a panel asks for."""
+    """Expression of a panel's query."""
     [expression] = [
         query.expression
         for query in all_queries()
@@ -88,29 +88,29 @@ def query_of(dashboard: str, kind: str, title: str, ref: str = "A") -> str:
     return expression
 
 
-def mark(name: str) -> str:
-    """What a kind of marks on all plots asks for."""
+def annotation(name: str) -> str:
+    """Expression of an annotation."""
     events = boards()["apar-overview"]["annotations"]["list"]
     [expression] = [str(event["expr"]) for event in events if event["name"] == name]
     return expression
 
 
 CASES = {
-    "a replica that stands in for a lost one is marked": Case(
-        {UP: "1x120", RESTART: "_x118 1x2"}, mark("Replica restarts"), {'{model="m"}': 1.0}
+    "a restarted replica is annotated": Case(
+        {UP: "1x120", RESTART: "_x118 1x2"}, annotation("Replica restarts"), {'{model="m"}': 1.0}
     ),
-    "a replica that is new is not": Case(
-        {UP: "1x120", RESTART: "_x118 0x2"}, mark("Replica restarts"), {}
+    "a new replica is not annotated": Case(
+        {UP: "1x120", RESTART: "_x118 0x2"}, annotation("Replica restarts"), {}
     ),
-    "replicas are counted once, however many gateways tell of them": Case(
+    "replicas are counted once, however many gateways report them": Case(
         GATEWAYS, query_of("apar-overview", "stat", "Replicas"), {"{}": 3.0}
     ),
-    "and so by model": Case(
+    "replicas by model are counted once": Case(
         GATEWAYS,
         query_of("apar-overview", "timeseries", "Replicas"),
         {'{model="m"}': 2.0, '{model="n"}': 1.0},
     ),
-    "and those that are wanted": Case(
+    "wanted replicas are counted once": Case(
         GATEWAYS, query_of("apar-overview", "timeseries", "Replicas", "B"), {'{model="m"}': 3.0}
     ),
     "delayed forks share blocks too": Case(
@@ -128,13 +128,13 @@ CASES = {
             of_replica(of.GENERATED_TOKENS, "a"): "0+75x120",
             of_replica(of.KV_CACHE_USAGE, "a"): "_x8 1x112",
         },
-        query_of("apar-figure5", "bargauge", "Throughput by KV use (tokens/s)", "J"),
+        query_of("apar-figure5", "bargauge", "Throughput by KV usage (tokens/s)", "J"),
         {'{model="m"}': 5.0},
     ),
-    "a rate adds processes up": Case(
+    "a rate sums over processes": Case(
         STEADY, promql.rate(of.ATTENDED_TOKENS, "model"), {'{model="m"}': 6.0}
     ),
-    "a saving is of all replicas together": Case(
+    "a saving covers all replicas together": Case(
         STEADY, promql.saving(of.ATTENDED_TOKENS, of.SEQUENTIAL_ATTENDED_TOKENS), {"{}": 0.25}
     ),
     "a saving over the range": Case(
@@ -142,28 +142,28 @@ CASES = {
         promql.saving(of.ATTENDED_TOKENS, of.SEQUENTIAL_ATTENDED_TOKENS, window=promql.WHOLE_RANGE),
         {"{}": 0.25},
     ),
-    "where nothing happened there is no saving": Case(
+    "without events there is no saving": Case(
         IDLE, promql.saving(of.ATTENDED_TOKENS, of.SEQUENTIAL_ATTENDED_TOKENS), {}
     ),
     "a quantile lies within its bucket": Case(
         QUICK, promql.quantile(0.75, LATENCY, "model"), {'{model="m"}': 1.75}
     ),
-    "where nothing was observed there is no quantile": Case(
+    "without observations there is no quantile": Case(
         {name: "3+0x120" for name in QUICK}, promql.quantile(0.75, LATENCY, "model"), {}
     ),
     "a mean is the sum over the count": Case(
         QUICK, promql.mean(LATENCY, "model"), {'{model="m"}': 1.5}
     ),
-    "what never happened counts 0": Case(
+    "an event that never happened counts 0": Case(
         {UP: "1x120", REPLICAS: "2x120"}, RETRIES, {'{model="m"}': 0.0}
     ),
-    "the first time counts": Case(
+    "the first event counts": Case(
         {UP: "1x120", REPLICAS: "2x120", RETRY: "_x118 1x2"}, RETRIES, {'{model="m"}': 1.0}
     ),
-    "what a new target brings with it does not count": Case(
+    "the past events of a new target do not count": Case(
         {UP: "_x118 1x2", REPLICAS: "2x120", RETRY: "_x118 900x2"}, RETRIES, {'{model="m"}': 0.0}
     ),
-    "a class holds the samples of its times": Case(
+    "a class contains the samples of its times": Case(
         CHANGING, while_in(RATE, USE, 0.5, 0.6), {'{model="m"}': 5.0}
     ),
     "a class ends before its upper bound": Case(CHANGING, while_in(RATE, USE, 0.4, 0.5), {}),
@@ -173,14 +173,14 @@ CASES = {
     "samples are labelled with their class": Case(
         CHANGING, HIGH.expression, {'{model="m",kv_use="50"}': 5.0, '{model="m",kv_use="20"}': 1.0}
     ),
-    "quantiles are of a class's samples": Case(
+    "quantiles are taken over the samples of a class": Case(
         CHANGING, LOW.expression, {'{model="m",kv_use="50"}': 5.0, '{model="m",kv_use="20"}': 1.0}
     ),
 }
 
 
 def failures(case: Case, folder: Path) -> str:
-    """What promtool finds different from the expectation; empty when all is right."""
+    """Differences that promtool reports; empty if there are none."""
     assert PROMTOOL is not None
     expected = [{"labels": labels, "value": value} for labels, value in case.expected.items()]
     query = {
@@ -206,6 +206,6 @@ def test_an_expression_gives_the_value_worked_out_by_hand(name: str, tmp_path: P
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
 def test_a_wrong_value_is_found(tmp_path: Path) -> None:
-    case = CASES["a rate adds processes up"]
+    case = CASES["a rate sums over processes"]
 
     assert failures(Case(case.series, case.expression, {'{model="m"}': 5.0}), tmp_path)

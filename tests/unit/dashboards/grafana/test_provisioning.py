@@ -1,4 +1,4 @@
-"""Grafana is told of the data source and of the folder that the dashboards need."""
+"""Grafana's provisioning files match the dashboards and compose.yaml."""
 
 from pathlib import Path
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import yaml
 
 from dashboards.grafana import generate
-from dashboards.grafana.queries import View, boards
-from dashboards.prometheus.scraping import CLUSTER, ONE_MACHINE
+from dashboards.prometheus.settings import CLUSTER, ONE_MACHINE
+from tests.fakes.grafana import View, boards
 
 FOLDER = Path(generate.__file__).with_name("provisioning")
 
@@ -18,7 +18,7 @@ def read(path: str) -> Any:
     return content
 
 
-def test_the_data_source_is_of_the_type_that_dashboards_choose_from() -> None:
+def test_the_data_source_has_the_type_that_dashboards_use() -> None:
     [source] = read("datasources/prometheus.yaml")["datasources"]
     types = {
         each["query"]
@@ -31,14 +31,14 @@ def test_the_data_source_is_of_the_type_that_dashboards_choose_from() -> None:
     assert source["isDefault"]
 
 
-def test_the_data_source_knows_how_often_prometheus_scrapes() -> None:
+def test_the_data_source_has_the_scrape_interval() -> None:
     [source] = read("datasources/prometheus.yaml")["datasources"]
 
     assert source["jsonData"]["timeInterval"] == f"{CLUSTER.scrape_s}s"
     assert CLUSTER.scrape_s == ONE_MACHINE.scrape_s == View(0, 1).scrape_s
 
 
-def test_dashboards_come_from_files_and_are_not_changed_in_the_browser() -> None:
+def test_dashboards_come_from_files_and_are_read_only() -> None:
     [provider] = read("dashboards/apar.yaml")["providers"]
 
     assert provider["type"] == "file"
@@ -46,7 +46,7 @@ def test_dashboards_come_from_files_and_are_not_changed_in_the_browser() -> None
     assert not provider["allowUiUpdates"]
 
 
-def test_compose_mounts_the_dashboards_where_grafana_is_told_to_look() -> None:
+def test_compose_mounts_the_dashboards_at_the_provisioned_path() -> None:
     [provider] = read("dashboards/apar.yaml")["providers"]
     root = Path(__file__).resolve().parents[4]
     grafana = yaml.safe_load((root / "compose.yaml").read_text())["services"]["grafana"]

@@ -1,4 +1,4 @@
-"""Rules use only metrics, labels and label values that exist, and every alert is explained."""
+"""Rules use only existing metrics, labels and label values; every alert has a runbook section."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,8 @@ import pytest
 
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Kind
-from dashboards.prometheus import external, rule_groups
+from dashboards.prometheus import rule_groups
+from dashboards.vllm_metrics import VLLM_METRICS
 
 RULES = [rule for group in rule_groups() for rule in group["rules"]]
 RECORDS = {rule["record"] for rule in RULES if "record" in rule}
@@ -17,12 +18,13 @@ EXPORTED = {
     for metric in catalogue.metrics()
     for suffix in (("_bucket", "_sum", "_count") if metric.kind is Kind.HISTOGRAM else ("",))
 }
+FOREIGN = {"up", *(metric.exported for metric in VLLM_METRICS)}
 KEYWORDS = {"and", "or", "unless", "on", "by", "offset", "bool", "ignoring", "without"}
 NAME = r"[a-zA-Z_:][\w:]*"
 
 
 def used_names(expression: str) -> set[str]:
-    """Names of series in a query: what is neither word of PromQL nor label nor duration."""
+    """Names of the series in a query."""
     bare = re.sub(r'"[^"]*"', '""', expression)
     bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]", "", bare)
     bare = re.sub(r"\b(by|on|ignoring|without)\s*\([^)]*\)", r"\1", bare)
@@ -32,7 +34,7 @@ def used_names(expression: str) -> set[str]:
 
 
 def matchers(expression: str) -> set[tuple[str, str, str]]:
-    """(name of the series, label, regular expression or value) of every matcher."""
+    """(series, label, value or regular expression) of every matcher."""
     return {
         (name, label, value)
         for name, inside in re.findall(rf"({NAME})\{{([^}}]*)\}}", expression)
@@ -51,14 +53,14 @@ def test_the_parser_finds_names_and_matchers() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.get("alert") or rule["record"])
-def test_every_series_that_a_rule_uses_exists(rule: dict[str, str]) -> None:
+def test_every_series_of_a_rule_exists(rule: dict[str, str]) -> None:
     names = used_names(rule["expr"])
 
     assert names
-    assert names - EXPORTED.keys() - RECORDS - external.NAMES == set()
+    assert names - EXPORTED.keys() - RECORDS - FOREIGN == set()
 
 
-def test_label_values_that_rules_look_for_are_declared() -> None:
+def test_label_values_in_rules_are_declared_in_the_catalogue() -> None:
     declared: dict[str, set[str]] = {"job": {"apar"}}
     for metric in catalogue.metrics():
         for label, text in metric.labels.items():
@@ -80,7 +82,7 @@ def test_label_values_that_rules_look_for_are_declared() -> None:
     assert wrong == []
 
 
-def test_each_record_is_made_once_and_named_after_its_labels() -> None:
+def test_each_record_is_unique_and_named_after_its_labels() -> None:
     made = [rule for rule in RULES if "record" in rule]
 
     assert len(RECORDS) == len(made)
@@ -92,7 +94,7 @@ def test_each_record_is_made_once_and_named_after_its_labels() -> None:
         assert level == "_".join(labels), rule
 
 
-def test_every_alert_says_what_how_much_and_what_to_do() -> None:
+def test_every_alert_has_a_value_a_summary_and_a_runbook_section() -> None:
     alerts = [rule for rule in RULES if "alert" in rule]
     runbook = RUNBOOK.read_text(encoding="utf-8")
     sections = {

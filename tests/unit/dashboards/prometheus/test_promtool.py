@@ -1,4 +1,4 @@
-"""The files hold what the code makes, and Prometheus' own tools accept and test them."""
+"""The committed files are current, and Prometheus' own tools accept and test them."""
 
 import shutil
 import subprocess
@@ -24,7 +24,7 @@ needs_amtool = pytest.mark.skipif(
 
 
 def run(*command: str | Path) -> tuple[bool, str]:
-    """Whether a command succeeds, and what it says."""
+    """Run a command; return whether it succeeded, and its output."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     return done.returncode == 0, done.stdout + done.stderr
 
@@ -39,7 +39,7 @@ def cases_of(kind: str) -> list[dict[str, Any]]:
     ]
 
 
-def test_the_files_are_what_the_code_makes() -> None:
+def test_the_committed_files_are_current() -> None:
     for path, text in shipped_files().items():
         assert (FOLDER / path).read_text(encoding="utf-8") == text, path
 
@@ -77,7 +77,7 @@ def test_amtool_accepts_alertmanagers_configuration(tmp_path: Path) -> None:
 
 @needs_amtool
 @pytest.mark.parametrize(("severity", "receiver"), [("page", "page"), ("ticket", "ticket")])
-def test_alerts_reach_the_receiver_of_their_severity(severity: str, receiver: str) -> None:
+def test_alerts_are_routed_by_severity(severity: str, receiver: str) -> None:
     right, said = run(
         "amtool",
         "config",
@@ -99,7 +99,7 @@ def test_the_rules_pass_their_tests(path: Path) -> None:
     assert right, said
 
 
-def test_every_alert_is_seen_to_fire_and_not_to_fire() -> None:
+def test_every_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
     cases = cases_of("alert_rule_test")
     fires = {case["alertname"] for case in cases if case["exp_alerts"]}
     silent = {case["alertname"] for case in cases if not case["exp_alerts"]}
@@ -131,12 +131,12 @@ def test_the_tests_evaluate_the_groups_in_their_order() -> None:
 
 
 def slow(*values: str) -> Any:
-    """A case that `make test` has no time for."""
+    """A case that is too slow for `make test`."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def planted(folder: Path, path: str, old: str, new: str) -> Path:
-    """A copy of rules and tests with a mistake in a rule file."""
+    """Copy rules and tests, and change a rule file."""
     for name in ("rules", "tests"):
         shutil.copytree(FOLDER / name, folder / name)
     target = folder / "rules" / path
@@ -165,7 +165,7 @@ def planted(folder: Path, path: str, old: str, new: str) -> Path:
         slow(RECORDING, "max by (model) (ray_apar_replicas)", "ray_apar_replicas", "recording"),
     ],
 )
-def test_a_planted_mistake_is_found(
+def test_the_rule_tests_detect_a_mistake(
     tmp_path: Path, path: str, old: str, new: str, test: str
 ) -> None:
     tests = planted(tmp_path, path, old, new)
@@ -181,8 +181,8 @@ def test_a_planted_mistake_is_found(
 @pytest.mark.parametrize(
     "index", range(len(rule_groups())), ids=[group["name"] for group in rule_groups()]
 )
-def test_no_rule_can_be_put_out_unseen(tmp_path: Path, index: int) -> None:
-    """Each rule in turn gives nothing; a file of tests that names it fails."""
+def test_the_rule_tests_detect_a_disabled_rule(tmp_path: Path, index: int) -> None:
+    """Disable each rule in turn; a test file that names it must fail."""
     for name in ("rules", "tests"):
         shutil.copytree(FOLDER / name, tmp_path / name)
     group = rule_groups()[index]

@@ -1,4 +1,4 @@
-"""Every setting of rules, scraping and notifications has its effect on the files."""
+"""Every setting of rules, scraping and notifications changes the files."""
 
 import subprocess
 import sys
@@ -10,12 +10,18 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from dashboards.prometheus import RuleSettings, rule_groups
-from dashboards.prometheus.notifying import NotifySettings, alertmanager_config
-from dashboards.prometheus.scraping import CLUSTER, ONE_MACHINE, ScrapeSettings, prometheus_config
+from dashboards.prometheus.settings import (
+    CLUSTER,
+    ONE_MACHINE,
+    NotifySettings,
+    ScrapeSettings,
+    alertmanager_config,
+    prometheus_config,
+)
 
 TARGET = "127.0.0.1:9999"
 CHANGES: dict[str, tuple[Any, dict[str, str]]] = {
-    # Field: another value, and what then stands in the rule of a name.
+    # Field: another value, and the text that it puts into the named rule.
     "availability": (0.99, {"AparErrorBudgetBurnFast": "ratio_rate1h > 0.144"}),
     "first_token_s": (5.0, {"model:apar_slow_first_tokens:ratio_rate5m": 'le="5.0"'}),
     "output_token_s": (0.05, {"model:apar_slow_output_tokens:ratio_rate5m": 'le="0.05"'}),
@@ -40,7 +46,7 @@ def rules(settings: RuleSettings) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("field", CHANGES)
-def test_a_threshold_stands_in_its_rule(field: str) -> None:
+def test_a_threshold_appears_in_its_rule(field: str) -> None:
     value, expected = CHANGES[field]
     before, after = rules(RuleSettings()), rules(RuleSettings(**{field: value}))
 
@@ -49,7 +55,7 @@ def test_a_threshold_stands_in_its_rule(field: str) -> None:
         assert text not in before[name]["expr"]
 
 
-def test_the_scale_shortens_every_hold() -> None:
+def test_hold_scale_shortens_every_hold() -> None:
     before, after = rules(RuleSettings()), rules(RuleSettings(hold_scale=0.01))
 
     holds = {rule["for"] for rule in before.values() if "alert" in rule}
@@ -58,7 +64,7 @@ def test_the_scale_shortens_every_hold() -> None:
     assert short == {"0s", "600ms", "1200ms", "1800ms", "3s", "6s", "9s", "36s"}
 
 
-def test_the_runbooks_address_stands_in_every_alert() -> None:
+def test_alerts_link_to_the_runbook() -> None:
     made = rules(RuleSettings(runbook="https://wiki/apar"))
 
     assert made["AparNoReplica"]["annotations"]["runbook"] == "https://wiki/apar#aparnoreplica"
@@ -77,12 +83,12 @@ def test_every_field_is_described(model: type[BaseModel]) -> None:
     "values",
     [{"first_token_s": 3.0}, {"output_token_s": 0.06}, {"availability": 1.0}, {"nothing": 1}],
 )
-def test_a_bound_that_no_bucket_has_and_unknown_fields_are_refused(values: dict[str, Any]) -> None:
+def test_invalid_rule_settings_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         RuleSettings(**values)
 
 
-def test_the_cluster_is_found_by_rays_file_and_by_rays_dashboard() -> None:
+def test_a_cluster_is_discovered_by_rays_file_and_rays_dashboard() -> None:
     (job,) = prometheus_config(CLUSTER)["scrape_configs"]
 
     assert job["file_sd_configs"][0]["files"] == ["/tmp/ray/prom_metrics_service_discovery.json"]
@@ -97,7 +103,7 @@ def test_a_single_machine_has_one_address() -> None:
     assert job.keys().isdisjoint({"file_sd_configs", "http_sd_configs"})
 
 
-def test_other_addresses_and_intervals_stand_in_the_configuration() -> None:
+def test_other_addresses_and_intervals_appear_in_the_configuration() -> None:
     made = prometheus_config(
         ScrapeSettings(
             discovery_files=("a.json",),
@@ -120,12 +126,12 @@ def test_other_addresses_and_intervals_stand_in_the_configuration() -> None:
 
 
 @pytest.mark.parametrize("values", [{}, {"targets": (TARGET,), "scrape_s": 30}])
-def test_no_target_and_too_few_reads_are_refused(values: dict[str, Any]) -> None:
+def test_missing_targets_and_long_scrape_intervals_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         ScrapeSettings(**values)
 
 
-def test_receivers_and_waits_stand_in_alertmanagers_configuration() -> None:
+def test_receivers_and_delays_appear_in_alertmanagers_configuration() -> None:
     settings = NotifySettings(
         page_url="http://p", ticket_url="http://t", group_wait_s=1, group_interval_s=2
     )
@@ -159,7 +165,7 @@ def test_the_command_writes_files_for_other_settings(tmp_path: Path) -> None:
     assert (tmp_path / "alertmanager.yml").exists()
 
 
-def test_the_command_names_what_is_wrong_with_settings(tmp_path: Path) -> None:
+def test_the_command_names_an_invalid_setting(tmp_path: Path) -> None:
     settings = tmp_path / "settings.yml"
     settings.write_text("rules: {replica_restart: 9}")
     command = [

@@ -12,8 +12,7 @@ from cluster.config.keys import ANONYMOUS, KeyConfig, hash_of
 from cluster.config.limits import LimitsConfig
 from cluster.config.secret import SecretReference
 from deployments.gateway.callers import Caller, Callers
-from deployments.gateway.keys import UnknownKeyError
-from deployments.gateway.rate_limits import RateLimitError
+from deployments.wire.errors import RateLimitError, UnknownKeyError
 
 
 class SharedStorage(MemoryStorage):

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from apar_core.errors import CapacityError
 from deployments.gateway.fair_queue import Account, FairQueue, Ticket
-from deployments.gateway.rate_limits import RateLimitError
+from deployments.wire.errors import RateLimitError
 
 MAX_WAITING = 6
 

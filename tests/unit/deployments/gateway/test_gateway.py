@@ -8,9 +8,8 @@ import httpx
 import pytest
 
 from cluster.config.limits import LimitsConfig
-from deployments.gateway.body import BodyTooLargeError
-from deployments.relay.relay import ReplicaLostError
 from deployments.wire.answer import AnswerStart, Piece
+from deployments.wire.errors import BodyTooLargeError, ReplicaLostError
 from tests.fakes.played_replicas import (
     CHAT,
     EVENTS,

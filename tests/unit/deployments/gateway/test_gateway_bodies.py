@@ -13,8 +13,8 @@ from starlette.types import Message
 from apar_core.errors import CapacityError
 from cluster.config.limits import LimitsConfig
 from deployments.gateway.body import MAX_CONTAINERS, MAX_VALUES, BodyBudget, HeldBody
-from deployments.relay.relay import ReplicaLostError
 from deployments.wire.answer import AnswerStart
+from deployments.wire.errors import ReplicaLostError
 from tests.fakes.played_replicas import CHAT, JSON, PlayedReplicas, client, gateway_of
 from tests.unit.deployments.gateway.test_gateway_keys import answering, bearer, key, settled
 

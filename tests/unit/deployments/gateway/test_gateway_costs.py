@@ -10,8 +10,9 @@ from deployments.gateway.callers import Caller
 from deployments.gateway.fair_queue import Ticket
 from deployments.gateway.gateway import Gateway
 from deployments.gateway.models import Model
-from deployments.relay.relay import Progress, ReplicaLostError
+from deployments.relay.relay import Progress
 from deployments.wire.answer import AnswerEnd, AnswerStart, Headers, Piece
+from deployments.wire.errors import ReplicaLostError
 from deployments.wire.request import RelayedRequest
 from tests.fakes.played_replicas import CHAT, EVENTS, JSON, PlayedReplicas, client, gateway_of
 from tests.unit.deployments.gateway.test_gateway_keys import answering, bearer, key, settled

@@ -10,7 +10,8 @@ import pytest
 
 from cluster.config import ConfigError
 from cluster.config.keys import KeyConfig, hash_of, load_keys
-from deployments.gateway.keys import KeyRing, UnknownKeyError
+from deployments.gateway.callers import KeyRing
+from deployments.wire.errors import UnknownKeyError
 
 ALICE = KeyConfig(name="alice", hash=hash_of("alices"))
 
@@ -157,7 +158,7 @@ async def test_a_file_is_parsed_while_the_event_loop_goes_on(
         assert loop_ran.wait(10), "the event loop stood still"
         return load_keys(path)
 
-    monkeypatch.setattr("deployments.gateway.keys.load_keys", slow)
+    monkeypatch.setattr("deployments.gateway.callers.load_keys", slow)
     asyncio.get_running_loop().call_later(0.01, loop_ran.set)
 
     await ring.reconfigure([ALICE], file)
@@ -183,7 +184,7 @@ async def test_a_file_that_cannot_be_read_is_read_again_and_reported_once(
             raise ConfigError(f"{path}: I/O error") from fails.pop()
         return load_keys(path)
 
-    monkeypatch.setattr("deployments.gateway.keys.load_keys", flaky)
+    monkeypatch.setattr("deployments.gateway.callers.load_keys", flaky)
     for clock.now_s in (2.0, 4.0):
         assert (await ring.find(bearer("bob"))) is not None
     clock.now_s = 6.0

@@ -6,7 +6,7 @@ import pytest
 
 from apar_core.errors import CapacityError
 from deployments.gateway.fair_queue import Account
-from deployments.gateway.rate_limits import RateLimitError
+from deployments.wire.errors import RateLimitError
 from tests.unit.deployments.gateway.test_fair_queue import enter, queue_of, settled
 
 

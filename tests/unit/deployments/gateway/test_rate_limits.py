@@ -12,13 +12,8 @@ from limits.aio.storage import MemoryStorage
 
 from cluster.config.keys import KeyConfig, hash_of
 from cluster.config.limits import open_storage
-from deployments.gateway.rate_limits import (
-    CounterStore,
-    KeyRates,
-    RateLimitError,
-    WindowState,
-    duration,
-)
+from deployments.gateway.rate_limits import CounterStore, KeyRates, WindowState, duration
+from deployments.wire.errors import RateLimitError
 
 Advance = Callable[[float], None]
 

@@ -8,7 +8,8 @@ from limits.aio.storage import MemoryStorage
 
 from cluster.config.limits import open_storage
 from deployments.gateway import rate_limits as counter_store
-from deployments.gateway.rate_limits import CounterStore, RateLimitError, StoreSilentError
+from deployments.gateway.rate_limits import CounterStore, StoreSilentError
+from deployments.wire.errors import RateLimitError
 from tests.unit.deployments.gateway.test_rate_limits import Advance, advance, rates, shown
 
 __all__ = ["advance"]

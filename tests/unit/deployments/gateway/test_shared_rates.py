@@ -15,7 +15,7 @@ from cluster.config.limits import LimitsConfig
 from cluster.config.secret import SecretReference
 from cluster.local_ray import free_port
 from deployments.gateway.callers import Callers
-from deployments.gateway.rate_limits import RateLimitError
+from deployments.wire.errors import RateLimitError
 
 pytestmark = pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server")
 SECRET = "apar-one-of-the-keys"

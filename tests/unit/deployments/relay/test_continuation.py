@@ -1,7 +1,8 @@
-"""Streams over the loss of replicas, wherever it comes; the replicas are played here."""
+"""Answers that survive the loss of replicas at any point; the replicas are fakes."""
 
 import asyncio
 import json
+import tracemalloc
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -12,11 +13,11 @@ from starlette.types import Message
 
 from apar_core.journal import ThreadDelta
 from cluster.config.retries import RetryConfig
+from deployments.gateway.body import RequestBody
 from deployments.relay.continuation import ClientStream, ContinuationError
-from deployments.relay.relay import Progress, ReplicaLostError, relay_answer
-from deployments.relay.retries import NoReplicaError, Retries
+from deployments.relay.relay import Progress, Retries, relay_answer
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
-from deployments.wire.errors import DONE_EVENT
+from deployments.wire.errors import DONE_EVENT, NoReplicaError, ReplicaLostError
 from deployments.wire.request import RelayedRequest
 
 CHAT = "/v1/chat/completions"
@@ -107,16 +108,32 @@ def _start(body: bytes) -> AnswerStart:
     return AnswerStart(200, EVENTS, body, continuable=True)
 
 
+class Observer:
+    """What an observer was told."""
+
+    def __init__(self) -> None:
+        self.retries: list[bool] = []
+        self.ends: list[AnswerEnd | None] = []
+        self.num_tokens = 0
+
+    def progress(self, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+
+    def retried(self, *, continued: bool) -> None:
+        self.retries.append(continued)
+
+    def ended(self, end: AnswerEnd | None) -> None:
+        self.ends.append(end)
+
+
 class Client:
-    """What a client and a watch have seen."""
+    """What a client and an observer have seen."""
 
     def __init__(self) -> None:
         self.status = 0
         self.body = b""
         self.ended = False
-        self.retries: list[bool] = []
-        self.ends: list[AnswerEnd | None] = []
-        self.num_tokens = 0
+        self.observer = Observer()
 
     async def send(self, message: Message) -> None:
         assert not self.ended
@@ -127,15 +144,6 @@ class Client:
         self.body += message["body"]
         self.ended = not message["more_body"]
 
-    def progress(self, num_tokens: int) -> None:
-        self.num_tokens += num_tokens
-
-    def retried(self, *, continued: bool) -> None:
-        self.retries.append(continued)
-
-    def ended_with(self, end: AnswerEnd | None) -> None:
-        self.ends.append(end)
-
     @property
     def chunks(self) -> list[dict[str, Any]]:
         events = self.body.split(b"\n\n")
@@ -144,27 +152,33 @@ class Client:
         return [json.loads(each.removeprefix(b"data: ")) for each in events]
 
 
-class _Watch:
-    def __init__(self, client: Client) -> None:
-        self.progress = client.progress
-        self.retried = client.retried
-        self.ended = client.ended_with
-
-
 async def ask(
     replicas: DyingReplicas,
     *,
     streaming: bool = True,
     fields: dict[str, Any] | None = None,
     config: RetryConfig | None = None,
-) -> tuple[Client, Retries]:
+) -> Client:
     client = Client()
-    retries = Retries(config or RetryConfig(max_retries=20), first_pause_s=0.0)
-    request = RelayedRequest("POST", CHAT, b"", [], json.dumps(fields or {}).encode())
-    await relay_answer(replicas, request, streaming, client.send, _Watch(client), retries)
+    await relay(replicas, client, streaming=streaming, fields=fields, config=config)
     assert client.ended
-    assert len(client.ends) == 1
-    return client, retries
+    assert len(client.observer.ends) == 1
+    return client
+
+
+async def relay(
+    replicas: DyingReplicas,
+    client: Client,
+    *,
+    streaming: bool = True,
+    fields: dict[str, Any] | None = None,
+    config: RetryConfig | None = None,
+) -> None:
+    retries = Retries(config or RetryConfig(max_retries=20), first_pause_s=0.0)
+    raw = json.dumps(fields or {}).encode()
+    continuable = RequestBody(raw).can_continue(CHAT)
+    request = RelayedRequest("POST", CHAT, b"", [], raw, streams=streaming, continuable=continuable)
+    await relay_answer(replicas, request, client.send, client.observer, retries)
 
 
 def assert_one_whole_stream(client: Client) -> None:
@@ -183,7 +197,7 @@ def assert_one_whole_stream(client: Client) -> None:
 
 @pytest.mark.parametrize("death", range(14))
 async def test_stream_goes_on_wherever_its_replica_dies(death: int) -> None:
-    client, _ = await ask(DyingReplicas(death))
+    client = await ask(DyingReplicas(death))
 
     assert_one_whole_stream(client)
 
@@ -191,7 +205,7 @@ async def test_stream_goes_on_wherever_its_replica_dies(death: int) -> None:
 # The first stream's events have some 1,300 bytes; a character of several may be cut too.
 @pytest.mark.parametrize("death", range(0, 1400, 3))
 async def test_stream_goes_on_from_any_byte(death: int) -> None:
-    client, _ = await ask(DyingReplicas(death, by_bytes=True, piece_bytes=11))
+    client = await ask(DyingReplicas(death, by_bytes=True, piece_bytes=11))
 
     assert_one_whole_stream(client)
 
@@ -207,20 +221,16 @@ async def test_stream_survives_many_replicas(
 ) -> None:
     replicas = DyingReplicas(*deaths, piece_bytes=piece_bytes, by_bytes=by_bytes)
 
-    client, retries = await ask(replicas)
+    client = await ask(replicas)
 
     assert_one_whole_stream(client)
-    counters = retries.counters
-    assert (
-        counters.retried + counters.continued == len(client.retries) == len(replicas.requests) - 1
-    )
-    assert counters.given_up == 0
+    assert len(client.observer.retries) == len(replicas.requests) - 1
 
 
 async def test_next_replica_gets_all_that_is_known_once() -> None:
     replicas = DyingReplicas(4, 4)
 
-    client, _ = await ask(replicas)
+    client = await ask(replicas)
 
     # Of a stream, the role, the empty text and two tokens come before the fourth event is lost.
     assert [request.terms.resume for request in replicas.requests] == [
@@ -228,19 +238,19 @@ async def test_next_replica_gets_all_that_is_known_once() -> None:
         (ThreadDelta((), (0, 1)),),
         (ThreadDelta((), (0, 1, 2, 3)),),
     ]
-    assert client.retries == [True, True]
-    assert client.num_tokens == len(TOKENS)
-    assert client.ends == [AnswerEnd(generated_tokens=len(TOKENS))]
+    assert client.observer.retries == [True, True]
+    assert client.observer.num_tokens == len(TOKENS)
+    assert client.observer.ends == [AnswerEnd(generated_tokens=len(TOKENS))]
 
 
 async def test_stream_that_has_sent_nothing_begins_anew() -> None:
     replicas = DyingReplicas(0, 0)
 
-    client, retries = await ask(replicas)
+    client = await ask(replicas)
 
     assert_one_whole_stream(client)
     assert [request.terms.resume for request in replicas.requests] == [None] * 3
-    assert (retries.counters.retried, retries.counters.continued) == (2, 0)
+    assert client.observer.retries == [False, False]
     assert client.chunks[0]["id"] == "chatcmpl-3"
 
 
@@ -253,43 +263,44 @@ async def test_a_client_that_leaves_with_the_last_event_is_charged_like_any() ->
 
     client = Leaving()
     replicas = DyingReplicas()
-    request = RelayedRequest("POST", CHAT, b"", [], b"{}")
     with pytest.raises(asyncio.CancelledError):
-        await relay_answer(replicas, request, True, client.send, _Watch(client))
+        await relay(replicas, client)
 
-    assert [end and end.generated_tokens for end in client.ends] == [len(TOKENS)]
+    assert [end and end.generated_tokens for end in client.observer.ends] == [len(TOKENS)]
 
 
 async def test_whole_answer_is_asked_for_again() -> None:
     replicas = DyingReplicas(0, 0)
 
-    client, _ = await ask(replicas, streaming=False)
+    client = await ask(replicas, streaming=False)
 
     assert (client.status, client.body) == (200, b"{}")
     assert len(replicas.requests) == 3
-    assert client.retries == [False, False]
-    assert (client.num_tokens, client.ends) == (7, [AnswerEnd(generated_tokens=7)])
+    assert client.observer.retries == [False, False]
+    assert (client.observer.num_tokens, client.observer.ends) == (
+        7,
+        [AnswerEnd(generated_tokens=7)],
+    )
 
 
 async def test_tokens_of_whole_answers_count_once_over_the_loss_of_replicas() -> None:
-    client, _ = await ask(DyingReplicas(1, 0, 1), streaming=False)
-    assert client.num_tokens == 7
+    client = await ask(DyingReplicas(1, 0, 1), streaming=False)
+    assert client.observer.num_tokens == 7
 
-    lost, _ = await ask(DyingReplicas(1, 1), streaming=False, config=RetryConfig(max_retries=1))
-    assert (lost.status, lost.num_tokens, lost.ends) == (503, 3, [None])
+    lost = await ask(DyingReplicas(1, 1), streaming=False, config=RetryConfig(max_retries=1))
+    assert (lost.status, lost.observer.num_tokens, lost.observer.ends) == (503, 3, [None])
 
 
 @pytest.mark.parametrize("streaming", [True, False])
 async def test_request_that_loses_every_replica_is_given_up(streaming: bool) -> None:
     replicas = DyingReplicas(*[0] * 10)
 
-    client, retries = await ask(replicas, streaming=streaming, config=RetryConfig(max_retries=2))
+    client = await ask(replicas, streaming=streaming, config=RetryConfig(max_retries=2))
 
     assert client.status == 503
     assert json.loads(client.body)["error"]["code"] == "engine_lost"
     assert len(replicas.requests) == 3
-    assert retries.counters.given_up == 1
-    assert client.ends == [None]
+    assert client.observer.ends == [None]
 
 
 async def test_wait_for_a_replica_is_not_begun_again() -> None:
@@ -302,7 +313,7 @@ async def test_wait_for_a_replica_is_not_begun_again() -> None:
 
     replicas = NoReplicas()
 
-    client, _ = await ask(replicas, streaming=False, config=RetryConfig(replica_wait_s=7.0))
+    client = await ask(replicas, streaming=False, config=RetryConfig(replica_wait_s=7.0))
 
     assert client.status == 503
     assert [request.replica_wait_s for request in replicas.requests] == [7.0]
@@ -319,10 +330,9 @@ async def test_wait_for_a_replica_is_not_begun_again() -> None:
 async def test_stream_that_cannot_go_on_ends_with_an_error_event(
     fields: dict[str, Any], config: RetryConfig
 ) -> None:
-    client, retries = await ask(DyingReplicas(4), fields=fields, config=config)
+    client = await ask(DyingReplicas(4), fields=fields, config=config)
 
     assert client.chunks[-1]["error"]["code"] == "engine_lost"
-    assert retries.counters.given_up == 1
 
 
 async def test_streams_are_continued_only_where_configured() -> None:
@@ -347,7 +357,7 @@ async def test_refusal_to_go_on_ends_the_stream_with_an_error_event(
             async for part in super().stream(request):
                 yield part
 
-    client, _ = await ask(Refusing(4), config=RetryConfig(max_retries=1))
+    client = await ask(Refusing(4), config=RetryConfig(max_retries=1))
 
     assert client.chunks[-1]["error"]["code"] == "engine_lost"
     reasons = [str(vars(record).get("reason")) for record in caplog.records]
@@ -373,9 +383,12 @@ def test_text_that_ends_before_what_was_sent_is_an_error() -> None:
         stream.forward(b"".join(chat_events(2, ["ab"])))
 
 
-def test_long_streams_are_read_as_they_go() -> None:
-    stream = ClientStream()
-    for _ in range(4000):
-        stream.forward(event({"choices": [{"index": 0, "text": "a" * 50}]}))
+def test_long_streams_are_not_kept() -> None:
+    stream, text = ClientStream(), "a" * 1000
+    tracemalloc.start()
+    for _ in range(1000):
+        stream.forward(event({"choices": [{"index": 0, "text": text}]}))
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
 
-    assert stream._num_unread < 140_000
+    assert num_bytes < 300_000

@@ -10,10 +10,9 @@ from grpc.aio import AioRpcError, Metadata
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from apar_core.journal import ThreadDelta
-from deployments.gateway.body import BodyTooLargeError
 from deployments.relay.replica_calls import HandleCalls
-from deployments.relay.retries import NoReplicaError, ReplicaLostError
 from deployments.wire.answer import AnswerBroken, AnswerEnd, AnswerStart, Piece
+from deployments.wire.errors import BodyTooLargeError, NoReplicaError, ReplicaLostError
 from deployments.wire.request import RelayedRequest
 
 REQUEST = RelayedRequest("POST", "/v1/completions", b"", [], b"{}", replica_wait_s=0.05)
@@ -102,7 +101,7 @@ async def test_a_replica_that_cannot_go_on_is_lost(lost: object) -> None:
     ("lost", "died"),
     [
         (AnswerBroken("the engine has died", engine_died=True), True),
-        (AnswerBroken("the engine has given the request up"), False),
+        (AnswerBroken("the engine has aborted the request"), False),
         # As when its node is lost.
         (ActorUnavailableError("the process is gone", None), False),
         (rpc_error(StatusCode.CANCELLED), False),

@@ -1,10 +1,34 @@
+"""Each error's HTTP answer, and the reason under which the metrics count it."""
+
 import json
 from typing import Any
 
 import pytest
 
 from apar_core.errors import AparError, CapacityError, EngineError, RequestError
-from deployments.wire.errors import ErrorAnswer, answer_for, engine_lost, normalised
+from cluster.metrics import catalogue
+from deployments.wire import errors
+from deployments.wire.errors import (
+    REJECTION_REASONS,
+    BodyTimeoutError,
+    BodyTooLargeError,
+    DrainingError,
+    EnginesDiedError,
+    ErrorAnswer,
+    NoReplicaError,
+    NotReadyError,
+    PromptTooLongError,
+    QueueTimeoutError,
+    RateLimitError,
+    ReplicaBrokenError,
+    ReplicaLostError,
+    UnknownKeyError,
+    UnknownModelError,
+    UnknownRouteError,
+    WrongMethodError,
+    answer_for,
+    normalised,
+)
 
 
 def error_in(body: bytes) -> dict[str, Any]:
@@ -17,11 +41,30 @@ def error_in(body: bytes) -> dict[str, Any]:
     [
         (RequestError("wrong", param="n"), 400, "invalid_request_error", None),
         (CapacityError("full"), 503, "server_error", "overloaded"),
-        (EngineError("dead"), 500, "server_error", "internal_error"),
-        (AparError("other"), 500, "server_error", "internal_error"),
+        (UnknownKeyError("who"), 401, "invalid_request_error", "invalid_api_key"),
+        (UnknownRouteError("GET /"), 404, "invalid_request_error", "unknown_url"),
+        (WrongMethodError("PUT"), 405, "invalid_request_error", "method_not_allowed"),
+        (UnknownModelError("m"), 404, "invalid_request_error", "model_not_found"),
+        (BodyTimeoutError("slow"), 408, "invalid_request_error", "request_timeout"),
+        (BodyTooLargeError("big"), 413, "invalid_request_error", "request_too_large"),
+        (
+            PromptTooLongError("long", param="prompt"),
+            400,
+            "invalid_request_error",
+            "context_length_exceeded",
+        ),
+        (
+            RateLimitError("often", kind="tokens", retry_after_s=1),
+            429,
+            "tokens",
+            "rate_limit_exceeded",
+        ),
+        (QueueTimeoutError("late"), 503, "server_error", "overloaded"),
+        (NotReadyError(), 503, "server_error", "not_ready"),
+        (DrainingError(), 503, "server_error", "draining"),
     ],
 )
-def test_each_of_our_errors_has_its_status(
+def test_each_error_has_its_status_type_and_code(
     error: AparError, status: int, kind: str, code: str | None
 ) -> None:
     answer = answer_for(error)
@@ -30,9 +73,66 @@ def test_each_of_our_errors_has_its_status(
     assert error_in(answer.body) == {
         "message": str(error),
         "type": kind,
-        "param": getattr(error, "param", None),
+        "param": error.param,
         "code": code,
     }
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "retry_after"),
+    [
+        (ReplicaLostError("secret"), 503, "engine_lost", b"5"),
+        (ReplicaBrokenError("secret"), 503, "engine_lost", b"5"),
+        (NoReplicaError("secret"), 503, "replica_unavailable", b"5"),
+        (EnginesDiedError("secret"), 500, "engine_lost_twice", None),
+        (EngineError("secret"), 500, "internal_error", None),
+        (AparError("secret"), 500, "internal_error", None),
+        (KeyError("secret"), 500, "internal_error", None),
+    ],
+)
+def test_failures_keep_their_details_to_the_log(
+    error: Exception, status: int, code: str, retry_after: bytes | None
+) -> None:
+    answer = answer_for(error)
+
+    assert (answer.status, error_in(answer.body)["code"]) == (status, code)
+    assert dict(answer.headers).get(b"retry-after") == retry_after
+    assert b"secret" not in answer.body
+
+
+def test_clients_are_told_not_to_retry_what_kills_engines() -> None:
+    assert dict(answer_for(EnginesDiedError("dead")).headers)[b"x-should-retry"] == b"false"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (UnknownKeyError, "authentication"),
+        (RateLimitError, "key_limit"),
+        (BodyTimeoutError, "body_timeout"),
+        (BodyTooLargeError, "too_large"),
+        (PromptTooLongError, "too_large"),
+        (UnknownModelError, "unknown_model"),
+        (UnknownRouteError, "unknown_route"),
+        (WrongMethodError, "unknown_route"),
+        (QueueTimeoutError, "queue_timeout"),
+        (NotReadyError, "overloaded"),
+        (DrainingError, "draining"),
+        (NoReplicaError, "no_replica"),
+        (CapacityError, "overloaded"),
+        (RequestError, "invalid"),
+    ],
+)
+def test_each_refusal_has_its_reason(error: type[Exception], reason: str) -> None:
+    assert getattr(error, "reason", None) == reason
+
+
+def test_the_catalogue_and_the_errors_name_every_reason() -> None:
+    kinds = [value for value in vars(errors).values() if isinstance(value, type)]
+
+    assert {kind.reason for kind in kinds if hasattr(kind, "reason")} == set(REJECTION_REASONS)
+    for reason in REJECTION_REASONS:
+        assert reason in catalogue.REQUESTS_REJECTED.labels["reason"]
 
 
 def test_a_capacity_error_says_when_to_retry_in_whole_seconds() -> None:
@@ -42,7 +142,7 @@ def test_a_capacity_error_says_when_to_retry_in_whole_seconds() -> None:
 
 
 def test_an_error_ends_a_stream_with_done() -> None:
-    events = engine_lost().events.split(b"\n\n")
+    events = answer_for(ReplicaLostError("dead")).events.split(b"\n\n")
 
     assert error_in(events[0].removeprefix(b"data: "))["code"] == "engine_lost"
     assert events[1:] == [b"data: [DONE]", b""]

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from apar_core.offline.decoders.decoded_answer import (
+from apar_core.offline.decoders.interface import (
     DecodedAnswer,
     DecodedThread,
     paragraph_tree,
     restored_ids,
 )
-from apar_core.tree.paragraph import ROOT_THREAD, ThreadId
+from apar_core.tree.thread_names import ROOT_THREAD, ThreadId
 
 FORK = 3
 FIRST, SECOND = ThreadId("root.0"), ThreadId("root.1")

@@ -3,9 +3,9 @@ from __future__ import annotations
 from typing import Any
 
 from apar_core.fork_parameters import child_seed
+from apar_core.formats.control_tokens import TreeTokens
 from apar_core.offline.decoders.interface import DecodeLimits, TokenChoice
 from apar_core.offline.decoders.thread_family import Thread, ThreadFamily
-from apar_core.offline.training.packing import TreeTokens
 
 END, FORK, CHILD = 2, 3, 4
 NUM_PROMPT_TOKENS = 10

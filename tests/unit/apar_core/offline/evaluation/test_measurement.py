@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from apar_core.offline.decoders.decoded_answer import DecodedAnswer, DecodedThread, StepRecord
+from apar_core.offline.decoders.interface import DecodedAnswer, DecodedThread, StepRecord
 from apar_core.offline.evaluation.measurement import (
     AnswerKey,
     AnswerMeasurement,
@@ -14,7 +14,7 @@ from apar_core.offline.evaluation.measurement import (
     by_category,
     measured,
 )
-from apar_core.tree.paragraph import ROOT_THREAD, ThreadId
+from apar_core.tree.thread_names import ROOT_THREAD, ThreadId
 
 FORK = 99
 

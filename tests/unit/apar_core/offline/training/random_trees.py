@@ -8,8 +8,9 @@ import torch
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from apar_core.formats.control_tokens import TreeTokens
 from apar_core.offline.data.records import ParagraphRecord, chain
-from apar_core.offline.training.packing import PackedTree, TreeTokens, pack_tree
+from apar_core.offline.training.packing import PackedTree, pack_tree
 
 TOKENS = TreeTokens(fork_id=1, child_id=2, end_id=3)
 PAD_ID = 0

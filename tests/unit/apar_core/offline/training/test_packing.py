@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from apar_core.formats.control_tokens import TreeTokens
 from apar_core.offline.data.records import ParagraphRecord, chain
 from apar_core.offline.training.packing import (
     IGNORED_TARGET,
     PackedTree,
-    TreeTokens,
     batch_trees,
     join_trees,
     next_indices,
     pack_tree,
     tree_attention_mask,
 )
-from apar_core.offline.training.tree_loss import learned_logits, summed_tree_loss
+from apar_core.offline.training.tree_forward import learned_logits, summed_tree_loss
 
 TOKENS = TreeTokens(fork_id=1, child_id=2, end_id=3)
 PAD_ID = 0

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from apar_core.engine.replay import replayed_tokens
 from apar_core.offline.data.records import ChatMessage
-from apar_core.tree.paragraph import ROOT_THREAD, ParagraphTree, ThreadId
+from apar_core.tree.paragraph import ParagraphTree
 from apar_core.tree.restore import restore
+from apar_core.tree.thread_names import ROOT_THREAD, ThreadId
 from apar_core.workload.replay_answers import ReplayAnswer
 from cluster.experiments.program import Program, Submission
 

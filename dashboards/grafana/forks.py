@@ -1,0 +1,304 @@
+"""The engineer's dashboard: how models fork, what forking saves, what happens in the KV cache."""
+
+from grafana_foundation_sdk.models import units
+
+from cluster.metrics import catalogue as of
+from cluster.metrics.catalogue import Metric
+from dashboards.grafana.board import Board, Row
+from dashboards.grafana.panels import (
+    BLOCKS,
+    BLOCKS_PER_S,
+    FORKS_PER_S,
+    LEVELS,
+    SECONDS,
+    SHARE,
+    STEPS_PER_S,
+    THREADS,
+    TOKENS,
+    TOKENS_PER_S,
+    AnyPanel,
+    Query,
+    Text,
+    Unit,
+    buckets,
+    lines,
+    stat,
+)
+from dashboards.grafana.promql import (
+    RATE_WINDOW,
+    WHOLE_RANGE,
+    events,
+    level,
+    mean,
+    rate,
+    ratio,
+    saving,
+    selector,
+    total,
+)
+from dashboards.vllm_metrics import PREEMPTIONS, PREFIX_CACHE_HITS, PREFIX_CACHE_QUERIES
+
+STATE_COLOURS = {"running": "green", "waiting": "orange", "deferred": "purple"}
+FORK_COLOURS = {"accepted": "green", "delayed": "purple", "refused": "red"}
+
+
+def forks() -> Board:
+    """Build the dashboard of threads, forks, their savings, and KV blocks."""
+    return Board(
+        uid="apar-forks",
+        title="APAR / Forks and KV cache",
+        description="Threads, forks, their savings, and the blocks of the KV cache.",
+        rows=(
+            Row("Whole time range", _totals()),
+            Row("Threads and forks", _threads()),
+            Row("Savings over sequential decoding", _savings()),
+            Row("KV cache", _cache()),
+            Row("Engine", _engine()),
+        ),
+    )
+
+
+def _totals() -> list[AnyPanel]:
+    """Show the numbers of the paper's tables, over all requests that finished in the range."""
+    single = rate(of.REQUEST_THREADS, matchers=('le="1.0"',), series="_bucket", window=WHOLE_RANGE)
+    requests = rate(of.REQUEST_THREADS, series="_count", window=WHOLE_RANGE)
+    return [
+        _total(
+            "Attended tokens saved",
+            "Attended tokens saved by forking, as a share of what one thread would need for the "
+            "same text (paper, table 2: 15 to 35 %).",
+            SHARE,
+            saving(of.ATTENDED_TOKENS, of.SEQUENTIAL_ATTENDED_TOKENS, window=WHOLE_RANGE),
+        ),
+        _total(
+            "Cached tokens saved",
+            "Peak cached tokens saved by forking, as a share of what one thread would need "
+            "(paper, table 1: 12 to 27 %).",
+            SHARE,
+            saving(of.CACHED_TOKENS, of.SEQUENTIAL_CACHED_TOKENS, window=WHOLE_RANGE),
+        ),
+        _total(
+            "Steps saved",
+            "Decode steps saved by forking until a request's last thread ends, as a share of what "
+            "one thread would need.",
+            SHARE,
+            saving(of.CRITICAL_PATH_STEPS, of.SEQUENTIAL_STEPS, window=WHOLE_RANGE),
+        ),
+        _total(
+            "Threads per request",
+            "Mean number of threads of finished requests (paper, table 7: #T).",
+            THREADS,
+            mean(of.REQUEST_THREADS, window=WHOLE_RANGE),
+        ),
+        _total(
+            "Requests that fork",
+            "Share of finished requests with more than one thread (paper, table 7: %P).",
+            SHARE,
+            f"1 - {ratio(single, requests)}",
+        ),
+        _total(
+            "Depth",
+            "Mean depth of the paragraph trees of finished requests. 0 means no fork.",
+            LEVELS,
+            mean(of.REQUEST_DEPTH, window=WHOLE_RANGE),
+        ),
+    ]
+
+
+def _total(title: str, description: str, unit: Unit, expression: str) -> AnyPanel:
+    return stat(
+        Text(title, description, unit, 4, 5), Query(expression, ""), instant=True, decimals=1
+    )
+
+
+def _threads() -> list[AnyPanel]:
+    return [
+        lines(
+            Text(
+                "Threads by state",
+                "Threads in a batch, threads waiting for the scheduler, and forks held back by a "
+                "cap.",
+                THREADS,
+            ),
+            Query(level(of.THREADS, "state"), "{{state}}"),
+            stacked=True,
+            colours=STATE_COLOURS,
+        ),
+        lines(
+            Text(
+                "Forks by outcome",
+                "Forks requested by models per second: accepted at once, delayed by a cap and "
+                "started later, or refused.",
+                FORKS_PER_S,
+            ),
+            Query(rate(of.FORKS, "outcome"), "{{outcome}}"),
+            stacked=True,
+            colours=FORK_COLOURS,
+        ),
+        lines(
+            Text(
+                "Delayed forks by reason",
+                "Delayed forks per second, by the cap that held them back.",
+                FORKS_PER_S,
+            ),
+            Query(rate(of.FORK_DELAYS, "reason"), "{{reason}}"),
+            stacked=True,
+            at_least=1,
+        ),
+        buckets(
+            Text("Threads per request", "Finished requests by number of threads.", THREADS, 12),
+            Query(_observed(of.REQUEST_THREADS), "{{le}}"),
+        ),
+        buckets(
+            Text(
+                "Depth of the paragraph tree",
+                "Finished requests by the depth of their paragraph tree. 0 means no fork.",
+                LEVELS,
+                12,
+            ),
+            Query(_observed(of.REQUEST_DEPTH), "{{le}}"),
+        ),
+    ]
+
+
+def _observed(histogram: Metric) -> str:
+    """Count the observations of each bucket."""
+    return total(f"increase({selector(histogram, series='_bucket')}[{RATE_WINDOW}])", "le")
+
+
+def _savings() -> list[AnyPanel]:
+    peak = ratio(rate(of.CACHED_TOKENS, "model"), rate(of.SEQUENTIAL_CACHED_TOKENS, "model"))
+    path = ratio(rate(of.CRITICAL_PATH_STEPS, "model"), rate(of.SEQUENTIAL_STEPS, "model"))
+    return [
+        lines(
+            Text(
+                "Attended tokens",
+                "Attended tokens per second of finished requests, and what one thread would have "
+                "attended to for the same texts.",
+                TOKENS_PER_S,
+            ),
+            Query(rate(of.ATTENDED_TOKENS), "forked"),
+            Query(rate(of.SEQUENTIAL_ATTENDED_TOKENS), "sequential"),
+            colours={"forked": "green", "sequential": "orange"},
+        ),
+        lines(
+            Text("Attended tokens saved", "1 - forked / sequential, by model.", SHARE),
+            Query(saving(of.ATTENDED_TOKENS, of.SEQUENTIAL_ATTENDED_TOKENS, "model"), "{{model}}"),
+        ),
+        lines(
+            Text(
+                "Cached peak and critical path",
+                "Peak cached tokens and critical-path steps, relative to one thread. Lower is "
+                "better: 100 % means no gain.",
+                SHARE,
+            ),
+            Query(peak, "{{model}} cached peak"),
+            Query(path, "{{model}} critical path"),
+        ),
+    ]
+
+
+def _cache() -> list[AnyPanel]:
+    opened = rate(of.FORKS, "model", matchers=('outcome=~"accepted|delayed"',))
+    prefix_hits = ratio(
+        rate(PREFIX_CACHE_HITS, "model_name"), rate(PREFIX_CACHE_QUERIES, "model_name")
+    )
+    return [
+        lines(
+            Text(
+                "Blocks held and free",
+                "KV blocks held by threads, and free KV blocks, over all engines.",
+                BLOCKS,
+            ),
+            Query(f"{level(of.KV_BLOCKS)} - {level(of.KV_FREE_BLOCKS)}", "held"),
+            Query(level(of.KV_FREE_BLOCKS), "free"),
+            stacked=True,
+            colours={"held": "blue", "free": "green"},
+        ),
+        shared_blocks(),
+        lines(
+            Text(
+                "Blocks per fork",
+                "KV blocks per fork that opened a thread, at once or delayed. A fork copies at "
+                "most one block; longer text before a fork means more shared blocks.",
+                BLOCKS,
+            ),
+            Query(ratio(rate(of.KV_SHARED_BLOCKS, "model"), opened), "{{model}} shared"),
+            Query(ratio(rate(of.KV_COPIED_BLOCKS, "model"), opened), "{{model}} copied"),
+        ),
+        lines(
+            Text(
+                "Preemptions",
+                "Threads preempted by vLLM in the last scrapes. Preemptions mean that the cache is "
+                "too small for the admitted requests.",
+                Unit(units.Short, "preemptions"),
+                12,
+            ),
+            # vLLM exports the counter from the first preemption on.
+            Query(f"{events(PREEMPTIONS)} or 0 * {level(of.KV_BLOCKS)}", "preemptions"),
+            at_least=1,
+        ),
+        lines(
+            Text(
+                "Prefix cache hits",
+                "Share of prompt tokens, including those of restarted threads, found in vLLM's "
+                "prefix cache.",
+                SHARE,
+                12,
+            ),
+            Query(prefix_hits, "{{model_name}}"),
+            at_least=1,
+        ),
+    ]
+
+
+def shared_blocks(span: int = 8, height: int = 8) -> AnyPanel:
+    """Build the panel of KV blocks that forks share, copy and release early."""
+    return lines(
+        Text(
+            "Blocks shared, copied, released early",
+            "KV blocks per second: shared by parents with children, copied because they were "
+            "half full, and released by threads that ended before their request.",
+            BLOCKS_PER_S,
+            span,
+            height,
+        ),
+        Query(rate(of.KV_SHARED_BLOCKS), "shared"),
+        Query(rate(of.KV_COPIED_BLOCKS), "copied"),
+        Query(rate(of.KV_RELEASED_EARLY_BLOCKS), "released early"),
+    )
+
+
+def _engine() -> list[AnyPanel]:
+    return [
+        lines(
+            Text("Steps", "Forward passes per second, over all replicas.", STEPS_PER_S),
+            Query(rate(of.ENGINE_STEPS, "model"), "{{model}}"),
+        ),
+        tokens_per_step("model"),
+        time_per_step("model"),
+    ]
+
+
+def tokens_per_step(*by: str, span: int = 8, height: int = 8) -> AnyPanel:
+    """Build the panel of the tokens that one forward pass generates."""
+    tokens = ratio(rate(of.GENERATED_TOKENS, *by), rate(of.ENGINE_STEPS, *by))
+    return lines(
+        Text(
+            "Tokens per step",
+            "Generated tokens per forward pass, that is, threads per batch.",
+            TOKENS,
+            span,
+            height,
+        ),
+        Query(tokens, "{{model}}" if by else "tokens"),
+    )
+
+
+def time_per_step(*by: str, span: int = 8, height: int = 8) -> AnyPanel:
+    """Build the panel of the mean duration of a forward pass."""
+    seconds = ratio(rate(of.ENGINE_BUSY_SECONDS, *by), rate(of.ENGINE_STEPS, *by))
+    return lines(
+        Text("Time per step", "Mean time of a forward pass.", SECONDS, span, height),
+        Query(seconds, "{{model}}" if by else "step"),
+    )
