@@ -173,7 +173,7 @@ def test_wrong_options_are_named_before_anything_is_sent(tmp_path: Path) -> None
             (["--slo", "ttft=0s"], "--slo 'ttft=0s': the time must be above 0"),
             (["--extra-body", "[1]"], "--extra-body '[1]' is not a JSON object"),
             (["--extra-body", "{"], "--extra-body '{' is not JSON"),
-            (["--prompts", "none"], "'none' is none of"),
+            (["--prompts", "none"], "'none' is neither"),
             (["--arrivals", "none.csv"], "none.csv cannot be read"),
             (["--no-fork"], "--no-fork"),
             (["--target", f"127.0.0.1:{free_port()}"], "cannot be reached"),

@@ -137,7 +137,7 @@ def test_a_workload_goes_round_until_there_are_as_many_as_wanted(tmp_path: Path)
         ("held-out", False, "workload 'held-out': give replay:TRACE"),
         ("replay:", False, "workload 'replay:'"),
         ("questions:x", False, "workload 'questions:x'"),
-        ("prompts:nothing-here", False, "'nothing-here' is none of"),
+        ("prompts:nothing-here", False, "'nothing-here' is neither"),
         ("prompts:nothing.txt", False, "nothing.txt cannot be read"),
         ("replay:nothing.jsonl", False, "nothing.jsonl cannot be read"),
         ("prompts:held-out", True, "--no-fork: 'prompts:held-out' is not a recorded answer"),
