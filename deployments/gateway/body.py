@@ -181,7 +181,7 @@ _MESSAGE_FIELDS = ("tool_calls", "reasoning", "reasoning_content")
 _PART_FIELDS = ("text", "refusal", "thinking")
 # Fields that make an answer a single sequence of tokens.
 _UNFORKED_FIELDS = ("structured_outputs", "ignore_eos", "min_tokens")
-_COMPLETION_PATHS = ("/v1/chat/completions", "/v1/completions")
+COMPLETION_PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
 class _Piece(NamedTuple):
@@ -260,7 +260,7 @@ class RequestBody:
         answer: see `apar_core/engine/request_follower.py`.
         """
         return not (
-            path not in _COMPLETION_PATHS
+            path not in COMPLETION_PATHS
             or any(
                 self.fields.get(name) for name in ("echo", "return_token_ids", "use_beam_search")
             )

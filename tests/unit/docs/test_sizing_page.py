@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from cluster.cli.main import app
 from cluster.config import ClusterConfig
 
-PAGE = Path(__file__).resolve().parents[3] / "k8s" / "SIZING.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "sizing.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 # As wide as the page's own lines.
 WIDTH = "108"
