@@ -17,15 +17,15 @@ from apar_core.errors import EvaluationError
 
 
 class OpenLoop(Protocol):
-    """Requests come at times of their own, whatever has become of the earlier ones."""
+    """Open loop: arrival times do not depend on earlier requests."""
 
     def times_s(self, number: int, seed: int) -> list[float]:
-        """Return so many times in order, in seconds from the start; equal seeds give equal ones."""
+        """Return sorted arrival times in seconds from the start; equal seeds give equal times."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """So many requests run at any time: the next one comes when one has ended."""
+    """Closed loop: a request arrives when another has ended."""
 
     concurrency: int
 
@@ -35,7 +35,7 @@ Arrivals = OpenLoop | ClosedLoop
 
 @dataclass(frozen=True, slots=True)
 class AllAtOnce:
-    """All requests come at the start, as in the paper's tests."""
+    """All requests arrive at the start, as in the paper's tests."""
 
     def times_s(self, number: int, seed: int) -> list[float]:
         """Return zeros."""
@@ -44,16 +44,17 @@ class AllAtOnce:
 
 @dataclass(frozen=True, slots=True)
 class GammaArrivals:
-    """Gaps of a gamma distribution: `rate` requests a second on average.
+    """Gamma-distributed gaps with `rate` requests per second on average.
 
-    `cv` is the gaps' standard deviation over their mean: 1 is a Poisson process, more are bursts.
+    `cv` is the standard deviation of the gaps over their mean: 1 is a Poisson process, larger
+    values are bursts.
     """
 
     rate: float
     cv: float = 1.0
 
     def times_s(self, number: int, seed: int) -> list[float]:
-        """Return the ends of so many gaps in a row."""
+        """Return the cumulative sums of random gaps."""
         shape = self.cv**-2
         gaps = np.random.default_rng(seed).gamma(shape, 1 / (shape * self.rate), number)
         return [float(time_s) for time_s in np.cumsum(gaps)]
@@ -61,16 +62,15 @@ class GammaArrivals:
 
 @dataclass(frozen=True, slots=True)
 class RecordedArrivals:
-    """The gaps between recorded requests, in seconds; `rate` None keeps them as they are."""
+    """Recorded gaps in seconds, scaled to `rate` requests per second unless that is None."""
 
     gaps_s: tuple[float, ...]
     rate: float | None
 
     def times_s(self, number: int, seed: int) -> list[float]:
-        """Return the ends of so many gaps from a random one on, round and round.
+        """Return the cumulative sums of the gaps from a random one on, cyclically.
 
-        They are stretched so that the mean rate of just these requests is `rate` a second: their
-        bursts stay, relative to it.
+        The gaps are scaled so that these requests have the mean rate; bursts stay.
         """
         size = len(self.gaps_s)
         start = random.Random(seed).randrange(size)
@@ -93,14 +93,14 @@ def read_arrivals(path: Path, rate: float | None) -> RecordedArrivals:
 
 
 AZURE_COLUMN = "TIMESTAMP"
-"""Of AzurePublicDataset's AzureLLMInferenceTrace tables."""
+"""Column of the AzureLLMInferenceTrace tables in AzurePublicDataset."""
 
 
 def read_timestamps(path: Path) -> list[float]:
-    """Return the times in seconds, in the order of the file.
+    """Return the recorded times in seconds, in the order of the file.
 
-    A file is a table with a column TIMESTAMP (ISO 8601, UTC where it names no zone), or has one
-    number of seconds a line. Raises EvaluationError, with the number of the line that is neither.
+    The file is a CSV table with a column TIMESTAMP (ISO 8601, UTC by default), or has one number of
+    seconds per line. Raises EvaluationError with the number of an invalid line.
     """
     try:
         with path.open(encoding="utf-8", newline="") as lines:
@@ -116,7 +116,7 @@ def read_timestamps(path: Path) -> list[float]:
 
 def _moment_s(path: Path, number: int, row: list[str], column: int) -> float:
     try:
-        # Azure writes seven digits of a second, of which datetime passes over the last.
+        # Azure writes seven digits of a second; datetime ignores the last.
         moment = datetime.fromisoformat(row[column])
     except (ValueError, IndexError) as error:
         raise EvaluationError(f"{path}, row {number}: no {AZURE_COLUMN}: {row}") from error
