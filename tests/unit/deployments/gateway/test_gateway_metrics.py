@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
 
 from cluster.config.keys import ANONYMOUS, KeyConfig, hash_of
@@ -20,7 +19,15 @@ from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.errors import NoReplicaError, ReplicaLostError
 from deployments.wire.request import RelayedRequest
 from tests.fakes.played_instruments import PlayedInstruments
-from tests.fakes.played_replicas import CHAT, EVENTS, JSON, PlayedReplicas, gateway_of, settings_of
+from tests.fakes.replicas import (
+    CHAT,
+    EVENTS,
+    JSON,
+    FakeReplicas,
+    client_of,
+    gateway_of,
+    settings_of,
+)
 
 OK = AnswerStart(200, JSON, b"{}")
 STREAM = AnswerStart(200, EVENTS, b"data: {}\n\n")
@@ -30,12 +37,11 @@ ERROR_EVENT = Piece(b'data: {"error": {"message": "no", "code": 500}}\n\ndata: [
 class ExportedMetrics:
     """A gateway and the metrics it exports."""
 
-    def __init__(self, *replicas: PlayedReplicas, keys: tuple[KeyConfig, ...] = ()) -> None:
+    def __init__(self, *replicas: FakeReplicas, keys: tuple[KeyConfig, ...] = ()) -> None:
         self.instruments = PlayedInstruments()
         self.gateway: Gateway = gateway_of(*replicas, keys=keys)
         self.gateway.metrics = GatewayMetrics(self.instruments)
-        transport = httpx.ASGITransport(app=self.gateway)
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://apar")
+        self.http = client_of(self.gateway)
 
     def value(self, metric: Metric, part: str = "", **labels: str) -> float | None:
         return self.instruments.value(metric.name + part, **labels)
@@ -62,11 +68,11 @@ class ExportedMetrics:
 async def test_an_invalid_keys_file_is_reported_until_it_is_fixed(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text("[]")
-    exported = ExportedMetrics(PlayedReplicas(OK))
+    exported = ExportedMetrics(FakeReplicas(OK))
     values = []
     for text in ("[]", "- wrong", "[]"):
         file.write_text(text)
-        await exported.gateway.reconfigure(settings_of(1, keys_file=file), [PlayedReplicas(OK)])
+        await exported.gateway.reconfigure(settings_of(1, keys_file=file), [FakeReplicas(OK)])
         await exported.gateway.tell_metrics()
         values.append(exported.value(catalogue.SETTINGS_REFUSED, source="keys_file"))
 
@@ -74,7 +80,7 @@ async def test_an_invalid_keys_file_is_reported_until_it_is_fixed(tmp_path: Path
 
 
 async def test_dropped_log_lines_are_counted() -> None:
-    exported = ExportedMetrics(PlayedReplicas(OK))
+    exported = ExportedMetrics(FakeReplicas(OK))
     for num_lines in (0, 4):
         exported.gateway.metrics.recorder.set_total(catalogue.LOG_LINES_DROPPED, num_lines)
         await exported.gateway.tell_metrics()
@@ -83,7 +89,7 @@ async def test_dropped_log_lines_are_counted() -> None:
 
 
 async def test_successful_requests_are_counted_and_timed() -> None:
-    exported = ExportedMetrics(PlayedReplicas(OK), PlayedReplicas(STREAM))
+    exported = ExportedMetrics(FakeReplicas(OK), FakeReplicas(STREAM))
 
     await exported.http.post(CHAT, json={"model": "m"})
     await exported.http.post("/v1/completions", json={"model": "m1", "stream": True})
@@ -96,7 +102,7 @@ async def test_successful_requests_are_counted_and_timed() -> None:
 
 
 async def test_only_requests_for_completions_count() -> None:
-    exported = ExportedMetrics(PlayedReplicas(OK))
+    exported = ExportedMetrics(FakeReplicas(OK))
 
     await exported.http.post("/tokenize", json={"model": "m"})
     await exported.http.get("/v1/models")
@@ -109,13 +115,13 @@ async def test_only_requests_for_completions_count() -> None:
 @pytest.mark.parametrize(
     ("replicas", "streams", "outcome", "given_up", "rejected"),
     [
-        (PlayedReplicas(AnswerStart(400, JSON, b"{}")), False, "client_error", 0, {}),
-        (PlayedReplicas(AnswerStart(500, JSON, b"{}")), False, "server_error", 0, {}),
-        (PlayedReplicas(RuntimeError("ours")), False, "server_error", 0, {}),
-        (PlayedReplicas(STREAM, ERROR_EVENT), True, "server_error", 0, {}),
-        (PlayedReplicas(STREAM, ReplicaLostError("dead")), True, "server_error", 1, {}),
+        (FakeReplicas(AnswerStart(400, JSON, b"{}")), False, "client_error", 0, {}),
+        (FakeReplicas(AnswerStart(500, JSON, b"{}")), False, "server_error", 0, {}),
+        (FakeReplicas(RuntimeError("ours")), False, "server_error", 0, {}),
+        (FakeReplicas(STREAM, ERROR_EVENT), True, "server_error", 0, {}),
+        (FakeReplicas(STREAM, ReplicaLostError("dead")), True, "server_error", 1, {}),
         (
-            PlayedReplicas(NoReplicaError("none")),
+            FakeReplicas(NoReplicaError("none")),
             False,
             "server_error",
             0,
@@ -124,7 +130,7 @@ async def test_only_requests_for_completions_count() -> None:
     ],
 )
 async def test_every_request_has_an_outcome(
-    replicas: PlayedReplicas,
+    replicas: FakeReplicas,
     streams: bool,
     outcome: str,
     given_up: int,
@@ -140,7 +146,7 @@ async def test_every_request_has_an_outcome(
     assert exported.value(catalogue.REQUEST_LATENCY, "_count", model="m") == 0
 
 
-class Losing(PlayedReplicas):
+class Losing(FakeReplicas):
     """Each attempt raises the next error."""
 
     async def whole(
@@ -164,7 +170,7 @@ async def test_a_lost_request_that_no_other_replica_takes_is_given_up() -> None:
 
 
 async def test_a_disconnect_counts_as_cancelled_after_running() -> None:
-    replicas = PlayedReplicas(OK)
+    replicas = FakeReplicas(OK)
     replicas.gate.clear()
     exported = ExportedMetrics(replicas)
 
@@ -194,7 +200,7 @@ async def test_lost_replicas_are_counted_by_the_result_of_the_request() -> None:
 
 async def test_refusals_are_counted_by_reason_and_key_class() -> None:
     key = KeyConfig(name="k", hash=hash_of("k"), metrics_class="paying")
-    exported = ExportedMetrics(PlayedReplicas(OK), keys=(key,))
+    exported = ExportedMetrics(FakeReplicas(OK), keys=(key,))
     headers = {"authorization": "Bearer k"}
 
     await exported.http.post(CHAT, json={"model": "m"})
@@ -215,7 +221,7 @@ async def test_refusals_are_counted_by_reason_and_key_class() -> None:
 
 async def test_every_key_class_starts_at_0() -> None:
     key = KeyConfig(name="k", hash=hash_of("k"), metrics_class="paying")
-    exported = ExportedMetrics(PlayedReplicas(OK), keys=(key,))
+    exported = ExportedMetrics(FakeReplicas(OK), keys=(key,))
 
     await exported.gateway.tell_metrics()
 
@@ -231,9 +237,8 @@ async def test_requests_during_a_drain_are_counted() -> None:
         nonlocal num_late
         num_late += 1
 
-    door = FrontDoor(gateway_of(PlayedReplicas(OK)), count)
-    transport = httpx.ASGITransport(app=door)
-    async with httpx.AsyncClient(transport=transport, base_url="http://apar") as http:
+    door = FrontDoor(gateway_of(FakeReplicas(OK)), count)
+    async with client_of(door) as http:
         await http.post(CHAT, json={"model": "m"})
         door.close()
         await http.post(CHAT, json={"model": "m"})
@@ -244,7 +249,7 @@ async def test_requests_during_a_drain_are_counted() -> None:
 async def test_the_replica_count_is_exported_once_there_is_a_router(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    exported = ExportedMetrics(PlayedReplicas(OK))
+    exported = ExportedMetrics(FakeReplicas(OK))
     [model] = exported.gateway.waiting()
 
     await exported.gateway.tell_metrics()

@@ -7,20 +7,13 @@ import pytest
 from cluster.config.routing import RoutingPolicy, RoutingSettings
 from deployments.routing.policies import Reason
 from deployments.routing.shared_router import Routers, SharedRouter
+from tests.fakes.clock import Clock
 from tests.unit.deployments.routing.loads import FORKED, HINT, busy
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture
 def shared() -> SharedRouter:
-    return SharedRouter(RoutingSettings(), seed=1, now=Clock())
+    return SharedRouter(RoutingSettings(), seed=1, now=Clock(100.0))
 
 
 def test_an_assigned_request_is_counted_at_once(shared: SharedRouter) -> None:
@@ -122,7 +115,7 @@ def test_replicas_to_avoid_are_assigned_last(shared: SharedRouter) -> None:
 def test_a_silent_replica_gets_nothing_while_others_have_room(
     policy: RoutingPolicy,
 ) -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     shared = SharedRouter(RoutingSettings(policy=policy), seed=1, now=clock)
     shared.replicas_changed(1, {"hung": 64, "b": 8})
     for _ in range(30):

@@ -50,7 +50,7 @@ def test_gateway_limits_and_replica_counts_replace_nothing(change: dict[str, Any
     assert built(A) == built(A.model_copy(update=change))
 
 
-def test_another_start_of_the_server_replaces_everything() -> None:
+def test_a_restart_of_the_server_replaces_everything() -> None:
     before, after = built(A), built(A, surroundings=replace(HERE, generation="other"))
 
     assert set(before) == set(after) == {"Gateway", "Replica-a"}
