@@ -57,10 +57,11 @@ docs: $(INSTALLED) ## Build the documentation site in out/site; fails on dead li
 docs-references: $(INSTALLED) ## Rewrite the references of configuration and command line
 	$(BIN)/python docs/build.py --generate
 
-check: $(INSTALLED) ## Check format, lint, types and unit tests: what pre-commit runs
+check: $(INSTALLED) ## Check format, lint, types, documentation and unit tests: what pre-commit runs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python docs/build.py
 	$(BIN)/python -m pytest -m "not slow and not gpu" tests/unit
 
 format: $(INSTALLED) ## Format the code and apply the safe fixes of the linter
