@@ -51,7 +51,7 @@ def test_a_new_run_does_not_mix_with_an_old_one(tmp_path: Path) -> None:
 def test_no_model_is_written_over(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
 
-    with pytest.raises(TrainingError, match="holds a model already"):
+    with pytest.raises(TrainingError, match="already has a model"):
         last_checkpoint(tmp_path, RECIPE, INPUTS, resume=False)
 
 
