@@ -252,7 +252,7 @@ def test_rows_that_no_position_or_context_can_hold_are_refused(tmp_path: Path) -
 
     with pytest.raises(TrainingError, match="context_length 513 exceeds the model's 512"):
         at.train(context_length=513)
-    with pytest.raises(TrainingError, match=r"no example in .* within 5 tokens"):
+    with pytest.raises(TrainingError, match=r"no example in .* fits 5 tokens"):
         at.train(context_length=5)
 
 
