@@ -17,11 +17,10 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from apar_core.engine.offline import OfflineEngine
+from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.scheduler.fork_admission import AdmissionCounters
 from apar_core.scheduler.fork_policy import AdaptivePolicy, EagerPolicy
-from apar_core.scheduler.step_clock import StepClock
-from apar_core.scheduler.step_time_model import StepTimeModel
+from apar_core.scheduler.step_time import StepClock, StepTimeModel
 from benchmarks.decoding import ForkedAnswer, forked_answers, replays
 
 Mode = Literal["none", "eager", "adaptive"]

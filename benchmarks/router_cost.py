@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable
 
 from cluster.config.routing import RoutingPolicy, RoutingSettings
-from deployments.routing.baselines import build_router
-from deployments.routing.policy import Router
-from deployments.routing.views import ReplicaLoad
+from deployments.routing.policies import Router, build_router
 from deployments.wire.answer import AnswerEnd
+from deployments.wire.load import ReplicaLoad
 from deployments.wire.request import RequestHint
 
 CAP = 64
@@ -66,7 +65,7 @@ def measure(policy: RoutingPolicy, num_replicas: int, rounds: int) -> dict[str, 
         router.sent(f"before-{index}", names[index], hint(index), 1.0)
 
     def choose(index: int) -> None:
-        router.choose(hint(index), 2.0)
+        router.choose(hint(index))
 
     def send_and_end(index: int) -> None:
         router.sent(str(index), names[index % num_replicas], hint(index), 2.0)

@@ -1,15 +1,10 @@
-"""When the requests of a load test come: all at once, when others end, or at given times.
-
-`all`; `closed:32` keeps 32 requests running; `poisson:4` sends 4 a second on average;
-`gamma:4,cv=2` does so in bursts; `trace:FILE,rate=4` keeps the gaps of a recorded service.
-"""
+"""When the requests of a load test are sent: in a closed loop, at a rate or at recorded times."""
 
 from __future__ import annotations
 
 import csv
 import math
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -20,19 +15,17 @@ import numpy as np
 
 from apar_core.errors import EvaluationError
 
-FORMS = "all, closed:N, poisson:RATE, gamma:RATE,cv=CV or trace:FILE[,rate=RATE]"
-
 
 class OpenLoop(Protocol):
-    """Requests come at times of their own, whatever has become of the earlier ones."""
+    """Open loop: arrival times do not depend on earlier requests."""
 
     def times_s(self, number: int, seed: int) -> list[float]:
-        """Return so many times in order, in seconds from the start; equal seeds give equal ones."""
+        """Return sorted arrival times in seconds from the start; equal seeds give equal times."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """So many requests run at any time: the next one comes when one has ended."""
+    """Closed loop: a request arrives when another has ended."""
 
     concurrency: int
 
@@ -42,7 +35,7 @@ Arrivals = OpenLoop | ClosedLoop
 
 @dataclass(frozen=True, slots=True)
 class AllAtOnce:
-    """All requests come at the start, as in the paper's tests."""
+    """All requests arrive at the start, as in the paper's tests."""
 
     def times_s(self, number: int, seed: int) -> list[float]:
         """Return zeros."""
@@ -51,16 +44,17 @@ class AllAtOnce:
 
 @dataclass(frozen=True, slots=True)
 class GammaArrivals:
-    """Gaps of a gamma distribution: `rate` requests a second on average.
+    """Gamma-distributed gaps with `rate` requests per second on average.
 
-    `cv` is the gaps' standard deviation over their mean: 1 is a Poisson process, more are bursts.
+    `cv` is the standard deviation of the gaps over their mean: 1 is a Poisson process, larger
+    values are bursts.
     """
 
     rate: float
     cv: float = 1.0
 
     def times_s(self, number: int, seed: int) -> list[float]:
-        """Return the ends of so many gaps in a row."""
+        """Return the cumulative sums of random gaps."""
         shape = self.cv**-2
         gaps = np.random.default_rng(seed).gamma(shape, 1 / (shape * self.rate), number)
         return [float(time_s) for time_s in np.cumsum(gaps)]
@@ -68,16 +62,15 @@ class GammaArrivals:
 
 @dataclass(frozen=True, slots=True)
 class RecordedArrivals:
-    """The gaps between recorded requests, in seconds; `rate` None keeps them as they are."""
+    """Recorded gaps in seconds, scaled to `rate` requests per second unless that is None."""
 
     gaps_s: tuple[float, ...]
     rate: float | None
 
     def times_s(self, number: int, seed: int) -> list[float]:
-        """Return the ends of so many gaps from a random one on, round and round.
+        """Return the cumulative sums of the gaps from a random one on, cyclically.
 
-        They are stretched so that the mean rate of just these requests is `rate` a second: their
-        bursts stay, relative to it.
+        The gaps are scaled so that these requests have the mean rate; bursts stay.
         """
         size = len(self.gaps_s)
         start = random.Random(seed).randrange(size)
@@ -87,83 +80,27 @@ class RecordedArrivals:
         return [float(time_s) * scale for time_s in np.cumsum(gaps)]
 
 
-def parse(spec: str) -> Arrivals:
-    """Return what a text such as `gamma:4,cv=2` says.
+def read_arrivals(path: Path, rate: float | None) -> RecordedArrivals:
+    """Return the gaps between the times recorded in a file, scaled to `rate` if it is given.
 
-    Raises EvaluationError, which names the text, for anything else.
+    Raises EvaluationError for a file without times, or without a gap between them.
     """
-    kind, _, rest = spec.partition(":")
-    reader = _KINDS.get(kind)
-    if reader is None:
-        raise EvaluationError(f"arrivals {spec!r}: unknown; give {FORMS}")
-    try:
-        return reader(rest)
-    except (ValueError, EvaluationError) as error:
-        raise EvaluationError(f"arrivals {spec!r}: {error}") from error
-
-
-def _all_at_once(rest: str) -> Arrivals:
-    if rest:
-        raise ValueError("`all` takes nothing behind it")
-    return AllAtOnce()
-
-
-def _closed(rest: str) -> Arrivals:
-    if not rest.isascii() or not rest.isdigit() or int(rest) < 1:
-        raise ValueError(f"the number of requests that run must be 1 or more, not {rest!r}")
-    return ClosedLoop(int(rest))
-
-
-def _poisson(rest: str) -> Arrivals:
-    return GammaArrivals(_positive("rate", rest))
-
-
-def _gamma(rest: str) -> Arrivals:
-    rate, comma, option = rest.partition(",")
-    name, _, value = option.partition("=")
-    if not comma or name != "cv":
-        raise ValueError("gamma needs a rate and a coefficient of variation, as in gamma:4,cv=2")
-    return GammaArrivals(_positive("rate", rate), _positive("cv", value))
-
-
-def _trace(rest: str) -> Arrivals:
-    path, comma, rate_text = rest.rpartition(",rate=")
-    rate = _positive("rate", rate_text) if comma else None
-    times = sorted(read_timestamps(Path(path if comma else rest)))
+    times = sorted(read_timestamps(path))
     gaps = tuple(after - before for before, after in pairwise(times))
     if not any(gaps):
-        raise ValueError(f"the {len(times)} recorded times have no gap between them")
+        raise EvaluationError(f"{path}: the {len(times)} recorded times have no gap between them")
     return RecordedArrivals(gaps, rate)
 
 
-def _positive(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise ValueError(f"the {name} must be a number above 0, not {text!r}")
-    return value
-
-
-_KINDS: dict[str, Callable[[str], Arrivals]] = {
-    "all": _all_at_once,
-    "closed": _closed,
-    "poisson": _poisson,
-    "gamma": _gamma,
-    "trace": _trace,
-}
-
-
 AZURE_COLUMN = "TIMESTAMP"
-"""Of AzurePublicDataset's AzureLLMInferenceTrace tables."""
+"""Column of the AzureLLMInferenceTrace tables in AzurePublicDataset."""
 
 
 def read_timestamps(path: Path) -> list[float]:
-    """Return the times in seconds, in the order of the file.
+    """Return the recorded times in seconds, in the order of the file.
 
-    A file is a table with a column TIMESTAMP (ISO 8601, UTC where it names no zone), or has one
-    number of seconds a line. Raises EvaluationError, with the number of the line that is neither.
+    The file is a CSV table with a column TIMESTAMP (ISO 8601, UTC by default), or has one number of
+    seconds per line. Raises EvaluationError with the number of an invalid line.
     """
     try:
         with path.open(encoding="utf-8", newline="") as lines:
@@ -179,7 +116,7 @@ def read_timestamps(path: Path) -> list[float]:
 
 def _moment_s(path: Path, number: int, row: list[str], column: int) -> float:
     try:
-        # Azure writes seven digits of a second, of which datetime passes over the last.
+        # Azure writes seven digits of a second; datetime ignores the last.
         moment = datetime.fromisoformat(row[column])
     except (ValueError, IndexError) as error:
         raise EvaluationError(f"{path}, row {number}: no {AZURE_COLUMN}: {row}") from error

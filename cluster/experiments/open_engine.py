@@ -39,8 +39,8 @@ def open_engine(settings: ExperimentSettings, model_path: str) -> Iterator[Exper
     """
     # Each engine of a machine would otherwise bind itself to the same cores.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    from apar_core.engine.offline import OfflineEngine
-    from apar_core.engine.replay_request import REPLAY
+    from apar_core.engine.offline_engine import OfflineEngine
+    from apar_core.engine.replay import REPLAY
 
     offline = OfflineEngine(model_path, logits_processors=[REPLAY], **_engine_args(settings))
     try:
@@ -106,5 +106,5 @@ def _check_room(engine: ExperimentEngine, settings: ExperimentSettings) -> None:
     if room < settings.max_tokens:
         raise EvaluationError(
             f"{least:g} of the KV cache holds {room} tokens, an answer with its prompt up to "
-            f"{settings.max_tokens}: give more --kv-tokens or fewer --max-tokens"
+            f"{settings.max_tokens}: give more --kv-tokens or a smaller --context-length"
         )

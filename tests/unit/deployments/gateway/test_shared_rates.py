@@ -1,6 +1,5 @@
-"""Rates that several gateways count together, in a real Redis."""
+"""Rate limits shared by several gateways in a real Redis."""
 
-import shutil
 import socket
 import subprocess
 import time
@@ -16,8 +15,9 @@ from cluster.config.secret import SecretReference
 from cluster.local_ray import free_port
 from deployments.gateway.callers import Callers
 from deployments.wire.errors import RateLimitError
+from tests.fakes.tools import needs
 
-pytestmark = pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server")
+pytestmark = needs("redis-server")
 SECRET = "apar-one-of-the-keys"
 START_S = 20.0
 
@@ -66,7 +66,7 @@ async def test_two_gateways_count_the_rate_of_a_key_together() -> None:
                 await admit(known)
 
 
-async def test_a_redis_that_asks_for_a_password_gets_the_one_referred_to(
+async def test_redis_gets_the_configured_password(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     port, password = free_port(), "p@ss:w/o%rd"
