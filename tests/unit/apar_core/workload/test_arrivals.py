@@ -131,7 +131,7 @@ def test_a_moment_may_have_any_number_of_digits_and_a_zone(
     [
         ("", "arrivals '': unknown; give all, closed:N"),
         ("burst:3", "arrivals 'burst:3': unknown"),
-        ("all:3", "arrivals 'all:3': `all` takes nothing"),
+        ("all:3", "arrivals 'all:3': `all` takes no arguments"),
         ("closed", "arrivals 'closed': .*must be 1 or more, not ''"),
         ("closed:0", "must be 1 or more, not '0'"),
         ("closed:-1", "must be 1 or more"),
