@@ -272,7 +272,7 @@ class FairQueue:
         self._forget(newest)
         if not newest.granted.done():  # Otherwise its client has left.
             newest.granted.set_exception(
-                self._refusal(fullest, "and requests of keys that hold less of the queue go first")
+                self._refusal(fullest, "and keys with fewer waiting requests go first")
             )
 
     async def _wait(self, account: Account) -> Ticket:
@@ -350,9 +350,8 @@ class FairQueue:
         retry_after_s = self._drain.time_for(self._num_waiting + 1)
         if not account.may_run:
             return RateLimitError(
-                f"{account.num_running} requests of key {account.name} run, as many as its "
-                f"`max_threads` of {account.max_running} lets run at once, {reason}; please try "
-                "again.",
+                f"Key {account.name} has {account.num_running} running requests, as many as its "
+                f"`max_threads` of {account.max_running} allows, {reason}; please try again.",
                 kind="threads",
                 retry_after_s=retry_after_s,
             )
