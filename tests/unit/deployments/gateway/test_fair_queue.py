@@ -183,7 +183,7 @@ async def test_a_full_queue_drops_the_newest_request_of_the_key_that_fills_it() 
     tasks = await enter(queue, *[flood] * 4, other)
 
     assert [task.done() for task in tasks] == [True, False, False, True, False]
-    with pytest.raises(CapacityError, match="fewer waiting requests"):
+    with pytest.raises(CapacityError, match="hold less of the queue"):
         tasks[3].result()
     with pytest.raises(CapacityError):  # Two and one: to drop another would change nothing.
         await queue.enter(other)
