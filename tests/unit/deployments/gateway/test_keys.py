@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import ConfigError
-from cluster.config.keys import KeyConfig, hash_of
-from cluster.config.keys_file import load_keys
+from cluster.config.keys import KeyConfig, hash_of, load_keys
 from deployments.gateway.callers import KeyRing
 from deployments.wire.errors import UnknownKeyError
 from tests.fakes.clock import Clock
