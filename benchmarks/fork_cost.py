@@ -9,7 +9,7 @@ from rich.console import Console
 
 from apar_core.engine.offline_engine import OfflineEngine
 from benchmarks.decoding import forked_answers, replays
-from cluster.cli.evaluation_progress import rich_table
+from cluster.cli.terminal import rich_table
 from cluster.experiments.fork_cost import fork_cost_table, fork_costs
 from cluster.experiments.program import Submission
 

@@ -92,7 +92,7 @@ def serving(name: str, folder: Path, *, enabled: bool) -> Iterator[Server]:
     server = Server(Target(name, Endpoint(port), [root]), None)
     try:
         deadline = time.monotonic() + START_S
-        while "Ctrl-C stops it" not in (said := log.read_text(errors="replace")):
+        while "Press Ctrl-C to stop" not in (said := log.read_text(errors="replace")):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the server did not start: {said}")
             time.sleep(0.5)

@@ -73,15 +73,15 @@ def build_jobs(settings: WorkloadSettings, card: ModelCard) -> PlannedJobs:
     """
     kind, colon, name = settings.spec.partition(":")
     if not colon or not name or kind not in (REPLAY, PROMPTS):
-        raise EvaluationError(f"--workload {settings.spec!r}: give {FORMS}")
+        raise EvaluationError(f"workload {settings.spec!r}: give {FORMS}")
     if settings.flat and kind != REPLAY:
-        raise EvaluationError(f"--flat: {settings.spec!r} is no recorded answer to flatten")
+        raise EvaluationError(f"--no-fork: {settings.spec!r} is not a recorded answer")
     if kind == REPLAY:
         jobs, left_out = _replay_jobs(name, settings, card)
     else:
         jobs, left_out = _prompt_jobs(name, settings, card), 0
     if not jobs:
-        raise EvaluationError(f"--workload {settings.spec!r} has no prompt for a chat")
+        raise EvaluationError(f"{settings.spec!r} has no prompt for a chat")
     wanted = settings.requests or len(jobs)
     sent = [jobs[index % len(jobs)] for index in range(wanted)]
     return PlannedJobs(sent, left_out, repeated=max(wanted - len(jobs), 0))
@@ -125,8 +125,8 @@ def _tokenizer(settings: WorkloadSettings, card: ModelCard) -> str:
         if name is not None and Path(name).is_dir():
             return name
     raise EvaluationError(
-        f"--workload {settings.spec}: a replay needs the model's tokens; say with --tokenizer "
-        f"where the tokenizer of {card.id!r} lies (its checkpoint folder)"
+        f"{settings.spec}: a replay needs the tokenizer of {card.id!r}; name its checkpoint with "
+        "--tokenizer"
     )
 
 

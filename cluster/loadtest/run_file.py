@@ -99,7 +99,7 @@ class Run:
 
 
 class AnswerFile:
-    """A trace of the answers, one line each, as `--workload replay:FILE` reads it."""
+    """A trace of the answers, one line each, as `--replay FILE` reads it."""
 
     def __init__(self, path: Path) -> None:
         self._trace = TraceWriter(path)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 from apar_core.errors import EvaluationError
+from cluster.durations import parse_duration
 from cluster.loadtest.records import RequestRecord
 from cluster.loadtest.times import FIRST, REQUEST_TIMES
-
-_VALUE = re.compile(r"([0-9.]+)\s*(ms|s)")
-_UNITS_S = {"ms": 0.001, "s": 1.0}
 
 Objectives = Mapping[str, float]
 """The longest time allowed, in seconds, by the name of the time."""
@@ -29,7 +26,12 @@ def parse_slo(text: str) -> Objectives:
             raise EvaluationError(f"--slo {part!r}: no time is called {name!r}; known: {known}")
         if name in objectives:
             raise EvaluationError(f"--slo {text!r}: {name} is given twice")
-        objectives[name] = _seconds(part, value)
+        try:
+            objectives[name] = parse_duration(value)
+        except ValueError as error:
+            raise EvaluationError(f"--slo {part!r}: {error}") from error
+        if not objectives[name]:
+            raise EvaluationError(f"--slo {part!r}: the time must be above 0")
     if not objectives:
         raise EvaluationError(f"--slo {text!r} names no objective, as ttft=2s does")
     return objectives
@@ -64,14 +66,3 @@ def unmeasured(records: Sequence[RequestRecord], objectives: Objectives) -> list
         and whole
         and all(REQUEST_TIMES[name].of(record) is None for record in whole)
     ]
-
-
-def _seconds(part: str, value: str) -> float:
-    matched = _VALUE.fullmatch(value)
-    try:
-        seconds = float(matched[1]) * _UNITS_S[matched[2]] if matched else 0.0
-    except ValueError:
-        seconds = 0.0
-    if seconds <= 0:
-        raise EvaluationError(f"--slo {part!r}: {value!r} is no time above 0, as 2s or 50ms is")
-    return seconds

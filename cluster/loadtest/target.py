@@ -62,8 +62,8 @@ def find_model(target: Target, wanted: str | None) -> ModelCard:
         raise EvaluationError(f"--target {target.url}: {url} cannot be reached: {error}") from error
     if answer.status_code in (401, 403):
         raise EvaluationError(
-            f"--target {target.url} refuses the API key (HTTP {answer.status_code}); give another "
-            "with --api-key or OPENAI_API_KEY"
+            f"--target {target.url} refuses the API key (HTTP {answer.status_code}); --api-key-env "
+            "names the variable with the key"
         )
     try:
         answer.raise_for_status()
@@ -73,7 +73,7 @@ def find_model(target: Target, wanted: str | None) -> ModelCard:
             return ModelCard(id=wanted)
         raise EvaluationError(
             f"--target {target.url}: {url} lists no models (HTTP {answer.status_code}); name one "
-            "with --model"
+            "with --model-name"
         ) from error
     return _chosen(target, cards, wanted)
 
@@ -84,5 +84,7 @@ def _chosen(target: Target, cards: list[ModelCard], wanted: str | None) -> Model
         if card.id == wanted or (wanted is None and len(cards) == 1):
             return card
     if wanted is None:
-        raise EvaluationError(f"--target {target.url} has {names or 'no model'}: choose by --model")
-    raise EvaluationError(f"--model {wanted!r}: {target.url} has {names or 'no model'}")
+        raise EvaluationError(
+            f"--target {target.url} has {names or 'no model'}: choose by --model-name"
+        )
+    raise EvaluationError(f"--model-name {wanted!r}: {target.url} has {names or 'no model'}")

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from apar_core.errors import AparError
-from cluster.config.keys import ANONYMOUS, KeyConfig, check_keys, hash_of
-from cluster.config.keys_file import load_keys
+from cluster.config.keys import ANONYMOUS, KeyConfig, check_keys, hash_of, load_keys
 from cluster.config.limits import LimitsConfig, open_storage
 from deployments.gateway.rate_limits import Admission, CounterStore, KeyRates
 from deployments.wire.answer import Headers
@@ -179,7 +178,7 @@ class KeyRing:
         # The time of the lookup depends only on digests, which a caller cannot choose; that of the
         # comparison is constant.
         if key is None or not hmac.compare_digest(key.hash, digest):
-            raise UnknownKeyError("The API key is not known here.")
+            raise UnknownKeyError("Unknown API key.")
         return key
 
     async def _look_at_file(self) -> None:
@@ -222,7 +221,7 @@ class KeyRing:
             if self._problem == reported:
                 return
             logger.error(
-                "keys file not used: the keys that were read before stay in force",
+                "keys file not used: the previous keys stay in force",
                 extra={"file": str(self._file), "reason": self._problem},
             )
         elif self._file is not None:

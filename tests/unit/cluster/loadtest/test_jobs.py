@@ -134,13 +134,13 @@ def test_a_workload_goes_round_until_there_are_as_many_as_wanted(tmp_path: Path)
 @pytest.mark.parametrize(
     ("spec", "flat", "problem"),
     [
-        ("held-out", False, "--workload 'held-out': give replay:TRACE"),
-        ("replay:", False, "--workload 'replay:'"),
-        ("questions:x", False, "--workload 'questions:x'"),
-        ("prompts:nothing-here", False, "'nothing-here' is none of"),
+        ("held-out", False, "workload 'held-out': give replay:TRACE"),
+        ("replay:", False, "workload 'replay:'"),
+        ("questions:x", False, "workload 'questions:x'"),
+        ("prompts:nothing-here", False, "'nothing-here' is neither"),
         ("prompts:nothing.txt", False, "nothing.txt cannot be read"),
         ("replay:nothing.jsonl", False, "nothing.jsonl cannot be read"),
-        ("prompts:held-out", True, "--flat: 'prompts:held-out' is no recorded answer"),
+        ("prompts:held-out", True, "--no-fork: 'prompts:held-out' is not a recorded answer"),
     ],
 )
 def test_a_wrong_workload_is_named(spec: str, flat: bool, problem: str) -> None:

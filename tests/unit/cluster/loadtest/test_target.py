@@ -34,9 +34,9 @@ def test_of_several_models_one_must_be_named() -> None:
     with chat_server(reply, models=models) as server:
         target = Target(url=server.url)
         card = find_model(target, "two")
-        with pytest.raises(EvaluationError, match="has one, two: choose by --model"):
+        with pytest.raises(EvaluationError, match="has one, two: choose by --model-name"):
             find_model(target, None)
-        with pytest.raises(EvaluationError, match=r"--model 'three'.*has one, two"):
+        with pytest.raises(EvaluationError, match=r"--model-name 'three'.*has one, two"):
             find_model(target, "three")
 
     assert (card.max_model_len, card.root) == (512, "/models/two")
@@ -53,7 +53,7 @@ def test_a_server_without_a_list_is_taken_at_its_word() -> None:
     with chat_server(reply, models=({"name": "no id"},)) as server:
         target = Target(url=server.url)
         assert find_model(target, "mine").id == "mine"
-        with pytest.raises(EvaluationError, match="name one with --model"):
+        with pytest.raises(EvaluationError, match="name one with --model-name"):
             find_model(target, None)
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import ConfigError
-from cluster.config.keys import KeyConfig, hash_of
-from cluster.config.keys_file import load_keys
+from cluster.config.keys import KeyConfig, hash_of, load_keys
 from deployments.gateway.callers import KeyRing
 from deployments.wire.errors import UnknownKeyError
 from tests.fakes.clock import Clock
@@ -99,7 +98,7 @@ async def test_a_broken_file_keeps_the_old_keys_and_is_reported_once(
         for clock.now_s in (2.0, 4.0):
             assert (await ring.find(bearer("bob"))) is not None
     assert [record.message for record in caplog.records] == [
-        "keys file not used: the keys that were read before stay in force"
+        "keys file not used: the previous keys stay in force"
     ]
 
     write(file, "carol")
