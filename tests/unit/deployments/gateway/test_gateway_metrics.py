@@ -48,7 +48,7 @@ class Told:
 
     async def outcomes(self, model: str = "m") -> dict[str, float]:
         """Requests of a model by their outcome, without the zeros."""
-        await self.gateway.tell_metrics()
+        await self.gateway.flush_metrics()
         return {
             outcome.value: number
             for outcome in Outcome
@@ -57,7 +57,7 @@ class Told:
 
     async def rejections(self) -> dict[tuple[str, str], float]:
         """Refusals by reason and key class, without the zeros."""
-        await self.gateway.tell_metrics()
+        await self.gateway.flush_metrics()
         return {
             (dict(labels)["reason"], dict(labels)["key_class"]): number
             for (name, labels), number in self.instruments.values.items()
@@ -73,7 +73,7 @@ async def test_a_keys_file_that_cannot_be_used_is_told_until_it_is_mended(tmp_pa
     for text in ("[]", "- wrong", "[]"):
         file.write_text(text)
         await told.gateway.reconfigure(settings_of(1, keys_file=file), [FakeReplicas(OK)])
-        await told.gateway.tell_metrics()
+        await told.gateway.flush_metrics()
         values.append(told.value(catalogue.SETTINGS_REFUSED, source="keys_file"))
 
     assert values == [0, 1, 0]
@@ -83,7 +83,7 @@ async def test_log_lines_that_were_left_out_are_told() -> None:
     told = Told(FakeReplicas(OK))
     for num_lines in (0, 4):
         told.gateway.metrics.recorder.set_total(catalogue.LOG_LINES_DROPPED, num_lines)
-        await told.gateway.tell_metrics()
+        await told.gateway.flush_metrics()
 
     assert told.value(catalogue.LOG_LINES_DROPPED) == 4
 
@@ -177,7 +177,7 @@ async def test_a_client_that_leaves_is_cancelled_and_seen_while_it_runs() -> Non
     request = asyncio.create_task(told.http.post(CHAT, json={"model": "m"}))
     while not replicas.requests:  # noqa: ASYNC110 - the request arrives within some turns
         await asyncio.sleep(0)
-    await told.gateway.tell_metrics()
+    await told.gateway.flush_metrics()
     running = told.value(catalogue.REQUESTS_RUNNING, model="m")
     request.cancel()
     await asyncio.wait([request])
@@ -223,7 +223,7 @@ async def test_every_class_of_key_begins_with_0() -> None:
     key = KeyConfig(name="k", hash=hash_of("k"), metrics_class="paying")
     told = Told(FakeReplicas(OK), keys=(key,))
 
-    await told.gateway.tell_metrics()
+    await told.gateway.flush_metrics()
 
     for key_class in ("paying", ANONYMOUS):
         zero = told.value(catalogue.REQUESTS_REJECTED, reason="overloaded", key_class=key_class)
@@ -252,12 +252,12 @@ async def test_replicas_are_told_once_a_router_knows_them(
     told = Told(FakeReplicas(OK))
     [model] = told.gateway.waiting()
 
-    await told.gateway.tell_metrics()
+    await told.gateway.flush_metrics()
     unknown = told.value(catalogue.REPLICAS, model="m")
     known: Callable[[], dict[str, dict[str, int]]] = lambda: {model: {"full": 2}}  # noqa: E731
     monkeypatch.setattr(ROUTERS, "decisions", known)
     monkeypatch.setattr(ROUTERS, "capacity", lambda deployment: 3)
-    await told.gateway.tell_metrics()
+    await told.gateway.flush_metrics()
 
     assert unknown is None
     assert told.value(catalogue.REPLICAS, model="m") == 3
