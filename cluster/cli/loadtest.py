@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from apar_core.offline.evaluation.report_files import Report
+    from cluster.loadtest.jobs import Target
     from cluster.loadtest.run_file import LoadSettings, Run
-    from cluster.loadtest.target import Target
 
 loadtest = typer.Typer(rich_markup_mode="rich")
 
@@ -122,12 +122,11 @@ def _load(options: Mapping[str, Any]) -> None:
     """Run a load test as the options say, and write and show its report."""
     # These take a second to import, and `apar --help` should not wait for them.
     from apar_core.workload.arrivals import parse
-    from cluster.loadtest.jobs import build_jobs
+    from cluster.loadtest.jobs import Target, build_jobs, find_model
     from cluster.loadtest.live_view import LiveView
     from cluster.loadtest.load_run import LoadRun, run_in_loop
     from cluster.loadtest.report import run_report
     from cluster.loadtest.run_file import AnswerFile, RunFolder, read_run
-    from cluster.loadtest.target import Target, find_model
     from cluster.monitor.sources import PagesSource
 
     for name in ("target", "workload"):
@@ -155,7 +154,7 @@ def _load(options: Mapping[str, Any]) -> None:
 def _settings(options: Mapping[str, Any], target: Target, model: str) -> LoadSettings:
     from cluster.loadtest.jobs import WorkloadSettings
     from cluster.loadtest.run_file import LoadSettings
-    from cluster.loadtest.slo import parse_slo
+    from cluster.loadtest.statistics import parse_slo
 
     shared = ("arrivals", "repeats", "seed", "longest_s", "timeout_s", "warm_up", "sample_s",
               "settle_s")  # fmt: skip

@@ -14,10 +14,9 @@ from rich.markup import escape
 
 from cluster.cli.numbers import check_finite
 from cluster.config.metrics import DEFAULT_PORT
-from cluster.monitor.overview import ClusterHistory
+from cluster.monitor.overview import ClusterHistory, MonitorError, Watch
 from cluster.monitor.sources import PagesSource, PrometheusSource, Source
 from cluster.monitor.view import Screen
-from cluster.monitor.watch import MonitorError, Watch
 
 DEFAULT_PAGE = f"http://127.0.0.1:{DEFAULT_PORT}/metrics"
 # A reading may see one report more or less than the next.

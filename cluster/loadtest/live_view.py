@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cluster.loadtest.client import Answered, LoadClient
+from cluster.loadtest.client import LoadClient
+from cluster.loadtest.run_file import Answered
 
 _REFRESH_S = 0.5
 _LINE_EVERY_S = 15.0

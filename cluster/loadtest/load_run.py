@@ -5,22 +5,27 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import uvloop
 
-from apar_core.workload.arrivals import AllAtOnce, Arrivals
-from cluster.loadtest.arrivals_drive import Drive, Stop
-from cluster.loadtest.client import Answered, LoadClient
-from cluster.loadtest.client_watch import ClientWatch
-from cluster.loadtest.cluster_watch import ClusterWatch
-from cluster.loadtest.jobs import PlannedJobs
+from apar_core.workload.arrivals import AllAtOnce, Arrivals, ClosedLoop
+from cluster.loadtest.client import LoadClient
+from cluster.loadtest.jobs import Job, PlannedJobs
 from cluster.loadtest.live_view import LiveView
-from cluster.loadtest.records import RequestRecord
-from cluster.loadtest.run_file import AnswerFile, LoadSettings, RepeatFacts, RunFacts, RunFolder
+from cluster.loadtest.run_file import (
+    Answered,
+    AnswerFile,
+    LoadSettings,
+    RepeatFacts,
+    RequestRecord,
+    RunFacts,
+    RunFolder,
+)
+from cluster.loadtest.watches import ClientWatch, ClusterWatch
 from cluster.monitor.sources import PagesSource
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -30,6 +35,103 @@ def run_in_loop(coroutine: Coroutine[Any, Any, None]) -> None:
     """Run it in uvloop's event loop, which needs less of the client's CPU than asyncio's own."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(coroutine)
+
+
+Take = Callable[[Answered], None]
+
+
+@dataclass(slots=True)
+class Stop:
+    """Ends a run: nothing more is sent, and what is under way is cancelled."""
+
+    _asked: asyncio.Event = field(default_factory=asyncio.Event)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def asked(self) -> bool:
+        """Whether the run shall end."""
+        return self._asked.is_set()
+
+    def ask(self) -> None:
+        """End it now."""
+        self._asked.set()
+        for task in self._tasks:
+            task.cancel()
+
+    def hold(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+        """Cancel this task too when the run is ended."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def sleep(self, seconds: float) -> None:
+        """Sleep so long, or until the run shall end."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._asked.wait(), seconds)
+
+
+@dataclass(slots=True)
+class Drive:
+    """One repeat: sends jobs with `client`, and gives every answer to `take` when it has ended.
+
+    After `longest_s` seconds nothing more is sent.
+    """
+
+    client: LoadClient
+    repeat: int
+    stop: Stop
+    take: Take
+    longest_s: float = float("inf")
+    _start_s: float = 0.0
+
+    async def run(self, jobs: Sequence[Job], arrivals: Arrivals, seed: int) -> float:
+        """Send the jobs and wait for all answers; return how many seconds that took."""
+        self._start_s = time.perf_counter()
+        if isinstance(arrivals, ClosedLoop):
+            await self._closed(jobs, arrivals.concurrency)
+        else:
+            await self._open(jobs, arrivals.times_s(len(jobs), seed))
+        return self._now_s
+
+    @property
+    def _now_s(self) -> float:
+        return time.perf_counter() - self._start_s
+
+    async def _open(self, jobs: Sequence[Job], times_s: Sequence[float]) -> None:
+        tasks = []
+        for index, (job, time_s) in enumerate(zip(jobs, times_s, strict=True)):
+            if time_s > self._now_s:
+                await self.stop.sleep(time_s - self._now_s)
+            if self.stop.asked or time_s >= self.longest_s:
+                break
+            tasks.append(self.stop.hold(asyncio.create_task(self._send(index, job, time_s))))
+        await _ended(tasks)
+
+    async def _closed(self, jobs: Sequence[Job], concurrency: int) -> None:
+        waiting = iter(enumerate(jobs))
+        await _ended(
+            [
+                self.stop.hold(asyncio.create_task(self._work(waiting)))
+                for _ in range(min(concurrency, len(jobs)))
+            ]
+        )
+
+    async def _work(self, waiting: Iterator[tuple[int, Job]]) -> None:
+        for index, job in waiting:
+            if self.stop.asked or self._now_s >= self.longest_s:
+                return
+            await self._send(index, job, None)
+
+    async def _send(self, index: int, job: Job, planned_s: float | None) -> None:
+        self.take(
+            await self.client.send(
+                job,
+                repeat=self.repeat,
+                index=index,
+                start_s=self._start_s,
+                planned_s=planned_s,
+            )
+        )
 
 
 @dataclass(slots=True)
@@ -151,3 +253,10 @@ class LoadRun:
             with suppress(ValueError, RuntimeError):
                 loop.add_signal_handler(number, end)
         return restore
+
+
+async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Wait for all of them; raise the first error but for those of tasks that never began."""
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+            raise result

@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from matplotlib.figure import Figure
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Plot
+from matplotlib.ticker import PercentFormatter
 
 from apar_core.errors import EvaluationError
 from apar_core.offline.evaluation.report_files import Report, file_name
 from apar_core.offline.evaluation.report_table import Cell, Column, ReportTable
-from cluster.loadtest.all_figures import ALL_FIGURES
-from cluster.loadtest.figures import Figure as RunFigure
-from cluster.loadtest.plots import cluster_figure, throughput_figure, times_figure
-from cluster.loadtest.run_file import Run
-from cluster.loadtest.slo import unmeasured
-from cluster.loadtest.tables import (
-    client_table,
-    cluster_table,
-    errors_table,
-    forking_table,
-    interval_cell,
-    throughput_table,
-    times_table,
+from apar_core.offline.evaluation.speed_plots import PLOT_SETTINGS, RUN_COLOURS
+from cluster.loadtest.figures import (
+    ALL_FIGURES,
+    CLUSTER,
+    FORKING,
+    PERCENTILES,
+    THROUGHPUT,
+    Figure,
+    Repeat,
+    repeats_of,
+    time_figure,
+)
+from cluster.loadtest.run_file import ClusterMoment, Run
+from cluster.loadtest.statistics import (
+    ITL,
+    LEAST_REPEATS,
+    LEAST_SAMPLES,
+    TITLES,
+    Estimate,
+    sampled,
+    spread,
+    unmeasured,
+    values_of,
 )
 
 
@@ -151,7 +166,7 @@ def summary(run: Run) -> dict[str, Any]:
     }
 
 
-def _compared_cells(figure: RunFigure, run: Run, base: Run) -> list[Cell]:
+def _compared_cells(figure: Figure, run: Run, base: Run) -> list[Cell]:
     estimate, ratio = figure.estimate(run), figure.ratio(run, base)
     return [
         None if estimate is None else estimate.value,
@@ -166,9 +181,306 @@ def _client_table_of(run: Run) -> ReportTable:
     return replace(table, name=name, title=f"{table.title}: {run.name}")
 
 
-def _figures(runs: Sequence[Run]) -> dict[str, Figure]:
+def _figures(runs: Sequence[Run]) -> dict[str, Plot]:
     figures = {"throughput": throughput_figure(runs), "times": times_figure(runs)}
     servers = cluster_figure(runs)
     if servers is not None:
         figures["cluster"] = servers
     return figures
+
+
+_INTERVAL = "95 % interval"
+_FIGURE_COLUMNS = (
+    Column("Figure"),
+    Column("Value", ",.2f"),
+    Column("Unit"),
+    Column(_INTERVAL),
+    Column("Repeats"),
+)
+
+
+def interval_cell(estimate: Estimate | None, form: str = ",.1f") -> str | None:
+    """Return an interval in words; None where there is none."""
+    if estimate is None or estimate.low is None or estimate.high is None:
+        return None
+    return f"{estimate.low:{form}} to {estimate.high:{form}}"
+
+
+def throughput_table(run: Run) -> ReportTable:
+    """Return throughput and goodput."""
+    rows = [*_figure_rows(run, THROUGHPUT)]
+    return ReportTable(
+        "throughput",
+        "Throughput",
+        _FIGURE_COLUMNS,
+        tuple(rows),
+        _throughput_note(run),
+    )
+
+
+def times_table(run: Run) -> ReportTable:
+    """Return all times: mean, and percentiles with their intervals."""
+    columns = [Column("Milliseconds"), Column("Mean", ",.1f")]
+    for share in PERCENTILES:
+        columns += [Column(f"p{share}", ",.1f"), Column(_INTERVAL)]
+    rows: list[tuple[Cell, ...]] = []
+    for name, title in TITLES.items():
+        average = time_figure(name, None).estimate(run)
+        row: list[Cell] = [title, None if average is None else average.value]
+        for share in PERCENTILES:
+            estimate = time_figure(name, share).estimate(run)
+            row += [None if estimate is None else estimate.value, interval_cell(estimate)]
+        rows.append(tuple(row))
+    source = (
+        "over repeats (Student's t)"
+        if len(repeats_of(run)) >= LEAST_REPEATS
+        else "by resampling the requests of all repeats"
+    )
+    return ReportTable(
+        "times",
+        "Times of requests that ended well",
+        tuple(columns),
+        tuple(rows),
+        f"Intervals {source}. Inter-token: between two pieces of text as they came; a piece may "
+        "hold several tokens. Critical path: the last step of the last thread.",
+    )
+
+
+def errors_table(run: Run) -> ReportTable | None:
+    """Return the errors by kind; None without any."""
+    kinds = Counter(record.error for record in run.records if record.error is not None)
+    if not kinds:
+        return None
+    first = {
+        record.error: record.message for record in reversed(run.records) if record.error is not None
+    }
+    return ReportTable(
+        "errors",
+        "Requests without a whole answer",
+        (Column("Kind"), Column("Requests", "d"), Column("Share, %"), Column("The first says")),
+        tuple(
+            (kind, count, 100 * count / len(run.records), first[kind] or "")
+            for kind, count in kinds.most_common()
+        ),
+    )
+
+
+def forking_table(run: Run) -> ReportTable | None:
+    """Return what the `apar` objects of the answers say; None where no answer has one."""
+    rows = _figure_rows(run, FORKING)
+    if not rows:
+        return None
+    return ReportTable(
+        "forking",
+        "Forking, by the answers' own statistics",
+        _FIGURE_COLUMNS[:-1],
+        tuple(row[:-1] for row in rows),
+        "Saved: against one thread that writes the same text (section 3.4 of the paper).",
+    )
+
+
+def cluster_table(run: Run) -> ReportTable | None:
+    """Return what the cluster's own metrics say; None where none were read."""
+    rows = _figure_rows(run, CLUSTER)
+    if not rows:
+        return None
+    return ReportTable(
+        "cluster",
+        "What the servers counted",
+        _FIGURE_COLUMNS,
+        tuple(rows),
+        "From the exported metrics, other clients' requests included. Generated: text, fork and "
+        "end tokens. KV cache: of the fullest replica.",
+    )
+
+
+def client_table(run: Run) -> ReportTable:
+    """Return whether the client kept up, for each repeat."""
+    return ReportTable(
+        "client",
+        "This client",
+        (
+            Column("Repeat"),
+            Column("Requests", ",.0f"),
+            Column("Seconds", ",.1f"),
+            Column("CPU, cores", ".2f"),
+            Column("busiest second", ".2f"),
+            Column("Loop late, p50 ms", ".1f"),
+            Column("p99 ms", ".1f"),
+            Column("Sent late, p99 ms", ".1f"),
+            Column("Verdict"),
+        ),
+        tuple(
+            (
+                str(facts.repeat + 1),
+                len(run.of_repeat(facts.repeat)),
+                facts.duration_s,
+                facts.client.cpu_share,
+                facts.client.busiest_cpu_share,
+                facts.client.lag_p50_s * 1000,
+                facts.client.lag_p99_s * 1000,
+                None if facts.client.late_p99_s is None else facts.client.late_p99_s * 1000,
+                "did not keep up" if facts.client.marks else "kept up",
+            )
+            for facts in run.facts.repeats
+        ),
+    )
+
+
+def _figure_rows(run: Run, figures: Sequence[Figure]) -> list[tuple[Cell, ...]]:
+    rows: list[tuple[Cell, ...]] = []
+    for figure in figures:
+        estimate = figure.estimate(run)
+        if estimate is not None:
+            each = ", ".join(f"{value:,.2f}" for value in figure.each(run))
+            interval = interval_cell(estimate, ",.2f")
+            rows.append((figure.title, estimate.value, figure.unit, interval, each))
+    return rows
+
+
+def _throughput_note(run: Run) -> str:
+    seconds = run.facts.settings.sample_s
+    spreads = [
+        found
+        for repeat in repeats_of(run)
+        if (found := spread(sampled(repeat.records, seconds))) is not None
+    ]
+    if not spreads:
+        return (
+            f"Fewer than {LEAST_SAMPLES} samples of {seconds:g} s between warm-up and cool-down, "
+            "when the last request has begun to be answered: send more requests."
+        )
+    quartiles = "; ".join(f"{each.p25:,.1f} to {each.p75:,.1f}" for each in spreads)
+    numbers = ", ".join(str(each.num_samples) for each in spreads)
+    return (
+        f"Samples of {seconds:g} s, without the first third and those after the last request has "
+        f"begun to be answered: {numbers} kept; 25th to 75th percentile {quartiles} tokens/s."
+    )
+
+
+_CURVE_POINTS = 400
+# Among hundreds of requests one or two slow ones would squeeze all others to the left.
+_LARGEST_SHOWN = 99.5
+
+
+def throughput_figure(runs: Sequence[Run]) -> Plot:
+    """Return tokens per second and requests under way over the time of each run's repeats.
+
+    What counts for the mean is drawn in full colour, warm-up and cool-down pale.
+    """
+    with mpl.rc_context(PLOT_SETTINGS):
+        figure = Plot(figsize=(9.5, 6.4), layout="constrained")
+        speed, running = figure.subplots(2, 1, sharex=True)
+        for index, run in enumerate(runs):
+            colour = RUN_COLOURS[index % len(RUN_COLOURS)]
+            for number, repeat in enumerate(repeats_of(run)):
+                label = run.name if number == 0 else None
+                _draw_samples(speed, repeat, colour, label)
+                _draw_running(running, repeat, colour)
+        speed.set_title("Text tokens per second")
+        speed.set_ylim(bottom=0)
+        speed.margins(x=0.01)
+        if len(runs) > 1 and speed.get_legend_handles_labels()[0]:
+            speed.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=4)
+        running.set_title("Requests under way")
+        running.set_ylim(bottom=0)
+        running.set_xlabel("seconds since the start of the repeat")
+    return figure
+
+
+def times_figure(runs: Sequence[Run]) -> Plot:
+    """Return the cumulative distribution of every time that an answer has."""
+    names = [name for name in TITLES if any(values_of(name, run.records) for run in runs)]
+    num_rows = -(-len(names) // 2) or 1
+    with mpl.rc_context(PLOT_SETTINGS):
+        figure = Plot(figsize=(9.5, 2.9 * num_rows), layout="constrained")
+        panels = figure.subplots(num_rows, 2, squeeze=False).flatten()
+        for panel, name in zip(panels, names, strict=False):
+            _draw_curves(panel, name, runs)
+        for panel in panels[len(names) :]:
+            panel.set_visible(False)
+        handles, labels = panels[0].get_legend_handles_labels()
+        if len(runs) > 1:
+            figure.legend(handles, labels, frameon=False, loc="outside upper right", ncols=4)
+    return figure
+
+
+def cluster_figure(runs: Sequence[Run]) -> Plot | None:
+    """Return KV use and running threads over time; None where no metrics were read."""
+    if not any(repeat.facts.cluster for run in runs for repeat in repeats_of(run)):
+        return None
+    with mpl.rc_context(PLOT_SETTINGS):
+        figure = Plot(figsize=(9.5, 5.6), layout="constrained")
+        share, threads = figure.subplots(2, 1, sharex=True)
+        for index, run in enumerate(runs):
+            colour = RUN_COLOURS[index % len(RUN_COLOURS)]
+            for number, repeat in enumerate(repeats_of(run)):
+                moments = repeat.facts.cluster.moments if repeat.facts.cluster else []
+                label = run.name if number == 0 else None
+                _draw_moments(share, moments, lambda moment: moment.kv_share, colour, label)
+                _draw_moments(threads, moments, lambda moment: moment.running, colour, label)
+        share.set_title("KV cache in use, fullest replica")
+        share.yaxis.set_major_formatter(PercentFormatter(1.0))
+        share.set_ylim(bottom=0)
+        if len(runs) > 1:
+            share.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=4)
+        threads.set_title("Threads running")
+        threads.set_ylim(bottom=0)
+        threads.set_xlabel("seconds since the start of the repeat")
+    return figure
+
+
+def _draw_samples(panel: Axes, repeat: Repeat, colour: str, label: str | None) -> None:
+    samples = sampled(repeat.records, repeat.sample_s)
+    values = samples.tokens_per_s
+    if not values:
+        return
+    edges = np.arange(len(values) + 1) * samples.seconds
+    pale_label = None if samples.kept else label
+    panel.stairs(
+        values, edges, color=colour, alpha=0.35, linewidth=1.2, baseline=None, label=pale_label
+    )
+    if samples.kept:
+        kept = edges[samples.first : samples.end + 1]
+        panel.stairs(samples.kept, kept, color=colour, linewidth=1.8, label=label, baseline=None)
+        mean = float(np.mean(samples.kept))
+        panel.hlines(mean, kept[0], kept[-1], colors=colour, linestyles="--", linewidth=1.0)
+
+
+def _draw_running(panel: Axes, repeat: Repeat, colour: str) -> None:
+    begun = [(record.sent_s, 1) for record in repeat.records]
+    ended = [(record.finished_s, -1) for record in repeat.records]
+    changes = sorted([*begun, *ended])
+    times = [time_s for time_s, _ in changes]
+    panel.step(times, np.cumsum([step for _, step in changes]), where="post", color=colour,
+               linewidth=1.3)  # fmt: skip
+
+
+def _draw_curves(panel: Axes, name: str, runs: Sequence[Run]) -> None:
+    scale, unit = (1000.0, "ms") if name in (ITL, "tpot", "path") else (1.0, "s")
+    shares = np.linspace(0, 100, _CURVE_POINTS)
+    largest = 0.0
+    for index, run in enumerate(runs):
+        values = np.asarray(values_of(name, run.records)) * scale
+        if values.size:
+            colour = RUN_COLOURS[index % len(RUN_COLOURS)]
+            panel.plot(np.percentile(values, shares), shares / 100, color=colour, label=run.name)
+            largest = max(largest, float(np.percentile(values, _LARGEST_SHOWN)))
+    panel.set_title(TITLES[name].capitalize())
+    panel.set_xlabel(unit)
+    panel.set_xlim(0, largest * 1.02 or 1)
+    panel.set_ylim(0, 1)
+    panel.yaxis.set_major_formatter(PercentFormatter(1.0))
+    panel.grid(alpha=0.25)
+
+
+def _draw_moments(
+    panel: Axes,
+    moments: Sequence[ClusterMoment],
+    value: Callable[[ClusterMoment], float],
+    colour: str,
+    label: str | None,
+) -> None:
+    times = [moment.at_s for moment in moments]
+    panel.plot(times, [value(moment) for moment in moments], color=colour, linewidth=1.5,
+               label=label)  # fmt: skip

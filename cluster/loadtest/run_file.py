@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 from pydantic import (
     BaseModel,
@@ -20,16 +21,167 @@ from pydantic import ValidationError as Invalid
 
 from apar_core.errors import EvaluationError, validation_summary
 from apar_core.json_lines import read_lines
+from apar_core.offline.data.records import ChatMessage
 from apar_core.workload.trace import TraceLine, TraceWriter
-from cluster.loadtest.client import Answered
-from cluster.loadtest.client_watch import ClientFigures
-from cluster.loadtest.cluster_watch import SETTLE_S, ClusterFigures
-from cluster.loadtest.jobs import WorkloadSettings
-from cluster.loadtest.records import RequestRecord
-from cluster.loadtest.samples import SAMPLE_S
-from cluster.loadtest.target import Target
+from cluster.loadtest.jobs import Target, WorkloadSettings
+
+SAMPLE_S = 3.0
+"""Default length of a throughput sample, as in the paper."""
+SETTLE_S = 11.0
+"""Longer than a process waits between reports: `metrics.report_s`, or Ray's 10 s elsewhere."""
+MOST_CPU_SHARE = 0.9
+MOST_LAG_S = 0.1
+MOST_LATE_S = 0.25
+CANCELLED = "cancelled"
+"""Kind of error of a request that was under way when the user ended the run."""
+
+
+class RequestRecord(BaseModel):
+    """One request; times are seconds, `sent_s` and `planned_s` since the start of its repeat.
+
+    `planned_s` is None where a request is sent when another one ends. `pieces` are the parts of the
+    text as they came: (seconds since it was sent, characters). `end_s`, when the last part of the
+    answer had come, and `paragraph_s`, when the first paragraph was complete, count from there too.
+    `text_tokens` are the server's count, or that of the pieces if it gives none (`counted` is false
+    then). `error` is the kind of error, None for an answer that came whole. `apar` is the server's
+    statistics of its threads.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    repeat: int
+    index: int
+    id: str
+    category: str
+    sent_s: float
+    end_s: float
+    planned_s: float | None = None
+    pieces: list[tuple[float, int]] = []
+    paragraph_s: float | None = None
+    status: int | None = None
+    finish_reason: str | None = None
+    prompt_tokens: int | None = None
+    text_tokens: int = 0
+    counted: bool = True
+    error: str | None = None
+    message: str | None = None
+    apar: dict[str, Any] | None = None
+
+    @property
+    def first_s(self) -> float | None:
+        """When the first piece of text had come, since the start of the repeat."""
+        return self.sent_s + self.pieces[0][0] if self.pieces else None
+
+    @property
+    def finished_s(self) -> float:
+        """When it had ended, since the start of the repeat."""
+        return self.sent_s + self.end_s
+
+    @property
+    def late_s(self) -> float | None:
+        """How long after its time it was sent: the client's fault."""
+        return None if self.planned_s is None else self.sent_s - self.planned_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Times between one piece of text and the next."""
+        times = [time_s for time_s, _ in self.pieces]
+        return [after - before for before, after in pairwise(times)]
+
+    def tokens_by_piece(self) -> list[tuple[float, float]]:
+        """When the text's tokens came, since the start of the repeat, and how many.
+
+        A piece may hold several; the answer's tokens are shared out by characters.
+        """
+        characters = sum(length for _, length in self.pieces)
+        if not characters:
+            return []
+        per_character = self.text_tokens / characters
+        return [(self.sent_s + time_s, length * per_character) for time_s, length in self.pieces]
+
 
 RUN_FILE, REQUESTS_FILE = "run.json", "requests.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A record, and what was asked and said."""
+
+    record: RequestRecord
+    messages: tuple[ChatMessage, ...]
+    text: str
+
+
+class ClientFigures(BaseModel):
+    """What the client did in one repeat.
+
+    Shares are of one core: over the whole repeat, and of its busiest second. `lag_...` is how much
+    later than asked for the event loop woke up; `late_p99_s` how long after their times requests
+    were sent (None where they have none).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cpu_share: float
+    busiest_cpu_share: float
+    lag_p50_s: float
+    lag_p99_s: float
+    lag_max_s: float
+    late_p99_s: float | None
+
+    @property
+    def marks(self) -> list[str]:
+        """Why this run says more about the client than about the server; empty if it does not."""
+        marks = []
+        if self.cpu_share > MOST_CPU_SHARE:
+            marks.append(
+                f"the client used {self.cpu_share:.2f} of a core (more than {MOST_CPU_SHARE})"
+            )
+        if self.lag_p99_s > MOST_LAG_S:
+            marks.append(
+                f"the client's event loop was {self.lag_p99_s * 1000:.0f} ms late at its 99th "
+                f"percentile (more than {MOST_LAG_S * 1000:.0f})"
+            )
+        if self.late_p99_s is not None and self.late_p99_s > MOST_LATE_S:
+            marks.append(
+                f"requests were sent {self.late_p99_s * 1000:.0f} ms late at the 99th percentile "
+                f"(more than {MOST_LATE_S * 1000:.0f})"
+            )
+        return marks
+
+
+class ClusterMoment(BaseModel):
+    """Gauges at a moment of a repeat; the KV share is that of the fullest replica."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    at_s: float
+    kv_share: float
+    running: float
+    waiting: float
+    deferred: float
+
+
+class ClusterFigures(BaseModel):
+    """What the servers themselves counted in one repeat, and how they stood meanwhile.
+
+    Counters hold all that the servers did, other clients' requests included.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    generated_tokens: float
+    engine_steps: float
+    engine_busy_s: float
+    forks: dict[str, float]
+    shared_blocks: float
+    copied_blocks: float
+    attended_tokens: float
+    sequential_attended_tokens: float
+    cached_tokens: float
+    sequential_cached_tokens: float
+    moments: list[ClusterMoment]
+    failures: int = 0
 
 
 class LoadSettings(BaseModel):

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from apar_core.errors import AparError
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Metric
-from cluster.monitor.quantiles import histogram_quantile
-from cluster.monitor.rates import History, Window
-from cluster.monitor.reports import Rates, Reports
-from cluster.monitor.series import GroupKey, Snapshot, Values, buckets, largest, summed, total
+from cluster.monitor.rates import History, Rates, Reports, Window
+from cluster.monitor.series import (
+    GroupKey,
+    Snapshot,
+    Values,
+    buckets,
+    histogram_quantile,
+    largest,
+    summed,
+    total,
+)
+from cluster.monitor.sources import PageError, Source
 
 TREND_POINTS = 240
 """Readings that the line of tokens per second goes back."""
@@ -220,3 +230,60 @@ def _replicas_of(name: str, values: Values) -> float:
 
 def _saved(with_forks: float, sequential: float) -> float | None:
     return 1 - with_forks / sequential if sequential > 0 else None
+
+
+_HINT = (
+    "`apar serve` prints the address of its metrics when it is ready, unless its configuration "
+    "says `metrics: {enabled: false}`."
+)
+
+
+class MonitorError(AparError):
+    """There is nothing to show; the message says what may be the reason."""
+
+
+@dataclass(slots=True)
+class Watch:
+    """The history of one source, and since when it has given no answer."""
+
+    source: Source
+    history: ClusterHistory
+    silent_since: float | None = None
+    reason: str = ""
+    _answered: float = field(default_factory=time.time)
+
+    def read(self) -> None:
+        """Take the next reading; a source that has answered before may fail.
+
+        Raises MonitorError when the first reading brings nothing.
+        """
+        first = self.history.history.latest is None
+        try:
+            snapshot = self.source.read()
+            if not snapshot.values and first:
+                raise PageError(
+                    f"{', '.join(sorted(snapshot.pages)) or 'Prometheus'}: a metrics page, but "
+                    "none of this cluster: its metrics are switched off, no replica has started "
+                    "yet, or the page is another program's"
+                )
+        except PageError as error:
+            if first:
+                raise MonitorError(f"{error}. {_HINT}") from error
+            self.silent_since = self.silent_since or self._answered
+            self.reason = str(error)
+            return
+        self.history.add(snapshot)
+        self.silent_since, self._answered = None, time.time()
+
+    def overview(self) -> Overview:
+        """The last figures there were."""
+        return self.history.overview()
+
+    @property
+    def silence(self) -> str | None:
+        """Since when nothing has answered, in words."""
+        if self.silent_since is None:
+            return None
+        clock = time.strftime("%H:%M:%S", time.localtime(self.silent_since))
+        gone_s = time.time() - self.silent_since
+        return f"no answer since {clock} ({gone_s:.0f} s): {self.reason}"

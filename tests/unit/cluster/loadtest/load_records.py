@@ -2,11 +2,15 @@
 
 from typing import Any
 
-from cluster.loadtest.client_watch import ClientFigures
-from cluster.loadtest.jobs import WorkloadSettings
-from cluster.loadtest.records import RequestRecord
-from cluster.loadtest.run_file import LoadSettings, RepeatFacts, Run, RunFacts
-from cluster.loadtest.target import Target
+from cluster.loadtest.jobs import Target, WorkloadSettings
+from cluster.loadtest.run_file import (
+    ClientFigures,
+    LoadSettings,
+    RepeatFacts,
+    RequestRecord,
+    Run,
+    RunFacts,
+)
 
 KEPT_UP = ClientFigures(
     cpu_share=0.1,

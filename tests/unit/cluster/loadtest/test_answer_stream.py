@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cluster.loadtest.answer_stream import AnswerStream, NotAStreamError, StreamError
+from cluster.loadtest.client import AnswerStream, NotAStreamError, StreamError
 
 
 def event(text: str | None = None, **fields: Any) -> bytes:

@@ -10,10 +10,10 @@ import pytest
 
 from apar_core.offline.data.records import ChatMessage
 from apar_core.workload.arrivals import AllAtOnce, Arrivals, ClosedLoop
-from cluster.loadtest.arrivals_drive import Drive, Stop
-from cluster.loadtest.client import Answered, LoadClient
-from cluster.loadtest.jobs import Job
-from cluster.loadtest.target import Target
+from cluster.loadtest.client import LoadClient
+from cluster.loadtest.jobs import Job, Target
+from cluster.loadtest.load_run import Drive, Stop
+from cluster.loadtest.run_file import Answered
 from tests.fakes.chat_server import ChatServer, Reply, chat_server
 
 BODY = b'{"model": "scripted", "messages": [], "stream": true}'

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from apar_core.offline.data.records import ChatMessage
-from cluster.loadtest.client import Answered, LoadClient
-from cluster.loadtest.jobs import Job
-from cluster.loadtest.target import Target
+from cluster.loadtest.client import LoadClient
+from cluster.loadtest.jobs import Job, Target
+from cluster.loadtest.run_file import Answered
 from cluster.local_ray import free_port
 from tests.fakes.chat_server import Reply, chat_server
 

@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from cluster.loadtest.client_watch import ClientWatch
+from cluster.loadtest.watches import ClientWatch
 from tests.unit.cluster.loadtest.load_records import record
 
 

@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from cluster.loadtest.cluster_watch import ClusterWatch
+from cluster.loadtest.watches import ClusterWatch
 from cluster.local_ray import free_port
 from cluster.metrics import catalogue
+from cluster.monitor.overview import MonitorError
 from cluster.monitor.sources import PagesSource
-from cluster.monitor.watch import MonitorError
 from tests.fakes.metrics_page import busy_page, served
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from apar_core.errors import EvaluationError
 from cluster.config.model import PRESETS
-from cluster.loadtest.jobs import Job, PlannedJobs, WorkloadSettings, build_jobs
-from cluster.loadtest.target import ModelCard
+from cluster.loadtest.jobs import Job, ModelCard, PlannedJobs, WorkloadSettings, build_jobs
 
 CARD = ModelCard(id="apar-tiny", root=PRESETS["apar-tiny"].path, max_model_len=1024)
 LIST = "Two tips:\n\n1. Tune first: check every string.\n2. Play slowly: speed comes by itself."

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from apar_core.offline.data.records import ChatMessage
-from cluster.loadtest.client import Answered, Attempt, LoadClient
-from cluster.loadtest.jobs import Job
+from cluster.loadtest.client import Attempt, LoadClient
+from cluster.loadtest.jobs import Job, Target
 from cluster.loadtest.live_view import LiveFigures, LiveView
-from cluster.loadtest.target import Target
+from cluster.loadtest.run_file import Answered
 from tests.unit.cluster.loadtest.load_records import record
 
 JOB = Job("1", "other", (ChatMessage("user", "?"),), b"{}")

@@ -10,11 +10,9 @@ import pytest
 
 from apar_core.errors import EvaluationError
 from apar_core.offline.evaluation.report_files import write_report
-from cluster.loadtest.all_figures import ALL_FIGURES
-from cluster.loadtest.cluster_watch import ClusterFigures, ClusterMoment
-from cluster.loadtest.records import RequestRecord
+from cluster.loadtest.figures import ALL_FIGURES
 from cluster.loadtest.report import compared, marks_of, run_report, summary
-from cluster.loadtest.run_file import Run
+from cluster.loadtest.run_file import ClusterFigures, ClusterMoment, RequestRecord, Run
 from tests.unit.cluster.loadtest.load_records import KEPT_UP, record, run_of
 
 APAR = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.loadtest.samples import sampled, spread
+from cluster.loadtest.statistics import sampled, spread
 from tests.unit.cluster.loadtest.load_records import record
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from apar_core.errors import EvaluationError
-from cluster.loadtest.target import Target, find_model
+from cluster.loadtest.jobs import Target, find_model
 from cluster.local_ray import free_port
 from tests.fakes.chat_server import Reply, chat_server
 

@@ -3,8 +3,7 @@
 import pytest
 
 from apar_core.errors import EvaluationError
-from cluster.loadtest.slo import meets, parse_slo
-from cluster.loadtest.times import ITL, REQUEST_TIMES, values_of
+from cluster.loadtest.statistics import ITL, REQUEST_TIMES, meets, parse_slo, values_of
 from tests.unit.cluster.loadtest.load_records import record
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from cluster.metrics import catalogue
 from cluster.monitor.overview import ClusterHistory, ModelFigures
-from cluster.monitor.pages import parse_page
 from cluster.monitor.series import Snapshot
+from cluster.monitor.sources import parse_page
 from tests.fakes.metrics_page import MetricsPage, busy_page
 
 OF = {"model": "apar-tiny", "replica": "r1"}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.monitor.quantiles import histogram_quantile
+from cluster.monitor.series import histogram_quantile
 
 INF = math.inf
 

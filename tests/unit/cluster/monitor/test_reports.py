@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.metrics import catalogue
-from cluster.monitor.rates import History
-from cluster.monitor.reports import Rates, Reports
+from cluster.monitor.rates import History, Rates, Reports
 from cluster.monitor.series import SeriesKey, Snapshot, total
 
 QUIET_S = 35.0

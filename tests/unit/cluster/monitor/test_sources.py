@@ -10,9 +10,8 @@ import pytest
 from cluster.local_ray import free_port
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Kind
-from cluster.monitor.pages import PageError, parse_page
 from cluster.monitor.series import buckets, exported_names, largest, summed
-from cluster.monitor.sources import PagesSource, PrometheusSource, page_url
+from cluster.monitor.sources import PageError, PagesSource, PrometheusSource, page_url, parse_page
 from tests.fakes.metrics_page import MetricsPage, busy_page, served
 
 OTHERS = (

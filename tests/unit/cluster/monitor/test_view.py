@@ -15,8 +15,7 @@ from cluster.monitor.overview import (
     Quantiles,
     ReplicaFigures,
 )
-from cluster.monitor.view import Screen
-from cluster.monitor.words import age, bar, number, percent, seconds, sparkline
+from cluster.monitor.view import Screen, age, bar, number, percent, seconds, sparkline
 
 REPLICA = ReplicaFigures("apar-tiny", "k3x9q2", 4, 12, 2, 1, 0.61, 412.0, 3.2, 75.0, older=True)
 LATENCY = Quantiles(0.42, 1.83)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cluster.metrics import catalogue
-from cluster.monitor.overview import ClusterHistory
+from cluster.monitor.overview import ClusterHistory, MonitorError, Watch
 from cluster.monitor.sources import PagesSource
-from cluster.monitor.watch import MonitorError, Watch
 from tests.fakes.metrics_page import busy_page, served
 
 

@@ -4,22 +4,78 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 
-from pydantic import BaseModel, ConfigDict
+import numpy as np
 
+from cluster.loadtest.run_file import (
+    SETTLE_S,
+    ClientFigures,
+    ClusterFigures,
+    ClusterMoment,
+    RequestRecord,
+)
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Metric
-from cluster.monitor.pages import PageError
+from cluster.monitor.overview import MonitorError
 from cluster.monitor.rates import increase
 from cluster.monitor.series import SeriesKey, Snapshot, largest, summed, total
-from cluster.monitor.sources import PagesSource
-from cluster.monitor.watch import MonitorError
+from cluster.monitor.sources import PageError, PagesSource
 
-SETTLE_S = 11.0
-"""Longer than a process waits between reports: `metrics.report_s`, or Ray's 10 s elsewhere."""
+_SECOND_S = 1.0
+_BEAT_S = 0.02
+
+
+@dataclass(slots=True)
+class ClientWatch:
+    """Measures this process while a repeat runs."""
+
+    _lags_s: list[float] = field(default_factory=list)
+    _cpu_shares: list[float] = field(default_factory=list)
+    _cpu_s: float = 0.0
+    _wall_s: float = 0.0
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Measure from here to the end of the block."""
+        started = (time.process_time(), time.perf_counter())
+        beat = asyncio.create_task(self._beat())
+        try:
+            yield
+        finally:
+            beat.cancel()
+            self._cpu_s = time.process_time() - started[0]
+            self._wall_s = time.perf_counter() - started[1]
+
+    def figures(self, records: Sequence[RequestRecord]) -> ClientFigures:
+        """Return what has been measured, beside the lateness of these requests."""
+        share = self._cpu_s / self._wall_s if self._wall_s else 0.0
+        lags = self._lags_s or [0.0]
+        late = [record.late_s for record in records if record.late_s is not None]
+        return ClientFigures(
+            cpu_share=share,
+            busiest_cpu_share=max(self._cpu_shares, default=share),
+            lag_p50_s=float(np.percentile(lags, 50)),
+            lag_p99_s=float(np.percentile(lags, 99)),
+            lag_max_s=max(lags),
+            late_p99_s=float(np.percentile(late, 99)) if late else None,
+        )
+
+    async def _beat(self) -> None:
+        cpu, wall = time.process_time(), time.perf_counter()
+        while True:
+            asked = time.perf_counter() + _BEAT_S
+            await asyncio.sleep(_BEAT_S)
+            now = time.perf_counter()
+            self._lags_s.append(now - asked)
+            if now - wall >= _SECOND_S:
+                used = time.process_time()
+                self._cpu_shares.append((used - cpu) / (now - wall))
+                cpu, wall = used, now
+
+
 _LOOK_S = 1.0
 # Other clients may keep a server counting.
 _MOST_SETTLES = 3
@@ -38,40 +94,6 @@ _COUNTED = frozenset(
         catalogue.SEQUENTIAL_CACHED_TOKENS,
     )
 )
-
-
-class ClusterMoment(BaseModel):
-    """Gauges at a moment of a repeat; the KV share is that of the fullest replica."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    at_s: float
-    kv_share: float
-    running: float
-    waiting: float
-    deferred: float
-
-
-class ClusterFigures(BaseModel):
-    """What the servers themselves counted in one repeat, and how they stood meanwhile.
-
-    Counters hold all that the servers did, other clients' requests included.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    generated_tokens: float
-    engine_steps: float
-    engine_busy_s: float
-    forks: dict[str, float]
-    shared_blocks: float
-    copied_blocks: float
-    attended_tokens: float
-    sequential_attended_tokens: float
-    cached_tokens: float
-    sequential_cached_tokens: float
-    moments: list[ClusterMoment]
-    failures: int = 0
 
 
 @dataclass(slots=True)
