@@ -19,7 +19,7 @@ from apar_core.offline.data.tiny_corpus.generator import Corpus
 from apar_core.offline.decoders.interface import AnswerDecoder, TokenChoice, decode_answer
 from apar_core.offline.decoders.load import DECODER_NAMES, load_decoder
 from apar_core.offline.training.example_encoder import prompt_token_ids
-from apar_core.offline.training.vocabulary import tree_tokens
+from apar_core.offline.training.pretrained import tree_tokens
 from apar_core.tree.threads import thread_scripts
 
 

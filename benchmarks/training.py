@@ -25,13 +25,10 @@ from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.data.records import ChatMessage, ExampleRecord, count_forks
 from apar_core.offline.data.structure import extract_tree
 from apar_core.offline.training.example_encoder import ExampleEncoder
-from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, batch_trees
-from apar_core.offline.training.pretrained import load_tokenizer
-from apar_core.offline.training.tiny_model import build_tiny_model
-from apar_core.offline.training.tiny_settings import TinyModelSettings
-from apar_core.offline.training.tree_loss import summed_tree_loss
-from apar_core.offline.training.vocabulary import tree_tokens
-from apar_core.offline.training.written_out import written_out
+from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, batch_trees, written_out
+from apar_core.offline.training.pretrained import load_tokenizer, tree_tokens
+from apar_core.offline.training.train_tiny import TinyModelSettings, build_tiny_model
+from apar_core.offline.training.tree_forward import summed_tree_loss
 
 TREES_PER_STEP = 8
 TIME_LIMIT_S = 60.0

@@ -1,18 +1,28 @@
-"""How many replicas the present load asks for; plain values in, plain values out."""
+"""Number of replicas that the current load needs.
+
+`decide` is a pure function: load, settings and the previous state in, decision and next state out.
+`deployments/app/autoscaling.py` calls it in the Serve controller.
+"""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster.config.autoscaling import AutoscalingConfig
-from cluster.load_trend import LoadTrend
+
+# Window of the load trend, and the shortest time from which a trend is computed.
+_TREND_S = 15.0
+_SETTLE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What one replica carries: requests and threads alive, children held back, KV cache in use.
+    """Load of one replica.
 
-    `kv_use` is a share of its blocks, 0 to 1.
+    `requests` and `threads` are alive, `waiting_forks` are children held back, and `kv_use` is the
+    share of KV cache blocks in use, 0 to 1.
     """
 
     requests: float
@@ -23,11 +33,11 @@ class ReplicaReport:
 
 @dataclass(frozen=True, slots=True)
 class ModelLoad:
-    """All that is known of a model's load.
+    """Load of a model.
 
-    `waiting_requests` have no replica yet. `default_threads` are expected of each of them as long
-    as no request runs from which more is known. `running` counts the replicas that serve, `target`
-    those that were last asked for; replicas that start have no report.
+    `waiting_requests` have no replica yet. Each is expected to have `default_threads` threads as
+    long as no running request tells more. `running` counts the replicas that serve, `target` those
+    last asked for. Starting replicas have no report.
     """
 
     replicas: Sequence[ReplicaReport]
@@ -38,21 +48,58 @@ class ModelLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadTrend:
+    """Requests of a model over the last seconds, running or waiting, at a constant replica count.
+
+    `seen` holds (time, requests), oldest first. `settling` is set after replicas were added, until
+    their effect can be measured.
+    """
+
+    running: int = 0
+    seen: tuple[tuple[float, float], ...] = ()
+    settling: bool = False
+
+    def after(self, now_s: float, held: float, running: int) -> LoadTrend:
+        """Return the trend with the current number of requests added."""
+        same = running == self.running
+        kept = tuple(each for each in self.seen if same and each[0] >= now_s - _TREND_S)
+        seen = (*kept, (now_s, held))
+        settling = self.settling if same else 0 < self.running < running
+        return LoadTrend(running, seen, settling)
+
+    def clears(self, worth: float, within_s: float) -> bool:
+        """Whether the backlog will be gone within `within_s` if the trend continues.
+
+        `worth` is the load in replicas that carry their targets.
+        """
+        if worth <= self.running:
+            return False
+        (began_s, before), (now_s, held) = self.seen[0], self.seen[-1]
+        if now_s - began_s < _SETTLE_S:
+            return self.settling
+        falling_per_s = (before - held) / (now_s - began_s)
+        return held * (1 - self.running / worth) <= falling_per_s * within_s
+
+
+@dataclass(frozen=True, slots=True)
 class ScalingState:
-    """What a decision leaves for the next one: since when more, or fewer, have been wanted."""
+    """State between two decisions: since when more, or fewer, replicas have been wanted.
+
+    `most_while_under` is the highest number wanted since `under_since_s`: a short lull removes no
+    replica.
+    """
 
     over_since_s: float | None = None
     under_since_s: float | None = None
-    # The highest wish since then: a short lull in the load takes no replica away.
     most_while_under: int = 0
     trend: LoadTrend = field(default_factory=LoadTrend)
 
 
 def replicas_worth(load: ModelLoad, settings: AutoscalingConfig, target_threads: float) -> float:
-    """The load, threads or KV cache, whichever is more, in replicas that carry their target.
+    """Convert the load to replicas at their target; the larger of threads and KV cache counts.
 
-    Waiting requests count with the threads that running ones have on average, and with as much
-    KV cache as these take per thread.
+    A waiting request counts with the mean threads of the running ones, and with the same KV cache
+    per thread.
     """
     requests = sum(report.requests for report in load.replicas)
     alive = sum(report.threads + report.waiting_forks for report in load.replicas)
@@ -71,12 +118,12 @@ def decide(
     state: ScalingState,
     now_s: float,
 ) -> tuple[int, ScalingState]:
-    """The replicas to ask for now, within the configured bounds, and the state to decide on next.
+    """Return the replicas to ask for, within the configured bounds, and the next state.
 
-    More are asked for once they have been wanted for `upscale_delay_s`, and while what has piled up
-    would not be gone within `catch_up_s`; fewer once the remaining would have had
-    `downscale_headroom` for `downscale_delay_s`, and never while a running replica has not
-    reported. `target_threads` is the settings' value or its default.
+    Scale up after more have been wanted for `upscale_delay_s`, unless the backlog will be gone
+    within `catch_up_s`. Scale down after fewer would have left `downscale_headroom` for
+    `downscale_delay_s`, and never while a running replica has not reported. `target_threads` is
+    the settings' value or its default.
     """
     held = sum(report.requests for report in load.replicas) + load.waiting_requests
     trend = state.trend.after(now_s, held, load.running)
@@ -93,17 +140,17 @@ def _decide(
 ) -> tuple[int, ScalingState]:
     worth = replicas_worth(load, settings, target_threads)
     lowest, highest = settings.min_replicas, settings.max_replicas
-    # A replica takes long to start, and what piles up meanwhile must not count as more load.
+    # Starting a replica takes long; the backlog of that time must not count as additional load.
     growth = max(1, math.ceil(load.running * settings.max_growth))
     wanted = min(_bounded(worth, lowest, highest), max(growth, lowest))
-    # The fewer threads a replica has, the faster its steps, so that few replicas seem enough where
-    # there are many: take some away, and look again.
+    # Steps get faster with fewer threads per replica, so that among many replicas, few seem to be
+    # enough. Remove some, then measure again.
     shrunk = math.ceil(load.running / settings.max_growth) if worth > 0 else 0
     enough = max(_bounded(worth / (1 - settings.downscale_headroom), lowest, highest), shrunk)
     if wanted > load.target:
         since = now_s if state.over_since_s is None else state.over_since_s
-        # A full replica is worth several at their targets, also when it works off what came before
-        # it did: that is no load that goes on.
+        # A full replica is worth several at their target, even while it works off a backlog that
+        # will not come again.
         catches_up = settings.catch_up_s > 0 and state.trend.clears(worth, settings.catch_up_s)
         long_enough = now_s - since >= settings.upscale_delay_s
         if load.target == 0 or (long_enough and not catches_up):
@@ -119,5 +166,5 @@ def _decide(
 
 
 def _bounded(worth: float, lowest: int, highest: int) -> int:
-    # Sums of floating-point shares may exceed a whole number by a hair.
+    # Sums of floating-point shares may exceed a whole number by a rounding error.
     return min(max(math.ceil(worth - 1e-9), lowest), highest)

@@ -1,1 +1,5 @@
-"""The papers' methods without a server: data, training, decoding and evaluation."""
+"""The papers' methods without a server.
+
+Imports point one way: `data` (examples) <- `training` (packed trees, fine-tuning) <- `speculation`
+(Medusa heads) <- `decoders` (one answer at a time on transformers) <- `evaluation`.
+"""

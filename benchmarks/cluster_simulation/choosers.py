@@ -11,10 +11,9 @@ from benchmarks.cluster_simulation.step_times import StepTimes
 from benchmarks.cluster_simulation.threads import Outcome, SimRequest
 from benchmarks.cluster_simulation.trees import AnswerTree
 from cluster.config.routing import RoutingPolicy, RoutingSettings
-from deployments.routing.baselines import build_router
-from deployments.routing.policy import Router
-from deployments.routing.views import ReplicaLoad
+from deployments.routing.policies import Router, build_router
 from deployments.wire.answer import AnswerEnd
+from deployments.wire.load import ReplicaLoad
 
 ORACLE = "oracle"
 MOST_COMPARED = 64
@@ -48,7 +47,7 @@ class RouterChooser:
 
     def choose(self, request: SimRequest, now_s: float) -> str | None:
         """Ask the router; all that it sees of the request is its hint."""
-        return self.router.choose(request.hint, now_s)
+        return self.router.choose(request.hint)
 
     def sent(self, request: SimRequest, replica_id: str, now_s: float) -> None:
         """Count it in the router."""

@@ -16,7 +16,7 @@ from benchmarks.cluster_simulation.choosers import Chooser
 from benchmarks.cluster_simulation.replica import SimReplica
 from benchmarks.cluster_simulation.step_times import ReplicaModel
 from benchmarks.cluster_simulation.threads import Outcome, SimRequest
-from deployments.routing.views import ReplicaLoad
+from deployments.wire.load import ReplicaLoad
 
 REPORT_DELAY_S = (0.07, 0.19)
 """How long a report travels; with a period of 0.1 s its age is 0.18 s at the median, 0.29 at most.

@@ -15,7 +15,7 @@ from apar_core.scheduler.step_time_model import BatchView
 from benchmarks.cluster_simulation.engine import SimEngine, StepPlan
 from benchmarks.cluster_simulation.step_times import ReplicaModel
 from benchmarks.cluster_simulation.threads import Outcome
-from deployments.routing.views import ReplicaLoad
+from deployments.wire.load import ReplicaLoad
 
 _NO_LIMIT = 1 << 40
 # Rates and step times are reported over so many seconds, as a replica does.

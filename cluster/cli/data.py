@@ -21,9 +21,8 @@ from rich.table import Table
 from cluster.config.model import PRESETS, ModelConfig
 
 if TYPE_CHECKING:
-    from apar_core.offline.data.prepare import PreparationSettings
-    from apar_core.offline.data.report import PreparationReport
-    from apar_core.offline.training.context_fit import ContextFit
+    from apar_core.offline.data.prepare import PreparationReport, PreparationSettings
+    from apar_core.offline.training.example_encoder import ContextFit
 
 data = typer.Typer(no_args_is_help=True, help="Turn chats into training examples with forks.")
 
@@ -151,7 +150,7 @@ def prepare(
 
 def _context_fit(model: str, context_length: int, chat_template: Path | None) -> ContextFit:
     # Transformers takes seconds to import.
-    from apar_core.offline.training.context_fit import ContextFit
+    from apar_core.offline.training.example_encoder import ContextFit
 
     fit = ContextFit(ModelConfig(checkpoint=model).preset.path, context_length, chat_template)
     fit.check()

@@ -14,7 +14,7 @@ from cluster.cli.thread_view import statistics_line, thread_view
 from cluster.config.model import DEFAULT_MODEL, ModelConfig
 
 if TYPE_CHECKING:
-    from apar_core.offline.decoders.decoded_answer import DecodedAnswer
+    from apar_core.offline.decoders.interface import DecodedAnswer
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ def fetch(
 
     They come from FastChat's public home, at a fixed commit, and are checked.
     """
-    from apar_core.offline.evaluation.benchmark_files import (
+    from apar_core.offline.evaluation.prompt_sets import (
         BENCHMARK_FILES,
         FASTCHAT_URLS,
         BenchmarkFile,

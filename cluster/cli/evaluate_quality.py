@@ -16,7 +16,7 @@ from cluster.cli.evaluation_progress import clear_errors, rich_table, stage_prog
 
 if TYPE_CHECKING:
     from apar_core.offline.evaluation.chat_endpoint import EndpointSettings
-    from apar_core.offline.evaluation.quality_run import QualityPlan
+    from apar_core.offline.evaluation.quality import QualityPlan
 
 _SHOWN_FAILURES = 5
 
@@ -110,11 +110,9 @@ def quality(
     Answers come from files, or from an endpoint, or both. Run the same command again to go on
     where it was interrupted.
     """
-    from apar_core.offline.evaluation.judge_prompts import load_judge_prompts
-    from apar_core.offline.evaluation.judging import JudgmentRequest
+    from apar_core.offline.evaluation.judging import JudgmentRequest, load_judge_prompts
     from apar_core.offline.evaluation.prompt_sets import load_prompts
-    from apar_core.offline.evaluation.quality_run import QualityPlan
-    from apar_core.offline.evaluation.quality_tables import TokenPrices
+    from apar_core.offline.evaluation.quality import QualityPlan, TokenPrices
 
     console = Console(stderr=True)
     with clear_errors(console):
@@ -193,7 +191,7 @@ def _endpoint(
 
 
 def _run(console: Console, plan: QualityPlan) -> None:
-    from apar_core.offline.evaluation.quality_run import run_quality
+    from apar_core.offline.evaluation.quality import run_quality
 
     if not plan.answer_files and plan.model is None:
         raise EvaluationError("nothing to judge: give --answers FILE or --model-endpoint URL")

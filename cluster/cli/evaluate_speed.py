@@ -12,7 +12,7 @@ from cluster.cli.evaluation_progress import clear_errors, rich_table, stage_prog
 from cluster.config.model import DEFAULT_MODEL, PRESETS
 
 if TYPE_CHECKING:
-    from apar_core.offline.evaluation.speed_settings import SpeedSettings
+    from apar_core.offline.evaluation.speed_run import SpeedSettings
 
 _NUM_SUMMARY_TABLES = 3
 
@@ -105,7 +105,7 @@ def speed(
     model: [bold]apar evaluate speed --replay ANSWERS.jsonl --count-only --out out/replay[/bold]
     """
     # Torch takes seconds to import, and `apar --help` should not wait for it.
-    from apar_core.offline.evaluation.speed_settings import SpeedSettings
+    from apar_core.offline.evaluation.speed_run import SpeedSettings
 
     with clear_errors(Console(stderr=True)):
         settings = SpeedSettings(
@@ -133,8 +133,8 @@ def speed(
 
 
 def _run(settings: SpeedSettings, out: Path) -> None:
-    from apar_core.offline.evaluation.report_files import write_report
     from apar_core.offline.evaluation.speed_evaluation import run_speed
+    from apar_core.reporting import write_report
 
     with stage_progress(Console(stderr=True)) as progress:
         report = run_speed(settings, out, progress)

@@ -18,7 +18,7 @@ from apar_core.errors import AparError
 from cluster.cli.progress_bars import step_bars
 
 if TYPE_CHECKING:
-    from apar_core.offline.evaluation.report_table import ReportTable
+    from apar_core.reporting import ReportTable
 
 _LINES_PER_STAGE = 10
 

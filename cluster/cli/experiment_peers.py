@@ -11,7 +11,7 @@ from rich.console import Console
 from cluster.cli.evaluation_progress import clear_errors, rich_table, stage_progress
 
 if TYPE_CHECKING:
-    from apar_core.offline.evaluation.report_files import Report
+    from apar_core.reporting import Report
     from cluster.experiments.peers.runs import PeerSettings
 
 Trace = Annotated[
@@ -102,7 +102,7 @@ def _settings(options: dict[str, Any]) -> PeerSettings:
 
 def show_report(report: Report, out: Path) -> None:
     """Write a report's files, and print its facts and tables."""
-    from apar_core.offline.evaluation.report_files import write_report
+    from apar_core.reporting import write_report
 
     page = write_report(report, out)
     console = Console()

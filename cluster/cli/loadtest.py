@@ -45,7 +45,7 @@ from cluster.cli.loadtest_options import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from apar_core.offline.evaluation.report_files import Report
+    from apar_core.reporting import Report
     from cluster.loadtest.jobs import Target
     from cluster.loadtest.run_file import LoadSettings, Run
 
@@ -184,7 +184,7 @@ def _json_object(text: str | None) -> dict[str, Any]:
 
 
 def _show(report: Report, folder: Path) -> None:
-    from apar_core.offline.evaluation.report_files import write_report
+    from apar_core.reporting import write_report
 
     page = write_report(report, folder)
     console = Console()

@@ -53,7 +53,7 @@ def _train_model(
     console: Console, out: Path, steps: int | None, seed: int, executors: int, recipe: str | None
 ) -> None:
     # Torch takes seconds to import, and `apar --help` should not wait for it.
-    from apar_core.offline.training.tiny_settings import TinyModelSettings, tiny_recipe
+    from apar_core.offline.training.train_tiny import TinyModelSettings, tiny_recipe
     from apar_core.offline.training.train_tiny import train_tiny as train
 
     settings = tiny_recipe(recipe or "apar-tiny").model_copy(
@@ -71,7 +71,7 @@ def _train_heads(
     import torch
 
     from apar_core.models.apar_tiny import checkpoint_path
-    from apar_core.offline.speculation.train_tiny_medusa import (
+    from apar_core.offline.speculation.train_medusa import (
         tiny_medusa_recipe,
         train_tiny_medusa,
     )

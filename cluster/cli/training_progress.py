@@ -21,7 +21,7 @@ from apar_core.errors import AparError
 from cluster.cli.progress_bars import step_bars
 
 if TYPE_CHECKING:
-    from apar_core.offline.training.reports import OnStep, StepReport
+    from apar_core.offline.training.tree_trainer import OnStep, StepReport
 
 _SECONDS_BETWEEN_LINES = 10.0
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from apar_core.offline.evaluation.speed_plots import PLOT_SETTINGS
+from apar_core.reporting import PLOT_SETTINGS
 from cluster.experiments.fork_cost import SHARED
 from cluster.experiments.plots import MODE_COLOURS
 from cluster.experiments.step_timers import (

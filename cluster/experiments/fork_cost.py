@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from apar_core.errors import EngineError, EvaluationError
-from apar_core.offline.evaluation.report_table import Column, ReportTable
+from apar_core.reporting import Column, ReportTable
 from cluster.experiments.program import Submission
 
 if TYPE_CHECKING:

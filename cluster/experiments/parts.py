@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from apar_core.json_lines import append_line, read_finished_lines
-from apar_core.offline.evaluation.answer_store import SETTINGS_FILE, claim_folder
+from apar_core.reporting import SETTINGS_FILE, claim_folder
 
 PARTS_FILE = "parts.jsonl"
 

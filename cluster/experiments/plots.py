@@ -9,7 +9,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from apar_core.offline.evaluation.speed_plots import PLOT_SETTINGS
+from apar_core.reporting import PLOT_SETTINGS
 from cluster.experiments.cells import Cell
 from cluster.experiments.settings import MODES
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from apar_core.offline.evaluation.report_files import Report
+from apar_core.reporting import Report
 from cluster.experiments.parts import PartStore, StartStage
 from cluster.experiments.settings import ExperimentSettings
 

@@ -18,7 +18,7 @@ from cluster.experiments.settings import ExperimentSettings, Mode
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from apar_core.offline.evaluation.report_table import ReportTable
+    from apar_core.reporting import ReportTable
 
 TABLE_1 = "table1"
 TABLE_2 = "table2"
@@ -94,7 +94,7 @@ def _write(
     settings: ExperimentSettings,
     folder: Path,
 ) -> Path:
-    from apar_core.offline.evaluation.speed_plots import save_figure
+    from apar_core.reporting import save_figure
 
     save_figure(figure, folder / name)
     cells = [cell for each in cells_of_trace.values() for cell in each]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from apar_core.offline.evaluation.report_table import Column, ReportTable
+from apar_core.reporting import Column, ReportTable
 from cluster.experiments.cells import CategoryCounts, Cell
 
 # The paper leaves these out of the mean, since its models do not fork there.

@@ -17,7 +17,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from apar_core.errors import EvaluationError
-from apar_core.offline.evaluation.report_table import Column, ReportTable
+from apar_core.reporting import Column, ReportTable
 from cluster.experiments.parts import PartStore
 from cluster.experiments.served_cluster import APAR, ServedCluster, served_cluster
 from cluster.experiments.settings import trace_digest

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from apar_core.offline.evaluation.speed_plots import PLOT_SETTINGS, RUN_COLOURS
+from apar_core.reporting import PLOT_SETTINGS, RUN_COLOURS
 from cluster.experiments.plots import MODE_COLOURS
 from cluster.experiments.simulated_scale_out import ROUTERS
 

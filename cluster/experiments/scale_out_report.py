@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from apar_core.offline.evaluation.report_files import Report
+from apar_core.reporting import Report
 from cluster.experiments.scale_out import ReplicasRun, ScaleOutSettings, scale_out_table
 from cluster.experiments.simulated_scale_out import HOW_TO, simulated_table
 

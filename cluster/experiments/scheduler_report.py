@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
-from apar_core.offline.evaluation.report_files import Report
-from apar_core.offline.evaluation.report_table import Column, ReportTable
+from apar_core.reporting import Column, Report, ReportTable
 from cluster.experiments.goals import Goal
 from cluster.experiments.parts import PartStore, StartStage
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from apar_core.errors import EvaluationError
-from apar_core.offline.evaluation.report_table import Column, ReportTable
+from apar_core.reporting import Column, ReportTable
 
 PACKAGE = "benchmarks.cluster_simulation"
 HOW_TO = (

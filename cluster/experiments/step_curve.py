@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from apar_core.offline.evaluation.report_table import Column, ReportTable
+from apar_core.reporting import Column, ReportTable
 from cluster.experiments.experiment_engine import Conditions, ExperimentEngine
 
 _WARM_UP_STEPS = 2

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from apar_core.offline.evaluation.report_table import Column, ReportTable
+from apar_core.reporting import Column, ReportTable
 from cluster.experiments.experiment_engine import Conditions, ExperimentEngine, Policy
 from cluster.experiments.program import OneRequest
 from cluster.experiments.step_timers import PARTS, PartTimers, timed_steps

@@ -14,9 +14,15 @@ from matplotlib.figure import Figure as Plot
 from matplotlib.ticker import PercentFormatter
 
 from apar_core.errors import EvaluationError
-from apar_core.offline.evaluation.report_files import Report, file_name
-from apar_core.offline.evaluation.report_table import Cell, Column, ReportTable
-from apar_core.offline.evaluation.speed_plots import PLOT_SETTINGS, RUN_COLOURS
+from apar_core.reporting import (
+    PLOT_SETTINGS,
+    RUN_COLOURS,
+    Cell,
+    Column,
+    Report,
+    ReportTable,
+    file_name,
+)
 from cluster.loadtest.figures import (
     ALL_FIGURES,
     CLUSTER,

@@ -1,4 +1,4 @@
-"""Composes the gateway and the replicas of all models into one Ray Serve application."""
+"""Compose the gateway and the replicas of all models into one Ray Serve application."""
 
 import hashlib
 import json
@@ -21,27 +21,26 @@ from deployments.app.autoscaling import gateway_autoscaling, model_autoscaling
 from deployments.app.ingress import APPLICATION, GATEWAY, GatewayIngress, IngressSettings
 from deployments.gateway.settings import gateway_settings
 from deployments.replica.replica import Replica, ReplicaSettings
-from deployments.routing.serve_config import router_config
+from deployments.routing.ray_router import router_config
 
 __all__ = ["APPLICATION", "GATEWAY", "build_application"]
 
 MAX_CHOICES = 128
-"""Most choices (`n`) of one request, as in OpenAI's API."""
-# The gateway bounds its requests itself; Ray Serve's cap must never come first.
+"""Maximum of `n`, the choices of one request, as in OpenAI's API."""
+# The gateway limits its requests itself; Ray Serve's cap must never apply first.
 _NO_CAP = 1_000_000
-# Of up to 100 replicas, one more than wanted while they are replaced; Ray rounds up.
+# One additional replica during a rollout, for up to 100 replicas; Ray rounds up.
 _ONE_MORE_PERCENT = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What replicas are built for besides their model.
+    """Facts about the cluster that replicas are built for.
 
-    `num_replicas` share the machine's cores, of all models, but for a model named in
-    `core_shares`, which keeps the number it was started with. Replicas of one `generation` are
-    kept when the application is deployed again without a change to them. `has_room` says whether
-    a new replica finds resources beside the one that it replaces. `engine_resource` is Ray's name
-    of what a node has once for each replica that it may run.
+    The cores are shared by `num_replicas`, the replicas of all models. A model in `core_shares`
+    keeps the number it was started with. Replicas of one `generation` stay when the application is
+    deployed again without a change to them. `has_room` tells whether a new replica fits beside the
+    one it replaces. `engine_resource` is a custom Ray resource of which each replica takes one.
     """
 
     on_gpu: bool = False
@@ -53,13 +52,13 @@ class Surroundings:
     engine_resource: str | None = None
 
     def version(self, *facts: Any) -> str:
-        """Ray Serve's version of a deployment: replicas of another one are replaced."""
+        """Version of a deployment; Ray Serve replaces replicas of another version."""
         text = json.dumps([self.generation, *facts], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
-    """vLLM's engine arguments: ours, the preset's over them, the user's over all."""
+    """vLLM's engine arguments: ours, overridden by the preset's, overridden by the user's."""
     arguments: dict[str, Any] = {"max_num_seqs": model.threads_per_replica}
     if on_gpu:
         if model.gpus_per_replica > 1:
@@ -83,22 +82,22 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
 def replica_environment(
     model: ModelConfig, *, on_gpu: bool, num_replicas: int = 1
 ) -> dict[str, str]:
-    """Environment of a replica's process; vLLM reads these when it is imported.
+    """Environment of a replica's process, which vLLM reads when it is imported.
 
-    `num_replicas` share the machine's cores, of all models.
+    The cores are shared by `num_replicas`, the replicas of all models.
     """
     environment = APPLICATION_FLAGS | {
         "VLLM_NO_USAGE_STATS": "1",
-        # The concurrency cap counts requests, so one may not bring thousands of choices.
+        # The concurrency cap counts requests, so the choices of one must be limited.
         "VLLM_MAX_N_SEQUENCES": str(MAX_CHOICES),
     }
     if on_gpu:
-        # vLLM's V2 model runner, its default on GPU, takes logits processors of another interface.
+        # vLLM's V2 model runner, the default on GPU, has another logits-processor interface.
         return environment | ({"VLLM_USE_V2_MODEL_RUNNER": "0"} if model.replay else {})
     threads = model.cpu_threads or max(1, (os.cpu_count() or 1) // num_replicas)
     if engine_arguments(model, on_gpu=False).get("enforce_eager"):
-        # The sampler compiles small functions all the same. That saves nothing on a CPU, and takes
-        # half a minute in a process that compiles nothing else.
+        # The sampler would still compile small functions, which takes half a minute in a process
+        # that compiles nothing else, and saves nothing on a CPU.
         environment["TORCH_COMPILE_DISABLE"] = "1"
     return environment | {
         # `auto` would pin every replica to the same first core.
@@ -118,7 +117,7 @@ def build_replicas(
     metrics: bool = True,
     tracing: TracingConfig | None = None,
 ) -> serve.Application:
-    """The replicas of one model."""
+    """Build the deployment of a model's replicas."""
     on_gpu = surroundings.on_gpu
     share = surroundings.core_shares.get(model.deployment_name, surroundings.num_replicas)
     settings = ReplicaSettings(
@@ -140,7 +139,7 @@ def build_replicas(
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=surroundings.drain_s,
         request_router_config=router_config(routing),
-        # What one start could not load, twenty cannot; a dead replica is replaced without limit.
+        # A model that fails to load once will fail again. Dead replicas are replaced regardless.
         max_constructor_retry_count=1,
         max_surge_percent=_ONE_MORE_PERCENT if surroundings.has_room else 0,
         ray_actor_options={
@@ -153,16 +152,8 @@ def build_replicas(
         },
     )(Replica)
     version = surroundings.version(settings.model_dump(mode="json"))
-    # Left to itself, Ray Serve replaces every replica whenever an application is deployed.
+    # Without a version, Ray Serve replaces all replicas at each deployment.
     return deployment.options(version=version, _internal=True).bind(settings)
-
-
-def _gateway_runtime(config: ClusterConfig) -> dict[str, Any]:
-    """Ray's runtime environment of the gateway.
-
-    A private cluster's processes have the flags already, and start faster without one.
-    """
-    return {} if config.ray_address is None else {"env_vars": APPLICATION_FLAGS}
 
 
 def build_application(
@@ -171,9 +162,9 @@ def build_application(
     *,
     served: ClusterConfig | None = None,
 ) -> serve.Application:
-    """The application, ready for `serve.run`: the models of `config`, with their replicas.
+    """Build the application for `serve.run`, with replicas for all models of `config`.
 
-    The gateway offers those of `served`, which must be among them; all when absent.
+    The gateway offers the models of `served`, which must be among them; by default all.
     """
     known = surroundings or Surroundings(num_replicas=config.num_replicas, drain_s=config.drain_s)
     replicas = [
@@ -198,11 +189,14 @@ def build_application(
             for model in offered.models
         ),
     )
+    # The processes of a private cluster already have the flags; without a runtime environment they
+    # start faster.
+    runtime_env = {} if config.ray_address is None else {"env_vars": APPLICATION_FLAGS}
     deployment = serve.deployment(
         name=GATEWAY,
         max_ongoing_requests=_NO_CAP,
-        autoscaling_config=gateway_autoscaling(1),
-        ray_actor_options={"num_cpus": 0, "runtime_env": _gateway_runtime(config)},
+        autoscaling_config=gateway_autoscaling(),
+        ray_actor_options={"num_cpus": 0, "runtime_env": runtime_env},
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=known.drain_s,
         user_config=ingress.as_user_config(),

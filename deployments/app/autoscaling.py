@@ -1,12 +1,13 @@
-"""Ray Serve's autoscaling by threads, KV cache and waiting work.
+"""Ray Serve autoscaling policies based on threads, KV cache and waiting requests.
 
-Replicas report what they carry, gateways how many requests wait for each model; the decision is
-`cluster.autoscaling.decide`. Both policies run in the Serve controller.
+Replicas report their load and gateways their queue lengths; `cluster.autoscaling.decide` makes the
+decision. Both policies run in the Serve controller.
 """
 
 import time
 import warnings
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from ray.serve.config import AutoscalingConfig as ServeAutoscalingConfig
@@ -16,38 +17,28 @@ from cluster.autoscaling import ModelLoad, ReplicaReport, ScalingState, decide
 from cluster.config.autoscaling import AutoscalingConfig
 from cluster.config.model import ModelConfig
 
-# The module and not the board in it: Ray copies what this module refers to, but modules.
+# Imported as a module: Ray pickles a policy's module by value with the objects it imports, but
+# modules by reference. So both policies find the same board.
 from deployments.app import waiting_board
 
 WAITING_PREFIX = "waiting:"
-"""Before a deployment's name in what a gateway reports."""
+"""Prefix of a deployment's name in a gateway's report."""
 
 _REPORT_PERIOD_S = 1.0
 _MEAN_OVER_S = 3.0
-_FIELDS = ("requests", "threads", "waiting_forks", "kv_use")
-
-
-def replica_report(state: Mapping[str, Any], requests: int) -> dict[str, float]:
-    """What a replica reports, of its engine core's state and the requests on its HTTP side."""
-    blocks = state["kv_blocks"]
-    return {
-        "requests": float(requests),
-        "threads": float(state["threads"]),
-        "waiting_forks": float(state.get("deferred_threads", 0)),
-        "kv_use": 1 - state["free_blocks"] / blocks if blocks else 0.0,
-    }
+_REPORT_FIELDS = tuple(field.name for field in fields(ReplicaReport))
 
 
 def gateway_report(waiting: Mapping[str, int]) -> dict[str, float]:
-    """What a gateway reports: requests that wait in it, by the deployment they wait for."""
+    """Report a gateway's waiting requests by deployment."""
     return {WAITING_PREFIX + deployment: float(count) for deployment, count in waiting.items()}
 
 
 class GatewayPolicy:
-    """Puts the gateways' waiting requests on the board; leaves their own number as it is."""
+    """Copies the gateways' waiting requests to the board; never changes their own number."""
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """The unchanged number of gateways."""
+        """Return the unchanged number of gateways."""
         metrics = context.aggregated_metrics or {}
         waiting = {
             name.removeprefix(WAITING_PREFIX): sum(by_replica.values())
@@ -59,7 +50,7 @@ class GatewayPolicy:
 
 
 class ModelPolicy:
-    """Asks for the replicas that a model's load needs."""
+    """Asks for the number of replicas that a model's load needs."""
 
     def __init__(
         self, settings: dict[str, Any], target_threads: float, default_threads: float
@@ -70,14 +61,14 @@ class ModelPolicy:
         self._state = ScalingState()
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """The replicas to ask for now."""
+        """Return the number of replicas to run now."""
         now_s = time.monotonic()
         metrics = context.aggregated_metrics or {}
-        reported = set.intersection(*(set(metrics.get(name, {})) for name in _FIELDS))
+        reported = set.intersection(*(set(metrics.get(name, {})) for name in _REPORT_FIELDS))
         waiting_in_gateways = waiting_board.BOARD.read(context.deployment_name, now_s)
         load = ModelLoad(
             replicas=[
-                ReplicaReport(**{name: metrics[name][replica] for name in _FIELDS})
+                ReplicaReport(**{name: metrics[name][replica] for name in _REPORT_FIELDS})
                 for replica in reported
             ],
             waiting_requests=waiting_in_gateways + (context.total_queued_requests or 0.0),
@@ -90,7 +81,7 @@ class ModelPolicy:
 
 
 def model_autoscaling(model: ModelConfig) -> ServeAutoscalingConfig | None:
-    """Ray Serve's settings for the replicas of a model; None where their number is fixed."""
+    """Ray Serve's autoscaling configuration of a model; None for a fixed number of replicas."""
     settings = model.autoscaling
     if settings is None:
         return None
@@ -103,15 +94,14 @@ def model_autoscaling(model: ModelConfig) -> ServeAutoscalingConfig | None:
     return _serve_config(settings.min_replicas, settings.max_replicas, policy)
 
 
-def gateway_autoscaling(num_gateways: int) -> ServeAutoscalingConfig:
-    """Ray Serve's settings for gateways whose waiting requests count."""
-    policy = AutoscalingPolicy(policy_function=GatewayPolicy)
-    return _serve_config(num_gateways, num_gateways, policy)
+def gateway_autoscaling() -> ServeAutoscalingConfig:
+    """Ray Serve's configuration of the one gateway, whose queue lengths are to be reported."""
+    return _serve_config(1, 1, AutoscalingPolicy(policy_function=GatewayPolicy))
 
 
 def _serve_config(least: int, most: int, policy: AutoscalingPolicy) -> ServeAutoscalingConfig:
     with warnings.catch_warnings():
-        # The period has environment variables instead, which a running Ray cluster has not got.
+        # Deprecated in favour of environment variables, which a running Ray cluster lacks.
         warnings.simplefilter("ignore", DeprecationWarning)
         return ServeAutoscalingConfig(
             min_replicas=least,
@@ -119,7 +109,7 @@ def _serve_config(least: int, most: int, policy: AutoscalingPolicy) -> ServeAuto
             policy=policy,
             metrics_interval_s=_REPORT_PERIOD_S,
             look_back_period_s=_MEAN_OVER_S,
-            # `decide` has delays of its own, which a simulation can drive.
+            # `decide` has its own delays, which a simulation can drive.
             upscale_delay_s=0.0,
             downscale_delay_s=0.0,
         )

@@ -1,7 +1,7 @@
-"""Builds the application for Ray Serve's declarative configuration, which KubeRay deploys.
+"""Application builder for Ray Serve's declarative configuration, as deployed by KubeRay.
 
-There nobody runs `apar serve`: Ray Serve calls `application` with the `args` of the configuration,
-in a process on the head pod, where the pods of the replicas may not yet have joined.
+Instead of `apar serve`, Ray Serve calls `application` with the `args` of the configuration. It does
+so in a process on the head pod, when the replicas' pods may not have joined yet.
 """
 
 import os
@@ -15,8 +15,7 @@ from cluster.config.keys_file import check_keys_file
 from cluster.local_ray import SERVE_FLAGS
 from deployments.app.application import Surroundings, build_application
 
-_EVERYWHERE = "0.0.0.0"
-_OF_SERVE = {
+_SET_ELSEWHERE = {
     "host": "http_options.host",
     "port": "http_options.port",
     "ray_address": "the Ray cluster that runs the application",
@@ -29,30 +28,30 @@ class KubeRayArguments(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     device: Literal["cpu", "gpu"] = Field(
-        description="What engines run on. Not looked up: their pods may join later."
+        description="Device of the engines. Not detected, because their pods may join later."
     )
     cluster: ClusterConfig = Field(
-        description="A cluster's configuration as for `apar serve`, without `host`, `port` and "
-        "`ray_address`, which Ray Serve's configuration has in other places."
+        description="Configuration as for `apar serve`, without `host`, `port` and `ray_address`, "
+        "which are set elsewhere in Ray Serve's configuration."
     )
     engine_resource: str | None = Field(
         None,
         min_length=1,
-        description="Ray resource of which each engine takes one; keeps engines on the pods that "
-        "have it. On CPU nothing else does.",
+        description="Ray resource of which each engine takes one, to keep engines on the pods that "
+        "have it. On CPU, nothing else does so.",
     )
     spare_room: bool = Field(
         False,
-        description="Whether pods have room for a new engine beside those that run. Then a changed "
-        "engine starts before the old one ends; else after, and one engine is missing meanwhile.",
+        description="Whether pods have room for one more engine. If so, a rollout starts the new "
+        "engine before it stops the old one; otherwise one engine is missing meanwhile.",
     )
 
 
 def application(args: dict[str, Any]) -> serve.Application:
-    """The application that `args` describe, see `KubeRayArguments`.
+    """Build the application from `args`, see `KubeRayArguments`.
 
-    Raises ConfigError that names the field. What is checked here fails before any replica starts,
-    and KubeRay shows the message in the RayService's status.
+    Raises ConfigError that names the field, before any replica starts. KubeRay shows the message
+    in the RayService's status.
     """
     _check_flags()
     arguments = arguments_of(args)
@@ -69,29 +68,25 @@ def application(args: dict[str, Any]) -> serve.Application:
 
 
 def arguments_of(args: dict[str, Any]) -> KubeRayArguments:
-    """The checked arguments; raises ConfigError."""
+    """Validate the arguments; raises ConfigError."""
     cluster = args.get("cluster", {})
     if not isinstance(cluster, dict):
         raise ConfigError("args.cluster: a mapping of settings is expected")
-    for name in sorted(_OF_SERVE.keys() & cluster.keys()):
-        raise ConfigError(f"args.cluster.{name}: leave it out; it is {_OF_SERVE[name]}")
-    # Others reach the pods, so `cluster` must say who may call.
-    reachable = args | {"cluster": cluster | {"host": _EVERYWHERE}}
+    for name in sorted(_SET_ELSEWHERE.keys() & cluster.keys()):
+        raise ConfigError(f"args.cluster.{name}: leave it out; it is {_SET_ELSEWHERE[name]}")
+    # The pods are reachable from outside, so `cluster` must configure keys or allow_anonymous.
+    reachable = args | {"cluster": cluster | {"host": "0.0.0.0"}}
     try:
         arguments = KubeRayArguments.model_validate(reachable)
     except ValidationError as error:
         raise ConfigError(f"args.{problems_of(error)}") from None
-    _check_device(arguments)
-    return arguments
-
-
-def _check_device(arguments: KubeRayArguments) -> None:
-    """Refuse what would be looked up on the head pod, and be wrong for the others."""
     for model in arguments.cluster.models:
+        # The default, the number of this machine's cores, would be the head pod's.
         if arguments.device == "cpu" and model.cpu_threads is None:
             raise ConfigError(
                 f"args.cluster.models: {model.public_name}: set `cpu_threads` to its pod's cores"
             )
+    return arguments
 
 
 def _check_flags() -> None:

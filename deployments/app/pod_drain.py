@@ -1,7 +1,8 @@
-"""Empties the Ray node of a pod that is to end: `python -m deployments.app.pod_drain --seconds 90`.
+"""Drain the Ray node of a pod: `python -m deployments.app.pod_drain --seconds 90`.
 
-Kubernetes runs it as the pod's preStop hook, before it tells Ray to end. Ray Serve starts what runs
-here on other nodes where there is room, and lets what runs here end its requests.
+Kubernetes runs this as the pod's preStop hook, before it stops Ray. Ray Serve starts the node's
+replicas on other nodes, if there is room, and lets the ones here finish their requests. A module of
+its own, so that the hook starts without importing the application.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import psutil
 from ray import _raylet
 from ray.core.generated import autoscaler_pb2, gcs_pb2
 
-# None of the three has type information.
+# These have no type information.
 _RAYLET: Any = _raylet
 _GCS: Any = gcs_pb2
 _AUTOSCALER: Any = autoscaler_pb2
@@ -26,19 +27,19 @@ _POLL_S = 0.5
 
 
 class DrainError(RuntimeError):
-    """The node could not be drained; the pod ends without."""
+    """The node could not be drained; the pod shuts down anyway."""
 
 
 def drain(gcs_address: str, node_ip: str, seconds: float) -> int:
-    """Drain the node of an IP address; returns how many replicas are left after `seconds`.
+    """Drain the node with this IP address; returns the replicas left after `seconds`.
 
-    Raises DrainError where no such node is alive, or where GCS refuses.
+    Raises DrainError if no such node is alive, or if GCS refuses.
     """
     gcs = _RAYLET.GcsClient(address=gcs_address)
     node_id = _node_id(gcs, node_ip)
     deadline_s = time.time() + seconds
     accepted, reason = gcs.drain_node(
-        node_id, _PREEMPTION, "the pod is to end", int(deadline_s * 1000)
+        node_id, _PREEMPTION, "the pod is shutting down", int(deadline_s * 1000)
     )
     if not accepted:
         raise DrainError(f"node {node_id} is not drained: {reason}")
@@ -48,7 +49,7 @@ def drain(gcs_address: str, node_ip: str, seconds: float) -> int:
 
 
 def replicas_here() -> int:
-    """Processes of Ray Serve's replicas that this pod can see: its own."""
+    """Count the Ray Serve replica processes in this pod."""
     return sum(
         process.info["status"] != psutil.STATUS_ZOMBIE
         and (process.info["cmdline"] or [""])[0].startswith(REPLICA_TITLE)
@@ -65,9 +66,9 @@ def _node_id(gcs: Any, node_ip: str) -> str:
 
 
 def main() -> None:
-    """Drain this pod's node; what Ray and the pod are to know of it stands in the environment."""
+    """Drain this pod's node, with addresses from RAY_ADDRESS and POD_IP."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, required=True, help="Longest time it may take.")
+    parser.add_argument("--seconds", type=float, required=True, help="Time limit (s).")
     seconds = parser.parse_args().seconds
     try:
         left = drain(os.environ["RAY_ADDRESS"], os.environ["POD_IP"], seconds)

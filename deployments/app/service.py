@@ -1,14 +1,15 @@
-"""The application as it runs: started, changed without losing a request, drained, ended."""
+"""The running application: start, rollout without lost requests, drain, shutdown."""
 
 import io
 import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+from pydantic import BaseModel
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions, ProxyLocation
@@ -16,37 +17,39 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
-from cluster.config import ClusterConfig, StartError
+from cluster.config import ClusterConfig, ConfigError, StartError
 from cluster.config.model import ModelConfig
 from deployments.app.application import Surroundings, build_application
 from deployments.app.ingress import APPLICATION, GATEWAY
-from deployments.app.rollout import changes, check_change, steps
 
 logger = logging.getLogger(__name__)
 
 _QUIET = LoggingConfig(enable_access_log=False, log_level="WARNING")
 _GATEWAY_ANSWER_S = 5.0
 _POLL_S = 0.1
-_NOT_OF_A_PROCESS = {"replicas", "autoscaling", "max_queued_requests", "max_queue_s"}
-# Ended requests need a moment to hand their errors on.
+# Time for cut requests to send their errors.
 _LAST_WORDS_S = 0.5
+# Settings that only a restart can change.
+_FIXED = ("host", "port", "ray_address", "metrics")
+# Settings of a model that its running processes do not depend on.
+_NOT_OF_A_PROCESS = {"replicas", "autoscaling", "max_queued_requests", "max_queue_s"}
 
 
 class Service:
-    """Our application on the Ray cluster that is connected."""
+    """Our application on the connected Ray cluster."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self.config = config
         self._surroundings = Surroundings(
             on_gpu=ray.cluster_resources().get("GPU", 0) > 0,
             num_replicas=config.num_replicas,
-            core_shares=_core_shares(config, {}, None),
+            core_shares=core_shares(config, {}, None),
             drain_s=config.drain_s,
         )
 
     @property
     def url(self) -> str:
-        """The base URL, as this machine reaches it."""
+        """Base URL, as reachable from this machine."""
         host = self.config.host
         if host in ("0.0.0.0", "::"):
             host = "127.0.0.1"
@@ -57,19 +60,19 @@ class Service:
         self._deploy(self.config, self.config)
 
     def rollout(self, new: ClusterConfig) -> list[str]:
-        """Bring a new configuration to the running application; returns what has changed.
+        """Apply a new configuration to the running application; returns the changes in words.
 
-        No request is lost: replicas that must be replaced are so one by one, a new one before the
-        old where there is room, and an old one ends its requests first. Raises ConfigError for
-        what only a restart can change, and StartError where new replicas cannot start; the old
-        configuration is served then.
+        No request is lost. Replicas are replaced one by one, each new one before the old where
+        there is room, and the old ones finish their requests. Raises ConfigError for settings that
+        need a restart, and StartError if new replicas cannot start; the old configuration is then
+        served.
         """
         old, surroundings = self.config, self._surroundings
         check_change(old, new)
         self._surroundings = replace(
             surroundings,
             num_replicas=new.num_replicas,
-            core_shares=_core_shares(new, surroundings.core_shares, old),
+            core_shares=core_shares(new, surroundings.core_shares, old),
             has_room=_has_room(new, on_gpu=surroundings.on_gpu),
             drain_s=new.drain_s,
         )
@@ -84,24 +87,24 @@ class Service:
         return changes(old, new)
 
     def drain(self) -> int:
-        """Let no request in, and those that run end; returns how many had to be cut.
+        """Refuse new requests and give running ones `drain_s` to finish; returns how many were cut.
 
-        They get `drain_s`. A signal may raise through it at any moment.
+        A signal may raise in here at any time.
         """
         deadline = time.monotonic() + self.config.drain_s
         gateway = _gateway_handle()
-        _asked(gateway, "close")
-        while (inside := _asked(gateway, "inside")) and time.monotonic() < deadline:
+        _call_gateways(gateway, "close")
+        while (inside := _call_gateways(gateway, "inside")) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         if inside:
-            inside = _asked(gateway, "cut")
+            inside = _call_gateways(gateway, "cut")
             time.sleep(_LAST_WORDS_S)
         return inside
 
     def end(self) -> None:
-        """Shut a private cluster's Serve down; on another, delete only our application."""
+        """Shut down Ray Serve on a private cluster; on another, delete only our application."""
         if self.config.ray_address is None:
-            # Ray prints that the controller's calls fail, when they end with the controller.
+            # Ray prints failed calls of the controller when they end together with it.
             with redirect_stdout(io.StringIO()):
                 serve.shutdown()
         else:
@@ -117,7 +120,7 @@ class Service:
 
 @contextmanager
 def running_service(config: ClusterConfig) -> Iterator[Service]:
-    """The running application; raises StartError if a replica cannot start."""
+    """Run the application; raises StartError if a replica cannot start."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(
         proxy_location=ProxyLocation.HeadOnly,
@@ -139,39 +142,71 @@ def running(config: ClusterConfig) -> Iterator[str]:
         yield service.url
 
 
-def _gateway_handle() -> DeploymentHandle[Any]:
-    gateway: DeploymentHandle[Any] = serve.get_deployment_handle(GATEWAY, APPLICATION)
-    # No event loop runs here, so the handle brings its own.
-    gateway._init(_run_router_in_separate_loop=True)
-    # A broadcast reaches the replicas that the handle knows; after an ordinary call it knows all.
-    with _logged():
-        gateway.options(method_name="inside").remote().result(timeout_s=_GATEWAY_ANSWER_S)
-    return gateway
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One deployment of a rollout: the models that have replicas, and those that are offered."""
+
+    replicas: ClusterConfig
+    served: ClusterConfig
 
 
-def _asked(gateway: DeploymentHandle[Any], method: str) -> int:
-    """The sum of what all gateways answer; none may be left to answer."""
-    with _logged():
-        answers = gateway.broadcast(method).results(timeout_s=_GATEWAY_ANSWER_S)
-        return sum(answer or 0 for answer in answers)
-    return 0
+def check_change(old: ClusterConfig, new: ClusterConfig) -> None:
+    """Raise ConfigError if the new configuration needs a restart."""
+    for name in _FIXED:
+        before, after = getattr(old, name), getattr(new, name)
+        if before != after:
+            raise ConfigError(
+                f"{name}: cannot be changed from {before!r} to {after!r} while serving; "
+                "restart `apar serve`"
+            )
 
 
-@contextmanager
-def _logged() -> Iterator[None]:
-    """The end goes on without a gateway that does not answer."""
-    try:
-        yield
-    except (RayError, RayServeException, TimeoutError) as error:
-        logger.warning("the gateway does not answer", exc_info=error)
+def steps(old: ClusterConfig, new: ClusterConfig) -> Iterator[Step]:
+    """Yield the deployments of a rollout in order; none if nothing has changed.
+
+    First the replicas of added models start beside those of removed ones. Then the gateway offers
+    the new models. Last, the removed models lose their replicas.
+    """
+    wanted = {model.deployment_name: model for model in new.models}
+    known = {model.deployment_name for model in old.models}
+    both = (
+        *(wanted.get(model.deployment_name, model) for model in old.models),
+        *(model for model in new.models if model.deployment_name not in known),
+    )
+    removes = bool(known - set(wanted))
+    if both != old.models:
+        yield Step(old.model_copy(update={"models": both}), old)
+    if new != old:
+        yield Step(new.model_copy(update={"models": both}) if removes else new, new)
+    if removes:
+        yield Step(new, new)
 
 
-def _core_shares(
+def changes(old: ClusterConfig, new: ClusterConfig) -> list[str]:
+    """Describe a rollout."""
+    before = {model.public_name: model for model in old.models}
+    after = {model.public_name: model for model in new.models}
+    said = [f"model {name} is added" for name in after if name not in before]
+    said += [f"model {name} is removed" for name in before if name not in after]
+    said += [
+        f"model {name} is changed: {', '.join(_changed_fields(before[name], model))}"
+        for name, model in after.items()
+        if name in before and before[name] != model
+    ]
+    rest = [name for name in _changed_fields(old, new) if name != "models"]
+    return said + [f"{name} is changed" for name in rest]
+
+
+def _changed_fields(old: BaseModel, new: BaseModel) -> list[str]:
+    return [name for name in type(old).model_fields if getattr(old, name) != getattr(new, name)]
+
+
+def core_shares(
     new: ClusterConfig, before: Mapping[str, int], old: ClusterConfig | None
 ) -> dict[str, int]:
-    """Among how many replicas the cores are shared, for each model.
+    """Return, per deployment, the number of replicas that share the cores with its own.
 
-    A model whose processes need not change keeps its share: a new one would cost it a restart.
+    A model whose processes need not change keeps its number: another one would restart them.
     """
     known = [] if old is None else [_process_settings(model) for model in old.models]
     return {
@@ -183,21 +218,48 @@ def _core_shares(
 
 
 def _process_settings(model: ModelConfig) -> dict[str, Any]:
-    """What of a model its running replicas depend on, and nothing of how many there are."""
+    """Settings that running replicas of a model depend on."""
     settings = model.model_dump(exclude=_NOT_OF_A_PROCESS)
     return settings | {"name": model.public_name}
 
 
 def _has_room(config: ClusterConfig, *, on_gpu: bool) -> bool:
-    """Whether a replica of any model finds GPUs beside those that run."""
+    """Whether there are free GPUs for one more replica of any model."""
     if not on_gpu:
         return True
     free = ray.available_resources().get("GPU", 0)
     return all(free >= model.gpus_in_ray for model in config.models)
 
 
+def _gateway_handle() -> DeploymentHandle[Any]:
+    gateway: DeploymentHandle[Any] = serve.get_deployment_handle(GATEWAY, APPLICATION)
+    # There is no running event loop, so the handle needs its own.
+    gateway._init(_run_router_in_separate_loop=True)
+    # A broadcast reaches only replicas that the handle knows; an ordinary call makes them known.
+    with _errors_logged():
+        gateway.options(method_name="inside").remote().result(timeout_s=_GATEWAY_ANSWER_S)
+    return gateway
+
+
+def _call_gateways(gateway: DeploymentHandle[Any], method: str) -> int:
+    """Call a method of all gateways and return the sum of the answers; 0 if they fail."""
+    with _errors_logged():
+        answers = gateway.broadcast(method).results(timeout_s=_GATEWAY_ANSWER_S)
+        return sum(answer or 0 for answer in answers)
+    return 0
+
+
+@contextmanager
+def _errors_logged() -> Iterator[None]:
+    """Log a gateway that does not answer, so that the shutdown continues."""
+    try:
+        yield
+    except (RayError, RayServeException, TimeoutError) as error:
+        logger.warning("the gateway does not answer", exc_info=error)
+
+
 def _reason(error: RuntimeError) -> str:
-    """Why the application did not start: the controller knows more than the exception."""
+    """Return why the application did not start; the controller knows more than the exception."""
     application = serve.status().applications.get(APPLICATION)
     if application is None:
         return str(error)

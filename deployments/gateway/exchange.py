@@ -12,10 +12,10 @@ from starlette.types import Message, Scope, Send
 from deployments.gateway.body import RequestBody
 from deployments.gateway.callers import Caller
 from deployments.gateway.fair_queue import Ticket
+from deployments.gateway.gateway_trace import RequestTrace
 from deployments.gateway.rate_limits import Admission, KeyRates
 from deployments.gateway.request_log import RequestRecord, content_of
 from deployments.relay.relay import ReplicaCalls
-from deployments.tracing.gateway_trace import RequestTrace
 from deployments.wire.answer import AnswerEnd, Headers
 from deployments.wire.errors import ERROR_EVENT, error_code, event_error_code
 

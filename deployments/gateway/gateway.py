@@ -17,14 +17,15 @@ from deployments.gateway.body import BodyBudget, HeldBody, RequestBody, read_bod
 from deployments.gateway.callers import Caller, Callers
 from deployments.gateway.exchange import REQUEST_ID, Charge, Exchange
 from deployments.gateway.fair_queue import QueueState
+from deployments.gateway.gateway_metrics import GatewayMetrics
+from deployments.gateway.gateway_trace import start_trace
 from deployments.gateway.models import Description, Model, find_model, list_models
 from deployments.gateway.rate_limits import Admission
 from deployments.gateway.settings import GatewaySettings
-from deployments.metrics.gateway_metrics import GatewayMetrics
-from deployments.metrics.ray_instruments import NoInstruments
+from deployments.metrics.recorder import NoInstruments
 from deployments.relay.relay import ReplicaCalls, Retries, relay_answer, send_error, send_whole
-from deployments.routing import registry
-from deployments.tracing import GATEWAY, open_tracing, reopened, start_trace
+from deployments.routing.shared_router import ROUTERS
+from deployments.tracing.tracing import GATEWAY, open_tracing, reopened
 from deployments.wire.answer import AnswerStart
 from deployments.wire.errors import (
     JSON_TYPE,
@@ -97,7 +98,7 @@ class Gateway:
             known = self._models.get(model.name)
             if known is None or known.settings.deployment != model.deployment:
                 models[model.name] = Model(model, calls)
-                models[model.name].replicas_changed(registry.capacity(model.deployment))
+                models[model.name].replicas_changed(ROUTERS.capacity(model.deployment))
             else:
                 known.reconfigure(model, calls)
                 models[model.name] = known
@@ -216,7 +217,7 @@ class Gateway:
             await relay_answer(calls, request, exchange.send, charge, self.retries)
         finally:
             charge.close()
-            registry.ended(model.settings.deployment, exchange.unique_id, charge.end)
+            ROUTERS.ended(model.settings.deployment, exchange.unique_id, charge.end)
 
     def _parsed(
         self, caller: Caller, scope: Scope, raw: bytes, exchange: Exchange
@@ -292,7 +293,7 @@ class Gateway:
             changed = partial(
                 _call_in, asyncio.get_running_loop(), self._replicas_changed, deployment
             )
-            registry.listen(deployment, changed)
+            ROUTERS.listen(deployment, changed)
 
     def _replicas_changed(self, deployment: str, num_running: int) -> None:
         for model in self._models.values():

@@ -1,7 +1,7 @@
-"""vLLM's own metrics, recorded at every step of the engine and handed over once a second.
+"""vLLM's own metrics, recorded at every engine step and emitted once a second.
 
-vLLM's `RayPrometheusStatLogger` calls Ray for every token of every request, and Ray's agent takes
-each call apart again in Python. This one keeps its names and labels, and counts by itself.
+vLLM's `RayPrometheusStatLogger` calls Ray for every token of every request, and Ray's agent handles
+each call in Python. This version keeps the names and labels but counts locally.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from vllm.v1.metrics.ray_wrappers import (
     RaySpecDecodingProm,
 )
 
-from deployments.metrics.families import Counter, Gauge, Histogram, Instruments, Labels
+from deployments.metrics.recorder import Counter, Gauge, Histogram, Instruments, Labels
 
 REPLICA_LABEL = "ReplicaId"
-"""vLLM's name of the label with Ray Serve's id of the replica."""
+"""vLLM's name for the label that holds Ray Serve's replica id."""
 
 
 class VllmStats:
-    """vLLM's metrics of one replica; `stat_logger` is the class that an engine takes."""
+    """vLLM's metrics of one replica; pass the class `stat_logger` to the engine."""
 
     def __init__(self, instruments: Instruments, replica_id: str) -> None:
         self.instruments = instruments
@@ -45,17 +45,17 @@ class VllmStats:
         )
 
     def add(self, family: Counter | Gauge | Histogram) -> None:
-        """Hand a metric over with the others from now on."""
+        """Include a metric in `flush`."""
         self._families.append(family)
 
     def flush(self) -> None:
-        """Hand all of them over."""
+        """Emit all metrics."""
         for family in self._families:
             family.flush()
 
 
 class _Metric:
-    """What vLLM's code takes for a metric of the Prometheus client."""
+    """Stand-in for a metric of the Prometheus client, as vLLM's code uses it."""
 
     def __init__(self, stats: VllmStats, name: str, labelnames: Sequence[str] | None) -> None:
         self._labelnames = tuple(labelnames or ())
@@ -82,13 +82,13 @@ class _CounterMetric(_Metric):
         stats.add(self.family)
 
     def labels(self, *values: object, **named: object) -> "_Labelled":
-        """The count with these labels, which is known from now on."""
+        """Return the series with these labels, which exists from now on."""
         taken = self._take(values, named)
         self.family.inc(taken, 0.0)
         return _Labelled(inc=partial(self.family.inc, taken))
 
     def inc(self, amount: float = 1.0) -> None:
-        """Count without labels."""
+        """Increase the count without labels."""
         self.family.inc(self._values, amount)
 
 
@@ -106,7 +106,7 @@ class _GaugeMetric(_Metric):
         stats.add(self.family)
 
     def labels(self, *values: object, **named: object) -> "_Labelled":
-        """The value with these labels."""
+        """Return the series with these labels."""
         return _Labelled(set=partial(self.family.set, self._take(values, named)))
 
     def set(self, value: float) -> None:
@@ -130,18 +130,18 @@ class _HistogramMetric(_Metric):
         stats.add(self.family)
 
     def labels(self, *values: object, **named: object) -> "_Labelled":
-        """The histogram with these labels, which is known from now on."""
+        """Return the series with these labels, which exists from now on."""
         taken = self._take(values, named)
         self.family.declare(taken)
         return _Labelled(observe=partial(self.family.observe, taken))
 
     def observe(self, value: float) -> None:
-        """Observe without labels."""
+        """Add an observation without labels."""
         self.family.observe(self._values, value)
 
 
 class _Labelled:
-    """One series: the calls that its kind of metric has."""
+    """One series, with the methods of its kind of metric."""
 
     def __init__(self, **calls: Any) -> None:
         vars(self).update(calls)

@@ -13,7 +13,7 @@ from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableE
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from deployments.relay.relay import Progress
-from deployments.routing import registry
+from deployments.routing.shared_router import ROUTERS
 from deployments.wire.answer import AnswerBroken, AnswerEnd, AnswerStart, Piece
 from deployments.wire.errors import (
     BodyTooLargeError,
@@ -74,7 +74,7 @@ async def _parts(
     response = cast("DeploymentResponseGenerator[Any]", method.remote(request))
     try:
         await _accepted(response, request.replica_wait_s)
-        replica = registry.replica_of(method.deployment_name, request.terms.request_id or "")
+        replica = ROUTERS.replica_of(method.deployment_name, request.terms.request_id or "")
         async for part in response:
             if isinstance(part, AnswerBroken):
                 raise ReplicaBrokenError(part.reason, engine_died=part.engine_died, replica=replica)

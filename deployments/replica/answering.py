@@ -1,41 +1,239 @@
-"""How a replica answers: through vLLM's application, up to where its engine is lost."""
+"""Answer requests through vLLM's application in process, until the engine is lost.
+
+`call_application` runs the ASGI application on one request. `FollowedRequest` watches the request
+in the engine and adds tokens, journal and cost to the parts of its answer. `Answering` joins the
+two and breaks answers off when the engine dies.
+"""
+
+from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Protocol
 
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message
 
+from apar_core.engine.journal import RequestFollower
 from apar_core.errors import EngineError
-from deployments.metrics.replica_metrics import ReplicaMetrics
-from deployments.replica.asgi import relay
-from deployments.replica.followed_request import FollowedRequest, FollowingEngine
-from deployments.tracing import Tracing, engine_trace
-from deployments.wire.answer import AnswerBroken, AnswerPart, AnswerStart, WholeAnswer
-from deployments.wire.request import RelayedRequest
+from apar_core.fork_parameters import KeyTerms
+from deployments.replica.engine_trace import EngineTrace, start_engine_trace
+from deployments.replica.replica_metrics import ReplicaMetrics
+from deployments.tracing.tracing import Tracing
+from deployments.wire.answer import (
+    AnswerBroken,
+    AnswerEnd,
+    AnswerPart,
+    AnswerStart,
+    Headers,
+    Piece,
+    WholeAnswer,
+)
+from deployments.wire.request import RelayedRequest, RequestTerms
 
-# A step on a CPU may take seconds, but not this long; under Ray Serve's own limit of 30 s.
+logger = logging.getLogger(__name__)
+
+SCOPE_KEY = "apar"
+"""Key of the ASGI scope that holds the `FollowedRequest`."""
+# After a disconnect the application cleans up by itself; this bounds the wait if it hangs.
+DISCONNECT_GRACE_S = 10.0
+# Longest wait for the engine. A step on a CPU may take seconds; Ray Serve's own limit is 30 s.
 ENGINE_ANSWER_S = 25.0
-# Ray Serve itself would look three times, and then give the requests inside time to end.
+# Ray Serve would only give up after three failed health checks, and then wait for the requests.
 _MAX_UNANSWERED = 2
-# How often a whole answer tells what it has generated so far.
+# Period of token counts while a whole answer is generated.
 PROGRESS_S = 0.5
 
 
-class AnsweringEngine(FollowingEngine, Protocol):
-    """The part of an engine that answers depend on."""
+class AnsweringEngine(Protocol):
+    """The part of `AparAsyncLLM` that answers depend on."""
 
     @property
     def errored(self) -> bool:
         """Whether the engine is dead."""
 
     async def core_state(self) -> dict[str, Any]:
-        """What the engine core says of itself, between two steps."""
+        """Return the engine core's state, between two steps."""
+
+    def follow(
+        self, request_id: str, follower: RequestFollower, terms: KeyTerms | None = None
+    ) -> None:
+        """Pass a request's outputs to `follower`, and its key's terms to the engine."""
+
+    def unfollow(self, request_id: str) -> None:
+        """Stop following a request."""
+
+
+class FollowedRequest:
+    """One request inside a replica: its terms, and what the engine generates for it."""
+
+    def __init__(
+        self, engine: AnsweringEngine, terms: RequestTerms, trace: EngineTrace | None = None
+    ) -> None:
+        self.terms = terms
+        self.follower = RequestFollower(
+            keeps_journal=terms.keeps_journal, resume=terms.resume, observer=trace
+        )
+        self._engine = engine
+        self._trace = trace
+        self._engine_request_id: str | None = None
+        self._came_s = time.monotonic()
+
+    def begin(self, engine_request_id: str) -> None:
+        """Follow the request that the engine is about to receive under this id."""
+        self._engine_request_id = engine_request_id
+        self._engine.follow(engine_request_id, self.follower, self.terms.key_terms())
+
+    def close(self, *, broken: bool = False) -> None:
+        """Stop following; `broken` means that the request has not ended here."""
+        if self._engine_request_id is not None:
+            self._engine.unfollow(self._engine_request_id)
+        if self._trace is not None:
+            self._trace.end(self.end(), broken=broken)
+
+    def start(self, start: AnswerStart) -> AnswerStart:
+        """Add tokens and journal to the start of a streamed answer."""
+        return replace(
+            start,
+            journal=self.follower.take_journal(),
+            num_tokens=self.follower.take_num_tokens(),
+            continuable=self.follower.continuable,
+        )
+
+    def piece(self, body: bytes) -> Piece:
+        """Make a piece of the answer, with the tokens and journal since the last part."""
+        return Piece(body, self.follower.take_journal(), self.follower.take_num_tokens())
+
+    def end(self) -> AnswerEnd:
+        """Cost of the answer; without forks, one thread per choice.
+
+        A beam search counts as one thread of unknown length, with the tokens of all its beams.
+        """
+        follower, trees = self.follower, self.follower.statistics
+        if trees is None:
+            num_roots = follower.num_roots
+            alone = num_roots == 1 and not follower.searches_beams
+            longest = follower.generated_tokens if alone else 0
+            return AnswerEnd(
+                follower.prompt_tokens, follower.generated_tokens, num_roots, 0, longest
+            )
+        return AnswerEnd(
+            follower.prompt_tokens,
+            follower.generated_tokens,
+            trees.threads,
+            trees.forks,
+            trees.decode_steps,
+        )
+
+    def signed_end(self, replica: str) -> AnswerEnd:
+        """Cost of the answer, with the replica's id and the time spent in it."""
+        follower = self.follower
+        return replace(
+            self.end(),
+            replica=replica,
+            replica_s=round(time.monotonic() - self._came_s, 6),
+            engine_s=round(max(follower.last_output_s - follower.began_s, 0.0), 6),
+        )
+
+
+class _Call:
+    """One request inside the application; owns the task that runs it."""
+
+    def __init__(self, request: RelayedRequest, followed: FollowedRequest | None) -> None:
+        self._request = request
+        self._followed = followed
+        self._body_sent = False
+        self._gone = asyncio.Event()
+        self._wake = asyncio.Event()
+        self._pieces: list[bytes] = []
+        self.status: int | None = None
+        self.headers: Headers = []
+        self.complete = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, app: ASGIApp) -> None:
+        self._task = asyncio.create_task(self._run(app))
+
+    async def _run(self, app: ASGIApp) -> None:
+        try:
+            scope = {**self._request.scope(), SCOPE_KEY: self._followed}
+            await app(scope, self._receive, self._send)
+        finally:
+            self.complete = True
+            self._wake.set()
+
+    async def _receive(self) -> Message:
+        if not self._body_sent:
+            self._body_sent = True
+            return {"type": "http.request", "body": self._request.body, "more_body": False}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.headers = list(message["headers"])
+            return
+        if body := message.get("body", b""):
+            self._pieces.append(body)
+        if not message.get("more_body", False):
+            self.complete = True
+        self._wake.set()
+
+    async def next_piece(self) -> bytes:
+        """Wait for output and return all since the last call; empty if the answer is complete."""
+        while not self._pieces and not self.complete:
+            self._wake.clear()
+            await self._wake.wait()
+        piece = b"".join(self._pieces)
+        self._pieces.clear()
+        return piece
+
+    async def close(self) -> None:
+        """Send the application a disconnect and wait until it has cleaned up.
+
+        Cancelling the task would leave vLLM's own handler task running.
+        """
+        self._gone.set()
+        if self._task is None:
+            return
+        done, _ = await asyncio.wait([self._task], timeout=DISCONNECT_GRACE_S)
+        if not done:
+            logger.warning("application ignored a disconnect", extra={"path": self._request.path})
+            self._task.cancel()
+        elif not self._task.cancelled() and (error := self._task.exception()) is not None:
+            if self.status is None:
+                raise error
+            # Starlette answers with a 500 and raises as well; the client has its answer.
+            logger.error("error in the application", exc_info=error)
+
+
+async def call_application(
+    app: ASGIApp, request: RelayedRequest, followed: FollowedRequest | None = None
+) -> AsyncGenerator[AnswerStart | bytes, None]:
+    """Yield the application's answer: its start with the first piece, then the rest as it comes.
+
+    Closing or cancelling the iterator acts as the client's disconnect.
+    """
+    call = _Call(request, followed)
+    call.start(app)
+    try:
+        first = await call.next_piece()
+        if call.status is None:
+            await call.close()
+            raise RuntimeError("the application ended without an answer")
+        yield AnswerStart(call.status, call.headers, first)
+        while piece := await call.next_piece():
+            yield piece
+    finally:
+        await call.close()
 
 
 class Answering:
-    """The calls of a replica that answer a client's request."""
+    """The calls of a replica that answer clients' requests, and its health check."""
 
     def __init__(self, engine: AnsweringEngine, app: ASGIApp, replica_id: str) -> None:
         self._engine = engine
@@ -43,23 +241,23 @@ class Answering:
         self._replica_id = replica_id
         self._engine_ends = False
         self._num_unanswered = 0
-        # As Ray Serve counts requests against its cap: each once, however many choices.
+        # Counted as by Ray Serve's cap: once per call, however many choices it asks for.
         self.num_inside = 0
         self.metrics: ReplicaMetrics | None = None
         self.tracing: Tracing | None = None
 
     @property
     def engine_lost(self) -> bool:
-        """Whether the engine is dead, hangs, or has given requests up as it does when told to exit.
+        """Whether the engine is dead, hangs, or has aborted requests because it is shutting down.
 
-        It may take seconds to exit, and only then counts as dead.
+        An engine may take seconds to shut down, and counts as dead only afterwards.
         """
         return self._engine_ends or self._engine.errored
 
     async def check_health(self) -> None:
-        """Ray Serve's health check; raises EngineError when the engine is dead or does not answer.
+        """Ray Serve's health check; raises EngineError if the engine is dead or does not answer.
 
-        One that hangs never dies: its requests are handed on once it has not answered twice.
+        After two checks without an answer the engine counts as lost.
         """
         if self.engine_lost:
             raise EngineError("the engine process has died")
@@ -72,49 +270,49 @@ class Answering:
         self._num_unanswered = 0
 
     async def stream(self, request: RelayedRequest) -> AsyncIterator[AnswerPart]:
-        """The answer, piece by piece."""
-        served = self._followed(request)
+        """Answer piece by piece."""
+        followed = self._follow(request)
         begun = False
-        async with aclosing(self._answer(request, served)) as parts:
+        async with aclosing(self._answer(request, followed)) as parts:
             async for part in parts:
                 begun = True
                 if isinstance(part, AnswerStart):
-                    yield served.start(part)
+                    yield followed.start(part)
                 else:
-                    yield served.piece(part).to_wire()
-        broken = self._broken(served)
+                    yield followed.piece(part).to_wire()
+        broken = self._broken(followed)
         if broken is not None and begun:
-            # What has been generated since the last piece need not be generated again.
-            yield served.piece(b"").to_wire()
-        yield broken or served.signed_end(self._replica_id)
+            # Another replica need not regenerate the tokens since the last piece.
+            yield followed.piece(b"").to_wire()
+        yield broken or followed.signed_end(self._replica_id)
 
     async def whole(self, request: RelayedRequest) -> AsyncIterator[WholeAnswer]:
-        """The answer in one piece, and what it has cost; before, now and then, the new tokens."""
-        served = self._followed(request)
-        answer = asyncio.create_task(self._joined(request, served))
+        """Answer in one part, with the cost; before it, now and then, the number of new tokens."""
+        followed = self._follow(request)
+        answer = asyncio.create_task(self._joined(request, followed))
         try:
             while not (await asyncio.wait([answer], timeout=PROGRESS_S))[0]:
-                if num_tokens := served.take_num_tokens():
+                if num_tokens := followed.follower.take_num_tokens():
                     yield num_tokens
             start = answer.result()
         finally:
-            # Of use where the client has gone: the application is told, and cleans up.
+            # If the client has left, the application receives a disconnect and cleans up.
             answer.cancel()
             await asyncio.wait([answer])
-        broken = self._broken(served)
-        if broken is not None and (num_tokens := served.take_num_tokens()):
+        broken = self._broken(followed)
+        if broken is not None and (num_tokens := followed.follower.take_num_tokens()):
             yield num_tokens
-        yield broken or (start, served.signed_end(self._replica_id))
+        yield broken or (start, followed.signed_end(self._replica_id))
 
-    def _followed(self, request: RelayedRequest) -> FollowedRequest:
+    def _follow(self, request: RelayedRequest) -> FollowedRequest:
         terms = request.terms
-        trace = engine_trace(self.tracing, terms.trace_headers, self._replica_id)
+        trace = start_engine_trace(self.tracing, terms.trace_headers, self._replica_id)
         return FollowedRequest(self._engine, terms, trace)
 
-    async def _joined(self, request: RelayedRequest, served: FollowedRequest) -> AnswerStart:
+    async def _joined(self, request: RelayedRequest, followed: FollowedRequest) -> AnswerStart:
         start = AnswerStart(500, [], b"")
         pieces: list[bytes] = []
-        async with aclosing(self._answer(request, served)) as parts:
+        async with aclosing(self._answer(request, followed)) as parts:
             async for part in parts:
                 if isinstance(part, AnswerStart):
                     start = part
@@ -124,39 +322,39 @@ class Answering:
         return AnswerStart(start.status, start.headers, b"".join(pieces))
 
     async def _answer(
-        self, request: RelayedRequest, served: FollowedRequest
+        self, request: RelayedRequest, followed: FollowedRequest
     ) -> AsyncGenerator[AnswerStart | bytes, None]:
-        """What the application answers, up to where the engine dies or gives the request up.
+        """Yield the application's answer until the engine dies or aborts the request.
 
-        After that, vLLM answers with errors, in whatever form, or with the text so far as if it
-        were whole, though nothing is wrong with the request.
+        After that vLLM answers with some error, or ends the text as if it were complete, although
+        nothing is wrong with the request.
         """
         self.num_inside += 1
         try:
             if self.engine_lost:
-                # The watchdog is about to end this process, and Ray Serve then knows that it is
-                # gone. A replica that refused at once would look idle, and draw every retry.
+                # The watchdog is about to end this process, which tells Ray Serve that it is gone.
+                # A replica that refused at once would look idle and attract every retry.
                 await asyncio.sleep(ENGINE_ANSWER_S)
-            async with aclosing(relay(self._app, request, served)) as parts:
+            async with aclosing(call_application(self._app, request, followed)) as parts:
                 async for part in parts:
-                    if self._broken(served):
+                    if self._broken(followed):
                         return
                     yield part
         except Exception:
-            if not self._broken(served):
+            if not self._broken(followed):
                 raise
         finally:
-            self._engine_ends |= served.aborted
-            served.close(broken=self._broken(served) is not None)
+            self._engine_ends |= followed.follower.aborted
+            followed.close(broken=self._broken(followed) is not None)
             self.num_inside -= 1
-            if self.metrics is not None and not self._broken(served):
-                self.metrics.finished(served.follower)
+            if self.metrics is not None and not self._broken(followed):
+                self.metrics.finished(followed.follower)
 
-    def _broken(self, served: FollowedRequest) -> AnswerBroken | None:
-        """Why the replica cannot go on with an answer; None while it can."""
+    def _broken(self, followed: FollowedRequest) -> AnswerBroken | None:
+        """Return why the replica cannot continue an answer; None while it can."""
         # Check aborts first: an engine that shuts down aborts its requests, then counts as dead.
-        if served.aborted:
-            return AnswerBroken("the engine has given the request up")
+        if followed.follower.aborted:
+            return AnswerBroken("the engine has aborted the request")
         if self._engine.errored:
             return AnswerBroken("the engine has died", engine_died=True)
         return None

@@ -1,10 +1,10 @@
-"""The `apar` field of requests and responses, around vLLM's HTTP application.
+"""The `apar` field of requests and responses: ASGI middleware around vLLM's application.
 
-A request may carry `"apar": {"enabled": bool, "max_threads": int}`. It is checked here and
-reaches the engine as `vllm_xargs`, vLLM's own way into `SamplingParams.extra_args`. An answer
-gets an `apar` object with the request's thread statistics: a whole one beside `usage`, a
-stream in its usage chunk. Token ids of control tokens are refused wherever a client can name
-them, because only the engine may place them.
+A request may contain `"apar": {"enabled": bool, "max_threads": int}`. It is checked here and
+reaches the engine as `vllm_xargs`, which vLLM copies to `SamplingParams.extra_args`. The answer
+gets an `apar` object with the request's thread statistics, next to `usage` or, in a stream, in the
+usage chunk. Ids of control tokens are refused in all fields, because only the engine may place
+them.
 """
 
 import json
@@ -14,18 +14,29 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, PositiveInt, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from apar_core.engine.replay_request import PARAM, REPLAY_REQUEST_ARG
 from apar_core.errors import RequestError
-from deployments.replica.asgi import SERVED_KEY, ServedRequest
+from deployments.replica.answering import SCOPE_KEY, FollowedRequest
 from deployments.wire.errors import JSON_TYPE, answer_for
 from deployments.wire.request import write_terms
 
 MAX_REPLAY_TOKENS = 2**17
 MAX_REPLAY_THREADS = 2**12
 _TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
+EXTENDED_PATHS = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
+_INTERNAL_PREFIX = "apar"
+_TOKEN_ID_LISTS = ("stop_token_ids", "allowed_token_ids")
+# Disaggregated serving is not supported, and its parameters may contain a prompt's token ids.
+REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "prompt_embeds")
+_USAGE_CHUNK = b'"choices":[]'
+_NUMBER_LIMIT = 2**63
+_PLAIN_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+
+TakeStatistics = Callable[[str], Mapping[str, Any] | None]
+"""Returns and forgets the thread statistics of a request; None if there are none."""
 
 
 def _bounded(scripts: dict[str, list[int]]) -> dict[str, list[int]]:
@@ -39,22 +50,23 @@ def _bounded(scripts: dict[str, list[int]]) -> dict[str, list[int]]:
 
 
 class AparOptions(BaseModel):
-    """What a client may say about the forks of its request.
+    """Fork options of a request."""
 
-    `replay` holds the token ids that each thread shall generate, by its path. Only its form is
-    checked here, the rest by the engine's input processor, which knows the vocabulary.
-    """
-
+    # Only the form of `replay` is checked here; the engine's input processor knows the vocabulary.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    enabled: bool | None = None
-    max_threads: PositiveInt | None = None
-    replay: Annotated[dict[str, list[int]], AfterValidator(_bounded)] | None = None
+    enabled: bool | None = Field(None, description="Whether the request may fork.")
+    max_threads: PositiveInt | None = Field(None, description="Threads alive at once.")
+    replay: Annotated[dict[str, list[int]], AfterValidator(_bounded)] | None = Field(
+        None,
+        description="Token ids that each thread is to generate, by thread path; only if the "
+        "server's configuration allows it.",
+    )
 
     def engine_args(self) -> dict[str, int | str]:
-        """The internal keys of `SamplingParams.extra_args`; vLLM's field has only flat values.
+        """Return the internal keys of `SamplingParams.extra_args`, whose values must be flat.
 
-        What the client leaves open is the engine's to decide.
+        Options that the client omits are left to the engine's defaults.
         """
         given = {"apar_enabled": self.enabled, "apar_max_threads": self.max_threads}
         args: dict[str, int | str] = {
@@ -66,7 +78,7 @@ class AparOptions(BaseModel):
 
 
 def parse_options(value: object) -> AparOptions:
-    """The checked `apar` field; raises RequestError naming the wrong key."""
+    """Validate the `apar` field; raises RequestError that names the invalid key."""
     if not isinstance(value, dict):
         raise RequestError("`apar` must be an object", param="apar")
     try:
@@ -83,9 +95,9 @@ def parse_options(value: object) -> AparOptions:
 def fit_replay(
     body: dict[str, Any], scripts: Mapping[str, list[int]], control_token_ids: frozenset[int]
 ) -> None:
-    """Let the answer be as long as what it repeats, unless the client has set a limit itself.
+    """Set `max_tokens` to the length of the replay, unless the client has set a limit.
 
-    Raises RequestError for a beam search, whose beams are chosen among several tokens.
+    Raises RequestError for a beam search, which needs a choice among several tokens.
     """
     if body.get("use_beam_search"):
         raise RequestError(f"`{PARAM}` is impossible in a beam search", param=PARAM)
@@ -96,28 +108,14 @@ def fit_replay(
             for token_id in token_ids
             if token_id not in control_token_ids
         ]
-        # End tokens are no text, but for one: the last thread must not be cut off before its own.
+        # End tokens do not count as text. One is added so that the last thread reaches its own.
         body["max_tokens"] = max(1, len(text_ids) - len(scripts) + 1)
 
 
-EXTENDED_PATHS = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
-_INTERNAL_PREFIX = "apar"
-_TOKEN_ID_LISTS = ("stop_token_ids", "allowed_token_ids")
-# Disaggregated serving is not offered, and its parameters can carry a prompt's token ids.
-_REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "prompt_embeds")
-_USAGE_CHUNK = b'"choices":[]'
-
-_NUMBER_LIMIT = 2**63
-
-_PLAIN_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-
-TakeStatistics = Callable[[str], Mapping[str, Any] | None]
-
-
 def _token_ids(value: object, *, texts: bool) -> Iterable[int]:
-    """All token ids in a value, read as leniently as vLLM reads them.
+    """Yield all token ids in a value, parsed as leniently as by vLLM.
 
-    With `texts`, a string is a text and no id, as in a list of prompts.
+    With `texts`, strings are texts and not ids, as in a list of prompts.
     """
     if isinstance(value, list):
         for item in value:
@@ -129,7 +127,7 @@ def _token_ids(value: object, *, texts: bool) -> Iterable[int]:
 
 def refuse_control_tokens(body: Mapping[str, Any], control_token_ids: frozenset[int]) -> None:
     """Raise RequestError if the request names a control token by its id."""
-    for field in _REFUSED_FIELDS:
+    for field in REFUSED_FIELDS:
         if body.get(field) is not None:
             raise RequestError(f"`{field}` is not supported", param=field)
     named = {field: _token_ids(body.get(field), texts=False) for field in _TOKEN_ID_LISTS}
@@ -145,7 +143,7 @@ def refuse_control_tokens(body: Mapping[str, Any], control_token_ids: frozenset[
 
 
 def refuse_huge_numbers(body: Mapping[str, Any]) -> None:
-    """Raise RequestError for an integer that cannot be sent to the engine: 64 bits are all."""
+    """Raise RequestError for an integer that does not fit into 64 bits."""
     for field, value in body.items():
         if isinstance(value, int) and abs(value) >= _NUMBER_LIMIT:
             raise RequestError(f"`{field}` is out of range: {value}", param=field)
@@ -154,14 +152,14 @@ def refuse_huge_numbers(body: Mapping[str, Any]) -> None:
 def translate(body: dict[str, Any], control_token_ids: frozenset[int]) -> bool:
     """Check the request and move its `apar` field to `vllm_xargs`, in place.
 
-    Returns whether anything was changed. Raises RequestError.
+    Returns whether anything changed; raises RequestError.
     """
     refuse_control_tokens(body, control_token_ids)
     refuse_huge_numbers(body)
     extra = body.get("vllm_xargs")
     if isinstance(extra, dict):
         for key in extra:
-            if key.startswith(_INTERNAL_PREFIX):  # vLLM passes these on as they are.
+            if key.startswith(_INTERNAL_PREFIX):  # vLLM would pass them on unchecked.
                 raise RequestError(
                     f"`vllm_xargs.{key}` is internal; use the field `apar`",
                     param=f"vllm_xargs.{key}",
@@ -178,7 +176,7 @@ def translate(body: dict[str, Any], control_token_ids: frozenset[int]) -> bool:
 
 
 class AparExtension:
-    """ASGI middleware: `apar` in, `apar` out, for chat completions and completions."""
+    """ASGI middleware for the `apar` field of chat completions and completions."""
 
     def __init__(
         self, app: ASGIApp, control_token_ids: frozenset[int], take_statistics: TakeStatistics
@@ -193,9 +191,10 @@ class AparExtension:
         if prefix is None:
             await self._app(scope, receive, send)
             return
+        followed: FollowedRequest | None = scope.get(SCOPE_KEY)
         raw = await _read_body(receive)
         try:
-            raw = self._translated(raw, scope.get(SERVED_KEY))
+            raw = self._translated(raw, followed)
         except RequestError as error:
             answer = answer_for(error)
             await send(
@@ -204,9 +203,8 @@ class AparExtension:
             await send({"type": "http.response.body", "body": answer.body})
             return
         base_id = _request_id(scope["headers"])
-        served: ServedRequest | None = scope.get(SERVED_KEY)
-        if served is not None:
-            served.begin(prefix + base_id)
+        if followed is not None:
+            followed.begin(prefix + base_id)
         statistics = _StatisticsWriter(prefix + base_id, self._take_statistics, send)
         try:
             await self._app(
@@ -217,21 +215,21 @@ class AparExtension:
         finally:
             self._take_statistics(prefix + base_id)
 
-    def _translated(self, raw: bytes, served: ServedRequest | None) -> bytes:
+    def _translated(self, raw: bytes, followed: FollowedRequest | None) -> bytes:
         try:
             body = json.loads(raw)
         except (ValueError, RecursionError):
-            return raw  # vLLM's own answer to malformed JSON is right.
+            return raw  # vLLM refuses malformed JSON itself.
         if not isinstance(body, dict):
             return raw
         changed = translate(body, self._control_token_ids)
-        if served is not None:
-            changed = write_terms(body, served.terms) or changed
+        if followed is not None:
+            changed = write_terms(body, followed.terms) or changed
         return json.dumps(body).encode() if changed else raw
 
 
 class _StatisticsWriter:
-    """Adds the `apar` object to the answer that passes through."""
+    """Adds the `apar` object to an answer on its way to the client."""
 
     def __init__(self, request_id: str, take: TakeStatistics, send: Send) -> None:
         self._request_id = request_id
@@ -241,7 +239,7 @@ class _StatisticsWriter:
         self._streaming = False
 
     async def send(self, message: Message) -> None:
-        """Pass the message on, with statistics where they belong."""
+        """Send the message, with the statistics added where they belong."""
         if message["type"] == "http.response.start":
             self._streaming = message["status"] != 200 or JSON_TYPE not in message["headers"]
             if self._streaming:
@@ -287,11 +285,11 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def _request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The caller's request id, made unique: two requests may carry the same one."""
+    """Return the caller's request id with a unique suffix: several requests may share one."""
     unique = uuid.uuid4().hex
     for name, value in headers:
         if name == b"x-request-id" and _PLAIN_ID.fullmatch(value):
-            # Not to be taken for the number of a prompt or of a beam, which vLLM appends.
+            # The `r` tells the suffix from the number of a prompt or beam, which vLLM appends.
             return f"{value.decode()}-r{unique[:8]}"
     return unique
 

@@ -1,11 +1,8 @@
-"""Builds the engine of a replica, and vLLM's HTTP application over it."""
+"""Build the engine of a replica, and vLLM's HTTP application on top of it."""
 
 import functools
-import logging
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from logging.handlers import MemoryHandler
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from fastapi import FastAPI
@@ -19,37 +16,14 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from apar_core.engine.async_engine import SCHEDULER_CLS, AparAsyncLLM
 from apar_core.errors import CheckpointError
-from deployments.replica.openapi import OFFERED, described
-from deployments.replica.openapi import PATH as DESCRIPTION_PATH
-
-_SERVE_LOGGER = "ray.serve"
-
-
-@contextmanager
-def kept_serve_logs() -> Iterator[None]:
-    """Give Ray Serve's log handlers back what they lose within.
-
-    vLLM configures logging when it is imported, and again when an engine's configuration is made.
-    Each time that closes every handler of the process and takes the file from Ray Serve's. A
-    controller that has been restarted asks each replica for that file, and would give up the
-    replicas, although they serve.
-    """
-    targets = [
-        (handler, handler.target)
-        for handler in logging.getLogger(_SERVE_LOGGER).handlers
-        if isinstance(handler, MemoryHandler)
-    ]
-    try:
-        yield
-    finally:
-        for handler, target in targets:
-            handler.setTarget(target)
+from deployments.replica.openapi import OFFERED, describe
+from deployments.replica.openapi import PATH as OPENAPI_PATH
 
 
 def server_arguments(model: str, served_name: str, engine: Mapping[str, Any]) -> Namespace:
-    """vLLM's server arguments with its own defaults, but for ours and the given engine ones.
+    """vLLM's server arguments: its defaults, then ours, then the given engine arguments.
 
-    Raises CheckpointError for an engine argument that vLLM does not know.
+    Raises CheckpointError for an engine argument that vLLM does not have.
     """
     args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     values = {
@@ -69,9 +43,9 @@ def server_arguments(model: str, served_name: str, engine: Mapping[str, Any]) ->
 
 
 def build_engine(args: Namespace, stat_loggers: Sequence[Any] = ()) -> AparAsyncLLM:
-    """The engine; starts its process. Must run inside the event loop that will use it.
+    """Build the engine and start its process; call inside the event loop that will use it.
 
-    `stat_loggers` are told vLLM's statistics, beside its own log.
+    `stat_loggers` receive vLLM's statistics in addition to its own log.
     """
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
         usage_context=UsageContext.OPENAI_API_SERVER
@@ -83,11 +57,11 @@ def build_engine(args: Namespace, stat_loggers: Sequence[Any] = ()) -> AparAsync
 
 
 async def build_http_application(engine: EngineClient, args: Namespace) -> FastAPI:
-    """vLLM's OpenAI server over the engine, to be run in process."""
+    """Build vLLM's OpenAI server on top of the engine, to be called in process."""
     tasks = await engine.get_supported_tasks()
     app = build_app(args, tasks, engine.model_config)
     await init_app_state(engine, app.state, args, tasks)
-    # The engine process does the same: reading the environment at every step costs time.
+    # As in the engine process: reading the environment at every step costs time.
     envs.enable_envs_cache()
     add_description(app)
     app.state.server = Namespace()  # vLLM's error handler looks for its uvicorn server here.
@@ -95,10 +69,10 @@ async def build_http_application(engine: EngineClient, args: Namespace) -> FastA
 
 
 def add_description(app: FastAPI) -> None:
-    """Let the application describe itself, as the gateway offers it."""
+    """Add a route for the OpenAPI description of what the gateway serves."""
 
     @functools.cache
     def document() -> dict[str, Any]:
-        return described(app.openapi(), OFFERED)
+        return describe(app.openapi(), OFFERED)
 
-    app.add_api_route(DESCRIPTION_PATH, document, include_in_schema=False)
+    app.add_api_route(OPENAPI_PATH, document, include_in_schema=False)

@@ -1,9 +1,11 @@
-"""The OpenAPI description of what the gateway serves, made from that of vLLM's application."""
+"""OpenAPI description of what the gateway serves, derived from that of vLLM's application."""
 
 import copy
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
+
+from deployments.replica.apar_extension import REFUSED_FIELDS, AparOptions
 
 PATH = "/openapi.json"
 OFFERED = {
@@ -16,39 +18,13 @@ OFFERED = {
     "/health": "GET",
     "/live": "GET",
 }
-"""Path and method of what is described; a test compares it with what the gateway serves."""
+"""Paths and methods described; a test compares them with what the gateway serves."""
 
-# Of vLLM's request fields, those that are refused here; `apar_extension` says why.
-REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "prompt_embeds")
 _SCHEMAS = "#/components/schemas/"
 _EXTENDED = ("ChatCompletionRequest", "CompletionRequest")
 _APAR = {
     "description": "Whether and how far this request may fork.",
-    "anyOf": [
-        {
-            "type": "object",
-            "additionalProperties": False,
-            "properties": {
-                "enabled": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
-                "max_threads": {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]},
-                "replay": {
-                    "description": "The token ids that each thread shall generate, by its path; "
-                    "only where the server's configuration allows it.",
-                    "anyOf": [
-                        {
-                            "type": "object",
-                            "additionalProperties": {
-                                "type": "array",
-                                "items": {"type": "integer"},
-                            },
-                        },
-                        {"type": "null"},
-                    ],
-                },
-            },
-        },
-        {"type": "null"},
-    ],
+    "anyOf": [AparOptions.model_json_schema(), {"type": "null"}],
 }
 _TEXT_OR_NONE = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 _ERROR = {
@@ -70,22 +46,22 @@ _ERROR = {
     },
 }
 _ERRORS = {
-    "400": "The request cannot be served as it is.",
+    "400": "The request is invalid.",
     "401": "The API key is missing or unknown.",
     "403": "The API key may not use this.",
     "404": "The model or route does not exist.",
     "405": "The route does not accept this method.",
     "413": "The body is too large.",
-    "422": "The request is well formed and cannot be served.",
+    "422": "The request is well formed but cannot be served.",
     "429": "A limit of the API key is reached.",
-    "501": "This cannot be done with this model.",
+    "501": "The model does not support this.",
     "503": "No replica can take the request now.",
 }
 _MAY_RETRY = ("429", "503")
 
 
-def described(document: Mapping[str, Any], routes: Mapping[str, str]) -> dict[str, Any]:
-    """vLLM's description, cut to `routes` (path to method), with our fields and error bodies."""
+def describe(document: Mapping[str, Any], routes: Mapping[str, str]) -> dict[str, Any]:
+    """Reduce vLLM's description to `routes` (path to method), with our fields and error bodies."""
     vllm_schemas = copy.deepcopy(dict(document["components"]["schemas"]))
     for name in _EXTENDED:
         properties = vllm_schemas[name]["properties"]
@@ -105,15 +81,15 @@ def described(document: Mapping[str, Any], routes: Mapping[str, str]) -> dict[st
             "schemas": schemas,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
-        # A server may ask for a key; one on the loopback interface need not.
+        # A server on the loopback interface may need no key.
         "security": [{}, {"key": []}],
     }
 
 
 def _operation(path: Mapping[str, Any], method: str) -> dict[str, Any]:
-    """One route, with vLLM's successful response and our errors."""
+    """Describe one route, with vLLM's successful response and our errors."""
     operation = copy.deepcopy(dict(path.get(method.lower(), {})))
-    found = operation.get("responses", {}).get("200", {"description": "As it should be."})
+    found = operation.get("responses", {}).get("200", {"description": "Successful response."})
     errors = {
         status: {
             "description": description,
@@ -127,7 +103,7 @@ def _operation(path: Mapping[str, Any], method: str) -> dict[str, Any]:
 
 
 def _used(part: Any, schemas: Mapping[str, Any]) -> dict[str, Any]:
-    """The schemas that a part of the document refers to, and those that these refer to."""
+    """Return the schemas that a part of the document refers to, directly or indirectly."""
     used: dict[str, Any] = {}
     pending = [part]
     while pending:

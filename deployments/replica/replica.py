@@ -2,35 +2,47 @@
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from functools import partial
+from logging.handlers import MemoryHandler
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat
 from ray import serve
 from starlette.types import ASGIApp
 
+from cluster.autoscaling import ReplicaReport
 from cluster.config.logging import LoggingConfig
 from cluster.config.tracing import TracingConfig
 from cluster.logs import ProcessLogs
-from deployments.app.autoscaling import replica_report
+from deployments.metrics.recorder import RayInstruments
 from deployments.replica.answering import Answering
 from deployments.replica.apar_extension import AparExtension
-from deployments.replica.engine_factory import kept_serve_logs
-from deployments.replica.watchdog import watch
-from deployments.routing.load_report import LoadReporter
-from deployments.tracing import REPLICA, close_tracing, open_tracing
+from deployments.replica.replica_metrics import ReplicaMetrics, ReplicaReporter
+from deployments.tracing.tracing import REPLICA, close_tracing, open_tracing
+from deployments.wire.load import ReplicaLoad
 
 if TYPE_CHECKING:
     from apar_core.engine.async_engine import AparAsyncLLM
 
 logger = logging.getLogger(__name__)
 
+# Window of the rates in a load report: long enough for a mean, short enough to follow the load.
+WINDOW_S = 2.0
+WATCHDOG_PERIOD_S = 0.2
+# Long enough for running streams to send their error events.
+LAST_WORDS_S = 0.5
+EXIT_STATUS = 70
+
 
 class ReplicaSettings(BaseModel):
-    """What a replica serves and how it sends on its streams."""
+    """Settings of a replica: its model, its engine arguments, and how it paces streams."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,19 +56,20 @@ class ReplicaSettings(BaseModel):
 
 
 class Replica(Answering):
-    """Runs requests through vLLM's application in process; the gateway is its only caller."""
+    """Ray Serve replica that runs requests through vLLM's application; called by the gateway."""
 
     _engine: "AparAsyncLLM"
 
     async def __init__(self, settings: ReplicaSettings) -> None:  # type: ignore[misc] # Ray Serve awaits it.
         settings.tracing.read_headers()  # Fail before the engine is built.
+        replica_id = serve.get_replica_context().replica_id.unique_id
         with kept_serve_logs():
-            app = await self._build(settings)
-        self._reporter = LoadReporter(self._engine.vllm_config.cache_config.block_size)
-        super().__init__(self._engine, app, serve.get_replica_context().replica_id.unique_id)
-        if self._told is not None:
-            self.metrics = self._told.metrics
-            self._told.begin(
+            app = await self._build(settings, replica_id)
+        self._load_reporter = LoadReporter(self._engine.vllm_config.cache_config.block_size)
+        super().__init__(self._engine, app, replica_id)
+        if self._metrics_reporter is not None:
+            self.metrics = self._metrics_reporter.metrics
+            self._metrics_reporter.start(
                 self._engine.core_state, lambda: self.num_inside, lambda: self._logs.num_dropped
             )
         self.tracing = open_tracing(settings.tracing, REPLICA)
@@ -64,26 +77,29 @@ class Replica(Answering):
             watch(lambda: self.engine_lost, at_last=partial(close_tracing, self.tracing, 1.0))
         )
 
-    async def _build(self, settings: ReplicaSettings) -> ASGIApp:
-        """The engine, and the application over it."""
+    async def _build(self, settings: ReplicaSettings, replica_id: str) -> ASGIApp:
+        """Build the engine and the application on top of it."""
         # vLLM takes seconds to import; the process that composes the application need not.
-        from deployments.metrics.replica_reporter import ReplicaReporter
+        from deployments.metrics.vllm_stats import VllmStats
         from deployments.replica.engine_factory import (
             build_engine,
             build_http_application,
             server_arguments,
         )
 
-        name = settings.served_name.replace("/", "-")
-        self._logs = ProcessLogs(settings.logging, f"replica-{name}")
-        args = server_arguments(settings.model, settings.served_name, settings.engine)
-        replica_id = serve.get_replica_context().replica_id.unique_id
-        self._told = (
-            ReplicaReporter(model=settings.served_name, replica=replica_id)
-            if settings.metrics
-            else None
-        )
-        self._engine = build_engine(args, self._told.stat_loggers if self._told else ())
+        name = settings.served_name
+        self._logs = ProcessLogs(settings.logging, f"replica-{name.replace('/', '-')}")
+        args = server_arguments(settings.model, name, settings.engine)
+        self._metrics_reporter: ReplicaReporter | None = None
+        stat_loggers = []
+        if settings.metrics:
+            instruments = RayInstruments()
+            vllm_stats = VllmStats(instruments, replica_id)
+            stat_loggers.append(vllm_stats.stat_logger)
+            self._metrics_reporter = ReplicaReporter(
+                ReplicaMetrics(instruments, model=name, replica=replica_id), vllm_stats.flush
+            )
+        self._engine = build_engine(args, stat_loggers)
         self._engine.pace_streams(settings.coalesce_s)
         await self._engine.warm_up()
         tokens = self._engine.control_tokens
@@ -98,26 +114,129 @@ class Replica(Answering):
         return None if record is None else asdict(record.statistics)
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """What routers choose by; Ray Serve asks for it and hands it on to them."""
+        """Report the load to the routers; called by Ray Serve."""
         state = await self._engine.core_state()
-        return asdict(self._reporter.report(state, self.num_inside, time.time()))
+        return asdict(self._load_reporter.report(state, self.num_inside, time.time()))
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Report the load to the autoscaling policy; called by Ray Serve."""
+        state = await self._engine.core_state()
+        blocks = state["kv_blocks"]
+        report = ReplicaReport(
+            requests=float(self.num_inside),
+            threads=float(state["threads"]),
+            waiting_forks=float(state.get("deferred_threads", 0)),
+            kv_use=1 - state["free_blocks"] / blocks if blocks else 0.0,
+        )
+        return asdict(report)
 
     async def load(self) -> dict[str, Any]:
-        """Requests and threads alive, KV blocks in all and free, at this moment.
+        """Return the engine core's state, for tests and benchmarks.
 
-        `requests_inside` counts what the HTTP side holds, the rest comes from the engine core.
+        `requests_inside` counts the requests on the HTTP side.
         """
         return {"requests_inside": self._engine.get_num_unfinished_requests()} | (
             await self._engine.core_state()
         )
 
-    async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Ray Serve's autoscaling: what this replica carries."""
-        return replica_report(await self._engine.core_state(), self.num_inside)
-
     async def __del__(self) -> None:
         self._watchdog.cancel()
-        if self._told is not None:
-            await self._told.close()
+        if self._metrics_reporter is not None:
+            await self._metrics_reporter.close()
         self._engine.shutdown()
         await close_tracing(self.tracing)
+
+
+@contextmanager
+def kept_serve_logs() -> Iterator[None]:
+    """Restore Ray Serve's log handlers on exit.
+
+    vLLM configures logging when it is imported, and again with each engine's configuration. Both
+    close every handler of the process and detach the file from Ray Serve's. A restarted controller
+    asks each replica for that file, and would drop the replicas although they serve.
+    """
+    targets = [
+        (handler, handler.target)
+        for handler in logging.getLogger("ray.serve").handlers
+        if isinstance(handler, MemoryHandler)
+    ]
+    try:
+        yield
+    finally:
+        for handler, target in targets:
+            handler.setTarget(target)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    at_s: float
+    num_steps: int
+    num_rows: int
+    busy_s: float
+
+
+class LoadReporter:
+    """Builds load reports from the engine core's counters; rates are over the last seconds."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._samples: deque[_Sample] = deque()
+
+    def report(self, state: Mapping[str, Any], requests: int, now_s: float) -> ReplicaLoad:
+        """Report the load now, with `requests` calls inside the replica.
+
+        `state` is the engine's `core_state`. Its own number of requests counts each choice of an
+        answer; Ray Serve's cap counts calls.
+        """
+        steps = state.get("steps", {})
+        sample = _Sample(
+            now_s, steps.get("num_steps", 0), steps.get("num_rows", 0), steps.get("busy_s", 0.0)
+        )
+        self._samples.append(sample)
+        while len(self._samples) > 2 and self._samples[1].at_s <= now_s - WINDOW_S:
+            self._samples.popleft()
+        oldest = self._samples[0]
+        busy_s = sample.busy_s - oldest.busy_s
+        num_steps = sample.num_steps - oldest.num_steps
+        return ReplicaLoad(
+            requests=requests,
+            threads=state["threads"],
+            waiting_forks=state.get("deferred_threads", 0),
+            blocks=state["kv_blocks"],
+            free_blocks=state["free_blocks"],
+            block_size=self._block_size,
+            tokens_per_s=(sample.num_rows - oldest.num_rows) / busy_s if busy_s > 0 else 0.0,
+            step_s=busy_s / num_steps if num_steps else 0.0,
+            taken_at_s=now_s,
+        )
+
+
+async def watch(
+    is_dead: Callable[[], bool],
+    *,
+    end_process: Callable[[int], None] | None = None,
+    period_s: float = WATCHDOG_PERIOD_S,
+    last_words_s: float = LAST_WORDS_S,
+    at_last: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Watchdog: end the process when the engine is dead, so that Ray Serve replaces the replica.
+
+    After a failed health check alone, the replica would answer with errors for seconds, because
+    Ray Serve's teardown waits for requests that cannot finish. `at_last` runs just before the end
+    and must be quick.
+    """
+    while not is_dead():  # noqa: ASYNC110 - the engine sets a flag when it dies, no event
+        await asyncio.sleep(period_s)
+    logger.error("engine lost; ending the replica")
+    await asyncio.sleep(last_words_s)
+    if at_last is not None:
+        await at_last()
+    (end_process or end_with_children)(EXIT_STATUS)
+
+
+def end_with_children(status: int) -> None:
+    """End this process after killing its children: an engine that hangs would stay."""
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    os._exit(status)

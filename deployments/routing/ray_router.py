@@ -1,10 +1,9 @@
-"""Our choice of a replica as a Ray Serve request router.
+"""Adapter between Ray Serve's request router and the deployment's shared router.
 
-Ray Serve makes one for each handle, hands it every request with its arguments, and tells it what
-runs and what has ended. The choice itself is the shared router of the deployment in this process.
+Ray Serve makes a `ThreadRequestRouter` for each handle, passes it every request with its
+arguments, and tells it which replicas run and which requests have ended.
 """
 
-import itertools
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,21 +12,38 @@ from ray.serve._private.common import ReplicaID, RequestMetadata
 from ray.serve._private.request_router.common import PendingRequest
 from ray.serve._private.request_router.replica_wrapper import RunningReplica
 from ray.serve._private.request_router.request_router import FIFOMixin, RequestRouter
+from ray.serve.config import RequestRouterConfig
 
 from cluster.config.routing import RoutingSettings
-from deployments.routing import registry
-from deployments.routing.load_report import load_from
+
+# Ray pickles this module by value, with the objects it imports. A module is pickled by reference,
+# so that all handles in a process find the same ROUTERS.
+from deployments.routing import shared_router
+from deployments.wire.load import ReplicaLoad
 from deployments.wire.request import RelayedRequest, RequestHint
 
-# While all are full, Ray Serve asks so many replicas how long their queues really are.
+# Number of replicas whose queue length Ray Serve asks for while all are full.
 _ASKED_WHEN_FULL = 2
-# A number for each of Ray's routers; an id may come again when its object is gone.
-_sources = itertools.count()
+# Ray's longest wait between two attempts to place a request. The gateway admits only as many
+# requests as there is room for, so a full replica is soon free; Ray's own 0.5 s would be felt.
+_MAX_BACKOFF_S = 0.1
+
+
+def router_config(settings: RoutingSettings) -> RequestRouterConfig:
+    """Ray Serve's routing configuration for the replicas of a model."""
+    return RequestRouterConfig.model_validate(
+        {
+            "request_router_class": f"{__name__}.{ThreadRequestRouter.__name__}",
+            "request_router_kwargs": settings.model_dump(mode="json"),
+            "request_routing_stats_period_s": settings.report_period_s,
+            "max_backoff_s": _MAX_BACKOFF_S,
+        }
+    )
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """A request that has been offered to replicas, and has none yet."""
+    """A request that has been offered to replicas and has none yet."""
 
     pending: PendingRequest
     request_id: str
@@ -37,44 +53,44 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Sent:
-    """A request at a replica; more than one call where it was refused there before."""
+    """A request at a replica; several calls if the replica refused it before."""
 
     request_id: str
     num_calls: int = 0
 
 
 class ThreadRequestRouter(FIFOMixin, RequestRouter):
-    """Routes a model's requests to its replicas by the settings in `request_router_kwargs`.
+    """Ray Serve router of a model's replicas; `request_router_kwargs` are `RoutingSettings`.
 
-    A request is counted at the replica in the moment it is picked: the confirmation that Ray
-    Serve gives later would come too late for a burst.
+    A request is counted at its replica as soon as it is picked. Ray Serve's own confirmation
+    comes too late for a burst.
     """
 
     def initialize_state(self, **settings: Any) -> None:
-        """Join the deployment's shared router; the settings are those of `RoutingSettings`."""
-        self._shared = registry.PROCESS.router(
+        """Join the deployment's shared router; called by Ray Serve."""
+        self._shared = shared_router.ROUTERS.router(
             self._deployment_id.name, RoutingSettings.model_validate(settings)
         )
-        self._source = next(_sources)
-        # Ray Serve says nothing when it drops a router, as it does with a handle.
+        self._source = object()
+        # Ray Serve does not announce that it drops a router, together with its handle.
         weakref.finalize(self, self._shared.left, self._source).atexit = False
-        # Both by Ray Serve's id of a request, which it keeps when it is tried again elsewhere.
+        # Both by Ray Serve's id of a request, which stays the same on a retry.
         self._waiting: dict[str, _Waiting] = {}
         self._sent: dict[tuple[str, str], _Sent] = {}
         self._asked = 0
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take what runs now, and the reports that come with it."""
+        """Take the running replicas, and the load reports that come with them."""
         self._shared.replicas_changed(
             self._source, {r.replica_id.unique_id: r.max_ongoing_requests for r in replicas}
         )
         for replica in replicas:
-            if (load := load_from(replica.routing_stats)) is not None:
+            if (load := ReplicaLoad.from_stats(replica.routing_stats)) is not None:
                 self._shared.reported(replica.replica_id.unique_id, load)
         super().update_replicas(replicas)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """A call has found the replica dead, before the controller said so."""
+        """Exclude a replica that a call found dead, before the controller announces it."""
         super().on_replica_actor_died(replica_id)
         self._shared.died(replica_id.unique_id)
 
@@ -83,10 +99,10 @@ class ThreadRequestRouter(FIFOMixin, RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """The replica for a request; while all are full, some of them, to be asked."""
+        """Return the replica for a request; while all are full, some to ask for their queue."""
         if pending_request is None:
             return [candidate_replicas]
-        # Without this Ray Serve would try again at once, for ever, and freeze its process.
+        # Without this Ray Serve would retry in a busy loop and freeze its process.
         pending_request.routing_context.should_backoff = True
         chosen = self._pick(pending_request)
         for replica in candidate_replicas:
@@ -97,14 +113,14 @@ class ThreadRequestRouter(FIFOMixin, RequestRouter):
         return [turned[:_ASKED_WHEN_FULL]]
 
     def _pick(self, pending_request: PendingRequest) -> str | None:
-        """The next replica to try: Ray Serve asks again when one does not answer."""
+        """Pick the next replica to try; Ray Serve asks again if one does not answer."""
         request_id, hint = _identity(pending_request)
         waiting = self._waiting.setdefault(
             pending_request.metadata.internal_request_id, _Waiting(pending_request, request_id)
         )
-        chosen = waiting.picked = self._shared.pick(request_id, hint, waiting.tried)
+        chosen = waiting.picked = self._shared.assign(request_id, hint, waiting.tried)
         if chosen is not None:
-            if chosen in waiting.tried:  # All others have been tried, or are full: begin anew.
+            if chosen in waiting.tried:  # All others have been tried or are full: start over.
                 waiting.tried.clear()
             waiting.tried.add(chosen)
         return chosen
@@ -112,7 +128,7 @@ class ThreadRequestRouter(FIFOMixin, RequestRouter):
     def _fulfill_next_pending_request(
         self, replica: RunningReplica, request_metadata: RequestMetadata | None = None
     ) -> None:
-        """The oldest request goes to a replica, which may have been picked for a younger one."""
+        """Give the replica to the oldest request, although it was picked for a younger one."""
         super()._fulfill_next_pending_request(replica, request_metadata)
         finder = request_metadata and self._waiting.get(request_metadata.internal_request_id)
         if finder and finder.picked and not finder.pending.future.done():
@@ -127,10 +143,9 @@ class ThreadRequestRouter(FIFOMixin, RequestRouter):
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
-        """Count the request where it really goes, which need not be where it was picked.
+        """Count the request at the replica it really goes to, which need not be the picked one.
 
-        A request that a replica has refused may get the next place that anybody finds, without
-        having been offered one itself.
+        A request that a replica refused may get a place found for another request.
         """
         internal_id = pending_request.metadata.internal_request_id
         try:
@@ -147,9 +162,9 @@ class ThreadRequestRouter(FIFOMixin, RequestRouter):
         return replica
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """A request has left its replica: it ended, was refused there, or the replica died.
+        """Release a request that ended, was refused, or lost its replica.
 
-        Of a refused call Ray Serve may tell when the request is at the same replica again.
+        Ray Serve may report a refused call when the request is already back at the same replica.
         """
         name = replica_id.unique_id
         sent = self._sent.get((internal_request_id, name))
@@ -163,7 +178,7 @@ class ThreadRequestRouter(FIFOMixin, RequestRouter):
 
 
 def _identity(pending_request: PendingRequest) -> tuple[str, RequestHint]:
-    """The request's id and hint; calls of other kinds have Ray Serve's id and say nothing."""
+    """Return the request's id and hint; for other calls, Ray Serve's id and an empty hint."""
     for argument in (*pending_request.args, *pending_request.kwargs.values()):
         if isinstance(argument, RelayedRequest):
             request_id = argument.terms.request_id

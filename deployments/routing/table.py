@@ -1,4 +1,9 @@
-"""What a router knows of each replica: its last report, and what has been sent there since."""
+"""Estimated load of every replica, and the cost expected of a request.
+
+`ReplicaTable` combines the replicas' reports with the requests sent since. `Forecaster` predicts
+the threads and tokens of a request from the last ones. `StepTime` fits engine step times to the
+number of threads. No clock and no Ray in here: time comes in as an argument.
+"""
 
 from collections import deque
 from collections.abc import Mapping
@@ -7,21 +12,208 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deployments.routing.forecast import Forecast
-from deployments.routing.silence import Silence
-from deployments.routing.step_time import StepTime
-from deployments.routing.views import ReplicaLoad
+from deployments.wire.answer import AnswerEnd
+from deployments.wire.load import ReplicaLoad
+from deployments.wire.request import RequestHint
+
+# Forecasts before any request has ended: a chat model, about half of whose answers fork.
+PRIOR_GENERATED_TOKENS = 256.0
+PRIOR_PATH_TOKENS = 128.0
+# Number of latest requests that count; the prior weighs as much as PRIOR_WEIGHT of them.
+WINDOW = 256
+PRIOR_WEIGHT = 8.0
+
+# Number of threads at which a step takes twice as long as with one thread, until measured.
+_PRIOR_DOUBLING_THREADS = 64.0
+_PRIOR_STEP_S = 0.02
+_PRIOR_VARIANCE = 4.0
+_MEMORY = 0.998
+_SLOWNESS_SHARE = 0.2
+_SLOWNESS_BOUNDS = (0.05, 20.0)
+_MIN_BASE_SHARE = 0.02
+# An idle replica cannot show that it is no longer slow, so its measured slowness decays.
+_SLOWNESS_HALF_LIFE_S = 10.0
+
+# A replica is silent after this many usual gaps between reports, and never before
+# _MIN_SILENCE_S: one long engine step may delay a report.
+_SILENT_GAPS = 8.0
+_MIN_SILENCE_S = 2.0
+_GAP_SHARE = 0.02
 
 _FIRST_SLOTS = 8
-# A report's time is the replica's clock; beyond this the clocks cannot be the same.
+# Reports carry the replica's time; a larger lag means that its clock differs from ours.
 _MAX_LAG_S = 10.0
-# Of a replica that has long not reported, the oldest changes are kept as one.
+# Changes remembered per replica since its last report; beyond that the oldest are merged.
 _MAX_CHANGES = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class Forecast:
+    """Expected cost of a request.
+
+    `threads` is the mean number alive while it runs, `steps` the length of its critical path.
+    `generated_tokens` counts all threads; `kv_tokens` is its KV cache use at the end.
+    """
+
+    threads: float
+    steps: float
+    generated_tokens: float
+    kv_tokens: float
+
+
+@dataclass(slots=True)
+class _Means:
+    """Moving means over requests, per choice."""
+
+    weight: float = PRIOR_WEIGHT
+    generated_tokens: float = PRIOR_GENERATED_TOKENS
+    path_tokens: float = PRIOR_PATH_TOKENS
+
+    def add(self, generated_tokens: float, path_tokens: float) -> None:
+        self.weight = min(self.weight + 1.0, WINDOW)
+        share = 1.0 / self.weight
+        self.generated_tokens += share * (generated_tokens - self.generated_tokens)
+        self.path_tokens += share * (path_tokens - self.path_tokens)
+
+
+class Forecaster:
+    """Predicts the cost of a request from finished ones, separately for those that may fork.
+
+    Further features, such as the system prompt or the prompt's length, did not help in the
+    simulation: the error of a single request matters little beside what a replica already runs.
+    """
+
+    def __init__(self) -> None:
+        unforked = _Means(path_tokens=PRIOR_GENERATED_TOKENS)
+        self._means = {True: _Means(), False: unforked}
+
+    def forecast(self, hint: RequestHint) -> Forecast:
+        """Return the expected cost of a request."""
+        means = self._means[hint.may_fork]
+        generated, path = means.generated_tokens, means.path_tokens
+        threads = max(1.0, generated / path)
+        if hint.max_tokens is not None and generated > hint.max_tokens:
+            generated = float(max(hint.max_tokens, 1))
+            path = min(path, generated)
+        choices = max(hint.num_choices, 1)
+        generated *= choices
+        return Forecast(choices * threads, path, generated, hint.prompt_tokens + generated)
+
+    def learn(self, hint: RequestHint, end: AnswerEnd) -> None:
+        """Add a finished request to the means; one that generated nothing is ignored."""
+        if end.generated_tokens > 0 and end.critical_path_tokens > 0:
+            generated = end.generated_tokens / max(hint.num_choices, 1)
+            self._means[hint.may_fork].add(generated, end.critical_path_tokens)
+
+
+class StepTime:
+    """Linear model of the engine step: (`base_s` + `per_thread_s` * threads) * `slowness`.
+
+    One line is fitted to the reports of all replicas, so a replica that has only seen one load
+    takes the slope from the others. `slowness` is per slot.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.slowness: NDArray[np.float64] = np.ones(num_slots)
+        self._is_measured: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
+        self.base_s = _PRIOR_STEP_S
+        self.per_thread_s = _PRIOR_STEP_S / _PRIOR_DOUBLING_THREADS
+        self._weight = self._threads = self._step = self._square = self._product = 0.0
+
+    def resize(self, num_slots: int) -> None:
+        """Add slots."""
+        added = num_slots - len(self.slowness)
+        self.slowness = np.concatenate([self.slowness, np.ones(added)])
+        self._is_measured = np.concatenate([self._is_measured, np.zeros(added, dtype=np.bool_)])
+
+    def forget(self, slot: int) -> None:
+        """Reset a slot for another replica."""
+        self.slowness[slot] = 1.0
+        self._is_measured[slot] = False
+
+    def measured(self, slot: int, threads: float, step_s: float) -> None:
+        """Learn that steps with `threads` threads took `step_s` seconds on average."""
+        if self._weight == 0.0:
+            # The first report sets the scale; slowness is relative to it.
+            self.slowness[slot] = 1.0
+        self._is_measured[slot] = True
+        scaled = step_s / float(self.slowness[slot])
+        self._weight = self._weight * _MEMORY + 1.0
+        self._threads = self._threads * _MEMORY + threads
+        self._step = self._step * _MEMORY + scaled
+        self._square = self._square * _MEMORY + threads * threads
+        self._product = self._product * _MEMORY + threads * scaled
+        self._fit()
+        ratio = step_s / (self.base_s + self.per_thread_s * threads)
+        slowness = float(self.slowness[slot]) + _SLOWNESS_SHARE * (ratio - self.slowness[slot])
+        self.slowness[slot] = min(max(slowness, _SLOWNESS_BOUNDS[0]), _SLOWNESS_BOUNDS[1])
+
+    def rested(self, slot: int, seconds: float) -> None:
+        """Let the slowness of an idle replica decay towards that of the fastest one.
+
+        Otherwise a replica that was slow for a moment would get no requests and stay slow.
+        """
+        if not self._is_measured.any():
+            return
+        fastest = float(self.slowness[self._is_measured].min())
+        kept = 0.5 ** (max(seconds, 0.0) / _SLOWNESS_HALF_LIFE_S)
+        self.slowness[slot] = fastest * (float(self.slowness[slot]) / fastest) ** kept
+
+    def _fit(self) -> None:
+        mean_threads = self._threads / self._weight
+        mean_step = self._step / self._weight
+        variance = max(self._square / self._weight - mean_threads**2, 0.0)
+        covariance = self._product / self._weight - mean_threads * mean_step
+        prior = mean_step / (_PRIOR_DOUBLING_THREADS + mean_threads)
+        slope = (covariance + _PRIOR_VARIANCE * prior) / (variance + _PRIOR_VARIANCE)
+        most = (1.0 - _MIN_BASE_SHARE) * mean_step / max(mean_threads, 1.0)
+        self.per_thread_s = min(max(slope, 0.0), most)
+        self.base_s = mean_step - self.per_thread_s * mean_threads
+
+
+class SilenceDetector:
+    """Detects replicas that have stopped reporting while others go on.
+
+    A hung process looks idle, because its last report never changes. Report times are compared
+    with the latest report of any replica: if the Serve controller hangs, which carries all of
+    them, none is silent. The threshold follows the observed gaps: slow engines report less often.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        # Infinite before a replica's first report, which may take any time.
+        self._heard_s: NDArray[np.float64] = np.full(num_slots, np.inf)
+        self._last_s = -np.inf
+        self._gap_s = 0.0
+
+    def resize(self, num_slots: int) -> None:
+        """Add slots."""
+        added = num_slots - len(self._heard_s)
+        self._heard_s = np.concatenate([self._heard_s, np.full(added, np.inf)])
+
+    def forget(self, slot: int) -> None:
+        """Reset a slot for another replica."""
+        self._heard_s[slot] = np.inf
+
+    def heard(self, slot: int, now_s: float) -> None:
+        """Note the arrival of a new report, by the router's clock."""
+        before_s = float(self._heard_s[slot])
+        if np.isfinite(before_s):
+            gap_s = max(now_s - before_s, 0.0)
+            self._gap_s += (_GAP_SHARE if self._gap_s else 1.0) * (gap_s - self._gap_s)
+        self._heard_s[slot] = self._last_s = now_s
+
+    def silent(self) -> NDArray[np.bool_]:
+        """Return, per slot, whether its replica has stopped reporting."""
+        if not self._gap_s:
+            return np.zeros(len(self._heard_s), dtype=np.bool_)
+        longest_s = max(_SILENT_GAPS * self._gap_s, _MIN_SILENCE_S)
+        silent: NDArray[np.bool_] = self._heard_s < self._last_s - longest_s
+        return silent
+
+
+@dataclass(frozen=True, slots=True)
 class _Change:
-    """A request sent (counted positively) or ended, at the router's time `at_s`."""
+    """Requests sent (positive) or ended (negative) at the router's time `at_s`."""
 
     at_s: float
     requests: int
@@ -31,60 +223,66 @@ class _Change:
 
 @dataclass(slots=True)
 class _Row:
-    """One replica: its report, and this router's own part in it."""
+    """One replica: its last report, and the requests that this router has there."""
 
     replica_id: str
     cap: int
     load: ReplicaLoad | None = None
     least_lag_s: float = float("inf")
-    # When the report was taken, by the router's clock.
+    # Time of the report by the router's clock.
     taken_at_s: float = 0.0
-    # Own requests there now, and what is expected of them all together.
+    # This router's requests there now, and the sum of their forecasts.
     own_requests: int = 0
     own_threads: float = 0.0
     own_tokens: float = 0.0
-    # What has been sent and has ended since the report was taken.
+    # Changes since the report was taken, and their sums.
     since: deque[_Change] = field(default_factory=deque)
     since_requests: int = 0
     since_threads: float = 0.0
     since_blocks: float = 0.0
-    # Tokens ever sent there, by which the age of a cached prefix is told.
+    # Total tokens ever sent there; tells the age of a cached prefix.
     sent_tokens: float = 0.0
 
 
 class ReplicaTable:
-    """Replicas in numbered slots, as arrays of one value a slot; a free slot has no room.
+    """Replicas in numbered slots, with one array per quantity, indexed by slot.
 
-    `requests`, `threads` and `used_blocks` are estimates for this moment: the last report, plus
-    what this router has sent since it was taken, less what of that has ended. So between two
-    reports the router sees its own decisions, and a burst does not all go to one replica.
+    `requests`, `threads` and `used_blocks` are current estimates: the last report, plus what this
+    router has sent since, minus what has ended. The router therefore sees its own decisions
+    between two reports, and a burst does not go to a single replica. `room` is the number of
+    requests a replica can still take, 0 in a free slot. `blocks` is infinite until reported.
     """
 
     def __init__(self) -> None:
         self.slots: dict[str, int] = {}
         self.rows: list[_Row | None] = [None] * _FIRST_SLOTS
         self.step_time = StepTime(_FIRST_SLOTS)
-        self.silence = Silence(_FIRST_SLOTS)
-        # Room in requests; none in a free slot.
+        self.silence = SilenceDetector(_FIRST_SLOTS)
         self.room: NDArray[np.float64] = np.zeros(_FIRST_SLOTS)
         self.requests: NDArray[np.float64] = np.zeros(_FIRST_SLOTS)
         self.threads: NDArray[np.float64] = np.zeros(_FIRST_SLOTS)
         self.used_blocks: NDArray[np.float64] = np.zeros(_FIRST_SLOTS)
-        # Infinite while a replica has not reported how many blocks it has.
         self.blocks: NDArray[np.float64] = np.full(_FIRST_SLOTS, np.inf)
         self.sent_tokens: NDArray[np.float64] = np.zeros(_FIRST_SLOTS)
         self.block_size = 16
 
-    def replicas_changed(self, caps: Mapping[str, int]) -> list[int]:
-        """Take the running replicas and their caps in requests; returns the slots given up."""
-        gone = [slot for name, slot in self.slots.items() if name not in caps]
-        for slot in gone:
+    def replicas_changed(self, caps: Mapping[str, int]) -> None:
+        """Take the running replicas, each with its cap in requests."""
+        for slot in [slot for name, slot in self.slots.items() if name not in caps]:
             row = self._row(slot)
             del self.slots[row.replica_id]
             self.rows[slot] = None
             self.step_time.forget(slot)
             self.silence.forget(slot)
-            self._clear(slot)
+            for values in (
+                self.room,
+                self.requests,
+                self.threads,
+                self.used_blocks,
+                self.sent_tokens,
+            ):
+                values[slot] = 0.0
+            self.blocks[slot] = np.inf
         for replica_id, cap in caps.items():
             known = self.slots.get(replica_id)
             slot = self._free_slot() if known is None else known
@@ -93,27 +291,26 @@ class ReplicaTable:
                 self.rows[slot] = _Row(replica_id, cap)
             self._row(slot).cap = cap
             self._estimate(slot)
-        return gone
 
     def replica_id(self, slot: int) -> str:
-        """The replica in a slot that is taken."""
+        """Return the replica in an occupied slot."""
         return self._row(slot).replica_id
 
     def sent(self, slot: int, forecast: Forecast, now_s: float) -> None:
-        """Count a request that goes to a replica now."""
+        """Add a request that goes to a replica now."""
         row = self._row(slot)
         row.sent_tokens += forecast.kv_tokens
         self.sent_tokens[slot] = row.sent_tokens
         self._change(slot, row, forecast, now_s, sign=1)
 
     def ended(self, slot: int, replica_id: str, forecast: Forecast, now_s: float) -> None:
-        """Count off a request that was `sent` with this forecast; the replica may have gone."""
+        """Remove a request that was `sent` with this forecast; its replica may be gone."""
         row = self.rows[slot]
         if row is not None and row.replica_id == replica_id:
             self._change(slot, row, forecast, now_s, sign=-1)
 
     def reported(self, replica_id: str, load: ReplicaLoad, now_s: float) -> None:
-        """Take a replica's report; one that is not newer than the last is left."""
+        """Take a replica's report; unknown replicas and reports that are not newer are ignored."""
         slot = self.slots.get(replica_id)
         if slot is None:
             return
@@ -123,13 +320,13 @@ class ReplicaTable:
         before, row.load = row.load, load
         self.silence.heard(slot, now_s)
         self.block_size = max(load.block_size, 1)
-        row.taken_at_s = _on_own_clock(row, load, now_s)
+        row.taken_at_s = _by_own_clock(row, load, now_s)
         while row.since and row.since[0].at_s <= row.taken_at_s:
             change = row.since.popleft()
             row.since_requests -= change.requests
             row.since_threads -= change.threads
             row.since_blocks -= change.blocks
-        if not row.since:  # No rounding errors stay.
+        if not row.since:  # Clear accumulated rounding errors.
             row.since_threads = row.since_blocks = 0.0
         if load.step_s > 0 and load.tokens_per_s > 0:
             batch = load.tokens_per_s * load.step_s
@@ -148,7 +345,7 @@ class ReplicaTable:
         row.own_requests += sign
         row.own_threads += change.threads
         row.own_tokens += sign * forecast.kv_tokens
-        if row.own_requests == 0:  # No rounding errors stay.
+        if row.own_requests == 0:  # Clear accumulated rounding errors.
             row.own_threads = row.own_tokens = 0.0
         if row.load is not None:
             row.since.append(change)
@@ -160,9 +357,9 @@ class ReplicaTable:
         self._estimate(slot)
 
     def _estimate(self, slot: int) -> None:
-        """Put report and own part together.
+        """Combine the report with this router's own requests.
 
-        A request on its way when the report was taken is in neither; the own count has it.
+        A request that was on its way when the report was taken appears only in the own count.
         """
         row = self._row(slot)
         requests, threads, used = row.own_requests, row.own_threads, 0.0
@@ -178,7 +375,7 @@ class ReplicaTable:
             self.blocks[slot] = load.blocks
         self.requests[slot] = requests
         self.threads[slot] = threads
-        # Running requests still grow; on average they hold half of what they will.
+        # Running requests still grow; on average they hold half of their final size.
         self.used_blocks[slot] = max(used, row.own_tokens / self.block_size * 0.5)
         self.room[slot] = row.cap - requests
 
@@ -187,11 +384,6 @@ class ReplicaTable:
         if row is None:
             raise KeyError(slot)
         return row
-
-    def _clear(self, slot: int) -> None:
-        for values in (self.room, self.requests, self.threads, self.used_blocks, self.sent_tokens):
-            values[slot] = 0.0
-        self.blocks[slot] = np.inf
 
     def _free_slot(self) -> int:
         if None in self.rows:
@@ -206,8 +398,8 @@ class ReplicaTable:
         return old
 
 
-def _on_own_clock(row: _Row, load: ReplicaLoad, now_s: float) -> float:
-    """When a report was taken; where the replica's clock is plainly off, by its least lag."""
+def _by_own_clock(row: _Row, load: ReplicaLoad, now_s: float) -> float:
+    """Time of a report by the router's clock; if the clocks differ, less the smallest lag seen."""
     lag_s = now_s - load.taken_at_s
     row.least_lag_s = min(row.least_lag_s, lag_s)
     if row.least_lag_s < 0.0 or row.least_lag_s > _MAX_LAG_S:

@@ -1,25 +1,25 @@
 """Names of spans and of their attributes.
 
-Those without `apar.` are OpenTelemetry's semantic conventions (HTTP: stable; gen_ai: incubating).
-No attribute holds text of a prompt or an answer, or a secret.
+Names without `apar.` follow OpenTelemetry's semantic conventions (HTTP: stable; gen_ai:
+incubating). No attribute contains prompt text, answer text or a secret.
 """
 
 INGRESS = "ingress"
-"""From the request's arrival to its place in the queue: key, limits, body."""
+"""From arrival until the request is queued: key, limits, body."""
 QUEUE = "queue"
-"""The wait for a place at the replicas."""
+"""Wait for room at the replicas."""
 REPLICA = "replica"
 """One attempt at a replica, as the gateway sees it."""
 ENGINE = "engine"
-"""The request inside a replica: HTTP application and engine."""
+"""Request inside a replica: HTTP application and engine."""
 ENGINE_QUEUE = "engine queue"
-"""The wait for the engine's scheduler."""
+"""Wait for the engine's scheduler."""
 PREFILL = "prefill"
-"""From the scheduler's choice of the request to its first token."""
+"""From scheduling to the first token."""
 DECODE = "decode"
-"""From the first token to the last one of all threads; parent of the root threads."""
+"""From the first token to the last one of any thread; parent of the root threads."""
 THREAD = "thread"
-"""One thread, from its fork (a root: from its first token) to its last token."""
+"""One thread, from its fork (root: first token) to its last token."""
 
 HTTP_METHOD = "http.request.method"
 HTTP_ROUTE = "http.route"
@@ -43,7 +43,7 @@ NUMBER_FIELDS = {
     "top_p": "gen_ai.request.top_p",
     "n": "gen_ai.request.choice.count",
 }
-"""Fields of a request's body that are numbers, and the attributes that hold them."""
+"""Numeric fields of a request's body, with their attributes."""
 
 REQUEST_ID = "apar.request_id"
 KEY = "apar.key"

@@ -1,45 +1,47 @@
-"""The tracing of one process: makes spans, samples, and sends them in the background.
+"""Tracing of one process: make spans, sample them, and export them over OTLP in the background.
 
-OpenTelemetry's process-wide provider is left alone: Ray and vLLM live in the same processes.
+OpenTelemetry's global provider stays untouched, because Ray and vLLM run in the same processes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
+
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import Span, SpanKind
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
 
 from cluster.config.tracing import TracingConfig
 
-if TYPE_CHECKING:
-    from opentelemetry.context import Context
-    from opentelemetry.sdk.trace.export import SpanExporter
-    from opentelemetry.trace import Span, SpanKind
-    from opentelemetry.util.types import AttributeValue
+logger = logging.getLogger(__name__)
 
 GATEWAY = "gateway"
 REPLICA = "replica"
 CLOSE_S = 3.0
-"""Time that the last spans of a process get; a collector may be down, or hang."""
+"""Time for a process's last spans at shutdown; a collector may be down or hang."""
 _BATCH_SPANS = 512
+_TRACES_PATH = "/v1/traces"
+_WARNING_PERIOD_S = 60.0
+# These log every attempt, and one per second while a collector is down.
+_LIBRARY_LOGGERS = ("opentelemetry.exporter.otlp", "opentelemetry.sdk._shared_internal")
 
 
 class Tracing:
-    """Spans of one process, whose part in a request is its `role`: gateway or replica."""
+    """Spans of one process; `role` is gateway or replica."""
 
     def __init__(
         self, config: TracingConfig, role: str, exporter: SpanExporter | None = None
     ) -> None:
-        # They take a fifth of a second to import, for nothing where nobody traces.
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        from deployments.tracing.exporting import build_exporter
-
         self.config = config
         self._provider = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(config.sample_ratio)),
@@ -64,50 +66,112 @@ class Tracing:
         attributes: Mapping[str, AttributeValue] | None = None,
         start_ns: int | None = None,
     ) -> Span:
-        """A span under the parent that a context holds; a trace of its own where that is empty."""
+        """Start a span under the parent in `parent`, or a new trace if there is none."""
         return self._tracer.start_span(
             name, context=parent, kind=kind, attributes=attributes, start_time=start_ns
         )
 
     def context_of(self, headers: Mapping[str, str]) -> Context:
-        """The context that W3C's `traceparent` and `tracestate` name; empty where they do not."""
-        from opentelemetry.context import Context
-
+        """Read a context from `traceparent` and `tracestate` (W3C); empty if they are invalid."""
         return self._propagator.extract(headers, Context())
 
     def headers_of(self, context: Context) -> dict[str, str]:
-        """A context as W3C's headers."""
+        """Write a context as W3C headers."""
         headers: dict[str, str] = {}
         self._propagator.inject(headers, context)
         return headers
 
     def flush_soon(self) -> None:
-        """Send now what waits; returns at once."""
+        """Export waiting spans in the background."""
         threading.Thread(target=self._provider.force_flush, daemon=True).start()
 
     def close_soon(self) -> threading.Thread:
-        """Send what waits, and nothing more; returns at once."""
+        """Export waiting spans in the background, and none after them."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         return closing
 
 
 def open_tracing(config: TracingConfig, role: str) -> Tracing | None:
-    """The tracing of this process; None where none is configured."""
+    """Return the tracing of this process; None if it is not configured."""
     return Tracing(config, role) if config.enabled else None
 
 
 async def close_tracing(tracing: Tracing | None, timeout_s: float = CLOSE_S) -> None:
-    """Send what waits, for as long as `timeout_s`, and nothing more."""
+    """Export waiting spans for at most `timeout_s`, and none after them."""
     if tracing is not None:
         await asyncio.to_thread(tracing.close_soon().join, timeout_s)
 
 
 def reopened(tracing: Tracing | None, config: TracingConfig, role: str) -> Tracing | None:
-    """The tracing of a changed configuration; what the old one still holds is sent."""
+    """Return the tracing for a changed configuration; the old one exports what it holds."""
     if config == (TracingConfig() if tracing is None else tracing.config):
         return tracing
     changed = open_tracing(config, role)
     if tracing is not None:
         tracing.close_soon()
     return changed
+
+
+def build_exporter(config: TracingConfig) -> SpanExporter:
+    """Build the OTLP exporter of a configuration that has an endpoint."""
+    for name in _LIBRARY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    endpoint = config.endpoint or ""
+    url = urlsplit(endpoint)
+    # Imported late: gRPC, which few use, takes long to import.
+    if config.protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
+            OTLPSpanExporter as GrpcExporter,
+        )
+
+        return ReportedExporter(
+            GrpcExporter(
+                endpoint=endpoint,
+                insecure=url.scheme == "http",
+                headers=config.read_headers(),
+                timeout=config.timeout_s,
+            )
+        )
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
+        OTLPSpanExporter as HttpExporter,
+    )
+
+    return ReportedExporter(
+        HttpExporter(
+            endpoint=endpoint.rstrip("/") + _TRACES_PATH if url.path in ("", "/") else endpoint,
+            headers=config.read_headers(),
+            timeout=config.timeout_s,
+        )
+    )
+
+
+class ReportedExporter(SpanExporter):
+    """Wraps an exporter; logs lost spans, at most once a minute."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        self._exporter = exporter
+        self._num_lost = 0
+        self._quiet_until_s = 0.0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Export the spans; never raises."""
+        try:
+            result = self._exporter.export(spans)
+        except Exception:  # noqa: BLE001  # The exporting executor must go on.
+            result = SpanExportResult.FAILURE
+        if result is not SpanExportResult.SUCCESS:
+            self._num_lost += len(spans)
+            if time.monotonic() >= self._quiet_until_s:
+                self._quiet_until_s = time.monotonic() + _WARNING_PERIOD_S
+                logger.warning("spans could not be exported", extra={"spans": self._num_lost})
+                self._num_lost = 0
+        return result
+
+    def shutdown(self) -> None:
+        """Shut the exporter down."""
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        """Flush the exporter; nothing is buffered here."""
+        return self._exporter.force_flush(timeout_millis)

@@ -6,7 +6,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from cluster.config.tracing import TracingConfig
-from deployments.tracing import Tracing
+from deployments.tracing.tracing import Tracing
 
 
 class KeptSpans:

@@ -14,8 +14,7 @@ from apar_core.engine.offline import OfflineEngine
 from apar_core.formats.control_tokens import find_control_tokens
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.apar_tiny_medusa import heads_path
-from apar_core.offline.decoders.decoded_answer import DecodedAnswer
-from apar_core.offline.decoders.interface import DecodeLimits, decode_answer
+from apar_core.offline.decoders.interface import DecodedAnswer, DecodeLimits, decode_answer
 from apar_core.offline.decoders.load import load_decoder, load_tokenizer
 from apar_core.offline.speculation.medusa_heads import load_medusa_heads, save_medusa_heads
 from apar_core.tree.threads import thread_prefix, thread_texts

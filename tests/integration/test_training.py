@@ -21,16 +21,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.offline.data.example_file import write_examples
 from apar_core.offline.data.tiny_corpus.generator import Corpus
-from apar_core.offline.evaluation.thread_decoding import TransformersThreadDecoder
+from apar_core.offline.evaluation.fork_check import TransformersThreadDecoder
 from apar_core.offline.training import recipe as recipe_module
 from apar_core.offline.training.example_encoder import prompt_token_ids
-from apar_core.offline.training.reports import StepReport
-from apar_core.offline.training.tiny_settings import TinyModelSettings, tiny_recipe
-from apar_core.offline.training.train_tiny import train_tiny
-from apar_core.offline.training.vocabulary import tree_tokens
+from apar_core.offline.training.pretrained import tree_tokens
+from apar_core.offline.training.train_tiny import TinyModelSettings, tiny_recipe, train_tiny
+from apar_core.offline.training.tree_trainer import StepReport
 from cluster.cli.main import app
+from tests.fakes.example_files import write_examples
 from tests.integration.uneven_training import NUM_VALIDATION, run
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,9 +17,13 @@ from torch import nn
 
 from apar_core.offline.data.records import ParagraphRecord, chain
 from apar_core.offline.training.recipe import TrainingRecipe
-from apar_core.offline.training.reports import StepReport
 from apar_core.offline.training.tree_dataset import RowList, rows_of, step_rows
-from apar_core.offline.training.tree_trainer import TreeCollator, TreeTrainer, training_arguments
+from apar_core.offline.training.tree_trainer import (
+    StepReport,
+    TreeCollator,
+    TreeTrainer,
+    training_arguments,
+)
 from tests.integration.cpu_sharding import shard_on_cpu
 from tests.unit.apar_core.offline.training.random_trees import PAD_ID, packed, random_model
 

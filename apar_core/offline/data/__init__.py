@@ -1,1 +1,1 @@
-"""Training data: answers as paragraph trees, and the corpus of the embedded model."""
+"""Training data: chats prepared as paragraph trees, and the corpus of the embedded model."""

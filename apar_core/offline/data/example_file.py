@@ -1,14 +1,14 @@
-"""Examples as JSON lines: written by data preparation, read by training.
+"""JSON lines files of examples, written by data preparation and read by training.
 
-One line is `{"id", "kind", "messages": [{"role", "content"}, ...], "answer": THREAD}` with the
-user's turn at the end of `messages`. A THREAD is a list of paragraphs `{"text", "detail"?}`, and
+One line is `{"id", "kind", "messages": [{"role", "content"}, ...], "answer": THREAD}` where
+the last message is the user's. A THREAD is a list of paragraphs `{"text", "detail"?}`, and
 `detail` is the THREAD of the paragraph's first child.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +50,15 @@ class _ExampleLine(BaseModel):
 
 
 def example_line(example: ExampleRecord) -> bytes:
-    """Return the example as one line of the file, its line break included.
+    """Return the example as a line of the file, including the line break.
 
-    Raises DataError for an example without an id or user's turn, or whose text is no Unicode.
+    Raises DataError if the id is missing, the last message is not the user's, or the text is not
+    valid Unicode.
     """
     if example.example_id is None:
         raise DataError(f"an example of kind {example.kind!r} has no id")
     if not example.messages or example.messages[-1].role != "user":
-        raise DataError(f"the messages of example {example.example_id!r} end without a user's turn")
+        raise DataError(f"the last message of example {example.example_id!r} is not the user's")
     line = {
         "id": example.example_id,
         "kind": example.kind,
@@ -68,24 +69,14 @@ def example_line(example: ExampleRecord) -> bytes:
         return json.dumps(line, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError as error:
         raise DataError(
-            f"example {example.example_id!r} holds a lone surrogate, which is no Unicode text"
+            f"example {example.example_id!r} contains a lone surrogate, which is not valid Unicode"
         ) from error
 
 
-def write_examples(path: Path, examples: Iterable[ExampleRecord]) -> int:
-    """Write the examples to a file, replacing it; return their number."""
-    num_examples = 0
-    with path.open("wb") as file:
-        for example in examples:
-            file.write(example_line(example))
-            num_examples += 1
-    return num_examples
-
-
 def read_examples(path: Path) -> Iterator[ExampleRecord]:
-    """Yield the examples of a file, or of a folder that data preparation wrote.
+    """Yield the examples of a file, or of a folder written by data preparation.
 
-    A folder's structured examples come first. Raises DataError with the line's number.
+    Structured examples of a folder come first. Raises DataError with the line number.
     """
     for file in example_files(path):
         yield from _read_file(file)
@@ -97,7 +88,7 @@ def example_files(path: Path) -> list[Path]:
         files = [path / STRUCTURED_FILE, path / UNSTRUCTURED_FILE]
         found = [file for file in files if file.is_file()]
         if not found:
-            raise DataError(f"{path} holds neither {STRUCTURED_FILE} nor {UNSTRUCTURED_FILE}")
+            raise DataError(f"{path} contains neither {STRUCTURED_FILE} nor {UNSTRUCTURED_FILE}")
         return found
     if path.is_file():
         return [path]
@@ -105,19 +96,23 @@ def example_files(path: Path) -> list[Path]:
 
 
 def example_of_line(line: bytes) -> ExampleRecord:
-    """Return the example of one line that `example_line` has made."""
+    """Parse a line written by `example_line`."""
     return _example(_ExampleLine.model_validate_json(line))
 
 
 def _read_file(path: Path) -> Iterator[ExampleRecord]:
-    # Bytes, because only a line feed ends a line of JSON lines.
+    # Bytes, because in JSON lines only a line feed ends a line.
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
                     yield example_of_line(line)
                 except (ValidationError, TreeError, DataError) as error:
-                    raise DataError(f"{path}, line {number}: {_summary(error)}") from error
+                    if isinstance(error, ValidationError):
+                        reason = validation_summary(error)
+                    else:
+                        reason = str(error)
+                    raise DataError(f"{path}, line {number}: {reason}") from error
 
 
 def _example(line: _ExampleLine) -> ExampleRecord:
@@ -137,7 +132,7 @@ def _paragraphs(thread: list[_ParagraphLine]) -> ParagraphRecord:
         detail = None if paragraph.detail is None else _paragraphs(paragraph.detail)
         following = ParagraphRecord(paragraph.text, first_child=detail, next_sibling=following)
     if following is None:
-        raise DataError("answer: a thread has no paragraph")
+        raise DataError("answer: a thread has no paragraphs")
     return following
 
 
@@ -149,7 +144,3 @@ def _thread_lines(first: ParagraphRecord) -> list[dict[str, Any]]:
             line["detail"] = _thread_lines(paragraph.first_child)
         lines.append(line)
     return lines
-
-
-def _summary(error: Exception) -> str:
-    return validation_summary(error) if isinstance(error, ValidationError) else str(error)

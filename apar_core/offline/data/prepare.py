@@ -1,9 +1,9 @@
-"""Chats of many files into structured and unstructured training examples.
+"""Data preparation: chats of many files become structured and unstructured training examples.
 
 The paper trains on 16,000 structured and 9,000 unstructured samples, drawn 1:1 (section 3.2).
-Files are read as streams and outcomes taken in the order of the items, so the result is the same
-with any number of processes. Memory stays small; with held-out queries it holds a digest of every
-earlier question for each answer (about 0.5 kB for a chat of three turns, 2.7 kB for forty).
+Files are streamed and results are collected in input order, so the output does not depend on the
+number of processes. Memory use is small. With held-out queries, each answer keeps a digest of every
+earlier question (about 0.5 kB for a chat of three turns, 2.7 kB for forty).
 """
 
 from __future__ import annotations
@@ -13,50 +13,235 @@ import multiprocessing
 import shutil
 import signal
 import tempfile
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from apar_core.errors import DataError
-from apar_core.offline.data.conversations import load_questions
-from apar_core.offline.data.example_file import STRUCTURED_FILE, UNSTRUCTURED_FILE
-from apar_core.offline.data.hold_out import HELD_OUT_FILE, HoldOut
-from apar_core.offline.data.item_examples import (
-    FitExample,
-    ItemPreparation,
-    Outcome,
-    PreparedAnswer,
-    TooLong,
+from apar_core.offline.data.example_file import (
+    STRUCTURED_FILE,
+    UNSTRUCTURED_FILE,
+    example_line,
 )
-from apar_core.offline.data.report import PreparationReport, Refusal
-from apar_core.offline.data.sampling import LineReservoir
-from apar_core.offline.data.sources import ReadBytes, SourceItem, read_items, source_files
-from apar_core.offline.data.structure import StructureRules
+from apar_core.offline.data.records import ChatMessage, ExampleRecord, count_forks
+from apar_core.offline.data.sampling import (
+    HELD_OUT_FILE,
+    HoldOut,
+    LineReservoir,
+    conversation_of,
+    query_sums,
+)
+from apar_core.offline.data.sources import (
+    ItemRefusedError,
+    Questions,
+    ReadBytes,
+    SourceItem,
+    chat_of_item,
+    load_questions,
+    num_leading_answers,
+    parse_item,
+    read_items,
+    source_files,
+)
+from apar_core.offline.data.structure import StructureRules, extract_tree, split_thought
 
 REPORT_FILE = "report.json"
+MAX_REFUSAL_EXAMPLES = 10
+"""Refusals per reason that the report lists with their places."""
+
 _CHUNK_ITEMS = 64
 _CHUNK_BYTES = 1 << 20
 _CHUNKS_IN_FLIGHT = 3
 
 
 class PreparationSettings(BaseModel):
-    """How much is kept of what, and by which rules; 16k and 9k as in the paper."""
+    """Sample sizes and extraction rules; 16k and 9k samples as in the paper."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     structured: PositiveInt | None = Field(16_000, description="Sample size; all if None.")
     unstructured: PositiveInt | None = Field(9_000, description="Sample size; all if None.")
-    hold_out: NonNegativeInt = Field(0, description="Queries kept out of training.")
+    hold_out: NonNegativeInt = Field(0, description="Number of queries held out of training.")
     seed: NonNegativeInt = 0
-    strict: bool = Field(False, description="Stop at the first item that must be refused.")
+    strict: bool = Field(False, description="Stop at the first unusable item.")
     overwrite: bool = Field(False, description="Replace the files of an earlier run.")
     rules: StructureRules = StructureRules()
-    questions: tuple[Path, ...] = Field((), description="FastChat questions of answer files.")
+    questions: tuple[Path, ...] = Field((), description="FastChat question files.")
+
+
+class Refusal(BaseModel):
+    """Item, or one answer of an item, that could not be used."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    place: str
+    reason: str
+    message: str
+
+
+class SampleCount(BaseModel):
+    """Numbers of examples found, wanted (None: all) and written."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    found: int = 0
+    wanted: int | None = None
+    written: int = 0
+
+
+class PreparationReport(BaseModel):
+    """Counts of one run."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    inputs: list[str]
+    seed: int
+    unordered_lists: bool
+    training_ratio: str = Field(
+        "1:1", description="Ratio in which training draws structured and unstructured examples."
+    )
+    model: str | None = Field(None, description="Model whose context every example fits.")
+    context_length: int | None = Field(None, description="Length of that context (tokens).")
+    num_items: int = 0
+    num_too_long: int = Field(0, description="Answers dropped: longer than the context.")
+    num_near_held_out: int = Field(
+        0, description="Examples dropped: they share conversation or query with a held-out query."
+    )
+    num_answers: int = 0
+    num_forks: int = 0
+    kinds: Counter[str] = Field(default_factory=Counter)
+    unstructured_reasons: Counter[str] = Field(default_factory=Counter)
+    refusals: Counter[str] = Field(default_factory=Counter)
+    refusal_examples: list[Refusal] = Field(default_factory=list)
+    structured: SampleCount = Field(default_factory=SampleCount)
+    unstructured: SampleCount = Field(default_factory=SampleCount)
+    held_out: SampleCount = Field(default_factory=SampleCount)
+
+    def add_refusal(self, refusal: Refusal) -> None:
+        """Count a refusal and list it if it is among the first of its reason."""
+        self.refusals[refusal.reason] += 1
+        if self.refusals[refusal.reason] <= MAX_REFUSAL_EXAMPLES:
+            self.refusal_examples.append(refusal)
+
+    def add_answer(self, answer: PreparedAnswer) -> None:
+        """Count an answer that became an example."""
+        self.num_answers += 1
+        self.num_forks += answer.num_forks
+        self.kinds[answer.kind] += 1
+        if answer.reason is not None:
+            self.unstructured_reasons[answer.reason] += 1
+
+
+class FitExample(Protocol):
+    """Fits examples to the context of a model; implemented where tokenizers are known."""
+
+    @property
+    def model_name(self) -> str:
+        """Folder or hub name."""
+
+    @property
+    def context_length(self) -> int:
+        """Maximum length of an example (tokens)."""
+
+    def __call__(self, example: ExampleRecord) -> ExampleRecord | None:
+        """Return the example, without its oldest turns if too long; None if it cannot fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedAnswer:
+    """Line of the example file, with what the report counts.
+
+    `conversation`, `queries` and `opens` are as in `SpooledExample`.
+    """
+
+    line: bytes
+    kind: str
+    reason: str | None
+    num_forks: int
+    conversation: str
+    queries: frozenset[bytes]
+    opens: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TooLong:
+    """Answer that exceeds the context even with its question alone."""
+
+
+Outcome = PreparedAnswer | Refusal | TooLong
+
+
+@dataclass(frozen=True, slots=True)
+class ItemPreparation:
+    """Converts items to examples; pickled for the worker processes."""
+
+    rules: StructureRules
+    questions: Questions
+    fit: FitExample | None = None
+
+    def outcomes_of_items(self, items: Sequence[SourceItem]) -> list[list[Outcome]]:
+        """Return the outcomes of each item."""
+        return [list(self.outcomes(item)) for item in items]
+
+    def outcomes(self, item: SourceItem) -> Iterator[Outcome]:
+        """Yield an example for each answer of the item, with the earlier turns as its messages.
+
+        Answers before the first question are refused individually. An empty answer ends the item.
+        """
+        try:
+            if item.failure is not None:
+                raise ItemRefusedError("broken JSON", item.failure)
+            value = parse_item(item.value) if isinstance(item.value, bytes) else item.value
+            messages = chat_of_item(value, self.questions)
+            conversation = conversation_of(value, item.place)
+            num_system = messages[0].role == "system"
+            num_leading = num_leading_answers(messages[num_system:])
+            for _ in range(num_leading):
+                reason = "answer without a question"
+                yield Refusal(place=item.place, reason=reason, message=reason)
+            del messages[num_system : num_system + num_leading]
+            for index, message in enumerate(messages):
+                if message.role == "assistant":
+                    yield self._prepared(item, conversation, messages[:index], message.content)
+        except ItemRefusedError as error:
+            yield Refusal(place=item.place, reason=error.reason, message=str(error))
+
+    def _prepared(
+        self, item: SourceItem, conversation: str, messages: Sequence[ChatMessage], answer: str
+    ) -> PreparedAnswer | TooLong:
+        turn = sum(message.role == "user" for message in messages)
+        if not answer.strip():
+            raise ItemRefusedError("empty answer", f"turn {turn}")
+        if not split_thought(answer).answer.strip():
+            raise ItemRefusedError("thought without an answer", f"turn {turn}")
+        if not messages[-1].content.strip():
+            raise ItemRefusedError("empty question", f"turn {turn}")
+        extracted = extract_tree(answer, self.rules)
+        path = Path(item.source)
+        example = ExampleRecord(
+            kind=extracted.kind,
+            messages=tuple(messages),
+            answer=extracted.tree,
+            example_id=f"{path.parent.name}/{path.stem}:{item.number}:{turn}",
+        )
+        fitted = example if self.fit is None else self.fit(example)
+        if fitted is None:
+            return TooLong()
+        return PreparedAnswer(
+            example_line(fitted),
+            extracted.kind,
+            extracted.reason,
+            count_forks(extracted.tree),
+            conversation,
+            query_sums(messages),
+            opens=turn == 1,
+        )
 
 
 def prepare(
@@ -67,15 +252,18 @@ def prepare(
     on_read: ReadBytes = lambda num_bytes: None,
     fit: FitExample | None = None,
 ) -> PreparationReport:
-    """Write the two example files and the report to `out`; return the report.
+    """Write the example files and the report to `out`; return the report.
 
-    Examples are fitted to the context by `fit`, then held-out queries are set apart, then the rest
-    is sampled: so the numbers of `settings` are those of examples that can be trained on.
-    Nothing is in `out` before all is done. Raises DataError if there is nothing to read, if `out`
-    holds files and may not be overwritten, and in strict mode at the first refusal.
+    Examples are fitted to the context first, then queries are held out, then the rest is sampled.
+    So the sample sizes count examples that can be trained on. `out` is filled at the end, all at
+    once. Raises DataError if there is nothing to read, if `out` contains files that must not be
+    overwritten, and in strict mode at the first refusal.
     """
     files = source_files(inputs)
-    _check_folder(out, settings.overwrite)
+    if out.exists() and not out.is_dir():
+        raise DataError(f"{out} is a file, not a folder")
+    if out.is_dir() and not settings.overwrite and any(out.iterdir()):
+        raise DataError(f"{out} is not empty: choose another folder or allow overwriting")
     preparation = ItemPreparation(settings.rules, load_questions(settings.questions), fit)
     report = PreparationReport(
         inputs=[str(path) for path in files],
@@ -128,10 +316,14 @@ def prepare(
                 reservoir.offer(hold_out.line(example))
         structured.write(folder / STRUCTURED_FILE)
         unstructured.write(folder / UNSTRUCTURED_FILE)
-        _complete(report, settings, structured, unstructured)
+        for count, sample, wanted in (
+            (report.structured, structured, settings.structured),
+            (report.unstructured, unstructured, settings.unstructured),
+        ):
+            count.found, count.wanted, count.written = sample.num_seen, wanted, len(sample)
         (folder / REPORT_FILE).write_text(report.model_dump_json(indent=2) + "\n")
         out.mkdir(parents=True, exist_ok=True)
-        # An earlier run's held-out queries may be among the examples of this one.
+        # An earlier run's held-out queries may be among this run's examples.
         (out / HELD_OUT_FILE).unlink(missing_ok=True)
         for name in (STRUCTURED_FILE, UNSTRUCTURED_FILE, HELD_OUT_FILE, REPORT_FILE):
             if (folder / name).exists():
@@ -139,16 +331,9 @@ def prepare(
     return report
 
 
-def _check_folder(out: Path, overwrite: bool) -> None:
-    if out.exists() and not out.is_dir():
-        raise DataError(f"{out} is a file, not a folder")
-    if out.is_dir() and not overwrite and any(out.iterdir()):
-        raise DataError(f"{out} is not empty; choose another folder or allow overwriting")
-
-
 @contextlib.contextmanager
 def _unfinished_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out`, on the same disk, that goes away whatever happens."""
+    """Create a temporary folder on the same disk as `out`; delete it at the end."""
     try:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.absolute().parent))
@@ -176,43 +361,31 @@ def _collect(
         elif isinstance(outcome, TooLong):
             report.num_too_long += 1
         else:
-            report.add_answer(outcome.kind, outcome.reason, outcome.num_forks)
+            report.add_answer(outcome)
             keep(outcome)
-
-
-def _complete(
-    report: PreparationReport,
-    settings: PreparationSettings,
-    structured: LineReservoir,
-    unstructured: LineReservoir,
-) -> None:
-    for count, reservoir, wanted in (
-        (report.structured, structured, settings.structured),
-        (report.unstructured, unstructured, settings.unstructured),
-    ):
-        count.found = reservoir.num_seen
-        count.wanted = wanted
-        count.written = len(reservoir)
 
 
 def _outcomes(
     preparation: ItemPreparation, items: Iterator[SourceItem], num_workers: int
 ) -> Generator[list[Outcome], None, None]:
-    """Yield what each item gives, in the items' order."""
+    """Yield the outcomes of each item in input order, with bounded read-ahead."""
     if num_workers == 1:
         for item in items:
             yield list(preparation.outcomes(item))
         return
-    # Processes that are forked would inherit the locks of progress bars.
-    context = multiprocessing.get_context("spawn")
+    # Forked processes would inherit the locks of progress bars. Ctrl-C reaches the whole process
+    # group: workers ignore it, and the parent shuts them down.
     pool = ProcessPoolExecutor(
-        num_workers, mp_context=context, initializer=_start_worker, initargs=(preparation,)
+        num_workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=signal.signal,
+        initargs=(signal.SIGINT, signal.SIG_IGN),
     )
     pending: deque[Future[list[list[Outcome]]]] = deque()
     try:
         for chunk in _chunks(items):
             with _interrupts_held():
-                pending.append(pool.submit(_work, chunk))
+                pending.append(pool.submit(preparation.outcomes_of_items, chunk))
             if len(pending) > num_workers * _CHUNKS_IN_FLIGHT:
                 yield from pending.popleft().result()
         while pending:
@@ -223,11 +396,11 @@ def _outcomes(
         pool.shutdown(cancel_futures=True)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Keep Ctrl-C for later, here and in the processes that are started meanwhile.
+    """Defer Ctrl-C here and, until their initializer runs, in processes started meanwhile.
 
-    These would die of it with a traceback while they are still importing.
+    Otherwise an interrupted worker would print a traceback while it is still importing.
     """
     held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -247,17 +420,3 @@ def _chunks(items: Iterator[SourceItem]) -> Iterator[list[SourceItem]]:
             chunk, num_bytes = [], 0
     if chunk:
         yield chunk
-
-
-_work_on: Callable[[Sequence[SourceItem]], list[list[Outcome]]]
-
-
-def _start_worker(preparation: ItemPreparation) -> None:
-    global _work_on
-    # Ctrl-C reaches the whole process group; the parent ends the workers in order.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _work_on = preparation.outcomes_of_items
-
-
-def _work(items: Sequence[SourceItem]) -> list[list[Outcome]]:
-    return _work_on(items)

@@ -1,4 +1,4 @@
-"""An answer as a tree of paragraphs, and a chat that ends with such an answer."""
+"""Records of training data: answers as paragraph trees, and the chats that they answer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from apar_core.tree.thread_names import ROOT_THREAD, ThreadId, child_thread
 
 @dataclass(frozen=True, slots=True)
 class ParagraphRecord:
-    """One paragraph, with the detail that it leads to and the paragraph after it.
+    """Paragraph, with its detail (`first_child`) and the next paragraph of its thread.
 
-    A paragraph with a `first_child` ends with a fork; what follows it in the same thread is its
-    `next_sibling`, or nothing. Texts carry their own blanks and line breaks, so that the whole
-    answer is their plain concatenation: root, first child, next sibling. Source: APAR
-    (arXiv 2401.06761), section 2.2.
+    A paragraph with a `first_child` ends with a fork; its `next_sibling` continues the same thread.
+    Texts include their whitespace: the whole answer is the concatenation of root, first child and
+    next sibling, recursively. Source: APAR (arXiv 2401.06761), section 2.2.
     """
 
     text: str
@@ -26,15 +25,15 @@ class ParagraphRecord:
 
     def __post_init__(self) -> None:
         if self.next_sibling is not None and self.first_child is None:
-            raise TreeError("a paragraph without a fork has a next sibling: they are one paragraph")
+            raise TreeError("a paragraph without a fork has a next sibling: join the two")
         if self.first_child is not None and not self.text:
-            raise TreeError("a paragraph that forks is empty: two forks would stand in a row")
+            raise TreeError("a paragraph that forks is empty: two forks would be adjacent")
         if self.first_child is not None and not self.first_child.text:
             raise TreeError(f"the detail of {self.text!r} is empty")
 
 
 def thread_paragraphs(first: ParagraphRecord) -> Iterator[ParagraphRecord]:
-    """Yield the paragraphs of one thread: the first and its siblings in order."""
+    """Yield the paragraphs of one thread: the first one and its siblings."""
     paragraph: ParagraphRecord | None = first
     while paragraph is not None:
         yield paragraph
@@ -42,7 +41,7 @@ def thread_paragraphs(first: ParagraphRecord) -> Iterator[ParagraphRecord]:
 
 
 def flat_text(answer: ParagraphRecord) -> str:
-    """Return the answer as a reader sees it, without any mark of its forks."""
+    """Return the text of the answer, without its forks."""
     parts: list[str] = []
     for paragraph in thread_paragraphs(answer):
         parts.append(paragraph.text)
@@ -89,12 +88,12 @@ def count_forks(answer: ParagraphRecord) -> int:
 
 
 def chain(paragraphs: Sequence[tuple[str, ParagraphRecord]], closing: str = "") -> ParagraphRecord:
-    """Return one thread: each (text, detail) forks, then `closing` ends it (it may be empty).
+    """Return a thread of paragraphs (text, detail), each with a fork, and an optional closing.
 
-    Raises TreeError without any paragraph.
+    Raises TreeError if `paragraphs` is empty.
     """
     if not paragraphs:
-        raise TreeError("a chain of paragraphs needs at least one")
+        raise TreeError("a chain needs at least one paragraph")
     last = ParagraphRecord(closing) if closing else None
     for text, detail in reversed(paragraphs):
         last = ParagraphRecord(text, first_child=detail, next_sibling=last)
@@ -103,22 +102,22 @@ def chain(paragraphs: Sequence[tuple[str, ParagraphRecord]], closing: str = "") 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn of a chat, as plain text."""
+    """Message of a chat, as plain text."""
 
     role: str
     content: str
 
     def as_dict(self) -> dict[str, str]:
-        """Return the form that chat templates read."""
+        """Return the message as chat templates expect it."""
         return {"role": self.role, "content": self.content}
 
 
 @dataclass(frozen=True, slots=True)
 class ExampleRecord:
-    """A prompt and the answer to learn.
+    """Prompt and the answer to learn.
 
-    `raw_prompt` replaces the chat for plain completions, which have no roles. `example_id` names
-    the source of an example that was read from a file.
+    With `raw_prompt`, the last message is a plain completion prompt without roles. `example_id`
+    names the source of an example read from a file.
     """
 
     kind: str

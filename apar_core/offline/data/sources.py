@@ -1,29 +1,61 @@
-"""Files of chats, read item by item: JSON lines, or one JSON array of any size."""
+"""Chats read from source files, item by item.
+
+A file holds JSON lines, or one JSON array of any size. Items may be ShareGPT (`conversations` of
+`from` and `value`), OpenAI (`messages` of `role` and `content`), or the mixtures of both that
+published copies contain. FastChat answers (`question_id` with `choices` of `turns`, or with `text`)
+need their question files. Traces have `prompt`, `response` and `history`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
 
 import ijson  # type: ignore[import-untyped]
 
 from apar_core.errors import DataError
+from apar_core.offline.data.records import ChatMessage
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-# Chats nest five deep; what nests without end would fill the memory.
+# Chats nest five levels deep. Unlimited nesting would exhaust the memory.
 _MAX_DEPTH = 100
 
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "developer": "system",
+}
+
 ReadBytes = Callable[[int], None]
+Questions = Mapping[str, tuple[str, ...]]
+
+
+class ItemRefusedError(DataError):
+    """An item cannot be used. `reason` is a category for the report; the message has details."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
 class SourceItem:
     """One line or array element; `number` counts from 1.
 
-    `value` is a line as bytes, or a parsed element, or None with the `failure` that ended an array.
+    `value` is the bytes of a line or a parsed element. It is None if the array is damaged here;
+    `failure` then says how.
     """
 
     source: str
@@ -34,12 +66,12 @@ class SourceItem:
 
     @property
     def place(self) -> str:
-        """Where the item stands, for messages."""
+        """File and line or element number, for messages."""
         return f"{self.source}, {self.unit} {self.number}"
 
 
 class _CountingFile:
-    """A file that tells how many bytes have been read of it."""
+    """File wrapper that reports the number of bytes read."""
 
     def __init__(self, file: IO[bytes], on_read: ReadBytes) -> None:
         self._file = file
@@ -52,22 +84,22 @@ class _CountingFile:
 
 
 def source_files(inputs: Sequence[Path]) -> list[Path]:
-    """Return the files, with folders replaced by the .json and .jsonl files in them.
+    """Return the files, with folders replaced by their .json and .jsonl files.
 
-    Raises DataError for what does not exist and for a folder without such files.
+    Raises DataError for a missing path and for a folder without such files.
     """
     files: list[Path] = []
     for path in inputs:
         if path.is_dir():
             found = sorted(file for file in path.iterdir() if file.suffix in (".json", ".jsonl"))
             if not found:
-                raise DataError(f"folder {path} holds no .json or .jsonl file")
+                raise DataError(f"folder {path} contains no .json or .jsonl file")
             files.extend(found)
         elif path.exists():
             files.append(path)
         else:
             raise DataError(f"{path} does not exist")
-    # A file that is named twice, or lies in a named folder too, is read once.
+    # A file that is named twice, or that is also in a named folder, is read once.
     unique: dict[Path, Path] = {}
     for path in files:
         unique.setdefault(path.resolve(), path)
@@ -81,7 +113,7 @@ def read_items(path: Path, on_read: ReadBytes) -> Iterator[SourceItem]:
     """
     try:
         with path.open("rb") as file:
-            # Peeking leaves the start in place, in a pipe too.
+            # Peeking does not consume the start, so it also works for a pipe.
             start = file.peek().removeprefix(_BYTE_ORDER_MARK).lstrip()
             is_array = start.startswith(b"[")
             yield from (_array_items if is_array else _line_items)(path, file, on_read)
@@ -105,15 +137,15 @@ def _array_items(path: Path, file: BufferedReader, on_read: ReadBytes) -> Iterat
         for number, value in enumerate(elements, start=1):
             yield SourceItem(str(path), number, "item", value)
     except (ijson.JSONError, UnicodeDecodeError) as error:
-        # Nothing behind the mistake can be told apart any more.
-        reason = _first_line(error)
-        yield SourceItem(
-            str(path), number + 1, "item", None, f"{reason}; the rest of the file is lost"
-        )
+        # The parser's own messages are bytes, with the place on further lines.
+        message = error.args[0] if error.args else ""
+        text = message.decode(errors="replace") if isinstance(message, bytes) else str(error)
+        failure = f"{text.strip().splitlines()[0]}; the rest of the file is skipped"
+        yield SourceItem(str(path), number + 1, "item", None, failure)
 
 
 def _elements(file: _CountingFile) -> Iterator[Any]:
-    """Yield the elements of an array. Raises ijson.JSONError, also for one nested too deeply."""
+    """Yield the elements of an array. Raises ijson.JSONError, also for excessive nesting."""
     depth = 0
     builder = ijson.ObjectBuilder()
     for event, value in ijson.basic_parse(file, use_float=True):
@@ -132,8 +164,143 @@ def _elements(file: _CountingFile) -> Iterator[Any]:
                 yield builder.value
 
 
-def _first_line(error: Exception) -> str:
-    # The parser's own messages are bytes, with the place in the lines below.
-    message = error.args[0] if error.args else ""
-    text = message.decode(errors="replace") if isinstance(message, bytes) else str(error)
-    return text.strip().split("\n")[0]
+def parse_item(line: bytes) -> Any:
+    """Return the JSON value of a line. Raises ItemRefusedError."""
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ItemRefusedError("not UTF-8", f"byte {error.start}") from error
+    except RecursionError as error:
+        raise ItemRefusedError("broken JSON", "nested too deeply") from error
+    except ValueError as error:
+        raise ItemRefusedError("broken JSON", str(error)) from error
+
+
+def chat_of_item(item: Any, questions: Questions) -> list[ChatMessage]:
+    """Return the messages of an item: optionally a system message, then alternating roles.
+
+    Chats that were shared in parts may start with assistant messages. Raises ItemRefusedError.
+    """
+    if not isinstance(item, dict):
+        raise ItemRefusedError("wrong type", f"expected an object, got {type(item).__name__}")
+    if "conversations" in item:
+        messages = _turns(item["conversations"], "conversations")
+    elif "messages" in item:
+        messages = _turns(item["messages"], "messages")
+    elif "response" in item:
+        history = _turns(item.get("history") or [], "history")
+        messages = [*history, ChatMessage("user", _text(item, "prompt"))]
+        messages.append(ChatMessage("assistant", _text(item, "response")))
+    elif "question_id" in item:
+        messages = _answered_questions(item, questions)
+    else:
+        raise ItemRefusedError(
+            "missing field", "none of conversations, messages, response, question_id"
+        )
+    _check_order(messages)
+    return messages
+
+
+def num_leading_answers(turns: Sequence[ChatMessage]) -> int:
+    """Return the number of answers before the first question."""
+    return sum(1 for _ in takewhile(lambda message: message.role == "assistant", turns))
+
+
+def load_questions(paths: Sequence[Path]) -> dict[str, tuple[str, ...]]:
+    """Return the turns of FastChat question files by question id. Raises DataError."""
+    questions: dict[str, tuple[str, ...]] = {}
+    for path in paths:
+        try:
+            lines = path.read_bytes().split(b"\n")
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                item = parse_item(line)
+                turns = item["turns"]
+                if not isinstance(turns, list):
+                    raise TypeError("turns is not a list")
+                questions[str(item["question_id"])] = tuple(turns)
+            except ItemRefusedError as error:
+                raise DataError(f"{path}, line {number}: {error}") from error
+            except (KeyError, TypeError) as error:
+                raise DataError(
+                    f"{path}, line {number}: a question needs a question_id and a list of turns"
+                ) from error
+    return questions
+
+
+def _turns(turns: Any, field: str) -> list[ChatMessage]:
+    if not isinstance(turns, list):
+        raise ItemRefusedError("wrong type", f"{field} is {type(turns).__name__}, not a list")
+    messages: list[ChatMessage] = []
+    for number, turn in enumerate(turns):
+        if not isinstance(turn, dict):
+            raise ItemRefusedError("wrong type", f"{field}[{number}] is not an object")
+        role_field, text_field = ("from", "value") if "from" in turn else ("role", "content")
+        role = _ROLES.get(str(turn.get(role_field)).lower())
+        if role is None:
+            raise ItemRefusedError(
+                "unknown role", f"{field}[{number}].{role_field} = {turn.get(role_field)!r:.40}"
+            )
+        messages.append(ChatMessage(role, _text(turn, text_field)))
+    return messages
+
+
+def _text(item: Mapping[str, Any], field: str) -> str:
+    if item.get(field) is None:
+        raise ItemRefusedError("missing field", field)
+    text = item[field]
+    if isinstance(text, list) and text and all(_is_text_part(part) for part in text):
+        text = "".join(part["text"] for part in text)
+    if not isinstance(text, str):
+        raise ItemRefusedError("wrong type", f"{field} is {type(text).__name__}, not text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ItemRefusedError("no Unicode text", f"{field} contains a lone surrogate") from error
+    return text
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
+
+
+def _answered_questions(item: Mapping[str, Any], questions: Questions) -> list[ChatMessage]:
+    if "choices" in item:
+        try:
+            answers = item["choices"][0]["turns"]
+        except (IndexError, KeyError, TypeError) as error:
+            raise ItemRefusedError("missing field", "choices[0].turns") from error
+    else:
+        answers = [_text(item, "text")]
+    asked = questions.get(str(item["question_id"]))
+    if asked is None:
+        raise ItemRefusedError(
+            "no question", f"no question file contains question_id {item['question_id']!r:.40}"
+        )
+    if not isinstance(answers, list) or not answers:
+        raise ItemRefusedError("wrong type", "choices[0].turns is not a list of texts")
+    if len(answers) > len(asked):
+        raise ItemRefusedError("no question", f"{len(answers)} answers to {len(asked)} turns")
+    messages: list[ChatMessage] = []
+    for question, answer in zip(asked, answers, strict=False):
+        messages.append(ChatMessage("user", _text({"turns": question}, "turns")))
+        messages.append(ChatMessage("assistant", _text({"turns": answer}, "turns")))
+    return messages
+
+
+def _check_order(messages: Sequence[ChatMessage]) -> None:
+    turns = messages[1:] if messages and messages[0].role == "system" else messages
+    if not any(message.role == "assistant" for message in turns):
+        raise ItemRefusedError("no answer")
+    num_leading = num_leading_answers(turns)
+    for number, message in enumerate(turns[num_leading:]):
+        expected = "assistant" if number % 2 else "user"
+        if message.role != expected:
+            place = num_leading + number + 1
+            raise ItemRefusedError(
+                "roles out of order", f"turn {place} has role {message.role}, not {expected}"
+            )

@@ -1,43 +1,53 @@
-"""An answer as the tree that the paper's rules make of it (APAR, arXiv 2401.06761, appendix B).
+"""Paragraph trees of answers, extracted by the paper's rules (APAR, arXiv 2401.06761, appendix B).
 
-Where the paper leaves a choice: an answer of one paragraph has nothing to write in parallel and is
-unstructured; every list of an answer counts; the number of a point ("1.") is no sentence, nor is
-"Sure!"; a line that leads to a list below it is a root; dates, "24/7" and odds like 1/6 are no
-mathematics. The thought of a reasoning model is no part of the answer that is structured: it stays
-at the start of the root thread.
+An ordered list forks at each point, before the text that follows the point's colon (rule 1). Other
+answers fork in each paragraph, after its first sentence (rule 2). Ambiguous answers do not fork.
+
+Choices where the paper is silent: an answer of one paragraph is unstructured, since it has nothing
+to generate in parallel. All lists of an answer count together. The number of a point ("1.") is not
+a sentence, nor is "Sure!". A line that introduces a list is a root. Dates, "24/7" and odds such as
+1/6 are not mathematics. The thought of a reasoning model is not split into threads; it stays at the
+start of the root thread.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from apar_core.offline.data.ambiguity import ambiguity
-from apar_core.offline.data.detail_spans import tree_of_details
-from apar_core.offline.data.ordered_lists import ordered_list_details
-from apar_core.offline.data.paragraphs import paragraph_details
-from apar_core.offline.data.records import ParagraphRecord
-from apar_core.offline.data.thoughts import split_thought
-from apar_core.offline.data.unordered import unordered_details
+from apar_core.offline.data.records import ParagraphRecord, chain
+from apar_core.offline.data.sentences import first_sentence_end
 
 AnswerKind = Literal["ordered_list", "paragraphs", "unordered_list", "unstructured"]
 KINDS: tuple[AnswerKind, ...] = ("ordered_list", "paragraphs", "unordered_list", "unstructured")
 
+THOUGHT_OPENING = "<think>"
+THOUGHT_CLOSING = "</think>"
+
+_MIN_POINTS = 3
+_MIN_CONTENT_CHARACTERS = 10
+_MIN_PARAGRAPHS = 2
+
 
 class StructureRules(BaseModel):
-    """Which rules apply; the paper's own by default."""
+    """Which rules apply; by default those of the paper."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     unordered_lists: bool = Field(
-        False, description="Fork at bullet points and headings too, which the paper does not."
+        False, description="Also fork at bullet points and headings, unlike the paper."
     )
 
 
 class ExtractedAnswer(NamedTuple):
-    """The tree of an answer; `flat_text(tree)` is the answer. `reason`: why it has no forks."""
+    """Tree of an answer, such that `flat_text(tree)` is the answer.
+
+    `reason` says why the answer has no forks; None if it has.
+    """
 
     kind: AnswerKind
     tree: ParagraphRecord
@@ -48,30 +58,354 @@ _PAPER_RULES = StructureRules()
 
 
 def extract_tree(answer: str, rules: StructureRules = _PAPER_RULES) -> ExtractedAnswer:
-    """Return the answer as an ordered list, else as paragraphs, else as one thread.
+    """Structure the answer as an ordered list, else as paragraphs, else as a single thread.
 
     A thought before the answer is kept verbatim at the start of the first paragraph.
     """
     thought, rest = split_thought(answer)
     extracted = _extract_answer(rest, rules)
-    if not thought:
-        return extracted
-    tree = replace(extracted.tree, text=thought + extracted.tree.text)
-    return extracted._replace(tree=tree)
+    tree = extracted.tree
+    return (
+        extracted._replace(tree=replace(tree, text=thought + tree.text)) if thought else extracted
+    )
 
 
 def _extract_answer(answer: str, rules: StructureRules) -> ExtractedAnswer:
     reason = ambiguity(answer)
     if reason is not None:
         return ExtractedAnswer("unstructured", ParagraphRecord(answer), reason)
-    details = ordered_list_details(answer)
+    details = _ordered_list_details(answer)
     if details is not None:
-        return ExtractedAnswer("ordered_list", tree_of_details(answer, details), None)
+        return ExtractedAnswer("ordered_list", _tree_of_details(answer, details), None)
     if rules.unordered_lists:
-        details = unordered_details(answer)
+        details = _unordered_details(answer)
         if details is not None:
-            return ExtractedAnswer("unordered_list", tree_of_details(answer, details), None)
-    details = paragraph_details(answer)
+            return ExtractedAnswer("unordered_list", _tree_of_details(answer, details), None)
+    details = _paragraph_details(answer)
     if details is not None:
-        return ExtractedAnswer("paragraphs", tree_of_details(answer, details), None)
+        return ExtractedAnswer("paragraphs", _tree_of_details(answer, details), None)
     return ExtractedAnswer("unstructured", ParagraphRecord(answer), "no structure")
+
+
+@dataclass(frozen=True, slots=True)
+class _Detail:
+    """Detail `answer[start:end]`; its root is the text since the previous detail.
+
+    The space or line break after the root belongs to the detail, and the line breaks before the
+    next point belong to the next root. So each thread writes its own separators.
+    """
+
+    start: int
+    end: int
+
+
+def _trimmed_detail(answer: str, start: int, end: int) -> _Detail | None:
+    """Return the detail without trailing whitespace, or None if it is all whitespace."""
+    content = answer[start:end].rstrip()
+    return _Detail(start, start + len(content)) if content else None
+
+
+def _tree_of_details(answer: str, details: Sequence[_Detail]) -> ParagraphRecord:
+    """Return the answer with a fork before each detail; `details` are ordered and disjoint."""
+    pairs: list[tuple[str, ParagraphRecord]] = []
+    previous_end = 0
+    for detail in details:
+        root = answer[previous_end : detail.start]
+        pairs.append((root, ParagraphRecord(answer[detail.start : detail.end])))
+        previous_end = detail.end
+    return chain(pairs, closing=answer[previous_end:])
+
+
+_OPENED = re.compile(r"\s*<think>.*?(?:</think>\s*|\Z)", re.DOTALL)
+# If the prompt opened the thought, servers return only the rest of it. The marker must end a line:
+# prose that only mentions it usually continues after it.
+_CLOSING_LINE = re.compile(r"</think>[ \t]*(?:[\r\n]\s*|\Z)")
+
+
+class ThoughtAndAnswer(NamedTuple):
+    """The two parts of a generated text; their concatenation is the text.
+
+    `thought` includes its markers and the whitespace after it, and is empty if there is none. The
+    opening marker is missing if the prompt contained it. An unfinished thought has an empty answer.
+    """
+
+    thought: str
+    answer: str
+
+
+def split_thought(text: str) -> ThoughtAndAnswer:
+    """Split a generated text into thought and answer."""
+    opened = _OPENED.match(text)
+    if opened is not None:
+        return ThoughtAndAnswer(text[: opened.end()], text[opened.end() :])
+    closing = _CLOSING_LINE.search(text)
+    if closing is not None and THOUGHT_OPENING not in text[: closing.start()]:
+        return ThoughtAndAnswer(text[: closing.end()], text[closing.end() :])
+    return ThoughtAndAnswer("", text)
+
+
+def is_empty_thought(thought: str) -> bool:
+    """Return whether there is no thought, or only whitespace between its markers."""
+    inside = thought.strip().removeprefix(THOUGHT_OPENING).removesuffix(THOUGHT_CLOSING)
+    return not inside.strip()
+
+
+# Line breaks and full stops may have another meaning here than in prose. The first match is the
+# reason that the report gives.
+_AMBIGUITIES: tuple[tuple[str, re.Pattern[str]], ...] = (
+    (
+        "code block",
+        re.compile(
+            r"```|~~~|^(?:    |\t)*(?:def \w+\(|class \w+[:({]|import \w+$|#include\b|#!/|"
+            r"(?:public|private|static) \w+ \w+|return [^.\n]*;$|\w[^\n]*[;{]$)",
+            re.MULTILINE,
+        ),
+    ),
+    ("url", re.compile(r"https?://|\bwww\.\w|\bftp://|\[[^\]\n]+\]\([^)\s]+\)", re.IGNORECASE)),
+    (
+        "table",
+        re.compile(r"^[ \t]*\|[^\n]*\|[ \t\r]*$|^[ \t]*[^|\n]+\|[ \t]*:?-{2,}", re.MULTILINE),
+    ),
+    (
+        "html",
+        re.compile(
+            r"<!--|<!DOCTYPE|</[a-z][\w-]*[ ]*>|<[a-z][\w-]*(?:[ ]+[\w-]+=[^<>\n]{0,200})?[ ]*/?>",
+            re.IGNORECASE,
+        ),
+    ),
+    (
+        "mathematics",
+        re.compile(
+            r"\\\(|\\\[(?![A-Z][a-z])|\\(?:frac|sqrt|sum|int|times|cdot|begin|text|left|right|alpha|beta|pi)\b|\$\$|"
+            # $x$ in one line, but not "$5 and $6".
+            r"\$(?![\d\s])[^$\n]{1,80}(?<!\s)\$|"
+            r"[√∑∫∏≤≥≠≈∞∂∇×÷²³]|"  # noqa: RUF001
+            r"[\w)][ \t]*\^[ \t]*[\w({-]|"
+            r"[\w)\]%][ \t]*=[ \t]*[-+(\[{$]{0,3}[\w]|"
+            r"\d[ \t]*[+*][ \t]*[\d(]|\d[ \t]+/[ \t]+[\d(]"
+        ),
+    ),
+)
+
+
+def ambiguity(answer: str) -> str | None:
+    """Return what makes the answer ambiguous ("code block", "url", ...), or None."""
+    for name, pattern in _AMBIGUITIES:
+        if pattern.search(answer):
+            return name
+    return None
+
+
+_POINT = re.compile(
+    r"^(?P<indent>[ \t]{0,12})(?:#{1,6}[ \t]+)?[*_]{0,3}"
+    r"(?P<number>\d{1,3})[.)][*_]{0,3}[ \t]+(?=\S)",
+    re.MULTILINE,
+)
+# Not the colon of 10:30. Closing emphasis marks belong to the root.
+_ROOT_COLON = re.compile(r":[*_]{0,3}(?=\s|\Z)|：[*_]{0,3}")  # noqa: RUF001
+_LINE_END = re.compile(r"[\r\n]|\Z")
+_HEADING_START = re.compile(r"\n[ \t]*#{1,6}[ \t]")
+# The last point ends at a paragraph that is neither indented nor an item, or at a bare number with
+# which the answer breaks off.
+_LIST_END = re.compile(r"\n[ \t\r]*\n(?=[^\s*+•\-–—])|\n[ \t]*\d{1,3}[.)]\s*\Z")  # noqa: RUF001
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """Numbered line: offsets of the line and of its text, and its number."""
+
+    start: int
+    text_start: int
+    number: int
+
+
+def _ordered_list_details(answer: str) -> list[_Detail] | None:
+    """Return the details of the numbered points, or None if the answer is not an ordered list.
+
+    Nested lists belong to the detail of their point. A point without a colon does not fork.
+    """
+    details: list[_Detail] = []
+    lists = list(_lists(answer))
+    for index, points in enumerate(lists):
+        following = lists[index + 1][0].start if index + 1 < len(lists) else len(answer)
+        for detail in _list_details(answer, points, following):
+            if _num_content_characters(answer, detail) < _MIN_CONTENT_CHARACTERS:
+                return None
+            details.append(detail)
+    return details if len(details) >= _MIN_POINTS else None
+
+
+def _lists(answer: str) -> Iterator[list[_Point]]:
+    """Yield the top-level lists; numbers out of sequence do not count as points."""
+    points: list[_Point] = []
+    list_indent = 0
+    for match in _POINT.finditer(answer):
+        indent = len(match["indent"].expandtabs(4))
+        number = int(match["number"])
+        if points and indent > list_indent + 1:
+            continue
+        previous = points[-1].number if points else None
+        goes_on = previous is not None and (number == previous + 1 or number == previous == 1)
+        if not goes_on and number > 1:
+            continue
+        if points and not goes_on:
+            yield points
+            points = []
+        if not points:
+            list_indent = indent
+        points.append(_Point(match.start(), match.end(), number))
+    if points:
+        yield points
+
+
+def _list_details(answer: str, points: Sequence[_Point], following: int) -> Iterator[_Detail]:
+    for index, point in enumerate(points):
+        is_last = index + 1 == len(points)
+        end = following if is_last else points[index + 1].start
+        line_end = _LINE_END.search(answer, point.text_start)
+        # The search ends with the line, so \Z also matches a colon at its end.
+        colon = _ROOT_COLON.search(answer, point.text_start, line_end.start() if line_end else end)
+        if colon is None:
+            continue
+        start = colon.end()
+        end = _detail_end(answer, start, end, is_last=is_last)
+        yield _trimmed_detail(answer, start, end) or _Detail(start, start)
+
+
+def _detail_end(answer: str, start: int, end: int, *, is_last: bool) -> int:
+    """Return where a heading or, for the last point, a paragraph ends the detail."""
+    content = start + len(answer[start:end]) - len(answer[start:end].lstrip())
+    for pattern in (_HEADING_START, _LIST_END) if is_last else (_HEADING_START,):
+        match = pattern.search(answer, content, end)
+        if match is not None:
+            end = match.start()
+    return end
+
+
+def _num_content_characters(answer: str, detail: _Detail) -> int:
+    return len(answer[detail.start : detail.end].strip())
+
+
+_BULLET = re.compile(r"^(?P<indent>[ \t]{0,12})[*+•\-–][ \t]+(?=\S)", re.MULTILINE)  # noqa: RUF001
+_LIST_HEADING = re.compile(
+    r"^(?:#{1,6}[ \t]+[^\r\n]+|\*\*[^*\r\n]+\*\*:?|[A-Z][^\r\n.!?]{2,60}:)[ \t]*(?=\r?\n)",
+    re.MULTILINE,
+)
+_LISTED = re.compile(r"\s*\n[ \t]*(?:[*+•\-–]|\d{1,3}[.)])[ \t]")  # noqa: RUF001
+_COLON = re.compile(r"[^\r\n]*?(?::[*_]{0,3}(?=\s)|：[*_]{0,3})")  # noqa: RUF001
+_NEXT_PARAGRAPH = re.compile(r"\n[ \t\r]*\n(?=\S)")
+
+
+def _unordered_details(answer: str) -> list[_Detail] | None:
+    """Return the details of bullet points, else of headings; None if there are fewer than 3."""
+    for details in (_bullet_details(answer), _heading_details(answer)):
+        if len(details) >= _MIN_POINTS and all(
+            _num_content_characters(answer, detail) >= _MIN_CONTENT_CHARACTERS for detail in details
+        ):
+            return details
+    return None
+
+
+def _bullet_details(answer: str) -> list[_Detail]:
+    bullets = list(_BULLET.finditer(answer))
+    if not bullets:
+        return []
+    outermost = min(len(bullet["indent"].expandtabs(4)) for bullet in bullets)
+    bullets = [b for b in bullets if len(b["indent"].expandtabs(4)) <= outermost + 1]
+    details: list[_Detail] = []
+    for index, bullet in enumerate(bullets):
+        end = bullets[index + 1].start() if index + 1 < len(bullets) else len(answer)
+        root = _COLON.match(answer, bullet.end(), end)
+        if root is None:
+            continue
+        paragraph = _NEXT_PARAGRAPH.search(answer, root.end(), end)
+        detail = _trimmed_detail(answer, root.end(), paragraph.start() if paragraph else end)
+        if detail is not None:
+            details.append(detail)
+    return details
+
+
+def _heading_details(answer: str) -> list[_Detail]:
+    """Return the lists right below headings, up to the next paragraph or heading."""
+    headings = [h for h in _LIST_HEADING.finditer(answer) if _LISTED.match(answer, h.end())]
+    details: list[_Detail] = []
+    for index, heading in enumerate(headings):
+        end = headings[index + 1].start() if index + 1 < len(headings) else len(answer)
+        first_item = _LISTED.match(answer, heading.end())
+        after_item = first_item.end() if first_item is not None else heading.end()
+        paragraph = re.compile(r"\n[ \t\r]*\n(?=[^\s*+•\-–\d])").search(  # noqa: RUF001
+            answer, after_item, end
+        )
+        detail = _trimmed_detail(answer, heading.end(), paragraph.start() if paragraph else end)
+        if detail is not None:
+            details.append(detail)
+    return details
+
+
+_BLANK_LINES = re.compile(r"\n[ \t\r]*\n\s*")
+_ITEM = re.compile(r"^(?P<indent>[ \t]*)(?:[*+•\-–]|\d{1,3}[.)])[ \t]", re.MULTILINE)  # noqa: RUF001
+
+# Openings that announce the answer without content: no thread could continue from one alone.
+_INTERJECTION = re.compile(
+    r"\W*(?:(?:sure|certainly|absolutely|definitely|of course|okay|ok|yes|no|great|great question|"
+    r"hello|hi|hey|aloha|thank you|thanks|you're welcome)[!.]|"
+    r"(?:好的|当然|もちろん|はい)[！。])\W*\Z",  # noqa: RUF001
+    re.IGNORECASE,
+)
+
+
+def _paragraph_details(answer: str) -> list[_Detail] | None:
+    """Return what follows each paragraph's first sentence; None if there are too few paragraphs.
+
+    Paragraphs of one sentence are skipped. Lines that introduce a list are a root whatever they end
+    with, and "Sure!" is only a root together with the next sentence.
+    """
+    spans = list(_paragraph_spans(answer))
+    if len(spans) < _MIN_PARAGRAPHS:
+        return None
+    details = [
+        detail
+        for start, end in spans
+        if (detail := _paragraph_detail(answer, start, end)) is not None
+    ]
+    return details or None
+
+
+def _paragraph_spans(answer: str) -> Iterator[tuple[int, int]]:
+    start = 0
+    for blank in _BLANK_LINES.finditer(answer):
+        if blank.start() > start:
+            yield start, blank.start()
+        start = blank.end()
+    if answer[start:].strip():
+        yield start, len(answer)
+
+
+def _paragraph_detail(answer: str, start: int, end: int) -> _Detail | None:
+    paragraph = answer[start:end]
+    root_end = _root_end(paragraph)
+    lead_end = _lead_end(paragraph)
+    if lead_end is not None and (root_end is None or lead_end < root_end):
+        root_end = lead_end
+    return None if root_end is None else _trimmed_detail(answer, start + root_end, end)
+
+
+def _root_end(paragraph: str) -> int | None:
+    end = first_sentence_end(paragraph)
+    if end is None or _INTERJECTION.match(paragraph, 0, end) is None:
+        return end
+    second = first_sentence_end(paragraph[end:])
+    return None if second is None else end + second
+
+
+def _lead_end(paragraph: str) -> int | None:
+    """Return the end of the lines that introduce a list in the paragraph, or None."""
+    first = _ITEM.match(paragraph)
+    item = _ITEM.search(paragraph, first.end() if first is not None else 0)
+    if item is None or (first is not None and _level(item) <= _level(first) + 1):
+        return None
+    return len(paragraph[: item.start()].rstrip()) or None
+
+
+def _level(item: re.Match[str]) -> int:
+    return len(item["indent"].expandtabs(4))

@@ -18,14 +18,18 @@ from apar_core.formats.control_tokens import (
     find_control_tokens,
     refuse_control_tokens,
 )
-from apar_core.offline.decoders.decoded_answer import DecodedAnswer
-from apar_core.offline.decoders.decoding_model import DecodingModel
-from apar_core.offline.decoders.interface import DecodeLimits, DecodeStep, DecodeStream, TokenChoice
+from apar_core.offline.decoders.interface import (
+    DecodedAnswer,
+    DecodeLimits,
+    DecodeStep,
+    DecodeStream,
+    TokenChoice,
+)
 from apar_core.offline.decoders.thread_family import ThreadFamily
 from apar_core.offline.decoders.token_chooser import TypicalAcceptance
-from apar_core.offline.decoders.tree_decoder import AnswerRun
+from apar_core.offline.decoders.tree_decoder import AnswerRun, DecodingModel
 from apar_core.offline.speculation.medusa_heads import MedusaHeads, load_medusa_heads
-from apar_core.offline.training.tree_attention import limited_attention
+from apar_core.offline.training.tree_forward import limited_attention
 from apar_core.tree.restore import TreeStream
 
 DecoderName = Literal["plain", "vanilla_apar", "medusa_apar"]

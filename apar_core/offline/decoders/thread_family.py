@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 from apar_core.fork_parameters import child_seed
 from apar_core.formats.control_tokens import TreeTokens
-from apar_core.offline.decoders.decoded_answer import DecodedThread
-from apar_core.offline.decoders.interface import DecodeLimits, TokenChoice
+from apar_core.offline.decoders.interface import DecodedThread, DecodeLimits, TokenChoice
 from apar_core.tree.paragraph import ParagraphTree
 from apar_core.tree.thread_names import ROOT_THREAD, ThreadId, child_thread, replay_key
 

@@ -14,13 +14,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apar_core.offline.decoders.decoded_answer import StepRecord
-from apar_core.offline.decoders.decoding_model import DecodingModel
-from apar_core.offline.decoders.interface import TokenChoice
+from apar_core.formats.control_tokens import TreeTokens
+from apar_core.offline.decoders.interface import StepRecord, TokenChoice
 from apar_core.offline.decoders.row_cache import RowCache
 from apar_core.offline.decoders.thread_family import Thread, ThreadFamily
-from apar_core.offline.decoders.token_chooser import ChosenTokens, choose_tokens
+from apar_core.offline.decoders.token_chooser import ChosenTokens, TypicalAcceptance, choose_tokens
 from apar_core.offline.speculation.candidate_tree import CandidateTree, candidate_tree
+from apar_core.offline.speculation.medusa_heads import MedusaHeads
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingModel:
+    """A transformers model and what is asked of it; `heads` are None without speculation.
+
+    `tokens` is None for an ordinary model; `forks` tells whether fork tokens may be sampled.
+    """
+
+    model: Any
+    tokens: TreeTokens | None
+    forks: bool
+    heads: MedusaHeads | None
+    top_k: tuple[int, ...]
+    acceptance: TypicalAcceptance
 
 
 @dataclass(eq=False, slots=True)

@@ -1,1 +1,1 @@
-"""Checks and measurements of checkpoints: whether a model forks where it should."""
+"""Evaluation of checkpoints and decoders: fork check, speed and answer quality."""

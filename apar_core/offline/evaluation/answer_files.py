@@ -1,7 +1,7 @@
-"""Answers that real models have given, read from files for replay and for judging.
+"""Files of recorded answers, for replay and judging.
 
-Understood are FastChat's answer files (`choices` with `turns`), those of the older Vicuna
-evaluation (`text`), and trace lines (`prompt`, `response`, `history`).
+Supported are FastChat answers (`choices` with `turns`), answers of the older Vicuna evaluation
+(`text`), and traces (`prompt`, `response`, `history`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from apar_core.offline.evaluation.prompt_sets import (
 )
 
 MIN_CATEGORY_ANSWERS = 10
-"""A category of a trace with fewer answers gets no row of its own."""
+"""Trace categories with fewer answers are counted as "other"."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedAnswer:
-    """One answer and the chat that it answers; `turn` counts from 1."""
+    """Answer and the chat that it answers; `turn` counts from 1."""
 
     question_id: str
     category: str
@@ -39,7 +39,7 @@ class RecordedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSet:
-    """The answers of one file; `benchmark` is None where they belong to none."""
+    """Answers of one file; `benchmark` is None if they do not belong to one."""
 
     label: str
     benchmark: str | None
@@ -56,7 +56,7 @@ class _Message(BaseModel):
 
 
 class AnswerLine(BaseModel):
-    """A line of an answer file, in any of the three forms."""
+    """Line of an answer file in any of the three formats."""
 
     question_id: int | str | None = None
     id: int | str | None = None
@@ -82,17 +82,16 @@ class AnswerLine(BaseModel):
 
     @property
     def turn_texts(self) -> tuple[str, ...]:
-        """The answer of each turn, in the forms that name a question of a benchmark."""
+        """Answers of all turns, in the formats that refer to a benchmark question."""
         if self.choices:
             return tuple(self.choices[0].turns)
         return () if self.text is None else (self.text,)
 
 
 def read_answer_set(path: Path, questions_folder: Path | None = None) -> AnswerSet:
-    """Return the answers of a file; those to a benchmark's questions get chats and categories.
+    """Return the answers of a file; benchmark answers get their question's chat and category.
 
-    Answers without any text are left out. Raises EvaluationError for lines that are not as they
-    must be, and for questions that no benchmark has.
+    Empty answers are skipped. Raises EvaluationError for invalid lines and unknown questions.
     """
     lines = list(read_lines(path, AnswerLine))
     if not lines:
@@ -138,7 +137,7 @@ def _without_small_categories(answers: list[RecordedAnswer]) -> list[RecordedAns
 def _benchmark_of(
     lines: list[AnswerLine], path: Path, questions_folder: Path | None
 ) -> tuple[str, dict[str, Question]]:
-    """Return the benchmark that has every question of the file, with its questions by id."""
+    """Return the benchmark that contains all questions of the file, and its questions by id."""
     wanted = {str(line.question_id) for line in lines}
     unknown: set[str] = wanted
     for benchmark in BENCHMARKS:

@@ -1,23 +1,22 @@
-"""Checks on held-out prompts that the embedded model forks where it should and nowhere else.
+"""Check on held-out prompts that the embedded model forks where it should and nowhere else.
 
-`python -m apar_core.offline.evaluation.fork_check` prints a table. It exits with 1 if a bound is
-missed.
+`python -m apar_core.offline.evaluation.fork_check` prints a table and exits with 1 if a bound is
+missed. It decodes with plain transformers, one row per thread, each reading only its own path. This
+reference decoder is also what tests compare the faster decoders with.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from apar_core.formats.control_tokens import TreeTokens
@@ -25,21 +24,15 @@ from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.data.records import count_forks, flat_text
 from apar_core.offline.data.tiny_corpus.combinations import FORKING_KINDS, KINDS
 from apar_core.offline.data.tiny_corpus.generator import Corpus
-from apar_core.offline.decoders.decoded_answer import DecodedThread, restored_ids
-from apar_core.offline.evaluation.thread_decoding import DecodeAnswers, TransformersThreadDecoder
+from apar_core.offline.decoders.interface import DecodedThread, paragraph_tree
 from apar_core.offline.training.example_encoder import prompt_token_ids
-from apar_core.offline.training.vocabulary import tree_tokens
+from apar_core.offline.training.pretrained import tree_tokens
+from apar_core.reporting import Column, ReportTable
+from apar_core.tree.restore import restore
+from apar_core.tree.thread_names import ROOT_THREAD, ThreadId, child_thread
 
-_COLUMNS = (
-    "fork?",
-    "asked",
-    "forked",
-    "same forks",
-    "same text",
-    "threads",
-    "cut off",
-    "stray",
-)
+DecodeAnswers = Callable[[Sequence[Sequence[int]]], list[list[DecodedThread]]]
+"""Decodes prompts of token ids; returns each answer's threads, parents before their children."""
 
 
 class ForkCheckSettings(BaseModel):
@@ -48,15 +41,19 @@ class ForkCheckSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_prompts: PositiveInt = 400
-    seed: NonNegativeInt = Field(0, description="The training seed, whose split is held out.")
-    stream: str = Field("", description="Names the sample that is drawn of the held-out prompts.")
-    min_forking_share: float = Field(0.95, description="Of the prompts whose answer should fork.")
-    max_wrong_fork_share: float = Field(0.01, description="Of the prompts whose answer must not.")
+    seed: NonNegativeInt = Field(0, description="Training seed, which determines the split.")
+    stream: str = Field("", description="Name of the sample of held-out prompts.")
+    min_forking_share: float = Field(
+        0.95, description="Minimum share of forked answers where a fork is expected."
+    )
+    max_wrong_fork_share: float = Field(
+        0.01, description="Maximum share of forked answers where none is expected."
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class CheckPrompt:
-    """A held-out prompt and what is expected of its answer."""
+    """Held-out prompt with the text and the number of forks of the expected answer."""
 
     kind: str
     token_ids: list[int]
@@ -66,7 +63,7 @@ class CheckPrompt:
 
 @dataclass(frozen=True, slots=True)
 class AnswerVerdict:
-    """What was seen in one answer.
+    """Verdict on one answer.
 
     `control_mistakes` counts fork tokens right after a fork or child token, and sampled child
     tokens.
@@ -84,42 +81,145 @@ class AnswerVerdict:
 
 @dataclass(frozen=True, slots=True)
 class ForkReport:
-    """The verdicts on all prompts."""
+    """Verdicts on all prompts."""
 
     verdicts: list[AnswerVerdict]
 
     @property
     def forking_share(self) -> float:
-        """Share of the answers that should fork and did."""
+        """Share of forked answers where a fork is expected."""
         wanted = [verdict for verdict in self.verdicts if verdict.should_fork]
         return sum(verdict.forked for verdict in wanted) / max(1, len(wanted))
 
     @property
     def wrong_fork_share(self) -> float:
-        """Share of the answers that should not fork and did."""
+        """Share of forked answers where none is expected."""
         plain = [verdict for verdict in self.verdicts if not verdict.should_fork]
         return sum(verdict.forked for verdict in plain) / max(1, len(plain))
 
     def failures(self, settings: ForkCheckSettings) -> list[str]:
-        """Return one sentence for each bound that is missed."""
+        """Return a message for each missed bound."""
         unended = sum(verdict.num_unended for verdict in self.verdicts)
         mistakes = sum(verdict.control_mistakes for verdict in self.verdicts)
         found = []
         if self.forking_share < settings.min_forking_share:
-            found.append(f"forks where it should on only {self.forking_share:.1%}")
+            found.append(f"only {self.forking_share:.1%} fork where they should")
         if self.wrong_fork_share > settings.max_wrong_fork_share:
-            found.append(f"forks where it should not on {self.wrong_fork_share:.1%}")
+            found.append(f"{self.wrong_fork_share:.1%} fork where they should not")
         if unended:
             found.append(f"{unended} threads did not end by themselves")
         if mistakes:
-            found.append(f"{mistakes} control tokens stand where none may stand")
+            found.append(f"{mistakes} control tokens are misplaced")
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingThread:
+    answer: int
+    thread: ThreadId
+    parent: ThreadId | None
+    fork_ordinal: int
+    prefix: tuple[int, ...]
+
+    def decoded(self, token_ids: tuple[int, ...], *, ended: bool) -> DecodedThread:
+        return DecodedThread(self.thread, self.parent, self.fork_ordinal, token_ids, ended)
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersThreadDecoder:
+    """Greedy reference decoder that generates threads in waves: roots, their children, and so on.
+
+    `model` needs the `generate` of transformers. No token is banned, so every mistake of the model
+    shows. An answer gets at most `max_threads` threads, which stops a bad model from forking
+    forever: further threads are returned empty and not ended.
+    """
+
+    model: Any
+    tokens: TreeTokens
+    pad_id: int
+    max_thread_tokens: int = 256
+    max_threads: int = 64
+    batch_size: int = 64
+
+    def __call__(self, prompts: Sequence[Sequence[int]]) -> list[list[DecodedThread]]:
+        """Return the threads of each prompt's answer."""
+        answers: list[list[DecodedThread]] = [[] for _ in prompts]
+        wave = [
+            _PendingThread(answer, ROOT_THREAD, None, 0, tuple(prompt))
+            for answer, prompt in enumerate(prompts)
+        ]
+        while wave:
+            children: list[_PendingThread] = []
+            # Rows of similar length need little padding.
+            wave.sort(key=lambda pending: len(pending.prefix))
+            for start in range(0, len(wave), self.batch_size):
+                batch = wave[start : start + self.batch_size]
+                for pending, (token_ids, ended) in zip(batch, self._decode(batch), strict=True):
+                    answers[pending.answer].append(pending.decoded(token_ids, ended=ended))
+                    children.extend(self._children(pending, token_ids))
+            wave = self._admit(children, answers)
+        return answers
+
+    def _admit(
+        self, threads: list[_PendingThread], answers: list[list[DecodedThread]]
+    ) -> list[_PendingThread]:
+        """Return the threads within the limit; add the others to their answers as empty."""
+        room = [self.max_threads - len(threads) for threads in answers]
+        wave: list[_PendingThread] = []
+        for pending in threads:
+            room[pending.answer] -= 1
+            if room[pending.answer] >= 0:
+                wave.append(pending)
+            else:
+                answers[pending.answer].append(pending.decoded((), ended=False))
+        return wave
+
+    def _decode(self, batch: Sequence[_PendingThread]) -> list[tuple[tuple[int, ...], bool]]:
+        """Return each row's tokens up to its end token, and whether it ended."""
+        width = max(len(pending.prefix) for pending in batch)
+        padded = [
+            [self.pad_id] * (width - len(pending.prefix)) + list(pending.prefix)
+            for pending in batch
+        ]
+        attention = [
+            [0] * (width - len(pending.prefix)) + [1] * len(pending.prefix) for pending in batch
+        ]
+        with torch.inference_mode():
+            rows = self.model.generate(
+                torch.tensor(padded),
+                attention_mask=torch.tensor(attention),
+                max_new_tokens=self.max_thread_tokens,
+                do_sample=False,
+                eos_token_id=self.tokens.end_id,
+                pad_token_id=self.pad_id,
+            )
+        return [self._cut(row) for row in rows[:, width:].tolist()]
+
+    def _cut(self, sampled: list[int]) -> tuple[tuple[int, ...], bool]:
+        if self.tokens.end_id in sampled:
+            return tuple(sampled[: sampled.index(self.tokens.end_id)]), True
+        return tuple(sampled), False
+
+    def _children(
+        self, pending: _PendingThread, token_ids: tuple[int, ...]
+    ) -> list[_PendingThread]:
+        forks = [i for i, token_id in enumerate(token_ids) if token_id == self.tokens.fork_id]
+        return [
+            _PendingThread(
+                pending.answer,
+                child_thread(pending.thread, ordinal),
+                pending.thread,
+                ordinal,
+                (*pending.prefix, *token_ids[: index + 1], self.tokens.child_id),
+            )
+            for ordinal, index in enumerate(forks)
+        ]
 
 
 def held_out_prompts(
     settings: ForkCheckSettings, tokenizer: PreTrainedTokenizerFast
 ) -> list[CheckPrompt]:
-    """Return prompts of combinations that training with the same seed did not see."""
+    """Return prompts that training with the same seed did not see."""
     corpus = Corpus(settings.seed, held_out=True, stream=settings.stream)
     return [
         CheckPrompt(
@@ -133,7 +233,7 @@ def held_out_prompts(
 
 
 def count_control_mistakes(thread: DecodedThread, tokens: TreeTokens) -> int:
-    """Return how many control tokens the thread sampled where none may stand."""
+    """Return the number of misplaced control tokens that the thread sampled."""
     # A child thread starts right after the injected child token.
     before = tokens.child_id if thread.parent is not None else None
     mistakes = 0
@@ -152,9 +252,9 @@ def judge(
     tokens: TreeTokens,
     tokenizer: PreTrainedTokenizerFast,
 ) -> AnswerVerdict:
-    """Compare the threads of one answer with what its prompt asks for."""
+    """Compare the threads of an answer with what its prompt expects."""
     num_forks = sum(thread.token_ids.count(tokens.fork_id) for thread in threads)
-    text = tokenizer.decode(restored_ids(threads, tokens.fork_id))
+    text = tokenizer.decode(restore(paragraph_tree(threads, tokens.fork_id)))
     return AnswerVerdict(
         kind=prompt.kind,
         should_fork=prompt.num_forks > 0,
@@ -170,7 +270,7 @@ def judge(
 def check_forks(
     settings: ForkCheckSettings, tokenizer: PreTrainedTokenizerFast, decode: DecodeAnswers
 ) -> ForkReport:
-    """Decode the held-out prompts with `decode` (greedy) and judge every answer."""
+    """Decode the held-out prompts greedily with `decode` and judge every answer."""
     tokens = tree_tokens(tokenizer)
     prompts = held_out_prompts(settings, tokenizer)
     answers = decode([prompt.token_ids for prompt in prompts])
@@ -181,52 +281,49 @@ def check_forks(
     return ForkReport(verdicts)
 
 
-def report_table(report: ForkReport) -> Table:
-    """Return the counts of each kind as a table."""
-    table = Table(title="Forks on held-out prompts (greedy)", box=box.SIMPLE, padding=0)
-    table.add_column("kind", no_wrap=True)
-    for column in _COLUMNS:
-        table.add_column(column, justify="right")
-    present = Counter(verdict.kind for verdict in report.verdicts)
-    for kind in (kind for kind in KINDS if present[kind]):
-        rows = [verdict for verdict in report.verdicts if verdict.kind == kind]
-        table.add_row(
-            kind,
-            "yes" if kind in FORKING_KINDS else "no",
-            str(len(rows)),
-            str(sum(row.forked for row in rows)),
-            str(sum(row.same_forks for row in rows)),
-            str(sum(row.same_text for row in rows)),
-            str(sum(row.num_threads for row in rows)),
-            str(sum(row.num_unended for row in rows)),
-            str(sum(row.control_mistakes for row in rows)),
-        )
-    return table
-
-
-def load_decoder(folder: Path) -> tuple[PreTrainedTokenizerFast, TransformersThreadDecoder]:
-    """Return the tokenizer and a float32 decoder of a checkpoint."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    decoder = TransformersThreadDecoder(model, tree_tokens(tokenizer), tokenizer.pad_token_id)
-    return tokenizer, decoder
+def report_table(report: ForkReport) -> ReportTable:
+    """Return the counts of each kind of prompt."""
+    columns = ("asked", "forked", "same forks", "same text", "threads", "cut off", "stray")
+    rows = []
+    for kind in KINDS:
+        verdicts = [verdict for verdict in report.verdicts if verdict.kind == kind]
+        if verdicts:
+            counts = (
+                len(verdicts),
+                sum(verdict.forked for verdict in verdicts),
+                sum(verdict.same_forks for verdict in verdicts),
+                sum(verdict.same_text for verdict in verdicts),
+                sum(verdict.num_threads for verdict in verdicts),
+                sum(verdict.num_unended for verdict in verdicts),
+                sum(verdict.control_mistakes for verdict in verdicts),
+            )
+            rows.append((kind, "yes" if kind in FORKING_KINDS else "no", *counts))
+    return ReportTable(
+        "forks",
+        "Forks on held-out prompts (greedy)",
+        (Column("kind"), Column("fork?"), *(Column(title, "d") for title in columns)),
+        tuple(rows),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the check from the command line and return the exit code."""
+    defaults = ForkCheckSettings()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=checkpoint_path())
-    parser.add_argument("--prompts", type=int, default=ForkCheckSettings().num_prompts)
-    parser.add_argument("--seed", type=int, default=ForkCheckSettings().seed)
-    parser.add_argument("--stream", default="", help="another name draws another sample")
+    parser.add_argument("--model", type=Path, default=checkpoint_path(), help="checkpoint folder")
+    parser.add_argument("--prompts", type=int, default=defaults.num_prompts, help="sample size")
+    parser.add_argument("--seed", type=int, default=defaults.seed, help="seed of the training")
+    parser.add_argument("--stream", default="", help="name of the sample; each name gives another")
     options = parser.parse_args(arguments)
     settings = ForkCheckSettings(
         num_prompts=options.prompts, seed=options.seed, stream=options.stream
     )
-    tokenizer, decoder = load_decoder(options.model)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    decoder = TransformersThreadDecoder(model, tree_tokens(tokenizer), tokenizer.pad_token_id)
     report = check_forks(settings, tokenizer, decoder)
     console = Console()
-    console.print(report_table(report))
+    console.print(report_table(report).as_markdown(), markup=False, highlight=False)
     console.print(f"forks where it should: {report.forking_share:.1%}")
     console.print(f"forks where it should not: {report.wrong_fork_share:.1%}")
     failures = report.failures(settings)

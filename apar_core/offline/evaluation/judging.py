@@ -1,35 +1,108 @@
-"""Single-answer grading of many answers by a judge, resumable."""
+"""Single-answer grading by a judge model, as in FastChat; resumable.
+
+Source: lm-sys/FastChat, fastchat/llm_judge (Zheng et al., arXiv 2306.05685).
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from apar_core.json_lines import append_line, read_finished_lines
+from apar_core.errors import EvaluationError
+from apar_core.json_lines import append_line, read_finished_lines, read_lines
+from apar_core.offline.data.records import ChatMessage
 from apar_core.offline.evaluation.chat_endpoint import ChatEndpoint, RequestFailedError, run_all
-from apar_core.offline.evaluation.judge_prompts import (
-    MAX_JUDGED_TURNS,
-    JudgePrompt,
-    judge_chat,
-    needs_reference,
-    parse_rating,
-    prompt_name,
-)
-from apar_core.offline.evaluation.prompt_sets import Question
+from apar_core.offline.evaluation.prompt_sets import Question, find_benchmark_file
 
-# A greedy judge would give the same judgment without a rating again.
+REFERENCE_CATEGORIES = frozenset({"math", "reasoning", "coding"})
+"""Categories whose answers are judged against a reference answer."""
+
+MAX_JUDGED_TURNS = 2
+
+_LOWEST_RATING, _HIGHEST_RATING = 1.0, 10.0
+# The prompt asks for the first form. Like FastChat, we also accept the second.
+_RATING_FORMS = (re.compile(r"\[\[(\d+(?:\.\d+)?)\]\]"), re.compile(r"\[(\d+(?:\.\d+)?)\]"))
+
+
+class JudgePrompt(BaseModel):
+    """A line of judge_prompts.jsonl."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    system_prompt: str
+    prompt_template: str
+
+
+def load_judge_prompts(folder: Path | None = None) -> dict[str, JudgePrompt]:
+    """Return the judge prompts by name; `folder` is as in `find_benchmark_file`.
+
+    Raises EvaluationError if a prompt for single answers is missing.
+    """
+    path = find_benchmark_file("judge_prompts.jsonl", folder)
+    prompts = {prompt.name: prompt for prompt in read_lines(path, JudgePrompt)}
+    for turn in range(1, MAX_JUDGED_TURNS + 1):
+        for with_reference in (False, True):
+            name = prompt_name(turn, with_reference=with_reference)
+            if name not in prompts:
+                raise EvaluationError(f"{path} has no judge prompt {name!r}")
+    return prompts
+
+
+def needs_reference(question: Question) -> bool:
+    """Return whether the answer is judged against a reference answer."""
+    return question.category in REFERENCE_CATEGORIES and bool(question.reference)
+
+
+def prompt_name(turn: int, *, with_reference: bool) -> str:
+    """Return the name of the judge prompt for a turn (from 1)."""
+    return ("single-math-v1" if with_reference else "single-v1") + ("-multi-turn" * (turn == 2))
+
+
+def judge_chat(
+    prompts: Mapping[str, JudgePrompt], question: Question, turn: int, answers: Sequence[str]
+) -> tuple[ChatMessage, ...]:
+    """Return the chat that asks for a rating of a turn's answer (`answers` up to that turn)."""
+    prompt = prompts[prompt_name(turn, with_reference=needs_reference(question))]
+    fields: dict[str, str] = {"question": question.turns[0], "answer": answers[0]}
+    for number in range(turn):
+        fields[f"question_{number + 1}"] = question.turns[number]
+        fields[f"answer_{number + 1}"] = answers[number]
+    for number, reference in enumerate(question.reference):
+        fields[f"ref_answer_{number + 1}"] = reference
+    try:
+        text = prompt.prompt_template.format_map(fields)
+    except KeyError as error:
+        raise EvaluationError(
+            f"question {question.question_id} has no {error.args[0]} for the judge prompt "
+            f"{prompt.name!r}"
+        ) from error
+    return ChatMessage("system", prompt.system_prompt), ChatMessage("user", text)
+
+
+def parse_rating(text: str) -> float | None:
+    """Return the rating (1 to 10) in a judgment, or None."""
+    for form in _RATING_FORMS:
+        found = form.search(text)
+        if found is not None:
+            rating = float(found.group(1))
+            return rating if _LOWEST_RATING <= rating <= _HIGHEST_RATING else None
+    return None
+
+
+# At temperature 0 the judge would repeat the judgment without a rating.
 _REPEAT_TEMPERATURE = 0.7
 
 
 @dataclass(frozen=True, slots=True)
 class JudgmentRequest:
-    """How a judgment is asked for; a field of None is not sent.
+    """Request options of a judgment; None is not sent.
 
-    `max_tokens` limits a judgment. `temperature` is that of the first attempt at a rating; where it
-    is 0, further attempts have 0.7.
+    If `temperature` is 0, attempts after the first use 0.7.
     """
 
     max_tokens: int | None = 2048
@@ -37,14 +110,14 @@ class JudgmentRequest:
     attempts: int = 3
 
     def temperature_of(self, attempt: int) -> float | None:
-        """Return the temperature of an attempt, counted from 0."""
+        """Return the temperature of an attempt (from 0)."""
         return _REPEAT_TEMPERATURE if attempt and self.temperature == 0 else self.temperature
 
 
 class Judgment(BaseModel):
-    """What a judge said of one turn's answer; `rating` is None where it gave none.
+    """Judgment of one turn's answer; `rating` is None if the judge gave none.
 
-    `requests` and the tokens count all that were made for this judgment.
+    `requests` and token counts include all attempts.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -63,13 +136,13 @@ class Judgment(BaseModel):
 
     @property
     def key(self) -> tuple[str, int, str, str]:
-        """What tells judgments apart."""
+        """Unique key of the judgment."""
         return self.question_id, self.turn, self.model, self.judge
 
 
 @dataclass(frozen=True, slots=True)
 class JudgedAnswer:
-    """The answer to judge: that of turn `turn` (from 1), behind those of the turns before it."""
+    """Answer to judge: the last of `texts`, the answers up to turn `turn` (from 1)."""
 
     question: Question
     turn: int
@@ -79,7 +152,7 @@ class JudgedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class JudgingResult:
-    """All judgments there are, old and new, and why others are missing."""
+    """All judgments, including those of earlier runs, and why others are missing."""
 
     judgments: list[Judgment]
     failures: list[str]
@@ -88,7 +161,7 @@ class JudgingResult:
 def judged_answers(
     questions: Sequence[Question], model: str, texts: Mapping[str, Sequence[str]]
 ) -> list[JudgedAnswer]:
-    """Return what there is to judge of a model's answers, given by question id and turn."""
+    """Return the answers to judge; `texts` has a model's answers by question id."""
     return [
         JudgedAnswer(question, turn, model, tuple(texts[question.question_id][:turn]))
         for question in questions
@@ -103,13 +176,12 @@ async def judge_all(
     path: Path,
     *,
     request: JudgmentRequest,
-    show: Callable[[Judgment | None], None],
+    show: Callable[[], None],
 ) -> JudgingResult:
-    """Judge the answers that the file has no judgment of; append each one as it comes.
+    """Judge the answers without a judgment in the file; append each judgment to it.
 
-    A judgment without a rating is asked for up to `request.attempts` times and then kept as it is.
-    `show` is called once an answer, with None where judging failed. Raises EvaluationError where no
-    request can succeed.
+    A judgment without a rating is repeated up to `request.attempts` times. `show` is called once
+    per answer. Raises EvaluationError if no request can succeed.
     """
     wanted = {
         (answer.question.question_id, answer.turn, answer.model, endpoint.settings.model)
@@ -126,7 +198,7 @@ async def judge_all(
                 append_line(path, known[key])
             except RequestFailedError as error:
                 failures.append(f"{answer.model}, question {key[0]}, turn {answer.turn}: {error}")
-        show(known.get(key))
+        show()
 
     await run_all(judge(answer) for answer in answers)
     return JudgingResult(list(known.values()), failures)

@@ -1,7 +1,6 @@
-"""What the paper reports for its trained models: APAR (arXiv 2401.06761), tables 1 to 4, 7 to 16.
+"""Results that the paper reports: APAR (arXiv 2401.06761), tables 1 to 4 and 7 to 16.
 
-A-7B and A-13B are its APAR models, O-7B and O-13B the originals. Categories carry the paper's
-names.
+A-7B and A-13B are its APAR models, O-7B and O-13B the original models.
 """
 
 from __future__ import annotations
@@ -12,10 +11,11 @@ from collections.abc import Mapping
 MEAN = "Mean"
 MEAN_ACCELERATED = "Mean(>1%)"
 
-# A row's values by its category.
 PaperRows = Mapping[str, tuple[float, ...]]
-# By benchmark and model.
+"""Values of each category, under the paper's names."""
+
 PaperTables = Mapping[tuple[str, str], PaperRows]
+"""Rows of each benchmark and model."""
 
 _VICUNA = (
     *("Coding", "CS", "CF", "Fermi", "Generic", "Knowledge", "Math", "Roleplay", "Writing"),
@@ -28,7 +28,7 @@ _MT = (
 
 
 def _rows(names: tuple[str, ...], *columns: str) -> PaperRows:
-    """Return a row for each name from columns of numbers, written in the order of the names."""
+    """Return the rows of a table; each column is a string of numbers in the order of the names."""
     numbers = [[float(value) for value in column.split()] for column in columns]
     return dict(zip(names, zip(*numbers, strict=True), strict=True))
 
@@ -55,7 +55,7 @@ THREADS: PaperTables = {
         "0.0 0.1 0.8 0.0 0.6 0.7 0.6 0.6 0.41",
     ),
 }
-"""Tables 7 and 8: threads of an answer, and the share of answers with at least two."""
+"""Tables 7 and 8: threads per answer, and share of answers with at least two."""
 
 CACHED_TOKENS: PaperTables = {
     ("vicuna-bench", "A-7B"): _rows(
@@ -79,7 +79,7 @@ CACHED_TOKENS: PaperTables = {
         "589.6 641.7 822.5 451.9 344.8 548.5 677.5 559.6 579.1 590.6",
     ),
 }
-"""Tables 9 to 12 (their last rows are table 1): most cached tokens, as APAR and flattened."""
+"""Tables 9 to 12 (last rows: table 1): maximum cached tokens, APAR and flattened."""
 
 ATTENDED_TOKENS: PaperTables = {
     ("vicuna-bench", "A-7B"): _rows(
@@ -103,7 +103,7 @@ ATTENDED_TOKENS: PaperTables = {
         "449.9 769.2 636.0 601.3 350.1 464.9 521.1 442.7 539.6 514.2",
     ),
 }
-"""Tables 13 to 16 (their last rows are table 2): attended tokens, as APAR and flattened."""
+"""Tables 13 to 16 (last rows: table 2): attended tokens, APAR and flattened."""
 
 SCORES: Mapping[str, PaperRows] = {
     "mt-bench": _rows(
@@ -121,7 +121,7 @@ SCORES: Mapping[str, PaperRows] = {
         "3.71 9.60 9.00 6.60 9.50 9.35 4.67 8.75 9.00 8.29",
     ),
 }
-"""Tables 3 and 4: GPT-4's scores of O-7B, A-7B, O-13B and A-13B."""
+"""Tables 3 and 4: scores by GPT-4 for O-7B, A-7B, O-13B and A-13B."""
 
 SCORED_MODELS = ("O-7B", "A-7B", "O-13B", "A-13B")
 
@@ -129,11 +129,11 @@ _LABELS = {"common-sense": "CS", "counterfactual": "CF", "stem": "STEM"}
 
 
 def category_label(category: str) -> str:
-    """Return the paper's name of a benchmark's category; other names begin with a capital."""
+    """Return the paper's name of a category; other names are capitalised."""
     return _LABELS.get(category, category[:1].upper() + category[1:])
 
 
 def paper_model(label: str) -> str | None:
-    """Return the paper's APAR model of the size that a name of a model or file gives, if any."""
+    """Return the paper's APAR model of the size that a model or file name contains, or None."""
     size = re.search(r"(?<![\d.])(7|13)b(?![a-z])", label.lower())
     return f"A-{size.group(1)}B" if size else None

@@ -1,35 +1,185 @@
-"""What is asked in an evaluation: the questions of a benchmark, or those of a file."""
+"""Prompt sets of evaluations: the benchmarks, the embedded model's held-out prompts, and files.
+
+Questions, references and judge prompts of Vicuna-Bench and MT-Bench are downloaded once from
+lm-sys/FastChat (Apache-2.0), fastchat/llm_judge/data, at a fixed commit. Files are accepted by
+checksum only, so the branch can serve as a fallback if the short commit name does not resolve.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import httpx
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from apar_core.errors import EvaluationError
 from apar_core.json_lines import read_lines
 from apar_core.offline.data.records import ChatMessage
 from apar_core.offline.data.tiny_corpus.generator import Corpus
-from apar_core.offline.evaluation.benchmark_files import find_benchmark_file
+
+FASTCHAT_URLS = tuple(
+    f"https://raw.githubusercontent.com/lm-sys/FastChat/{revision}/fastchat/llm_judge/data"
+    for revision in ("0e6d3e4b", "main")
+)
+_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkFile:
+    """Benchmark file: its path below the base URL and the local folder, its size and checksum."""
+
+    path: str
+    num_bytes: int
+    sha256: str
+
+
+BENCHMARK_FILES = (
+    BenchmarkFile(
+        "vicuna_bench/question.jsonl",
+        13125,
+        "c248c5c98ba45bb0c2aadae2f270e643bd32679c6c306a3b2a503ac4254cdaa5",
+    ),
+    BenchmarkFile(
+        "vicuna_bench/reference_answer/gpt-4.jsonl",
+        11301,
+        "f7542dc25a5a869b32197486f5699a14eb5682ab3c7264518402399ec09ab470",
+    ),
+    BenchmarkFile(
+        "mt_bench/question.jsonl",
+        48929,
+        "119565adbab82227089cefdb44c8d7e2cf04dc0a0ec233634c82e7d4e2a944f7",
+    ),
+    BenchmarkFile(
+        "mt_bench/reference_answer/gpt-4.jsonl",
+        51109,
+        "f957a5bc977badb66885ec970e6cd08527845780313f0995764260e5777b9b3f",
+    ),
+    BenchmarkFile(
+        "judge_prompts.jsonl",
+        10449,
+        "fd283293406d024f44c174b094ef48031d0687a4682fd3a56b29b138f80281b6",
+    ),
+)
+
+ShowBytes = Callable[[BenchmarkFile, int], None]
+"""Called with a file and the number of bytes received since the last call."""
+
+
+def cache_folder() -> Path:
+    """Return the folder of downloaded files, in XDG_CACHE_HOME or ~/.cache."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "apar-serve" / "fastchat"
+
+
+def fetch_benchmark_files(
+    folder: Path,
+    *,
+    base_urls: Sequence[str] = FASTCHAT_URLS,
+    show: ShowBytes = lambda _file, _bytes: None,
+) -> list[Path]:
+    """Download missing and damaged files; return the paths of all files.
+
+    Raises EvaluationError if a download fails or has a wrong checksum; such a file is not stored.
+    """
+    paths = []
+    with httpx.Client(timeout=_TIMEOUT_S, follow_redirects=True) as client:
+        for file in BENCHMARK_FILES:
+            path = folder / file.path
+            paths.append(path)
+            if path.is_file() and _sha256(path.read_bytes()) == file.sha256:
+                show(file, file.num_bytes)
+                continue
+            content = _download(client, base_urls, file, show)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(".partial")
+            partial.write_bytes(content)
+            partial.replace(path)
+    return paths
+
+
+def find_benchmark_file(name: str, folder: Path | None) -> Path:
+    """Return the path of a file in `folder`, or in the cache folder if None.
+
+    `name` is a path of BENCHMARK_FILES; references may also be stored as
+    `BENCH/reference_gpt-4.jsonl`. Raises EvaluationError if the file does not exist.
+    """
+    home = folder if folder is not None else cache_folder()
+    for candidate in (home / name, home / name.replace("reference_answer/", "reference_")):
+        if candidate.is_file():
+            return candidate
+    advice = (
+        f"{folder} has no {name}"
+        if folder is not None
+        else "fetch the benchmark once with: apar evaluate fetch"
+    )
+    raise EvaluationError(f"{home / name} is missing: {advice}")
+
+
+def _download(
+    client: httpx.Client, base_urls: Sequence[str], file: BenchmarkFile, show: ShowBytes
+) -> bytes:
+    """Download a file from the first base URL that has it."""
+    for base_url in base_urls:
+        url = f"{base_url}/{file.path}"
+        content = _get(client, url, file, show)
+        if content is None:
+            continue
+        if _sha256(content) != file.sha256:
+            raise EvaluationError(
+                f"{url}: {len(content)} bytes with SHA-256 {_sha256(content)[:12]}..., expected "
+                f"{file.num_bytes} bytes with {file.sha256[:12]}..."
+            )
+        return content
+    raise EvaluationError(f"HTTP 404 from all of {', '.join(base_urls)} for {file.path}")
+
+
+def _get(client: httpx.Client, url: str, file: BenchmarkFile, show: ShowBytes) -> bytes | None:
+    """Return the content at a URL, or None for HTTP 404."""
+    content = bytearray()
+    try:
+        with client.stream("GET", url) as response:
+            if response.status_code == httpx.codes.NOT_FOUND:
+                return None
+            response.raise_for_status()
+            for part in response.iter_bytes():
+                content.extend(part)
+                show(file, len(part))
+    except httpx.HTTPStatusError as error:
+        raise EvaluationError(f"{url}: HTTP {error.response.status_code}") from error
+    except httpx.HTTPError as error:
+        raise EvaluationError(
+            f"{url} cannot be reached ({type(error).__name__}: {error}); without a network, give "
+            "a folder with the files: --questions FOLDER"
+        ) from error
+    return bytes(content)
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
 
 BENCHMARKS = {"vicuna-bench": "vicuna_bench", "mt-bench": "mt_bench"}
-"""The name of a benchmark and its folder."""
+"""Folder of each benchmark."""
 
 HELD_OUT = "held-out"
-"""Name of the prompts of the embedded model's own kind that its training never saw."""
+"""Name of the embedded model's prompts that its training has not seen."""
 
 _NUM_HELD_OUT = 400
 
 OTHER_CATEGORY = "other"
-"""Of questions without a category, and of categories with too few questions for a row."""
+"""Category of questions without one, and of categories with too few questions for a row."""
 
 
 class Question(BaseModel):
-    """Turns of one user, asked one after the other; `history` is what was said before them.
+    """User turns, asked one after the other after `history`.
 
-    `reference` has the reference answer of each turn, where the benchmark gives any. A
-    `raw_prompt` is completed as it is, without roles.
+    `reference` has the benchmark's reference answer of each turn, if any. A `raw_prompt` is
+    completed as is, without roles.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -42,7 +192,7 @@ class Question(BaseModel):
     raw_prompt: bool = False
 
     def messages(self, turn: int, answers: tuple[str, ...]) -> tuple[ChatMessage, ...]:
-        """Return the chat up to the user's words of a turn (from 0), with the answers before it."""
+        """Return the chat up to the user's turn (from 0), with the answers to earlier turns."""
         chat = list(self.history)
         for question, answer in zip(self.turns[:turn], answers, strict=True):
             chat += [ChatMessage("user", question), ChatMessage("assistant", answer)]
@@ -58,7 +208,7 @@ class _Message(BaseModel):
 
 
 class QuestionLine(BaseModel):
-    """A line of a prompt file: `turns`, or `prompt` (behind a `history`), or `messages`."""
+    """Line of a prompt file: `turns`, or `prompt` with optional `history`, or `messages`."""
 
     question_id: int | str | None = None
     id: int | str | None = None
@@ -74,13 +224,13 @@ class QuestionLine(BaseModel):
         if sum(field is not None for field in given) != 1:
             raise ValueError("needs exactly one of 'turns', 'prompt' and 'messages'")
         if self.messages is not None and (not self.messages or self.messages[-1].role != "user"):
-            raise ValueError("'messages' has to end with the user's turn")
+            raise ValueError("'messages' must end with the user's turn")
         if not all(turn.strip() for turn in self.question("").turns) or self.turns == []:
             raise ValueError("the question is empty")
         return self
 
     def question(self, fallback_id: str) -> Question:
-        """Return the line in the one form; a line without an id gets `fallback_id`."""
+        """Return the question of the line; without an id it gets `fallback_id`."""
         history = self.messages[:-1] if self.messages is not None else self.history
         turns = self.turns or [
             self.messages[-1].content if self.messages is not None else self.prompt or ""
@@ -104,9 +254,9 @@ class _ReferenceLine(BaseModel):
 
 
 def read_question_file(path: Path) -> list[Question]:
-    """Return the questions of a JSON lines file in its order.
+    """Return the questions of a JSON lines file.
 
-    Raises EvaluationError if a line is not as it must be, if two share an id, or if there is none.
+    Raises EvaluationError for an invalid line, a duplicate id and an empty file.
     """
     questions = [
         line.question(str(number))
@@ -123,7 +273,7 @@ def read_question_file(path: Path) -> list[Question]:
 
 
 def load_benchmark(name: str, folder: Path | None = None) -> list[Question]:
-    """Return a benchmark's questions with their references; `folder` as in benchmark_files."""
+    """Return a benchmark's questions and references; `folder` is as in `find_benchmark_file`."""
     home = BENCHMARKS[name]
     references = {
         str(line.question_id): tuple(line.choices[0].turns)
@@ -139,9 +289,9 @@ def load_benchmark(name: str, folder: Path | None = None) -> list[Question]:
 
 
 def held_out_questions() -> list[Question]:
-    """Return the prompts that the check of the embedded model asks, by kind of their answers.
+    """Return the prompts of the fork check; the category is the kind of the answer.
 
-    Training with seed 0 saw none of their combinations.
+    They are held out from training with seed 0.
     """
     corpus = Corpus(0, held_out=True, stream="")
     return [
@@ -157,7 +307,7 @@ def held_out_questions() -> list[Question]:
 
 
 def load_prompts(name_or_path: str, folder: Path | None = None) -> list[Question]:
-    """Return the questions of a benchmark by its name, the held-out prompts, or those of a file."""
+    """Return the questions of a benchmark, the held-out prompts, or those of a file."""
     if name_or_path in BENCHMARKS:
         return load_benchmark(name_or_path, folder)
     if name_or_path == HELD_OUT:
@@ -165,5 +315,5 @@ def load_prompts(name_or_path: str, folder: Path | None = None) -> list[Question
     path = Path(name_or_path)
     if not path.is_file():
         names = ", ".join([*BENCHMARKS, HELD_OUT])
-        raise EvaluationError(f"{name_or_path!r} is none of {names}, and no file of questions")
+        raise EvaluationError(f"{name_or_path!r} is neither one of {names} nor a file of questions")
     return read_question_file(path)

@@ -1,4 +1,4 @@
-"""Text as the token ids of a model: that of a checkpoint, or a stand-in of realistic counts."""
+"""Tokenizers for replay: that of a checkpoint, or a stand-in with realistic token counts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from apar_core.formats.control_tokens import (
 )
 from apar_core.offline.data.records import ChatMessage
 from apar_core.offline.training.chat_format import chat_token_ids
-from apar_core.offline.training.piece_encoder import build_piece_encoder
+from apar_core.offline.training.example_encoder import build_piece_encoder
 
 LLAMA_TOKENIZER = "llama"
-"""Name of the stand-in: the 32,000 entries of mistral_common's first SentencePiece model."""
+"""Name of the stand-in: mistral_common's first SentencePiece model (32,000 entries)."""
 
 _SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -35,7 +35,7 @@ _LETTER = "a"
 
 
 def vicuna_prompt(messages: Sequence[ChatMessage]) -> str:
-    """Return a chat as Vicuna v1.3 reads it, up to where its answer begins."""
+    """Return the prompt of a chat in the format of Vicuna v1.3."""
     system = [message.content for message in messages if message.role == "system"]
     parts = [system[0] if system else _SYSTEM]
     for message in messages:
@@ -47,7 +47,7 @@ def vicuna_prompt(messages: Sequence[ChatMessage]) -> str:
 
 
 class ModelText:
-    """A tokenizer and its chat template, with or without control tokens."""
+    """Tokenizer and chat template, with or without control tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         control = find_control_tokens(tokenizer.get_vocab())
@@ -66,36 +66,36 @@ class ModelText:
 
     @property
     def tokens(self) -> TreeTokens:
-        """The tokens that shape a tree. Raises EvaluationError where the model cannot fork."""
+        """The tree tokens. Raises EvaluationError if the tokenizer has no control tokens."""
         if self._control is None:
             raise EvaluationError(f"the tokenizer of {self._name} has no fork and child token")
         return TreeTokens(self._control.fork_id, self._control.child_id, self.end_id)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a piece of an answer, no control token among them."""
+        """Return the ids of a piece of an answer, without control tokens."""
         return self._encode_piece(text)
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Return the prompt by the chat template, or in Vicuna's form where there is none."""
+        """Return the prompt by the chat template, or in Vicuna's format if there is none."""
         if self.tokenizer.chat_template is None:
             return self.encode_prompt(vicuna_prompt(messages))
         return neutralise(chat_token_ids(messages, self.tokenizer), self._spellings)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a prompt that is completed as it is."""
+        """Return the ids of a prompt without roles."""
         return neutralise(list(self.tokenizer(text)["input_ids"]), self._spellings)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of the ids."""
-        # Some decoders take a blank off the start of a text: let it not be the start.
+        # Some decoders strip a space at the start of a text, so a letter goes first.
         ids = [*self._letter, *token_ids]
         return str(self.tokenizer.decode(ids, skip_special_tokens=True)).removeprefix(_LETTER)
 
 
 def load_text(name_or_path: str) -> ModelText:
-    """Return the stand-in by its name, a SentencePiece model by its file, or a checkpoint's.
+    """Load the stand-in by name, a SentencePiece model by file, or the tokenizer of a checkpoint.
 
-    The first two get control tokens and Vicuna's chats. Raises EvaluationError if there is none.
+    The first two get control tokens and Vicuna's chat format. Raises EvaluationError on failure.
     """
     path = _bundled_model() if name_or_path == LLAMA_TOKENIZER else Path(name_or_path)
     try:
@@ -109,7 +109,7 @@ def load_text(name_or_path: str) -> ModelText:
 
 def _sentencepiece_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     with TemporaryDirectory() as folder:
-        # transformers knows the file by this name only.
+        # transformers requires this file name.
         copyfile(path, Path(folder) / "tokenizer.model")
         tokenizer: PreTrainedTokenizerBase = LlamaTokenizer.from_pretrained(
             folder, add_bos_token=True
@@ -122,10 +122,10 @@ def _bundled_model() -> Path:
     package = find_spec("mistral_common")
     if package is None or package.origin is None:
         raise EvaluationError(
-            "the tokenizer 'llama' is a file of mistral_common, which is not installed; give a "
+            "the tokenizer 'llama' is part of mistral_common, which is not installed: give a "
             "checkpoint or a SentencePiece model with --tokenizer"
         )
     path = Path(package.origin).parent / "data" / "tokenizer.model.v1"
     if not path.is_file():
-        raise EvaluationError(f"this version of mistral_common has no {path.name}")
+        raise EvaluationError(f"this version of mistral_common does not contain {path.name}")
     return path

@@ -1,4 +1,4 @@
-"""A speed evaluation from its settings to its report."""
+"""Speed evaluation: from settings to report."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import torch
 from apar_core.errors import EvaluationError
 from apar_core.offline.decoders.interface import DecodeLimits
 from apar_core.offline.evaluation.answer_files import AnswerSet, read_answer_set
-from apar_core.offline.evaluation.answer_store import AnswerStore, claim_folder
-from apar_core.offline.evaluation.measurement import COUNT
-from apar_core.offline.evaluation.progress import ShowProgress
+from apar_core.offline.evaluation.measurement import COUNT, AnswerStore
 from apar_core.offline.evaluation.prompt_sets import load_prompts
 from apar_core.offline.evaluation.replay_text import LLAMA_TOKENIZER, ModelText, load_text
-from apar_core.offline.evaluation.report_files import Report, file_name
-from apar_core.offline.evaluation.speed_decoders import Decoders, choose_device, load_decoders
-from apar_core.offline.evaluation.speed_report import speed_report
+from apar_core.offline.evaluation.speed_report import SpeedRun, speed_report
 from apar_core.offline.evaluation.speed_run import (
     AnsweredKeys,
+    Decoders,
+    SpeedSettings,
+    check_settings,
+    choose_device,
     count_answers,
     generate_answers,
+    load_decoders,
     replay_answers,
     warm_up,
 )
-from apar_core.offline.evaluation.speed_settings import SpeedSettings, check_settings
-from apar_core.offline.evaluation.speed_tables import SpeedRun
+from apar_core.reporting import Report, ShowProgress, claim_folder, file_name
 
 
 def run_speed(settings: SpeedSettings, folder: Path, progress: ShowProgress) -> Report:
-    """Measure what the folder has no answers of, and return the report of all.
+    """Measure all answers that the folder does not contain yet; return the report.
 
-    Raises EvaluationError for settings, files or a folder that cannot be used.
+    Raises EvaluationError for invalid settings, files or folder.
     """
     check_settings(settings)
     if settings.replay:
@@ -116,7 +116,7 @@ def _runs(
     store: AnswerStore,
     done: AnsweredKeys,
 ) -> list[SpeedRun]:
-    """Return one run for each decoder."""
+    """Return a run for each decoder."""
     if not done.keys:
         raise EvaluationError(f"{model} answers none of {prompts}: {done.left_out[0]}")
     name = settings.baseline_name
@@ -136,7 +136,7 @@ def _runs(
 
 
 def _missing(runs: Sequence[SpeedRun]) -> dict[str, str]:
-    """Return what a reader has to know of answers that are not there, or not whole."""
+    """Return facts about missing and truncated answers."""
     facts = {}
     left_out = dict.fromkeys(reason for run in runs for reason in run.left_out)
     if left_out:

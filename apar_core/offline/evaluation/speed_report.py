@@ -1,17 +1,414 @@
-"""The report of a speed evaluation: tables, figures 4 and 6, and the averages as data."""
+"""Report of a speed evaluation, with the paper's tables 1, 2 and 7 to 16 and figures 4 and 6."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from apar_core.offline.evaluation.measurement import AnswerMeasurement, averages, by_category
-from apar_core.offline.evaluation.report_files import Report
-from apar_core.offline.evaluation.speed_plots import length_figure, speed_figure
-from apar_core.offline.evaluation.speed_tables import SpeedRun, all_tables
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from apar_core.offline.evaluation.measurement import (
+    AnswerMeasurement,
+    CategoryAverages,
+    averages,
+    by_category,
+)
+from apar_core.offline.evaluation.paper_figures import (
+    ATTENDED_TOKENS,
+    CACHED_TOKENS,
+    MEAN,
+    MEAN_ACCELERATED,
+    THREADS,
+    PaperRows,
+    PaperTables,
+    category_label,
+    paper_model,
+)
+from apar_core.reporting import (
+    PLOT_SETTINGS,
+    RUN_COLOURS,
+    Cell,
+    Column,
+    Report,
+    ReportTable,
+    file_name,
+)
+
+_MIN_SAVING = 0.01
+
+_BENCHMARK_NAMES = {"vicuna-bench": "Vicuna Bench", "mt-bench": "MT Bench"}
+
+_BASELINE_COLOUR = "#9aa5b1"
+_GROUP_WIDTH = 0.8
+_MOST_CHARACTERS_ON_AN_AXIS = 90
+_NUM_LENGTH_BINS = 18
+
+_SAVING_COLUMNS = (
+    Column("APAR"),
+    Column("Flattened"),
+    Column("Saved", ".1%"),
+    Column("Paper APAR"),
+    Column("Paper flattened"),
+    Column("Paper saved", ".1%"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedRun:
+    """One decoder's answers of a model to a set of prompts.
+
+    `baseline` has the answers of the decoder that speeds are compared with; it may be empty.
+    `decoder` is set if the report has several decoders of one model. `left_out` says which
+    questions could not be answered, and why.
+    """
+
+    model: str
+    prompts: str
+    answers: Sequence[AnswerMeasurement]
+    baseline: Sequence[AnswerMeasurement] = field(default=())
+    decoder: str | None = None
+    left_out: Sequence[str] = ()
+
+    @property
+    def label(self) -> str:
+        """Name of the model, and of the decoder if there are several."""
+        return self.model if self.decoder is None else f"{self.model} ({self.decoder})"
+
+    @property
+    def benchmark(self) -> str:
+        """Display name of the prompts."""
+        return _BENCHMARK_NAMES.get(self.prompts, self.prompts)
+
+    @property
+    def title(self) -> str:
+        """Heading: the run and its prompts."""
+        return self.label if self.model == self.prompts else f"{self.label} on {self.benchmark}"
+
+    @property
+    def paper_key(self) -> tuple[str, str]:
+        """Key of the comparable run in the paper's tables; may be missing there."""
+        return self.prompts, paper_model(self.model) or ""
+
+    @property
+    def file_key(self) -> str:
+        """Part of file names."""
+        return file_name(f"{self.label}-{self.prompts}")
+
+
+@dataclass(frozen=True, slots=True)
+class SavingKind:
+    """Quantity that forking saves compared with the flattened answer."""
+
+    name: str
+    title: str
+    paper: PaperTables
+    apar: Callable[[CategoryAverages], float]
+    flattened: Callable[[CategoryAverages], float]
+
+    def saving(self, row: CategoryAverages) -> float:
+        """Return the share saved by forking; 0 if there is nothing to save."""
+        flattened = self.flattened(row)
+        return 1 - self.apar(row) / flattened if flattened else 0.0
+
+
+CACHED = SavingKind(
+    "max_cached_tokens",
+    "Max cached tokens",
+    CACHED_TOKENS,
+    lambda row: row.max_cached_tokens,
+    lambda row: row.sequential_max_cached_tokens,
+)
+ATTENDED = SavingKind(
+    "attended_tokens",
+    "Attended tokens",
+    ATTENDED_TOKENS,
+    lambda row: row.attended_tokens,
+    lambda row: row.sequential_attended_tokens,
+)
+
+
+def category_rows(answers: Sequence[AnswerMeasurement]) -> list[tuple[str, CategoryAverages]]:
+    """Return the averages of each category under the paper's names, then of all answers."""
+    groups = by_category(answers)
+    rows = [(category_label(category), averages(group)) for category, group in groups.items()]
+    return [*rows, (MEAN, averages(answers))]
+
+
+def accelerated_average(
+    answers: Sequence[AnswerMeasurement], kind: SavingKind
+) -> CategoryAverages | None:
+    """Return the averages without categories that save at most 1 %: row Mean(>1%)."""
+    kept = [
+        answer
+        for group in by_category(answers).values()
+        if kind.saving(averages(group)) > _MIN_SAVING
+        for answer in group
+    ]
+    return averages(kept) if kept else None
+
+
+def summary_table(runs: Sequence[SpeedRun], kind: SavingKind, number: int) -> ReportTable:
+    """Return table 1 or 2: Mean(>1%) of each run."""
+    rows: list[tuple[Cell, ...]] = []
+    for run in runs:
+        row = accelerated_average(run.answers, kind)
+        cells = _saving_cells(kind, row)
+        paper = _paper_cells(kind.paper.get(run.paper_key, {}), MEAN_ACCELERATED)
+        rows.append((run.benchmark, run.label, *cells, *paper))
+    return ReportTable(
+        f"table{number}_{kind.name}",
+        f"Table {number}: average {kind.title.lower()}",
+        (Column("Benchmark"), Column("Model"), *_SAVING_COLUMNS),
+        tuple(rows),
+        "Means over the categories that save more than 1 %. Paper: the model of the same size.",
+    )
+
+
+def saving_table(run: SpeedRun, kind: SavingKind) -> ReportTable:
+    """Return one of tables 9 to 16: APAR and flattened by category."""
+    paper = kind.paper.get(run.paper_key, {})
+    named: list[tuple[str, CategoryAverages | None]] = [*category_rows(run.answers)]
+    named.append((MEAN_ACCELERATED, accelerated_average(run.answers, kind)))
+    return ReportTable(
+        f"{kind.name}_{run.file_key}",
+        f"{kind.title}: {run.title}",
+        (Column("Task"), Column("Answers", "d"), *_SAVING_COLUMNS),
+        tuple(
+            (
+                name,
+                row.num_answers if row else None,
+                *_saving_cells(kind, row),
+                *_paper_cells(paper, name),
+            )
+            for name, row in named
+        ),
+    )
+
+
+def threads_table(runs: Sequence[SpeedRun]) -> ReportTable:
+    """Return table 7 or 8: threads and share of forking answers, for one benchmark's runs."""
+    columns = [Column("Task")]
+    values: dict[str, list[Cell]] = {}
+    for number, run in enumerate(runs):
+        columns += [Column(f"{run.label} #T"), Column("%P", ".2f")]
+        paper = THREADS.get(run.paper_key, {})
+        columns += [Column("Paper #T"), Column("Paper %P", ".2f")]
+        for name, row in category_rows(run.answers):
+            cells = values.setdefault(name, [None] * (4 * number))
+            known = paper.get(name, (None, None))
+            cells += [row.threads, row.forking_share, *known]
+        for cells in values.values():
+            cells += [None] * (4 * (number + 1) - len(cells))
+    # The mean stays last if a later run adds categories.
+    ordered = sorted(values.items(), key=lambda item: item[0] == MEAN)
+    return ReportTable(
+        f"threads_{runs[0].prompts}",
+        f"Parallel generation: {runs[0].benchmark}",
+        tuple(columns),
+        tuple((name, *cells) for name, cells in ordered),
+        "#T: threads per answer. %P: share of answers with at least two.",
+    )
+
+
+def steps_table(run: SpeedRun) -> ReportTable:
+    """Return steps, lengths and speed by category: the numbers of figures 4 and 6."""
+    speeds = (
+        {name: row.tokens_per_s for name, row in category_rows(run.baseline)}
+        if run.baseline
+        else {}
+    )
+    return ReportTable(
+        f"speed_{run.file_key}",
+        f"Generation speed: {run.title}",
+        (
+            Column("Task"),
+            Column("Answers", "d"),
+            Column("Text tokens"),
+            Column("Steps"),
+            Column("Fewer steps", ".2f"),
+            Column("Tokens/s"),
+            Column("Baseline tokens/s"),
+            Column("Speed-up", ".2f"),
+        ),
+        tuple(
+            (
+                name,
+                row.num_answers,
+                row.text_tokens,
+                row.steps,
+                row.fewer_steps,
+                row.tokens_per_s,
+                speeds.get(name),
+                _ratio(row.tokens_per_s, speeds.get(name)),
+            )
+            for name, row in category_rows(run.answers)
+        ),
+        "Fewer steps: steps of a single thread / steps taken. Speeds exclude the prefill.",
+    )
+
+
+def all_tables(runs: Sequence[SpeedRun]) -> list[ReportTable]:
+    """Return all tables of the report."""
+    benchmarks = {
+        run.prompts: [other for other in runs if other.prompts == run.prompts] for run in runs
+    }
+    tables = [
+        summary_table(runs, CACHED, 1),
+        summary_table(runs, ATTENDED, 2),
+        *(threads_table(group) for group in benchmarks.values()),
+        *(saving_table(run, CACHED) for run in runs),
+        *(saving_table(run, ATTENDED) for run in runs),
+        *(steps_table(run) for run in runs),
+    ]
+    for title in ("Paper", "Baseline", "Tokens", "Speed-up"):
+        tables = [table.without_empty(title) for table in tables]
+    return tables
+
+
+def _saving_cells(kind: SavingKind, row: CategoryAverages | None) -> tuple[Cell, Cell, Cell]:
+    if row is None:
+        return None, None, None
+    return kind.apar(row), kind.flattened(row), kind.saving(row)
+
+
+def _paper_cells(rows: PaperRows, name: str) -> tuple[Cell, Cell, Cell]:
+    if name not in rows:
+        return None, None, None
+    apar, flattened = rows[name]
+    return apar, flattened, 1 - apar / flattened
+
+
+def _ratio(value: float | None, base: float | None) -> float | None:
+    return value / base if value is not None and base else None
+
+
+def speed_figure(runs: Sequence[SpeedRun]) -> Figure | None:
+    """Return figure 4 with a panel for each model and set of prompts.
+
+    None if no run was timed together with a baseline.
+    """
+    groups: dict[tuple[str, str], list[SpeedRun]] = {}
+    for run in filter(_is_timed, runs):
+        groups.setdefault((run.model, run.prompts), []).append(run)
+    if not groups:
+        return None
+    with mpl.rc_context(PLOT_SETTINGS):
+        width = 8.5 + max(map(len, groups.values()))
+        figure = Figure(figsize=(width, 3.6 * len(groups)), layout="constrained")
+        panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
+        for panel, group in zip(panels, groups.values(), strict=True):
+            _draw_speeds(panel, group)
+    return figure
+
+
+def length_figure(runs: Sequence[SpeedRun]) -> Figure:
+    """Return figure 6: answer lengths, with a panel for each set of prompts."""
+    prompts = list(dict.fromkeys(run.prompts for run in runs))
+    with mpl.rc_context(PLOT_SETTINGS):
+        figure = Figure(figsize=(9.5, 3.4 * len(prompts)), layout="constrained")
+        panels = figure.subplots(len(prompts), 1, squeeze=False)[:, 0]
+        for panel, name in zip(panels, prompts, strict=True):
+            _draw_lengths(panel, [run for run in runs if run.prompts == name])
+    return figure
+
+
+def _is_timed(run: SpeedRun) -> bool:
+    return bool(run.baseline) and all(
+        answers[0].decode_s is not None for answers in (run.answers, run.baseline)
+    )
+
+
+def _draw_speeds(panel: Axes, runs: Sequence[SpeedRun]) -> None:
+    base = _speeds(runs[0].baseline)
+    names = list(dict.fromkeys(name for run in runs for name in _speeds(run.answers)))
+    # The mean comes last, with a gap.
+    names.sort(key=lambda name: name == MEAN)
+    places = np.arange(len(names), dtype=float)
+    places[-1] += 0.5
+    width = _GROUP_WIDTH / (1 + len(runs))
+    first = -_GROUP_WIDTH / 2 + width / 2
+    slow = [base.get(name, 0.0) for name in names]
+    decoder = runs[0].baseline[0].decoder
+    panel.bar(places + first, slow, width, color=_BASELINE_COLOUR, label=decoder)
+    fastest = max(slow)
+    for index, run in enumerate(runs):
+        speeds = [_speeds(run.answers).get(name, 0.0) for name in names]
+        fastest = max(fastest, *speeds)
+        bars = panel.bar(
+            places + first + (1 + index) * width,
+            speeds,
+            width,
+            color=RUN_COLOURS[index],
+            label=run.answers[0].decoder,
+        )
+        ratios = [fast / base if base else 0.0 for fast, base in zip(speeds, slow, strict=True)]
+        # Narrow bars only have room for the number.
+        unit, size = ("x", 9.0) if len(runs) == 1 else ("", 6.5)
+        labels = [f"{ratio:.2f}{unit}" if ratio else "" for ratio in ratios]
+        panel.bar_label(bars, labels, padding=2, fontsize=size)
+    panel.set_xticks(places, names)
+    _tilt_long_names(panel, names)
+    panel.set_ylabel("tokens per second")
+    panel.set_ylim(0, 1.18 * fastest)
+    panel.set_title(f"{runs[0].model} on {runs[0].benchmark}")
+    panel.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=4, borderaxespad=0)
+
+
+def _tilt_long_names(panel: Axes, names: Sequence[str]) -> None:
+    if max(map(len, names)) * len(names) > _MOST_CHARACTERS_ON_AN_AXIS:
+        panel.tick_params(axis="x", rotation=30)
+        for tick in panel.get_xticklabels():
+            tick.set_horizontalalignment("right")
+
+
+def _speeds(answers: Sequence[AnswerMeasurement]) -> dict[str, float]:
+    return {name: row.tokens_per_s or 0.0 for name, row in category_rows(answers)}
+
+
+def _length_series(runs: Sequence[SpeedRun]) -> dict[str, list[int]]:
+    """Return the answer lengths of each run, and of baselines with other texts."""
+    series: dict[str, list[int]] = {}
+    for run in runs:
+        lengths = [answer.text_tokens for answer in run.answers]
+        if lengths not in series.values():
+            series[run.label] = lengths
+        base = [answer.text_tokens for answer in run.baseline]
+        if base and base not in series.values():
+            series[f"{run.model} ({run.baseline[0].decoder})"] = base
+    return series
+
+
+def _draw_lengths(panel: Axes, runs: Sequence[SpeedRun]) -> None:
+    series = _length_series(runs)
+    longest = max(max(lengths) for lengths in series.values())
+    bins = list(np.linspace(0, longest + 1, _NUM_LENGTH_BINS + 1))
+    for index, (label, lengths) in enumerate(series.items()):
+        colour = RUN_COLOURS[index % len(RUN_COLOURS)]
+        mean = sum(lengths) / len(lengths)
+        weights = [1 / len(lengths)] * len(lengths)
+        panel.hist(lengths, bins, weights=weights, histtype="stepfilled", color=colour, alpha=0.18)
+        panel.hist(
+            lengths,
+            bins,
+            weights=weights,
+            histtype="step",
+            color=colour,
+            linewidth=1.6,
+            label=f"{label}: mean {mean:.0f}",
+        )
+        panel.axvline(mean, color=colour, linestyle="--", linewidth=1.1)
+    panel.set_xlim(0, 1.01 * (longest + 1))
+    panel.set_xlabel("tokens of an answer")
+    panel.set_ylabel("share of the answers")
+    panel.set_title(f"Response length on {runs[0].benchmark}")
+    panel.legend(frameon=False, loc="upper right")
 
 
 def speed_report(title: str, facts: Mapping[str, str], runs: Sequence[SpeedRun]) -> Report:
-    """Return the report of at least one run with answers."""
+    """Return the report of one or more runs."""
     speeds = speed_figure(runs)
     figures = {"figure6_response_length": length_figure(runs)}
     if speeds is not None:

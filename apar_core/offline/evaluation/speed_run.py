@@ -1,46 +1,305 @@
-"""Generating, replaying or counting all answers of an evaluation, each kept when done."""
+"""Speed measurements: settings, decoders, and the answers that are generated, replayed or counted.
+
+Answers are stored as soon as they are measured, so an interrupted run can be resumed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from apar_core.errors import RequestError
+import torch
+from pydantic import BaseModel, ConfigDict, PositiveInt
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from apar_core.errors import EvaluationError, RequestError
 from apar_core.offline.data.records import ParagraphRecord, chain, token_tree
 from apar_core.offline.data.structure import extract_tree
-from apar_core.offline.decoders.interface import DecodeLimits, TokenChoice, decode_answer
+from apar_core.offline.decoders.interface import (
+    AnswerDecoder,
+    DecodeLimits,
+    TokenChoice,
+    decode_answer,
+)
+from apar_core.offline.decoders.load import DECODER_NAMES, load_decoder
 from apar_core.offline.evaluation.answer_files import RecordedAnswer
-from apar_core.offline.evaluation.answer_store import AnswerStore
 from apar_core.offline.evaluation.measurement import (
     COUNT,
     AnswerKey,
+    AnswerStore,
     counted,
     measured,
 )
 from apar_core.offline.evaluation.prompt_sets import Question
-from apar_core.offline.evaluation.replay_text import ModelText
-from apar_core.offline.evaluation.speed_decoders import PLAIN, Decoders, NamedDecoder
+from apar_core.offline.evaluation.replay_text import ModelText, load_text
 from apar_core.tree.restore import restore
 from apar_core.tree.threads import thread_scripts
 
-Show = Callable[[], None]
+PLAIN = "plain"
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+# Hidden size, intermediate size, layers, heads and positions.
+_RANDOM_PRESETS = {
+    "tiny": (64, 160, 2, 4, 8192),
+    # LLaMA (arXiv 2302.13971), table 2, with room for long replays.
+    "llama-7b": (4096, 11008, 32, 32, 4096),
+    "llama-13b": (5120, 13824, 40, 40, 4096),
+}
 
 _WARM_UP = chain([("Why?", ParagraphRecord(" Because."))], closing=" So.")
 
 
-def warm_up(decoders: Decoders) -> None:
-    """Let each decoder fork once, so that the first answer does not pay for what is built once."""
-    for each in decoders.in_turn(0):
-        prompt_ids = each.text.encode_prompt("Hello")
-        decode_answer(each.decoder, prompt_ids, TokenChoice.replay(_scripts(_WARM_UP, each)))
+class SpeedSettings(BaseModel):
+    """Settings of a speed evaluation.
+
+    `model` is a folder or hub name and `model_name` its name in reports. `baseline_model` is the
+    checkpoint of the baseline; None means that of `model`. `replay` forces the tokens of recorded
+    answers, using a checkpoint, a model of `random_weights`, or with `count_only` just the
+    schedule. Only the latter two take a `tokenizer`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    model: str
+    model_name: str
+    decoders: tuple[str, ...] = ("vanilla_apar",)
+    baseline: str | None = PLAIN
+    baseline_model: str | None = None
+    baseline_model_name: str | None = None
+    prompts: str = "vicuna-bench"
+    replay: tuple[Path, ...] = ()
+    count_only: bool = False
+    random_weights: str | None = None
+    tokenizer: str | None = None
+    medusa_heads: Path | None = None
+    questions: Path | None = None
+    limit: PositiveInt | None = None
+    max_tokens: PositiveInt = 1024
+    device: str = "auto"
+    dtype: str = "auto"
+
+    @property
+    def runs_checkpoint(self) -> bool:
+        """Whether the checkpoint of `model` is loaded."""
+        return not self.count_only and self.random_weights is None
+
+    @property
+    def baseline_name(self) -> str | None:
+        """Name under which the baseline's answers are stored."""
+        if self.baseline is None or self.baseline_model is None:
+            return self.baseline
+        return f"{self.baseline} of {self.baseline_model_name or self.baseline_model}"
+
+    @property
+    def repeats_text(self) -> bool:
+        """Whether the baseline is forced to generate the first decoder's text."""
+        return self.baseline == PLAIN and self.baseline_model is None
+
+    @property
+    def subject(self) -> str:
+        """What is measured, for the report."""
+        if self.count_only:
+            return "the paper's schedule, counted without a model"
+        if self.random_weights is not None:
+            return f"random weights of {self.random_weights}"
+        return self.model_name
+
+    def as_facts(self) -> dict[str, str]:
+        """Return the settings that must not change when a run is resumed."""
+        facts = self.model_dump(
+            mode="json", exclude={"limit", "questions", "model", "baseline_model"}
+        )
+        return {name: str(value) for name, value in facts.items()}
+
+
+def check_settings(settings: SpeedSettings) -> None:
+    """Raise EvaluationError, naming the options, for invalid combinations."""
+    named = [("--decoder", name) for name in settings.decoders]
+    for option, name in [*named, ("--against", settings.baseline)]:
+        if name is not None and name not in DECODER_NAMES:
+            raise EvaluationError(f"{option} {name!r} is not one of {', '.join(DECODER_NAMES)}")
+    if len({*settings.decoders, settings.baseline_name}) <= len(settings.decoders):
+        raise EvaluationError("--decoder and --against name the same decoder twice")
+    if settings.baseline_model is not None:
+        if settings.baseline not in (PLAIN, "vanilla_apar"):
+            raise EvaluationError(
+                "--against-model needs --against plain or vanilla_apar, not "
+                f"{settings.baseline or 'none'}"
+            )
+        if not settings.runs_checkpoint:
+            raise EvaluationError("--against-model is compared with a checkpoint: give --model")
+    for option, given in (
+        ("--count-only", settings.count_only),
+        ("--random-weights", settings.random_weights is not None),
+    ):
+        if given and not settings.replay:
+            raise EvaluationError(f"{option} needs answers to --replay")
+    if settings.count_only and settings.random_weights is not None:
+        raise EvaluationError("--count-only runs no model: omit --random-weights")
+    if settings.tokenizer is not None and settings.runs_checkpoint:
+        raise EvaluationError("a checkpoint uses its own tokenizer: omit --tokenizer")
+    heads_needed = "medusa_apar" in (*settings.decoders, settings.baseline)
+    if heads_needed and not settings.count_only and settings.medusa_heads is None:
+        raise EvaluationError("medusa_apar needs --medusa-heads FOLDER")
+    for path in settings.replay:
+        if not path.is_file():
+            raise EvaluationError(f"--replay {path}: no such file")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedDecoder:
+    """Decoder, its kind (as in `load_decoder`), and the name under which answers are stored.
+
+    `text` tokenizes for its model.
+    """
+
+    name: str
+    kind: str
+    decoder: AnswerDecoder
+    text: ModelText
+
+
+@dataclass(frozen=True, slots=True)
+class Decoders:
+    """Decoders to measure and the baseline to compare with.
+
+    With `repeats_text` the baseline is forced to generate the first decoder's text.
+    """
+
+    measured: tuple[NamedDecoder, ...]
+    baseline: NamedDecoder | None = None
+    repeats_text: bool = False
+
+    def in_turn(self, number: int) -> list[NamedDecoder]:
+        """Return all decoders, reversed for odd numbers so that the order favours none."""
+        decoders = [*self.measured, *([] if self.baseline is None else [self.baseline])]
+        return decoders if number % 2 == 0 else decoders[::-1]
+
+
+def choose_device(wanted: str) -> str:
+    """Resolve a device; "auto" is CUDA if available."""
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        raise EvaluationError(f"--device {wanted}: this machine has no CUDA GPU")
+    return wanted
+
+
+def choose_dtype(wanted: str, device: str) -> torch.dtype:
+    """Resolve a dtype; "auto" is float32 on a CPU and bfloat16 elsewhere."""
+    if wanted == "auto":
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    if wanted not in _DTYPES:
+        raise EvaluationError(f"--dtype {wanted!r} is not one of auto, {', '.join(_DTYPES)}")
+    return _DTYPES[wanted]
+
+
+def load_decoders(settings: SpeedSettings, text: ModelText) -> Decoders:
+    """Load the decoders; those of the same checkpoint share one model.
+
+    Raises EvaluationError if a model cannot be loaded.
+    """
+    device = choose_device(settings.device)
+    dtype = choose_dtype(settings.dtype, device)
+
+    def build(name: str, kind: str, model: PreTrainedModel, text: ModelText) -> NamedDecoder:
+        heads = settings.medusa_heads if kind == "medusa_apar" else None
+        decoder = load_decoder(
+            kind, model, text.tokenizer, medusa_heads=heads, device=device, dtype=dtype
+        )
+        return NamedDecoder(name, kind, decoder, text)
+
+    if settings.random_weights is None:
+        model = _checkpoint(settings.model, dtype, device)
+    else:
+        model = _random_model(settings.random_weights, text.vocabulary_size, dtype, device)
+    measured = tuple(build(kind, kind, model, text) for kind in settings.decoders)
+    if settings.baseline is None or settings.baseline_name is None:
+        return Decoders(measured)
+    if settings.baseline_model is not None:
+        model = _checkpoint(settings.baseline_model, dtype, device)
+        text = load_text(settings.baseline_model)
+    baseline = build(settings.baseline_name, settings.baseline, model, text)
+    return Decoders(measured, baseline, settings.repeats_text)
+
+
+def _checkpoint(name_or_path: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise EvaluationError(f"no model in {name_or_path!r}: {reason}") from error
+    loaded: PreTrainedModel = model.to(device).eval()
+    return loaded
+
+
+def _random_model(
+    preset_or_config: str, vocabulary_size: int, dtype: torch.dtype, device: str
+) -> PreTrainedModel:
+    """Return an untrained model of a preset, or of a configuration file or its folder.
+
+    Replay forces every token, so the speed is that of a trained model of the same size.
+    """
+    config = _random_config(preset_or_config)
+    config.vocab_size = max(vocabulary_size, getattr(config, "vocab_size", 0))
+    # Initialized on the device: 7 billion weights take minutes on a CPU.
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def _random_config(preset_or_config: str) -> PreTrainedConfig:
+    if preset_or_config in _RANDOM_PRESETS:
+        hidden, intermediate, layers, heads, positions = _RANDOM_PRESETS[preset_or_config]
+        return LlamaConfig(
+            vocab_size=1,
+            # LlamaConfig would check these ids against the vocabulary of one entry.
+            bos_token_id=None,
+            eos_token_id=None,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            max_position_embeddings=positions,
+        )
+    if not Path(preset_or_config).exists():
+        raise EvaluationError(
+            f"{preset_or_config!r} is neither {', '.join(_RANDOM_PRESETS)} nor a configuration file"
+        )
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(preset_or_config)
+    except (OSError, ValueError) as error:
+        raise EvaluationError(f"{preset_or_config}: {str(error).splitlines()[0]}") from error
+    return config
 
 
 @dataclass(frozen=True, slots=True)
 class AnsweredKeys:
-    """Which answers every decoder has given, and why others had to be left out."""
+    """Answers that every decoder has given, and why others are missing."""
 
     keys: list[AnswerKey]
     left_out: list[str]
+
+
+def warm_up(decoders: Decoders) -> None:
+    """Let each decoder fork once, so that lazy initialization does not slow the first answer."""
+    for each in decoders.in_turn(0):
+        prompt_ids = each.text.encode_prompt("Hello")
+        decode_answer(each.decoder, prompt_ids, TokenChoice.replay(_scripts(_WARM_UP, each)))
 
 
 def generate_answers(
@@ -48,13 +307,13 @@ def generate_answers(
     questions: Sequence[Question],
     store: AnswerStore,
     limits: DecodeLimits,
-    show: Show,
+    show: Callable[[], None],
 ) -> AnsweredKeys:
-    """Let the decoders answer all turns greedily, side by side.
+    """Let all decoders answer all turns greedily.
 
-    A later turn's prompt holds the decoder's own earlier answers. Plain decoding of the same model
-    as the baseline is forced to the text of the first decoder: left to itself, a model that has
-    learned to fork ends its answers early where it may not. `show` is called once a question.
+    The prompt of a later turn contains the decoder's own earlier answers. A plain baseline of the
+    same model is forced to generate the first decoder's text: on its own, a model that has learned
+    to fork ends its answers early if it may not fork. `show` is called once per question.
     """
     done = AnsweredKeys([], [])
     for question in questions:
@@ -63,7 +322,11 @@ def generate_answers(
             for turn in range(len(question.turns))
         ]
         try:
-            _answer_question(decoders, question, store, limits)
+            answers = [_answer_turns(each, question, store, limits) for each in decoders.measured]
+            if decoders.baseline is not None and decoders.repeats_text:
+                _repeat_turns(decoders.baseline, question, store, answers[0])
+            elif decoders.baseline is not None:
+                _answer_turns(decoders.baseline, question, store, limits)
             done.keys.extend(keys)
         except RequestError as error:
             done.left_out.append(f"question {question.question_id}: {error}")
@@ -75,9 +338,9 @@ def replay_answers(
     decoders: Decoders,
     answers: Sequence[RecordedAnswer],
     store: AnswerStore,
-    show: Show,
+    show: Callable[[], None],
 ) -> AnsweredKeys:
-    """Force the answers' trees through the decoders, and their flat texts through plain."""
+    """Force the answers' trees through the decoders, and their flat texts through plain ones."""
     done = AnsweredKeys([], [])
     for number, answer in enumerate(answers):
         try:
@@ -89,26 +352,13 @@ def replay_answers(
     return done
 
 
-def _replay(decoders: Decoders, answer: RecordedAnswer, number: int, store: AnswerStore) -> None:
-    tree = extract_tree(answer.text).tree
-    for each in decoders.in_turn(number):
-        if store.find(answer.question_id, answer.turn, each.name) is not None:
-            continue
-        scripts = _scripts(tree, each)
-        limits = DecodeLimits(
-            max_tokens=max(1, sum(map(len, scripts.values()))),
-            max_threads=max(1, len(scripts)),
-            max_forks=max(1, len(scripts)),
-        )
-        prompt_ids = each.text.encode_chat(answer.messages)
-        decoded = decode_answer(each.decoder, prompt_ids, TokenChoice.replay(scripts), limits)
-        store.add(measured(_key(answer), each.name, decoded, answer.text))
-
-
 def count_answers(
-    text: ModelText, answers: Sequence[RecordedAnswer], store: AnswerStore, show: Show
+    text: ModelText,
+    answers: Sequence[RecordedAnswer],
+    store: AnswerStore,
+    show: Callable[[], None],
 ) -> AnsweredKeys:
-    """Follow the schedule of the answers' trees without any model."""
+    """Count the steps and tokens of the answers' trees without a model."""
     keys = [_key(answer) for answer in answers]
     for key, answer in zip(keys, answers, strict=True):
         if store.find(key.question_id, key.turn, COUNT) is None:
@@ -117,29 +367,6 @@ def count_answers(
             store.add(counted(key, tree, num_prompt_tokens, answer.text))
         show()
     return AnsweredKeys(keys, [])
-
-
-def _scripts(answer: ParagraphRecord, decoder: NamedDecoder) -> dict[str, list[int]]:
-    tree = token_tree(answer, decoder.text.encode)
-    # One thread takes no fork tokens: it gets the same text in reading order.
-    if decoder.kind == PLAIN:
-        return {"": [*restore(tree), decoder.text.end_id]}
-    tokens = decoder.text.tokens
-    return thread_scripts(tree, tokens.fork_id, tokens.end_id)
-
-
-def _key(answer: RecordedAnswer) -> AnswerKey:
-    return AnswerKey(answer.question_id, answer.turn, answer.category)
-
-
-def _answer_question(
-    decoders: Decoders, question: Question, store: AnswerStore, limits: DecodeLimits
-) -> None:
-    answers = [_answer_turns(each, question, store, limits) for each in decoders.measured]
-    if decoders.baseline is not None and decoders.repeats_text:
-        _repeat_turns(decoders.baseline, question, store, answers[0])
-    elif decoders.baseline is not None:
-        _answer_turns(decoders.baseline, question, store, limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +379,7 @@ class _Answer:
 def _answer_turns(
     decoder: NamedDecoder, question: Question, store: AnswerStore, limits: DecodeLimits
 ) -> list[_Answer]:
-    """Return the answer of each turn; those that an earlier run has left are encoded again."""
+    """Return the answer of each turn; stored answers of an earlier run are encoded again."""
     answers: list[_Answer] = []
     text = decoder.text
     for turn in range(len(question.turns)):
@@ -185,6 +412,35 @@ def _repeat_turns(
         decoded = decode_answer(plain.decoder, prompt_ids, choice, limits)
         key = AnswerKey(question.question_id, turn + 1, question.category)
         store.add(measured(key, plain.name, decoded, answer.text))
+
+
+def _replay(decoders: Decoders, answer: RecordedAnswer, number: int, store: AnswerStore) -> None:
+    tree = extract_tree(answer.text).tree
+    for each in decoders.in_turn(number):
+        if store.find(answer.question_id, answer.turn, each.name) is not None:
+            continue
+        scripts = _scripts(tree, each)
+        limits = DecodeLimits(
+            max_tokens=max(1, sum(map(len, scripts.values()))),
+            max_threads=max(1, len(scripts)),
+            max_forks=max(1, len(scripts)),
+        )
+        prompt_ids = each.text.encode_chat(answer.messages)
+        decoded = decode_answer(each.decoder, prompt_ids, TokenChoice.replay(scripts), limits)
+        store.add(measured(_key(answer), each.name, decoded, answer.text))
+
+
+def _scripts(answer: ParagraphRecord, decoder: NamedDecoder) -> dict[str, list[int]]:
+    tree = token_tree(answer, decoder.text.encode)
+    # A plain decoder takes no fork tokens: it gets the same text in reading order.
+    if decoder.kind == PLAIN:
+        return {"": [*restore(tree), decoder.text.end_id]}
+    tokens = decoder.text.tokens
+    return thread_scripts(tree, tokens.fork_id, tokens.end_id)
+
+
+def _key(answer: RecordedAnswer) -> AnswerKey:
+    return AnswerKey(answer.question_id, answer.turn, answer.category)
 
 
 def _prompt_ids(text: ModelText, question: Question, turn: int, texts: Sequence[str]) -> list[int]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from apar_core.errors import TrainingError
 from apar_core.offline.data.records import ChatMessage, ParagraphRecord
-from apar_core.offline.data.thoughts import (
+from apar_core.offline.data.structure import (
     THOUGHT_CLOSING,
     THOUGHT_OPENING,
     is_empty_thought,

@@ -3,30 +3,241 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor
+from torch.nn import Module
 from torch.utils.data import IterableDataset
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
-from apar_core.offline.data.tiny_corpus.generator import Corpus, KindWeights, vocabulary_texts
+from apar_core.offline.data.tiny_corpus.generator import (
+    BROAD_WEIGHTS,
+    FINISHING_WEIGHTS,
+    POLISHING_WEIGHTS,
+    SETTLING_WEIGHTS,
+    Corpus,
+    KindWeights,
+    vocabulary_texts,
+)
 from apar_core.offline.training.example_encoder import ExampleEncoder
 from apar_core.offline.training.packing import PackedTree, join_trees
 from apar_core.offline.training.pretrained import pad_token_id
-from apar_core.offline.training.recipe import TrainingRecipe
-from apar_core.offline.training.reports import OnStep, StepReport
-from apar_core.offline.training.tiny_model import build_tiny_model, save_checkpoint
-from apar_core.offline.training.tiny_settings import (
-    TinyModelSettings,
-    TinyTrainingSettings,
-    TrainingPhase,
+from apar_core.offline.training.recipe import TrainingRecipe, load_recipe
+from apar_core.offline.training.tree_trainer import (
+    OnStep,
+    StepReport,
+    TreeCollator,
+    TreeTrainer,
+    training_arguments,
 )
-from apar_core.offline.training.tokenizer import train_tokenizer
-from apar_core.offline.training.tree_trainer import TreeCollator, TreeTrainer, training_arguments
-from apar_core.offline.training.weight_average import WeightAverage
+
+_MIXTURES = {
+    "broad": BROAD_WEIGHTS,
+    "finishing": FINISHING_WEIGHTS,
+    "polishing": POLISHING_WEIGHTS,
+    "settling": SETTLING_WEIGHTS,
+}
+
+
+class TinyModelSettings(BaseModel):
+    """Shape of the embedded Llama and of its vocabulary."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    vocabulary_size: int = Field(4096, ge=300, description="Entries, special tokens included.")
+    hidden_size: PositiveInt = 256
+    intermediate_size: PositiveInt = 704
+    num_layers: PositiveInt = 4
+    num_heads: PositiveInt = 8
+    num_key_value_heads: PositiveInt = 8
+    max_positions: PositiveInt = 2048
+    rope_theta: PositiveFloat = 10000.0
+
+
+class TrainingPhase(BaseModel):
+    """One run of training over a mixture of the corpus, from warm-up to a rate of zero."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mixture: Literal["broad", "finishing", "polishing", "settling"] = Field(
+        description="How often each kind of example is drawn."
+    )
+    stream: str = Field(description="Names the sequence of examples that is drawn.")
+    average_share: float = Field(
+        0.0, ge=0, description="Weight of this phase's result in the average that is saved."
+    )
+    recipe: TrainingRecipe = Field(description="The run.")
+
+    @property
+    def kind_weights(self) -> KindWeights:
+        """The mixture's weights of the kinds."""
+        return _MIXTURES[self.mixture]
+
+
+class TinyTrainingSettings(BaseModel):
+    """Recipe of the embedded model: several runs of training."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    seed: NonNegativeInt = Field(0, description="Of the split, the corpus and the weights.")
+    phases: tuple[TrainingPhase, ...] = Field(
+        min_length=1, description="Runs, one after the other, on the same weights."
+    )
+    num_executors: PositiveInt = Field(2, description="Operating-system threads of torch.")
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of all phases."""
+        return sum(phase.recipe.num_steps for phase in self.phases)
+
+    def with_num_steps(self, num_steps: int) -> TinyTrainingSettings:
+        """Return the recipe with its phases stretched or shortened to `num_steps` in all."""
+        phases: list[TrainingPhase] = []
+        before = steps_so_far = 0
+        for phase in self.phases:
+            before += phase.recipe.num_steps
+            steps = round(num_steps * before / self.num_steps) - steps_so_far
+            steps_so_far += steps
+            if steps:
+                recipe = phase.recipe.model_copy(update={"num_steps": steps})
+                phases.append(phase.model_copy(update={"recipe": recipe}))
+        return self.model_copy(update={"phases": tuple(phases)})
+
+
+def tiny_recipe(name_or_file: str = "apar-tiny") -> TinyTrainingSettings:
+    """Return the shipped recipe of the embedded model, or the one in a file."""
+    return load_recipe(name_or_file, TinyTrainingSettings)
+
+
+BOS, EOS, PAD = "<bos>", "<eos>", "<pad>"
+FORK, CHILD = "[Fork]", "[Child]"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+SPECIAL_TOKENS = (PAD, BOS, EOS, FORK, CHILD, *ROLES)
+
+_CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
+
+
+def train_tokenizer(
+    texts: Iterable[str], *, vocabulary_size: int, max_length: int
+) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of at most `vocabulary_size` entries, special tokens included.
+
+    The same texts in the same order give the same tokenizer. Any text can be encoded (bytes are
+    the alphabet), and decoding concatenated pieces gives their concatenated texts.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    # Digits stand alone, so that "12 + 7" and the numbers of a list share their tokens.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\d"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        min_frequency=2,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(
+                single=f"{BOS} $A",
+                pair=f"{BOS} $A {BOS} $B",
+                special_tokens=[(BOS, tokenizer.token_to_id(BOS))],
+            ),
+        ]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        extra_special_tokens=[FORK, CHILD, *ROLES],
+        clean_up_tokenization_spaces=False,
+        model_max_length=max_length,
+        chat_template=_CHAT_TEMPLATE.read_text(encoding="utf-8"),
+    )
+
+
+def build_tiny_model(
+    settings: TinyModelSettings, tokenizer: PreTrainedTokenizerFast
+) -> LlamaForCausalLM:
+    """Return a float32 model with weights drawn from torch's global generator."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=settings.hidden_size,
+        intermediate_size=settings.intermediate_size,
+        num_hidden_layers=settings.num_layers,
+        num_attention_heads=settings.num_heads,
+        num_key_value_heads=settings.num_key_value_heads,
+        max_position_embeddings=settings.max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": settings.rope_theta},
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def save_checkpoint(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path
+) -> None:
+    """Write the model in bfloat16 with its tokenizer and generation settings."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        do_sample=False,
+    )
+    model.config.use_cache = True
+    model.bfloat16().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@dataclass
+class WeightAverage:
+    """Collects weights with their shares; the shares need not sum to one."""
+
+    total_share: float = 0.0
+    _sums: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, model: Module, share: float) -> None:
+        """Count the model's present weights with this share; a share of zero leaves them out."""
+        if share == 0:
+            return
+        self.total_share += share
+        for name, parameter in model.named_parameters():
+            counted = share * parameter.detach()
+            self._sums[name] = self._sums[name] + counted if name in self._sums else counted
+
+    def apply(self, model: Module) -> None:
+        """Give the model the average, or leave it as it is if nothing was counted."""
+        if not self._sums:
+            return
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(self._sums[name] / self.total_share)
+
 
 # Rows of similar length are batched together; this many batches are drawn and sorted at a time.
 _BATCHES_PER_DRAW = 20

@@ -16,7 +16,7 @@ from cluster.experiments.peers.runs import (
 )
 
 if TYPE_CHECKING:
-    from apar_core.offline.evaluation.report_files import Report
+    from apar_core.reporting import Report
 
 
 def run_peers(settings: PeerSettings, folder: Path, start_stage: StartStage) -> Report:
@@ -67,7 +67,7 @@ def _title(keys: Sequence[RunKey]) -> str:
 
 
 def _report(settings: PeerSettings, store: RunStore) -> Report:
-    from apar_core.offline.evaluation.report_files import Report
+    from apar_core.reporting import Report
     from cluster.experiments.peers.plot import peers_figure
     from cluster.experiments.peers.table import (
         comparison_table,

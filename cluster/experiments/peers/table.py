@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from apar_core.offline.evaluation.report_table import Column, ReportTable
+from apar_core.reporting import Column, ReportTable
 from cluster.experiments.goals import WHOLE_RUNS, Goal
 from cluster.experiments.peers.methods import METHODS, SEQUENTIAL
 from cluster.experiments.peers.runs import PeerRun, RunKey

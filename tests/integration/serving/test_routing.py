@@ -14,9 +14,8 @@ from cluster.config.logging import LoggingConfig
 from cluster.config.model import ModelConfig
 from cluster.config.routing import RoutingSettings
 from deployments.gateway.body import RequestBody
-from deployments.routing import registry
-from deployments.routing.policy import Reason
-from deployments.routing.registry import SharedRouter
+from deployments.routing.policies import Reason
+from deployments.routing.shared_router import ROUTERS, SharedRouter
 from deployments.wire.answer import AnswerEnd, AnswerStart
 from deployments.wire.errors import ReplicaLostError
 from deployments.wire.request import RelayedRequest, RequestHint, RequestTerms
@@ -76,7 +75,7 @@ class Client:
                         end = part
                     yield part
         finally:
-            registry.ended(MODEL.deployment_name, request_id, end)
+            ROUTERS.ended(MODEL.deployment_name, request_id, end)
 
     async def place(self, messages: list[dict[str, str]], **fields: Any) -> str:
         """The replica that has answered a chat, which is brought to its end."""
@@ -114,7 +113,7 @@ def client(application: RunningApplication) -> Iterator[Client]:
             return [load["requests_inside"] for load in loads]
 
         calls = HandleCalls(handle)
-        router = registry.PROCESS.router(MODEL.deployment_name, RoutingSettings())
+        router = ROUTERS.router(MODEL.deployment_name, RoutingSettings())
         until(lambda: router.capacity == 2)
         yield Client(calls, router, inside)
     finally:

@@ -9,7 +9,7 @@ from cluster.config import ClusterConfig
 from cluster.config.model import ForkLimits, ModelConfig
 from deployments.app.application import Surroundings, build_application
 from deployments.app.ingress import IngressSettings
-from deployments.app.service import _core_shares
+from deployments.app.service import core_shares
 
 A, B = ModelConfig(name="a"), ModelConfig(name="b")
 HERE = Surroundings(num_replicas=1, core_shares={"Replica-a": 1})
@@ -62,12 +62,10 @@ def test_an_unchanged_model_keeps_its_share_of_the_cores() -> None:
     more = A.model_copy(update={"replicas": 3})
     other = B.model_copy(update={"max_concurrency": 3})
 
-    shares = _core_shares(
-        ClusterConfig(models=(more, other)), {"Replica-a": 2, "Replica-b": 2}, old
-    )
+    shares = core_shares(ClusterConfig(models=(more, other)), {"Replica-a": 2, "Replica-b": 2}, old)
 
     assert shares == {"Replica-a": 2, "Replica-b": 4}
-    assert _core_shares(old, {}, None) == {"Replica-a": 2, "Replica-b": 2}
+    assert core_shares(old, {}, None) == {"Replica-a": 2, "Replica-b": 2}
 
 
 def test_the_gateway_offers_what_it_is_told_to() -> None:

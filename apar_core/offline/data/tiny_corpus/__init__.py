@@ -1,1 +1,1 @@
-"""The corpus of the embedded model: hand-written content, and the forms it is asked for in."""
+"""Corpus of the embedded model: hand-written content, questions about it, and seeded samples."""

@@ -1,4 +1,4 @@
-"""Every question of the corpus with its answer, and the split that holds some of them out."""
+"""Every question of the corpus with its answer, and the split into training and held-out ones."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from apar_core.offline.data.records import ParagraphRecord
-from apar_core.offline.data.tiny_corpus import answers, short_answers
-from apar_core.offline.data.tiny_corpus.topics import NUM_POINTS, Topic, load_topics
+from apar_core.offline.data.records import ParagraphRecord, chain
+from apar_core.offline.data.tiny_corpus.content import (
+    NUM_POINTS,
+    Point,
+    Stage,
+    Topic,
+    arithmetic_replies,
+    code_replies,
+    fact_replies,
+    load_topics,
+    small_talk_replies,
+)
 
 SMALLEST_LIST = 3
 FORKING_KINDS = ("numbered", "bulleted", "paragraphs", "guide")
@@ -78,11 +87,13 @@ _TITLES_WORDINGS = (
     "Give me {n} {items}, just the titles.",
     "List {n} {items} without details.",
 )
+# Bulleted lists start in the middle, to differ from the numbered list on the same topic.
+_FIRST_BULLET = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """One topic in one form, wording and number: a question and its answer."""
+    """Question and answer: one topic in one form, wording and number."""
 
     kind: str
     question: str
@@ -90,8 +101,71 @@ class Combination:
 
     @property
     def forks(self) -> bool:
-        """Tell whether the answer has any fork."""
+        """Whether the answer has forks."""
         return self.kind in FORKING_KINDS
+
+
+def items_phrase(topic: Topic, number: int) -> str:
+    """Return a phrase such as "5 tips for baking bread"."""
+    return f"{number} {'tips for' if topic.item == 'tip' else 'facts about'} {topic.name}"
+
+
+def _detail(point: Point) -> ParagraphRecord:
+    return ParagraphRecord(" " + point.detail)
+
+
+def numbered_list(topic: Topic, number: int) -> ParagraphRecord:
+    """Return an introduction, `number` numbered points that fork, and a closing line."""
+    items = [
+        (f"\n{index}. **{point.title}**:", _detail(point))
+        for index, point in enumerate(topic.points[:number], start=1)
+    ]
+    first_text, first_detail = items[0]
+    items[0] = (f"Here are {items_phrase(topic, number)}:\n{first_text}", first_detail)
+    return chain(items, closing=f"\n\n{topic.closing}")
+
+
+def bulleted_list(topic: Topic, number: int) -> ParagraphRecord:
+    """Return `number` bulleted points that fork."""
+    rotated = topic.points[_FIRST_BULLET:] + topic.points[:_FIRST_BULLET]
+    items = [(f"\n- **{point.title}**:", _detail(point)) for point in rotated[:number]]
+    items[0] = (items[0][0].lstrip("\n"), items[0][1])
+    return chain(items)
+
+
+def paragraphs(topic: Topic, number: int) -> ParagraphRecord:
+    """Return `number` paragraphs that fork after their first sentence."""
+    items = [
+        (f"\n\n{passage.sentence}", ParagraphRecord(f" {passage.rest}"))
+        for passage in topic.passages[:number]
+    ]
+    items[0] = (items[0][0].lstrip("\n"), items[0][1])
+    return chain(items)
+
+
+def _stage_detail(topic: Topic, stage: Stage) -> ParagraphRecord:
+    points = [topic.points[number - 1] for number in stage.points]
+    items = [(f"\n   - **{point.title}**:", _detail(point)) for point in points]
+    items[0] = (f" {stage.lead}{items[0][0]}", items[0][1])
+    return chain(items)
+
+
+def guide(topic: Topic) -> ParagraphRecord:
+    """Return numbered sections that fork, with points that fork again."""
+    noun = "guide to" if topic.item == "tip" else "overview of"
+    items = [
+        (f"\n{index}. **{stage.title}**:", _stage_detail(topic, stage))
+        for index, stage in enumerate(topic.stages, start=1)
+    ]
+    opening = f"Here is {'a' if topic.item == 'tip' else 'an'} {noun} {topic.name}:\n"
+    items[0] = (opening + items[0][0], items[0][1])
+    return chain(items)
+
+
+def titles_only(topic: Topic, number: int) -> ParagraphRecord:
+    """Return a numbered list of bare titles, too short to fork."""
+    titles = [f"{index}. {point.title}" for index, point in enumerate(topic.points, start=1)]
+    return ParagraphRecord("\n".join(titles[: min(number, NUM_POINTS)]))
 
 
 def _spellings(number: int) -> tuple[str, str]:
@@ -118,7 +192,7 @@ def _lists(
 
 
 def _default_bullets(topic: Topic) -> Iterator[Combination]:
-    tree = answers.bulleted_list(topic, _DEFAULT_NUMBER)
+    tree = bulleted_list(topic, _DEFAULT_NUMBER)
     for wording in _DEFAULT_BULLETED_WORDINGS:
         for noun in _NOUNS[topic.item]:
             question = wording.format(items=f"{noun} {topic.name}")
@@ -127,33 +201,33 @@ def _default_bullets(topic: Topic) -> Iterator[Combination]:
 
 def _paragraphs(topic: Topic) -> Iterator[Combination]:
     for number in range(1, len(topic.passages) + 1):
-        tree = answers.paragraphs(topic, number)
+        tree = paragraphs(topic, number)
         for spelling in _spellings(number):
             count = f"{spelling} paragraph{'s' if number > 1 else ''}"
             for wording in _PARAGRAPH_WORDINGS:
                 yield Combination("paragraphs", wording.format(n=count, topic=topic.name), tree)
-    tree = answers.paragraphs(topic, len(topic.passages))
+    tree = paragraphs(topic, len(topic.passages))
     for wording in _DEFAULT_PARAGRAPH_WORDINGS:
         yield Combination("paragraphs", wording.format(topic=topic.name), tree)
 
 
 def _topic_combinations(topic: Topic) -> Iterator[Combination]:
-    yield from _lists("numbered", topic, _NUMBERED_WORDINGS, answers.numbered_list)
-    yield from _lists("bulleted", topic, _BULLETED_WORDINGS, answers.bulleted_list)
+    yield from _lists("numbered", topic, _NUMBERED_WORDINGS, numbered_list)
+    yield from _lists("bulleted", topic, _BULLETED_WORDINGS, bulleted_list)
     yield from _default_bullets(topic)
     yield from _paragraphs(topic)
-    guide = answers.guide(topic)
+    tree = guide(topic)
     for wording in _GUIDE_WORDINGS[topic.item]:
-        yield Combination("guide", wording.format(topic=topic.name), guide)
-    yield from _lists("titles", topic, _TITLES_WORDINGS, answers.titles_only)
+        yield Combination("guide", wording.format(topic=topic.name), tree)
+    yield from _lists("titles", topic, _TITLES_WORDINGS, titles_only)
 
 
 def _plain_combinations() -> Iterator[Combination]:
     replies: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {
-        "fact": short_answers.fact_replies,
-        "small_talk": short_answers.small_talk_replies,
-        "arithmetic": short_answers.arithmetic_replies,
-        "code": short_answers.code_replies,
+        "fact": fact_replies,
+        "small_talk": small_talk_replies,
+        "arithmetic": arithmetic_replies,
+        "code": code_replies,
     }
     for kind, pairs in replies.items():
         for question, answer in pairs():
@@ -162,16 +236,16 @@ def _plain_combinations() -> Iterator[Combination]:
 
 @cache
 def all_combinations() -> tuple[Combination, ...]:
-    """Return every combination once, in a fixed order."""
+    """Return all combinations in a fixed order."""
     topics = [entry for topic in load_topics() for entry in _topic_combinations(topic)]
     return (*topics, *_plain_combinations())
 
 
 def is_held_out(combination: Combination, seed: int) -> bool:
-    """Tell whether training with this seed must not see the combination.
+    """Return whether training with this seed must not see the combination.
 
-    Small talk has too few wordings to hold any out. The choice depends on the question and the
-    seed alone, so that it stays when the corpus grows.
+    The choice depends only on question and seed, so it stays the same when the corpus grows. Small
+    talk has too few wordings to hold any out.
     """
     if combination.kind == "small_talk":
         return False
@@ -181,6 +255,6 @@ def is_held_out(combination: Combination, seed: int) -> bool:
 
 @cache
 def split_combinations(seed: int, *, held_out: bool) -> dict[str, tuple[Combination, ...]]:
-    """Return the combinations of one side of the split, by kind."""
+    """Return the combinations of one side of the split by kind."""
     chosen = [entry for entry in all_combinations() if is_held_out(entry, seed) == held_out]
     return {kind: tuple(entry for entry in chosen if entry.kind == kind) for kind in KINDS}

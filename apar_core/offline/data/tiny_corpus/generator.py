@@ -1,4 +1,4 @@
-"""Seeded examples for training and for the held-out check."""
+"""Seeded samples of the corpus for training and for the held-out check."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BROAD_WEIGHTS: KindWeights = (
     ("arithmetic", 6),
     ("code", 4),
 )
-# Short answers have few tokens and guides are seen rarely: both are learned more slowly.
+# Short answers have few tokens and guides are rare: both are learned more slowly.
 FINISHING_WEIGHTS: KindWeights = (
     ("numbered", 8),
     ("bulleted", 9),
@@ -85,9 +85,9 @@ SYSTEM_PROMPTS = (
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """One side of the split, ready to be sampled.
+    """One side of the split, ready for sampling.
 
-    `stream` names independent sequences of examples of the same seed.
+    Different `stream` names give independent samples with the same seed.
     """
 
     seed: int
@@ -100,8 +100,8 @@ class Corpus:
         return split_combinations(self.seed, held_out=self.held_out)
 
     def examples(self, number: int) -> Iterator[ExampleRecord]:
-        """Yield `number` examples; the same seed and side give the same ones."""
-        # Text seeds are hashed in the same way in every process.
+        """Yield `number` examples; they depend only on the fields of the corpus."""
+        # Unlike hash(), seeding with text does not depend on the process.
         rng = random.Random(f"{self.seed}:{self.held_out}{self.stream}")
         weighted = [entry for entry in self.kind_weights if self._questions[entry[0]]]
         kinds, weights = zip(*weighted, strict=True)
@@ -111,7 +111,7 @@ class Corpus:
 
 
 def _casual(question: str, rng: random.Random) -> str:
-    """Return the question as people type it in a hurry, now and then."""
+    """Return the question, sometimes as people type it in a hurry."""
     if rng.random() >= _CASUAL_SHARE:
         return question
     shortened = question[0].lower() + question[1:]
@@ -119,7 +119,7 @@ def _casual(question: str, rng: random.Random) -> str:
 
 
 def _history(rng: random.Random, seed: int) -> tuple[ChatMessage, ChatMessage]:
-    """Return an earlier turn: its answer is plain text, as a client sends it back."""
+    """Return an earlier turn; its answer is plain text, as clients send it."""
     known = split_combinations(seed, held_out=False)
     kinds, weights = zip(*BROAD_WEIGHTS, strict=True)
     while True:
@@ -144,12 +144,12 @@ def _example(combination: Combination, rng: random.Random, seed: int) -> Example
 
 
 def _raw_answer(answer: ParagraphRecord) -> ParagraphRecord:
-    """Return the answer as it follows a bare question: after an empty line."""
+    """Return the answer to a bare question: after an empty line."""
     return ParagraphRecord(_RAW_ANSWER_START + answer.text, answer.first_child, answer.next_sibling)
 
 
 def vocabulary_texts(seed: int) -> Iterator[str]:
-    """Yield the texts that the tokenizer learns from: each answer once, and sampled questions."""
+    """Yield the training texts of the tokenizer: each answer once, and sampled questions."""
     seen: set[str] = set()
     for combination in all_combinations():
         text = flat_text(combination.answer)

@@ -21,7 +21,7 @@ from benchmarks.cluster_simulation.step_times import ReplicaModel, StepTimes
 from benchmarks.cluster_simulation.trees import AnswerTree, ThreadPlan
 from benchmarks.cluster_simulation.workload import MOST_PROMPT_TOKENS, Workload
 from cluster.config.autoscaling import AutoscalingConfig
-from deployments.routing.policy import ThreadRouter
+from deployments.routing.policies import ThreadRouter
 
 TIMES = StepTimes(5e-3, 20e-6, 0.2e-6, 25e-6)
 MODEL = ReplicaModel("test", "none", TIMES, 800, 16, max_threads=64, max_requests=12)

@@ -132,7 +132,7 @@ def test_a_judge_that_fails_leaves_exit_code_1_and_the_way_on(tmp_path: Path) ->
         ),
         (
             ("--judge", "http://x/v1", "--judge-model", "x", "--prompts", "mt"),
-            "'mt' is none of vicuna-bench",
+            "'mt' is neither one of vicuna-bench",
         ),
         (
             ("--judge", "http://x/v1", "--judge-model", "x", "--judge-temperature", "hot"),
@@ -253,8 +253,8 @@ def test_a_checkpoint_without_control_tokens_cannot_fork(
     ("arguments", "message"),
     [
         (("--count-only",), "--count-only needs answers to --replay"),
-        (("--prompts", "mt"), "'mt' is none of vicuna-bench, mt-bench, held-out"),
-        (("--decoder", "fast"), "--decoder 'fast' is none of plain"),
+        (("--prompts", "mt"), "'mt' is neither one of vicuna-bench, mt-bench, held-out"),
+        (("--decoder", "fast"), "--decoder 'fast' is not one of plain"),
         (("--against", "vanilla_apar"), "the same decoder twice"),
         (
             ("--against", "none", "--against-model", "o"),

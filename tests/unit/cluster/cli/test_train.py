@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.offline.data.example_file import write_examples
 from apar_core.offline.data.records import ChatMessage, ExampleRecord, ParagraphRecord, chain
 from apar_core.offline.speculation.medusa_heads import load_medusa_heads
 from cluster.cli.main import app
+from tests.fakes.example_files import write_examples
 
 RECIPE = {
     "batch_size": 2, "micro_batch_size": 1, "num_steps": 3, "learning_rate": 1e-5,

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from apar_core.errors import TrainingError
-from apar_core.offline.training.reports import StepReport
+from apar_core.offline.training.tree_trainer import StepReport
 from cluster.cli.training_progress import StepLines, clear_training_errors, step_progress
 
 

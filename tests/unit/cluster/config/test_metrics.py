@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from cluster.config import ClusterConfig, ConfigError
 from cluster.config.metrics import DEFAULT_PORT, MetricsConfig
 from cluster.local_ray import free_port, metrics_environment, metrics_port
-from deployments.app.rollout import check_change
+from deployments.app.service import check_change
 from deployments.gateway.settings import gateway_settings
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from apar_core.errors import EvaluationError
-from apar_core.offline.evaluation.report_files import Report, write_report
+from apar_core.reporting import Report, write_report
 from cluster.experiments.step_curve import CurveLoad, CurvePoint
 from cluster.experiments.step_curve_report import curve_settings, report_step_curve
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from apar_core.errors import EvaluationError
-from apar_core.offline.evaluation.report_files import write_report
+from apar_core.reporting import write_report
 from cluster.loadtest.figures import ALL_FIGURES
 from cluster.loadtest.report import compared, marks_of, run_report, summary
 from cluster.loadtest.run_file import ClusterFigures, ClusterMoment, RequestRecord, Run

@@ -1,6 +1,7 @@
 """Ray Serve's policies: from what replicas and gateways report to the wanted replicas."""
 
 import time
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from ray import cloudpickle
 from ray.serve._private.common import DeploymentID
 from ray.serve.config import AutoscalingContext
 
+from cluster.autoscaling import ReplicaReport
 from cluster.config.autoscaling import AutoscalingConfig
 from cluster.config.model import ModelConfig
 from deployments.app.autoscaling import (
@@ -15,7 +17,6 @@ from deployments.app.autoscaling import (
     gateway_autoscaling,
     gateway_report,
     model_autoscaling,
-    replica_report,
 )
 from deployments.app.waiting_board import BOARD, MAX_AGE_S, WaitingBoard
 
@@ -57,23 +58,10 @@ def context(name: str, running: int, metrics: dict[str, dict[str, float]], **fie
 
 
 def reported(*threads: float) -> dict[str, dict[str, float]]:
-    reports = [
-        replica_report({"threads": each, "free_blocks": 9, "kv_blocks": 10}, 2) for each in threads
-    ]
+    reports = [asdict(ReplicaReport(2, each, 0, kv_use=0.1)) for each in threads]
     return {
         name: {str(number): report[name] for number, report in enumerate(reports)}
         for name in reports[0]
-    }
-
-
-def test_a_replica_reports_its_share_of_the_cache_and_the_forks_that_wait() -> None:
-    state = {"threads": 5, "deferred_threads": 2, "free_blocks": 30, "kv_blocks": 40}
-
-    assert replica_report(state, requests=3) == {
-        "requests": 3,
-        "threads": 5,
-        "waiting_forks": 2,
-        "kv_use": 0.25,
     }
 
 
@@ -91,7 +79,7 @@ def test_requests_that_wait_at_handles_and_in_gateways_count() -> None:
         name: {"one": count, "other": count}
         for name, count in gateway_report({"Replica-w": 2}).items()
     }
-    serialized = gateway_autoscaling(1).policy.get_serialized_policy_def()
+    serialized = gateway_autoscaling().policy.get_serialized_policy_def()
     unchanged, _ = cloudpickle.loads(serialized or b"")()(context("Gateway", 2, gateways))
 
     assert unchanged == 2

@@ -17,7 +17,7 @@ from deployments.app import ingress as ingress_module
 from deployments.app.autoscaling import gateway_report
 from deployments.app.ingress import GatewayIngress, IngressSettings
 from deployments.gateway.settings import GatewaySettings
-from deployments.routing import registry
+from deployments.routing.shared_router import ROUTERS
 from deployments.wire.answer import AnswerStart
 from tests.fakes.played_replicas import CHAT, JSON, PlayedReplicas, settings_of
 
@@ -117,7 +117,7 @@ async def test_new_routing_settings_reach_the_routers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     configured: list[RoutingSettings] = []
-    monkeypatch.setattr(registry, "configure", configured.append)
+    monkeypatch.setattr(ROUTERS, "configure", configured.append)
     gateway = GatewaySettings(models=(), logging=LoggingConfig(folder=tmp_path))
     # Ray Serve's wrapper around the class is made to be awaited; the class itself is below it.
     same = IngressSettings(gateway=gateway, deployments=())

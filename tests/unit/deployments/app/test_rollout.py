@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cluster.config import ClusterConfig, ConfigError
 from cluster.config.model import ModelConfig
-from deployments.app.rollout import changes, check_change, steps
+from deployments.app.service import changes, check_change, steps
 
 
 def config(*models: ModelConfig | str, **fields: Any) -> ClusterConfig:

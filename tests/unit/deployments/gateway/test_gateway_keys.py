@@ -11,7 +11,7 @@ import pytest
 from cluster.config.keys import KeyConfig, hash_of
 from cluster.config.limits import LimitsConfig
 from cluster.config.secret import SecretReference
-from deployments.routing import registry
+from deployments.routing.shared_router import ROUTERS
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from tests.fakes.played_replicas import (
     CHAT,
@@ -325,8 +325,8 @@ async def test_the_routers_say_how_many_may_run_and_are_told_of_every_end(
 ) -> None:
     ended: list[tuple[str, str | None, AnswerEnd | None]] = []
     listeners: dict[str, Any] = {}
-    monkeypatch.setattr(registry, "ended", lambda *args: ended.append(args))
-    monkeypatch.setattr(registry, "listen", listeners.__setitem__)
+    monkeypatch.setattr(ROUTERS, "ended", lambda *args: ended.append(args))
+    monkeypatch.setattr(ROUTERS, "listen", listeners.__setitem__)
     replicas = answering(end=AnswerEnd(generated_tokens=7))
     replicas.gate.clear()
     http = client(replicas, keys=(key("a", max_threads=9),), max_queued=5)

@@ -11,6 +11,7 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 from apar_core.engine.output_processor import ForkOutputProcessor
 from apar_core.fork_parameters import EXTRA_ARG
 from deployments.metrics.vllm_stats import VllmStats
+from tests.fakes.played_instruments import PlayedInstruments
 from tests.fakes.scripted_engine import (
     END,
     FORK,
@@ -19,7 +20,6 @@ from tests.fakes.scripted_engine import (
     fork_parameters,
     write_model_config,
 )
-from tests.unit.deployments.metrics.played_instruments import PlayedInstruments
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +72,11 @@ def test_its_numbers_are_handed_over_under_vllms_names(stats_and_told: Given) ->
 
 def test_recording_calls_nobody(stats_and_told: Given) -> None:
     _, logger, told = stats_and_told
-    before = told.told
+    before = told.num_calls
 
     logger.record(SchedulerStats(num_running_reqs=1), IterationStats())
 
-    assert told.told == before
+    assert told.num_calls == before
 
 
 def test_preemptions_of_children_are_counted(tmp_path: Path) -> None:

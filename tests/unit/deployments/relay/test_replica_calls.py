@@ -101,7 +101,7 @@ async def test_a_replica_that_cannot_go_on_is_lost(lost: object) -> None:
     ("lost", "died"),
     [
         (AnswerBroken("the engine has died", engine_died=True), True),
-        (AnswerBroken("the engine has given the request up"), False),
+        (AnswerBroken("the engine has aborted the request"), False),
         # As when its node is lost.
         (ActorUnavailableError("the process is gone", None), False),
         (rpc_error(StatusCode.CANCELLED), False),

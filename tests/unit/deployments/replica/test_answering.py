@@ -14,8 +14,7 @@ from apar_core.errors import EngineError
 from apar_core.fork_parameters import KeyTerms
 from apar_core.journal import ThreadDelta
 from deployments.replica import answering
-from deployments.replica.answering import Answering
-from deployments.replica.asgi import SERVED_KEY
+from deployments.replica.answering import SCOPE_KEY, Answering
 from deployments.wire.answer import AnswerBroken, AnswerEnd, AnswerStart, Piece
 from deployments.wire.request import RelayedRequest, RequestTerms
 
@@ -60,7 +59,7 @@ class PlayedApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
-        scope[SERVED_KEY].begin("r")
+        scope[SCOPE_KEY].begin("r")
         await send({"type": "http.response.start", "status": 200, "headers": []})
         left = asyncio.ensure_future(receive())
         for happens, body in self.steps:

@@ -5,11 +5,11 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from apar_core.errors import RequestError
+from deployments.replica.answering import call_application
 from deployments.replica.apar_extension import AparExtension, AparOptions, parse_options, translate
-from deployments.replica.asgi import relay
 from deployments.wire.answer import AnswerStart
 from deployments.wire.request import RelayedRequest
-from tests.fakes.whole_answer import relay_whole
+from tests.fakes.whole_answer import whole_answer
 
 FORK, CHILD = 7, 8
 CONTROL = frozenset({FORK, CHILD})
@@ -153,7 +153,7 @@ async def test_a_whole_answer_gets_the_statistics_of_its_request() -> None:
         asked.append(request_id)
         return {"threads": 3} if len(asked) == 1 else None
 
-    answer = await relay_whole(
+    answer = await whole_answer(
         AparExtension(app, CONTROL, take), chat_request([], apar={"enabled": False})
     )
 
@@ -169,7 +169,7 @@ async def test_a_stream_gets_the_statistics_in_its_usage_chunk_only() -> None:
     app = Answering(b"text/event-stream", text, usage, b"data: [DONE]\n\n")
     extension = AparExtension(app, CONTROL, lambda request_id: {"threads": 3})
 
-    parts = [part async for part in relay(extension, chat_request([]))]
+    parts = [part async for part in call_application(extension, chat_request([]))]
     sent = b"".join(part.body if isinstance(part, AnswerStart) else part for part in parts)
     first, second, done = sent.strip().split(b"\n\n")
 
@@ -181,7 +181,7 @@ async def test_a_stream_gets_the_statistics_in_its_usage_chunk_only() -> None:
 async def test_an_answer_without_statistics_stays_as_it_is() -> None:
     app = Answering(b"application/json", b'{"id":"x"}')
 
-    answer = await relay_whole(AparExtension(app, CONTROL, lambda _: None), chat_request([]))
+    answer = await whole_answer(AparExtension(app, CONTROL, lambda _: None), chat_request([]))
 
     assert answer.body == b'{"id":"x"}'
 
@@ -189,7 +189,7 @@ async def test_an_answer_without_statistics_stays_as_it_is() -> None:
 async def test_a_refused_request_never_reaches_the_engine() -> None:
     app = Answering(b"application/json", b"{}")
 
-    answer = await relay_whole(
+    answer = await whole_answer(
         AparExtension(app, CONTROL, lambda _: None), chat_request([], apar={"x": 1})
     )
 
@@ -202,7 +202,7 @@ async def test_two_requests_with_one_id_are_told_apart() -> None:
     ids = []
     for headers in ([(b"x-request-id", b"mine")], [(b"x-request-id", b"mine")], []):
         app = Answering(b"application/json", b"{}")
-        await relay_whole(AparExtension(app, CONTROL, lambda _: None), chat_request(headers))
+        await whole_answer(AparExtension(app, CONTROL, lambda _: None), chat_request(headers))
         ids.append(app.request_id)
 
     assert len(set(ids)) == 3
@@ -212,7 +212,7 @@ async def test_two_requests_with_one_id_are_told_apart() -> None:
 
 async def test_an_id_that_could_break_a_header_or_a_log_is_not_used() -> None:
     app = Answering(b"application/json", b"{}")
-    await relay_whole(
+    await whole_answer(
         AparExtension(app, CONTROL, lambda _: None),
         chat_request([(b"x-request-id", b"a b\r\n" * 100)]),
     )

@@ -1,5 +1,7 @@
 """What a replica writes on the parts of its answers."""
 
+from typing import Any
+
 import pytest
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
@@ -7,13 +9,18 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from apar_core.engine.journal import RequestFollower
 from apar_core.fork_parameters import KeyTerms
 from apar_core.journal import ThreadDelta
-from deployments.replica.followed_request import FollowedRequest
+from deployments.replica.answering import FollowedRequest
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.request import RequestTerms
 
 
 class PlayedEngine:
     """Remembers who follows what."""
+
+    errored = False
+
+    async def core_state(self) -> dict[str, Any]:
+        return {}
 
     def __init__(self) -> None:
         self.followers: dict[str, RequestFollower] = {}
@@ -103,7 +110,7 @@ def test_beam_search_costs_the_tokens_of_all_beams_and_its_prompt_once() -> None
         follower.begin_beam("1", 5)
         follower.add(EngineCoreOutput(beam, [10], finish_reason=FinishReason.LENGTH))
 
-    assert request.take_num_tokens() == 3
+    assert follower.take_num_tokens() == 3
     assert request.end() == AnswerEnd(5, 3, 1, 0, 0)
 
 

@@ -6,7 +6,7 @@ from jsonschema import Draft202012Validator
 from deployments.app.ingress import LIVE_PATH
 from deployments.gateway.gateway import HEALTH_PATH
 from deployments.gateway.gateway import ROUTES as ROUTES_SERVED
-from deployments.replica.openapi import OFFERED, PATH, described
+from deployments.replica.openapi import OFFERED, PATH, describe
 from deployments.wire.errors import ErrorAnswer
 
 
@@ -45,7 +45,7 @@ ROUTES = {"/v1/chat/completions": "POST", "/live": "GET"}
 
 
 def test_only_served_routes_and_what_they_refer_to_are_described() -> None:
-    document = described(DOCUMENT, ROUTES)
+    document = describe(DOCUMENT, ROUTES)
 
     assert set(document["paths"]) == set(ROUTES)
     assert set(document["components"]["schemas"]) == {
@@ -57,7 +57,7 @@ def test_only_served_routes_and_what_they_refer_to_are_described() -> None:
 
 
 def test_our_field_is_described_and_refused_ones_are_not() -> None:
-    document = described(DOCUMENT, ROUTES)
+    document = describe(DOCUMENT, ROUTES)
 
     fields = document["components"]["schemas"]["ChatCompletionRequest"]["properties"]
     assert "kv_transfer_params" not in fields
@@ -71,7 +71,7 @@ def test_our_field_is_described_and_refused_ones_are_not() -> None:
 
 
 def test_errors_are_of_our_form_and_no_route_answers_500() -> None:
-    document = described(DOCUMENT, ROUTES)
+    document = describe(DOCUMENT, ROUTES)
 
     responses = document["paths"]["/v1/chat/completions"]["post"]["responses"]
     assert responses["200"] == {"description": "fine"}
@@ -82,7 +82,7 @@ def test_errors_are_of_our_form_and_no_route_answers_500() -> None:
 
 
 def test_vllms_own_description_is_left_as_it_was() -> None:
-    described(DOCUMENT, ROUTES)
+    describe(DOCUMENT, ROUTES)
 
     fields: Any = DOCUMENT["components"]
     assert "kv_transfer_params" in fields["schemas"]["ChatCompletionRequest"]["properties"]

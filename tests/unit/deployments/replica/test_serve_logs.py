@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ray.serve._private import logging_utils
 
-from deployments.replica.engine_factory import kept_serve_logs
+from deployments.replica.replica import kept_serve_logs
 
 
 def test_serves_log_file_outlives_a_new_configuration(tmp_path: Path) -> None:

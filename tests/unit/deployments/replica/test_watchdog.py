@@ -5,7 +5,7 @@ import time
 
 import psutil
 
-from deployments.replica.watchdog import EXIT_STATUS, watch
+from deployments.replica.replica import EXIT_STATUS, watch
 
 
 async def test_the_process_ends_once_the_engine_is_dead_and_not_before() -> None:
@@ -41,7 +41,7 @@ def test_an_engine_that_stands_still_ends_with_its_replica() -> None:
     """A stopped process takes no signal but SIGKILL, and would keep its GPU's memory."""
     program = """
 import os, signal, subprocess
-from deployments.replica.watchdog import end_with_children
+from deployments.replica.replica import end_with_children
 engine = subprocess.Popen(["sleep", "600"])
 os.kill(engine.pid, signal.SIGSTOP)
 print(engine.pid, flush=True)

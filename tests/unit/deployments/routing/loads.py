@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from deployments.routing.views import ReplicaLoad
 from deployments.wire.answer import AnswerEnd
+from deployments.wire.load import ReplicaLoad
 from deployments.wire.request import RequestHint
 
 IDLE = ReplicaLoad(

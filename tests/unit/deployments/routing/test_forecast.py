@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from deployments.routing.forecast import Forecaster
+from deployments.routing.table import Forecaster
 from deployments.wire.answer import AnswerEnd
 from deployments.wire.request import RequestHint
 from tests.unit.deployments.routing.loads import FORKED, HINT, PLAIN

@@ -14,9 +14,10 @@ from ray.serve._private.common import (
 )
 from ray.serve._private.request_router.common import PendingRequest
 
-from cluster.config.routing import RoutingSettings
-from deployments.routing import registry
-from deployments.routing.ray_router import ThreadRequestRouter
+from cluster.config.routing import RoutingPolicy, RoutingSettings
+from deployments.routing import shared_router
+from deployments.routing.ray_router import ThreadRequestRouter, router_config
+from deployments.routing.shared_router import Routers, SharedRouter
 from deployments.wire.request import RelayedRequest, RequestTerms
 from tests.unit.deployments.routing.loads import FORKED
 
@@ -45,8 +46,8 @@ class PlayedReplica:
 
 
 @pytest.fixture(autouse=True)
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "PROCESS", registry.Registry())
+def own_routers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_router, "ROUTERS", Routers())
 
 
 def ray_router(*replicas: PlayedReplica) -> Any:
@@ -78,8 +79,8 @@ async def route(router: Any, request_id: str) -> str:
     return name
 
 
-def shared() -> registry.SharedRouter:
-    return registry.PROCESS.router(DEPLOYMENT.name, RoutingSettings())
+def shared() -> SharedRouter:
+    return shared_router.ROUTERS.router(DEPLOYMENT.name, RoutingSettings())
 
 
 async def test_a_request_goes_on_when_the_cheapest_replica_does_not_answer() -> None:
@@ -207,16 +208,25 @@ async def test_requests_are_spread_and_nothing_is_kept_of_them() -> None:
 
 async def test_a_model_that_is_removed_and_added_again_has_its_replicas() -> None:
     heard: list[int] = []
-    registry.listen(DEPLOYMENT.name, heard.append)
+    shared_router.ROUTERS.listen(DEPLOYMENT.name, heard.append)
     router = ray_router(PlayedReplica("old"))
     await route(router, "1")
 
     del router
     await asyncio.sleep(0.05)
     gc.collect()
-    assert registry.capacity(DEPLOYMENT.name) == 0
+    assert shared_router.ROUTERS.capacity(DEPLOYMENT.name) == 0
     router = ray_router(PlayedReplica("new"))
 
     assert await asyncio.wait_for(route(router, "2"), 5.0) == "new"
-    assert registry.capacity(DEPLOYMENT.name) == 1
+    assert shared_router.ROUTERS.capacity(DEPLOYMENT.name) == 1
     assert heard == [0, 1, 0, 1]
+
+
+def test_ray_serve_makes_our_router_with_the_settings() -> None:
+    settings = RoutingSettings(policy=RoutingPolicy.ROUND_ROBIN, affinity=0.5, report_period_s=0.7)
+    config = router_config(settings)
+
+    assert config.get_request_router_class() is ThreadRequestRouter
+    assert RoutingSettings.model_validate(config.request_router_kwargs) == settings
+    assert config.request_routing_stats_period_s == 0.7

@@ -2,13 +2,13 @@
 
 import pytest
 
-from deployments.routing.silence import Silence
+from deployments.routing.table import SilenceDetector
 
 SLOTS = (0, 1, 2)
 
 
 def heard(
-    silence: Silence, slots: tuple[int, ...], begin_s: float, end_s: float, gap_s: float
+    silence: SilenceDetector, slots: tuple[int, ...], begin_s: float, end_s: float, gap_s: float
 ) -> None:
     now_s = begin_s
     while now_s < end_s:
@@ -23,7 +23,7 @@ def heard(
 def test_silence_is_measured_in_usual_gaps(
     gap_s: float, tolerated_s: float, silent_s: float
 ) -> None:
-    silence = Silence(4)
+    silence = SilenceDetector(4)
     heard(silence, SLOTS, 0.0, 50.0, gap_s)
 
     heard(silence, (0, 2), 50.0, 50.0 + tolerated_s, gap_s)
@@ -37,7 +37,7 @@ def test_silence_is_measured_in_usual_gaps(
 
 
 def test_none_is_silent_when_no_report_comes_from_any() -> None:
-    silence = Silence(4)
+    silence = SilenceDetector(4)
     heard(silence, SLOTS, 0.0, 10.0, 0.2)
 
     silence.heard(1, 10.1)
@@ -46,7 +46,7 @@ def test_none_is_silent_when_no_report_comes_from_any() -> None:
 
 
 def test_a_replica_that_has_not_reported_yet_is_not_silent() -> None:
-    silence = Silence(2)
+    silence = SilenceDetector(2)
     heard(silence, (0,), 0.0, 100.0, 0.2)
     assert not silence.silent().any()
 

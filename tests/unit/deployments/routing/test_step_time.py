@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config.routing import RoutingSettings
-from deployments.routing.baselines import build_router
-from deployments.routing.step_time import StepTime
+from deployments.routing.policies import build_router
+from deployments.routing.table import StepTime
 from tests.unit.deployments.routing.loads import FORKED, HINT, IDLE, busy
 
 
@@ -84,7 +84,7 @@ def test_a_replica_that_was_slow_for_a_moment_gets_requests_again() -> None:
         for now_s in seconds:
             router.reported("slow", replace(IDLE, taken_at_s=now_s), now_s)
             router.reported("fast", busy(1, 2, step_s=0.01, at_s=now_s), now_s)
-            name = router.choose(HINT, now_s)
+            name = router.choose(HINT)
             assert name is not None
             router.sent(str(now_s), name, HINT, now_s)
             router.ended(str(now_s), FORKED, now_s)

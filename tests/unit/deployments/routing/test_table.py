@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.routing.forecast import Forecast
-from deployments.routing.table import ReplicaTable
+from deployments.routing.table import Forecast, ReplicaTable
 from tests.unit.deployments.routing.loads import IDLE, busy
 
 FOUR_THREADS = Forecast(threads=4.0, steps=100.0, generated_tokens=400.0, kv_tokens=480.0)
@@ -165,8 +164,7 @@ def test_a_replica_that_leaves_gives_up_its_slot_with_all_that_was_there() -> No
     slot = table.slots["a"]
     table.sent(slot, FOUR_THREADS, now_s=0.0)
 
-    gone = table.replicas_changed({"b": 10})
-    assert gone == [slot]
+    table.replicas_changed({"b": 10})
     assert table.room[slot] == 0
 
     table.replicas_changed({"b": 10, "c": 5})

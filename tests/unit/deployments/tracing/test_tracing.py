@@ -14,7 +14,7 @@ from opentelemetry.trace import SpanKind
 
 from cluster.config.tracing import TracingConfig
 from cluster.local_ray import free_port
-from deployments.tracing import Tracing, close_tracing, open_tracing, reopened
+from deployments.tracing.tracing import Tracing, close_tracing, open_tracing, reopened
 from tests.fakes.otlp_collector import grpc_collector, http_collector
 
 SLOWLY: dict[str, Any] = {"export_s": 60.0}

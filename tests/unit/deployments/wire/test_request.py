@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
+from deployments.replica.answering import SCOPE_KEY
 from deployments.replica.apar_extension import AparExtension
-from deployments.replica.asgi import SERVED_KEY
 from deployments.wire.request import RequestTerms, write_terms
 
 TERMS = RequestTerms(key="alice", priority=2, key_max_threads=7, cache_salt="s")
@@ -46,7 +46,7 @@ async def test_the_extension_writes_the_terms_of_its_request() -> None:
         raise AssertionError(message)
 
     extension = AparExtension(app, frozenset(), lambda request_id: None)
-    scope = {"type": "http", "path": "/v1/completions", "headers": [], SERVED_KEY: Served()}
+    scope = {"type": "http", "path": "/v1/completions", "headers": [], SCOPE_KEY: Served()}
     await extension(scope, receive, send)
 
     assert json.loads(bodies[0])["cache_salt"] == "s"

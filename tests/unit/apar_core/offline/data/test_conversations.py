@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from apar_core.errors import DataError
-from apar_core.offline.data.conversations import (
+from apar_core.offline.data.records import ChatMessage
+from apar_core.offline.data.sources import (
     ItemRefusedError,
     chat_of_item,
     load_questions,
     parse_item,
 )
-from apar_core.offline.data.records import ChatMessage
 
 CHAT = [ChatMessage("user", "q"), ChatMessage("assistant", "a")]
 QUESTIONS = {"7": ("q", "r")}

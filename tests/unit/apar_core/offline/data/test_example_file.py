@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from apar_core.errors import DataError
-from apar_core.offline.data.example_file import example_line, read_examples, write_examples
+from apar_core.offline.data.example_file import example_line, read_examples
 from apar_core.offline.data.records import ChatMessage, ExampleRecord, ParagraphRecord, chain
+from tests.fakes.example_files import write_examples
 
 ANSWER = chain(
     [("Root:", ParagraphRecord(" Detail\u2028\r.")), ("\n2:", ParagraphRecord(" b"))], "!"
@@ -30,7 +31,7 @@ def test_a_line_is_the_form_that_training_reads() -> None:
 
 def test_what_is_written_is_read_from_the_file_and_from_its_folder(tmp_path: Path) -> None:
     plain = ExampleRecord("unstructured", EXAMPLE.messages, ParagraphRecord("x"), example_id="b")
-    assert write_examples(tmp_path / "structured.jsonl", [EXAMPLE, EXAMPLE]) == 2
+    write_examples(tmp_path / "structured.jsonl", [EXAMPLE, EXAMPLE])
     write_examples(tmp_path / "unstructured.jsonl", [plain])
 
     assert list(read_examples(tmp_path / "structured.jsonl")) == [EXAMPLE, EXAMPLE]

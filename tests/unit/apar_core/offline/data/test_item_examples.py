@@ -1,7 +1,6 @@
 from typing import Any
 
-from apar_core.offline.data.item_examples import ItemPreparation, Outcome, PreparedAnswer
-from apar_core.offline.data.report import Refusal
+from apar_core.offline.data.prepare import ItemPreparation, Outcome, PreparedAnswer, Refusal
 from apar_core.offline.data.sources import SourceItem
 from apar_core.offline.data.structure import StructureRules
 

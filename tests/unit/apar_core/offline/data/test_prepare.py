@@ -9,9 +9,9 @@ import pytest
 
 from apar_core.errors import DataError
 from apar_core.offline.data.example_file import read_examples
-from apar_core.offline.data.hold_out import HELD_OUT_FILE
 from apar_core.offline.data.prepare import PreparationSettings, prepare
 from apar_core.offline.data.records import ExampleRecord, flat_text
+from apar_core.offline.data.sampling import HELD_OUT_FILE
 from apar_core.offline.data.structure import StructureRules
 from apar_core.workload.trace import read_trace
 

@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apar_core.offline.data.ambiguity import ambiguity
 from apar_core.offline.data.records import (
     ParagraphRecord,
     count_forks,
     flat_text,
     thread_paragraphs,
 )
-from apar_core.offline.data.structure import StructureRules, extract_tree
+from apar_core.offline.data.structure import StructureRules, ambiguity, extract_tree
 
 PAPER = StructureRules()
 UNORDERED = StructureRules(unordered_lists=True)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from apar_core.offline.decoders.decoded_answer import (
+from apar_core.offline.decoders.interface import (
     DecodedAnswer,
     DecodedThread,
     paragraph_tree,

@@ -11,17 +11,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.apar_tiny_medusa import heads_path
-from apar_core.offline.decoders.decoded_answer import DecodedAnswer, DecodedThread
-from apar_core.offline.decoders.interface import decode_answer
+from apar_core.offline.decoders.interface import DecodedAnswer, DecodedThread, decode_answer
 from apar_core.offline.decoders.load import load_decoder
-from apar_core.offline.evaluation.fork_check import ForkCheckSettings, held_out_prompts
-from apar_core.offline.evaluation.thread_decoding import TransformersThreadDecoder
+from apar_core.offline.evaluation.fork_check import (
+    ForkCheckSettings,
+    TransformersThreadDecoder,
+    held_out_prompts,
+)
 from apar_core.offline.speculation.medusa_heads import (
     MedusaHeads,
     load_medusa_heads,
     save_medusa_heads,
 )
-from apar_core.offline.training.vocabulary import tree_tokens
+from apar_core.offline.training.pretrained import tree_tokens
 
 NUM_PROMPTS = 16
 

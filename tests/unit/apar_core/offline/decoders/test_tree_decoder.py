@@ -9,8 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apar_core.offline.decoders.decoded_answer import DecodedAnswer, DecodedThread
-from apar_core.offline.decoders.interface import DecodeLimits, TokenChoice, decode_answer
+from apar_core.offline.decoders.interface import (
+    DecodedAnswer,
+    DecodedThread,
+    DecodeLimits,
+    TokenChoice,
+    decode_answer,
+)
 from apar_core.offline.decoders.load import DecoderName
 from tests.unit.apar_core.offline.decoders.small_decoders import (
     END,

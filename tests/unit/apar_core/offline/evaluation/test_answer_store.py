@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from apar_core.errors import EvaluationError
-from apar_core.offline.evaluation.answer_store import AnswerStore, claim_folder
-from apar_core.offline.evaluation.measurement import AnswerKey
+from apar_core.offline.evaluation.measurement import AnswerKey, AnswerStore
+from apar_core.reporting import claim_folder
 from tests.unit.apar_core.offline.evaluation.test_measurement import FORKED, measurement
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from apar_core.errors import EvaluationError
-from apar_core.offline.evaluation.benchmark_files import (
+from apar_core.offline.evaluation.prompt_sets import (
     BENCHMARK_FILES,
     fetch_benchmark_files,
     find_benchmark_file,

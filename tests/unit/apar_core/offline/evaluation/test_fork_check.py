@@ -8,19 +8,19 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from apar_core.formats.control_tokens import TreeTokens
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.offline.decoders.decoded_answer import DecodedThread, restored_ids
+from apar_core.offline.decoders.interface import DecodedThread, restored_ids
 from apar_core.offline.evaluation.fork_check import (
     AnswerVerdict,
     CheckPrompt,
     ForkCheckSettings,
     ForkReport,
+    TransformersThreadDecoder,
     count_control_mistakes,
     held_out_prompts,
     judge,
     report_table,
 )
-from apar_core.offline.evaluation.thread_decoding import TransformersThreadDecoder
-from apar_core.offline.training.vocabulary import tree_tokens
+from apar_core.offline.training.pretrained import tree_tokens
 from apar_core.tree.thread_names import ROOT_THREAD, ThreadId
 
 FORK, CHILD, END = 3, 4, 2
@@ -96,12 +96,12 @@ def test_each_missed_bound_is_a_failure() -> None:
     missed = ForkReport([*good, *[verdict(should_fork=True, forked=False)] * 2])
     assert len(missed.failures(settings)) == 1
     wrong = ForkReport([*good, verdict(should_fork=False, forked=True)])
-    assert wrong.failures(settings) == ["forks where it should not on 100.0%"]
+    assert wrong.failures(settings) == ["100.0% fork where they should not"]
     cut = ForkReport([verdict(should_fork=True, forked=True, num_unended=2)])
     assert cut.failures(settings) == ["2 threads did not end by themselves"]
     bad = ForkReport([verdict(should_fork=True, forked=True, control_mistakes=3)])
-    assert bad.failures(settings) == ["3 control tokens stand where none may stand"]
-    assert report_table(wrong).row_count == 2
+    assert bad.failures(settings) == ["3 control tokens are misplaced"]
+    assert len(report_table(wrong).rows) == 2
 
 
 def test_the_held_out_prompts_mix_answers_that_fork_and_that_do_not(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from apar_core.errors import EvaluationError
-from apar_core.offline.evaluation.judge_prompts import (
+from apar_core.offline.evaluation.judging import (
     JudgePrompt,
     judge_chat,
     needs_reference,

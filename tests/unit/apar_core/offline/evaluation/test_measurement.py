@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from apar_core.offline.decoders.decoded_answer import DecodedAnswer, DecodedThread, StepRecord
+from apar_core.offline.decoders.interface import DecodedAnswer, DecodedThread, StepRecord
 from apar_core.offline.evaluation.measurement import (
     AnswerKey,
     AnswerMeasurement,

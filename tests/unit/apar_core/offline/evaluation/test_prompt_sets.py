@@ -79,7 +79,7 @@ def test_files_without_readable_questions_are_refused(
 
 
 def test_a_name_that_is_nothing_is_told_what_it_could_be() -> None:
-    with pytest.raises(EvaluationError, match="none of vicuna-bench, mt-bench, held-out"):
+    with pytest.raises(EvaluationError, match="neither one of vicuna-bench, mt-bench, held-out"):
         load_prompts("mt_bench")
 
 

@@ -13,8 +13,12 @@ from apar_core.errors import EvaluationError
 from apar_core.offline.evaluation.chat_endpoint import EndpointSettings
 from apar_core.offline.evaluation.judging import JudgmentRequest
 from apar_core.offline.evaluation.prompt_sets import Question
-from apar_core.offline.evaluation.quality_run import QualityPlan, QualityResult, run_quality
-from apar_core.offline.evaluation.quality_tables import TokenPrices
+from apar_core.offline.evaluation.quality import (
+    QualityPlan,
+    QualityResult,
+    TokenPrices,
+    run_quality,
+)
 from tests.fakes.judge_server import Reply, Script, judge_server
 from tests.unit.apar_core.offline.evaluation.test_judge_prompts import MATH, PROMPTS, WRITING
 
@@ -48,7 +52,7 @@ async def run(folder: Path, script: Script, **changes: Any) -> tuple[QualityResu
             prompts="mt-bench",
             questions=changes.pop("questions", (WRITING, MATH)),
             judge_prompts=PROMPTS,
-            judge=EndpointSettings(url=server.url, model="judge", retries=1, first_wait_s=0.01),
+            judge=EndpointSettings(url=server.url, model="judge", retries=1),
             folder=folder / "out",
             answer_files=changes.pop("answer_files", [answer_file(folder / "a.jsonl", "m")]),
             model=EndpointSettings(url=server.url, model="asked")
@@ -94,7 +98,7 @@ async def test_a_second_run_asks_for_nothing_again(tmp_path: Path) -> None:
 
 async def test_a_run_that_broke_off_goes_on_where_it_was(tmp_path: Path) -> None:
     def broken(_body: object, number: int) -> Reply:
-        return Reply(text="[[6]]") if number < 2 else Reply(503)
+        return Reply(text="[[6]]") if number < 2 else Reply(503, headers={"retry-after-ms": "10"})
 
     broken_result, _ = await run(tmp_path, broken)
     judgments = tmp_path / "out" / "judgments.jsonl"
@@ -120,7 +124,7 @@ async def test_judgments_without_a_rating_are_asked_for_again_and_counted(tmp_pa
     assert num_requests == 8
     assert rows(result, "turns")["m"] == [6.0, 6.0, 6.0, 4, 2]
     assert rows(result, "scores_mt-bench")["Math"][0] is None
-    assert "2 without a rating" in result.page.read_text()
+    assert "2 of them without a rating" in result.page.read_text()
 
 
 async def test_answers_are_generated_first_and_keep_their_turns_apart(tmp_path: Path) -> None:
@@ -151,7 +155,7 @@ async def test_a_wrong_key_ends_the_run_at_once(tmp_path: Path) -> None:
     ("questions", "files", "message"),
     [
         ((Question(question_id="9", category="x", turns=("?",)),), ["m"], "answers none of the 1"),
-        ((WRITING, MATH), ["m", "m"], "two answer files are of the same model"),
+        ((WRITING, MATH), ["m", "m"], "two answer files belong to the same model"),
         ((WRITING, MATH), [], "no answer to judge"),
     ],
 )

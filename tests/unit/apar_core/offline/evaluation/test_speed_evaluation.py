@@ -11,11 +11,10 @@ import pytest
 
 from apar_core.errors import EvaluationError
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.offline.evaluation.answer_store import AnswerStore
-from apar_core.offline.evaluation.measurement import AnswerMeasurement
-from apar_core.offline.evaluation.report_files import Report
+from apar_core.offline.evaluation.measurement import AnswerMeasurement, AnswerStore
 from apar_core.offline.evaluation.speed_evaluation import run_speed
-from apar_core.offline.evaluation.speed_settings import SpeedSettings
+from apar_core.offline.evaluation.speed_run import SpeedSettings
+from apar_core.reporting import Report
 
 LIST = (
     "Here are three ideas for a quiet evening:\n\n"
@@ -170,7 +169,7 @@ def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"device": "cuda"}, "no CUDA GPU"),
-        ({"dtype": "int8"}, "--dtype 'int8' is none of"),
+        ({"dtype": "int8"}, "--dtype 'int8' is not one of"),
         ({"model": "/nowhere/model"}, "no tokenizer in '/nowhere/model'"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from apar_core.errors import EvaluationError
-from apar_core.offline.evaluation.speed_settings import SpeedSettings, check_settings
+from apar_core.offline.evaluation.speed_run import SpeedSettings, check_settings
 
 HERE = (Path(__file__),)
 
@@ -20,16 +20,19 @@ def settings(**fields: Any) -> SpeedSettings:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"decoders": ("fast",)}, "--decoder 'fast' is none of plain, vanilla_apar, medusa_apar"),
-        ({"baseline": "slow"}, "--against 'slow' is none of"),
+        (
+            {"decoders": ("fast",)},
+            "--decoder 'fast' is not one of plain, vanilla_apar, medusa_apar",
+        ),
+        ({"baseline": "slow"}, "--against 'slow' is not one of"),
         ({"decoders": ("plain",)}, "the same decoder twice"),
         ({"count_only": True}, "--count-only needs answers to --replay"),
         ({"random_weights": "tiny"}, "--random-weights needs answers to --replay"),
         (
             {"count_only": True, "random_weights": "tiny", "replay": HERE},
-            "leave --random-weights out",
+            "omit --random-weights",
         ),
-        ({"tokenizer": "llama"}, "--tokenizer is the checkpoint's own"),
+        ({"tokenizer": "llama"}, "omit --tokenizer"),
         ({"decoders": ("medusa_apar",)}, "medusa_apar needs --medusa-heads"),
         ({"baseline": None, "baseline_model": "o"}, "--against-model needs --against plain or"),
         (

@@ -13,8 +13,7 @@ from apar_core.offline.evaluation.paper_figures import (
     category_label,
     paper_model,
 )
-from apar_core.offline.evaluation.report_table import ReportTable
-from apar_core.offline.evaluation.speed_tables import (
+from apar_core.offline.evaluation.speed_report import (
     ATTENDED,
     CACHED,
     SpeedRun,
@@ -24,6 +23,7 @@ from apar_core.offline.evaluation.speed_tables import (
     summary_table,
     threads_table,
 )
+from apar_core.reporting import ReportTable
 from tests.unit.apar_core.offline.evaluation.test_measurement import FORKED, measurement
 
 PLAIN = measurement(question_id="3", category="math")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 
 from apar_core.offline.data.records import ParagraphRecord, chain
-from apar_core.offline.speculation.medusa_targets import HEAD_TARGETS, MedusaCollator, head_targets
-from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree
+from apar_core.offline.speculation.train_medusa import HEAD_TARGETS, MedusaCollator, head_targets
+from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, written_out
 from apar_core.offline.training.tree_trainer import TreeCollator
-from apar_core.offline.training.written_out import written_out
 from tests.unit.apar_core.offline.training.random_trees import PAD_ID, TOKENS, encode, packed, trees
 
 

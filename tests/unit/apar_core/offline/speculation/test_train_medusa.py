@@ -9,15 +9,18 @@ from safetensors.torch import load_file
 
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.apar_tiny_medusa import heads_path
-from apar_core.offline.data.example_file import write_examples
 from apar_core.offline.data.records import ChatMessage, ExampleRecord, ParagraphRecord, chain
 from apar_core.offline.speculation.medusa_heads import load_medusa_heads
-from apar_core.offline.speculation.medusa_trainer import initial_heads
-from apar_core.offline.speculation.train_medusa import train_medusa
-from apar_core.offline.speculation.train_tiny_medusa import tiny_medusa_recipe, train_tiny_medusa
+from apar_core.offline.speculation.train_medusa import (
+    initial_heads,
+    tiny_medusa_recipe,
+    train_medusa,
+    train_tiny_medusa,
+)
 from apar_core.offline.training.pretrained import load_model, load_tokenizer
 from apar_core.offline.training.recipe import MedusaRecipe
-from apar_core.offline.training.reports import StepReport
+from apar_core.offline.training.tree_trainer import StepReport
+from tests.fakes.example_files import write_examples
 
 RECIPE = MedusaRecipe(
     batch_size=4, micro_batch_size=2, num_steps=12, learning_rate=3e-3, dtype="float32",

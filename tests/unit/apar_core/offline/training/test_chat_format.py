@@ -15,7 +15,7 @@ from apar_core.offline.data.structure import extract_tree
 from apar_core.offline.training.chat_format import chat_format, turn_end_id
 from apar_core.offline.training.example_encoder import ExampleEncoder
 from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, next_indices
-from apar_core.offline.training.vocabulary import tree_tokens
+from apar_core.offline.training.pretrained import tree_tokens
 
 TEMPLATES = Path(__file__).with_name("chat_templates")
 POINTS = "1. Tune: the guitar first.\n2. Play: as slowly as needed.\n3. Rest: for a short while."

@@ -26,20 +26,20 @@ from transformers import (
 
 from apar_core.errors import DataError, TrainingError
 from apar_core.formats.control_tokens import find_control_tokens
-from apar_core.offline.data.example_file import STRUCTURED_FILE, UNSTRUCTURED_FILE, write_examples
+from apar_core.offline.data.example_file import STRUCTURED_FILE, UNSTRUCTURED_FILE
 from apar_core.offline.data.records import ChatMessage, ExampleRecord, ParagraphRecord, chain
 from apar_core.offline.training import pretrained
 from apar_core.offline.training.fine_tune import TrainingResult, adapted, fine_tune
-from apar_core.offline.training.optimizers import build_optimizer
 from apar_core.offline.training.pretrained import (
+    add_control_tokens,
     load_model,
     load_tokenizer,
     prepare_weights,
     recipe_dtype,
 )
 from apar_core.offline.training.recipe import LoraSettings, TrainingRecipe
-from apar_core.offline.training.reports import StepReport
-from apar_core.offline.training.vocabulary import add_control_tokens
+from apar_core.offline.training.tree_trainer import StepReport, build_optimizer
+from tests.fakes.example_files import write_examples
 from tests.unit.apar_core.offline.training.plain_tokenizer import plain_tokenizer
 
 RECIPE = TrainingRecipe(

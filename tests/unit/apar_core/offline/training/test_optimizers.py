@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from apar_core.offline.training.optimizers import JointOptimizer, build_optimizer, rate_factor
 from apar_core.offline.training.recipe import MuonSettings, Schedule, TrainingRecipe
+from apar_core.offline.training.tree_trainer import JointOptimizer, build_optimizer, rate_factor
 from tests.unit.apar_core.offline.training.random_trees import random_model
 
 RECIPE = TrainingRecipe(

@@ -22,7 +22,7 @@ from apar_core.offline.training.packing import (
     pack_tree,
     tree_attention_mask,
 )
-from apar_core.offline.training.tree_loss import learned_logits, summed_tree_loss
+from apar_core.offline.training.tree_forward import learned_logits, summed_tree_loss
 
 TOKENS = TreeTokens(fork_id=1, child_id=2, end_id=3)
 PAD_ID = 0

@@ -18,7 +18,7 @@ from transformers import LlamaTokenizerFast, PreTrainedTokenizerBase, PreTrained
 from apar_core.errors import TrainingError
 from apar_core.formats.control_tokens import find_control_tokens
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.offline.training.piece_encoder import PieceEncoder, build_piece_encoder
+from apar_core.offline.training.example_encoder import PieceEncoder, build_piece_encoder
 
 CORPUS = [
     "1. Tune it: a guitar sounds better when it is in tune.\n2. Play slowly, then faster.\n",

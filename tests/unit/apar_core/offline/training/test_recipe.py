@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from apar_core.errors import TrainingError
-from apar_core.offline.speculation.train_tiny_medusa import TinyMedusaSettings
+from apar_core.offline.speculation.train_medusa import TinyMedusaSettings
 from apar_core.offline.training.recipe import (
     LoraSettings,
     MedusaRecipe,
@@ -18,7 +18,7 @@ from apar_core.offline.training.recipe import (
     load_recipe,
     shipped_recipes,
 )
-from apar_core.offline.training.tiny_settings import TinyTrainingSettings
+from apar_core.offline.training.train_tiny import TinyTrainingSettings
 
 SMALL = TrainingRecipe(batch_size=12, micro_batch_size=2, num_steps=10, learning_rate=1e-3)
 

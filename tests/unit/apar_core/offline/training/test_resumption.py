@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from apar_core.errors import TrainingError
+from apar_core.offline.training.fine_tune import last_checkpoint, record_run
 from apar_core.offline.training.recipe import LoraSettings, TrainingRecipe
-from apar_core.offline.training.resumption import last_checkpoint, record_run
 
 RECIPE = TrainingRecipe(batch_size=4, num_steps=10, learning_rate=1e-3)
 INPUTS = {"model": "a" * 64, "tokenizer": "b" * 64, "chat template": "c" * 64, "data": "d" * 64}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.offline.training.tokenizer import SPECIAL_TOKENS, train_tokenizer
+from apar_core.offline.training.train_tiny import SPECIAL_TOKENS, train_tokenizer
 
 TEXTS = ["Give me 12 tips, please.", "Give me tips for tea.", "More tips for tea."] * 3
 

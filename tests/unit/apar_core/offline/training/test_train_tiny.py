@@ -11,15 +11,15 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
 
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.data.tiny_corpus.generator import Corpus
-from apar_core.offline.training.reports import StepReport
-from apar_core.offline.training.tiny_settings import (
+from apar_core.offline.training.pretrained import tree_tokens
+from apar_core.offline.training.train_tiny import (
     TinyModelSettings,
     TinyTrainingSettings,
     TrainingPhase,
     tiny_recipe,
+    train_tiny,
 )
-from apar_core.offline.training.train_tiny import train_tiny
-from apar_core.offline.training.vocabulary import tree_tokens
+from apar_core.offline.training.tree_trainer import StepReport
 
 SMALL_MODEL = TinyModelSettings(
     vocabulary_size=320, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2,

@@ -24,15 +24,19 @@ from transformers import (
 
 from apar_core.errors import TrainingError
 from apar_core.offline.data.records import ParagraphRecord, chain
-from apar_core.offline.training.packing import PackedTree, batch_trees, tree_attention_mask
-from apar_core.offline.training.tree_attention import (
+from apar_core.offline.training.packing import (
+    PackedTree,
+    batch_trees,
+    tree_attention_mask,
+    written_out,
+)
+from apar_core.offline.training.tree_forward import (
     FLEX_BLOCK_TOKENS,
     attention_mask,
     limited_attention,
     mask_function,
+    tree_loss,
 )
-from apar_core.offline.training.tree_loss import tree_loss
-from apar_core.offline.training.written_out import written_out
 from tests.unit.apar_core.offline.training.random_trees import (
     PAD_ID,
     TOKENS,

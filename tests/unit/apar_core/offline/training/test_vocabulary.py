@@ -9,8 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from apar_core.errors import TrainingError
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.offline.training.tokenizer import train_tokenizer
-from apar_core.offline.training.vocabulary import add_control_tokens, tree_tokens
+from apar_core.offline.training.pretrained import add_control_tokens, tree_tokens
+from apar_core.offline.training.train_tiny import train_tokenizer
 from tests.unit.apar_core.offline.training.plain_tokenizer import plain_tokenizer
 
 

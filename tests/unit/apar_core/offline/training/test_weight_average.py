@@ -3,7 +3,7 @@
 import torch
 from torch.nn import Linear
 
-from apar_core.offline.training.weight_average import WeightAverage
+from apar_core.offline.training.train_tiny import WeightAverage
 
 
 def linear(value: float) -> Linear:

@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from apar_core.offline.data.records import ParagraphRecord, chain, count_forks
-from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, batch_trees
-from apar_core.offline.training.tree_loss import learned_logits, tree_loss
-from apar_core.offline.training.written_out import written_out
+from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, batch_trees, written_out
+from apar_core.offline.training.tree_forward import learned_logits, tree_loss
 from tests.unit.apar_core.offline.training.random_trees import (
     PAD_ID,
     TOKENS,

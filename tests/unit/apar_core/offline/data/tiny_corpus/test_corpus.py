@@ -13,7 +13,7 @@ from apar_core.offline.data.records import (
     flat_text,
     thread_paragraphs,
 )
-from apar_core.offline.data.tiny_corpus import answers
+from apar_core.offline.data.tiny_corpus import combinations
 from apar_core.offline.data.tiny_corpus.combinations import (
     FORKING_KINDS,
     KINDS,
@@ -22,8 +22,8 @@ from apar_core.offline.data.tiny_corpus.combinations import (
     is_held_out,
     split_combinations,
 )
+from apar_core.offline.data.tiny_corpus.content import NUM_POINTS, Topic, load_topics
 from apar_core.offline.data.tiny_corpus.generator import Corpus
-from apar_core.offline.data.tiny_corpus.topics import NUM_POINTS, Topic, load_topics
 
 CONTROL_SPELLINGS = ("[Fork]", "[Child]", "<eos>", "<bos>", "<|")
 
@@ -54,7 +54,7 @@ def test_content_reads_as_sentences(entry: Topic) -> None:
 
 
 def test_a_numbered_list_restores_to_the_flat_answer() -> None:
-    text = flat_text(answers.numbered_list(topic("learning guitar"), 3))
+    text = flat_text(combinations.numbered_list(topic("learning guitar"), 3))
 
     assert text == (
         "Here are 3 tips for learning guitar:\n\n"
@@ -69,7 +69,7 @@ def test_a_numbered_list_restores_to_the_flat_answer() -> None:
 
 
 def test_a_guide_forks_inside_the_details_of_its_sections() -> None:
-    guide = answers.guide(topic("learning guitar"))
+    guide = combinations.guide(topic("learning guitar"))
 
     sections = [p.first_child for p in thread_paragraphs(guide) if p.first_child]
     assert [count_forks(section) for section in sections] == [3, 3, 2]

@@ -1,0 +1,283 @@
+"""Metrics of a replica: its engine's state, its finished requests, and whether it is a restart."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import serve
+from ray.experimental import internal_kv
+
+from apar_core.engine.journal import RequestFollower
+from apar_core.tree.statistics import TreeStatistics
+from cluster.metrics import catalogue
+from deployments.metrics.recorder import FlushTimer, Instruments, Recorder
+
+_REQUEST_COUNTERS = (
+    catalogue.ATTENDED_TOKENS,
+    catalogue.SEQUENTIAL_ATTENDED_TOKENS,
+    catalogue.CACHED_TOKENS,
+    catalogue.SEQUENTIAL_CACHED_TOKENS,
+    catalogue.CRITICAL_PATH_STEPS,
+    catalogue.SEQUENTIAL_STEPS,
+    catalogue.PROMPT_TOKENS,
+)
+# The engine core answers between two steps, and a step on a CPU may take seconds. Ray drops a gauge
+# that is not emitted for a few seconds, so the last state is repeated meanwhile. An older one would
+# hide a failure.
+_STATE_TIMEOUT_S = 0.5
+_MAX_STATE_AGE_S = 10.0
+
+_NAMESPACE = b"apar"
+
+
+class ReplicaMetrics:
+    """Counts of one replica."""
+
+    def __init__(self, instruments: Instruments, *, model: str, replica: str) -> None:
+        self.recorder = Recorder(instruments, model=model, replica=replica)
+        for metric in _REQUEST_COUNTERS:
+            self.recorder.inc(metric, 0)
+        for metric in (
+            catalogue.REQUEST_THREADS,
+            catalogue.REQUEST_DEPTH,
+            catalogue.TIME_PER_OUTPUT_TOKEN,
+        ):
+            self.recorder.declare(metric)
+
+    def started(self, *, replaces_lost: bool) -> None:
+        """Count the replica's start, as a restart if it replaces a lost one."""
+        self.recorder.inc(catalogue.REPLICA_RESTARTS, int(replaces_lost))
+
+    def finished(self, follower: RequestFollower) -> None:
+        """Count a request that reached the engine and is over, for whatever reason."""
+        if follower.num_roots == 0:
+            return
+        record = self.recorder
+        record.inc(catalogue.PROMPT_TOKENS, follower.prompt_tokens)
+        trees = follower.statistics or _unforked_statistics(follower)
+        if trees is None:
+            return
+        record.inc(catalogue.ATTENDED_TOKENS, trees.attended_tokens)
+        record.inc(catalogue.SEQUENTIAL_ATTENDED_TOKENS, trees.sequential_attended_tokens)
+        record.inc(catalogue.CACHED_TOKENS, trees.max_cached_tokens)
+        record.inc(catalogue.SEQUENTIAL_CACHED_TOKENS, trees.sequential_max_cached_tokens)
+        record.inc(catalogue.CRITICAL_PATH_STEPS, trees.decode_steps)
+        record.inc(catalogue.SEQUENTIAL_STEPS, trees.sequential_steps)
+        record.observe(catalogue.REQUEST_THREADS, trees.threads)
+        record.observe(catalogue.REQUEST_DEPTH, trees.max_depth)
+        decode_s = follower.last_output_s - follower.first_output_s
+        if trees.decode_steps > 1 and decode_s > 0:
+            record.observe(catalogue.TIME_PER_OUTPUT_TOKEN, decode_s / (trees.decode_steps - 1))
+
+    def flush(self, state: Mapping[str, Any] | None, num_requests: int) -> None:
+        """Emit everything, with the requests inside and the engine core's state, if known."""
+        self.recorder.set(catalogue.REPLICA_REQUESTS, num_requests)
+        if state is not None:
+            self._take_values(state)
+            if "steps" in state:
+                self._take_totals(state)
+        self.recorder.flush()
+
+    def _take_values(self, state: Mapping[str, Any]) -> None:
+        """Set the gauges of the engine's current state."""
+        record = self.recorder
+        blocks, free = state["kv_blocks"], state["free_blocks"]
+        record.set(catalogue.KV_BLOCKS, blocks)
+        record.set(catalogue.KV_FREE_BLOCKS, free)
+        record.set(catalogue.KV_CACHE_USAGE, 1 - free / blocks if blocks else 0.0)
+        record.set(catalogue.THREADS, state["running_threads"], state="running")
+        record.set(catalogue.THREADS, state["waiting_threads"], state="waiting")
+        record.set(catalogue.THREADS, state.get("deferred_threads", 0), state="deferred")
+
+    def _take_totals(self, state: Mapping[str, Any]) -> None:
+        """Set the counters that the scheduler keeps since the engine's start."""
+        record = self.recorder
+        steps, forks, sharing = state["steps"], state["admission_counters"], state["fork_counters"]
+        record.set_total(catalogue.ENGINE_STEPS, steps["num_steps"])
+        record.set_total(catalogue.ENGINE_BUSY_SECONDS, steps["busy_s"])
+        record.set_total(catalogue.GENERATED_TOKENS, state["generated_tokens"])
+        record.set_total(catalogue.FORKS, forks["accepted"], outcome="accepted")
+        record.set_total(catalogue.FORKS, sum(forks["delayed"].values()), outcome="delayed")
+        record.set_total(catalogue.FORKS, forks["refused"], outcome="refused")
+        for reason, number in forks["delayed"].items():
+            record.set_total(catalogue.FORK_DELAYS, number, reason=reason)
+        record.set_total(catalogue.KV_SHARED_BLOCKS, sharing["shared_blocks"])
+        record.set_total(catalogue.KV_COPIED_BLOCKS, sharing["copied_blocks"])
+        record.set_total(catalogue.KV_RELEASED_EARLY_BLOCKS, sharing["released_early_blocks"])
+
+
+def _unforked_statistics(follower: RequestFollower) -> TreeStatistics | None:
+    """Statistics of a request on a checkpoint that does not fork; None if lengths are unknown."""
+    num_tokens = follower.generated_tokens
+    if follower.num_roots > 1 or follower.searches_beams or num_tokens == 0:
+        return None
+    attended = num_tokens * follower.prompt_tokens + num_tokens * (num_tokens - 1) // 2
+    cached = follower.prompt_tokens + num_tokens - 1
+    return TreeStatistics(
+        threads=1,
+        forks=0,
+        max_depth=0,
+        decode_steps=num_tokens,
+        sequential_steps=num_tokens,
+        attended_tokens=attended,
+        sequential_attended_tokens=attended,
+        max_cached_tokens=cached,
+        sequential_max_cached_tokens=cached,
+        text_tokens=num_tokens,
+        control_tokens=0,
+    )
+
+
+class LastState:
+    """The engine core's state, repeated for a while if the core is busy."""
+
+    def __init__(
+        self,
+        core_state: Callable[[], Awaitable[dict[str, Any]]],
+        *,
+        timeout_s: float = _STATE_TIMEOUT_S,
+        max_age_s: float = _MAX_STATE_AGE_S,
+    ) -> None:
+        self._core_state = core_state
+        self._timeout_s = timeout_s
+        self._max_age_s = max_age_s
+        self._asked: asyncio.Future[dict[str, Any]] | None = None
+        self._state: dict[str, Any] | None = None
+        self._came_s = time.monotonic()
+
+    async def get(self) -> dict[str, Any] | None:
+        """Return the current state, or the last one, or None if that is too old.
+
+        Raises what `core_state` raises.
+        """
+        asked = self._asked or asyncio.ensure_future(self._core_state())
+        self._asked = asked
+        await asyncio.wait([asked], timeout=self._timeout_s)
+        now_s = time.monotonic()
+        if asked.done():
+            self._asked, self._state = None, None
+            self._state, self._came_s = asked.result(), now_s
+        elif now_s - self._came_s > self._max_age_s:
+            self._state = None
+        return self._state
+
+    def close(self) -> None:
+        """Cancel a call that has not been answered."""
+        if self._asked is not None:
+            self._asked.cancel()
+
+
+class ReplicaReporter:
+    """Emits the replica's counts, its engine core's state and vLLM's metrics once a second."""
+
+    def __init__(self, metrics: ReplicaMetrics, flush_vllm_stats: Callable[[], None]) -> None:
+        self.metrics = metrics
+        self._flush_vllm_stats = flush_vllm_stats
+        self._note = note_of_this_replica()
+        self._timer: FlushTimer | None = None
+        self._state: LastState | None = None
+
+    def start(
+        self,
+        core_state: Callable[[], Awaitable[dict[str, Any]]],
+        num_inside: Callable[[], int],
+        log_lines_dropped: Callable[[], int],
+    ) -> None:
+        """Start the timer, once the engine is up."""
+        self.metrics.started(replaces_lost=self._note.leave())
+        last = self._state = LastState(core_state)
+
+        async def flush() -> None:
+            try:
+                self.metrics.recorder.set_total(catalogue.LOG_LINES_DROPPED, log_lines_dropped())
+                self.metrics.flush(await last.get(), num_inside())
+            finally:
+                self._flush_vllm_stats()
+
+        self._timer = FlushTimer(flush)
+
+    async def close(self) -> None:
+        """Emit everything a last time; the engine must still answer."""
+        if self._timer is not None and self._state is not None:
+            await self._timer.close()
+            self._state.close()
+            self._note.remove()
+
+
+class NoteStore:
+    """Notes in the key-value store of Ray's head, shared by all processes of the cluster."""
+
+    def __init__(self, actor_namespace: str) -> None:
+        self._actor_namespace = actor_namespace
+
+    def put(self, key: str, text: str) -> None:
+        """Write a note."""
+        internal_kv._internal_kv_put(key, text, namespace=_NAMESPACE)
+
+    def keys(self, prefix: str) -> list[str]:
+        """List the keys with a prefix."""
+        found = internal_kv._internal_kv_list(prefix, namespace=_NAMESPACE)
+        return [key.decode() for key in found]
+
+    def get(self, key: str) -> str | None:
+        """Return a note; None if it is gone."""
+        text = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
+        return None if text is None else text.decode()
+
+    def take(self, key: str) -> bool:
+        """Delete a note; False if it was gone, for instance because another process took it."""
+        return bool(internal_kv._internal_kv_del(key, namespace=_NAMESPACE))
+
+    def is_alive(self, actor: str) -> bool:
+        """Whether an actor of that name is alive."""
+        with suppress(ValueError):
+            ray.get_actor(actor, namespace=self._actor_namespace)
+            return True
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaNote:
+    """Tells whether a starting replica replaces a lost one.
+
+    Each replica leaves a note with its actor's name and removes it when it shuts down in order. A
+    replica that starts and takes the note of a dead actor counts as its replacement.
+    """
+
+    notes: NoteStore
+    deployment: str
+    replica: str
+    actor: str
+
+    @property
+    def _prefix(self) -> str:
+        return f"replica/{self.deployment}/"
+
+    def leave(self) -> bool:
+        """Leave the note; returns whether the replica replaces a lost one."""
+        replaces = any(self._take_if_lost(key) for key in self.notes.keys(self._prefix))
+        self.notes.put(self._prefix + self.replica, self.actor)
+        return replaces
+
+    def remove(self) -> None:
+        """Remove the note at an orderly shutdown."""
+        self.notes.take(self._prefix + self.replica)
+
+    def _take_if_lost(self, key: str) -> bool:
+        actor = self.notes.get(key)
+        return actor is not None and not self.notes.is_alive(actor) and self.notes.take(key)
+
+
+def note_of_this_replica() -> ReplicaNote:
+    """Return the note of the Ray Serve replica that runs in this process."""
+    context, actor = serve.get_replica_context(), ray.get_runtime_context()
+    return ReplicaNote(
+        NoteStore(actor.namespace),
+        f"{context.app_name}/{context.deployment}",
+        context.replica_id.unique_id,
+        actor.get_actor_name() or "",
+    )

@@ -1,0 +1,62 @@
+"""What is told of an engine that takes its time to answer."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from deployments.replica.replica_metrics import LastState
+
+
+class PlayedCore:
+    """An engine core that answers with numbers, when it may."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.num_asked = 0
+
+    async def state(self) -> dict[str, Any]:
+        self.num_asked += 1
+        number = self.num_asked
+        await self.gate.wait()
+        return {"number": number}
+
+
+async def test_a_long_step_repeats_the_last_answer_and_asks_no_second_time() -> None:
+    core = PlayedCore()
+    last = LastState(core.state, timeout_s=0.01)
+
+    first = await last.get()
+    core.gate.clear()
+    during = [await last.get() for _ in range(3)]
+    core.gate.set()
+    after = await last.get()
+
+    assert first == {"number": 1}
+    assert during == [first] * 3
+    assert after == {"number": 2}
+    assert core.num_asked == 2
+
+
+async def test_an_old_answer_is_told_no_more() -> None:
+    core = PlayedCore()
+    last = LastState(core.state, timeout_s=0.01, max_age_s=0.03)
+
+    await last.get()
+    core.gate.clear()
+    await asyncio.sleep(0.05)
+
+    assert await last.get() is None
+    last.close()
+
+
+async def test_an_engine_that_is_dead_is_an_error_each_time() -> None:
+    async def dead() -> dict[str, Any]:
+        raise ConnectionError("the engine core is dead")
+
+    last = LastState(dead)
+
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            await last.get()

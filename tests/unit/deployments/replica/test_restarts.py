@@ -1,0 +1,60 @@
+"""Which replica stands in for a lost one."""
+
+from dataclasses import dataclass, field
+
+from deployments.replica.replica_metrics import NoteStore, ReplicaNote
+
+
+@dataclass
+class PlayedNotes(NoteStore):
+    """A store of notes, and the actors that live."""
+
+    notes: dict[str, str] = field(default_factory=dict)
+    alive: set[str] = field(default_factory=set)
+
+    def put(self, key: str, text: str) -> None:
+        self.notes[key] = text
+
+    def keys(self, prefix: str) -> list[str]:
+        return [key for key in self.notes if key.startswith(prefix)]
+
+    def get(self, key: str) -> str | None:
+        return self.notes.get(key)
+
+    def take(self, key: str) -> bool:
+        return self.notes.pop(key, None) is not None
+
+    def is_alive(self, actor: str) -> bool:
+        return actor in self.alive
+
+
+def start(notes: PlayedNotes, replica: str, deployment: str = "d") -> tuple[ReplicaNote, bool]:
+    actor = f"{deployment}#{replica}"
+    notes.alive.add(actor)
+    note = ReplicaNote(notes, deployment, replica, actor)
+    return note, note.leave()
+
+
+def test_the_first_replicas_stand_in_for_nobody() -> None:
+    notes = PlayedNotes()
+
+    assert [start(notes, name)[1] for name in ("a", "b")] == [False, False]
+
+
+def test_each_lost_replica_has_one_replacement() -> None:
+    notes = PlayedNotes()
+    for name in ("a", "b", "c"):
+        start(notes, name)
+    notes.alive -= {"d#a", "d#b"}
+
+    assert [start(notes, name)[1] for name in ("e", "f", "g")] == [True, True, False]
+
+
+def test_one_that_ended_in_peace_or_is_another_models_was_not_lost() -> None:
+    notes = PlayedNotes()
+    peaceful, _ = start(notes, "a")
+    start(notes, "b", deployment="other")
+    peaceful.remove()
+    notes.alive.clear()
+
+    assert not start(notes, "c")[1]
