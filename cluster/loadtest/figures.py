@@ -1,4 +1,4 @@
-"""A figure of a run: how a repeat gives it, how sure it is, how it compares with another run's."""
+"""Figures of a run with confidence intervals and ratios: throughput, times, forking, servers."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class Repeat:
 
     @property
     def whole(self) -> list[RequestRecord]:
-        """The requests that ended well."""
+        """Requests with a complete answer."""
         return [record for record in self.records if record.error is None]
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure of a repeat; None where it has none.
+    """A figure of a repeat, computed by `of`; None if the repeat lacks it.
 
-    `values` are those of which `of` is a `statistic`, where they are independent enough to be
-    resampled. `scale` brings it to `unit`.
+    `values` returns the values that `statistic` summarizes, if they are independent enough for
+    resampling. `scale` converts to `unit`.
     """
 
     name: str
@@ -62,14 +62,14 @@ class Figure:
     statistic: Statistic = mean
 
     def each(self, run: Run) -> list[float]:
-        """Return the figure of every repeat that has it."""
+        """Return the figure of each repeat that has it."""
         found = (self.of(repeat) for repeat in repeats_of(run))
         return [value * self.scale for value in found if value is not None]
 
     def estimate(self, run: Run) -> Estimate | None:
-        """Return the mean over three repeats or more, or what all requests say, with an interval.
+        """Return the mean over repeats with its interval; None without any.
 
-        Two repeats say next to nothing of how much repeats differ: without `values` there is then
+        With fewer than three repeats, resample the pooled requests. Without `values` there is then
         no interval.
         """
         each = self.each(run)
@@ -80,7 +80,7 @@ class Figure:
         return within_run(self._pooled(run), self.statistic)
 
     def ratio(self, run: Run, base: Run) -> Estimate | None:
-        """Return how many times the figure of another run this run's is; None without both."""
+        """Return the ratio to another run's figure; None if either is missing."""
         these, those = self.each(run), self.each(base)
         if not these or not those or min(*these, *those) <= 0:
             return None
@@ -94,7 +94,7 @@ class Figure:
 
 
 def repeats_of(run: Run) -> list[Repeat]:
-    """Return the repeats that have a request."""
+    """Return the repeats that sent requests."""
     settings = run.facts.settings
     found = [
         Repeat(facts, run.of_repeat(facts.repeat), settings.sample_s, settings.slo)
@@ -107,26 +107,26 @@ PERCENTILES = (50, 90, 99)
 
 
 def tokens_per_s(repeat: Repeat) -> float:
-    """Return the text tokens of all whole answers by the time of the repeat."""
+    """Return the text tokens of complete answers per second of the repeat."""
     return sum(record.text_tokens for record in repeat.whole) / repeat.facts.duration_s
 
 
 def requests_per_s(repeat: Repeat) -> float:
-    """Return the whole answers by the time of the repeat."""
+    """Return the complete answers per second of the repeat."""
     return len(repeat.whole) / repeat.facts.duration_s
 
 
 def goodput(repeat: Repeat) -> float | None:
     """Return the requests per second that met all objectives.
 
-    None without objectives, or where no answer has the time of one.
+    None without objectives, or if every answer lacks the time of one of them.
     """
     share = good_share(repeat)
     return None if share is None else share * len(repeat.records) / repeat.facts.duration_s
 
 
 def good_share(repeat: Repeat) -> float | None:
-    """Return the share of all requests that met the objectives; None as for `goodput`."""
+    """Return the share of requests that met all objectives; None as for `goodput`."""
     if not repeat.slo or unmeasured(repeat.records, repeat.slo):
         return None
     return float(np.mean([meets(record, repeat.slo) for record in repeat.records]))
@@ -138,7 +138,7 @@ def _kept_mean(repeat: Repeat) -> float | None:
 
 
 def _apar_fields(repeat: Repeat, *names: str) -> list[dict[str, Any]]:
-    """Return the `apar` objects of whole answers, as far as they have these fields."""
+    """Return the `apar` objects of complete answers that have these fields."""
     found = [record.apar for record in repeat.whole if record.apar is not None]
     return [fields for fields in found if all(name in fields for name in names)]
 
@@ -151,7 +151,7 @@ def _apar_mean(name: str) -> Callable[[Repeat], float | None]:
 
 
 def _apar_saved(name: str) -> Callable[[Repeat], float | None]:
-    """Share of what one thread would have needed for the same text that was not needed."""
+    """Share saved relative to one thread with the same text."""
 
     def of(repeat: Repeat) -> float | None:
         own = _OWN_NAME.get(name, name)
@@ -173,17 +173,17 @@ THROUGHPUT = (
     ),
     Figure("tokens_per_s", "text tokens, whole run", "tokens/s", tokens_per_s),
     Figure("requests_per_s", "requests", "requests/s", requests_per_s),
-    Figure("goodput", "goodput: requests that met the objectives", "requests/s", goodput),
-    Figure("good_share", "share of requests that met them", "%", good_share, 100.0),
+    Figure("goodput", "goodput: requests that met all objectives", "requests/s", goodput),
+    Figure("good_share", "share of requests that met all objectives", "%", good_share, 100.0),
 )  # fmt: skip
 
 FORKING = (
-    Figure("threads", "threads of a request", "", _apar_mean("threads")),
-    Figure("text_tokens", "text tokens of a request", "tokens", _apar_mean("text_tokens")),
-    Figure("decode_steps", "steps of its critical path", "steps", _apar_mean("decode_steps")),
+    Figure("threads", "threads per request", "", _apar_mean("threads")),
+    Figure("text_tokens", "text tokens per request", "tokens", _apar_mean("text_tokens")),
+    Figure("decode_steps", "steps of the critical path", "steps", _apar_mean("decode_steps")),
     Figure("steps_saved", "steps saved", "%", _apar_saved("steps"), 100.0),
     Figure("attention_saved", "attended tokens saved", "%", _apar_saved("attended_tokens"), 100.0),
-    Figure("cache_saved", "cached tokens at the peak saved", "%", _apar_saved("max_cached_tokens"),
+    Figure("cache_saved", "peak cached tokens saved", "%", _apar_saved("max_cached_tokens"),
            100.0),
 )  # fmt: skip
 
@@ -191,7 +191,7 @@ FORKING = (
 def time_figure(name: str, share: int | None) -> Figure:
     """Return a percentile of a time, or its mean, in milliseconds.
 
-    The gaps of one answer depend on each other, so that resampling them says nothing.
+    Gaps within an answer are correlated, so they are not resampled.
     """
     statistic = mean if share is None else percentile(share)
 
@@ -240,24 +240,24 @@ def _mean(values: list[float]) -> float | None:
 
 CLUSTER = (
     Figure("generated_per_s", "tokens generated by all threads", "tokens/s", _generated_per_s),
-    Figure("tokens_per_step", "tokens of an engine step", "tokens",
+    Figure("tokens_per_step", "tokens per engine step", "tokens",
            _counted(lambda c: _share(c.generated_tokens, c.engine_steps))),
     Figure("kv_mean", "KV cache in use, mean", "%",
            _counted(lambda c: _mean([each.kv_share for each in c.moments])), 100.0),
-    Figure("kv_most", "KV cache in use, most", "%",
+    Figure("kv_most", "KV cache in use, maximum", "%",
            _counted(lambda c: max((each.kv_share for each in c.moments), default=None)), 100.0),
     Figure("threads_running", "threads running, mean", "threads",
            _counted(lambda c: _mean([each.running for each in c.moments]))),
-    Figure("threads_most", "threads running, most", "threads",
+    Figure("threads_most", "threads running, maximum", "threads",
            _counted(lambda c: max((each.running for each in c.moments), default=None))),
     Figure("threads_waiting", "threads waiting, mean", "threads",
            _counted(lambda c: _mean([each.waiting + each.deferred for each in c.moments]))),
     Figure("forks", "forks", "forks", _counted(lambda c: sum(c.forks.values()))),
-    Figure("forks_delayed", "forks started later", "forks",
+    Figure("forks_delayed", "delayed forks", "forks",
            _counted(lambda c: c.forks.get("delayed", 0.0))),
-    Figure("cluster_attention_saved", "attended tokens saved, by the servers' count", "%",
+    Figure("cluster_attention_saved", "attended tokens saved, from the servers' metrics", "%",
            _counted(lambda c: _saved(c.attended_tokens, c.sequential_attended_tokens)), 100.0),
-    Figure("cluster_cache_saved", "cached tokens saved, by the servers' count", "%",
+    Figure("cluster_cache_saved", "cached tokens saved, from the servers' metrics", "%",
            _counted(lambda c: _saved(c.cached_tokens, c.sequential_cached_tokens)), 100.0),
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What is sent: recorded answers to generate again, or plain prompts, each as a request's body."""
+"""Target server and workload: replayed answers or plain prompts, as request bodies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TIMEOUT_S = 20.0
 
 
 class ModelCard(BaseModel):
-    """What a server says of a model; only vLLM's servers have more than the name."""
+    """Model in a server's model list; only vLLM's servers report more than the name."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -33,7 +33,7 @@ class _ModelList(BaseModel):
 
 
 class Target(BaseModel):
-    """An OpenAI-compatible server; `url` with or without the `/v1` at its end."""
+    """OpenAI-compatible server; `url` may end with `/v1`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,13 +42,13 @@ class Target(BaseModel):
 
     @property
     def base_url(self) -> str:
-        """The address below which the API lies."""
+        """Base URL of the API, ending with `/v1`."""
         url = self.url.rstrip("/") if "://" in self.url else f"http://{self.url.rstrip('/')}"
         return url if url.endswith("/v1") else f"{url}/v1"
 
     @property
     def chat_url(self) -> str:
-        """Where chats are sent."""
+        """URL of chat completions."""
         return f"{self.base_url}/chat/completions"
 
     @property
@@ -58,10 +58,10 @@ class Target(BaseModel):
 
 
 def find_model(target: Target, wanted: str | None) -> ModelCard:
-    """Return the model called `wanted`, or the only one of the server.
+    """Return the model named `wanted`, or the server's only model.
 
-    A server without a list of models is taken at its word if the name is given. Raises
-    EvaluationError if the server does not answer, refuses the key, or has no such model.
+    A server without a model list is accepted if a name is given. Raises EvaluationError if the
+    server does not answer, rejects the API key, or lacks the model.
     """
     url = f"{target.base_url}/models"
     try:
@@ -70,8 +70,8 @@ def find_model(target: Target, wanted: str | None) -> ModelCard:
         raise EvaluationError(f"--target {target.url}: {url} cannot be reached: {error}") from error
     if answer.status_code in (401, 403):
         raise EvaluationError(
-            f"--target {target.url} refuses the API key (HTTP {answer.status_code}); give another "
-            "with --api-key or OPENAI_API_KEY"
+            f"--target {target.url} rejects the API key (HTTP {answer.status_code}); set "
+            "--api-key or OPENAI_API_KEY"
         )
     try:
         answer.raise_for_status()
@@ -80,8 +80,7 @@ def find_model(target: Target, wanted: str | None) -> ModelCard:
         if wanted is not None:
             return ModelCard(id=wanted)
         raise EvaluationError(
-            f"--target {target.url}: {url} lists no models (HTTP {answer.status_code}); name one "
-            "with --model"
+            f"--target {target.url}: {url} lists no models (HTTP {answer.status_code}); set --model"
         ) from error
     return _chosen(target, cards, wanted)
 
@@ -92,22 +91,22 @@ def _chosen(target: Target, cards: list[ModelCard], wanted: str | None) -> Model
         if card.id == wanted or (wanted is None and len(cards) == 1):
             return card
     if wanted is None:
-        raise EvaluationError(f"--target {target.url} has {names or 'no model'}: choose by --model")
+        raise EvaluationError(f"--target {target.url} has {names or 'no model'}: set --model")
     raise EvaluationError(f"--model {wanted!r}: {target.url} has {names or 'no model'}")
 
 
 REPLAY, PROMPTS = "replay", "prompts"
 FORMS = (
     f"{REPLAY}:TRACE.jsonl, or {PROMPTS}:NAME with vicuna-bench, mt-bench, held-out, a file of "
-    "JSON lines with a prompt each, or a .txt file with a prompt in each line"
+    "JSON lines with a prompt each, or a .txt file with one prompt per line"
 )
 
 
 class WorkloadSettings(BaseModel):
-    """Which requests are sent.
+    """Workload of a load test.
 
-    `flat` replays without forks. Recorded answers that are longer than `context_tokens` with their
-    prompts are left out. `extra_body` goes into every body.
+    `flat` replays without forks. Recorded answers that exceed `context_tokens` together with their
+    prompts are skipped. `extra_body` is added to every request body.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -126,7 +125,7 @@ class WorkloadSettings(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request to send; `text_tokens` is the number its answer must have, if that is known."""
+    """One request to send; `text_tokens` is the expected length of its answer, if known."""
 
     id: str
     category: str
@@ -137,9 +136,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class PlannedJobs:
-    """The jobs of a repeat in their order.
+    """Jobs of a repeat in order.
 
-    The last `repeated` of them came before; `left_out` recorded answers on the way were too long.
+    The last `repeated` jobs are repetitions of earlier ones. `left_out` recorded answers were
+    skipped because they were too long.
     """
 
     jobs: Sequence[Job]
@@ -148,29 +148,29 @@ class PlannedJobs:
 
 
 def build_jobs(settings: WorkloadSettings, card: ModelCard) -> PlannedJobs:
-    """Return as many jobs as wanted, the workload again and again if it has fewer.
+    """Return the requested number of jobs, repeating the workload if it has fewer.
 
-    Raises EvaluationError for a workload that cannot be read.
+    Raises EvaluationError if the workload cannot be read.
     """
     kind, colon, name = settings.spec.partition(":")
     if not colon or not name or kind not in (REPLAY, PROMPTS):
-        raise EvaluationError(f"--workload {settings.spec!r}: give {FORMS}")
+        raise EvaluationError(f"--workload {settings.spec!r}: expected {FORMS}")
     if settings.flat and kind != REPLAY:
-        raise EvaluationError(f"--flat: {settings.spec!r} is no recorded answer to flatten")
+        raise EvaluationError(f"--flat: {settings.spec!r} is not a replay workload")
     if kind == REPLAY:
         jobs, left_out = _replay_jobs(name, settings, card)
     else:
         jobs, left_out = _prompt_jobs(name, settings, card), 0
     if not jobs:
-        raise EvaluationError(f"--workload {settings.spec!r} has no prompt for a chat")
+        raise EvaluationError(f"--workload {settings.spec!r} contains no chat prompt")
     wanted = settings.requests or len(jobs)
     sent = [jobs[index % len(jobs)] for index in range(wanted)]
     return PlannedJobs(sent, left_out, repeated=max(wanted - len(jobs), 0))
 
 
 def _replay_jobs(name: str, settings: WorkloadSettings, card: ModelCard) -> tuple[list[Job], int]:
-    """Return the jobs, and how many answers were left out."""
-    # transformers takes seconds to import, and plain prompts need none of it.
+    """Return the jobs and the number of skipped answers."""
+    # transformers takes seconds to import, and plain prompts do not need it.
     from apar_core.offline.evaluation.replay_text import load_text
     from apar_core.workload.replay_answers import replay_answers
     from apar_core.workload.trace import read_trace
@@ -206,8 +206,8 @@ def _tokenizer(settings: WorkloadSettings, card: ModelCard) -> str:
         if name is not None and Path(name).is_dir():
             return name
     raise EvaluationError(
-        f"--workload {settings.spec}: a replay needs the model's tokens; say with --tokenizer "
-        f"where the tokenizer of {card.id!r} lies (its checkpoint folder)"
+        f"--workload {settings.spec}: a replay needs the model's tokenizer; set --tokenizer to "
+        f"the checkpoint folder of {card.id!r}"
     )
 
 
@@ -231,7 +231,7 @@ def _prompt_jobs(name: str, settings: WorkloadSettings, card: ModelCard) -> list
 
 
 def _questions(name: str, folder: Path | None) -> Sequence[Question]:
-    """Return the questions of a set; of several turns the first is asked."""
+    """Return the questions of a prompt set; only the first turn of each is used."""
     path = Path(name)
     if path.suffix != ".txt":
         return load_prompts(name, folder)
@@ -245,7 +245,7 @@ def _questions(name: str, folder: Path | None) -> Sequence[Question]:
         if line.strip()
     ]
     if not questions:
-        raise EvaluationError(f"{path} has no prompt")
+        raise EvaluationError(f"{path} contains no prompt")
     return questions
 
 

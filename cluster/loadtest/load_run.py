@@ -1,4 +1,4 @@
-"""A whole load test: warm-up requests, then the repeats, each watched and written down."""
+"""A whole load test: warm-up requests, then the repeats, measured and written to the run folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_in_loop(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run it in uvloop's event loop, which needs less of the client's CPU than asyncio's own."""
+    """Run a coroutine in uvloop, which uses less CPU than asyncio's event loop."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(coroutine)
 
@@ -42,39 +42,39 @@ Take = Callable[[Answered], None]
 
 @dataclass(slots=True)
 class Stop:
-    """Ends a run: nothing more is sent, and what is under way is cancelled."""
+    """Interrupts a run: no more requests are sent, and running ones are cancelled."""
 
     _asked: asyncio.Event = field(default_factory=asyncio.Event)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
     def asked(self) -> bool:
-        """Whether the run shall end."""
+        """Whether the run was interrupted."""
         return self._asked.is_set()
 
     def ask(self) -> None:
-        """End it now."""
+        """Interrupt the run."""
         self._asked.set()
         for task in self._tasks:
             task.cancel()
 
     def hold(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
-        """Cancel this task too when the run is ended."""
+        """Cancel this task if the run is interrupted."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def sleep(self, seconds: float) -> None:
-        """Sleep so long, or until the run shall end."""
+        """Sleep, but wake up if the run is interrupted."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._asked.wait(), seconds)
 
 
 @dataclass(slots=True)
 class Drive:
-    """One repeat: sends jobs with `client`, and gives every answer to `take` when it has ended.
+    """Sends the jobs of one repeat according to their arrivals.
 
-    After `longest_s` seconds nothing more is sent.
+    Calls `take` with each finished request. No request is sent after `longest_s` seconds.
     """
 
     client: LoadClient
@@ -85,7 +85,7 @@ class Drive:
     _start_s: float = 0.0
 
     async def run(self, jobs: Sequence[Job], arrivals: Arrivals, seed: int) -> float:
-        """Send the jobs and wait for all answers; return how many seconds that took."""
+        """Send the jobs, wait for all answers, and return the duration in seconds."""
         self._start_s = time.perf_counter()
         if isinstance(arrivals, ClosedLoop):
             await self._closed(jobs, arrivals.concurrency)
@@ -136,9 +136,9 @@ class Drive:
 
 @dataclass(slots=True)
 class LoadRun:
-    """What a load test works with; call `run` once.
+    """A load test; call `run` once.
 
-    `answers` takes the texts, `source` is asked for the cluster's metrics, where given.
+    `answers` optionally records the answers. `source` optionally provides the cluster's metrics.
     """
 
     settings: LoadSettings
@@ -152,7 +152,7 @@ class LoadRun:
     _facts: list[RepeatFacts] = field(default_factory=list)
 
     async def run(self) -> None:
-        """Run to the end, or to the first Ctrl-C; what there is has then been written.
+        """Run until the end or the first Ctrl-C, and write the results.
 
         Raises MonitorError if the cluster's metrics cannot be read at the start of a repeat.
         """
@@ -179,13 +179,13 @@ class LoadRun:
             )
 
     async def _warm_up(self, client: LoadClient) -> None:
-        """Send some of the jobs at once, and forget their answers."""
+        """Send the first jobs at once and discard their answers."""
         jobs = self.planned.jobs[: self.settings.warm_up]
         with self.view.stage("warm-up", len(jobs), client) as show:
             await Drive(client, -1, self._stop, show).run(jobs, AllAtOnce(), self.settings.seed)
         cluster = self._cluster_watch()
         if jobs and cluster is not None and not self._stop.asked:
-            # Or the first repeat would have their counts.
+            # Otherwise the first repeat would include their counts.
             settling = self._stop.hold(asyncio.create_task(cluster.settle()))
             await asyncio.wait([settling])
             if not settling.cancelled():
@@ -236,7 +236,7 @@ class LoadRun:
         return take
 
     def _catch_signals(self) -> Callable[[], None]:
-        """Let the first signal end the run in order; a second one ends the process as ever."""
+        """Let the first signal interrupt the run; a second one ends the process."""
         loop = asyncio.get_running_loop()
 
         def restore() -> None:
@@ -249,7 +249,7 @@ class LoadRun:
             self._stop.ask()
 
         for number in _SIGNALS:
-            # Only the main thread takes signals; a run elsewhere, as in tests, goes without.
+            # Signals work only in the main thread; tests run in others.
             with suppress(ValueError, RuntimeError):
                 loop.add_signal_handler(number, end)
         return restore

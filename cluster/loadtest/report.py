@@ -1,4 +1,4 @@
-"""The report of a run, and of several side by side."""
+"""Reports of one run, and of several runs side by side: tables and plots."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def run_report(run: Run) -> Report:
 
 
 def compared(runs: Sequence[Run]) -> Report:
-    """Return the report of runs side by side; ratios are over the first.
+    """Return a report that compares runs with the first one.
 
-    Raises EvaluationError for fewer than two runs, or for two of the same name.
+    Raises EvaluationError for fewer than two runs, or for equal names.
     """
     names = [run.name for run in runs]
     if len(runs) < 2 or len(set(names)) < len(names):
-        raise EvaluationError(f"comparing needs two or more runs of different names: {names}")
+        raise EvaluationError(f"comparing needs at least two runs with different names: {names}")
     facts = {
         run.name: "; ".join(f"{name} {value}" for name, value in facts_of(run).items())
         for run in runs
@@ -89,7 +89,7 @@ def compared(runs: Sequence[Run]) -> Report:
 
 
 def ratio_table(runs: Sequence[Run]) -> ReportTable:
-    """Return every figure of each run, and its ratio to the first one's with its interval."""
+    """Return all figures of all runs, with ratios to the first run and their intervals."""
     base, *others = runs
     columns = [Column("Figure"), Column(base.name, ",.2f")]
     for run in others:
@@ -109,13 +109,13 @@ def ratio_table(runs: Sequence[Run]) -> ReportTable:
         f"Side by side; ratios to {base.name}",
         tuple(columns),
         tuple(rows),
-        "Intervals of ratios: Welch's on the logarithms of repeats; where a run has fewer than "
-        "three, by resampling the requests of both for times of requests, and none for the rest.",
+        "Intervals of ratios: Welch's, on the logarithms of repeats. If a run has fewer than three "
+        "repeats: by resampling the requests of both runs for times, none for other figures.",
     )
 
 
 def facts_of(run: Run) -> Mapping[str, str]:
-    """Return what a reader has to know of a run, warnings first."""
+    """Return the header of a report, warnings first."""
     settings = run.facts.settings
     workload = settings.workload.spec + (" (flat)" if settings.workload.flat else "")
     facts: dict[str, str] = {}
@@ -125,7 +125,7 @@ def facts_of(run: Run) -> Mapping[str, str]:
         "Target": f"{settings.target.url}, model {settings.model}",
         "Workload": workload,
         "Arrivals": settings.arrivals,
-        "Requests": f"{len(run.records)}, {len(run.whole)} with a whole answer, in "
+        "Requests": f"{len(run.records)}, {len(run.whole)} with a complete answer, in "
         f"{len(run.facts.repeats)} repeats",
         "Started": run.facts.started,
     }
@@ -137,33 +137,35 @@ def facts_of(run: Run) -> Mapping[str, str]:
 
 
 def marks_of(run: Run) -> list[str]:
-    """Return what makes a run worth less than it looks."""
+    """Return warnings about a run."""
     marks = [
         f"repeat {facts.repeat + 1}: {mark}"
         for facts in run.facts.repeats
         for mark in facts.client.marks
     ]
     marks += [
-        f"repeat {facts.repeat + 1} was ended early, after {len(run.of_repeat(facts.repeat))} of "
+        f"repeat {facts.repeat + 1} was interrupted after {len(run.of_repeat(facts.repeat))} of "
         f"{facts.planned} requests"
         for facts in run.facts.repeats
         if facts.interrupted
     ]
     if any(not record.counted for record in run.whole):
-        marks.append("the server counts no tokens: pieces of text are counted instead")
+        marks.append("the server reports no token counts: chunks of text are counted instead")
     if left_out := run.facts.left_out:
-        marks.append(f"{left_out} recorded answers were left out: longer than the context")
+        marks.append(f"{left_out} recorded answers were skipped because they exceed the context")
     if repeated := run.facts.repeated:
-        marks.append(f"{repeated} requests of a repeat came before in it: prefix caches know them")
+        marks.append(
+            f"{repeated} requests per repeat are repetitions, which prefix caches speed up"
+        )
     if unknown := unmeasured(run.records, run.facts.settings.slo):
-        marks.append(f"no goodput: no answer has the time of the objective {', '.join(unknown)}")
+        marks.append(f"no goodput: no answer has the time of objective {', '.join(unknown)}")
     if failed := len(run.records) - len(run.whole):
-        marks.append(f"{failed} of {len(run.records)} requests have no whole answer")
+        marks.append(f"{failed} of {len(run.records)} requests have no complete answer")
     return marks
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """Return every figure with its interval and repeats, for JSON."""
+    """Return all figures with intervals and repeats, for JSON."""
     found = {figure: figure.estimate(run) for figure in ALL_FIGURES}
     return {
         figure.name: {"unit": figure.unit, **asdict(estimate), "repeats": figure.each(run)}
@@ -206,7 +208,7 @@ _FIGURE_COLUMNS = (
 
 
 def interval_cell(estimate: Estimate | None, form: str = ",.1f") -> str | None:
-    """Return an interval in words; None where there is none."""
+    """Format an interval; None if there is none."""
     if estimate is None or estimate.low is None or estimate.high is None:
         return None
     return f"{estimate.low:{form}} to {estimate.high:{form}}"
@@ -225,7 +227,7 @@ def throughput_table(run: Run) -> ReportTable:
 
 
 def times_table(run: Run) -> ReportTable:
-    """Return all times: mean, and percentiles with their intervals."""
+    """Return all times: mean, and percentiles with intervals."""
     columns = [Column("Milliseconds"), Column("Mean", ",.1f")]
     for share in PERCENTILES:
         columns += [Column(f"p{share}", ",.1f"), Column(_INTERVAL)]
@@ -244,16 +246,16 @@ def times_table(run: Run) -> ReportTable:
     )
     return ReportTable(
         "times",
-        "Times of requests that ended well",
+        "Times of complete answers",
         tuple(columns),
         tuple(rows),
-        f"Intervals {source}. Inter-token: between two pieces of text as they came; a piece may "
-        "hold several tokens. Critical path: the last step of the last thread.",
+        f"Intervals {source}. Inter-token latency: between two chunks of text; a chunk may "
+        "contain several tokens. Critical path: up to the last step of the last thread.",
     )
 
 
 def errors_table(run: Run) -> ReportTable | None:
-    """Return the errors by kind; None without any."""
+    """Return errors by kind; None without errors."""
     kinds = Counter(record.error for record in run.records if record.error is not None)
     if not kinds:
         return None
@@ -262,8 +264,8 @@ def errors_table(run: Run) -> ReportTable | None:
     }
     return ReportTable(
         "errors",
-        "Requests without a whole answer",
-        (Column("Kind"), Column("Requests", "d"), Column("Share, %"), Column("The first says")),
+        "Requests without a complete answer",
+        (Column("Kind"), Column("Requests", "d"), Column("Share, %"), Column("First message")),
         tuple(
             (kind, count, 100 * count / len(run.records), first[kind] or "")
             for kind, count in kinds.most_common()
@@ -272,48 +274,48 @@ def errors_table(run: Run) -> ReportTable | None:
 
 
 def forking_table(run: Run) -> ReportTable | None:
-    """Return what the `apar` objects of the answers say; None where no answer has one."""
+    """Return statistics from the answers' `apar` objects; None if there are none."""
     rows = _figure_rows(run, FORKING)
     if not rows:
         return None
     return ReportTable(
         "forking",
-        "Forking, by the answers' own statistics",
+        "Forking, from the statistics in the answers",
         _FIGURE_COLUMNS[:-1],
         tuple(row[:-1] for row in rows),
-        "Saved: against one thread that writes the same text (section 3.4 of the paper).",
+        "Saved: relative to one thread with the same text (paper, section 3.4).",
     )
 
 
 def cluster_table(run: Run) -> ReportTable | None:
-    """Return what the cluster's own metrics say; None where none were read."""
+    """Return figures from the cluster's metrics; None if none were read."""
     rows = _figure_rows(run, CLUSTER)
     if not rows:
         return None
     return ReportTable(
         "cluster",
-        "What the servers counted",
+        "Metrics of the servers",
         _FIGURE_COLUMNS,
         tuple(rows),
-        "From the exported metrics, other clients' requests included. Generated: text, fork and "
-        "end tokens. KV cache: of the fullest replica.",
+        "From the exported metrics, including requests of other clients. Generated tokens: text, "
+        "fork and end tokens. KV cache: of the fullest replica.",
     )
 
 
 def client_table(run: Run) -> ReportTable:
-    """Return whether the client kept up, for each repeat."""
+    """Return the load of the client per repeat."""
     return ReportTable(
         "client",
-        "This client",
+        "Client",
         (
             Column("Repeat"),
             Column("Requests", ",.0f"),
             Column("Seconds", ",.1f"),
             Column("CPU, cores", ".2f"),
-            Column("busiest second", ".2f"),
-            Column("Loop late, p50 ms", ".1f"),
+            Column("Busiest second", ".2f"),
+            Column("Loop lag, p50 ms", ".1f"),
             Column("p99 ms", ".1f"),
-            Column("Sent late, p99 ms", ".1f"),
+            Column("Send delay, p99 ms", ".1f"),
             Column("Verdict"),
         ),
         tuple(
@@ -353,26 +355,26 @@ def _throughput_note(run: Run) -> str:
     ]
     if not spreads:
         return (
-            f"Fewer than {LEAST_SAMPLES} samples of {seconds:g} s between warm-up and cool-down, "
-            "when the last request has begun to be answered: send more requests."
+            f"Fewer than {LEAST_SAMPLES} samples of {seconds:g} s between warm-up and the first "
+            "text of the last request: send more requests."
         )
     quartiles = "; ".join(f"{each.p25:,.1f} to {each.p75:,.1f}" for each in spreads)
     numbers = ", ".join(str(each.num_samples) for each in spreads)
     return (
-        f"Samples of {seconds:g} s, without the first third and those after the last request has "
-        f"begun to be answered: {numbers} kept; 25th to 75th percentile {quartiles} tokens/s."
+        f"Samples of {seconds:g} s, without the first third and those after the first text of the "
+        f"last request: {numbers} kept; 25th to 75th percentile {quartiles} tokens/s."
     )
 
 
 _CURVE_POINTS = 400
-# Among hundreds of requests one or two slow ones would squeeze all others to the left.
+# A few slow requests would compress the rest of the curve.
 _LARGEST_SHOWN = 99.5
 
 
 def throughput_figure(runs: Sequence[Run]) -> Plot:
-    """Return tokens per second and requests under way over the time of each run's repeats.
+    """Plot tokens per second and running requests over time, for each repeat of each run.
 
-    What counts for the mean is drawn in full colour, warm-up and cool-down pale.
+    Samples that count for the mean are in full colour, warm-up and cool-down are pale.
     """
     with mpl.rc_context(PLOT_SETTINGS):
         figure = Plot(figsize=(9.5, 6.4), layout="constrained")
@@ -388,14 +390,14 @@ def throughput_figure(runs: Sequence[Run]) -> Plot:
         speed.margins(x=0.01)
         if len(runs) > 1 and speed.get_legend_handles_labels()[0]:
             speed.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=4)
-        running.set_title("Requests under way")
+        running.set_title("Requests running")
         running.set_ylim(bottom=0)
         running.set_xlabel("seconds since the start of the repeat")
     return figure
 
 
 def times_figure(runs: Sequence[Run]) -> Plot:
-    """Return the cumulative distribution of every time that an answer has."""
+    """Plot the cumulative distribution of every time."""
     names = [name for name in TITLES if any(values_of(name, run.records) for run in runs)]
     num_rows = -(-len(names) // 2) or 1
     with mpl.rc_context(PLOT_SETTINGS):
@@ -412,7 +414,7 @@ def times_figure(runs: Sequence[Run]) -> Plot:
 
 
 def cluster_figure(runs: Sequence[Run]) -> Plot | None:
-    """Return KV use and running threads over time; None where no metrics were read."""
+    """Plot KV usage and running threads over time; None if no metrics were read."""
     if not any(repeat.facts.cluster for run in runs for repeat in repeats_of(run)):
         return None
     with mpl.rc_context(PLOT_SETTINGS):

@@ -1,5 +1,5 @@
-"""A run as a folder: `run.json`, what was asked for and what came of each repeat, and
-`requests.jsonl`, a line for every request."""
+"""Files of a run: `run.json` with settings and results per repeat, and `requests.jsonl` with one
+line per request."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from cluster.loadtest.jobs import Target, WorkloadSettings
 SAMPLE_S = 3.0
 """Default length of a throughput sample, as in the paper."""
 SETTLE_S = 11.0
-"""Longer than a process waits between reports: `metrics.report_s`, or Ray's 10 s elsewhere."""
+"""Longer than the report interval of metrics: `metrics.report_s`, or Ray's default of 10 s."""
 MOST_CPU_SHARE = 0.9
 MOST_LAG_S = 0.1
 MOST_LATE_S = 0.25
 CANCELLED = "cancelled"
-"""Kind of error of a request that was under way when the user ended the run."""
+"""Error kind of a request that was running when the user interrupted the run."""
 
 
 class RequestRecord(BaseModel):
-    """One request; times are seconds, `sent_s` and `planned_s` since the start of its repeat.
+    """Result of one request, a line of `requests.jsonl`; all times are in seconds.
 
-    `planned_s` is None where a request is sent when another one ends. `pieces` are the parts of the
-    text as they came: (seconds since it was sent, characters). `end_s`, when the last part of the
-    answer had come, and `paragraph_s`, when the first paragraph was complete, count from there too.
-    `text_tokens` are the server's count, or that of the pieces if it gives none (`counted` is false
-    then). `error` is the kind of error, None for an answer that came whole. `apar` is the server's
-    statistics of its threads.
+    `sent_s` and `planned_s` are relative to the start of the repeat. `planned_s` is None for
+    closed-loop arrivals. The following are relative to `sent_s`: the times in `pieces`, the chunks
+    of text as (time, characters); `end_s`, the last chunk of the answer; `paragraph_s`, the end of
+    the first paragraph. `text_tokens` is the server's count, or the number of chunks if the server
+    reports none (then `counted` is false). `error` is the error kind, None for a complete answer.
+    `apar` is the server's statistics of the request's threads.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -69,29 +69,29 @@ class RequestRecord(BaseModel):
 
     @property
     def first_s(self) -> float | None:
-        """When the first piece of text had come, since the start of the repeat."""
+        """Time of the first text, since the start of the repeat."""
         return self.sent_s + self.pieces[0][0] if self.pieces else None
 
     @property
     def finished_s(self) -> float:
-        """When it had ended, since the start of the repeat."""
+        """Time of the end, since the start of the repeat."""
         return self.sent_s + self.end_s
 
     @property
     def late_s(self) -> float | None:
-        """How long after its time it was sent: the client's fault."""
+        """Delay of sending relative to the plan, caused by the client."""
         return None if self.planned_s is None else self.sent_s - self.planned_s
 
     @property
     def gaps_s(self) -> list[float]:
-        """Times between one piece of text and the next."""
+        """Times between consecutive chunks of text."""
         times = [time_s for time_s, _ in self.pieces]
         return [after - before for before, after in pairwise(times)]
 
     def tokens_by_piece(self) -> list[tuple[float, float]]:
-        """When the text's tokens came, since the start of the repeat, and how many.
+        """Return (time since the start of the repeat, tokens) for each chunk of text.
 
-        A piece may hold several; the answer's tokens are shared out by characters.
+        A chunk may contain several tokens; tokens are distributed by characters.
         """
         characters = sum(length for _, length in self.pieces)
         if not characters:
@@ -105,7 +105,7 @@ RUN_FILE, REQUESTS_FILE = "run.json", "requests.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A record, and what was asked and said."""
+    """Record of a request with its messages and its answer."""
 
     record: RequestRecord
     messages: tuple[ChatMessage, ...]
@@ -113,11 +113,11 @@ class Answered:
 
 
 class ClientFigures(BaseModel):
-    """What the client did in one repeat.
+    """Load of the client in one repeat.
 
-    Shares are of one core: over the whole repeat, and of its busiest second. `lag_...` is how much
-    later than asked for the event loop woke up; `late_p99_s` how long after their times requests
-    were sent (None where they have none).
+    CPU shares are relative to one core: over the whole repeat, and in its busiest second.
+    `lag_...` is the delay of the event loop's wake-ups. `late_p99_s` is the delay of sending
+    requests, None for closed-loop arrivals.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -131,27 +131,25 @@ class ClientFigures(BaseModel):
 
     @property
     def marks(self) -> list[str]:
-        """Why this run says more about the client than about the server; empty if it does not."""
+        """Warnings that the client was a bottleneck; empty if it was not."""
         marks = []
         if self.cpu_share > MOST_CPU_SHARE:
-            marks.append(
-                f"the client used {self.cpu_share:.2f} of a core (more than {MOST_CPU_SHARE})"
-            )
+            marks.append(f"the client used {self.cpu_share:.2f} of a core (limit {MOST_CPU_SHARE})")
         if self.lag_p99_s > MOST_LAG_S:
             marks.append(
-                f"the client's event loop was {self.lag_p99_s * 1000:.0f} ms late at its 99th "
-                f"percentile (more than {MOST_LAG_S * 1000:.0f})"
+                f"the client's event loop lagged by {self.lag_p99_s * 1000:.0f} ms at the 99th "
+                f"percentile (limit {MOST_LAG_S * 1000:.0f} ms)"
             )
         if self.late_p99_s is not None and self.late_p99_s > MOST_LATE_S:
             marks.append(
                 f"requests were sent {self.late_p99_s * 1000:.0f} ms late at the 99th percentile "
-                f"(more than {MOST_LATE_S * 1000:.0f})"
+                f"(limit {MOST_LATE_S * 1000:.0f} ms)"
             )
         return marks
 
 
 class ClusterMoment(BaseModel):
-    """Gauges at a moment of a repeat; the KV share is that of the fullest replica."""
+    """Gauges at one time in a repeat; the KV share is that of the fullest replica."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -163,9 +161,9 @@ class ClusterMoment(BaseModel):
 
 
 class ClusterFigures(BaseModel):
-    """What the servers themselves counted in one repeat, and how they stood meanwhile.
+    """Metrics of the servers in one repeat: increases of counters, and gauges over time.
 
-    Counters hold all that the servers did, other clients' requests included.
+    Counters include the requests of other clients. `failures` counts failed readings.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -185,7 +183,7 @@ class ClusterFigures(BaseModel):
 
 
 class LoadSettings(BaseModel):
-    """All that a load test is told."""
+    """Settings of a load test."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -204,7 +202,7 @@ class LoadSettings(BaseModel):
 
 
 class RepeatFacts(BaseModel):
-    """What became of a repeat, beside its requests; `planned` counts those it would have sent."""
+    """Results of a repeat except its requests; `planned` is the number of planned requests."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -217,10 +215,10 @@ class RepeatFacts(BaseModel):
 
 
 class RunFacts(BaseModel):
-    """The content of `run.json`.
+    """Content of `run.json`.
 
-    `left_out` recorded answers were longer than the context; `repeated` requests of each repeat
-    had been sent in it before.
+    `left_out` recorded answers exceeded the context. `repeated` requests of each repeat were
+    repetitions of earlier ones.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -234,7 +232,7 @@ class RunFacts(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that has ended: its facts and its requests."""
+    """A finished run."""
 
     name: str
     facts: RunFacts
@@ -246,19 +244,19 @@ class Run:
 
     @property
     def whole(self) -> list[RequestRecord]:
-        """The requests that ended well."""
+        """Requests with a complete answer."""
         return [record for record in self.records if record.error is None]
 
 
 class AnswerFile:
-    """A trace of the answers, one line each, as `--workload replay:FILE` reads it."""
+    """Writes answers as a trace for `--workload replay:FILE`."""
 
     def __init__(self, path: Path) -> None:
         self._trace = TraceWriter(path)
         self._known: set[str] = set()
 
     def add(self, answered: Answered, model: str) -> None:
-        """Write a whole answer, the first one to its question."""
+        """Write a complete answer, unless its question already has one."""
         record = answered.record
         if record.error is not None or record.id in self._known or not answered.text:
             return
@@ -280,7 +278,7 @@ class AnswerFile:
 
 
 class RunFolder:
-    """Writes a run while it goes on. Use as a context manager."""
+    """Writes the files of a run while it is running. Use as a context manager."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -290,7 +288,9 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         requests = self.path / REQUESTS_FILE
         if requests.exists() and requests.stat().st_size > 0:
-            raise EvaluationError(f"--out {self.path} holds a run already; give another folder")
+            raise EvaluationError(
+                f"--out {self.path} already contains a run; choose another folder"
+            )
         self._file = requests.open("w", encoding="utf-8")
         return self
 
@@ -304,25 +304,25 @@ class RunFolder:
             self._file.close()
 
     def add(self, record: RequestRecord) -> None:
-        """Write a request's line, so that it outlasts this process."""
+        """Write and flush the line of a request."""
         assert self._file is not None
         self._file.write(record.model_dump_json(exclude_none=True) + "\n")
         self._file.flush()
 
     def write_facts(self, facts: RunFacts) -> None:
-        """Write what is known of the run so far."""
+        """Write `run.json`."""
         (self.path / RUN_FILE).write_text(facts.model_dump_json(indent=1), encoding="utf-8")
 
 
 def read_run(path: Path) -> Run:
-    """Return the run in a folder, by the name of the folder.
+    """Read a run, which is named after its folder.
 
-    Raises EvaluationError for a folder that holds no run.
+    Raises EvaluationError if the folder contains no run.
     """
     try:
         facts = RunFacts.model_validate_json((path / RUN_FILE).read_bytes())
     except OSError as error:
-        raise EvaluationError(f"{path} holds no run of apar loadtest: {error}") from error
+        raise EvaluationError(f"{path} contains no run of apar loadtest: {error}") from error
     except Invalid as error:
         raise EvaluationError(f"{path / RUN_FILE}: {validation_summary(error)}") from error
     records = list(read_lines(path / REQUESTS_FILE, RequestRecord))

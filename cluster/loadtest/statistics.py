@@ -1,7 +1,7 @@
-"""Intervals that say how sure a figure is: over repeats, or within the only run there is.
+"""Times of requests, objectives on them, throughput samples, and confidence intervals.
 
-Over repeats Student's t is used: a bootstrap of three or five values is far too narrow (the tests
-measure both). Within one run the requests are resampled.
+Intervals over repeats use Student's t, because a bootstrap of three or five values is far too
+narrow (the tests measure both). Within a single run, requests are resampled.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from cluster.loadtest.run_file import SAMPLE_S, RequestRecord
 
 @dataclass(frozen=True, slots=True)
 class RequestTime:
-    """One time of a request in seconds; None where an answer has no such time."""
+    """A time of a request in seconds; None if an answer lacks it."""
 
     title: str
     of: Callable[[RequestRecord], float | None]
 
 
 def first_token_s(record: RequestRecord) -> float | None:
-    """Return the time from sending to the first piece of text."""
+    """Return the time from sending to the first text."""
     return record.pieces[0][0] if record.pieces else None
 
 
 def token_s(record: RequestRecord) -> float | None:
-    """Return the time per further token of the text."""
+    """Return the time per text token after the first."""
     return _per_further(record, record.text_tokens)
 
 
 def path_token_s(record: RequestRecord) -> float | None:
-    """Return the time per further step of the critical path.
+    """Return the time per step of the critical path after the first.
 
-    None without the server's `apar` statistics: nobody else knows how many steps there were.
+    None without the server's `apar` statistics, which contain the number of steps.
     """
     return _per_further(record, int((record.apar or {}).get("decode_steps", 0)))
 
 
 def paragraph_s(record: RequestRecord) -> float | None:
-    """Return the time from sending to a complete first paragraph."""
+    """Return the time from sending to the end of the first paragraph."""
     return record.paragraph_s
 
 
 def end_to_end_s(record: RequestRecord) -> float | None:
-    """Return the time from sending to the last part of the answer, its finish reason."""
+    """Return the time from sending to the last chunk, with the finish reason."""
     return record.end_s
 
 
@@ -71,17 +71,16 @@ REQUEST_TIMES = {
     "paragraph": RequestTime("time to first complete paragraph", paragraph_s),
     "e2e": RequestTime("end-to-end latency", end_to_end_s),
 }
-"""By the name under which objectives, summaries and files know it."""
+"""Request times by their name in objectives, summaries and files."""
 
 ITL = "itl"
-"""Name of the inter-token latency: the gap between two pieces of text, of which a request has
-many."""
+"""Name of the inter-token latency, the gap between two chunks of text; a request has many."""
 
 TITLES = {name: time.title for name, time in REQUEST_TIMES.items()} | {ITL: "inter-token latency"}
 
 
 def values_of(name: str, records: Sequence[RequestRecord]) -> list[float]:
-    """Return a time of all requests that ended well and have it; all gaps for `itl`."""
+    """Return a time of all complete answers that have it; for `itl`, all gaps."""
     whole = [record for record in records if record.error is None]
     if name == ITL:
         return [gap for record in whole for gap in record.gaps_s]
@@ -93,33 +92,33 @@ _VALUE = re.compile(r"([0-9.]+)\s*(ms|s)")
 _UNITS_S = {"ms": 0.001, "s": 1.0}
 
 Objectives = Mapping[str, float]
-"""The longest time allowed, in seconds, by the name of the time."""
+"""Maximum times in seconds, by name."""
 
 
 def parse_slo(text: str) -> Objectives:
-    """Return the objectives that a text names.
+    """Parse objectives such as `ttft=2s,tpot=50ms,e2e=30s`.
 
-    Raises EvaluationError for an unknown name, a value without unit, or a name given twice.
+    Raises EvaluationError for an unknown or repeated name, or a value without unit.
     """
     objectives: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (side.strip() for side in part.partition("="))
         if name not in REQUEST_TIMES:
             known = ", ".join(REQUEST_TIMES)
-            raise EvaluationError(f"--slo {part!r}: no time is called {name!r}; known: {known}")
+            raise EvaluationError(f"--slo {part!r}: unknown time {name!r}; known: {known}")
         if name in objectives:
-            raise EvaluationError(f"--slo {text!r}: {name} is given twice")
+            raise EvaluationError(f"--slo {text!r}: {name} is repeated")
         objectives[name] = _seconds(part, value)
     if not objectives:
-        raise EvaluationError(f"--slo {text!r} names no objective, as ttft=2s does")
+        raise EvaluationError(f"--slo {text!r} contains no objective; example: ttft=2s")
     return objectives
 
 
 def meets(record: RequestRecord, objectives: Objectives) -> bool:
-    """Whether a request ended well and within all of its objectives.
+    """Whether an answer is complete and meets all objectives.
 
-    A time that an answer does not have (of one token there is no time per further token) is met,
-    but for that to the first token, without which there was no text at all.
+    An objective on a time that the answer lacks counts as met, for example the time per token of an
+    answer with one token. The exception is the time to first token: without it there was no text.
     """
     if record.error is not None:
         return False
@@ -131,10 +130,10 @@ def meets(record: RequestRecord, objectives: Objectives) -> bool:
 
 
 def unmeasured(records: Sequence[RequestRecord], objectives: Objectives) -> list[str]:
-    """Return the objectives whose time no whole answer has, though there are whole answers.
+    """Return the objectives whose time is missing from every complete answer.
 
-    Nothing then says whether they were met: a time on the critical path, say, is only known where
-    the server tells the steps.
+    Whether they were met is unknown. For example, times on the critical path need a server that
+    reports steps. Without complete answers the list is empty.
     """
     whole = [record for record in records if record.error is None]
     return [
@@ -153,17 +152,19 @@ def _seconds(part: str, value: str) -> float:
     except ValueError:
         seconds = 0.0
     if seconds <= 0:
-        raise EvaluationError(f"--slo {part!r}: {value!r} is no time above 0, as 2s or 50ms is")
+        raise EvaluationError(
+            f"--slo {part!r}: {value!r} is not a positive duration; examples: 2s, 50ms"
+        )
     return seconds
 
 
 LEAST_SAMPLES = 3
-"""Fewer say nothing of a steady state: the run was too short, or the server took all at once."""
+"""Minimum for a steady state; with fewer, the run was too short."""
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Tokens per second of each sample of a run; those from `first` up to `end` are kept."""
+    """Throughput of each sample of a run; those from `first` up to `end` are kept."""
 
     seconds: float
     tokens_per_s: tuple[float, ...]
@@ -172,14 +173,14 @@ class Samples:
 
     @property
     def kept(self) -> tuple[float, ...]:
-        """The samples between warm-up and cool-down; none where there are too few."""
+        """Samples between warm-up and cool-down; empty if there are too few."""
         found = self.tokens_per_s[self.first : self.end]
         return found if len(found) >= LEAST_SAMPLES else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """What the paper's figure 5a shows of a setting."""
+    """Mean and quartiles, as in the paper's figure 5a."""
 
     mean: float
     p25: float
@@ -188,11 +189,11 @@ class Spread:
 
 
 def sampled(records: Sequence[RequestRecord], seconds: float = SAMPLE_S) -> Samples:
-    """Return the text tokens per second that came in each sample, of answers that came whole.
+    """Return the text tokens per second of complete answers, in samples of equal length.
 
-    A request is pending until the first piece of its answer has come (or it has ended): it waits
-    to be sent, for a place in the server, or for its prompt. Samples that begin when nothing is
-    pending any more are left out, and the first third of the others.
+    As in the paper (arXiv 2401.06761, appendix C.2), the first third of the samples and those that
+    begin when no request is pending are excluded. A request is pending until its first text
+    arrives or it ends.
     """
     last_s = max((record.finished_s for record in records), default=0.0)
     number = int(last_s / seconds)
@@ -211,13 +212,13 @@ def _is_whole(record: RequestRecord) -> bool:
 
 
 def steady_end(records: Sequence[RequestRecord], seconds: float, number: int) -> int:
-    """Return how many of the samples begin while a request is pending."""
+    """Return the number of samples that begin while a request is pending."""
     begun = (record.finished_s if (s := record.first_s) is None else s for record in records)
     return min(number, -int(-max(begun, default=0.0) // seconds))
 
 
 def spread(samples: Samples) -> Spread | None:
-    """Return mean and quartiles of the kept samples; None if there is none."""
+    """Return mean and quartiles of the kept samples; None if there are none."""
     if not samples.kept:
         return None
     p25, p75 = np.percentile(samples.kept, (25, 75))
@@ -226,9 +227,9 @@ def spread(samples: Samples) -> Spread | None:
 
 CONFIDENCE = 0.95
 LEAST_REPEATS = 3
-"""For an interval over repeats: of two, Student's is twelve times as wide as they differ."""
+"""Minimum for an interval over repeats; for two, it is twelve times as wide as their difference."""
 _RESAMPLES = 1000
-# So that resampling many requests does not take gigabytes.
+# Limits the memory of resampling many requests.
 _BATCH = 100
 
 Statistic = Callable[..., NDArray[np.float64]]
@@ -236,7 +237,7 @@ Statistic = Callable[..., NDArray[np.float64]]
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure with its 95 % interval, None where nothing says how sure it is."""
+    """A figure and its 95 % interval, None if unknown."""
 
     value: float
     low: float | None = None
@@ -244,7 +245,7 @@ class Estimate:
 
 
 def percentile(share: float) -> Statistic:
-    """Return the statistic that gives a percentile (0 to 100) along an axis."""
+    """Return a statistic for a percentile (0 to 100) along an axis."""
 
     def statistic(values: NDArray[np.float64], axis: int = -1) -> NDArray[np.float64]:
         return np.asarray(np.percentile(values, share, axis=axis))
@@ -258,7 +259,7 @@ def mean(values: NDArray[np.float64], axis: int = -1) -> NDArray[np.float64]:
 
 
 def over_repeats(values: Sequence[float]) -> Estimate:
-    """Return the mean of one figure over repeats, with Student's t interval of three or more."""
+    """Return the mean over repeats; with three or more, with Student's t interval."""
     centre = float(np.mean(values))
     if len(values) < LEAST_REPEATS:
         return Estimate(centre)
@@ -267,7 +268,7 @@ def over_repeats(values: Sequence[float]) -> Estimate:
 
 
 def within_run(values: Sequence[float], statistic: Statistic, *, seed: int = 0) -> Estimate:
-    """Return a statistic of one run's values, with the bootstrap interval of three or more."""
+    """Return a statistic of one run; with three or more values, with its bootstrap interval."""
     array = np.asarray(values, dtype=float)
     value = float(statistic(array))
     if len(values) < 3:
@@ -276,10 +277,10 @@ def within_run(values: Sequence[float], statistic: Statistic, *, seed: int = 0) 
 
 
 def ratio_over_repeats(these: Sequence[float], those: Sequence[float]) -> Estimate:
-    """Return how many times the geometric mean of the second values that of the first is.
+    """Return the geometric mean of the first values divided by that of the second.
 
-    The interval is Welch's on the logarithms; there is none if either has fewer than three values.
-    All values must be above 0.
+    The interval is Welch's on the logarithms, None if either side has fewer than three values. All
+    values must be positive.
     """
     first, second = np.log(these), np.log(those)
     difference = float(np.mean(first) - np.mean(second))
@@ -299,9 +300,9 @@ def ratio_over_repeats(these: Sequence[float], those: Sequence[float]) -> Estima
 def ratio_within_runs(
     these: Sequence[float], those: Sequence[float], statistic: Statistic, *, seed: int = 0
 ) -> Estimate:
-    """Return one run's statistic over another's, with its bootstrap interval.
+    """Return the ratio of a statistic of two runs with its bootstrap interval.
 
-    The second one's must be above 0.
+    The second statistic must be positive.
     """
 
     def ratio(
@@ -330,7 +331,7 @@ def _bootstrapped(
         batch=_BATCH,
         vectorized=True,
         confidence_level=CONFIDENCE,
-        # BCa has no answer where all resamples agree, as a percentile of many equal values does.
+        # BCa fails if all resamples are equal, as for a percentile of many equal values.
         method="percentile",
         rng=np.random.default_rng(seed),
     ).confidence_interval

@@ -1,4 +1,4 @@
-"""What a cluster's exported metrics say of a run: forks, threads, KV cache, attended tokens."""
+"""Measurements beside the requests: load of the client, and metrics of the cluster."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BEAT_S = 0.02
 
 @dataclass(slots=True)
 class ClientWatch:
-    """Measures this process while a repeat runs."""
+    """Measures CPU usage and event loop lag of this process during a repeat."""
 
     _lags_s: list[float] = field(default_factory=list)
     _cpu_shares: list[float] = field(default_factory=list)
@@ -39,7 +39,7 @@ class ClientWatch:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Measure from here to the end of the block."""
+        """Measure until the end of the block."""
         started = (time.process_time(), time.perf_counter())
         beat = asyncio.create_task(self._beat())
         try:
@@ -50,7 +50,7 @@ class ClientWatch:
             self._wall_s = time.perf_counter() - started[1]
 
     def figures(self, records: Sequence[RequestRecord]) -> ClientFigures:
-        """Return what has been measured, beside the lateness of these requests."""
+        """Return the measurements, and the sending delay of these requests."""
         share = self._cpu_s / self._wall_s if self._wall_s else 0.0
         lags = self._lags_s or [0.0]
         late = [record.late_s for record in records if record.late_s is not None]
@@ -77,7 +77,7 @@ class ClientWatch:
 
 
 _LOOK_S = 1.0
-# Other clients may keep a server counting.
+# Other clients may keep a server busy.
 _MOST_SETTLES = 3
 _COUNTED = frozenset(
     metric.exported
@@ -98,10 +98,10 @@ _COUNTED = frozenset(
 
 @dataclass(slots=True)
 class ClusterWatch:
-    """Reads metrics pages again and again while a repeat runs.
+    """Reads metrics pages periodically during a repeat.
 
-    A page that gives no answer is noted; what it counted meanwhile comes with its next answer.
-    `waiting` is entered while the last counts are waited for.
+    An unreachable page is counted as a failure; its next answer includes the missing increase.
+    `waiting` is a context entered while waiting for the last counts.
     """
 
     source: PagesSource
@@ -117,7 +117,7 @@ class ClusterWatch:
     async def watching(self) -> AsyncIterator[None]:
         """Read before, during and after the block.
 
-        Raises MonitorError if there is nothing to read before it.
+        Raises MonitorError if the first reading fails.
         """
         await asyncio.to_thread(self._begin)
         ended = asyncio.Event()
@@ -130,9 +130,9 @@ class ClusterWatch:
             await self.settle()
 
     async def settle(self) -> None:
-        """Read on until nothing has been counted for `settle_s`, or for three times that long.
+        """Read until counters have been constant for `settle_s`, at most three times that long.
 
-        Raises MonitorError if there is nothing to read at all.
+        Raises MonitorError if the first reading fails.
         """
         with self.waiting():
             if self._last is None:
@@ -148,7 +148,7 @@ class ClusterWatch:
                 await asyncio.sleep(min(_LOOK_S, self.settle_s / 4))
 
     def figures(self) -> ClusterFigures:
-        """Return the gains between the first reading and the last."""
+        """Return the increases between the first and the last reading."""
 
         def gained(metric: Metric) -> float:
             return total(self._gained, metric)
@@ -176,7 +176,7 @@ class ClusterWatch:
             raise MonitorError(f"--metrics: {error}") from error
         if not snapshot.values:
             raise MonitorError(
-                f"--metrics {', '.join(self.source.addresses)}: none of this cluster"
+                f"--metrics {', '.join(self.source.addresses)}: no metrics of this cluster"
             )
         self._last = snapshot
 
@@ -188,9 +188,9 @@ class ClusterWatch:
                 await asyncio.to_thread(self._read, started_s)
 
     def _read(self, started_s: float | None) -> bool:
-        """Take a reading; after the run (without `started_s`) the counters only.
+        """Take a reading, after the run (`started_s` is None) of counters only.
 
-        Returns whether it was answered and no counter has grown.
+        Returns whether it succeeded and no counter increased.
         """
         assert self._last is not None
         try:

@@ -1,4 +1,4 @@
-"""The overview of a cluster on a terminal of any width and height."""
+"""Overview of a cluster on a terminal of any size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def number(value: float | None) -> str:
-    """At most five characters up to 99,999: `0`, `0.4`, `3`, `38`, `1,204`, `120k`."""
+    """Format a number in at most six characters: `0`, `0.4`, `38`, `1,204`, `120k`."""
     if value is None:
         return NOTHING
     if 0 < value < 9.95 and value != round(value):
@@ -28,7 +28,7 @@ def number(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share of 0 to 1."""
+    """Format a share between 0 and 1 as a percentage."""
     if share is None:
         return NOTHING
     shown = 100 * share
@@ -36,7 +36,7 @@ def percent(share: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A latency: `7 ms`, `450 ms`, `1.2 s`, `38 s`."""
+    """Format a latency: `7.0 ms`, `450 ms`, `1.2 s`, `38 s`."""
     if value is None:
         return NOTHING
     if value < 0.9995:
@@ -45,14 +45,14 @@ def seconds(value: float | None) -> str:
 
 
 def quantile_pair(quantiles: Quantiles) -> str:
-    """Median and 99th percentile."""
+    """Format median and 99th percentile."""
     if quantiles.p50 is None:
         return NOTHING
     return f"{seconds(quantiles.p50)} / {seconds(quantiles.p99)}"
 
 
 def age(value_s: float, *, older: bool) -> str:
-    """How long a replica has been seen: `12s`, `5m`, `3h`, `>2d` where it is older than that."""
+    """Format the age of a replica: `12s`, `5m`, `3h`; `>2d` if it may be older."""
     mark = ">" if older else ""
     for unit_s, unit in ((86_400, "d"), (3600, "h"), (60, "m")):
         if value_s >= unit_s:
@@ -61,14 +61,14 @@ def age(value_s: float, *, older: bool) -> str:
 
 
 def bar(share: float, width: int) -> str:
-    """A bar of blocks, to an eighth of a character."""
+    """Draw a bar with a resolution of an eighth of a character."""
     eighths = round(min(max(share, 0.0), 1.0) * width * 8)
     full, rest = divmod(eighths, 8)
     return ("█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")).ljust(width, "░")
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The last values as columns between 0 and the highest of them."""
+    """Draw the last values as columns, scaled from 0 to their maximum."""
     shown = values[-width:] if width > 0 else ()
     highest = max(shown, default=0.0)
     if highest <= 0:
@@ -84,9 +84,9 @@ _KV_WARNING, _KV_ALARM = 0.75, 0.9
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """What is to be seen: the overview, of what, when, and what is wrong; renders to any size.
+    """The monitor's screen, which renders to any size.
 
-    `silence` says since when nothing answers; the overview is then the last one there was.
+    `silence` describes an outage; the overview is then that of the last successful reading.
     """
 
     overview: Overview
@@ -106,7 +106,7 @@ class Screen:
         ]
         height = options.height if options.height is not None else 10_000
         taken = len(console.render_lines(Group(*above, *below), options.update(height=None)))
-        # The table's own title and head, and the line that tells of rows left out.
+        # Lines for the table's title and header, and for the number of hidden rows.
         rows = max(height - taken - 4, _LEAST_REPLICA_ROWS)
         yield Group(*above, _replicas(self.overview.replicas, rows, narrow=narrow), *below)
 
@@ -170,7 +170,7 @@ def _replicas(replicas: Sequence[ReplicaFigures], most_rows: int, *, narrow: boo
     )  # fmt: skip
     shown = list(replicas)
     if len(shown) > most_rows:
-        # Those that an operator looks for first.
+        # Show the fullest replicas.
         shown.sort(key=lambda each: -(each.kv_share or 0.0))
         shown = shown[: most_rows - 1]
     for each in shown:
@@ -188,7 +188,7 @@ def _replicas(replicas: Sequence[ReplicaFigures], most_rows: int, *, narrow: boo
     if left_out:
         table.add_row(Text(f"and {left_out} more", style="dim"))
     if not replicas:
-        table.add_row(Text("none reports", style="yellow"))
+        table.add_row(Text("no replica reports metrics", style="yellow"))
     return table
 
 
@@ -201,7 +201,7 @@ def _kv_bar(share: float | None, width: int) -> Text:
 
 def _latencies(overview: Overview, *, narrow: bool) -> Table:
     title = f"Latency, p50 / p99 of the last {overview.window_s:.0f} s"
-    table = _table(title, "model", "first token", "per token", "whole answer", "queue")
+    table = _table(title, "model", "first token", "per token", "full answer", "queue")
     for model in overview.models:
         pairs = (model.first_token_s, model.token_s, model.latency_s, model.queue_s)
         table.add_row(Text(model.model), *(_pair(pair, narrow=narrow) for pair in pairs))

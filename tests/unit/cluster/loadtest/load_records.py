@@ -1,4 +1,4 @@
-"""Records of requests that tests make up."""
+"""Builders of request records and runs."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ KEPT_UP = ClientFigures(
 
 
 def record(sent_s: float = 0.0, **fields: Any) -> RequestRecord:
-    """A whole answer of 5 tokens: the first after 1 s, then one every 0.5 s to its end."""
+    """A complete answer of 5 tokens: the first after 1 s, then one every 0.5 s."""
     pieces = fields.pop("pieces", [(1.0 + 0.5 * number, 4) for number in range(5)])
     given = {
         "repeat": 0,
