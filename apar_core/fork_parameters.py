@@ -1,35 +1,37 @@
-"""What the engine needs to know of one request in order to fork it.
+"""Parameters with which the engine forks one request.
 
-The API process decides, once, whether and how a request may fork, and writes it into the request's
-`SamplingParams.extra_args`; the scheduler, the logits processor and the output processor all read
-it from there. So no process-wide state has to agree, and forked and ordinary requests mix freely.
+The API process decides whether and how a request may fork, and writes the decision into the
+request's `SamplingParams.extra_args`. Scheduler, logits processor and output processor read it from
+there, so they share no state, and forked and ordinary requests mix freely.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from apar_core.tree.thread_names import ThreadPath
 
 EXTRA_ARG = "apar"
-"""Key under which the parameters travel in `SamplingParams.extra_args`."""
+"""Key of the parameters in `SamplingParams.extra_args`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForkParameters:
-    """Control tokens of the checkpoint and the limits on the threads of one request.
+    """Control tokens of the checkpoint, and limits on the threads of one request.
 
-    `enabled` false means that the checkpoint has control tokens but this request may not use
-    them: the engine then never samples one. `max_threads` counts threads alive at once; a fork
-    beyond it waits. `max_forks` counts all forks of a request; beyond it no thread is opened and
-    the answer ends with finish reason "length". `end_ids` are the tokens that end a thread.
-    `separated` asks for line breaks between paragraphs whose text lacks them. `thread_path` is the
-    place of a thread: the fork ordinals from the root thread, whose path is empty, down to it.
-    `key` names the API key that asks; all its requests together have at most `key_max_threads`
-    threads alive in one engine, as far as forking adds to them, where that is not None.
+    enabled: False if the checkpoint has control tokens but this request may not use them; the
+        engine then never samples one.
+    max_threads: threads alive at once; a further fork waits.
+    max_forks: forks of the request in total; a further fork opens no thread, and the answer ends
+        with finish reason "length".
+    end_ids: tokens that end a thread.
+    separated: insert line breaks between paragraphs whose text lacks them.
+    thread_path: path of the thread that carries these parameters.
+    key, key_max_threads: API key of the request, and how many threads all requests of that key may
+        have alive in one engine before forks wait; None for no limit.
     """
 
     fork_id: int
@@ -44,12 +46,12 @@ class ForkParameters:
     key_max_threads: int | None = None
 
     def to_extra_arg(self) -> dict[str, Any]:
-        """The parameters as plain values, fit for msgpack."""
+        """Return the parameters as plain values for msgpack."""
         return asdict(self)
 
     @classmethod
     def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> ForkParameters | None:
-        """The parameters of a request, or None where the checkpoint has no control tokens."""
+        """Return a request's parameters; None if the checkpoint has no control tokens."""
         values = extra_args.get(EXTRA_ARG) if extra_args else None
         if values is None:
             return None
@@ -61,13 +63,29 @@ class ForkParameters:
             }
         )
 
+    def is_control(self, token_id: int) -> bool:
+        """Return whether a token is the fork or the child token, and so not text."""
+        return token_id == self.fork_id or token_id == self.child_id
+
+    def ended_itself(self, token_ids: Sequence[int], *, stopped: bool) -> bool:
+        """Return whether a thread with these last tokens ended with an end token of the model.
+
+        `stopped` is whether vLLM's finish reason is "stop". A stop token of the client also gives
+        that reason, but ends the whole request.
+        """
+        return stopped and bool(token_ids) and token_ids[-1] in self.end_ids
+
+    def num_text(self, token_ids: Sequence[int], *, stopped: bool) -> int:
+        """Return how many of a thread's last tokens are text, not control or end tokens."""
+        num_control = sum(map(self.is_control, token_ids))
+        return len(token_ids) - num_control - self.ended_itself(token_ids, stopped=stopped)
+
 
 @dataclass(frozen=True, slots=True)
 class KeyTerms:
-    """What a server grants the API key of a request; no client can set any of it.
+    """Terms that the server grants to a request's API key; no client can set them.
 
-    `key` and `key_max_threads` are those of `ForkParameters`; `priority` is vLLM's: lower goes
-    first.
+    `key` and `key_max_threads` are as in `ForkParameters`. `priority` is vLLM's: lower goes first.
     """
 
     key: str
@@ -76,8 +94,13 @@ class KeyTerms:
 
 
 def child_seed(parent_seed: int | None, ordinal: int) -> int | None:
-    """Seed of a child's random numbers: its own, and the same in every run of a seeded request."""
-    if parent_seed is None:
+    """Return the seed of a thread's `ordinal`-th child; None for an unseeded request."""
+    return derived_seed(parent_seed, f"~{ordinal}")
+
+
+def derived_seed(seed: int | None, purpose: str) -> int | None:
+    """Return a seed that depends only on another seed and a purpose."""
+    if seed is None:
         return None
-    digest = hashlib.blake2b(f"{parent_seed}~{ordinal}".encode(), digest_size=7).digest()
+    digest = hashlib.blake2b(f"{seed}{purpose}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big")

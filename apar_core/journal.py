@@ -1,4 +1,4 @@
-"""What the threads of a request have generated: from it, an answer can be taken up again."""
+"""Journal of the tokens that a request's threads have generated; another engine can continue it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from apar_core.tree.thread_names import ThreadPath
+
 
 class ThreadDelta(NamedTuple):
-    """What one thread has generated since the last delta of it.
+    """Tokens that one thread has generated since its last delta.
 
-    `path` holds the fork ordinals from the root thread, whose path is empty, down to this one;
-    control and end tokens are among the `token_ids`. `finish_reason` is vLLM's `FinishReason`
-    value once the thread has ended, else None.
+    `token_ids` include control and end tokens. `finish_reason` is the value of vLLM's
+    `FinishReason` once the thread has ended, else None.
     """
 
-    path: tuple[int, ...]
+    path: ThreadPath
     token_ids: tuple[int, ...]
     finish_reason: int | None = None
 
@@ -24,15 +25,14 @@ Journal = tuple[ThreadDelta, ...]
 
 
 class JournalBook:
-    """A journal that grows, at four bytes a token."""
+    """Growing journal that merges the deltas of each thread; takes four bytes per token."""
 
-    def __init__(self, journal: Journal = ()) -> None:
-        self._token_ids: dict[tuple[int, ...], array[int]] = {}
-        self._reasons: dict[tuple[int, ...], int] = {}
-        self.add(journal)
+    def __init__(self) -> None:
+        self._token_ids: dict[ThreadPath, array[int]] = {}
+        self._reasons: dict[ThreadPath, int] = {}
 
     def add(self, deltas: Iterable[ThreadDelta]) -> None:
-        """Take what threads have generated since the last time."""
+        """Append the deltas to their threads."""
         for path, token_ids, finish_reason in deltas:
             known = self._token_ids.get(path)
             if known is None:
@@ -43,27 +43,20 @@ class JournalBook:
                 self._reasons[path] = finish_reason
 
     def journal(self) -> Journal:
-        """One delta a thread, parents before their children."""
+        """Return one delta per thread, parents before their children."""
         return tuple(
             ThreadDelta(path, tuple(self._token_ids[path]), self._reasons.get(path))
             for path in sorted(self._token_ids)
         )
 
 
-def merged(deltas: Iterable[ThreadDelta]) -> Journal:
-    """One delta a thread, parents before their children."""
-    book = JournalBook()
-    book.add(deltas)
-    return book.journal()
-
-
 def to_plain(journal: Journal) -> list[Any]:
-    """The journal as plain lists, fit for msgpack."""
+    """Return the journal as plain lists for msgpack."""
     return [[list(d.path), list(d.token_ids), d.finish_reason] for d in journal]
 
 
 def from_plain(values: Sequence[Any]) -> Journal:
-    """The journal that `to_plain` wrote."""
+    """Return the journal that `to_plain` wrote."""
     return tuple(
         ThreadDelta(tuple(path), tuple(token_ids), finish_reason)
         for path, token_ids, finish_reason in values

@@ -16,7 +16,7 @@ from rich.console import Console
 from benchmarks.cluster_simulation.command import app as simulation
 
 if TYPE_CHECKING:
-    from apar_core.engine.offline import OfflineEngine
+    from apar_core.engine.offline_engine import OfflineEngine
 
 app = typer.Typer(
     no_args_is_help=False,
@@ -148,8 +148,8 @@ def _replaying_engine(model: str, eager: bool) -> OfflineEngine:
     # A small model gains nothing from threads that wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Imported here: --help shall not wait for torch and vLLM.
-    from apar_core.engine.offline import OfflineEngine
-    from apar_core.engine.replay_request import REPLAY
+    from apar_core.engine.offline_engine import OfflineEngine
+    from apar_core.engine.replay import REPLAY
     from apar_core.models.apar_tiny import checkpoint_path
 
     return OfflineEngine(

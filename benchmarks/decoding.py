@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from apar_core.engine.offline import OfflineEngine
+from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.engine.replay import replay_args
 from apar_core.engine.thread_outputs import TextToken
 from apar_core.offline.data.tiny_corpus.generator import Corpus

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from apar_core.engine.offline import OfflineEngine
+from apar_core.engine.offline_engine import OfflineEngine
 from benchmarks.decoding import forked_answers, replays
 from cluster.cli.evaluation_progress import rich_table
 from cluster.experiments.fork_cost import fork_cost_table, fork_costs

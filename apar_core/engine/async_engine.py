@@ -1,15 +1,16 @@
-"""The engine of a server: vLLM's AsyncLLM, which forks and tells about it."""
+"""The engine of a server: vLLM's AsyncLLM with forks, statistics, resumption and warm-up."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from vllm import SamplingParams, TokensPrompt
 from vllm.exceptions import VLLMClientError
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineGenerateError
@@ -17,22 +18,46 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 from apar_core.engine import plugin
 from apar_core.engine.core_state import CORE_STATE_CALL
 from apar_core.engine.input_processor import ForkInputProcessor
-from apar_core.engine.journal import RequestFollower
 from apar_core.engine.output_processor import ForkOutputProcessor
-from apar_core.engine.request_record import RequestRecord
-from apar_core.engine.resumption import completed, hand_to_scheduler
-from apar_core.engine.warm_up import PROMPT, warm_up_params
+from apar_core.engine.request_follower import RequestFollower
+from apar_core.engine.resume_request import completed, hand_to_scheduler
+from apar_core.engine.thread_outputs import RequestRecord
 from apar_core.fork_parameters import KeyTerms
 from apar_core.formats.control_tokens import ControlTokens
 from apar_core.journal import Journal
 
 logger = logging.getLogger(__name__)
 
-# Before any engine is built: AsyncLLM looks its processors up by name.
+# Before any engine is built, because AsyncLLM looks its processors up by name.
 plugin.register()
 
 SCHEDULER_CLS = "apar_core.scheduler.fork_scheduler.ForkScheduler"
-"""Value of vLLM's `scheduler_cls` with which an engine forks."""
+"""Value of vLLM's `scheduler_cls` for an engine that forks."""
+
+
+_PROMPT = "Hello"
+# One token from the prompt's step, one from a decoding step.
+_MAX_TOKENS = 2
+
+_TOGETHER: dict[str, Any] = {
+    "temperature": 0.8,
+    "seed": 1,
+    "top_p": 0.9,
+    "top_k": 10,
+    "min_p": 0.01,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "repetition_penalty": 1.1,
+    "logit_bias": {0: 1.0},
+    "bad_words": [_PROMPT],
+    "logprobs": 2,
+}
+_STRUCTURED: dict[str, dict[str, Any]] = {
+    "json": {"json": {"type": "object", "properties": {"a": {"type": "string"}}}},
+    "regex": {"regex": "[a-z]+"},
+    "choice": {"choice": ["yes", "no"]},
+    "grammar": {"grammar": 'root ::= "yes" | "no"'},
+}
 
 
 class AparAsyncLLM(AsyncLLM):
@@ -44,33 +69,34 @@ class AparAsyncLLM(AsyncLLM):
         return self._input.control_tokens
 
     def take_statistics(self, request_id: str) -> RequestRecord | None:
-        """Statistics and trees of a finished request, once, by its external request id."""
+        """Remove and return the record of a finished request, by its external id."""
         return self._output.records.take(request_id)
 
     def follow(
         self, request_id: str, follower: RequestFollower, terms: KeyTerms | None = None
     ) -> None:
-        """Tell a follower of a client's request, by its external request id, until `unfollow`.
+        """Report a client's request to a follower, by its external id, until `unfollow`.
 
-        The request runs on these terms; without any, it has no key and no priority of its own.
+        The request runs on these terms; without any, it has no key and no priority.
         """
         self._output.follow(request_id, follower)
         self._input.key_terms[request_id] = terms
 
     def unfollow(self, request_id: str) -> None:
-        """Stop following a request, and forget its terms."""
+        """Stop reporting a request, and forget its terms."""
         self._output.unfollow(request_id)
         self._input.key_terms.pop(request_id, None)
 
     def pace_streams(self, pause_s: float) -> None:
-        """From now on, merge what a stream yields within `pause_s`, or longer under load."""
+        """Merge the outputs of each new stream within `pause_s` seconds, or longer under load."""
         self._output.stream_pause_s = pause_s
 
     async def warm_up(self) -> None:
-        """Answer a request of each kind, so that no client's first one stalls running streams.
+        """Answer a request for each sampling parameter before the first client's request.
 
-        vLLM's statistics do not count these requests; the engine core's own counters of steps and
-        generated tokens do.
+        The first use of a parameter may compile kernels or load a library inside an engine step,
+        which stalls all running streams: on a CPU for half a minute. vLLM's statistics do not count
+        these requests; the engine core's own counters do.
         """
         begin_s = time.monotonic()
         loggers, self._logger_ref[0] = self._logger_ref[0], None
@@ -78,11 +104,11 @@ class AparAsyncLLM(AsyncLLM):
             num_engines = self.vllm_config.parallel_config.data_parallel_size
             ranks: Sequence[int | None] = range(num_engines) if num_engines > 1 else [None]
             for rank in ranks:
-                for name, params in warm_up_params():
+                for name, params in _warm_up_params():
                     await self._warm_up_with(name, params, rank)
-                # Steps with several rows of different kinds.
+                # Also steps with several rows of different kinds.
                 await asyncio.gather(
-                    *(self._warm_up_with(name, params, rank) for name, params in warm_up_params())
+                    *(self._warm_up_with(name, params, rank) for name, params in _warm_up_params())
                 )
         finally:
             self._logger_ref[0] = loggers
@@ -90,20 +116,20 @@ class AparAsyncLLM(AsyncLLM):
 
     async def _warm_up_with(self, name: str, params: SamplingParams, rank: int | None) -> None:
         tokenizer: Any = self._input.tokenizer
-        token_ids = [0] if tokenizer is None else tokenizer.encode(PROMPT)
+        token_ids = [0] if tokenizer is None else tokenizer.encode(_PROMPT)
         prompt = TokensPrompt(prompt_token_ids=token_ids)
         request_id = f"warm-up-{name}"
         try:
             async for _ in self.generate(prompt, params, request_id, data_parallel_rank=rank):
                 pass
         except (VLLMClientError, EngineGenerateError) as error:
-            # Clients are refused in the same way, for example min_p beside speculative decoding.
+            # Clients are refused in the same way, for example min_p with speculative decoding.
             logger.info("not warmed up", extra={"parameter": name, "reason": repr(error)})
         finally:
             self.take_statistics(request_id)
 
     async def _add_request(self, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
-        """As in vLLM, but a request that cannot be sent to the engine core is forgotten."""
+        """As in vLLM, but forget a request that cannot be sent to the engine core."""
         try:
             journal = self._output.journal_of(request)
             if journal is None:
@@ -117,7 +143,7 @@ class AparAsyncLLM(AsyncLLM):
     async def _resume_request(
         self, request: EngineCoreRequest, journal: Journal, *args: Any, **kwargs: Any
     ) -> None:
-        """Add a request that has come a part of its way in another engine."""
+        """Add a request that another engine has started."""
         journal = completed(request, journal, self.model_config.max_model_len)
         self._output.add_request(request, *args, **kwargs)
         if self._output.replay(request, journal):
@@ -133,6 +159,24 @@ class AparAsyncLLM(AsyncLLM):
         return cast(ForkOutputProcessor, self.output_processor)
 
     async def core_state(self) -> dict[str, Any]:
-        """Threads alive, KV blocks free and fork counters of the engine core at this moment."""
+        """Return the state of the engine core: see `core_state.py`."""
         state: dict[str, Any] = await self.engine_core.call_utility_async(CORE_STATE_CALL)
         return state
+
+
+def _warm_up_params() -> Iterator[tuple[str, SamplingParams]]:
+    """Yield names and parameters of requests with each parameter alone, then most of them."""
+    yield "greedy", _params(temperature=0.0)
+    for name, value in _TOGETHER.items():
+        yield name, _params(**{name: value})
+    yield "greedy_logprobs", _params(temperature=0.0, logprobs=1)
+    yield "prompt_logprobs", _params(prompt_logprobs=1)
+    yield "min_tokens", _params(min_tokens=1)
+    yield "allowed_token_ids", _params(allowed_token_ids=[0, 1, 2])
+    for name, constraint in _STRUCTURED.items():
+        yield name, _params(structured_outputs=StructuredOutputsParams(**constraint))
+    yield "together", _params(**_TOGETHER)
+
+
+def _params(**values: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=_MAX_TOKENS, **values)

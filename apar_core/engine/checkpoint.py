@@ -1,4 +1,4 @@
-"""What a checkpoint is, read from its files without loading a weight."""
+"""Inspect a checkpoint's files without loading its weights."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ _HEADER_LENGTH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class CheckpointReport:
-    """Facts about a checkpoint; `control_tokens` is None for an ordinary model.
+    """Facts about a checkpoint.
 
-    `vocabulary_size` counts the tokenizer's entries and `num_embeddings` the model's rows.
-    `weights_bytes` is None where the weights are not on this machine, and `num_parameters` also
-    where they are not in safetensors format.
+    num_parameters, weights_bytes: None if the weights are not on this machine; the first also if
+        they are not in safetensors format.
+    vocabulary_size, num_embeddings: entries of the tokenizer, and rows of the model's embedding.
+    control_tokens: None for an ordinary model.
     """
 
     name_or_path: str
@@ -45,17 +46,12 @@ class CheckpointReport:
     control_tokens: ControlTokens | None
     spellings: PlainSpellings
 
-    @property
-    def is_apar(self) -> bool:
-        """Whether the model was trained to fork, as far as its vocabulary tells."""
-        return self.control_tokens is not None
-
 
 def inspect_checkpoint(name_or_path: str) -> CheckpointReport:
-    """Read configuration and tokenizer of a directory or of a model on the Hugging Face hub.
+    """Read configuration and tokenizer of a directory or a model on the Hugging Face hub.
 
-    Raises CheckpointError if they cannot be read, if one control token of a pair is missing, or
-    if a control token lies beyond the model's embeddings.
+    Raises CheckpointError if they cannot be read, if one control token of a pair is missing, or if
+    a control token has no embedding.
     """
     config = _load_config(name_or_path)
     tokenizer = _load_tokenizer(name_or_path)
@@ -104,7 +100,7 @@ def _check_embeddings(control_tokens: ControlTokens, num_embeddings: int) -> Non
 
 
 def _weight_files(name_or_path: str) -> list[Path]:
-    """The checkpoint's weight files on this machine; the hub is not asked."""
+    """Return the checkpoint's weight files on this machine, without asking the hub."""
     directory = Path(name_or_path)
     if not directory.is_dir():
         try:
@@ -116,7 +112,7 @@ def _weight_files(name_or_path: str) -> list[Path]:
 
 
 def _num_parameters(weights: Iterable[Path]) -> int | None:
-    """Elements of all tensors by the headers of safetensors files (JSON behind its length)."""
+    """Return the elements of all tensors, from the headers of safetensors files."""
     num_parameters = 0
     for file in weights:
         if file.suffix != ".safetensors":

@@ -1,4 +1,4 @@
-"""A look into the engine core: threads alive, KV blocks free, what forks have cost."""
+"""State of the engine core: live threads, free KV blocks, counters and step times."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ CORE_STATE_CALL = "apar_core_state"
 
 
 def core_state(scheduler: Any) -> dict[str, Any]:
-    """Counts of the moment, as plain values.
+    """Return the current counts and the counters since the start, as plain values.
 
-    `requests` counts the engine's requests with a thread alive, of which a client's request with
-    several choices or prompts is as many; `threads` all threads, running or waiting; `kv_blocks`
-    is what the cache has, `free_blocks` what no thread holds. `step_s` is the mean time of the last
-    steps; `steps` counts them all, the rows that got a token in them, and the seconds that they
-    took; `generated_tokens` all tokens sampled since the start; `step_time_model` what the adaptive
-    fork policy has learnt.
+    requests: requests of the engine with a live thread; a client's request with several choices or
+        prompts counts as several.
+    threads: running and waiting threads. deferred_threads: children that have not started.
+    kv_blocks, free_blocks: blocks of the KV cache, and blocks that no thread holds.
+    step_s: mean time of the last steps. steps: number, rows and seconds of all steps.
+    generated_tokens: tokens sampled. step_time_model: coefficients of the adaptive fork policy.
     """
     pool = scheduler.kv_cache_manager.block_pool
     num_running, num_waiting = scheduler.get_request_counts()
@@ -29,7 +29,7 @@ def core_state(scheduler: Any) -> dict[str, Any]:
         "threads": len(scheduler.requests),
         "running_threads": num_running,
         "waiting_threads": num_waiting,
-        # One block is vLLM's null block, which is never free and never holds anything.
+        # Without vLLM's null block, which is never free and never used.
         "kv_blocks": pool.num_gpu_blocks - 1,
         "free_blocks": pool.get_num_free_blocks(),
         "requests": len(scheduler.requests),
@@ -57,7 +57,7 @@ def core_state(scheduler: Any) -> dict[str, Any]:
 
 
 def install_core_state() -> None:
-    """Make `core_state` callable across processes, as an engine-core utility."""
+    """Make `core_state` callable from the API process, as an engine-core utility."""
 
     def apar_core_state(self: Any) -> dict[str, Any]:
         return core_state(self.scheduler)

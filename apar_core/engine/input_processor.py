@@ -1,10 +1,10 @@
-"""vLLM's input processor, which decides whether a request forks and keeps prompts free of control
-tokens."""
+"""vLLM's input processor: decides whether a request forks, and cleans prompts of control tokens."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 from vllm import envs
@@ -14,12 +14,17 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
-from apar_core.engine import engine_config
-from apar_core.engine.client_ids import find_client
-from apar_core.engine.fork_bans import bad_words
-from apar_core.engine.replay import REPLAY_ARG, ReplayText, replay_text
-from apar_core.engine.replay_request import PARAM, REPLAY_REQUEST_ARG, ReplayRules
-from apar_core.engine.tool_calls import ENABLED_ARG, keep_tool_calls_unforked
+from apar_core.engine.logits_processors import bad_words
+from apar_core.engine.replay import (
+    PARAM,
+    REPLAY,
+    REPLAY_ARG,
+    REPLAY_REQUEST_ARG,
+    ReplayRules,
+    ReplayText,
+    replay_text,
+)
+from apar_core.engine.request_follower import find_client
 from apar_core.errors import RequestError
 from apar_core.fork_parameters import EXTRA_ARG, ForkParameters, KeyTerms
 from apar_core.formats.control_tokens import (
@@ -29,6 +34,7 @@ from apar_core.formats.control_tokens import (
     plain_spellings,
     refuse_control_tokens,
 )
+from apar_core.scheduler.fork_scheduler import ForkMixin
 from apar_core.scheduler.fork_settings import ForkSettings, fork_settings
 
 logger = logging.getLogger(__name__)
@@ -36,43 +42,63 @@ logger = logging.getLogger(__name__)
 RELEASED_FORK_TEXT = "[SplitMask]"
 """Fork token of the released checkpoints, whose training text lacks line breaks."""
 
+ENABLED_ARG = "apar_enabled"
+"""Key of `SamplingParams.extra_args`: whether the request may fork."""
 MAX_THREADS_ARG = "apar_max_threads"
 CLIENT_ARGS = frozenset({ENABLED_ARG, MAX_THREADS_ARG, REPLAY_REQUEST_ARG})
-"""Entries of `extra_args`, and so of the HTTP field `vllm_xargs`, that a client may set."""
+"""Our keys of `extra_args` that a client may set, through the HTTP field `vllm_xargs`."""
 _OUR_PREFIX = "apar"
+_WRAPPED = "_apar_keeps_tool_calls_unforked"
+
+
+def forks(vllm_config: VllmConfig) -> bool:
+    """Return whether an engine with this configuration forks."""
+    if vllm_config.scheduler_config.scheduler_cls is None:
+        return False
+    scheduler_cls = vllm_config.scheduler_config.get_scheduler_cls()
+    return isinstance(scheduler_cls, type) and issubclass(scheduler_cls, ForkMixin)
+
+
+def bans_by_logits_processor(vllm_config: VllmConfig) -> bool:
+    """Return whether control tokens are banned by our logits processor, not as bad words.
+
+    vLLM accepts no custom logits processor with speculative decoding or in its V2 model runner.
+    Bad words work everywhere, but take time per row.
+    """
+    return vllm_config.speculative_config is None and not vllm_config.use_v2_model_runner
 
 
 class ForkInputProcessor(InputProcessor):
-    """Writes each request's `ForkParameters`; acts as vLLM's own where the engine does not fork."""
+    """Writes each request's `ForkParameters`; acts like vLLM's own if the engine does not fork."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
-        # By the request id that the client's side knows; None for a request without a key.
+        # By the client's request id; None for a request without a key.
         self.key_terms: dict[str, KeyTerms | None] = {}
-        self._is_forking = engine_config.forks(vllm_config)
+        self._is_forking = forks(vllm_config)
         tokenizer: Any = self.tokenizer
         self.control_tokens = _control_tokens(vllm_config, tokenizer)
-        # The forking scheduler orders by priority for its own ends: unless this was configured, a
-        # client's priority must go on meaning nothing.
+        # The forking scheduler uses the priority policy internally. Unless that policy was
+        # configured, a client's priority must have no effect.
         self._ignores_priority = (
             self._is_forking and vllm_config.scheduler_config.policy != "priority"
         )
-        # The V2 model runner's worker has two limits on bad words. vLLM checks only one of them,
-        # and before our bans are added.
+        # The V2 model runner has two limits on bad words. vLLM checks only one of them, and before
+        # our bans are added.
         self._limits_bad_words = self._is_forking and vllm_config.use_v2_model_runner
         self._replay_rules = (
             ReplayRules(vllm_config.model_config.get_vocab_size(), frozenset(self._end_ids()))
-            if engine_config.replays(vllm_config)
+            if REPLAY in (vllm_config.model_config.logits_processors or ())
             else None
         )
         if self.control_tokens is None:
             return
-        keep_tool_calls_unforked()
+        _keep_tool_calls_unforked()
         self._settings: ForkSettings = fork_settings(vllm_config)
         self._spellings = plain_spellings(self.control_tokens, tokenizer)
-        # vLLM returns the experts of each token as rows of one sequence, which a tree is not.
+        # vLLM returns routed experts as rows of one token sequence, which a tree does not have.
         self._may_fork = not vllm_config.aux_output_config.enable_return_routed_experts
-        self._bans_as_bad_words = not engine_config.bans_by_logits_processor(vllm_config)
+        self._bans_as_bad_words = not bans_by_logits_processor(vllm_config)
         self._parameters = ForkParameters(
             fork_id=self.control_tokens.fork_id,
             child_id=self.control_tokens.child_id,
@@ -80,13 +106,17 @@ class ForkInputProcessor(InputProcessor):
             max_threads=self._settings.max_threads,
             max_forks=self._settings.max_forks,
             end_ids=self._end_ids(),
-            separated=_separated(self._settings, self.control_tokens),
+            separated=self._settings.separators == "on"
+            or (
+                self._settings.separators == "auto"
+                and self.control_tokens.fork_text == RELEASED_FORK_TEXT
+            ),
         )
 
     def process_inputs(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> EngineCoreRequest:
-        """As in vLLM. Raises VLLMValidationError for what a client may not ask for (HTTP 400)."""
+        """As in vLLM. Raises VLLMValidationError (HTTP 400) for what a client may not ask for."""
         request = super().process_inputs(request_id, prompt, params, *args, **kwargs)
         terms = find_client(self.key_terms, request_id)
         if terms is not None:
@@ -106,10 +136,10 @@ class ForkInputProcessor(InputProcessor):
         return request
 
     def _check_arguments(self, params: SamplingParams) -> None:
-        """Refuse entries of `extra_args` that only this project's own code may write.
+        """Refuse our keys of `extra_args` that only our own code may set.
 
-        An HTTP client reaches them by `vllm_xargs`. An engine that does not fork keeps them, except
-        the fork parameters and replay scripts, which are dropped.
+        An engine that does not fork keeps them, except fork parameters and replays, which are
+        dropped.
         """
         checked: dict[str, Any] = {}
         for name, value in (params.extra_args or {}).items():
@@ -124,13 +154,13 @@ class ForkInputProcessor(InputProcessor):
                 )
             elif name not in (EXTRA_ARG, REPLAY_ARG):
                 checked[name] = value
-        # Not in place: the prompts of one HTTP request share these arguments.
+        # A copy: the prompts of one HTTP request share these arguments.
         params.extra_args = checked or None
 
     def _clean_prompt(
         self, request: EngineCoreRequest, prompt: Any, control_tokens: ControlTokens
     ) -> None:
-        """Turn control tokens that came from text into their characters; refuse all others."""
+        """Spell out control tokens that came as text; refuse those that came as token ids."""
         token_ids = request.prompt_token_ids
         if token_ids is None or self._spellings.keys().isdisjoint(token_ids):
             return
@@ -144,8 +174,8 @@ class ForkInputProcessor(InputProcessor):
         limit = self.model_config.max_model_len
         if len(plain) >= limit:
             raise VLLMValidationError(
-                f"The prompt holds {len(plain)} tokens once control tokens are spelled out, which "
-                f"leaves no room in a context of {limit} tokens.",
+                f"The prompt has {len(plain)} tokens after its control tokens are spelled out, "
+                f"which leaves no room in a context of {limit} tokens.",
                 parameter="prompt",
             )
         request.prompt_token_ids = plain
@@ -156,7 +186,13 @@ class ForkInputProcessor(InputProcessor):
     def _set_parameters(
         self, request: EngineCoreRequest, params: SamplingParams, terms: KeyTerms | None
     ) -> None:
-        self._check_stop_tokens(params)
+        named = self._spellings.keys() & set(params.stop_token_ids or ())
+        if named:
+            raise VLLMValidationError(
+                f"stop_token_ids may not contain the checkpoint's control tokens: {sorted(named)}.",
+                parameter="stop_token_ids",
+                value=params.stop_token_ids,
+            )
         extra_args = dict(params.extra_args or {})
         wanted = _choice(extra_args, ENABLED_ARG, bool, self._settings.enabled)
         max_threads = _choice(extra_args, MAX_THREADS_ARG, int, self._settings.max_threads)
@@ -182,7 +218,7 @@ class ForkInputProcessor(InputProcessor):
             ]
 
     def _set_replay(self, request: EngineCoreRequest, params: SamplingParams) -> None:
-        """Turn what the client wants replayed, if anything, into what the engine replays."""
+        """Check the client's replay, if any, and write it for the logits processor."""
         if REPLAY_REQUEST_ARG not in (params.extra_args or {}):
             return
         # A copy: the prompts of one HTTP request share these arguments.
@@ -191,33 +227,25 @@ class ForkInputProcessor(InputProcessor):
         try:
             if self._replay_rules is None:
                 raise RequestError(
-                    f"`{PARAM}` is not allowed: the server's configuration of this model does not "
-                    "have `replay: true`"
+                    f"`{PARAM}` is not allowed: this model is configured without `replay: true`"
                 )
             if params.structured_outputs is not None:
-                raise RequestError(f"`{PARAM}` cannot follow a grammar: ask for one of the two")
-            parameters = ForkParameters.from_extra_args(extra_args)
+                raise RequestError(f"`{PARAM}` cannot be combined with structured outputs")
+            if request.prompt_token_ids is not None:
+                prompt_tokens = len(request.prompt_token_ids)
+            else:
+                prompt_tokens = 0 if request.prompt_embeds is None else len(request.prompt_embeds)
             scripts = self._replay_rules.parse(
                 text,
-                parameters,
-                prompt_tokens=_num_prompt_tokens(request),
-                # Known for certain once the engine runs: a context can be fitted to its memory.
+                ForkParameters.from_extra_args(extra_args),
+                prompt_tokens=prompt_tokens,
+                # Read now: vLLM may fit the context to the memory while the engine starts.
                 context_tokens=self.model_config.max_model_len,
                 max_tokens=params.max_tokens,
             )
         except RequestError as error:
             raise VLLMValidationError(str(error), parameter=PARAM) from error
         params.extra_args = {**extra_args, REPLAY_ARG: replay_text(scripts)}
-
-    def _check_stop_tokens(self, params: SamplingParams) -> None:
-        """Refuse control tokens as stop tokens: they are no part of the text that is to stop."""
-        named = self._spellings.keys() & set(params.stop_token_ids or ())
-        if named:
-            raise VLLMValidationError(
-                f"stop_token_ids may not hold the checkpoint's control tokens: {sorted(named)}.",
-                parameter="stop_token_ids",
-                value=params.stop_token_ids,
-            )
 
     def _end_ids(self) -> tuple[int, ...]:
         generation_ids = self.generation_config_fields.get("eos_token_id")
@@ -227,32 +255,20 @@ class ForkInputProcessor(InputProcessor):
 
 
 def _control_tokens(vllm_config: VllmConfig, tokenizer: Any) -> ControlTokens | None:
-    """Control tokens of the checkpoint of a forking engine; None where nothing forks."""
-    if not engine_config.forks(vllm_config) or tokenizer is None:
+    """Return the checkpoint's control tokens; None if it has none or the engine does not fork."""
+    if not forks(vllm_config) or tokenizer is None:
         return None
     control_tokens = find_control_tokens(tokenizer.get_vocab())
     if control_tokens is None:
         logger.warning(
-            "the checkpoint has no control tokens: it is served as an ordinary model, unforked",
+            "checkpoint has no control tokens: serving it as an ordinary model, without forks",
             extra={"model": vllm_config.model_config.model},
         )
     return control_tokens
 
 
-def _num_prompt_tokens(request: EngineCoreRequest) -> int:
-    if request.prompt_token_ids is not None:
-        return len(request.prompt_token_ids)
-    return 0 if request.prompt_embeds is None else len(request.prompt_embeds)
-
-
-def _separated(settings: ForkSettings, control_tokens: ControlTokens) -> bool:
-    if settings.separators == "auto":
-        return control_tokens.fork_text == RELEASED_FORK_TEXT
-    return settings.separators == "on"
-
-
 def _check_bad_words(params: SamplingParams) -> None:
-    """Refuse bad words of a client that exceed what the worker takes, ours included."""
+    """Refuse more bad words than the worker accepts beside ours."""
     words = params._bad_words_token_ids or []
     parameters = ForkParameters.from_extra_args(params.extra_args)
     ours = [] if parameters is None else bad_words(parameters)
@@ -275,9 +291,9 @@ def _check_bad_words(params: SamplingParams) -> None:
 
 
 def _can_fork(request: EngineCoreRequest, params: SamplingParams) -> bool:
-    """Whether forking leaves the meaning of every sampling parameter of the request intact.
+    """Return whether every sampling parameter keeps its meaning if the request forks.
 
-    Grammars and forced lengths hold for one sequence of tokens; a tree of threads has no such.
+    Grammars and forced lengths apply to one sequence of tokens, not to a tree of threads.
     """
     return not (
         params.structured_outputs is not None
@@ -298,3 +314,33 @@ def _choice(extra_args: dict[str, Any], name: str, kind: type, default: Any) -> 
     raise VLLMValidationError(
         f"{field} must be of type {kind.__name__}, got {value!r}.", parameter=field, value=value
     )
+
+
+def _keep_tool_calls_unforked() -> None:
+    """Disable forks for HTTP requests with tools; may be called more than once.
+
+    A tool call is one token sequence, which a parser reads as it arrives. The engine does not see a
+    request's tools, so vLLM's HTTP layer sets `apar_enabled` to False. `LLM.chat` does not use that
+    layer.
+    """
+    # Imported here: only processes with a forking engine need vLLM's HTTP layer.
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    for request_class in (ChatCompletionRequest, ResponsesRequest):
+        to_sampling_params = request_class.to_sampling_params
+        if not hasattr(to_sampling_params, _WRAPPED):
+            wrapped = _without_forks_for_tools(to_sampling_params)
+            setattr(request_class, to_sampling_params.__name__, wrapped)
+
+
+def _without_forks_for_tools(to_sampling_params: Any) -> Any:
+    @wraps(to_sampling_params)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        params = to_sampling_params(self, *args, **kwargs)
+        if self.tools and self.tool_choice != "none":
+            params.extra_args = {**(params.extra_args or {}), ENABLED_ARG: False}
+        return params
+
+    setattr(wrapped, _WRAPPED, True)
+    return wrapped

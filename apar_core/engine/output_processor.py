@@ -1,9 +1,9 @@
-"""vLLM's output processor, which sees one growing text where the engine runs many threads."""
+"""vLLM's output processor: shows vLLM one growing text where the engine runs many threads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cached_property
+from collections.abc import Iterable, Sequence
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,52 +12,54 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
 from vllm.v1.outputs import LogprobsLists
 
-from apar_core.engine.client_ids import beam_search_of, find_client
-from apar_core.engine.journal import RequestFollower
 from apar_core.engine.paced_outputs import interval_under_load, pace
-from apar_core.engine.request_record import RequestRecords
-from apar_core.engine.resumption import outputs_so_far
-from apar_core.engine.separators import separators
-from apar_core.engine.thread_outputs import RequestThreads, TextToken, UnforkedThread
+from apar_core.engine.request_follower import RequestFollower, beam_search_of, find_client
+from apar_core.engine.resume_request import outputs_so_far
+from apar_core.engine.thread_outputs import (
+    RequestRecords,
+    RequestThreads,
+    TextToken,
+    UnforkedThread,
+)
 from apar_core.fork_parameters import ForkParameters
 from apar_core.journal import Journal
-from apar_core.scheduler.resumption import forget_journal
-from apar_core.tree.restore import Separator
+from apar_core.scheduler.thread_requests import forget_journal
+from apar_core.tree.restore import Edge, Separator
 
 
 class ForkOutputProcessor(OutputProcessor):
-    """Turns the outputs of threads into outputs of their requests; passes all others through.
+    """Joins the outputs of threads into outputs of their requests; passes all others through.
 
-    Detokenising, stop strings, log-probabilities, usage and vLLM's statistics happen behind it, on
-    the restored text.
+    vLLM's detokenizer, stop strings, log-probabilities, usage and statistics then work on the
+    restored text.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.records = RequestRecords()
-        # By engine request id: a request's root and, once opened, each of its threads.
+        # By engine request id of each thread of a request that may fork.
         self._threads: dict[str, RequestThreads] = {}
-        # Requests that may not fork: their one thread is only watched, for its statistics.
+        # By engine request id of a request that may not fork.
         self._unforked: dict[str, UnforkedThread] = {}
-        # By the request id that the client's side knows, as long as it wants to be told.
+        # By the client's request id, between `follow` and `unfollow`.
         self._followers: dict[str, RequestFollower] = {}
-        # By engine request id: the followed requests of checkpoints without control tokens.
+        # By engine request id, if the checkpoint has no control tokens.
         self._plain: dict[str, RequestFollower] = {}
         self.stream_pause_s = 0.0
 
     def follow(self, request_id: str, follower: RequestFollower) -> None:
-        """Tell a follower of a client's request, by its external id, until `unfollow`."""
+        """Report a client's request to a follower, by its external id, until `unfollow`."""
         self._followers[request_id] = follower
 
     def unfollow(self, request_id: str) -> None:
-        """Tell the follower of a request no more."""
+        """Stop reporting a request."""
         self._followers.pop(request_id, None)
 
     def add_request(self, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
-        """Register a request; one that may fork gets a paragraph tree.
+        """Register a request; a request that may fork gets a paragraph tree.
 
-        A streaming-input session adds the same request again for each part of its input, and once
-        more to end it, which may remove its state at once.
+        A streaming-input session adds the same request for each part of its input, and once more to
+        end it, which may remove its state at once.
         """
         forget_journal(request.sampling_params)
         is_new = request.request_id not in self.request_states
@@ -90,32 +92,32 @@ class ForkOutputProcessor(OutputProcessor):
         )
 
     def journal_of(self, request: EngineCoreRequest) -> Journal | None:
-        """The journal that a request shall go on from; None for a new one."""
+        """Return the journal that a request continues; None for a new request."""
         if request.sampling_params is None or request.external_req_id is None:
             return None
         follower = find_client(self._followers, request.external_req_id)
         return None if follower is None else follower.resume
 
     def replay(self, request: EngineCoreRequest, journal: Journal) -> bool:
-        """Put out what is known of an added request; returns whether the engine has more to do."""
+        """Process the outputs of a journal; return whether the engine must continue the request."""
         state = self.request_states[request.request_id]
         follower = find_client(self._followers, state.external_req_id)
         if follower is not None:
             follower.replay(begins=True)
-        # A trace belongs to an engine that has worked on the request.
+        # The lost engine did this work, so it gives no trace here.
         traces, self.tracing_enabled = self.tracing_enabled, False
         self.process_outputs(outputs_so_far(request, journal))
         self.tracing_enabled = traces
         if follower is not None:
             follower.replay(begins=False)
-        # The engine has yet to read the prompt: vLLM's statistics begin with its first output.
+        # The engine has not read the prompt yet: vLLM's statistics start with its first output.
         state.is_prefilling = True
         return request.request_id in self.request_states
 
     def process_outputs(
         self, engine_core_outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any
     ) -> OutputProcessorOutput:
-        """As in vLLM, after the outputs of threads have been joined to those of their requests."""
+        """As in vLLM, after joining the outputs of threads into those of their requests."""
         for output in engine_core_outputs if self._plain else ():
             if (follower := self._plain.get(output.request_id)) is not None:
                 follower.add(output)
@@ -129,7 +131,7 @@ class ForkOutputProcessor(OutputProcessor):
         return processed
 
     def abort_requests(self, request_ids: Iterable[str], internal: bool) -> list[str]:
-        """As in vLLM. The engine ends all threads of a request with its root."""
+        """As in vLLM; the scheduler ends all threads of a request with its root."""
         states = dict(self.request_states)
         aborted = super().abort_requests(request_ids, internal)
         for request_id in aborted:
@@ -140,7 +142,7 @@ class ForkOutputProcessor(OutputProcessor):
     def _join(
         self, engine_core_outputs: list[EngineCoreOutput]
     ) -> tuple[list[EngineCoreOutput], list[str]]:
-        """Outputs by request, and requests that a stop token ended before all their threads."""
+        """Return outputs by request, and requests that a stop token ended before their threads."""
         joined: list[EngineCoreOutput] = []
         fed: dict[str, RequestThreads] = {}
         for output in engine_core_outputs:
@@ -160,7 +162,7 @@ class ForkOutputProcessor(OutputProcessor):
         return joined, unfinished
 
     def _watch_unforked(self, engine_core_outputs: list[EngineCoreOutput]) -> None:
-        """Count what requests that may not fork generate; their outputs go on as they are."""
+        """Count the outputs of requests that may not fork."""
         for output in engine_core_outputs:
             thread = self._unforked.get(output.request_id)
             if thread is None:
@@ -176,7 +178,7 @@ class ForkOutputProcessor(OutputProcessor):
         self._forget(req_state)
 
     def _forget(self, req_state: RequestState) -> None:
-        """Drop a request's threads; what the engine still sends of them is ignored."""
+        """Remove a request's threads; later outputs of them are ignored."""
         request_id = req_state.request_id
         self._plain.pop(request_id, None)
         threads: RequestThreads | UnforkedThread | None = self._unforked.pop(request_id, None)
@@ -196,11 +198,11 @@ class ForkOutputProcessor(OutputProcessor):
 
     @cached_property
     def _separator(self) -> Separator[TextToken]:
-        return separators(self.tokenizer)
+        return _separator(self.tokenizer)
 
 
 def _begin(follower: RequestFollower, state: RequestState, params: SamplingParams) -> None:
-    """Tell a follower of a request that the engine is about to get."""
+    """Report a new request of the engine to its follower."""
     search = beam_search_of(state.external_req_id)
     if search is not None:
         follower.begin_beam(search, state.prompt_len)
@@ -210,10 +212,42 @@ def _begin(follower: RequestFollower, state: RequestState, params: SamplingParam
 
 
 def _without_control_tokens(logprobs: LogprobsLists, parameters: ForkParameters) -> LogprobsLists:
-    """Report banned control tokens as impossible.
+    """Set the log-probabilities of control tokens to minus infinity.
 
-    vLLM takes log-probabilities before any ban; beam search would follow them.
+    vLLM computes them before the bans, and beam search would follow them.
     """
     token_ids = logprobs.logprob_token_ids
-    banned = (token_ids == parameters.fork_id) | (token_ids == parameters.child_id)
+    banned = np.isin(token_ids, (parameters.fork_id, parameters.child_id))
     return logprobs._replace(logprobs=np.where(banned, -np.inf, logprobs.logprobs))
+
+
+_LINE_BREAK = {Edge.FIRST_CHILD: "\n", Edge.NEXT_SIBLING: "\n\n"}
+
+
+def _separator(tokenizer: Any) -> Separator[TextToken]:
+    """Return a separator for the released checkpoints, whose training text lacks line breaks.
+
+    It inserts a line break before a detail and an empty line before the next paragraph, unless
+    there is white space already.
+    """
+
+    @lru_cache(maxsize=65536)
+    def text_of(token_id: int) -> str:
+        # After a letter, so that a leading space of the token is not stripped.
+        prefix: list[int] = tokenizer.encode("a", add_special_tokens=False)
+        return str(tokenizer.decode([*prefix, token_id]))[len(str(tokenizer.decode(prefix))) :]
+
+    breaks = {edge: _token_ids(tokenizer, text) for edge, text in _LINE_BREAK.items()}
+
+    def separator(previous: TextToken, following: TextToken, edge: Edge) -> Sequence[TextToken]:
+        before, after = text_of(previous.token_id), text_of(following.token_id)
+        separated = before[-1:].isspace() or after[:1].isspace()
+        return () if separated else [TextToken(token_id, None) for token_id in breaks[edge]]
+
+    return separator
+
+
+def _token_ids(tokenizer: Any, text: str) -> list[int]:
+    prefix: list[int] = tokenizer.encode("a", add_special_tokens=False)
+    token_ids: list[int] = tokenizer.encode("a" + text, add_special_tokens=False)
+    return token_ids[len(prefix) :]

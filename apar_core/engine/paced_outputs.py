@@ -1,7 +1,7 @@
-"""Hands the outputs of a stream on in intervals, so that each costs the server less.
+"""Merge the outputs of a stream within an interval, to save server time per token.
 
-At a small model's pace most of a server's time goes into waking a task, building a chunk and
-sending it, once for every token. Outputs that come close together are merged before any of that.
+With a small model, most of a server's time goes into waking a task, building a chunk and sending
+it, once per token. Outputs that arrive close together are merged before that.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _MOST_STEPS = 4
 
 
 class OutputQueue(Protocol):
-    """Where vLLM's output processor puts what a request's task waits for."""
+    """Queue into which vLLM's output processor puts a request's outputs."""
 
     def put(self, output: Any) -> None: ...
 
 
 class PacedQueue:
-    """Passes on the first output, the last one and errors at once, all others merged.
+    """Passes the first output, the last one and errors at once, and all others merged.
 
-    The merged ones pass when the event loop's clock is at a multiple of the interval, so those of
-    all streams travel together: that wakes every process on the way once, not once a stream.
+    Merged outputs pass when the event loop's clock is at a multiple of the interval. So the outputs
+    of all streams travel together and wake each process on their way once, not once per stream.
     """
 
     def __init__(self, queue: OutputQueue, interval_s: Callable[[], float]) -> None:
@@ -41,7 +41,7 @@ class PacedQueue:
         self._due_s = float("-inf")
 
     def put(self, output: Any) -> None:
-        """Take an output of the request; never blocks."""
+        """Add an output of the request; never blocks."""
         if not isinstance(output, RequestOutput):
             self._flush()
             self._queue.put(output)
@@ -50,7 +50,7 @@ class PacedQueue:
             self._held = output
         else:
             self._held.add(output, aggregate=True)
-        # One of several choices ends before its request does, and the request's end waits for none.
+        # With several choices, each choice's last output passes at once.
         ends = output.finished or any(choice.finished() for choice in output.outputs)
         if ends or self._loop.time() >= self._due_s:
             self._flush()
@@ -69,16 +69,16 @@ class PacedQueue:
 
 
 def interval_under_load(least_s: float, num_requests: int) -> float:
-    """The interval while so many requests are answered: the more, the longer, up to fourfold.
+    """Return an interval that grows with the number of requests, up to four times `least_s`.
 
-    A few streams are shown smoothly; many leave the server time for tokens rather than chunks.
+    Few streams are smooth; many leave the server time for tokens instead of chunks.
     """
     return least_s * min(1 + num_requests // _REQUESTS_A_STEP, _MOST_STEPS)
 
 
 def pace(state: RequestState, interval_s: Callable[[], float]) -> None:
-    """Pace a request's outputs if it streams and a task waits for them."""
+    """Pace the outputs of a streaming request that a task waits for."""
     if state.queue is None or state.output_kind != RequestOutputKind.DELTA:
         return
-    # vLLM only ever puts into the queue of a request's state; its task keeps the collector.
+    # vLLM only puts into the queue of a request's state; the task holds the collector itself.
     state.queue = cast(RequestOutputCollector, PacedQueue(state.queue, interval_s))

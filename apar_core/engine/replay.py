@@ -1,72 +1,80 @@
-"""Logits processor: makes the engine generate a given text, or a given tree of threads.
+"""Replay: make an engine generate given tokens, as one thread or as a tree of threads.
 
-For benchmarks and tests: timing, KV blocks, forks and scheduling are real, only the choice of the
-tokens is not. A request's `extra_args["apar_replay"]` is a text with a line for each thread: its
-path ("" for the root thread, "0.2" for the third child of its first child), "=", and the token ids
-that the thread shall generate, fork and end tokens included.
+For benchmarks and tests: steps, KV blocks, forks and scheduling are real, only the tokens are
+given. A replay names the tokens of each thread, fork and end tokens included, by the thread's
+replay key: "" for the root thread, "0.2" for the third child of its first child.
+
+A client of a server asks for a replay with the field `apar.replay`, which `ReplayRules` checks. The
+logits processor `Replay` then reads it from `SamplingParams.extra_args`. Nothing here imports vLLM,
+which takes seconds.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-import torch
-from vllm.sampling_params import SamplingParams
+from pydantic import TypeAdapter, ValidationError
 
-from apar_core.engine.row_processor import RowProcessor
+from apar_core.errors import RequestError, validation_summary
 from apar_core.fork_parameters import ForkParameters
 from apar_core.journal import Journal
-from apar_core.tree.thread_names import replay_key_of_path
+from apar_core.tree.thread_names import child_replay_key, replay_key_of_path
 
-__all__ = [
-    "REPLAY_ARG",
-    "Replay",
-    "ReplayText",
-    "replay_args",
-    "replay_text",
-    "replayed_tokens",
-    "without_generated",
-]
-
+REPLAY = "apar_core.engine.logits_processors:Replay"
+"""Value for vLLM's `logits_processors`, without which an engine does not replay."""
 REPLAY_ARG = "apar_replay"
+"""Key of `SamplingParams.extra_args`: a replay that the engine core generates."""
+REPLAY_REQUEST_ARG = "apar_replay_request"
+"""Key of `SamplingParams.extra_args`: a client's field `apar.replay` as JSON text, unchecked."""
+PARAM = "apar.replay"
+
+Scripts = Mapping[str, Sequence[int]]
+"""Tokens of each thread, by its replay key."""
+_SCRIPTS: TypeAdapter[dict[str, list[int]]] = TypeAdapter(dict[str, list[int]])
 
 
 class ReplayText(str):
-    """A replay that this process asks for: a client of a server can send no value of this type."""
+    """A replay from this process; no client of a server can send a value of this type."""
 
     __slots__ = ()
 
 
-# Above every logit by so much that no other token is ever sampled, and finite still when divided
-# by the smallest temperature. Filling all rows with minus infinity would cost as much as sampling.
-_CERTAIN = 1e30
+def replay_args(scripts: Scripts) -> dict[str, Any]:
+    """Return entries of `extra_args` that make an engine of this process generate the tokens."""
+    return {REPLAY_ARG: ReplayText(replay_text(scripts))}
 
 
-def replay_args(tokens_of_thread: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Entries of `extra_args` that make an engine of this process generate these tokens."""
-    return {REPLAY_ARG: ReplayText(replay_text(tokens_of_thread))}
-
-
-def replay_text(tokens_of_thread: Mapping[str, Sequence[int]]) -> str:
-    """The replay as the engine core reads it."""
-    lines = (f"{path}={','.join(map(str, ids))}" for path, ids in tokens_of_thread.items())
-    # Text, because each fork copies the parameters; of lines, because each thread reads its own.
+def replay_text(scripts: Scripts) -> str:
+    """Return a replay as the engine core reads it: a line "key=token ids" for each thread."""
+    lines = (f"{key}={','.join(map(str, ids))}" for key, ids in scripts.items())
+    # Each fork copies the parameters, which is cheap for text; each thread reads only its own line.
     return "\n".join(["", *lines, ""])
 
 
 def replayed_tokens(extra_args: Mapping[str, Any]) -> dict[str, list[int]]:
-    """The tokens of each thread, by its path, that `replay_args` wrote."""
+    """Return the scripts that `replay_args` wrote."""
     lines = str(extra_args[REPLAY_ARG]).split("\n")[1:-1]
     return {line.partition("=")[0]: _ids(line.partition("=")[2]) for line in lines}
 
 
-def without_generated(extra_args: dict[str, Any], journal: Journal) -> dict[str, Any]:
-    """`extra_args` for another engine that goes on behind a journal.
+def thread_script(replay: str, key: str) -> list[int]:
+    """Return one thread's tokens from a replay's text; empty if it has none."""
+    head = f"\n{key}="
+    start = replay.find(head)
+    if start < 0:
+        return []
+    start += len(head)
+    return _ids(replay[start : replay.index("\n", start)])
 
-    There a thread's outputs are counted anew, so its tokens must begin where it stopped.
+
+def without_generated(extra_args: dict[str, Any], journal: Journal) -> dict[str, Any]:
+    """Return `extra_args` for an engine that resumes a request from a journal.
+
+    That engine counts a thread's tokens anew, so each script starts where the journal ends.
     """
     if REPLAY_ARG not in extra_args:
         return extra_args
@@ -78,52 +86,165 @@ def without_generated(extra_args: dict[str, Any], journal: Journal) -> dict[str,
     return {**extra_args, REPLAY_ARG: replay_text(scripts)}
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One sequence of the batch; `output_ids` is vLLM's own list and grows."""
-
-    token_ids: Sequence[int]
-    output_ids: Sequence[int]
-
-
-class Replay(RowProcessor[Row]):
-    """Makes one token certain in each replayed sequence."""
-
-    def new_row(
-        self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]
-    ) -> Row | None:
-        """Concerns the sequences whose request names a replay."""
-        replay = (params.extra_args or {}).get(REPLAY_ARG)
-        if replay is None:
-            return None
-        parameters = ForkParameters.from_extra_args(params.extra_args)
-        key = replay_key_of_path(parameters.thread_path if parameters else ())
-        return Row(_thread_ids(replay, key), output_ids)
-
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Raise one logit of each replayed row of [num_rows, vocabulary], in place."""
-        rows: list[int] = []
-        chosen: list[int] = []
-        for index, row in self.rows.items():
-            position = len(row.output_ids)
-            if position < len(row.token_ids):
-                rows.append(index)
-                chosen.append(row.token_ids[position])
-        if rows:
-            places = torch.tensor([rows, chosen], device=self.device)
-            logits[places[0], places[1]] = _CERTAIN
-        return logits
-
-
-def _thread_ids(replay: str, key: str) -> list[int]:
-    head = f"\n{key}="
-    start = replay.find(head)
-    if start < 0:
-        return []
-    start += len(head)
-    return _ids(replay[start : replay.index("\n", start)])
-
-
 def _ids(text: str) -> list[int]:
     ids: list[int] = json.loads(f"[{text}]")
     return ids
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRules:
+    """Checks of a client's replay against what the engine can generate.
+
+    `end_ids` are the tokens that end a thread.
+    """
+
+    vocabulary_size: int
+    end_ids: frozenset[int]
+
+    def parse(
+        self,
+        text: object,
+        parameters: ForkParameters | None,
+        *,
+        prompt_tokens: int,
+        context_tokens: int,
+        max_tokens: int | None,
+    ) -> dict[str, list[int]]:
+        """Return the scripts in a JSON text.
+
+        `parameters` is None for a checkpoint without control tokens. Raises RequestError for
+        scripts that the engine could not generate completely.
+        """
+        try:
+            scripts = _SCRIPTS.validate_json(str(text), strict=True)
+        except ValidationError as error:
+            raise _refusal(validation_summary(error)) from error
+        for key, token_ids in scripts.items():
+            self._check_thread(key, token_ids)
+        if parameters is None or not parameters.enabled:
+            _check_alone(scripts, parameters)
+        else:
+            _check_tree(scripts, parameters)
+        fork_id = None if parameters is None else parameters.fork_id
+        _check_context(scripts, fork_id, prompt_tokens, context_tokens)
+        _check_length(scripts, fork_id, max_tokens, context_tokens - prompt_tokens)
+        return scripts
+
+    def _check_thread(self, key: str, token_ids: Sequence[int]) -> None:
+        if not token_ids:
+            raise _refusal(f"thread {key!r} has no token")
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < self.vocabulary_size:
+                raise _refusal(
+                    f"thread {key!r} has token id {token_id}, which is not among the model's "
+                    f"{self.vocabulary_size}"
+                )
+        if not self.end_ids:
+            return
+        if token_ids[-1] not in self.end_ids or not self.end_ids.isdisjoint(token_ids[:-1]):
+            raise _refusal(
+                f"thread {key!r} must have an end token {sorted(self.end_ids)} at its end and "
+                f"nowhere else"
+            )
+
+
+def _check_alone(scripts: Scripts, parameters: ForkParameters | None) -> None:
+    """Check a replay of the root thread alone."""
+    others = [key for key in scripts if key]
+    if others or "" not in scripts:
+        raise _refusal(
+            'only the root thread "" can be replayed if the request does not fork'
+            + (f", not {others[0]!r}" if others else "")
+        )
+    for token_id in () if parameters is None else (parameters.fork_id, parameters.child_id):
+        if token_id in scripts[""]:
+            raise _refusal(
+                f"thread '' has the control token {token_id}, but the request does not fork"
+            )
+
+
+def _check_tree(scripts: Scripts, parameters: ForkParameters) -> None:
+    """Check that every fork has its thread, and that the engine allows every fork."""
+    if "" not in scripts:
+        raise _refusal("the root thread '' is missing")
+    reached: set[str] = set()
+    pending = [""]
+    while pending:
+        key = pending.pop()
+        reached.add(key)
+        _check_forks(key, scripts[key], parameters)
+        children = _children(key, scripts[key], parameters.fork_id)
+        for child in children:
+            if child not in scripts:
+                raise _refusal(f"thread {child!r} is missing: {key!r} forks {len(children)} times")
+            pending.append(child)
+    if unknown := sorted(scripts.keys() - reached):
+        raise _refusal(f"thread {unknown[0][:80]!r} is not forked by any other")
+    if len(scripts) - 1 > parameters.max_forks:
+        raise _refusal(f"{len(scripts) - 1} forks exceed the limit of {parameters.max_forks}")
+
+
+def _check_forks(key: str, token_ids: Sequence[int], parameters: ForkParameters) -> None:
+    fork_id = parameters.fork_id
+    if parameters.child_id in token_ids:
+        raise _refusal(
+            f"thread {key!r} has the child token {parameters.child_id}, which no thread generates"
+        )
+    if fork_id not in token_ids:
+        return
+    follows_control = key and token_ids[0] == fork_id
+    if follows_control or any(first == fork_id == second for first, second in pairwise(token_ids)):
+        raise _refusal(f"thread {key!r} forks right after a control token, before any text")
+
+
+def _check_context(
+    scripts: Scripts, fork_id: int | None, prompt_tokens: int, context_tokens: int
+) -> None:
+    """Check that every thread ends within the context."""
+    for key, sequence_tokens in _sequence_lengths(scripts, fork_id, prompt_tokens):
+        if sequence_tokens > context_tokens:
+            raise _refusal(
+                f"thread {key!r} needs {sequence_tokens} tokens, "
+                f"{sequence_tokens - len(scripts[key])} of them for the prompt and its ancestors: "
+                f"the model's context holds {context_tokens}"
+            )
+
+
+def _check_length(
+    scripts: Scripts, fork_id: int | None, max_tokens: int | None, room_tokens: int
+) -> None:
+    """Check that the limit on text tokens lets all threads end.
+
+    vLLM lowers it to `room_tokens`, the context without the prompt.
+    """
+    generated = sum(len(ids) - ids.count(fork_id) for ids in scripts.values())
+    # End tokens are not text, but the budget needs room for one, so that the last thread ends.
+    wanted = generated - len(scripts) + 1
+    if max_tokens is not None and max_tokens < wanted:
+        limit = "`max_tokens`"
+        if max_tokens == room_tokens:
+            limit = "`max_tokens` or the model's context after the prompt"
+        raise _refusal(f"needs {wanted} tokens, more than {limit} allows: {max_tokens}")
+
+
+def _children(key: str, token_ids: Sequence[int], fork_id: int | None) -> dict[str, int]:
+    """Return the keys of a thread's children with the positions of their fork tokens."""
+    positions = (position for position, token_id in enumerate(token_ids) if token_id == fork_id)
+    return {child_replay_key(key, ordinal): position for ordinal, position in enumerate(positions)}
+
+
+def _sequence_lengths(
+    scripts: Scripts, fork_id: int | None, prompt_tokens: int
+) -> Iterator[tuple[str, int]]:
+    """Yield each thread with the length of its sequence, everything it reads included."""
+    pending = [("", prompt_tokens)]
+    while pending:
+        key, read_tokens = pending.pop()
+        yield key, read_tokens + len(scripts[key])
+        for child, position in _children(key, scripts[key], fork_id).items():
+            # A child reads its parent's fork token and its own child token.
+            pending.append((child, read_tokens + position + 2))
+
+
+def _refusal(problem: str) -> RequestError:
+    return RequestError(f"`{PARAM}`: {problem}", param=PARAM)

@@ -1,11 +1,12 @@
-"""Joins the outputs of all threads of one request into its paragraph tree, and reads it out.
+"""Join the outputs of a request's threads into its paragraph tree, and read it as one output.
 
-Lives in the API process. What the engine reports of a thread goes in; what comes out is one output
-per request that holds only tokens whose place in the restored text is certain.
+Runs in the API process. Input: the engine's outputs of each thread. Output: one output per request
+with the tokens whose position in the restored text is certain.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import numpy as np
 from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, FinishReason
 from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
-from apar_core.engine.journal import RequestFollower
+from apar_core.engine.request_follower import RequestFollower
 from apar_core.errors import TreeError
 from apar_core.fork_parameters import ForkParameters
 from apar_core.tree.paragraph import ParagraphTree
@@ -21,7 +22,7 @@ from apar_core.tree.restore import Separator, TreeStream
 from apar_core.tree.statistics import TreeStatistics, tree_statistics, unforked_statistics
 from apar_core.tree.thread_names import ROOT_THREAD, ThreadId, child_request_id, child_thread
 
-# Which reason a request ends with when its threads end with different ones: the first found.
+# Finish reason of a request whose threads end with different ones: the first in this order.
 _PRECEDENCE = (
     FinishReason.ERROR,
     FinishReason.ABORT,
@@ -32,10 +33,11 @@ _PRECEDENCE = (
 
 
 class TextToken(NamedTuple):
-    """One token of the text; `stops` marks a stop token that the client named.
+    """One token of the text.
 
-    `logprobs` holds the token's row of log-probabilities where the request asked for them, and
-    `sampling_mask` the tokens that it was sampled from where the engine returns them.
+    logprobs: the token's row of log-probabilities, if the request asked for them.
+    stops: whether it is a stop token of the client.
+    sampling_mask: the tokens it was sampled from, if the engine returns them.
     """
 
     token_id: int
@@ -46,7 +48,7 @@ class TextToken(NamedTuple):
 
 @dataclass(slots=True)
 class _Carried:
-    """Facts of outputs that held no certain text yet, to travel with the next one that does."""
+    """Fields of outputs without certain text, kept for the next output with text."""
 
     prefill_stats: Any = None
     prompt_logprobs: Any = None
@@ -55,17 +57,15 @@ class _Carried:
     events: list[Any] = field(default_factory=list)
 
 
-def ends_itself(output: EngineCoreOutput, parameters: ForkParameters) -> bool:
-    """Whether the last token is an end-of-thread token of the model."""
-    if output.finish_reason != FinishReason.STOP or not output.new_token_ids:
-        return False
-    return output.new_token_ids[-1] in parameters.end_ids
+def _ended_itself(output: EngineCoreOutput, parameters: ForkParameters) -> bool:
+    stopped = output.finish_reason == FinishReason.STOP
+    return parameters.ended_itself(output.new_token_ids, stopped=stopped)
 
 
 class UnforkedThread:
-    """The only thread of a request that may not fork: counted, while its outputs go on as they are.
+    """The only thread of a request that may not fork; its outputs are passed on unchanged.
 
-    Stores only the token ids of unforked requests, and does no work per token.
+    Stores token ids for the statistics, and does no work per token.
     """
 
     def __init__(self, parameters: ForkParameters, follower: RequestFollower | None = None) -> None:
@@ -75,31 +75,31 @@ class UnforkedThread:
         self._ended = False
 
     def watch(self, output: EngineCoreOutput) -> None:
-        """Take what has been generated; a streaming session finishes once for each of its parts."""
+        """Add an output; a streaming-input session finishes once for each part of its input."""
         if self.follower is not None:
             self.follower.add(output)
         self._token_ids += output.new_token_ids
-        self._ended = ends_itself(output, self.parameters)
+        self._ended = _ended_itself(output, self.parameters)
         if self._ended:
             del self._token_ids[-1]
 
     @property
     def tree(self) -> ParagraphTree[TextToken]:
-        """The answer as a finished tree of one paragraph."""
+        """The answer as a finished tree with one paragraph."""
         tree: ParagraphTree[TextToken] = ParagraphTree()
         tree.append(ROOT_THREAD, (TextToken(token_id, None) for token_id in self._token_ids))
         tree.finish(ROOT_THREAD, ended=self._ended)
         return tree
 
     def statistics(self, num_prompt_tokens: int) -> TreeStatistics:
-        """The counts of a request that saved nothing."""
+        """Return the statistics of a single thread."""
         return unforked_statistics(len(self._token_ids), num_prompt_tokens, ended=self._ended)
 
 
 class RequestThreads:
-    """The paragraph tree of one request and the engine request ids of its threads.
+    """Paragraph tree of one request, fed by its threads and read as one output.
 
-    `num_logprobs` is the request's own: the alternatives reported for each token, -1 for all.
+    `num_logprobs` is the request's number of alternatives per token; -1 for all.
     """
 
     def __init__(
@@ -118,35 +118,34 @@ class RequestThreads:
         self.parameters = parameters
         self._stream = TreeStream(self.tree, separator)
         self._threads: dict[str, ThreadId] = {request_id: ROOT_THREAD}
-        self._num_children: dict[str, int] = {}
         self._reasons: set[FinishReason] = set()
         self._stop_reason: int | str | None = None
-        # The root's last output: what vLLM reports of a request when it has ended.
+        # The root's last output, with the fields that vLLM reports at a request's end.
         self._root_end: EngineCoreOutput | None = None
         self._trace_headers: Any = None
         self._carried = _Carried()
 
     def feed(self, output: EngineCoreOutput) -> list[str]:
-        """Add what one thread has generated; returns the engine request ids of its new children."""
+        """Add one thread's output; return the engine request ids of its new children."""
         if self.follower is not None:
             self.follower.add(output)
         if output.events and output.request_id != self.request_id:
             self._carry_child_events(output.events)
         if self.tree.finished:
-            return []  # An error or abort of another thread, in the same step, has ended it.
+            return []  # Another thread's error or abort in the same step has ended the request.
         thread = self._threads[output.request_id]
         if thread == ROOT_THREAD:
             self._carry(output)
         carried = self._carried
         carried.num_nans_in_logits = max(carried.num_nans_in_logits, output.num_nans_in_logits)
         token_ids = output.new_token_ids
-        ended = ends_itself(output, self.parameters)
+        ended = _ended_itself(output, self.parameters)
         num_text = len(token_ids) - ended
         children: list[str] = []
         start = 0
         for index in range(num_text):
             token_id = token_ids[index]
-            if token_id in (self.parameters.fork_id, self.parameters.child_id):
+            if self.parameters.is_control(token_id):
                 self._append(thread, output, start, index)
                 start = index + 1
                 if token_id == self.parameters.fork_id:
@@ -157,15 +156,15 @@ class RequestThreads:
         return children
 
     def take(self) -> list[EngineCoreOutput]:
-        """Outputs under the request's own id for what has become certain; often none.
+        """Return outputs under the request's own id with the text that became certain.
 
-        The last one is empty and carries the finish reason: vLLM's detokenizer would otherwise
-        take the last token of the text for a stop token.
+        The last one has no token, only the finish reason: vLLM's detokenizer would otherwise take
+        the last token of the text for a stop token.
         """
         tokens = self._stream.take()
         stopping = next((i for i, token in enumerate(tokens) if token.stops), None)
         if stopping is not None:
-            # Not of the thread that met its stop token first: of the one that is read first.
+            # The first stop token in reading order, not in time.
             self._stop_reason = tokens[stopping].token_id
             return [self._output(tokens[: stopping + 1], FinishReason.STOP)]
         outputs = [self._output(tokens, None)] if tokens else []
@@ -174,23 +173,22 @@ class RequestThreads:
         return outputs
 
     def cut(self) -> None:
-        """Close every thread that is still open: the request has ended without them."""
+        """Close every open thread, because the request has ended without them."""
         for thread, record in self.tree.threads.items():
             if not record.finished:
                 self.tree.finish(thread, ended=False)
 
     def statistics(self, num_prompt_tokens: int) -> TreeStatistics:
-        """What forking has saved."""
+        """Return what forking saved."""
         return tree_statistics(self.tree, num_prompt_tokens)
 
     @property
     def thread_request_ids(self) -> list[str]:
-        """Engine request ids of all threads, the root's first."""
+        """Engine request ids of all threads, root first."""
         return list(self._threads)
 
     def _fork(self, request_id: str, thread: ThreadId) -> str:
-        ordinal = self._num_children.get(request_id, 0)
-        self._num_children[request_id] = ordinal + 1
+        ordinal = len(self.tree.threads[thread].children)
         child_id = child_request_id(request_id, ordinal)
         child = child_thread(thread, ordinal)
         self.tree.fork(thread, child)
@@ -221,7 +219,7 @@ class RequestThreads:
             raise TreeError(f"thread {thread!r} has not finished: its output names no reason")
         self._reasons.add(reason)
         if reason == FinishReason.STOP and not ended and isinstance(output.stop_reason, int):
-            # A stop token that the client named ends the whole answer, where it stands.
+            # A stop token of the client ends the whole answer at its position.
             items = self.tree.threads[thread].current_node.items
             items[-1] = items[-1]._replace(stops=True)
         elif reason in (FinishReason.REPETITION, FinishReason.ERROR):
@@ -246,7 +244,7 @@ class RequestThreads:
         self._trace_headers = output.trace_headers or self._trace_headers
 
     def _carry_child_events(self, events: list[EngineCoreEvent]) -> None:
-        """Report a child's preemptions as its request's; a request is queued only once."""
+        """Report a child's preemptions as its request's, but not its queueing."""
         self._carried.events.extend(
             event for event in events if event.type != EngineCoreEventType.QUEUED
         )
@@ -270,7 +268,7 @@ class RequestThreads:
             num_nans_in_logits=carried.num_nans_in_logits,
         )
         if finish_reason is not None and self._root_end is not None:
-            # vLLM reads these from the last output only: later ones overwrite them.
+            # vLLM reads these fields from the last output only.
             output.kv_transfer_params = self._root_end.kv_transfer_params
             output.ec_transfer_params = self._root_end.ec_transfer_params
             output.mm_cache_miss_hashes = self._root_end.mm_cache_miss_hashes
@@ -278,11 +276,66 @@ class RequestThreads:
         return output
 
 
-def _joined_logprobs(tokens: list[TextToken], num_logprobs: int | None) -> LogprobsLists | None:
-    """Rows of the tokens in reading order, one for each token; None where none were asked for.
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """Statistics and trees of one finished request; several trees with `n` or several prompts.
 
-    The engine makes all rows of a step as wide as the widest request in it, so rows of different
-    steps can differ in width. Each gets the width that the request itself asked for.
+    `trees` is empty unless trees are kept.
+    """
+
+    statistics: TreeStatistics
+    trees: tuple[ParagraphTree[TextToken], ...]
+
+    def __add__(self, other: RequestRecord) -> RequestRecord:
+        return RequestRecord(self.statistics + other.statistics, self.trees + other.trees)
+
+
+class RequestRecords:
+    """Records of the last finished requests, by the client's request id.
+
+    A record that nobody takes is dropped after `capacity` newer ones. Trees hold every token of an
+    answer, so they are kept only if `keep_trees` is set.
+    """
+
+    def __init__(self, capacity: int = 4096) -> None:
+        self.keep_trees = False
+        self._capacity = capacity
+        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+
+    def add(
+        self,
+        request_id: str,
+        threads: RequestThreads | UnforkedThread,
+        num_prompt_tokens: int,
+    ) -> TreeStatistics:
+        """Add a finished tree to its request's record; return the tree's statistics."""
+        statistics = threads.statistics(num_prompt_tokens)
+        record = RequestRecord(statistics, (threads.tree,) if self.keep_trees else ())
+        known = self._records.pop(request_id, None)
+        self._records[request_id] = record if known is None else known + record
+        if len(self._records) > self._capacity:
+            self._records.popitem(last=False)
+        return statistics
+
+    def take(self, request_id: str) -> RequestRecord | None:
+        """Remove and return the record of a request; None if there is none.
+
+        vLLM runs a completion with several prompts as requests `ID-0`, `ID-1`, ...: their records
+        are joined.
+        """
+        record = self._records.pop(request_id, None)
+        index = 0
+        while (part := self._records.pop(f"{request_id}-{index}", None)) is not None:
+            record = part if record is None else record + part
+            index += 1
+        return record
+
+
+def _joined_logprobs(tokens: list[TextToken], num_logprobs: int | None) -> LogprobsLists | None:
+    """Return the rows of the tokens in reading order; None if the request asked for none.
+
+    The engine makes all rows of a step as wide as its widest request needs. Each row gets the width
+    that this request asked for.
     """
     rows = [token.logprobs for token in tokens if token.logprobs is not None]
     if not rows:
@@ -304,10 +357,10 @@ def _joined_logprobs(tokens: list[TextToken], num_logprobs: int | None) -> Logpr
 
 
 def _fit(row: LogprobsLists, width: int) -> LogprobsLists:
-    """Cut a row to the width, or repeat its last entry where it is narrower.
+    """Cut a row to the width, or repeat its last entry if it is too narrow.
 
-    A row is narrower than asked for where another request of the step named `logprob_token_ids`:
-    the V1 sampler then gathers those for every row. A repeated entry is reported once.
+    A row is too narrow if another request of the step has `logprob_token_ids`: the V1 sampler then
+    gathers those for every row. vLLM reports a repeated entry once.
     """
     missing = width - row.logprobs.shape[1]
     if missing == 0:
@@ -324,7 +377,7 @@ def _fit(row: LogprobsLists, width: int) -> LogprobsLists:
 
 
 def _certain(token_id: int, width: int) -> LogprobsLists:
-    """Row of a token that was put in, not sampled (a separator): probability 1."""
+    """Return the row of an inserted token (a separator): probability 1."""
     return LogprobsLists(
         np.full((1, width), token_id, dtype=np.int32),
         np.zeros((1, width), dtype=np.float32),
@@ -334,15 +387,15 @@ def _certain(token_id: int, width: int) -> LogprobsLists:
 
 
 def _mask_of_token(mask: SamplingMaskLists, index: int) -> SamplingMaskLists:
-    """The mask of one token of an output; the mask of a single token has no offsets."""
+    """Return the mask of one token of an output; a single token's mask has no offsets."""
     return mask if mask.offsets is None else mask.slice_request(index, 1)
 
 
 def _joined_masks(tokens: list[TextToken]) -> SamplingMaskLists | None:
-    """Sampling masks in reading order, one for each token; None where the engine returns none."""
+    """Return the sampling masks in reading order; None if the engine returns none."""
     if all(token.sampling_mask is None for token in tokens):
         return None
-    # A token that was put in, not sampled, is the only one that could stand there.
+    # The mask of an inserted token holds only that token.
     kept = [
         np.array([token.token_id], dtype=np.int32)
         if token.sampling_mask is None

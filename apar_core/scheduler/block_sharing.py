@@ -1,8 +1,8 @@
-"""Hands a parent's KV blocks to its child, and keeps them alive while the child has to wait.
+"""Share a parent's KV blocks with its child, and keep them alive while the child waits.
 
-A fork at n tokens shares every full block among the first n and copies the one that is half full:
-the paper's fork (section 2.3, "copies at most 1 KV cache block"). The copy itself is vLLM's
-copy-on-write for prefix hits that end inside a block.
+A fork after n tokens shares all full blocks of these tokens and copies the partly filled one
+(APAR, section 2.3: "copies at most 1 KV cache block"). The copy is vLLM's copy-on-write for prefix
+hits that end inside a block.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from vllm.v1.request import Request, RequestStatus
 
 @dataclass(slots=True)
 class ForkCounters:
-    """What forks have cost since the engine started.
+    """Cost of forks since the engine started.
 
-    `shared_tokens` had their KV taken from the parent, `computed_tokens` of the children's prompts
-    had not. Of the blocks taken, `shared_blocks` are used by both, and `copied_blocks` were half
-    full. `released_early_blocks` came free with a thread that ended before its request.
-    `fallbacks` are forks whose parent had no KV to share any more, or whose reference was given up
-    because memory was short.
+    shared_tokens, computed_tokens: prompt tokens of children whose KV came from the parent, and
+        those that were computed.
+    shared_blocks, copied_blocks: full blocks used by parent and child, and partly filled ones.
+    released_early_blocks: blocks freed by threads that ended before their request.
+    fallbacks: forks whose parent had no KV to share any more, or whose reference was given up
+        because memory was short.
     """
 
     forks: int = 0
@@ -39,17 +40,17 @@ class ForkCounters:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """A reference on the blocks with the first `num_tokens` tokens of a child that waits."""
+    """Reference on the blocks of a waiting child's first `num_tokens` tokens."""
 
     blocks: KVCacheBlocks
     num_tokens: int
 
 
 class BlockSharing:
-    """Shares blocks between the threads of one engine's KV cache manager.
+    """Block references of the children that have not been scheduled yet.
 
-    Takes over the manager's `allocate_slots` while a child has yet to be scheduled: its reference
-    on shared blocks is dropped when the child has got its own, or when memory is short.
+    A child's reference is dropped when it gets its own blocks, or when memory is short. For that,
+    the KV cache manager's `allocate_slots` is replaced as long as there are such children.
     """
 
     def __init__(self, manager: KVCacheManager, num_running: Callable[[], int]) -> None:
@@ -60,14 +61,14 @@ class BlockSharing:
         self._unscheduled: set[str] = set()
         single_managers = manager.coordinator.single_type_managers
         self._block_sizes = [single.block_size for single in single_managers]
-        # Off, children find their prefix in the prefix cache, as any request does: so with other
-        # kinds of attention, which drop or relocate blocks, and in the benchmark of fork costs.
+        # If disabled, children find their prefix in the prefix cache like any request. Other kinds
+        # of attention drop or relocate blocks; the benchmark of fork costs disables it too.
         self.enabled = all(type(single) is FullAttentionManager for single in single_managers)
         self._allocate = manager.allocate_slots
 
     def share(self, parent: Request, child: Request) -> None:
-        """Keep what the parent has computed of the child's prompt, until the child takes it."""
-        # The last prompt token is the child token, which no parent has.
+        """Reference the parent's blocks with the child's prompt until the child takes them."""
+        # The last prompt token is the child token, which the parent does not have.
         num_tokens = min(child.num_prompt_tokens - 1, parent.num_computed_tokens)
         self.counters.forks += 1
         self._unscheduled.add(child.request_id)
@@ -85,26 +86,26 @@ class BlockSharing:
         self._prefixes[child.request_id] = prefix
 
     def prefix(self, request_id: str) -> SharedPrefix | None:
-        """The shared prefix that a child has not taken yet."""
+        """Return the shared prefix that a child has not taken yet."""
         return self._prefixes.get(request_id)
 
     def forget(self, request_id: str) -> None:
-        """Drop all that is held for a thread that has ended or will not start."""
+        """Drop the reference of a thread that has ended or will not start."""
         self._unscheduled.discard(request_id)
         self._release(request_id)
         if not self._unscheduled:
-            # It is called for every row of every step.
+            # vLLM calls it for every row of every step.
             vars(self._manager).pop("allocate_slots", None)
 
     def count_released_early(self, request_id: str) -> None:
-        """Count the blocks that a thread, about to be freed, shares with nobody."""
+        """Count the blocks that only this thread uses, right before it is freed."""
         groups = self._manager.get_blocks(request_id).blocks
         self.counters.released_early_blocks += sum(
             block.ref_cnt == 1 and not block.is_null for blocks in groups for block in blocks
         )
 
     def release_all(self) -> None:
-        """Drop every reference; the children will look for their prefix in the prefix cache."""
+        """Drop every reference; children then look for their prefix in the prefix cache."""
         for request_id in list(self._prefixes):
             self._release(request_id)
 
@@ -113,13 +114,13 @@ class BlockSharing:
         if prefix is None:
             return
         for blocks in prefix.blocks.blocks:
-            # The tail is evicted first, as vLLM does when it frees a request.
+            # Reversed, so that the tail is evicted first, as when vLLM frees a request.
             self._manager.block_pool.free_blocks(reversed(blocks))
 
     def _allocate_slots(self, request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
         if request.request_id in self._prefixes:
-            # What vLLM keeps free (`watermark`) is kept from new requests, for those that run to
-            # grow into; a fork that brings its parent's blocks is growth.
+            # vLLM's `watermark` keeps blocks free for running requests to grow into. A fork that
+            # shares its parent's blocks is such growth.
             kwargs["has_scheduled_reqs"] = False
         new_blocks = self._allocate(request, *args, **kwargs)
         if new_blocks is None and self._prefixes:
@@ -132,10 +133,10 @@ class BlockSharing:
     def _allocate_without_waiting_prefixes(
         self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> KVCacheBlocks | None:
-        """Give up prefixes of waiting children, youngest first, where the request cannot wait.
+        """Give up prefixes of waiting children, youngest first, if the request cannot wait.
 
-        A running request would otherwise preempt another; with nothing running, nobody else would
-        ever free a block.
+        A running request would otherwise preempt another. If nothing runs, nothing else would ever
+        free a block.
         """
         nothing_runs = self._num_running() == 0
         if request.status != RequestStatus.RUNNING and not nothing_runs:

@@ -1,31 +1,44 @@
-"""Which fork starts next: caps on threads, then the fork policy, families in order of arrival."""
+"""Decide when a fork starts: limits of request, API key and replica, then the fork policy.
+
+`ForkMixin` (in `fork_scheduler.py`) decides whether a fork opens a thread at all, and queues the
+child here. At the end of each step it takes the children that may start:
+
+- Requests are asked in order of priority, then arrival; the children of one request, oldest first.
+- A request at its `max_threads`, or whose key is at its limit, does not block other requests.
+- The replica's limit and the policy (`fork_policy.py`) block all requests.
+"""
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 from apar_core.scheduler.fork_policy import ForkPolicy
-from apar_core.scheduler.fork_queue import ForkQueue
-from apar_core.scheduler.step_time_model import BatchView
+from apar_core.scheduler.step_time import BatchView
 from apar_core.scheduler.thread_table import ThreadGroup
 
 Child = TypeVar("Child")
 
+Order = tuple[int, float, str]
+Key = str | None
+
 Reason = Literal["request", "key", "replica", "policy"]
-"""What holds a fork back: a cap of its request, of its key or of the replica, or the policy."""
+"""What delays a fork: the limit of its request, of its key or of the replica, or the policy."""
 REASONS: tuple[Reason, ...] = ("request", "key", "replica", "policy")
 
 
 @dataclass(slots=True)
 class AdmissionCounters:
-    """What became of the forks since the engine started.
+    """Forks since the engine started.
 
-    `accepted` ones started in the step of their fork. `delayed` ones had to wait, by what first
-    held them back; all start later, unless their request ends before. `refused` ones opened no
-    thread: their request had used up its forks or its tokens, or the context was full.
+    accepted: started in the step of their fork.
+    delayed: waited, by the reason at first; they start later unless their request ends before.
+    refused: opened no thread, as their request had used up its forks or its tokens, or the context
+        was full.
     """
 
     accepted: int = 0
@@ -34,10 +47,10 @@ class AdmissionCounters:
 
 
 class ForkAdmission(Generic[Child]):
-    """Holds forks back and lets them go.
+    """Queue of waiting children with the checks that let them start.
 
-    `num_tokens` tells how many tokens a child attends to when it starts. A family that has no
-    thread alive is not held back by anything: see `ForkMixin`.
+    `num_tokens` returns how many tokens a child attends to when it starts. A request without a live
+    thread skips the checks: see `ForkMixin._free_request`.
     """
 
     def __init__(
@@ -51,40 +64,41 @@ class ForkAdmission(Generic[Child]):
         self.queue: ForkQueue[Child] = ForkQueue()
         self._max_replica_threads = max_replica_threads
         self._num_tokens = num_tokens
-        # What held back the first family that request and key would let go on.
-        self._held_by: Reason = "policy"
+        # What blocks the first request whose own and whose key's limit have room.
+        self._blocked_by: Reason = "policy"
+        # Children since the last `settle`, by request.
         self._new: Counter[ThreadGroup[Child]] = Counter()
 
     def wait(self, group: ThreadGroup[Child], child: Child) -> None:
-        """Let a fork wait behind those of its family."""
+        """Queue a child behind the others of its request."""
         group.deferred.append(child)
         self._new[group] += 1
         self.queue.offer(group)
 
     def closed(self, group: ThreadGroup[Child]) -> None:
-        """Forget what is new of a family that will start no child any more."""
+        """Forget the new children of a request that starts no more."""
         self._new.pop(group, None)
 
     def next(self, num_threads: int, batch: BatchView) -> tuple[ThreadGroup[Child], Child] | None:
-        """Take the fork that may start now beside `num_threads` and their batch; None if none may.
+        """Remove and return the next child that may start; None if none may.
 
-        What holds the oldest family back, other than a cap of its own, holds all back.
+        `num_threads` are the replica's live threads, `batch` what they will compute.
         """
         group = self.queue.first()
         if group is None:
             return None
         if self._max_replica_threads is not None and num_threads >= self._max_replica_threads:
-            self._held_by = "replica"
+            self._blocked_by = "replica"
             return None
         if not self.policy.admits(batch, extra_attended=self._num_tokens(group.deferred[0])):
-            self._held_by = "policy"
+            self._blocked_by = "policy"
             return None
         return group, group.deferred.popleft()
 
     def settle(self) -> None:
-        """Count the new forks, once all that may start have been taken."""
+        """Count the new children as accepted or delayed, after all that may start have started."""
         for group, num_new in self._new.items():
-            # The newest stand last, so those that started are the ones that wait no more.
+            # New children are last in the queue, so those that started are those not waiting.
             num_waiting = min(num_new, len(group.deferred))
             self.counters.accepted += num_new - num_waiting
             if num_waiting:
@@ -92,7 +106,7 @@ class ForkAdmission(Generic[Child]):
         self._new.clear()
 
     def waiting_by_reason(self, groups: Iterable[ThreadGroup[Child]]) -> dict[Reason, int]:
-        """How many children of these families wait at this moment, by what holds them back."""
+        """Return how many children of these requests wait now, by reason."""
         waiting = dict.fromkeys(REASONS, 0)
         for group in groups:
             if group.deferred:
@@ -102,4 +116,90 @@ class ForkAdmission(Generic[Child]):
     def _reason(self, group: ThreadGroup[Child]) -> Reason:
         if not group.has_place():
             return "request"
-        return "key" if self.queue.key_is_full(group) else self._held_by
+        return "key" if self.queue.key_is_full(group) else self._blocked_by
+
+
+class ForkQueue(Generic[Child]):
+    """Requests with a child that their own limit lets start, in order, with a limit per API key.
+
+    There is a heap of requests for each key. A key at its limit is set aside until one of its
+    threads ends. Requests without a key share one heap without a limit. Every operation takes time
+    logarithmic in the number of waiting requests.
+    """
+
+    def __init__(self) -> None:
+        self.key_threads: Counter[str] = Counter()
+        self._key_of_thread: dict[str, str] = {}
+        # Unique number in each heap entry, so that heaps never compare what follows it.
+        self._numbers = itertools.count()
+        self._groups: dict[Key, list[tuple[Order, int, ThreadGroup[Child]]]] = {}
+        self._queued: set[ThreadGroup[Child]] = set()
+        # Keys by the order of their first request; an entry is outdated unless `_order_of_key`
+        # confirms it.
+        self._keys: list[tuple[Order, int, Key]] = []
+        self._order_of_key: dict[Key, Order] = {}
+
+    def thread_began(self, thread_id: str, key: Key) -> None:
+        """Count a thread, forked or not, to its key."""
+        if key is not None:
+            self._key_of_thread[thread_id] = key
+            self.key_threads[key] += 1
+
+    def thread_ended(self, thread_id: str) -> None:
+        """Remove a thread from its key's count."""
+        key = self._key_of_thread.pop(thread_id, None)
+        if key is None:
+            return
+        self.key_threads[key] -= 1
+        if self.key_threads[key] == 0:
+            del self.key_threads[key]
+        self._enter(key)
+
+    def offer(self, group: ThreadGroup[Child]) -> None:
+        """Queue a request if a child of it may start; call again after one of its threads ended."""
+        if group in self._queued or not group.has_startable:
+            return
+        key = group.parameters.key
+        self._queued.add(group)
+        entry = (group.order, next(self._numbers), group)
+        heapq.heappush(self._groups.setdefault(key, []), entry)
+        self._enter(key)
+
+    def first(self) -> ThreadGroup[Child] | None:
+        """Return the first request with a child that the limits of request and key let start."""
+        while self._keys:
+            order, _, key = self._keys[0]
+            group = self._first_of(key)
+            is_current = self._order_of_key.get(key) == order
+            if is_current and group is not None and group.order == order:
+                if not self.key_is_full(group):
+                    return group
+                group = None
+            heapq.heappop(self._keys)
+            if is_current:
+                del self._order_of_key[key]
+                if group is not None:
+                    self._enter(key)
+        return None
+
+    def key_is_full(self, group: ThreadGroup[Child]) -> bool:
+        """Return whether the request's key has as many live threads as it may."""
+        key, limit = group.parameters.key, group.parameters.key_max_threads
+        return key is not None and limit is not None and self.key_threads[key] >= limit
+
+    def _enter(self, key: Key) -> None:
+        """Give a key the place of its first request."""
+        group = self._first_of(key)
+        if group is not None and self._order_of_key.get(key) != group.order:
+            self._order_of_key[key] = group.order
+            heapq.heappush(self._keys, (group.order, next(self._numbers), key))
+
+    def _first_of(self, key: Key) -> ThreadGroup[Child] | None:
+        """Return a key's first request, after dropping those without a startable child."""
+        groups = self._groups.get(key, [])
+        while groups and not groups[0][-1].has_startable:
+            self._queued.discard(heapq.heappop(groups)[-1])
+        if not groups:
+            self._groups.pop(key, None)
+            return None
+        return groups[0][-1]

@@ -1,15 +1,16 @@
-"""Whether a fork may run beside what runs already: at once, or only where there is time for it.
+"""Fork policies: whether a fork may run beside the present batch.
 
-Pure decisions, fed with batches and seconds: the scheduler and the cluster's simulation call the
-same code. Neither policy can hold a family up: a child whose family has no other thread alive
-starts without being asked about.
+The policy is the last of the checks in `fork_admission.py`, and the only one that looks at time.
+Policies are pure functions of batches and step times, so the simulation of a cluster uses the same
+code. No policy can block a request: a child whose request has no live thread starts without asking.
+To add a policy, implement `ForkPolicy` and name it in `PolicyName` and `build_policy`.
 """
 
 from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from apar_core.scheduler.step_time_model import BatchView, StepTimeModel
+from apar_core.scheduler.step_time import BatchView, StepTimeModel
 
 PolicyName = Literal["eager", "adaptive"]
 
@@ -17,52 +18,53 @@ PolicyName = Literal["eager", "adaptive"]
 class ForkPolicy(Protocol):
     """Decides on forks one by one, in the order in which they would start."""
 
-    def admits(self, batch: BatchView, *, extra_rows: int = 1, extra_attended: int = 0) -> bool:
-        """Whether rows that attend to so many tokens may join the batch of the coming steps."""
+    def admits(self, batch: BatchView, *, extra_attended: int = 0) -> bool:
+        """Return whether a thread that attends to `extra_attended` tokens may join the batch."""
 
     def observe(self, batch: BatchView, seconds: float) -> None:
-        """Learn from an engine step that took so long."""
+        """Learn from the duration of an engine step."""
 
 
 class EagerPolicy:
-    """Every fork runs at once, as far as the caps on threads allow."""
+    """Start every fork at once, as far as the limits on threads allow."""
 
-    def admits(self, batch: BatchView, *, extra_rows: int = 1, extra_attended: int = 0) -> bool:
-        """Always."""
+    def admits(self, batch: BatchView, *, extra_attended: int = 0) -> bool:
+        """Return True."""
         return True
 
     def observe(self, batch: BatchView, seconds: float) -> None:
-        """Nothing to learn."""
+        """Ignore the step."""
 
 
 class AdaptivePolicy:
-    """A fork runs while the predicted step leaves every row its time per token.
+    """Start a fork while the predicted step time stays within the time per token.
 
-    Eager until the model has seen enough steps. Idea: TAPER (arXiv 2605.06914); unlike there, a
-    thread that has started is not paused again, and time saved in earlier steps is not spent.
+    Eager until the model has seen enough steps. Idea: TAPER (arXiv 2605.06914). Unlike there, a
+    started thread is never paused, and time saved in earlier steps is not spent later.
     """
 
     def __init__(self, token_time_s: float, model: StepTimeModel | None = None) -> None:
         self.token_time_s = token_time_s
         self.model = StepTimeModel() if model is None else model
 
-    def admits(self, batch: BatchView, *, extra_rows: int = 1, extra_attended: int = 0) -> bool:
-        """Whether the step with these rows will end within the time per token, as far as it is
-        known: the more the steps scatter, the more room is left.
+    def admits(self, batch: BatchView, *, extra_attended: int = 0) -> bool:
+        """Return whether the grown batch is predicted to end within the time per token.
+
+        The model's usual error is kept as a margin.
         """
         if not self.model.is_ready:
             return True
-        grown = batch.grown(rows=extra_rows, attended_tokens=extra_attended)
-        # Far beyond all that was seen a prediction is a guess: grow by steps, and look.
+        grown = batch.grown(rows=1, attended_tokens=extra_attended)
+        # Predictions far beyond the batches seen so far are guesses: grow in steps, then learn.
         if grown.rows > max(2 * self.model.largest_rows, 8):
             return False
         return self.model.predict_s(grown) + self.model.usual_error_s <= self.token_time_s
 
     def observe(self, batch: BatchView, seconds: float) -> None:
-        """Teach the model a step."""
+        """Train the model on the step."""
         self.model.observe(batch, seconds)
 
 
 def build_policy(name: PolicyName, token_time_s: float) -> ForkPolicy:
-    """The policy of that name; `token_time_s` is the adaptive one's time per output token."""
+    """Return the named policy; `token_time_s` is the adaptive policy's time per output token."""
     return EagerPolicy() if name == "eager" else AdaptivePolicy(token_time_s)

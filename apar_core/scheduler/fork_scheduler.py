@@ -1,7 +1,18 @@
-"""vLLM's schedulers with forks: the part of APAR that runs in the engine-core process.
+"""vLLM's scheduler with forks: the part of APAR that runs in the engine-core process.
 
 Source: APAR (arXiv 2401.06761), algorithm 1. A thread is one vLLM request; the threads of a
 client's request form a group that shares its token budget, its limits and its end.
+
+Life of a fork, and where each decision is made:
+
+1. `_update_request_with_output` sees the sampled tokens of a thread.
+2. `_fork` decides whether a fork token opens a thread: the request's `max_forks`, its token budget
+   and the context length (`thread_table.py`). It builds the child (`thread_requests.py`), and the
+   child references its parent's KV blocks (`block_sharing.py`).
+3. `_start_waiting_forks` starts children at the end of the step. `fork_admission.py` decides which:
+   limits of request, key and replica, then the policy (`fork_policy.py`).
+4. `_free_request` handles the end of a thread, and starts a child of a request without live threads
+   regardless of limits.
 """
 
 from __future__ import annotations
@@ -19,32 +30,35 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from apar_core.errors import EngineError
+from apar_core.fork_parameters import ForkParameters
 from apar_core.journal import Journal
-from apar_core.scheduler.batches import coming_batch, scheduled_batch
 from apar_core.scheduler.block_sharing import BlockSharing
-from apar_core.scheduler.child_request import build_child_request
 from apar_core.scheduler.fork_admission import ForkAdmission
 from apar_core.scheduler.fork_policy import AdaptivePolicy, build_policy
 from apar_core.scheduler.fork_settings import fork_settings
-from apar_core.scheduler.request_facts import ended_itself, fork_parameters
 from apar_core.scheduler.request_gate import GatedQueue
-from apar_core.scheduler.resumption import resumed_alone, resumed_threads, take_journal
-from apar_core.scheduler.step_clock import StepClock
+from apar_core.scheduler.step_time import BatchView, StepClock
+from apar_core.scheduler.thread_requests import (
+    build_child_request,
+    resumed_alone,
+    resumed_threads,
+    take_journal,
+)
 from apar_core.scheduler.thread_table import ThreadGroup, ThreadTable
 
 
 class ForkMixin(Scheduler):
     """Opens a thread at every fork token that a forking request samples.
 
-    Every fork token leads to one child id, and every child id to one output with a finish reason,
-    also where no thread could be opened: so the API process can follow the tree by itself.
+    Every fork token gives one child id, and every child id one output with a finish reason, even if
+    no thread was opened. So the API process can follow the tree without messages.
     """
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         if not vllm_config.cache_config.enable_prefix_caching:
             raise EngineError(
-                "forking needs prefix caching: children share their parent's KV blocks through it. "
-                "Set enable_prefix_caching=True (it is off in this configuration)."
+                "forking needs prefix caching, through which children share their parent's KV "
+                "blocks: set enable_prefix_caching=True"
             )
         # Order by arrival: children before newer requests, the youngest family preempted first.
         vllm_config.scheduler_config.policy = "priority"
@@ -59,14 +73,14 @@ class ForkMixin(Scheduler):
         )
         self.step_clock = StepClock()
         self.num_generated_tokens = 0
-        # Only a policy that learns needs to know how much the rows of a step attend to.
-        self._learns = isinstance(policy, AdaptivePolicy)
+        # Only a policy that learns needs the number of tokens that a step attends to.
+        self._counts_attended = isinstance(policy, AdaptivePolicy)
         self._exhausted: list[ThreadGroup[Request]] = []
-        # (client index, request id) of threads that end without having been scheduled.
+        # (client index, request id) of threads that end by length without an output from vLLM.
         self._unopened: list[tuple[int, str]] = []
 
     def add_request(self, request: Request) -> None:
-        """Add a client's request; one that may fork becomes the root thread of a group."""
+        """Add a client's request; a request that may fork becomes the root thread of a group."""
         journal = take_journal(request.sampling_params)
         if journal is not None:
             self._resume(request, journal)
@@ -75,7 +89,7 @@ class ForkMixin(Scheduler):
         if is_new:
             self.gate.arrives(request.request_id)
         super().add_request(request)
-        parameters = fork_parameters(request)
+        parameters = _fork_parameters(request)
         if not is_new or parameters is None:
             return
         self.admission.queue.thread_began(request.request_id, parameters.key)
@@ -88,9 +102,9 @@ class ForkMixin(Scheduler):
             )
 
     def _resume(self, request: Request, journal: Journal) -> None:
-        """Go on with a request behind its journal; one thread at once, the others as forks do."""
+        """Resume a request from its journal: one thread at once, the others like new forks."""
         self.gate.enters(request.request_id)
-        parameters = fork_parameters(request)
+        parameters = _fork_parameters(request)
         if parameters is None or not parameters.enabled:
             super().add_request(resumed_alone(request, journal))
             if parameters is not None:
@@ -113,9 +127,10 @@ class ForkMixin(Scheduler):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
-        """End requests, each with all its threads; None ends everything.
+        """Finish requests with all their threads; None finishes everything.
 
-        vLLM names a request's root to abort it, and any thread that failed, for example to load KV.
+        vLLM passes the root's id to abort a request, and the id of a thread that failed, for
+        example to load its KV.
         """
         if request_ids is None:
             for group in self.threads.groups:
@@ -123,7 +138,7 @@ class ForkMixin(Scheduler):
             return super().finish_requests(None, finished_status)
         wanted = {request_ids} if isinstance(request_ids, str) else set(request_ids)
         for request_id in tuple(wanted):
-            # A root may have finished before the threads that it has opened.
+            # A root may have ended before its children.
             ended = self.threads.group_of_root(request_id) or self.threads.group(request_id)
             if ended is not None:
                 wanted |= ended.live
@@ -131,18 +146,17 @@ class ForkMixin(Scheduler):
         return super().finish_requests(wanted, finished_status)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """As in vLLM; the step is timed from here."""
+        """As in vLLM; starts the step's timer."""
         step = super().schedule(throttle_prefills)
         self.gate.scheduled()
         if step.total_num_scheduled_tokens > 0:
-            batch = scheduled_batch(step, self.requests, counts_attended=self._learns)
-            self.step_clock.begin(step, batch)
+            self.step_clock.begin(step, self._scheduled_batch(step))
         return step
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """As in vLLM, with an output for each thread that a limit has ended."""
+        """As in vLLM, with an output for each thread that a limit ended; starts waiting forks."""
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for group in self._exhausted:
             for child in self._close(group):
@@ -164,7 +178,7 @@ class ForkMixin(Scheduler):
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """As in vLLM; children that wait give up their blocks and are computed anew."""
+        """As in vLLM; waiting children give up their blocks and will be computed."""
         self.block_sharing.release_all()
         return super().reset_prefix_cache(reset_running_requests, reset_connector)
 
@@ -183,10 +197,13 @@ class ForkMixin(Scheduler):
             self.num_generated_tokens += len(kept)
             return kept, stopped
         if len(new_token_ids) == 1 and group.takes_as_text(new_token_ids[0]):
-            # What nearly every row gets in nearly every step.
+            # The common case, for nearly every row in nearly every step.
             tokens, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
             self.num_generated_tokens += len(tokens)
-            group.used_tokens += len(tokens) - (stopped and ended_itself(request, group.parameters))
+            group.used_tokens += len(tokens)
+            if stopped:
+                has_stopped = request.status == RequestStatus.FINISHED_STOPPED
+                group.used_tokens -= group.parameters.ended_itself(tokens, stopped=has_stopped)
         else:
             tokens, stopped = self._take_tokens(group, request, new_token_ids, is_stale)
         if group.exhausted and not group.closed:
@@ -204,30 +221,26 @@ class ForkMixin(Scheduler):
         new_token_ids: list[int],
         is_stale: bool,
     ) -> tuple[list[int], bool]:
-        """Any number of tokens, forks among them, as far as the budget allows."""
+        """Take any number of tokens, including fork tokens, as far as the budget allows."""
         tokens = group.within_budget(new_token_ids)
-        # Control tokens are no text: each raises the thread's own limit by itself.
-        request.max_tokens += sum(group.is_control(token_id) for token_id in tokens)
+        # Control tokens are not text: each raises the thread's own limit by one.
+        request.max_tokens += sum(map(group.parameters.is_control, tokens))
         stopped = False
         if tokens:
             tokens, stopped = super()._update_request_with_output(request, tokens, is_stale)
             self.num_generated_tokens += len(tokens)
-        group.count_text(tokens, ended=stopped and ended_itself(request, group.parameters))
-        self._fork_at_fork_tokens(group, request, tokens)
+        has_stopped = stopped and request.status == RequestStatus.FINISHED_STOPPED
+        group.count_text(tokens, stopped=has_stopped)
+        first = request.num_tokens - len(tokens)
+        for index, token_id in enumerate(tokens, start=first):
+            if token_id == group.parameters.fork_id:
+                self._fork(group, request, fork_index=index)
         return tokens, stopped
 
-    def _fork_at_fork_tokens(
-        self, group: ThreadGroup[Request], parent: Request, tokens: list[int]
-    ) -> None:
-        first = parent.num_tokens - len(tokens)
-        for offset, token_id in enumerate(tokens):
-            if token_id == group.parameters.fork_id:
-                self._fork(group, parent, fork_index=first + offset)
-
     def _fork(self, group: ThreadGroup[Request], parent: Request, *, fork_index: int) -> None:
-        ordinal = group.num_children.get(parent.request_id, 0)
-        child_request_id = group.next_child_id(parent.request_id)
-        # The child needs room for its child token and at least one token of its own.
+        """Open a thread at a fork token, or refuse to; `fork_index` is the token's position."""
+        child_request_id, ordinal = group.next_child(parent.request_id)
+        # The child needs room for the child token and at least one token of its own.
         has_room = fork_index + 2 < self.max_model_len
         if not has_room or not group.may_fork():
             self.admission.counters.refused += 1
@@ -243,8 +256,7 @@ class ForkMixin(Scheduler):
         )
         group.num_forks += 1
         self.block_sharing.share(parent, child)
-        # Which of a step's forks start is decided at its end: the oldest family's, not the first
-        # row's.
+        # Forks start at the end of the step: first those of the oldest request, not the first row.
         self.admission.wait(group, child)
 
     def _start(self, group: ThreadGroup[Request], child: Request) -> None:
@@ -253,18 +265,29 @@ class ForkMixin(Scheduler):
         super().add_request(child)
 
     def _start_waiting_forks(self) -> None:
-        """Start what caps and policy let start now; the others are asked about in the next step."""
+        """Start the children that limits and policy admit now; the others wait for a later step."""
         if self.admission.queue.first() is not None:
             rows = min(len(self.running) + self.gate.num_ready, self.max_num_running_reqs)
-            batch = coming_batch(rows, self.running, counts_attended=self._learns)
+            # The coming batch as far as it is known, without prompts.
+            attended = sum(r.num_tokens for r in self.running) if self._counts_attended else 0
+            batch = BatchView(rows, attended)
             while taken := self.admission.next(len(self.requests) - self.gate.num_held, batch):
                 group, child = taken
                 self._start(group, child)
                 batch = batch.grown(rows=1, attended_tokens=child.num_prompt_tokens)
         self.admission.settle()
 
+    def _scheduled_batch(self, step: SchedulerOutput) -> BatchView:
+        rows = len(step.num_scheduled_tokens)
+        attended = 0
+        if self._counts_attended:
+            attended = sum(
+                self.requests[name].num_computed_tokens for name in step.num_scheduled_tokens
+            )
+        return BatchView(rows, attended, step.total_num_scheduled_tokens - rows)
+
     def _close(self, group: ThreadGroup[Request]) -> list[Request]:
-        """Open no further thread for a group; returns the children that had been waiting."""
+        """Start no further thread of a group; return the children that were waiting."""
         group.closed = True
         deferred = list(group.deferred)
         group.deferred.clear()
@@ -277,11 +300,10 @@ class ForkMixin(Scheduler):
         return deferred
 
     def _leave_if_ended(self, root_id: str, client_index: int) -> None:
-        """Report a request's end and free its place, once no thread of it is alive or waiting.
+        """Report a request as finished and free its place, if it has no live or waiting thread.
 
-        With several engines, vLLM's client routes an abort by the request id, and forgets the
-        engine of an id that is reported as finished. So a root's id is reported with the last
-        thread of its request.
+        With several engines, vLLM's client routes aborts by request id and forgets the engine of an
+        id that is reported as finished. So a root's id is reported after the last thread.
         """
         has_ended = self.threads.group_of_root(root_id) is None
         if self.finished_req_ids_dict is not None:
@@ -297,7 +319,7 @@ class ForkMixin(Scheduler):
         self, request: Request, delay_free_blocks: bool = False
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         group = self.threads.group(request.request_id)
-        if group is not None and group.goes_on_without(request.request_id):
+        if group is not None and group.continues_without(request.request_id):
             self.block_sharing.count_released_early(request.request_id)
         freed = super()._free_request(request, delay_free_blocks)
         self.block_sharing.forget(request.request_id)
@@ -305,7 +327,7 @@ class ForkMixin(Scheduler):
         group = self.threads.end_thread(request.request_id)
         if group is not None and group.has_startable:
             if not group.live:
-                # Nobody else would ever let it go on: neither caps nor policy hold it back.
+                # Without a live thread the request would never continue: skip limits and policy.
                 self._start(group, group.deferred.popleft())
             self.admission.queue.offer(group)
         root_id = request.request_id if group is None else group.root_id
@@ -314,8 +336,14 @@ class ForkMixin(Scheduler):
 
 
 class ForkScheduler(ForkMixin, Scheduler):
-    """The forking scheduler for `scheduler_cls`, where vLLM schedules step by step (CPU)."""
+    """Value of `scheduler_cls` where vLLM schedules step by step (CPU)."""
 
 
 class ForkAsyncScheduler(ForkMixin, AsyncScheduler):
-    """The forking scheduler for `scheduler_cls`, where vLLM schedules ahead (GPU)."""
+    """Value of `scheduler_cls` where vLLM schedules ahead (GPU)."""
+
+
+def _fork_parameters(request: Request) -> ForkParameters | None:
+    if request.sampling_params is None:
+        return None
+    return ForkParameters.from_extra_args(request.sampling_params.extra_args)

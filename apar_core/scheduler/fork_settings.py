@@ -1,4 +1,4 @@
-"""Limits on forking, set per engine."""
+"""Fork settings of one engine, in vLLM's `additional_config`."""
 
 from __future__ import annotations
 
@@ -11,48 +11,51 @@ from apar_core.errors import EngineError
 from apar_core.scheduler.fork_policy import PolicyName
 
 CONFIG_KEY = "apar"
-"""Key of these settings in vLLM's `additional_config`."""
+"""Key of these settings in `additional_config`."""
 
 
 class ForkSettings(BaseModel):
-    """Limits on the threads of one request, and how its text is put together."""
+    """Limits on threads and requests, the fork policy, and separators in the restored text."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     enabled: bool = Field(True, description="Whether requests fork unless they say otherwise.")
     max_threads: PositiveInt = Field(
-        32, description="Threads of one request alive at once; a fork beyond it waits."
+        32, description="Live threads per request; further forks wait."
     )
     max_forks: PositiveInt = Field(
-        512, description="Forks of one request in all; beyond it the answer ends by length."
+        512, description="Forks per request; the answer ends by length at the next one."
     )
     max_replica_threads: PositiveInt | None = Field(
         None,
-        description="Threads of all requests alive at once, beyond which a fork waits; absent, "
-        "vLLM's max_num_seqs alone bounds what runs.",
+        description="Live threads of all requests; further forks wait. Without it, only vLLM's "
+        "max_num_seqs limits what runs.",
     )
     max_requests: PositiveInt | None = Field(
         None,
-        description="Requests that run at once, each with all its threads, beyond which a request "
-        "waits in the engine; absent, vLLM's max_num_seqs alone bounds what runs.",
+        description="Running requests, each with all its threads; further requests wait in the "
+        "engine. Without it, only vLLM's max_num_seqs limits what runs.",
     )
     policy: PolicyName = Field(
         "eager",
         description="When a fork within these limits starts. 'eager': at once. 'adaptive': while "
-        "the predicted engine step leaves the running requests their `token_time_ms`.",
+        "the predicted engine step stays within `token_time_ms`.",
     )
     token_time_ms: PositiveFloat = Field(
-        50.0, description="Time per output token, in ms, that the adaptive policy keeps to."
+        50.0, description="Target time per output token of the adaptive policy (ms)."
     )
     separators: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Put line breaks back between paragraphs whose text lacks them. 'auto': only "
-        "for the released checkpoints (THUDM/apar-7b, THUDM/apar-13b), which were trained so.",
+        description="Insert line breaks between paragraphs whose text lacks them. 'auto': only for "
+        "the released checkpoints (THUDM/apar-7b, THUDM/apar-13b), which were trained this way.",
     )
 
 
 def fork_settings(vllm_config: VllmConfig) -> ForkSettings:
-    """The settings in an engine's `additional_config`. Raises EngineError naming a wrong field."""
+    """Return the settings in an engine's `additional_config`.
+
+    Raises EngineError, which names the invalid field.
+    """
     additional = vllm_config.additional_config
     values = additional.get(CONFIG_KEY, {}) if isinstance(additional, dict) else {}
     try:

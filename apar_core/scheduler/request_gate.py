@@ -1,7 +1,6 @@
-"""Keeps client requests waiting while as many as may run are being answered.
+"""Limit on the client requests that an engine answers at once, however many threads each has.
 
-Counts requests, however many threads each has: a fork needs no leave. Source: the limit of 350 and
-180 concurrent requests in APAR (arXiv 2401.06761), appendix C.2.
+Source: the limits of 350 and 180 concurrent requests in APAR (arXiv 2401.06761), appendix C.2.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ from vllm.v1.request import Request
 
 
 class GatedQueue(PriorityRequestQueue):
-    """vLLM's queue of waiting requests; what stands before the gate is in it, but not offered.
+    """vLLM's queue of waiting requests, with further requests held back before it.
 
-    `arrives` is called for a client's request before it is queued, `left` when all its threads
-    have ended. None for `max_requests` holds nothing back.
+    Held requests are part of the queue (length, iteration, removal), but vLLM cannot pop them.
+    `arrives` is called before a client's request is queued, `left` when all its threads have ended.
+    Threads of admitted requests pass freely. `max_requests` None holds nothing back.
     """
 
     def __init__(self, max_requests: int | None = None) -> None:
@@ -27,36 +27,36 @@ class GatedQueue(PriorityRequestQueue):
         self._inside: set[str] = set()
         self._outside: set[str] = set()
         self._held: list[Request] = []
-        self._num_passed_over = 0
+        self._num_without_room = 0
 
     @property
     def num_held(self) -> int:
-        """Requests before the gate."""
+        """Requests held back."""
         return len(self._held)
 
     @property
     def num_ready(self) -> int:
-        """Requests and threads that have come since the last schedule, and may run in the next.
+        """Requests and threads queued since the last schedule, which may run in the next step.
 
-        What that one has left waiting found no memory, and so will not run beside what runs.
+        Those that the last schedule left in the queue found no memory, and so will not run yet.
         """
-        return max(super().__len__() - self._num_passed_over, 0)
+        return max(super().__len__() - self._num_without_room, 0)
 
     def scheduled(self) -> None:
-        """A step has been scheduled, and has taken from the queue what there was room for."""
-        self._num_passed_over = super().__len__()
+        """Note that a step has been scheduled, and has popped all that had room."""
+        self._num_without_room = super().__len__()
 
     def arrives(self, root_id: str) -> None:
-        """A client's request is about to be queued."""
+        """Admit or hold back a client's request that is about to be queued."""
         (self._inside if self._has_place else self._outside).add(root_id)
 
     def enters(self, root_id: str) -> None:
-        """A client's request goes on that another engine has begun: it does not wait again."""
+        """Admit a client's request unconditionally, as one that another engine has started."""
         self._outside.discard(root_id)
         self._inside.add(root_id)
 
     def left(self, root_id: str) -> None:
-        """Nothing of a request is alive any more, or it was taken back before it came in."""
+        """Free the place of a request that has ended or was removed while held back."""
         self._inside.discard(root_id)
         self._outside.discard(root_id)
         while self._held and self._has_place:
@@ -65,29 +65,29 @@ class GatedQueue(PriorityRequestQueue):
             super().add_request(request)
 
     def add_request(self, request: Request) -> None:
-        """Queue a request, before the gate if it has to wait there."""
+        """Queue a request, or hold it back."""
         if request.request_id in self._outside:
             heapq.heappush(self._held, request)
         else:
             super().add_request(request)
 
     def remove_request(self, request: Request) -> None:
-        """Take a request out, wherever it stands."""
+        """Remove a request, held back or not."""
         self.remove_requests([request])
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
-        """Take requests out, wherever they stand."""
+        """Remove requests, held back or not."""
         removed = set(requests)
         super().remove_requests(removed)
         self._held = [request for request in self._held if request not in removed]
         heapq.heapify(self._held)
 
     def __len__(self) -> int:
-        """All that wait, before the gate and behind it; `bool` tells whether one may be taken."""
+        """Number of waiting requests, held back or not; `bool` is whether one can be popped."""
         return super().__len__() + len(self._held)
 
     def __iter__(self) -> Iterator[Request]:
-        """All that wait, in their order."""
+        """Iterate over all waiting requests in order."""
         return iter(sorted([*super().__iter__(), *self._held]))
 
     @property

@@ -1,6 +1,6 @@
-"""The live threads of each request, and the limits that hold for all of them together.
+"""Live threads of each request, and the limits that they share.
 
-Pure bookkeeping: it knows request ids and token ids, nothing of vLLM.
+Pure bookkeeping with request ids and token ids; nothing here knows vLLM.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ Child = TypeVar("Child")
 
 @dataclass(slots=True, eq=False)
 class ThreadGroup(Generic[Child]):
-    """All threads of one request.
+    """All threads of one request, also called its family.
 
-    `token_budget` is the request's `max_tokens`; `used_tokens` counts the text tokens of all
-    threads against it, control and end tokens excepted. `deferred` holds children that wait for
-    a place, the oldest first. `live` and `num_children` are keyed by engine request id.
-    `arrival` is the request's priority, the lower the earlier, and the time when it came.
+    token_budget: the request's `max_tokens`.
+    arrival: the request's priority (lower goes first) and arrival time.
+    used_tokens: text tokens of all threads, without control and end tokens.
+    closed: no further thread starts.
+    live: engine request ids of the live threads.
+    deferred: children that wait for their start, oldest first.
+    num_children: forks of each live thread, by its engine request id.
     """
 
     root_id: str
@@ -45,39 +48,42 @@ class ThreadGroup(Generic[Child]):
 
     @property
     def exhausted(self) -> bool:
-        """Whether the request has generated all the text that it may."""
+        """Whether the request has used up its token budget."""
         return self.used_tokens >= self.token_budget
 
+    @property
+    def order(self) -> tuple[int, float, str]:
+        """Sort key of the request among all: priority, then arrival."""
+        return (*self.arrival, self.root_id)
+
     def may_fork(self) -> bool:
-        """Whether one more thread may be opened, now or when there is a place for it."""
+        """Return whether a fork may open a thread, now or later."""
         return not (self.closed or self.exhausted or self.num_forks >= self.parameters.max_forks)
 
     def has_place(self) -> bool:
-        """Whether one more thread may run beside those alive."""
+        """Return whether one more thread may be alive."""
         return not self.closed and len(self.live) < self.parameters.max_threads
-
-    def goes_on_without(self, thread_id: str) -> bool:
-        """Whether other threads of the request run, or will run, when this one has ended."""
-        return not self.closed and (bool(self.deferred) or self.live != {thread_id})
 
     @property
     def has_startable(self) -> bool:
         """Whether a child waits that the request's own limit lets start."""
         return bool(self.deferred) and self.has_place()
 
-    @property
-    def order(self) -> tuple[int, float, str]:
-        """Where the family stands among all: by priority, then by arrival."""
-        return (*self.arrival, self.root_id)
+    def continues_without(self, thread_id: str) -> bool:
+        """Return whether other threads of the request run, or will run, after this one ends."""
+        return not self.closed and (bool(self.deferred) or self.live != {thread_id})
 
-    def next_child_id(self, parent_id: str) -> str:
-        """Name the next child of a thread; refused forks take a name too."""
+    def next_child(self, parent_id: str) -> tuple[str, int]:
+        """Return engine request id and ordinal of a thread's next child.
+
+        Refused forks are numbered too.
+        """
         ordinal = self.num_children.get(parent_id, 0)
         self.num_children[parent_id] = ordinal + 1
-        return child_request_id(parent_id, ordinal)
+        return child_request_id(parent_id, ordinal), ordinal
 
     def within_budget(self, token_ids: Sequence[int]) -> list[int]:
-        """The tokens up to the last one that the budget allows."""
+        """Return the tokens up to the last one that the budget allows."""
         remaining = self.remaining_tokens
         if len(token_ids) <= remaining:
             return list(token_ids)
@@ -86,29 +92,29 @@ class ThreadGroup(Generic[Child]):
             if remaining <= 0:
                 break
             kept.append(token_id)
-            remaining -= not self.is_control(token_id)
+            remaining -= not self.parameters.is_control(token_id)
         return kept
 
     def takes_as_text(self, token_id: int) -> bool:
-        """Whether a token is text that the budget allows."""
-        return self.used_tokens < self.token_budget and not self.is_control(token_id)
+        """Return whether a token is text that the budget allows."""
+        return self.used_tokens < self.token_budget and not self.parameters.is_control(token_id)
 
-    def is_control(self, token_id: int) -> bool:
-        """Whether a token is a fork or child token, and so no text."""
-        return token_id in (self.parameters.fork_id, self.parameters.child_id)
-
-    def count_text(self, token_ids: Sequence[int], *, ended: bool) -> None:
-        """Charge the tokens that a thread generated; `ended` if the last one is its end token."""
-        num_text = sum(not self.is_control(token_id) for token_id in token_ids)
-        self.used_tokens += num_text - ended
+    def count_text(self, token_ids: Sequence[int], *, stopped: bool) -> None:
+        """Charge a thread's new tokens to the budget; `stopped` as in `ForkParameters`."""
+        self.used_tokens += self.parameters.num_text(token_ids, stopped=stopped)
 
 
 class ThreadTable(Generic[Child]):
-    """Finds a thread's group by its engine request id, while any thread of the group lives."""
+    """Groups by the engine request ids of their threads, while any of these is live or deferred."""
 
     def __init__(self) -> None:
         self._group_of_thread: dict[str, ThreadGroup[Child]] = {}
         self._group_of_root: dict[str, ThreadGroup[Child]] = {}
+
+    @property
+    def groups(self) -> list[ThreadGroup[Child]]:
+        """Every group with a live or deferred thread."""
+        return list(self._group_of_root.values())
 
     def open_group(
         self,
@@ -118,7 +124,7 @@ class ThreadTable(Generic[Child]):
         *,
         arrival: tuple[int, float] = (0, 0.0),
     ) -> ThreadGroup[Child]:
-        """Begin a request with its root thread. Raises TreeError if it has begun already."""
+        """Add a request with its root thread. Raises TreeError for a duplicate id."""
         if root_id in self._group_of_root:
             raise TreeError(f"request {root_id!r} was added twice")
         group: ThreadGroup[Child] = ThreadGroup(root_id, parameters, token_budget, arrival)
@@ -127,20 +133,20 @@ class ThreadTable(Generic[Child]):
         return group
 
     def add_thread(self, group: ThreadGroup[Child], thread_id: str) -> None:
-        """Count a thread among the live ones of its group."""
+        """Add a live thread to its group."""
         group.live.add(thread_id)
         self._group_of_thread[thread_id] = group
 
     def group(self, thread_id: str) -> ThreadGroup[Child] | None:
-        """Group of a live thread; None if the request does not fork."""
+        """Return the group of a live thread; None if the request does not fork."""
         return self._group_of_thread.get(thread_id)
 
     def group_of_root(self, root_id: str) -> ThreadGroup[Child] | None:
-        """Group of a request, also after its root thread has finished."""
+        """Return the group of a request, even after its root thread has ended."""
         return self._group_of_root.get(root_id)
 
     def end_thread(self, thread_id: str) -> ThreadGroup[Child] | None:
-        """Forget a finished thread and return its group; the last one takes the group along."""
+        """Remove a thread and return its group; removes the group after its last thread."""
         group = self._group_of_thread.pop(thread_id, None)
         if group is None:
             return None
@@ -150,16 +156,6 @@ class ThreadTable(Generic[Child]):
         return group
 
     def drop_if_ended(self, group: ThreadGroup[Child]) -> None:
-        """Forget a group that has no thread left, alive or deferred."""
+        """Remove a group without live or deferred threads."""
         if not group.live and not group.deferred:
             self._group_of_root.pop(group.root_id, None)
-
-    @property
-    def groups(self) -> list[ThreadGroup[Child]]:
-        """Every group with a thread alive or deferred."""
-        return list(self._group_of_root.values())
-
-    @property
-    def num_live(self) -> int:
-        """Threads alive in all groups together."""
-        return len(self._group_of_thread)

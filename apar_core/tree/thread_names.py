@@ -36,6 +36,11 @@ def replay_key_of_path(path: ThreadPath) -> str:
     return ".".join(map(str, path))
 
 
+def child_replay_key(parent_key: str, ordinal: int) -> str:
+    """Return the replay key of a thread's `ordinal`-th child."""
+    return f"{parent_key}.{ordinal}" if parent_key else str(ordinal)
+
+
 def child_request_id(parent_request_id: str, ordinal: int) -> str:
     """Return the engine request id of a thread's `ordinal`-th child.
 

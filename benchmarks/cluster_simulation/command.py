@@ -132,7 +132,7 @@ def fit() -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from apar_core.engine.offline import OfflineEngine
+    from apar_core.engine.offline_engine import OfflineEngine
     from apar_core.models.apar_tiny import checkpoint_path
     from benchmarks.cluster_simulation.fit import fit_steps, measure_steps, print_fit
 

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from apar_core.fork_parameters import ForkParameters
 from apar_core.scheduler.fork_admission import ForkAdmission
 from apar_core.scheduler.fork_policy import ForkPolicy
-from apar_core.scheduler.step_time_model import BatchView
+from apar_core.scheduler.step_time import BatchView
 from apar_core.scheduler.thread_table import ThreadGroup
 from benchmarks.cluster_simulation.blocks import BlockPool, Segment
 from benchmarks.cluster_simulation.decode_batch import DecodeBatch

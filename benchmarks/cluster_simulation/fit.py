@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from apar_core.engine.offline import OfflineEngine
+from apar_core.engine.offline_engine import OfflineEngine
 from benchmarks.cluster_simulation.step_times import StepTimes
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import simpy
 
 from apar_core.scheduler.fork_policy import ForkPolicy
-from apar_core.scheduler.step_time_model import BatchView
+from apar_core.scheduler.step_time import BatchView
 from benchmarks.cluster_simulation.engine import SimEngine, StepPlan
 from benchmarks.cluster_simulation.step_times import ReplicaModel
 from benchmarks.cluster_simulation.threads import Outcome

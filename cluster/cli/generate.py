@@ -15,7 +15,7 @@ from cluster.cli.thread_view import statistics_line, thread_view
 from cluster.config.model import DEFAULT_MODEL, PRESETS, ModelConfig
 
 if TYPE_CHECKING:
-    from apar_core.engine.offline import Answer, OfflineEngine
+    from apar_core.engine.offline_engine import Answer, OfflineEngine
 
 
 def generate(
@@ -86,7 +86,7 @@ def start_engine(model: str) -> OfflineEngine:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # vLLM takes seconds to import, and `apar --help` should not wait for it.
-    from apar_core.engine.offline import OfflineEngine
+    from apar_core.engine.offline_engine import OfflineEngine
 
     settings = ModelConfig(checkpoint=model)
     engine_args: dict[str, Any] = {**settings.preset.engine, "enforce_eager": True}

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from apar_core.errors import EngineError
 from apar_core.scheduler.fork_admission import AdmissionCounters
 from apar_core.scheduler.fork_policy import AdaptivePolicy, EagerPolicy
-from apar_core.scheduler.step_clock import StepClock
+from apar_core.scheduler.step_time import StepClock
 from cluster.experiments.turn_clock import TurnClock
 
 if TYPE_CHECKING:
-    from apar_core.engine.offline import OfflineEngine
+    from apar_core.engine.offline_engine import OfflineEngine
 
 Policy = Literal["eager", "adaptive"]
 

@@ -14,7 +14,7 @@ from apar_core.reporting import Column, ReportTable
 from cluster.experiments.program import Submission
 
 if TYPE_CHECKING:
-    from apar_core.engine.offline import OfflineEngine
+    from apar_core.engine.offline_engine import OfflineEngine
     from apar_core.scheduler.block_sharing import BlockSharing, ForkCounters
 
 SHARED, CACHED = "block sharing (ours)", "prefix caching (client-side)"

@@ -39,8 +39,8 @@ def open_engine(settings: ExperimentSettings, model_path: str) -> Iterator[Exper
     """
     # Each engine of a machine would otherwise bind itself to the same cores.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    from apar_core.engine.offline import OfflineEngine
-    from apar_core.engine.replay_request import REPLAY
+    from apar_core.engine.offline_engine import OfflineEngine
+    from apar_core.engine.replay import REPLAY
 
     offline = OfflineEngine(model_path, logits_processors=[REPLAY], **_engine_args(settings))
     try:

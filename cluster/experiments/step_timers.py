@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
-from apar_core.engine.offline import OfflineEngine
+from apar_core.engine.offline_engine import OfflineEngine
 
 SCHEDULE = "schedule"
 INPUTS = "model inputs"

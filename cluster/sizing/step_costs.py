@@ -36,7 +36,7 @@ class StepCosts:
 
 APAR_TINY_CPU = StepCosts(
     2.518e-3, 95.8e-6, 542.7e-9, 60.22e-6,
-    "measured for apar-tiny on one core of a server CPU (EXPERIMENTS.md, `python -m benchmarks "
+    "measured for apar-tiny on one core of a server CPU (docs/results.md, `python -m benchmarks "
     "simulation fit`); another machine needs its own measurement",
 )  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ray import serve
 
-from apar_core.engine.replay_request import REPLAY
+from apar_core.engine.replay import REPLAY
 from cluster.config import ClusterConfig
 from cluster.config.logging import LoggingConfig
 from cluster.config.model import ModelConfig

@@ -181,7 +181,7 @@ _MESSAGE_FIELDS = ("tool_calls", "reasoning", "reasoning_content")
 _PART_FIELDS = ("text", "refusal", "thinking")
 # Fields that make an answer a single sequence of tokens.
 _UNFORKED_FIELDS = ("structured_outputs", "ignore_eos", "min_tokens")
-_COMPLETION_PATHS = ("/v1/chat/completions", "/v1/completions")
+COMPLETION_PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
 class _Piece(NamedTuple):
@@ -257,10 +257,10 @@ class RequestBody:
         The client's stream is cut by characters, which works for one choice of text. It does not
         work for token ids, tool calls (their arguments come in pieces of JSON), an echoed prompt,
         or several prompts. What the engine cannot continue, the replica says at the start of its
-        answer: see `apar_core.engine.journal`.
+        answer: see `apar_core/engine/request_follower.py`.
         """
         return not (
-            path not in _COMPLETION_PATHS
+            path not in COMPLETION_PATHS
             or any(
                 self.fields.get(name) for name in ("echo", "return_token_ids", "use_beam_search")
             )

@@ -1,10 +1,10 @@
-"""Who may go to the replicas of a model, in which order, when there is not room for all.
+"""Weighted fair queue in front of one model's replicas.
 
-The order is by class of priority, then by the virtual time of the keys, then by arrival. A key's
-virtual time is advanced by the tokens that all threads of its requests generate, divided by its
-weight: forking buys no place in the queue. Source: the virtual token counter (VTC) of Sheng et al.,
-"Fairness in Serving Large Language Models" (arXiv 2401.00588), with thread steps for its cost and
-the key's mean answer charged in advance, its variant with predicted lengths.
+Requests are served by priority class, then by the virtual time of their key, then by arrival. A
+key's virtual time advances by the tokens that all threads of its requests generate, divided by its
+weight, so forking buys no place in the queue. Source: the virtual token counter (VTC) of Sheng et
+al., "Fairness in Serving Large Language Models" (arXiv 2401.00588), in its variant with predicted
+lengths: the cost is thread steps, and the key's mean answer is charged in advance.
 """
 
 import asyncio
@@ -17,14 +17,23 @@ from typing import Any
 from apar_core.errors import CapacityError
 from deployments.wire.errors import QueueTimeoutError, RateLimitError
 
+# Weight of the newest answer in a mean.
+_NEWEST = 0.1
+# Least cost of a place: about one step of the engine.
+_LEAST_TOKENS = 1
+# Requests over which the drain rate is measured.
+_NUM_ENDS = 64
+_LEAST_RETRY_S = 1.0
+_MOST_RETRY_S = 60.0
+
 
 @dataclass(slots=True, eq=False)
 class Account:
     """One key in one model's queue.
 
-    `virtual_time` counts tokens divided by `weight`. `max_running` bounds the key's requests that
-    run at once. `held` says that the key has been at that bound since its virtual time was last
-    compared with the others'.
+    `virtual_time` counts tokens divided by `weight`. `max_running` caps the key's running requests.
+    `held` is set if the key has been at its cap since `FairQueue._lift` last raised its virtual
+    time.
     """
 
     name: str
@@ -39,98 +48,89 @@ class Account:
 
     @property
     def may_run(self) -> bool:
-        """Whether the key's own bound leaves room for one more request."""
+        """Whether the key's own cap leaves room for one more request."""
         return self.max_running is None or self.num_running < self.max_running
 
     @property
     def num_startable(self) -> int:
-        """Waiting requests that would run if there were places without end."""
+        """Waiting requests that would run if the replicas had unlimited places."""
         if self.max_running is None:
             return len(self.waiting)
         return min(len(self.waiting), max(0, self.max_running - self.num_running))
 
     @property
     def backlog(self) -> tuple[int, float]:
-        """How much the key's waiting requests deserve to be dropped: class, then number."""
+        """Drop order: the key with the highest value loses requests from a full queue first."""
         return self.priority, len(self.waiting) / self.weight
 
     @property
     def turn(self) -> tuple[int, float, float]:
-        """The order among keys that wait: class, virtual time, then arrival."""
+        """Service order of keys with waiting requests: class, virtual time, then arrival."""
         return self.priority, self.virtual_time, next(iter(self.waiting)).since_s
 
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A request that waits; `granted` becomes its ticket."""
+    """A waiting request; `granted` becomes its ticket."""
 
     account: Account
     granted: "asyncio.Future[Any]"
     since_s: float
 
 
-_NUM_EVENTS = 64
-_DEFAULT_S = 1.0
-_MAX_S = 60.0
-
-
 class DrainRate:
-    """The rate of the last requests that ended."""
+    """Rate at which requests end, over the last ones."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._ends: deque[float] = deque(maxlen=_NUM_EVENTS)
+        self._ends: deque[float] = deque(maxlen=_NUM_ENDS)
 
     def note(self) -> None:
-        """A request has ended now."""
+        """Note the end of a request."""
         self._ends.append(self._clock())
 
     def time_for(self, num_requests: int) -> float:
-        """Seconds in which so many requests will end, from 1 to 60; 1 while nothing is known."""
+        """Return the seconds in which requests will end, from 1 to 60; 1 if the rate is unknown."""
         if len(self._ends) < 2:
-            return _DEFAULT_S
-        # Up to now, not to the last end: a queue that has stopped must not look fast.
+            return _LEAST_RETRY_S
+        # Until now, not until the last end: a stopped queue must not look fast.
         span_s = self._clock() - self._ends[0]
-        return min(max(span_s / (len(self._ends) - 1) * num_requests, _DEFAULT_S), _MAX_S)
-
-
-# Weight of the newest answer in a mean.
-_NEWEST = 0.1
-# Least cost of a place: about one step of the engine.
-_LEAST_TOKENS = 1
+        return min(
+            max(span_s / (len(self._ends) - 1) * num_requests, _LEAST_RETRY_S), _MOST_RETRY_S
+        )
 
 
 class Ticket:
-    """A request's place at the replicas, from the moment it may go there until `leave`."""
+    """A request's place at the replicas, which it holds until `leave` or `give_up`."""
 
     __slots__ = ("_account", "_expected", "_prepaid", "_queue", "_weight", "num_tokens", "queued_s")
 
     def __init__(self, queue: "FairQueue", account: Account, queued_s: float) -> None:
         self._queue = queue
         self._account = account
-        # The key's weight may change before the end: a refund is of what was charged.
+        # The key's weight may change meanwhile; a refund uses the weight of the charge.
         self._weight = account.weight
         self.queued_s = queued_s
         self.num_tokens = 0
-        # A burst would otherwise get every free place before its first token is charged.
+        # Otherwise a burst would get every free place before its first token is charged.
         self._expected = queue._guess(account)
         self._prepaid = self._expected
         account.virtual_time += self._prepaid / self._weight
 
     def charge(self, num_tokens: int) -> None:
-        """Advance the key's virtual time by tokens that were generated just now."""
+        """Advance the key's virtual time by newly generated tokens."""
         self.num_tokens += num_tokens
         paid = min(self._prepaid, num_tokens)
         self._prepaid -= paid
         self._account.virtual_time += (num_tokens - paid) / self._weight
 
     def leave(self, *, cost_is_known: bool = True) -> None:
-        """Give the place back, when all tokens that are known of have been charged; once.
+        """Give the place back, once, after all known tokens have been charged.
 
-        A place costs `_LEAST_TOKENS` even where nothing was generated, as for `/tokenize` or a
-        request that the replica refuses: a key whose places are free would go first forever.
-        A request of unknown cost, because its client or its replica is gone, keeps what it was
-        charged in advance: a key whose clients give up early must not come before the others.
+        A place costs at least `_LEAST_TOKENS`, even if nothing was generated (`/tokenize`, or a
+        request that the replica refuses): a key with free places would go first forever. The cost
+        is unknown if the client or the replica is gone. The advance charge then stays: a key whose
+        clients give up early must not gain from it.
         """
         account = self._account
         if cost_is_known:
@@ -143,31 +143,29 @@ class Ticket:
         self._queue._leave(account)
 
     def give_up(self) -> None:
-        """Give the place back without having used it; once."""
+        """Give an unused place back, once, with a full refund."""
         self._account.virtual_time -= self._prepaid / self._weight
         self._queue._leave(self._account)
 
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """How a queue stands: `waiting` by the name of the key; `oldest_wait_s` is 0 without any.
+    """State of a queue; `waiting` counts requests by the name of their key.
 
-    `num_startable` counts those of the waiting that more replicas could serve: the others wait for
-    requests of their own key.
+    `num_startable` counts the waiting requests that more replicas could serve. The others wait for
+    running requests of their own key.
     """
 
     running: int
-    capacity: int
     waiting: dict[str, int]
     num_startable: int
-    oldest_wait_s: float
 
 
 class FairQueue:
-    """The places at the replicas of one model, and those who wait for one.
+    """Admits requests to the replicas of one model in fair order.
 
-    Belongs to one event loop. No more than `capacity` requests run at once; while there is room,
-    none waits but those whose key is at its own bound.
+    Belongs to one event loop. At most `capacity` requests run at once. While there is room, only
+    requests of keys at their own cap wait.
     """
 
     def __init__(
@@ -184,60 +182,56 @@ class FairQueue:
         self._clock = clock
         self._running = 0
         self._num_waiting = 0
-        # Accounts with waiting requests; all keys that ever called are the gateway's to keep.
+        # Only accounts with waiting requests; the gateway keeps the accounts of all keys.
         self._backlogged: dict[Account, None] = {}
-        # By class: the virtual times of two classes have nothing to do with each other.
+        # By class, because virtual times of different classes are unrelated.
         self._last_started: dict[int, Account] = {}
         self._mean_tokens = 0.0
         self._drain = DrainRate(clock)
 
     def configure(self, *, capacity: int, max_waiting: int, max_wait_s: float) -> None:
-        """Set new bounds; what runs or waits now goes on doing so."""
+        """Set new limits; running and waiting requests go on."""
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s
         self.resize(capacity)
 
     def resize(self, capacity: int) -> None:
-        """Set how many may run at once; beyond a lower bound none is stopped."""
+        """Set how many requests may run at once; running ones are never stopped."""
         self._capacity = capacity
         self._grant()
 
     @property
     def state(self) -> QueueState:
-        """How the queue stands now."""
+        """The current state."""
         waiting = {account.name: len(account.waiting) for account in self._backlogged}
-        # Within a key the first waiter is the oldest.
-        since = min(
-            (next(iter(account.waiting)).since_s for account in self._backlogged), default=None
-        )
-        oldest = 0.0 if since is None else self._clock() - since
         num_startable = sum(account.num_startable for account in self._backlogged)
-        return QueueState(self._running, self._capacity, waiting, num_startable, oldest)
+        return QueueState(self._running, waiting, num_startable)
 
     async def enter(self, account: Account) -> Ticket:
-        """A place, at once or when the key's turn comes.
+        """Return a place, at once or when the key's turn comes.
 
-        Raises CapacityError when too many wait, or when the wait has lasted too long, and
-        RateLimitError where only the key's own bound stood in the way. Cancelling gives up the
-        place in the queue.
+        Raises CapacityError if the queue is full, QueueTimeoutError if the wait takes too long, and
+        RateLimitError in both cases if the key is at its own cap. Cancelling leaves the queue.
         """
         if account in self._backlogged:
-            self._grant()  # The key's own bound may have been raised.
+            self._grant()  # The key's cap may have been raised.
         if account not in self._backlogged:
             self._lift(account, keeps_credit=account.num_running > 0)
-            # Nobody who may run is passed over: while there is room, all others are at their bound.
+            # This overtakes nobody: while there is room, all waiting keys are at their caps.
             if self._running < self._capacity and account.may_run:
                 return self._start(account, queued_s=0.0)
         self._make_room(account)
         return await self._wait(account)
 
     def _lift(self, account: Account, *, keeps_credit: bool) -> None:
-        """Let no credit be saved up while a key has nothing waiting, or is at its own bound.
+        """Raise a key's virtual time to that of its rivals.
 
-        A key whose requests still run may keep that of one answer: it sends its requests one by
-        one, and would otherwise get as many turns as a key with longer answers, not as many tokens.
+        So a key saves up no credit while it has nothing waiting or is at its cap. A key whose
+        requests still run keeps the credit of one answer. It sends its requests one by one, and
+        would otherwise get as many turns as a key with longer answers, not as many tokens.
         """
-        # A key at its bound falls behind all the time; who were set back to it would starve others.
+        # Not keys at their caps: they fall behind constantly, and a key lowered to their level
+        # would starve others.
         rivals = [
             other
             for other in self._backlogged
@@ -263,10 +257,10 @@ class FairQueue:
         return Ticket(self, account, queued_s)
 
     def _make_room(self, account: Account) -> None:
-        """Refuse the newcomer, or the newest request of a key that holds more of a full queue.
+        """Make room in a full queue by dropping the newest request of the key that fills it most.
 
-        So no key fills the queue for the others. Source: longest queue drop (McKenney, "Stochastic
-        fairness queueing", 1990).
+        Raises the refusal if that is the account itself. Source: longest queue drop (McKenney,
+        "Stochastic fairness queueing", 1990).
         """
         if self._num_waiting < self._max_waiting:
             return
@@ -276,7 +270,7 @@ class FairQueue:
             raise self._refusal(account, f"and {self._num_waiting} requests wait already")
         newest = next(reversed(fullest.waiting))
         self._forget(newest)
-        if not newest.granted.done():  # Else its client has left, and is about to be woken.
+        if not newest.granted.done():  # Otherwise its client has left.
             newest.granted.set_exception(
                 self._refusal(fullest, "and requests of keys that hold less of the queue go first")
             )
@@ -296,7 +290,7 @@ class FairQueue:
             if waiter in account.waiting:
                 self._forget(waiter)
             elif not granted.cancelled() and granted.exception() is None:
-                granted.result().give_up()  # The place came in the moment in which the client left.
+                granted.result().give_up()  # The client left just as its turn came.
             raise
         finally:
             timer.cancel()
@@ -316,7 +310,7 @@ class FairQueue:
             del self._backlogged[account]
 
     def _learn(self, account: Account, num_tokens: int) -> None:
-        """Take an answer's cost into the means of its key and of all keys.
+        """Update the mean answer lengths of the key and of all keys.
 
         Requests without output are ignored: they say nothing about the length of answers.
         """
@@ -325,7 +319,7 @@ class FairQueue:
             self._mean_tokens = _newer_mean(self._mean_tokens, num_tokens)
 
     def _guess(self, account: Account) -> float:
-        """Tokens of an answer that is not known yet, or that nobody counted; not less than 1."""
+        """Return the expected tokens of an answer of unknown length, at least 1."""
         return account.mean_tokens or self._mean_tokens or _LEAST_TOKENS
 
     def _leave(self, account: Account) -> None:
@@ -335,7 +329,7 @@ class FairQueue:
         self._grant()
 
     def _grant(self) -> None:
-        """Give free places away, each to the first request of the key whose turn it is."""
+        """Grant free places, each to the first request of the key whose turn it is."""
         for account in self._backlogged:
             if account.held and account.may_run:
                 self._lift(account, keeps_credit=True)
@@ -346,7 +340,7 @@ class FairQueue:
             account = min(ready, key=lambda each: each.turn)
             waiter = next(iter(account.waiting))
             self._forget(waiter)
-            if not waiter.granted.done():  # Else its client has left, and is about to be woken.
+            if not waiter.granted.done():  # Otherwise its client has left.
                 ticket = self._start(account, self._clock() - waiter.since_s)
                 waiter.granted.set_result(ticket)
 
@@ -368,10 +362,10 @@ class FairQueue:
 
 
 def _newer_mean(mean: float, num_tokens: int) -> float:
-    """The mean of answers with one more answer; 0 stands for no answers yet.
+    """Return the moving mean with one more answer; a mean of 0 stands for no answers yet.
 
-    A short answer counts for less, in proportion to its tokens. To lower its mean a key must pay
-    for as many tokens as with long answers, so tiny requests do not make the next burst cheap.
+    A short answer counts for less, in proportion to its tokens. Lowering the mean takes as many
+    tokens with short answers as with long ones, so tiny requests do not make the next burst cheap.
     """
     if not mean:
         return num_tokens

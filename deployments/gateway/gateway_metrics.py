@@ -7,6 +7,7 @@ from http import HTTPStatus
 from apar_core.errors import CapacityError, RequestError
 from cluster.config.keys import ANONYMOUS, KeyConfig
 from cluster.metrics import catalogue
+from deployments.gateway.body import COMPLETION_PATHS
 from deployments.gateway.callers import Caller
 from deployments.gateway.models import Model
 from deployments.gateway.request_log import RequestRecord
@@ -20,7 +21,6 @@ from deployments.wire.errors import (
     ReplicaLostError,
 )
 
-COMPLETION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 UNKNOWN = "unknown"
 """Label for a request that named no model, or was refused before its model was read."""
 

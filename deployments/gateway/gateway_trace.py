@@ -29,13 +29,18 @@ from deployments.tracing.thread_spans import (
 )
 from deployments.tracing.tracing import Tracing
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
-from deployments.wire.errors import ReplicaBrokenError, ReplicaLostError
+from deployments.wire.errors import (
+    ReplicaBrokenError,
+    ReplicaLostError,
+    UnknownRouteError,
+    WrongMethodError,
+)
 from deployments.wire.request import RelayedRequest
 
 _CONTEXT_HEADERS = (b"traceparent", b"tracestate")
 _METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS")
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
-_UNKNOWN_ROUTE = ("unknown_url", "method_not_allowed")
+_UNKNOWN_ROUTE = (UnknownRouteError.code, WrongMethodError.code)
 # Outcomes of an attempt, besides LOST.
 _ANSWERED, _REFUSED, _LEFT = "answered", "refused", "left"
 

@@ -1,4 +1,4 @@
-"""Requests and tokens per minute of each key, in sliding windows of the library `limits`."""
+"""Requests and tokens per minute of each key, in sliding windows of the `limits` library."""
 
 import asyncio
 import logging
@@ -20,25 +20,25 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 WINDOW_S = 60
-# A shared store that does not answer must not hold requests up.
+# A shared store that does not answer must not delay requests for longer.
 _ANSWER_S = 0.5
-# Requests of one key ask one after the other, and each would wait for the answer anew.
+# After a failure the store is not asked for this long: requests of one key ask one after the other.
 _SILENCE_S = 5.0
 
 
 class StoreSilentError(StorageError):
-    """The store has just failed, and is not asked yet again."""
+    """The store has just failed and is not asked again yet."""
 
     def __init__(self) -> None:
         super().__init__(TimeoutError("the store of the counters has just failed"))
 
 
 STORE_FAILURES = (StorageError, OSError)  # TimeoutError is an OSError.
-"""What a call raises where the store fails."""
+"""Exceptions of a failing store."""
 
 
 class CounterStore:
-    """Sliding windows of a minute; for all keys of a gateway, who learn of a failure together."""
+    """One-minute sliding windows; all keys of a gateway share the knowledge of a failure."""
 
     def __init__(self, storage: Storage, clock: Callable[[], float] = time.monotonic) -> None:
         self._storage = cast("SlidingWindowCounterSupport", storage)
@@ -46,11 +46,11 @@ class CounterStore:
         self._silent_until_s = clock()
 
     async def read(self, place: str) -> tuple[int, float, int, float]:
-        """Units in the previous window, its seconds left, and the same of the current one."""
+        """Return units and seconds left of the previous window, then of the current one."""
         return await self._answer(lambda: self._storage.get_sliding_window(place, WINDOW_S))
 
     async def take(self, place: str, limit: int, num: int) -> bool:
-        """Count so many units, if the limit leaves room for them; whether it did."""
+        """Count units if the limit has room for them; returns whether it had."""
         return await self._answer(
             lambda: self._storage.acquire_sliding_window_entry(place, limit, WINDOW_S, num)
         )
@@ -69,10 +69,10 @@ class CounterStore:
 
 @dataclass(frozen=True, slots=True)
 class WindowState:
-    """What a sliding window holds: the weighted sum of two fixed ones.
+    """State of a sliding window, which is the weighted sum of two fixed windows.
 
-    `previous` counts for as much as is left of `previous_s`; after `roll_s` the current window
-    becomes the previous one.
+    `previous` counts in proportion to `previous_s`, the seconds left of that window. After `roll_s`
+    the current window becomes the previous one.
     """
 
     limit: int
@@ -89,14 +89,14 @@ class WindowState:
 
     @property
     def reset_s(self) -> float:
-        """Seconds until nothing is counted any more, if nothing is used."""
+        """Seconds until the window is empty, if nothing is used."""
         if self.current:
             return self.roll_s + WINDOW_S
         return self.previous_s if self.previous else 0.0
 
     def wait_s(self, wanted: int) -> float:
-        """Seconds until so many units (at most the limit) may be used, if none is used before."""
-        # The library rounds the weighted sum down, so it only has to fall below this.
+        """Return the seconds until units (at most the limit) may be used, if none are before."""
+        # The library rounds the weighted sum down, so it only has to fall below this bound.
         bound = self.limit - wanted + 1
         if self.current < bound:
             if not self.previous:
@@ -106,38 +106,37 @@ class WindowState:
 
 
 class Window:
-    """One rate of one key.
+    """One rate limit of one key.
 
-    What is used without asking, as tokens are that have been generated already, becomes a debt.
-    The debt is paid out of the window as fast as that has room, and before anything else is taken:
-    in the long run the rate is exact, however long the answers are. A negative debt is what was
-    counted too much; never more than what the window still counts.
+    Units that are used without asking, such as generated tokens, become a debt. The debt is paid
+    from the window as soon as it has room, before anything else is taken. So the rate is exact in
+    the long run, however long the answers are. A negative debt is a refund, never more than the
+    window still counts.
     """
 
     def __init__(self, store: CounterStore, *, key: str, kind: str, limit: int) -> None:
         self._store = store
-        # Without the limit, which the library's own keys hold: what was used counts on under a new
-        # one.
+        # Unlike the library's own keys, without the limit: usage still counts after a change of it.
         self._place = f"apar/{key}/{kind}"
         self._key = key
         self.kind = kind
         self.limit = limit
         self._debt = 0
-        # One request after the other, or several would slip past the same debt.
+        # Otherwise several requests could pass while the same debt is being paid.
         self._lock = asyncio.Lock()
 
     def owe(self, num: int) -> None:
-        """Count so many units as used; a negative number gives units back."""
+        """Count units as used; a negative number refunds units."""
         self._debt = max(self._debt + num, -self.limit)
 
     async def take(self, num: int) -> None:
-        """Use so many units; raises RateLimitError where the window has no room for them.
+        """Use units. Raises RateLimitError if the window has no room for them.
 
-        More than the limit itself are taken when the window is empty, and then count in full.
+        More units than the limit are taken when the window is empty, and then count in full.
         """
         async with self._lock:
             paid = await self._pay()
-            # What was given back is used first, and what is over the limit is owed.
+            # Refunds are used first; what exceeds the limit becomes debt.
             due = max(0, num + self._debt)
             if paid and await self._hit(min(due, self.limit)):
                 self._debt += num - min(due, self.limit)
@@ -155,14 +154,14 @@ class Window:
         )
 
     async def state(self) -> WindowState:
-        """What the window holds now, without the debt."""
+        """Return the window's state, without the debt."""
         previous, previous_s, current, current_s = await self._store.read(self._place)
         return WindowState(
             self.limit, previous, previous_s, current, max(0.0, current_s - WINDOW_S)
         )
 
     async def headers(self) -> Headers:
-        """OpenAI's `x-ratelimit-*` headers of this rate."""
+        """Return OpenAI's `x-ratelimit-*` headers for this rate."""
         state = await self.state()
         values = {
             "limit": str(self.limit),
@@ -175,13 +174,13 @@ class Window:
         ]
 
     async def _pay(self) -> bool:
-        """Pay off what the window has room for; whether nothing is owed any more."""
+        """Pay off what the window has room for; returns whether the debt is gone."""
         if self._debt > 0:
             payable = min(self._debt, (await self.state()).remaining)
             if payable and await self._hit(payable):
                 self._debt -= payable
         elif self._debt < 0:
-            # What the window has forgotten cannot be given back.
+            # What the window has forgotten cannot be refunded.
             remaining = (await self.state()).remaining
             self._debt = max(self._debt, remaining - self.limit)
         return self._debt <= 0
@@ -191,14 +190,13 @@ class Window:
 
 
 Admission = Sequence[tuple[Window, int]]
-"""What a request was counted as, window by window."""
+"""The units that a request was counted as, per window."""
 
 
 class KeyRates:
-    """The rates of one key; those that it does not limit are not counted.
+    """The rate limits of one key; rates without a limit are not counted.
 
-    Where the store of the counters fails, requests pass: an outage of it must not become one of
-    the cluster.
+    If the store fails, requests pass: its outage must not become an outage of the cluster.
     """
 
     def __init__(self, store: CounterStore, key: KeyConfig) -> None:
@@ -209,17 +207,12 @@ class KeyRates:
             if limit is not None
         }
 
-    @property
-    def windows(self) -> Sequence[Window]:
-        """The limited rates, tokens first."""
-        return tuple(self._windows.values())
-
     async def admit_request(self) -> Admission:
-        """Count one request; raises RateLimitError."""
+        """Count one request. Raises RateLimitError."""
         return await self._take("requests", 1)
 
     async def admit_tokens(self, num: int) -> Admission:
-        """Count the tokens of a prompt; raises RateLimitError."""
+        """Count the tokens of a prompt. Raises RateLimitError."""
         return await self._take("tokens", num)
 
     async def _take(self, kind: str, num: int) -> Admission:
@@ -238,20 +231,21 @@ class KeyRates:
             window.owe(-num)
 
     def use_tokens(self, num: int) -> None:
-        """Count tokens that have been generated, or correct the estimate of a prompt."""
+        """Count generated tokens, or correct the estimate of a prompt."""
         if window := self._windows.get("tokens"):
             window.owe(num)
 
     async def headers(self) -> Headers:
-        """The `x-ratelimit-*` headers of an answer; none while the store of the counters fails."""
+        """Return the `x-ratelimit-*` headers, tokens first; none while the store fails."""
         try:
-            return [header for window in self.windows for header in await window.headers()]
+            windows = self._windows.values()
+            return [header for window in windows for header in await window.headers()]
         except STORE_FAILURES:
             return []
 
 
 def duration(seconds: float) -> str:
-    """A time as OpenAI's headers give it: `120ms`, `1.5s`, `6m0s`, `1h2m3s`."""
+    """Format a time as OpenAI's headers do: `120ms`, `1.5s`, `6m0s`, `1h2m3s`."""
     milliseconds = math.ceil(seconds * 1000)
     if milliseconds < 1000:
         return f"{milliseconds}ms"

@@ -1,4 +1,4 @@
-"""What of a cluster's configuration changes in the running gateway, without a new replica."""
+"""The part of the cluster's configuration that a running gateway can take over."""
 
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,10 @@ from cluster.config.tracing import TracingConfig
 
 
 class ServedModel(BaseModel):
-    """A model's name, its deployment, and how many of its requests the gateway lets in.
+    """A model's name, its deployment, and the limits of its queue.
 
-    `replicas` are taken to run until Ray Serve has said how many do; `wanted` is the least number
-    that should.
+    `replicas` is the assumed number of running replicas until Ray Serve reports it; `wanted` is the
+    minimum that should run.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -42,7 +42,7 @@ class ServedModel(BaseModel):
 
     @classmethod
     def of(cls, model: ModelConfig) -> "ServedModel":
-        """A model of the cluster's configuration."""
+        """Return the settings of a configured model."""
         return cls(
             name=model.public_name,
             deployment=model.deployment_name,
@@ -55,7 +55,7 @@ class ServedModel(BaseModel):
 
 
 class GatewaySettings(BaseModel):
-    """All that a gateway is told of the cluster's configuration."""
+    """The gateway's part of the cluster's configuration."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -67,12 +67,12 @@ class GatewaySettings(BaseModel):
     retries: RetryConfig = RetryConfig()
     tracing: TracingConfig = TracingConfig()
     metrics: bool = True
-    # A call to a model without a replica waits until there is one again.
+    # Without it, a question to a model without replicas would wait until there is one again.
     models_wait_s: PositiveFloat = 5.0
 
 
 def gateway_settings(config: ClusterConfig) -> GatewaySettings:
-    """What the gateway is told of the configuration."""
+    """Return the gateway's settings for a configuration."""
     # Ray's processes may have another working directory.
     file = None if config.keys_file is None else config.keys_file.expanduser().absolute()
     return GatewaySettings(
@@ -88,31 +88,38 @@ def gateway_settings(config: ClusterConfig) -> GatewaySettings:
 
 
 class InPlaceSettings(BaseModel):
-    """The gateway's `user_config` as a person writes it; what is absent stays as it was built."""
+    """The gateway's `user_config` as a person writes it; absent parts stay as deployed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    keys: tuple[KeyConfig, ...] | None = Field(None, description="As in a cluster's file.")
-    limits: LimitsConfig | None = Field(None, description="As in a cluster's file.")
-    logging: LoggingConfig | None = Field(None, description="As in a cluster's file.")
-    retries: RetryConfig | None = Field(None, description="As in a cluster's file.")
-    routing: RoutingSettings | None = Field(None, description="As in a cluster's file.")
+    keys: tuple[KeyConfig, ...] | None = Field(
+        None, description="As in the cluster's configuration file."
+    )
+    limits: LimitsConfig | None = Field(None, description="As in the cluster's configuration file.")
+    logging: LoggingConfig | None = Field(
+        None, description="As in the cluster's configuration file."
+    )
+    retries: RetryConfig | None = Field(None, description="As in the cluster's configuration file.")
+    routing: RoutingSettings | None = Field(
+        None, description="As in the cluster's configuration file."
+    )
 
     def over(self, gateway: GatewaySettings) -> GatewaySettings:
-        """The gateway's settings with these over them; raises ConfigError where it cannot be.
+        """Return the gateway's settings with these changes.
 
-        A gateway that asks for keys goes on asking: no change by which everyone may call.
+        Raises ConfigError for a change that would remove all keys: it would open the gateway to
+        everyone.
         """
         names = ("keys", "limits", "logging", "retries")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         changed = gateway.model_copy(update=given)
-        if _asks_for_keys(gateway) and not _asks_for_keys(changed):
+        if _requires_keys(gateway) and not _requires_keys(changed):
             raise ConfigError("keys: none would be left, and then everyone could call")
         return changed
 
 
 def in_place_settings(user_config: dict[str, Any]) -> InPlaceSettings:
-    """The settings of a `user_config`; raises ConfigError that names what is wrong with it."""
+    """Parse a `user_config`. Raises ConfigError that names the invalid field."""
     try:
         settings = InPlaceSettings.model_validate(user_config)
         check_keys(settings.keys or ())
@@ -123,5 +130,5 @@ def in_place_settings(user_config: dict[str, Any]) -> InPlaceSettings:
     return settings
 
 
-def _asks_for_keys(gateway: GatewaySettings) -> bool:
+def _requires_keys(gateway: GatewaySettings) -> bool:
     return bool(gateway.keys) or gateway.keys_file is not None

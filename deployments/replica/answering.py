@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from starlette.types import ASGIApp, Message
 
-from apar_core.engine.journal import RequestFollower
+from apar_core.engine.request_follower import RequestFollower
 from apar_core.errors import EngineError
 from apar_core.fork_parameters import KeyTerms
 from deployments.replica.engine_trace import EngineTrace, start_engine_trace

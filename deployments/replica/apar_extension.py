@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from apar_core.engine.replay_request import PARAM, REPLAY_REQUEST_ARG
+from apar_core.engine.replay import PARAM, REPLAY_REQUEST_ARG
 from apar_core.errors import RequestError
 from deployments.replica.answering import SCOPE_KEY, FollowedRequest
 from deployments.wire.errors import JSON_TYPE, answer_for

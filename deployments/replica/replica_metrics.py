@@ -11,7 +11,7 @@ import ray
 from ray import serve
 from ray.experimental import internal_kv
 
-from apar_core.engine.journal import RequestFollower
+from apar_core.engine.request_follower import RequestFollower
 from apar_core.tree.statistics import TreeStatistics
 from cluster.metrics import catalogue
 from deployments.metrics.recorder import FlushTimer, Instruments, Recorder

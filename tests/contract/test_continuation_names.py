@@ -20,7 +20,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.request import Request
 
-from apar_core.engine.journal import stop_reason
+from apar_core.engine.resume_request import stop_reason
 
 # Whoever meets a new one here decides whether a stream with it can be continued.
 KNOWN_PARAMETERS = set(

@@ -28,14 +28,14 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from apar_core.engine.journal import RequestFollower
-from apar_core.engine.resumption import completed, hand_to_scheduler, outputs_so_far
+from apar_core.engine.request_follower import RequestFollower
+from apar_core.engine.resume_request import completed, hand_to_scheduler, outputs_so_far
 from apar_core.engine.thread_outputs import RequestThreads
 from apar_core.fork_parameters import EXTRA_ARG, ForkParameters
-from apar_core.journal import Journal
+from apar_core.journal import Journal, JournalBook, ThreadDelta
 from apar_core.scheduler.fork_scheduler import ForkAsyncScheduler, ForkMixin, ForkScheduler
 from apar_core.scheduler.fork_settings import CONFIG_KEY
-from apar_core.scheduler.step_clock import StepClock
+from apar_core.scheduler.step_time import StepClock
 from apar_core.tree.thread_names import thread_request_id
 
 FORK, CHILD, END = 1, 2, 3
@@ -71,6 +71,13 @@ def fork_parameters(
 ) -> ForkParameters:
     parameters = ForkParameters(FORK, CHILD, True, max_threads, max_forks, (END,))
     return replace(parameters, key=key, key_max_threads=key_max_threads)
+
+
+def merged(deltas: Iterable[ThreadDelta]) -> Journal:
+    """One delta per thread, parents before their children."""
+    book = JournalBook()
+    book.add(deltas)
+    return book.journal()
 
 
 @dataclass
@@ -203,13 +210,13 @@ class ScriptedEngine:
         assert not scheduler.requests
         assert not scheduler.deferred_frees
         assert not scheduler.threads.groups
-        assert scheduler.threads.num_live == 0
         gate = scheduler.gate
         assert (gate._inside, gate._outside, gate._held) == (set(), set(), [])
         queue = scheduler.admission.queue
         assert queue.first() is None
         assert (queue.key_threads, queue._key_of_thread) == ({}, {})
-        assert (queue._families, queue._queued, queue._keys, queue._standing) == ({}, set(), [], {})
+        assert (queue._groups, queue._queued, queue._keys) == ({}, set(), [])
+        assert queue._order_of_key == {}
         assert not scheduler.admission._new
         sharing = scheduler.block_sharing
         assert (sharing._prefixes, sharing._unscheduled) == ({}, set())

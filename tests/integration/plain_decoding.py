@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from apar_core.engine.core_state import core_state
-from apar_core.engine.offline import OfflineEngine
+from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.engine.thread_outputs import TextToken
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.data.records import ExampleRecord
@@ -88,32 +89,35 @@ def generate_threads(
 
 
 def mismatches(threads: Sequence[GeneratedThread]) -> list[Mismatch]:
-    """Every generated token that is not the one plain greedy decoding of its prefix chooses."""
-    torch.set_num_threads(2)
+    """Return every generated token that plain greedy decoding of its prefix would not choose."""
+    return [
+        Mismatch(number, position, gap)
+        for number, thread in enumerate(threads)
+        for position, gap in enumerate(_gaps(thread.prefix, thread.generated))
+        if gap > 0
+    ]
+
+
+@cache  # engines with other settings generate the same threads
+def _gaps(prefix: tuple[int, ...], generated: tuple[int, ...]) -> tuple[float, ...]:
+    """Return how far each generated token's logit is below the largest one allowed."""
+    model, fork_id, child_id = _reference()
+    tokens = torch.tensor([*prefix, *generated])
+    with torch.no_grad():
+        logits_TV = model(tokens[None]).logits[0, len(prefix) - 1 : -1]
+    previous = tokens[len(prefix) - 1 : -1]
+    logits_TV[:, child_id] = -torch.inf
+    logits_TV[(previous == fork_id) | (previous == child_id), fork_id] = -torch.inf
+    chosen = logits_TV.gather(1, tokens[len(prefix) :, None])[:, 0]
+    return tuple((logits_TV.max(1).values - chosen).tolist())
+
+
+@cache
+def _reference() -> tuple[Any, int, int]:
+    """Return transformers' model and the ids of the fork and child tokens."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint_path(), dtype=torch.float32).eval()
-    fork_id, child_id = _control_ids()
-    found: list[Mismatch] = []
-    with torch.inference_mode():
-        for number, thread in enumerate(threads):
-            tokens = torch.tensor([*thread.prefix, *thread.generated])
-            logits_TV = model(tokens[None]).logits[0]
-            for offset, token_id in enumerate(thread.generated):
-                position = len(thread.prefix) + offset
-                row = logits_TV[position - 1].clone()
-                row[child_id] = -torch.inf
-                if tokens[position - 1] in (fork_id, child_id):
-                    row[fork_id] = -torch.inf
-                gap = float(row.max() - row[token_id])
-                if gap > 0:
-                    found.append(Mismatch(number, offset, gap))
-    return found
-
-
-def _control_ids() -> tuple[int, int]:
-    from transformers import AutoTokenizer
-
     vocabulary = AutoTokenizer.from_pretrained(checkpoint_path()).get_vocab()
-    return vocabulary["[Fork]"], vocabulary["[Child]"]
+    return model, vocabulary["[Fork]"], vocabulary["[Child]"]
 
 
 def _count(target: Any, method: str) -> list[int]:

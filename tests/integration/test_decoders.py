@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from apar_core.engine.offline import OfflineEngine
+from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.formats.control_tokens import find_control_tokens
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.apar_tiny_medusa import heads_path
@@ -21,7 +21,7 @@ from apar_core.tree.threads import thread_prefix, thread_texts
 from tests.integration.engine_process import EngineProcess
 from tests.integration.plain_decoding import Run, chats, generate_threads
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("engine")]
 
 NUM_CHATS = 12
 # More than any answer has: a budget of all threads would cut speculating ones elsewhere.

@@ -1,6 +1,7 @@
-"""Forked decoding against plain decoding: in float32, greedy, every token is the same.
+"""Forked decoding generates the tokens of plain greedy decoding in float32.
 
-One engine per way of running: block size, batch, short memory, chunked prompts, speculation.
+Each test runs an engine with other settings: block size, batch size, scarce memory, chunked
+prefill, speculation.
 """
 
 import logging
@@ -13,10 +14,10 @@ from tests.integration.plain_decoding import FLOAT_NOISE, chats, generate_thread
 
 logger = logging.getLogger(__name__)
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("engine")]
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-# name: (engine arguments, chats, what must have happened)
+# name: (engine arguments, number of chats, events that must happen)
 WAYS: dict[str, tuple[dict[str, Any], int, set[str]]] = {
     "large batch, blocks of 32": ({}, 48, set()),
     "large batch, blocks of 16": ({"block_size": 16}, 24, set()),
@@ -54,15 +55,20 @@ WAYS: dict[str, tuple[dict[str, Any], int, set[str]]] = {
         {"preempted", "speculated"},
     ),
 }
-# Left to `make test-slow`: each is also part of a way above that does more at once.
-SLOW_WAYS = {"large batch, blocks of 16", "short memory", "n-gram speculation"}
+# `make test-slow` runs the others.
+FAST_WAYS = {
+    "large batch, blocks of 32",
+    "short memory, blocks of 16",
+    "chunked prefill, blocks of 128",
+    "n-gram speculation, short memory, chunked prefill",
+}
 MIN_FORKED_THREADS_PER_CHAT = 1.2
-# Filled by the runs, so that the last test can look at all of them.
+# Filled by the tests, read by the last one.
 FORKED_THREADS: dict[str, int] = {}
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way in SLOW_WAYS)) for way in WAYS]
+    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way not in FAST_WAYS)) for way in WAYS]
 )
 def test_every_thread_equals_plain_decoding_of_its_prefix(way: str) -> None:
     engine_args, num_chats, expected = WAYS[way]
@@ -87,7 +93,7 @@ def test_every_thread_equals_plain_decoding_of_its_prefix(way: str) -> None:
         len(differing),
         max((each.gap for each in differing), default=0.0),
     )
-    # A thread that differs goes on from there by itself, so one tie can stand for many tokens.
+    # After a tie the thread goes its own way, so one tie can explain many tokens.
     assert all(each.gap < FLOAT_NOISE for each in differing)
     assert FORKED_THREADS[way] > 0
     assert (run.preemptions > 0) == ("preempted" in expected)
@@ -97,7 +103,7 @@ def test_every_thread_equals_plain_decoding_of_its_prefix(way: str) -> None:
 
 
 def test_enough_forked_threads_were_compared() -> None:
-    if WAYS.keys() - FORKED_THREADS.keys() - SLOW_WAYS:
+    if FAST_WAYS - FORKED_THREADS.keys():
         pytest.skip("only part of the runs was selected")
 
     num_chats = sum(WAYS[way][1] for way in FORKED_THREADS)

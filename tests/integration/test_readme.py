@@ -1,29 +1,69 @@
-"""The README's programs, run as they stand there."""
+"""The commands and programs of the quick-start pages, run as they are written.
 
-from __future__ import annotations
+Those that need a running server are in `tests/integration/serving/test_quick_start.py`.
+"""
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.fakes.quick_start import ROOT, blocks, commands, program
+
+NOT_RUN = {
+    "make": "a target is only looked up, by `make --dry-run`",
+    "curl": "tests/integration/serving/test_quick_start.py",
+    "pip install": ".ci/run installs the wheel into an empty environment",
+    "vllm serve": "needs a GPU; tests/integration/test_vllm_server.py starts the same server",
+    ".venv/bin/apar serve --model apar-7b": "needs a GPU and the hub",
+    ".venv/bin/apar doctor --model apar-7b": "needs the hub",
+    "docker": "there is no container daemon",
+}
+RUN = [line for line in commands() if not line.startswith(tuple(NOT_RUN))]
+PROGRAMS = ("from vllm import LLM", "from openai import OpenAI")
 
 
-def program(first_line: str) -> str:
-    """The README's Python block that begins with this line."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    [found] = [block for block in blocks if block.startswith(first_line)]
-    return str(found)
+def test_every_block_of_the_quick_start_is_run_or_has_a_reason() -> None:
+    assert all(line.startswith((".venv/bin/apar ", "apar ")) for line in RUN), RUN
+    assert len(RUN) >= 2
+    assert all(block.startswith(PROGRAMS) for block in blocks("python"))
+
+
+@pytest.mark.parametrize("line", [line for line in commands() if line.startswith("make ")])
+def test_a_make_target_exists(line: str) -> None:
+    subprocess.run(
+        [*shlex.split(line), "--dry-run"], cwd=ROOT, check=True, capture_output=True, timeout=60
+    )
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("line", RUN)
+def test_a_command_of_the_quick_start_succeeds(line: str) -> None:
+    apar, *arguments = shlex.split(line)
+    assert apar.endswith("apar")
+
+    answer = subprocess.run(
+        [Path(sys.executable).with_name("apar"), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    if "--show-threads" in arguments:
+        assert re.search(r"\d threads, \d+ tokens in \d+ steps instead of \d+", answer.stdout)
 
 
 @pytest.mark.engine
 def test_plain_vllm_forks_when_given_our_scheduler(tmp_path: Path) -> None:
-    script = tmp_path / "readme.py"
-    # What follows is not in the README: the threads as the engine core saw them.
+    script = tmp_path / "program.py"
+    # What follows is not in the documentation: the threads as the engine core saw them.
     script.write_text(
         program("from vllm import LLM, SamplingParams")
         + "    state = llm.llm_engine.engine_core.call_utility('apar_core_state')\n"
@@ -52,9 +92,13 @@ def test_plain_vllm_forks_when_given_our_scheduler(tmp_path: Path) -> None:
     assert "[Fork]" not in answer.stdout
 
 
-def test_an_offline_decoder_answers_and_tells_of_every_pass(tmp_path: Path) -> None:
-    script = tmp_path / "readme.py"
-    script.write_text(program("from apar_core.offline.decoders.interface import decode_answer"))
+def test_an_offline_decoder_answers_and_records_every_pass(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(
+        program(
+            "from apar_core.offline.decoders.interface import decode_answer", ("docs/decoders.md",)
+        )
+    )
 
     answer = subprocess.run(
         [sys.executable, script],

@@ -1,10 +1,15 @@
-"""Imports point one way: deployments -> cluster -> apar_core, and each library has its place."""
+"""Imports point down, without cycles, and each library is imported only in its place.
+
+Packages: deployments -> cluster -> apar_core. Inside deployments:
+app -> gateway -> relay, routing -> wire <- replica.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -29,6 +34,28 @@ FORBIDDEN_IN_COMMAND_LINE = {"dashboards"}
 ALLOWED_IN = {
     "vllm": {"engine", "scheduler"},
     "transformers": {"offline"},
+}
+# The subpackages that a subpackage may import.
+LAYERS = {
+    "apar_core": {
+        "tree": set(),
+        "formats": set(),
+        "models": set(),
+        "scheduler": {"tree"},
+        "engine": {"formats", "scheduler", "tree"},
+        "offline": {"formats", "models", "tree"},
+        "workload": {"formats", "offline", "tree"},
+    },
+    "deployments": {
+        "app": {"gateway", "metrics", "relay", "replica", "routing", "tracing", "wire"},
+        "gateway": {"metrics", "relay", "routing", "tracing", "wire"},
+        "relay": {"routing", "wire"},
+        "replica": {"metrics", "tracing", "wire"},
+        "routing": {"wire"},
+        "metrics": set(),
+        "tracing": set(),
+        "wire": set(),
+    },
 }
 EXCEPTIONS = {
     # `apar experiment scale-out` adds simulated replicas where it runs in the repository.
@@ -128,6 +155,98 @@ def test_imports_point_one_way(package: str) -> None:
     ]
 
     assert found == []
+
+
+def layer_violations(package: str, path: Path, source: str) -> list[str]:
+    """Describe the imports of a module that point up inside its package."""
+    own = path.parts[1]
+    found = []
+    for line, imported in imported_modules(source):
+        top, _, rest = imported.partition(".")
+        other = rest.partition(".")[0]
+        layers = LAYERS[package]
+        if top != package or own not in layers or other not in layers or other == own:
+            continue
+        if other not in layers[own]:
+            found.append(f"{path}:{line} imports {imported}")
+    return found
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_imports_inside_a_package_point_down(package: str) -> None:
+    folders = {path.name for path in (ROOT / package).iterdir() if (path / "__init__.py").is_file()}
+
+    assert set(LAYERS[package]) == folders
+    found = [
+        violation
+        for path in modules(package)
+        for violation in layer_violations(package, path.relative_to(ROOT), path.read_text())
+    ]
+    assert found == []
+
+
+def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Return the modules that each module imports anywhere, also in functions, by dotted name."""
+    graph: dict[str, set[str]] = {}
+    for name, source in sources.items():
+        graph[name] = set()
+        for node in ast.walk(ast.parse(source)):
+            imported = []
+            if isinstance(node, ast.Import):
+                imported = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{name} has a relative import"
+                imported = [f"{node.module}.{alias.name}" for alias in node.names]
+            for each in imported:
+                parts = each.split(".")
+                prefixes = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+                known = next((prefix for prefix in prefixes if prefix in sources), name)
+                graph[name] |= {known} - {name}
+    return graph
+
+
+def test_no_modules_import_each_other() -> None:
+    sources = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): (
+            path.read_text()
+        )
+        for package in (*PACKAGES, "k8s")
+        for path in modules(package)
+    }
+
+    # Raises CycleError, which names the modules.
+    TopologicalSorter(import_graph(sources)).prepare()
+
+
+def test_a_cycle_is_found_wherever_its_imports_stand() -> None:
+    sources = {
+        "pkg": "",
+        "pkg.a": "if TYPE_CHECKING:\n    from pkg.b import B",
+        "pkg.b": "def late():\n    import pkg.c",
+        "pkg.c": "from pkg import a",
+    }
+
+    with pytest.raises(CycleError, match="cycle"):
+        TopologicalSorter(import_graph(sources)).prepare()
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "num_violations"),
+    [
+        ("deployments/relay/relay.py", "from deployments.wire.errors import answer_for", 0),
+        ("deployments/relay/relay.py", "from deployments.gateway.body import RequestBody", 1),
+        ("deployments/wire/errors.py", "def late():\n    import deployments.relay.relay", 1),
+        ("deployments/gateway/gateway.py", "from deployments.replica import asgi", 1),
+        ("deployments/app/service.py", "from deployments.gateway.gateway import Gateway", 0),
+        ("deployments/replica/replica.py", "from deployments.app.autoscaling import report", 1),
+        ("apar_core/scheduler/batch.py", "from apar_core.engine import plugin", 1),
+        ("apar_core/scheduler/batch.py", "from apar_core.errors import AparError", 0),
+    ],
+)
+def test_the_layers_find_what_they_should(path: str, source: str, num_violations: int) -> None:
+    package = path.partition("/")[0]
+
+    assert len(layer_violations(package, Path(path), source)) == num_violations
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from apar_core.engine.offline import OfflineEngine
-from apar_core.engine.replay import replay_args
-from apar_core.engine.replay_request import REPLAY
+from apar_core.engine.offline_engine import OfflineEngine
+from apar_core.engine.replay import REPLAY, replay_args
 from apar_core.workload.replay_answers import ReplayAnswer, replay_answers
 from apar_core.workload.trace import TraceLine
 from cluster.experiments.driver import Drive, RunPlan, drive, drive_side_by_side

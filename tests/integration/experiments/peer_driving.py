@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from apar_core.engine.offline import OfflineEngine
+from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.offline.data.structure import extract_tree
 from cluster.experiments.driver import Drive, RunPlan, drive
 from cluster.experiments.experiment_engine import Conditions

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from apar_core.engine.replay_request import REPLAY
+from apar_core.engine.replay import REPLAY
 from apar_core.errors import EvaluationError
 from cluster.experiments.experiment_engine import Conditions
 from tests.integration.engine_process import EngineProcess
@@ -17,6 +17,7 @@ from tests.integration.experiments.driving import (
     wrong_answer,
 )
 
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("engine")]
 NUM_ANSWERS = 12
 
 

@@ -4,13 +4,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from apar_core.engine.replay_request import REPLAY
+from apar_core.engine.replay import REPLAY
 from cluster.experiments.peers.methods import METHODS
 from tests.integration.engine_process import EngineProcess
 from tests.integration.experiments.driving import answers
 from tests.integration.experiments.peer_driving import Answered, answered
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.xdist_group("engine"),
+]
 
 NUM_ANSWERS = 8
 FORKS = 4 * NUM_ANSWERS

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from apar_core.engine.core_state import core_state
-from apar_core.engine.offline import OfflineEngine
+from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.engine.replay import replay_args
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.tree.statistics import TreeStatistics

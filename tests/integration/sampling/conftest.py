@@ -1,31 +1,19 @@
-"""One engine with the embedded model for all tests of this folder."""
+"""Ask the shared engine, and check that nothing is left of the requests."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from apar_core.engine.replay_request import REPLAY
 from tests.integration.engine_process import EngineProcess
 from tests.integration.sampling.asking import Answer, ask, chat
 
 Ask = Callable[..., list[Answer]]
 
 
-@pytest.fixture(scope="session")
-def engine() -> Iterator[EngineProcess]:
-    process = EngineProcess(
-        logits_processors=[REPLAY],
-        # The small model could write white space for ever.
-        structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
-    )
-    yield process
-    process.close()
-
-
 @pytest.fixture
 def ask_chat(engine: EngineProcess) -> Ask:
-    """Ask one question with each of the settings; afterwards nothing may be left of them."""
+    """Ask one question with each of the settings; check that nothing is left of the requests."""
 
     def answers(*settings: dict[str, Any]) -> list[Answer]:
         found = engine.call(chat, list(settings))
@@ -37,7 +25,7 @@ def ask_chat(engine: EngineProcess) -> Ask:
 
 @pytest.fixture
 def ask_prompts(engine: EngineProcess) -> Ask:
-    """Ask prompts with the same settings; afterwards nothing may be left of them."""
+    """Ask prompts with the same settings; check that nothing is left of the requests."""
 
     def answers(prompts: list[Any], **settings: Any) -> list[Answer]:
         found = engine.call(ask, prompts, [settings] * len(prompts))

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from apar_core.engine.offline import OfflineEngine
+from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.errors import CheckpointError
 from tests.integration.engine_process import EngineProcess
 from tests.integration.random_checkpoint import write_checkpoint
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("engine")]
 
 PROMPTS = ["Give me 5 tips.", "What does [Fork] mean?", "Hi"]
 
@@ -24,36 +24,33 @@ def greedy(engine: OfflineEngine) -> tuple[list[tuple[str, tuple[int, ...]]], bo
     return [(answer.text, answer.token_ids) for answer in answers], has_tree
 
 
-def run(directory: Path, **engine_args: Any) -> tuple[list[tuple[str, tuple[int, ...]]], bool]:
+def run(
+    directory: Path, **engine_args: Any
+) -> tuple[list[tuple[str, tuple[int, ...]]], bool, list[str]]:
+    """Return what `greedy` returns, and the warnings of the start."""
     engine = EngineProcess(model=str(directory), max_model_len=128, **engine_args)
     try:
-        return engine.call(greedy)
+        return *engine.call(greedy), engine.warnings
     finally:
         engine.close()
 
 
-def test_an_ordinary_checkpoint_is_served_as_vllm_serves_it(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_ordinary_checkpoint_is_served_as_vllm_serves_it(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path)
 
-    forking, has_tree = run(directory)
-    warnings = capfd.readouterr()
-    stock, _ = run(directory, scheduler_cls=None)
+    forking, has_tree, warnings = run(directory)
+    stock, _, stock_warnings = run(directory, scheduler_cls=None)
 
     assert forking == stock
     assert not has_tree
-    assert "no control tokens" in warnings.out + warnings.err
-    captured = capfd.readouterr()
-    assert "no control tokens" not in captured.out + captured.err
+    assert any("no control tokens" in warning for warning in warnings)
+    assert not any("no control tokens" in warning for warning in stock_warnings)
 
 
 def test_a_checkpoint_with_one_control_token_is_refused(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, ("[Fork]",))
-    assert (
-        "[Fork]"
-        in json.loads((directory / "tokenizer.json").read_text())["added_tokens"][-1]["content"]
-    )
+    added = json.loads((directory / "tokenizer.json").read_text())["added_tokens"]
+    assert "[Fork]" in added[-1]["content"]
 
     with pytest.raises(CheckpointError, match=r"'\[Fork\]'.*but not '\[Child\]'"):
         run(directory)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from apar_core.engine.offline import OfflineEngine
+from apar_core.engine.offline_engine import OfflineEngine
 from tests.integration.engine_process import EngineProcess
 from tests.integration.sampling.asking import (
     FORK,
@@ -23,7 +23,7 @@ from tests.integration.sampling.asking import (
 )
 from tests.integration.sampling.conftest import Ask, assert_nothing_is_left
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("engine")]
 
 ITEMS = {"": ["1. A", FORK, "\n2. A", FORK, "\n3. A", FORK]}
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from apar_core.engine.offline import OfflineEngine
+from apar_core.engine.offline_engine import OfflineEngine
 from tests.integration.engine_process import EngineProcess
 from tests.integration.sampling.asking import (
     FULL_TEXT,
@@ -17,7 +17,7 @@ from tests.integration.sampling.asking import (
 )
 from tests.integration.sampling.conftest import Ask
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("engine")]
 
 CONTROL_IDS = {token_id("[Fork]"), token_id("[Child]")}
 ATTACKS = (

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from apar_core.engine.replay import replayed_tokens
-from apar_core.engine.replay_request import PARAM, REPLAY_REQUEST_ARG
+from apar_core.engine.replay import PARAM, REPLAY_REQUEST_ARG, replayed_tokens
 from tests.integration.engine_process import EngineProcess
 from tests.integration.sampling.asking import (
     FULL_TEXT,
@@ -20,7 +19,7 @@ from tests.integration.sampling.asking import (
 )
 from tests.integration.sampling.conftest import Ask
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("engine")]
 
 
 def asked_for(scripts: dict[str, list[int]], **settings: Any) -> dict[str, Any]:
@@ -91,11 +90,15 @@ def test_prompts_of_one_request_are_all_replayed(engine: EngineProcess) -> None:
 @pytest.mark.parametrize(
     ("scripts", "settings", "message"),
     [
-        ({"": [5, 10**6]}, {}, "has id 1000000"),
+        ({"": [5, 10**6]}, {}, "has token id 1000000"),
         ({"": "tree"}, {"max_tokens": 5}, "more than `max_tokens` allows: 5"),
         ({"": "tree"}, {"extra_args": {"apar_enabled": 0}}, "does not fork"),
         ({"": "tree"}, {"min_tokens": 3}, "does not fork"),
-        ({"": "tree"}, {"structured_outputs": {"regex": "a+"}}, "cannot follow a grammar"),
+        (
+            {"": "tree"},
+            {"structured_outputs": {"regex": "a+"}},
+            "cannot be combined with structured outputs",
+        ),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from apar_core.engine.core_state import core_state
-from apar_core.engine.offline import OfflineEngine
+from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.tree.statistics import TreeStatistics
 from tests.integration.engine_process import EngineProcess
 from tests.integration.sampling.asking import encode
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("engine")]
 
 PARTS = ("Give me tips", " for sleeping", " well.")
 MAX_TOKENS = 5

@@ -1,4 +1,4 @@
-"""`apar serve` in a process of its own, and what can be seen of it from outside."""
+"""Start `apar serve` in a process of its own and observe it from outside."""
 
 import json
 import os
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import psutil
 import yaml
 
@@ -24,26 +25,34 @@ START_S = 180.0
 STOP_S = 60.0
 LOOK_S = 60.0
 LOG_S = 20.0
+REQUEST_S = 120.0
 ENGINE = "VLLM::EngineCore"
 REPLICA = "ray::ServeReplica:apar:Replica"
 GATEWAY = "ray::ServeReplica:apar:Gateway"
 CONTROLLER = "ray::ServeController"
 HAPROXY = "haproxy"
+TOKEN = "plain"
+"""API key that the tests' clients send; a server without keys ignores it."""
 TINY: dict[str, Any] = {
     "checkpoint": "apar-tiny",
     "cpu_threads": 1,
     "kv_cache_gib": 0.1,
     "coalesce_s": 0.0,
-    # So that a text does not depend on what else runs: greedy decoding in full precision.
+    # Greedy decoding in full precision does not depend on the other requests of a batch.
     "engine": {"dtype": "float32", "enforce_eager": True},
 }
+
+
+def authorization(token: str = TOKEN) -> dict[str, str]:
+    """Return the header that carries an API key."""
+    return {"authorization": f"Bearer {token}"}
 
 
 @contextmanager
 def apar_serve(
     *arguments: str, log: Path, main: tuple[str, ...] = ("-c", MAIN)
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The command in a session of its own, so that everything it starts can be found."""
+    """Run the command in a session of its own, so that all its processes can be found."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, *main, *arguments],
@@ -63,7 +72,7 @@ def apar_serve(
 
 
 def session_members(leader: int) -> set[int]:
-    """Pids of the processes of a session; a zombie is gone already."""
+    """Return the pids of a session's processes, without zombies."""
     members = set()
     for process in psutil.process_iter():
         try:
@@ -75,7 +84,7 @@ def session_members(leader: int) -> set[int]:
 
 
 def wait_for(log: Path, text: str, process: subprocess.Popen[bytes]) -> str:
-    """What has been printed, once `text` is in it."""
+    """Wait until the log contains `text`, and return the whole log."""
     deadline = time.monotonic() + START_S
     while text not in (said := log.read_text(errors="replace")):
         assert process.poll() is None, said
@@ -92,15 +101,42 @@ class Server:
     config_path: Path
     log: Path
     url: str
+    # Folder of the request log; None if requests are logged to `log`.
+    log_folder: Path | None = None
+
+    def request(
+        self, method: str, path: str, *, token: str = TOKEN, **fields: Any
+    ) -> httpx.Response:
+        """Send a request with an API key; `fields` are httpx's."""
+        fields = {"timeout": REQUEST_S} | fields
+        fields["headers"] = authorization(token) | fields.get("headers", {})
+        return httpx.request(method, self.url + path, **fields)
+
+    def post(self, path: str, **fields: Any) -> httpx.Response:
+        """Send a POST request with an API key."""
+        return self.request("POST", path, **fields)
+
+    def async_client(self, *, timeout_s: float = REQUEST_S) -> httpx.AsyncClient:
+        """Return a client with an API key and any number of connections."""
+        return httpx.AsyncClient(
+            base_url=self.url,
+            timeout=timeout_s,
+            limits=httpx.Limits(max_connections=None),
+            headers=authorization(),
+        )
+
+    def openai(self, token: str = TOKEN) -> openai.OpenAI:
+        """Return OpenAI's client, without retries."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=token, max_retries=0)
 
     def write(self, *models: dict[str, Any], **fields: Any) -> None:
-        """Change the file; the server does not read it before a rollout."""
+        """Write the configuration file; the server reads it at the next rollout."""
         port = int(self.url.rpartition(":")[2])
         values = {"port": port, "models": list(models)} | fields
         self.config_path.write_text(yaml.safe_dump(values))
 
     def roll_out(self) -> str:
-        """Send a SIGHUP and wait for what the server says of it."""
+        """Send a SIGHUP and return what the server prints about the rollout."""
         before = self.log.read_text(errors="replace")
         self.process.send_signal(signal.SIGHUP)
         deadline = time.monotonic() + START_S
@@ -112,7 +148,7 @@ class Server:
             time.sleep(0.2)
 
     def processes(self, title: str) -> list[psutil.Process]:
-        """The server's living processes whose command line has `title` in it, oldest first."""
+        """Return the server's live processes whose program name contains `title`, oldest first."""
         found = []
         for pid in session_members(self.process.pid):
             with suppress(psutil.NoSuchProcess):
@@ -122,11 +158,11 @@ class Server:
         return sorted(found, key=lambda process: process.create_time())
 
     def loads(self, deployment: str = "Replica-apar-tiny") -> list[dict[str, Any]]:
-        """What every replica of a deployment says of its load."""
+        """Return the load that each replica of a deployment reports."""
         return self.answers(deployment)
 
     def answers(self, asked: str) -> list[Any]:
-        """What `serve_and_look` answers to a question."""
+        """Return what `serve_and_look` answers to a question."""
         question = self.config_path.with_suffix(".ask")
         answer = self.config_path.with_suffix(".loads")
         answer.unlink(missing_ok=True)
@@ -139,27 +175,32 @@ class Server:
         return found if isinstance(found, list) else []
 
     def records(self) -> list[dict[str, Any]]:
-        """The log's lines of requests; there are none where the logs have a folder."""
+        """Return the request log."""
+        files = [self.log] if self.log_folder is None else list(self.log_folder.glob("*.jsonl"))
         found = []
-        for line in self.log.read_text(errors="replace").splitlines():
-            with suppress(ValueError):  # Not all is JSON, and the last line may be half written.
+        for line in (line for file in files for line in _lines(file)):
+            with suppress(ValueError):  # Some lines are not JSON, and the last may be incomplete.
                 event = json.loads(line)
                 if isinstance(event, dict) and event.get("event") == "request":
                     found.append(event)
         return found
 
     def record(self, request_id: str) -> dict[str, Any]:
-        """The request's line in the log, which is written just after the end of the answer."""
+        """Return a request's log record, which is written just after the end of its answer."""
         deadline = time.monotonic() + LOG_S
         while True:
-            for record in self.records():
-                if record["request_id"] == request_id:
-                    return record
-            assert time.monotonic() < deadline, f"no line of request {request_id}"
+            found = [each for each in self.records() if each["request_id"] == request_id]
+            if found:
+                assert len(found) == 1
+                return found[0]
+            assert time.monotonic() < deadline, f"no log record of request {request_id}"
             time.sleep(0.05)
 
-    def wait_until_idle(self, num_replicas: int, timeout_s: float = 60.0) -> None:
-        """Return when so many replicas hold nothing of any request; fails when something stays."""
+    def wait_until_idle(self, num_replicas: int = 1, timeout_s: float = 60.0) -> dict[str, Any]:
+        """Wait until the replicas hold nothing of any request; return the load of the first.
+
+        Fails when a request, a thread or a block remains.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             loads = self.loads()
@@ -171,12 +212,12 @@ class Server:
                 or load["free_blocks"] != load["kv_blocks"]
             ]
             if len(loads) == num_replicas and not busy:
-                return
+                return loads[0]
             assert time.monotonic() < deadline, loads
-            time.sleep(0.5)
+            time.sleep(0.1)
 
     def wait_for_replicas(self, number: int, timeout_s: float = 120.0) -> None:
-        """Return when so many engines run and the server is healthy."""
+        """Wait until this many engines run and the server is healthy."""
         deadline = time.monotonic() + timeout_s
         while True:
             with suppress(httpx.HTTPError):
@@ -187,15 +228,20 @@ class Server:
             time.sleep(0.2)
 
 
+def _lines(file: Path) -> list[str]:
+    return file.read_text(errors="replace").splitlines()
+
+
 @contextmanager
 def serving(folder: Path, *models: dict[str, Any], **fields: Any) -> Iterator[Server]:
-    """A server of these models, once it is ready; ended, and checked to have left nothing."""
+    """Serve these models; at the end, stop the server and check that no process is left."""
     config, log, port = folder / "config.yaml", folder / "log", free_port()
     config.write_text(yaml.safe_dump({"port": port, "models": list(models)} | fields))
+    logs = fields.get("logging", {}).get("folder")
     with apar_serve("--config", str(config), log=log, main=WINDOW) as process:
         wait_for(log, "Ctrl-C stops it", process)
-        server = Server(process, config, log, f"http://127.0.0.1:{port}")
-        yield server
+        url = f"http://127.0.0.1:{port}"
+        yield Server(process, config, log, url, None if logs is None else Path(logs))
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
             process.wait(timeout=STOP_S)

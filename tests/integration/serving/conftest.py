@@ -1,49 +1,34 @@
-"""The application that the integration tests talk to, started once."""
+"""One server for all tests that need not start their own."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from contextlib import ExitStack
 
 import pytest
 
-from cluster.config import ClusterConfig
-from cluster.config.model import ModelConfig
-from cluster.local_ray import free_port, local_ray
-from tests.integration.serving.running_application import (
-    MAX_CONCURRENCY,
-    MAX_QUEUED,
-    RunningApplication,
-)
+from tests.fakes.otlp_collector import http_collector
+from tests.integration.serving.apar_process import Server, serving
+from tests.integration.serving.shared_server import MODEL, SECRETS, SharedServer, configuration
 
 
-@pytest.fixture(scope="package")
-def application() -> Iterator[RunningApplication]:
-    model = ModelConfig(
-        checkpoint="apar-tiny",
-        max_concurrency=MAX_CONCURRENCY,
-        max_queued_requests=MAX_QUEUED,
-        threads_per_request=1.0,
-        cpu_threads=1,
-        kv_cache_gib=0.5,
-    )
-    config = ClusterConfig(port=free_port(), models=(model,))
-    with local_ray(num_cpus=2):
-        from ray import serve
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+    with pytest.MonkeyPatch.context() as patched, ExitStack() as stack:
+        for name, secret in SECRETS.items():
+            patched.setenv(name, secret)
+        collector = stack.enter_context(http_collector())
+        common = configuration(tmp_path_factory.mktemp("logs"), collector)
+        folder = tmp_path_factory.mktemp("shared")
+        server = stack.enter_context(serving(folder, MODEL, **common))
+        yield SharedServer(server, collector, common)
 
-        from deployments.app.ingress import APPLICATION
-        from deployments.app.service import running
 
-        with running(config) as url:
-            replica = serve.get_deployment_handle(model.deployment_name, APPLICATION)
-            # No event loop runs here, so the handle brings its own.
-            replica._init(_run_router_in_separate_loop=True)
+@pytest.fixture
+def server(shared: SharedServer) -> Server:
+    """Return the shared server with one replica."""
+    return shared.with_replicas(1)
 
-            def load() -> dict[str, Any]:
-                # Ray refuses to block where an event loop runs, as in asynchronous tests.
-                with ThreadPoolExecutor(1) as executor:
-                    answer = executor.submit(
-                        lambda: replica.load.remote().result(timeout_s=30)
-                    ).result()
-                return dict(answer)
 
-            yield RunningApplication(url, "apar-tiny", load)
+@pytest.fixture
+def replicated(shared: SharedServer) -> Server:
+    """Return the shared server with two replicas."""
+    return shared.with_replicas(2)

@@ -13,6 +13,8 @@ from typing import Any
 import httpx
 import openai
 
+from tests.integration.serving.apar_process import TOKEN, authorization
+
 RIGHT = "right"
 CLOSED = "closed"
 HUNG = "hung"
@@ -67,7 +69,7 @@ def _code(error: Any) -> str:
 
 
 async def _httpx_whole(url: str, body: dict[str, Any]) -> str:
-    async with httpx.AsyncClient(base_url=url, timeout=None) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=None, headers=authorization()) as client:
         answer = await client.post("/v1/chat/completions", json=body)
     content = answer.json()
     if answer.status_code != 200:
@@ -78,7 +80,7 @@ async def _httpx_whole(url: str, body: dict[str, Any]) -> str:
 async def _httpx_stream(url: str, body: dict[str, Any]) -> str:
     text, finished, error = "", False, None
     async with (
-        httpx.AsyncClient(base_url=url, timeout=None) as client,
+        httpx.AsyncClient(base_url=url, timeout=None, headers=authorization()) as client,
         client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer,
     ):
         if answer.status_code != 200:
@@ -101,14 +103,14 @@ async def _httpx_stream(url: str, body: dict[str, Any]) -> str:
 
 
 async def _openai_whole(url: str, body: dict[str, Any]) -> str:
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=TOKEN, max_retries=0) as client:
         answer = await client.chat.completions.create(**body)
     return answer.choices[0].message.content or ""
 
 
 async def _openai_stream(url: str, body: dict[str, Any]) -> str:
     text = ""
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=TOKEN, max_retries=0) as client:
         async for chunk in await client.chat.completions.create(**body, stream=True):
             text += "".join(choice.delta.content or "" for choice in chunk.choices)
     return text

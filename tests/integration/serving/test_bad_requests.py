@@ -1,13 +1,13 @@
-"""Requests that cannot be served get the right status and an OpenAI error body."""
+"""Invalid requests get the right status and an OpenAI error body."""
 
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.integration.serving.running_application import RunningApplication
+from tests.integration.serving.apar_process import Server
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("server")]
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -45,19 +45,17 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
     ],
 )
 def test_a_wrong_field_is_named(
-    application: RunningApplication, path: str, body: dict[str, Any], param: str
+    server: Server, path: str, body: dict[str, Any], param: str
 ) -> None:
-    answer = httpx.post(application.url + path, json=body, timeout=30)
+    answer = server.post(path, json=body)
 
     assert answer.status_code == 400
     assert error_of(answer)["param"] == param
 
 
 @pytest.mark.parametrize("body", [b"{bad", b"[1]", b"", b"\xff", b"[" * 10_000])
-def test_a_body_that_is_no_json_object_is_refused(
-    application: RunningApplication, body: bytes
-) -> None:
-    answer = httpx.post(application.url + CHAT, content=body, timeout=30)
+def test_a_body_that_is_no_json_object_is_refused(server: Server, body: bytes) -> None:
+    answer = server.post(CHAT, content=body)
 
     assert answer.status_code == 400
     error_of(answer)
@@ -72,70 +70,66 @@ def test_a_body_that_is_no_json_object_is_refused(
         ("POST", "/v1/models", 405),
     ],
 )
-def test_other_routes_are_refused(
-    application: RunningApplication, method: str, path: str, status: int
-) -> None:
-    answer = httpx.request(method, application.url + path, timeout=30)
+def test_other_routes_are_refused(server: Server, method: str, path: str, status: int) -> None:
+    answer = server.request(method, path)
 
     assert answer.status_code == status
     error_of(answer)
 
 
-def control_ids(application: RunningApplication) -> list[int]:
-    answer = httpx.post(f"{application.url}/tokenize", json={"prompt": "[Fork]"}, timeout=30)
+def control_ids(server: Server) -> list[int]:
+    answer = server.post("/tokenize", json={"prompt": "[Fork]"})
     ids: list[int] = answer.json()["tokens"]
     return ids[-1:]
 
 
 @pytest.mark.parametrize("field", ["prompt", "stop_token_ids", "allowed_token_ids", "logit_bias"])
-def test_control_tokens_named_by_id_are_refused(
-    application: RunningApplication, field: str
-) -> None:
-    ids = control_ids(application)
+def test_control_tokens_named_by_id_are_refused(server: Server, field: str) -> None:
+    ids = control_ids(server)
     value: Any = {str(ids[0]): 100.0} if field == "logit_bias" else ids
 
-    answer = httpx.post(application.url + TEXT, json={"prompt": "hi", field: value}, timeout=30)
+    answer = server.post(TEXT, json={"prompt": "hi", field: value})
 
     assert answer.status_code == 400
     assert error_of(answer)["param"] == field
 
 
-def test_a_prompt_over_grpcs_default_of_4_mib_is_too_long_for_the_model(
-    application: RunningApplication,
+def test_a_prompt_larger_than_grpcs_default_limit_is_too_long_for_the_model(
+    server: Server,
 ) -> None:
     body = {"messages": [{"role": "user", "content": "word " * 2**20}]}
 
-    answer = httpx.post(application.url + CHAT, json=body, timeout=60)
+    answer = server.post(CHAT, json=body)
 
     assert answer.status_code == 400
     assert "maximum context length" in error_of(answer)["message"]
 
 
-def test_an_answer_over_grpcs_default_of_4_mib_arrives(application: RunningApplication) -> None:
+def test_an_answer_larger_than_grpcs_default_limit_arrives(server: Server) -> None:
     body = {"prompt": "a b c " * 2**18, "return_token_strs": True}
 
-    answer = httpx.post(f"{application.url}/tokenize", json=body, timeout=120)
+    answer = server.post("/tokenize", json=body)
 
     assert answer.status_code == 200
     assert len(answer.content) > 2**22
     assert len(answer.json()["tokens"]) == answer.json()["count"]
 
 
-def test_a_client_cannot_set_ray_serves_timeout(application: RunningApplication) -> None:
+def test_a_client_cannot_set_ray_serves_timeout(server: Server) -> None:
     headers = {"x-request-timeout-seconds": "0.001"}
 
-    answer = httpx.post(application.url + CHAT, json=HI, headers=headers, timeout=60)
+    answer = server.post(CHAT, json=HI, headers=headers)
 
     assert answer.status_code == 200
     assert answer.json()["choices"]
 
 
-def test_one_token_is_an_answer(application: RunningApplication) -> None:
-    answer = httpx.post(application.url + CHAT, json=HI | {"max_tokens": 1}, timeout=30).json()
+def test_one_token_is_an_answer(server: Server) -> None:
+    answer = server.post(CHAT, json=HI | {"max_tokens": 1}).json()
 
     assert answer["usage"]["completion_tokens"] == 1
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-def test_nothing_is_left_of_refused_requests(application: RunningApplication) -> None:
-    application.wait_until_idle()
+def test_nothing_is_left_of_refused_requests(server: Server) -> None:
+    server.wait_until_idle()

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.integration.serving.apar_process import TINY, Server, serving
-from tests.integration.serving.test_continuation import BODIES, TIMEOUT_S, Victims, stream
+from tests.integration.serving.killed_streams import BODIES, TIMEOUT_S, Victims, stream
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 LOG_S = 15.0

@@ -9,26 +9,27 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.cli.main import app
-from tests.integration.serving.running_application import RunningApplication
+from tests.integration.serving.apar_process import TOKEN, Server
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("server")]
 FASTCHAT = Path(__file__).resolve().parents[4] / "shared" / "data" / "fastchat"
 
 
 @pytest.mark.skipif(not FASTCHAT.is_dir(), reason=f"{FASTCHAT} is not here")
 def test_a_judge_that_gives_no_ratings_is_counted_and_not_waited_for(
-    application: RunningApplication, tmp_path: Path
+    server: Server, tmp_path: Path
 ) -> None:
     out = tmp_path / "quality"
     arguments = [
         *("evaluate", "quality", "--prompts", "vicuna-bench", "--limit", "3"),
         *("--questions", str(FASTCHAT), "--out", str(out), "--rating-attempts", "2"),
-        *("--model-endpoint", f"{application.url}/v1", "--model", application.model),
-        *("--judge", f"{application.url}/v1", "--judge-model", application.model),
+        *("--model-endpoint", f"{server.url}/v1", "--model", "apar-tiny"),
+        *("--judge", f"{server.url}/v1", "--judge-model", "apar-tiny"),
         *("--max-tokens", "60", "--max-judgment-tokens", "40"),
     ]
 
-    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    environment = {"COLUMNS": "200", "APAR_API_KEY": TOKEN, "OPENAI_API_KEY": TOKEN}
+    result = CliRunner().invoke(app, arguments, env=environment)
 
     assert result.exit_code == 0, result.output
     judgments = [json.loads(line) for line in (out / "judgments.jsonl").open()]
@@ -40,4 +41,4 @@ def test_a_judge_that_gives_no_ratings_is_counted_and_not_waited_for(
     assert len(answers) == 3
     assert all(answer["choices"][0]["turns"][0] for answer in answers)
     assert "3, of them 3 without a rating" in (out / "report.md").read_text()
-    application.wait_until_idle()
+    server.wait_until_idle()

@@ -1,4 +1,4 @@
-"""The only engine, replica or gateway process is killed under load."""
+"""Kill the only engine, replica or gateway process under load."""
 
 import asyncio
 import time
@@ -7,10 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.serving.apar_process import ENGINE, GATEWAY, REPLICA
-from tests.integration.serving.running_application import RunningApplication, processes
+from tests.integration.serving.apar_process import ENGINE, GATEWAY, REPLICA, Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("server")]
 BODY: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Give me 5 tips for sleeping well."}],
     "max_tokens": 800,
@@ -49,13 +48,14 @@ async def wait_until_served(client: httpx.AsyncClient) -> float:
         await asyncio.sleep(0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", [ENGINE, REPLICA])
 async def test_requests_outlive_the_only_replica_and_end_at_its_successor(
-    application: RunningApplication, title: str
+    server: Server, title: str
 ) -> None:
-    (victim,) = processes(title)
+    (victim,) = server.processes(title)
     begun = asyncio.Semaphore(0)
-    async with httpx.AsyncClient(base_url=application.url, timeout=RECOVERY_S) as client:
+    async with server.async_client(timeout_s=RECOVERY_S) as client:
         streams = [asyncio.create_task(begun_stream(client, begun)) for _ in range(8)]
         whole = asyncio.create_task(client.post("/v1/chat/completions", json=BODY))
         for _ in streams:
@@ -74,41 +74,37 @@ async def test_requests_outlive_the_only_replica_and_end_at_its_successor(
     assert answer.status_code == 200
     assert answer.json()["usage"]["completion_tokens"] == BODY["max_tokens"]
     assert health.status_code == 200
-    application.wait_until_idle()
-    assert len(processes(ENGINE)) == 1
+    server.wait_until_idle()
+    assert len(server.processes(ENGINE)) == 1
 
 
-def wait_for_threads(application: RunningApplication, number: int) -> None:
+def wait_for_threads(server: Server, number: int) -> None:
     """Return once this many threads are alive."""
     deadline = time.monotonic() + RECOVERY_S
-    while (load := application.load())["threads"] < number:
+    while (load := server.loads()[0])["threads"] < number:
         assert time.monotonic() < deadline, load
-        time.sleep(0.05)
 
 
 async def test_a_killed_gateway_ends_its_requests_and_its_successor_serves_the_next(
-    application: RunningApplication,
+    server: Server,
 ) -> None:
-    (victim,) = processes(GATEWAY)
+    (victim,) = server.processes(GATEWAY)
     body = BODY | {"max_tokens": 1900}
     begun = asyncio.Semaphore(0)
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(
-        base_url=application.url, timeout=RECOVERY_S, limits=limits
-    ) as client:
-        idle = await asyncio.to_thread(application.wait_until_idle)
+    async with server.async_client(timeout_s=RECOVERY_S) as client:
+        idle = await asyncio.to_thread(server.wait_until_idle)
         streams = [asyncio.create_task(begun_stream(client, begun, body)) for _ in range(8)]
         wholes = [
             asyncio.create_task(client.post("/v1/chat/completions", json=body)) for _ in range(4)
         ]
         for _ in streams:
             await begun.acquire()
-        await asyncio.to_thread(wait_for_threads, application, len(streams) + len(wholes))
+        await asyncio.to_thread(wait_for_threads, server, len(streams) + len(wholes))
         victim.kill()
         async with asyncio.timeout(CLOSED_WITHIN_S):
             texts = await asyncio.gather(*streams, return_exceptions=True)
             answers = await asyncio.gather(*wholes, return_exceptions=True)
-        after = await asyncio.to_thread(application.wait_until_idle)
+        after = await asyncio.to_thread(server.wait_until_idle)
         await wait_until_served(client)
         text = await begun_stream(client, begun, BODY)
 
@@ -124,6 +120,6 @@ async def test_a_killed_gateway_ends_its_requests_and_its_successor_serves_the_n
     assert 0 < generated < body["max_tokens"] * (len(streams) + len(wholes)) / 2
     assert text.endswith("data: [DONE]\n\n")
     assert '"error"' not in text
-    (successor,) = processes(GATEWAY)
+    (successor,) = server.processes(GATEWAY)
     assert successor.pid != victim.pid
-    application.wait_until_idle()
+    server.wait_until_idle()

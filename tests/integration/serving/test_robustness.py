@@ -1,4 +1,4 @@
-"""Clients that leave, stop strings across threads, and more requests than there is room for."""
+"""Clients that disconnect, stop strings across threads, and overload."""
 
 import asyncio
 from typing import Any
@@ -6,24 +6,17 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.serving.running_application import (
-    MAX_CONCURRENCY,
-    MAX_QUEUED,
-    RunningApplication,
-)
+from tests.integration.serving.apar_process import Server
+from tests.integration.serving.shared_server import MAX_CONCURRENCY, MAX_QUEUED
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("server")]
+IDLE_S = 20.0
 LIST_PROMPT = "Give me 5 tips for sleeping well."
 
 
 def chat_body(**fields: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": LIST_PROMPT}]
     return {"messages": messages, "temperature": 0, "max_tokens": 500} | fields
-
-
-def client_for(application: RunningApplication) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=None)
-    return httpx.AsyncClient(base_url=application.url, timeout=60, limits=limits)
 
 
 async def leave_after(
@@ -40,41 +33,41 @@ async def leave_after(
 
 
 async def test_two_hundred_clients_that_leave_mid_stream_free_everything(
-    application: RunningApplication,
+    server: Server,
 ) -> None:
-    async with client_for(application) as client:
+    async with server.async_client() as client:
         statuses = await asyncio.gather(
             *(leave_after(client, 0.002 * index, num_pieces=1) for index in range(200))
         )
 
     assert statuses == [200] * 200
-    application.wait_until_idle()
+    await asyncio.to_thread(server.wait_until_idle, timeout_s=IDLE_S)
 
 
 async def test_nothing_more_is_generated_for_clients_that_have_left(
-    application: RunningApplication,
+    server: Server,
 ) -> None:
     long = {"max_tokens": 1900, "ignore_eos": True}
-    before = await asyncio.to_thread(application.wait_until_idle)
-    async with client_for(application) as client:
+    before = await asyncio.to_thread(server.wait_until_idle)
+    async with server.async_client() as client:
         await asyncio.gather(
             *(leave_after(client, 0.01 * index, num_pieces=1, **long) for index in range(10))
         )
         with pytest.raises(httpx.ReadTimeout):
             await client.post("/v1/chat/completions", json=chat_body(**long), timeout=1)
 
-    after = await asyncio.to_thread(application.wait_until_idle)
+    after = await asyncio.to_thread(server.wait_until_idle)
     generated = after["generated_tokens"] - before["generated_tokens"]
     assert 11 <= generated < 11 * 1900 / 2
 
 
 async def test_leaving_at_any_moment_of_a_forking_request_frees_everything(
-    application: RunningApplication,
+    server: Server,
 ) -> None:
     """The moments are 2 ms apart, closer than two steps of the engine, so forks are among them."""
-    before = await asyncio.to_thread(application.wait_until_idle)
+    before = await asyncio.to_thread(server.wait_until_idle)
     num_cancelled = 0
-    async with client_for(application) as client:
+    async with server.async_client() as client:
         for moment in range(0, 120, 2):
             task = asyncio.create_task(
                 client.post("/v1/chat/completions", json=chat_body(stream=moment % 4 == 0))
@@ -84,7 +77,7 @@ async def test_leaving_at_any_moment_of_a_forking_request_frees_everything(
             await asyncio.gather(task, return_exceptions=True)
             num_cancelled += task.cancelled()
 
-    after = await asyncio.to_thread(application.wait_until_idle)
+    after = await asyncio.to_thread(server.wait_until_idle)
     assert num_cancelled > 30
     forks = [load["fork_counters"]["forks"] for load in (before, after)]
     assert forks[1] > forks[0]
@@ -92,31 +85,32 @@ async def test_leaving_at_any_moment_of_a_forking_request_frees_everything(
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_cannot_keep_requests_running_that_it_abandons(
-    application: RunningApplication, stream: bool
+    server: Server, stream: bool
 ) -> None:
-    """Together the requests would take longer than `wait_until_idle` waits."""
+    """Together the requests would take longer than IDLE_S."""
     body = chat_body(stream=stream, max_tokens=1800, ignore_eos=True)
     headers = {"x-request-disconnect-disabled": "?1"}
-    async with client_for(application) as client:
+    async with server.async_client() as client:
         tasks = [
             asyncio.create_task(client.post("/v1/chat/completions", json=body, headers=headers))
             for _ in range(150)
         ]
         for _ in range(150):
-            if application.load()["threads"] >= 100:
+            [load] = await asyncio.to_thread(server.loads)
+            if load["threads"] >= 100:
                 break
             await asyncio.sleep(0.2)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    application.wait_until_idle()
+    await asyncio.to_thread(server.wait_until_idle, timeout_s=IDLE_S)
 
 
 async def test_a_stop_string_across_a_fork_boundary_cuts_the_restored_text(
-    application: RunningApplication,
+    server: Server,
 ) -> None:
-    async with client_for(application) as client:
+    async with server.async_client() as client:
         whole = (await client.post("/v1/chat/completions", json=chat_body())).json()
         text: str = whole["choices"][0]["message"]["content"]
         # The second item ends in a child thread, the number of the third comes from the root.
@@ -134,15 +128,15 @@ async def test_a_stop_string_across_a_fork_boundary_cuts_the_restored_text(
     assert cut["choices"][0]["stop_reason"] == stop
     assert '"finish_reason":"stop"' in streamed
     assert streamed.endswith("data: [DONE]\n\n")
-    application.wait_until_idle()
+    await asyncio.to_thread(server.wait_until_idle, timeout_s=IDLE_S)
 
 
 async def test_beyond_the_queue_requests_get_503_and_when_to_retry(
-    application: RunningApplication,
+    server: Server,
 ) -> None:
     num_over = 30
     body = chat_body(max_tokens=400, ignore_eos=True)
-    async with client_for(application) as client:
+    async with server.async_client() as client:
         tasks = [
             asyncio.create_task(client.post("/v1/chat/completions", json=body))
             for _ in range(MAX_CONCURRENCY + MAX_QUEUED + num_over)
@@ -161,9 +155,9 @@ async def test_beyond_the_queue_requests_get_503_and_when_to_retry(
     error = refused[0].json()["error"]
     assert error["type"] == "server_error"
     assert error["code"] == "overloaded"
-    application.wait_until_idle()
+    await asyncio.to_thread(server.wait_until_idle, timeout_s=IDLE_S)
 
 
-async def test_health_is_ok(application: RunningApplication) -> None:
-    async with client_for(application) as client:
+async def test_health_is_ok(server: Server) -> None:
+    async with server.async_client() as client:
         assert (await client.get("/health")).status_code == 200

@@ -5,21 +5,23 @@ import json
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
+import psutil
 import pytest
 
+from cluster.config import ClusterConfig
 from cluster.config.logging import LoggingConfig
 from cluster.config.model import ModelConfig
 from cluster.config.routing import RoutingSettings
+from cluster.local_ray import free_port, local_ray
 from deployments.gateway.body import RequestBody
 from deployments.routing.policies import Reason
 from deployments.routing.shared_router import ROUTERS, SharedRouter
 from deployments.wire.answer import AnswerEnd, AnswerStart
 from deployments.wire.errors import ReplicaLostError
 from deployments.wire.request import RelayedRequest, RequestHint, RequestTerms
-from tests.integration.serving.running_application import RunningApplication, processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 CAP = 4
@@ -86,8 +88,29 @@ class Client:
         return self.places[request.terms.request_id or ""]
 
 
+def processes(title: str) -> list[psutil.Process]:
+    """Return the live descendants of this process whose command line begins with `title`."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # raised for zombies too
+            if " ".join(child.cmdline()).startswith(title):
+                found.append(child)
+    return found
+
+
 @pytest.fixture(scope="module")
-def client(application: RunningApplication) -> Iterator[Client]:
+def application() -> Iterator[None]:
+    """Ray Serve in this process, with an application of ours beside the one of these tests."""
+    tiny = ModelConfig(checkpoint="apar-tiny", cpu_threads=1, kv_cache_gib=0.1)
+    with local_ray(num_cpus=2):
+        from deployments.app.service import running
+
+        with running(ClusterConfig(port=free_port(), models=(tiny,))):
+            yield
+
+
+@pytest.fixture(scope="module")
+def client(application: None) -> Iterator[Client]:
     from ray import serve
 
     from deployments.app.application import Surroundings, build_replicas

@@ -1,4 +1,4 @@
-"""The traces of a running application, as a real collector gets them over OTLP."""
+"""Traces of a running server, as a collector receives them over OTLP."""
 
 import json
 import signal
@@ -13,22 +13,25 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.config.keys import hash_of
 from deployments.tracing import attributes as names
 from tests.fakes.otlp_collector import Collector, Span, http_collector
-from tests.integration.serving.apar_process import STOP_S, TINY, Server, serving
-from tests.integration.serving.test_continuation import BODIES, TIMEOUT_S, Victims
+from tests.integration.serving.apar_process import (
+    STOP_S,
+    TINY,
+    TOKEN,
+    Server,
+    authorization,
+    serving,
+)
+from tests.integration.serving.killed_streams import BODIES, TIMEOUT_S, Victims
+from tests.integration.serving.shared_server import SharedServer
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("server")]
 
 CHAT, LIST = BODIES["chat"]
 SERVER = f"POST {CHAT}"
 # Two clocks meet in a trace: the gateway's and, fixed once a request, the replica's.
 TOLERANCE_NS = 20_000_000
-KEYS = [
-    {"name": "all", "hash": hash_of("all")},
-    {"name": "few", "hash": hash_of("few"), "requests_per_minute": 1},
-]
 
 
 class Traced:
@@ -40,7 +43,7 @@ class Traced:
         # Closing it takes the collector away.
         self.stack = stack
 
-    def ask(self, key: str = "all", headers: dict[str, str] | None = None, **fields: Any) -> Any:
+    def ask(self, key: str = TOKEN, headers: dict[str, str] | None = None, **fields: Any) -> Any:
         """A whole answer and the id of its request."""
         request_id = uuid.uuid4().hex
         answer = httpx.post(
@@ -51,8 +54,8 @@ class Traced:
         )
         return answer, request_id
 
-    def headers(self, request_id: str, key: str = "all") -> dict[str, str]:
-        return {"x-request-id": request_id, "authorization": f"Bearer {key}"}
+    def headers(self, request_id: str, key: str = TOKEN) -> dict[str, str]:
+        return {"x-request-id": request_id} | authorization(key)
 
     def stream(self, request_id: str, after_texts: int = 0, then: Any = None, **fields: Any) -> Any:
         """The `apar` object of a stream; `then` is called after so many pieces, True ends it."""
@@ -78,8 +81,14 @@ class Traced:
         return apar
 
 
+@pytest.fixture
+def traced(shared: SharedServer, server: Server) -> Traced:
+    return Traced(server, shared.collector, ExitStack())
+
+
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
+    """A server whose replicas run one request each; one more may wait."""
     with ExitStack() as stack:
         collector = stack.enter_context(http_collector())
         model = TINY | {
@@ -89,8 +98,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
             "threads_per_request": 16,
         }
         tracing = {"endpoint": collector.endpoint, "export_s": 0.2}
-        folder = tmp_path_factory.mktemp("tracing")
-        with serving(folder, model, tracing=tracing, keys=KEYS) as server:
+        with serving(tmp_path_factory.mktemp("tracing"), model, tracing=tracing) as server:
             yield Traced(server, collector, stack)
 
 
@@ -154,7 +162,7 @@ def test_a_forked_request_has_a_span_for_each_of_its_threads(traced: Traced) -> 
     server = one(spans, SERVER).attributes
     assert server[names.INPUT_TOKENS] == usage["prompt_tokens"]
     assert server[names.THREADS] == apar["threads"]
-    assert server[names.KEY] == "all"
+    assert server[names.KEY] == TOKEN
     assert not any(span.failed for span in spans)
 
 
@@ -213,11 +221,12 @@ def test_a_client_may_decide_against_a_trace(traced: Traced) -> None:
     assert not [span for span in traced.collector.spans if span.trace_id == trace_id]
 
 
-def test_waiting_and_being_refused_can_be_seen(traced: Traced) -> None:
+@pytest.mark.slow
+def test_waiting_and_being_refused_can_be_seen(narrow: Traced) -> None:
     with ThreadPoolExecutor(6) as executor:
-        asked = list(executor.map(lambda _: traced.ask(), range(6)))
+        asked = list(executor.map(lambda _: narrow.ask(), range(6)))
 
-    traces = [traced.collector.trace(request_id) for _, request_id in asked]
+    traces = [narrow.collector.trace(request_id) for _, request_id in asked]
     codes = [answer.status_code for answer, _ in asked]
     assert sorted(set(codes)) == [200, 503]
     for (answer, _), spans in zip(asked, traces, strict=True):
@@ -233,7 +242,7 @@ def test_waiting_and_being_refused_can_be_seen(traced: Traced) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "status", "code"), [("x", 401, "invalid_api_key"), ("few", 429, "")]
+    ("key", "status", "code"), [("x", 401, "invalid_api_key"), ("once", 429, "")]
 )
 def test_a_refused_request_is_a_trace_of_its_ingress(
     traced: Traced, key: str, status: int, code: str
@@ -263,18 +272,19 @@ def test_a_client_that_leaves_cuts_its_threads(traced: Traced) -> None:
     reasons = [span.attributes[names.FINISH_REASON] for span in named(spans, names.THREAD)]
     assert "cut" in reasons
     assert one(spans, names.REPLICA).attributes[names.OUTCOME] == "left"
-    traced.server.wait_until_idle(2)
+    traced.server.wait_until_idle()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills_replica", [True, False])
-def test_a_stream_continued_after_a_kill_is_one_trace(traced: Traced, kills_replica: bool) -> None:
-    traced.server.wait_for_replicas(2)
-    victims = Victims(traced.server)
+def test_a_stream_continued_after_a_kill_is_one_trace(narrow: Traced, kills_replica: bool) -> None:
+    narrow.server.wait_for_replicas(2)
+    victims = Victims(narrow.server)
     request_id = uuid.uuid4().hex
 
-    apar = traced.stream(request_id, 12, lambda: victims.kill(replica=kills_replica))
+    apar = narrow.stream(request_id, 12, lambda: victims.kill(replica=kills_replica))
 
-    spans = traced.collector.trace(request_id)
+    spans = narrow.collector.trace(request_id)
     check_whole(spans)
     server = one(spans, SERVER)
     # The first attempt to go on may reach a replica that is about to end.
@@ -295,24 +305,26 @@ def test_a_stream_continued_after_a_kill_is_one_trace(traced: Traced, kills_repl
     assert by_gateway == kills_replica
 
 
-def test_without_its_collector_the_server_answers_as_before(traced: Traced) -> None:
-    traced.server.wait_for_replicas(2)
-    expected, request_id = traced.ask()
-    traced.collector.trace(request_id)
-    before = len(traced.server.log.read_text(errors="replace"))
-    traced.stack.close()
+@pytest.mark.slow
+def test_without_its_collector_the_server_answers_as_before(narrow: Traced) -> None:
+    narrow.server.wait_for_replicas(2)
+    expected, request_id = narrow.ask()
+    narrow.collector.trace(request_id)
+    before = len(narrow.server.log.read_text(errors="replace"))
+    narrow.stack.close()
 
-    answers = [traced.ask()[0] for _ in range(5)]
+    answers = [narrow.ask()[0] for _ in range(5)]
 
     assert {answer.status_code for answer in answers} == {200}
     assert {answer.json()["choices"][0]["message"]["content"] for answer in answers} == {
         expected.json()["choices"][0]["message"]["content"]
     }
-    said = traced.server.log.read_text(errors="replace")[before:]
+    said = narrow.server.log.read_text(errors="replace")[before:]
     assert "Traceback" not in said
     assert said.count("spans could not be exported") <= 3
 
 
+@pytest.mark.slow
 def test_the_last_spans_are_sent_when_the_server_ends(tmp_path: Path) -> None:
     with http_collector() as collector:
         tracing = {"endpoint": collector.endpoint, "export_s": 600.0}

@@ -46,7 +46,6 @@ def test_an_apar_checkpoint_is_reported_with_its_control_tokens(tmp_path: Path) 
 
     report = inspect_checkpoint(path)
 
-    assert report.is_apar
     assert report.control_tokens == ControlTokens(257, 258, "[Fork]", "[Child]")
     assert report.spellings == {
         257: [ALPHABET.index(char) for char in "[Fork]"],
@@ -64,7 +63,7 @@ def test_an_apar_checkpoint_is_reported_with_its_control_tokens(tmp_path: Path) 
 def test_an_ordinary_checkpoint_is_reported_as_such(tmp_path: Path) -> None:
     report = inspect_checkpoint(write_checkpoint(tmp_path, added=[]))
 
-    assert not report.is_apar
+    assert report.control_tokens is None
     assert report.spellings == {}
 
 

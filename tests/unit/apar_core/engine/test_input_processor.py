@@ -18,11 +18,18 @@ from vllm.v1.engine import EngineCoreRequest
 
 from apar_core.engine.async_engine import SCHEDULER_CLS
 from apar_core.engine.input_processor import CLIENT_ARGS, ForkInputProcessor
-from apar_core.engine.replay import REPLAY_ARG, ReplayText, replay_args, replayed_tokens
-from apar_core.engine.replay_request import PARAM, REPLAY_REQUEST_ARG, ReplayRules
+from apar_core.engine.replay import (
+    PARAM,
+    REPLAY_ARG,
+    REPLAY_REQUEST_ARG,
+    ReplayRules,
+    ReplayText,
+    replay_args,
+    replayed_tokens,
+)
 from apar_core.fork_parameters import EXTRA_ARG, ForkParameters, KeyTerms
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.scheduler.resumption import RESUME_ARG
+from apar_core.scheduler.thread_requests import RESUME_ARG
 from tests.fakes.scripted_engine import END
 
 ROOT = {"": [10, 11, END]}
@@ -74,7 +81,7 @@ def test_a_replay_that_fits_behind_its_prompt_reaches_the_engine(prompt: dict[st
 def test_a_replay_that_its_prompt_leaves_no_room_for_is_a_clients_error(
     prompt: dict[str, Any],
 ) -> None:
-    with pytest.raises(VLLMValidationError, match=r"takes 11 tokens.*context holds 10") as raised:
+    with pytest.raises(VLLMValidationError, match=r"needs 11 tokens.*context holds 10") as raised:
         set_replay(**prompt)
 
     assert raised.value.parameter == PARAM

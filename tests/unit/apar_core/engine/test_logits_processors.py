@@ -9,13 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from apar_core.engine.fork_bans import ForkBans, bad_words
-from apar_core.engine.replay import (
-    Replay,
-    replay_args,
-    replayed_tokens,
-    without_generated,
-)
+from apar_core.engine.logits_processors import ForkBans, Replay, bad_words
+from apar_core.engine.replay import replay_args, replayed_tokens, without_generated
 from apar_core.fork_parameters import EXTRA_ARG, ForkParameters
 from apar_core.journal import ThreadDelta
 from apar_core.tree.thread_names import replay_key_of_path

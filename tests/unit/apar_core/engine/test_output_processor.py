@@ -8,8 +8,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.outputs import LogprobsLists
 
-from apar_core.engine.journal import RequestFollower
 from apar_core.engine.output_processor import ForkOutputProcessor
+from apar_core.engine.request_follower import RequestFollower
 from apar_core.fork_parameters import EXTRA_ARG
 from tests.fakes.scripted_engine import CHILD, END, FORK, fork_parameters
 

@@ -1,7 +1,6 @@
 from vllm.v1.engine import EngineCoreOutput
 
-from apar_core.engine.request_record import RequestRecords
-from apar_core.engine.thread_outputs import UnforkedThread
+from apar_core.engine.thread_outputs import RequestRecords, UnforkedThread
 from tests.fakes.scripted_engine import fork_parameters
 
 

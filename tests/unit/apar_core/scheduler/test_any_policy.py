@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apar_core.scheduler.step_time_model import BatchView
+from apar_core.scheduler.step_time import BatchView
 from tests.fakes.scripted_engine import (
     EngineShape,
     Script,
@@ -27,7 +27,7 @@ class MoodyPolicy:
         self._numbers = random.Random(seed)
         self._chance = chance
 
-    def admits(self, batch: BatchView, *, extra_rows: int = 1, extra_attended: int = 0) -> bool:
+    def admits(self, batch: BatchView, *, extra_attended: int = 0) -> bool:
         return self._numbers.random() < self._chance
 
     def observe(self, batch: BatchView, seconds: float) -> None:

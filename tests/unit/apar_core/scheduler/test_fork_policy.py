@@ -3,7 +3,7 @@ import random
 import pytest
 
 from apar_core.scheduler.fork_policy import AdaptivePolicy, EagerPolicy, build_policy
-from apar_core.scheduler.step_time_model import MIN_STEPS, BatchView
+from apar_core.scheduler.step_time import MIN_STEPS, BatchView
 
 
 def step_s(rows: int) -> float:

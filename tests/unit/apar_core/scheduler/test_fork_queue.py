@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apar_core.scheduler.fork_queue import ForkQueue
+from apar_core.scheduler.fork_admission import ForkQueue
 from apar_core.scheduler.thread_table import ThreadGroup
 from tests.fakes.scripted_engine import fork_parameters
 

@@ -134,7 +134,7 @@ def test_thread_limit_delays_children_and_keeps_their_text(
     engine.add("a", PROMPT, SCRIPT, parameters=fork_parameters(max_threads=max_threads))
     most_live = 0
     while engine.step():
-        most_live = max(most_live, engine.scheduler.threads.num_live)
+        most_live = max(most_live, len(engine.scheduler.requests))
 
     assert engine.texts["a"] == TEXT
     assert most_live == max_threads

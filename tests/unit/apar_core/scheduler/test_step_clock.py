@@ -1,5 +1,4 @@
-from apar_core.scheduler.step_clock import StepClock
-from apar_core.scheduler.step_time_model import BatchView
+from apar_core.scheduler.step_time import BatchView, StepClock
 
 BATCH = BatchView(2, 100)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apar_core.scheduler.step_time_model import (
+from apar_core.scheduler.step_time import (
     MIN_STEPS,
     BatchView,
     StepTimeCoefficients,
@@ -90,19 +90,6 @@ def test_a_lasting_change_is_followed(factor: float) -> None:
 
     for batch in (BatchView(8, 4000), BatchView(48, 24000)):
         assert model.predict_s(batch) == pytest.approx(true_s(batch, changed), rel=0.05)
-
-
-def test_less_forgetting_follows_a_change_later() -> None:
-    numbers = random.Random(4)
-    models = {forgetting: StepTimeModel(forgetting=forgetting) for forgetting in (0.98, 0.9999)}
-    for number in range(900):
-        batch = random_batch(numbers)
-        for model in models.values():
-            model.observe(batch, true_s(batch) * (2 if number >= 600 else 1))
-
-    batch = BatchView(32, 16000)
-    errors = {key: abs(model.predict_s(batch) - 2 * true_s(batch)) for key, model in models.items()}
-    assert errors[0.98] < errors[0.9999] / 4
 
 
 def test_what_a_row_costs_is_remembered_while_the_batch_stays_the_same() -> None:

@@ -19,7 +19,7 @@ def test_budget_lets_control_tokens_pass_beside_the_text() -> None:
 def test_budget_counts_neither_control_nor_end_tokens() -> None:
     threads = group(budget=10)
 
-    threads.count_text([10, FORK, 11, CHILD, END], ended=True)
+    threads.count_text([10, FORK, 11, CHILD, END], stopped=True)
 
     assert threads.used_tokens == 2
 
@@ -28,7 +28,7 @@ def test_exhausted_group_may_not_fork() -> None:
     threads = group(budget=1)
     assert threads.may_fork()
 
-    threads.count_text([10], ended=False)
+    threads.count_text([10], stopped=False)
 
     assert threads.exhausted
     assert not threads.may_fork()
@@ -39,23 +39,23 @@ def test_text_is_taken_as_far_as_the_budget_goes() -> None:
     assert threads.takes_as_text(10)
     assert not threads.takes_as_text(FORK)
 
-    threads.count_text([10], ended=False)
+    threads.count_text([10], stopped=False)
 
     assert not threads.takes_as_text(10)
 
 
 def test_request_goes_on_while_another_thread_runs_or_waits() -> None:
     threads = group()
-    assert not threads.goes_on_without("r")
+    assert not threads.continues_without("r")
 
     threads.deferred.append("child")
-    assert threads.goes_on_without("r")
+    assert threads.continues_without("r")
     threads.deferred.clear()
     threads.live.add("r~0")
-    assert threads.goes_on_without("r")
+    assert threads.continues_without("r")
 
     threads.closed = True
-    assert not threads.goes_on_without("r")
+    assert not threads.continues_without("r")
 
 
 def test_child_may_start_where_one_waits_and_has_a_place() -> None:
@@ -89,14 +89,14 @@ def test_thread_leads_to_its_group_while_it_lives() -> None:
 
     assert table.group("r~0") is None
     assert table.end_thread("r~0") is None
-    assert table.num_live == 1
+    assert table.group("r") is threads
 
 
 def test_refused_children_take_a_name_too() -> None:
     threads = group()
 
-    assert [threads.next_child_id("r") for _ in range(2)] == ["r~0", "r~1"]
-    assert threads.next_child_id("r~0") == "r~0~0"
+    assert [threads.next_child("r") for _ in range(2)] == [("r~0", 0), ("r~1", 1)]
+    assert threads.next_child("r~0") == ("r~0~0", 0)
 
 
 def test_place_is_free_again_when_a_thread_ends() -> None:

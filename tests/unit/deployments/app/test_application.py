@@ -8,7 +8,7 @@ import pytest
 from ray.serve.schema import LoggingConfig
 from vllm.config import VllmConfig
 
-from apar_core.engine.replay_request import REPLAY
+from apar_core.engine.replay import REPLAY
 from apar_core.scheduler.fork_settings import fork_settings
 from cluster.config import ClusterConfig
 from cluster.config.model import ForkLimits, ModelConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from apar_core.engine.replay_request import REPLAY_REQUEST_ARG
+from apar_core.engine.replay import REPLAY_REQUEST_ARG
 from apar_core.errors import RequestError
 from deployments.replica.apar_extension import (
     MAX_REPLAY_THREADS,

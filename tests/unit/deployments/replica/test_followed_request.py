@@ -6,7 +6,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
-from apar_core.engine.journal import RequestFollower
+from apar_core.engine.request_follower import RequestFollower
 from apar_core.fork_parameters import KeyTerms
 from apar_core.journal import ThreadDelta
 from deployments.replica.answering import FollowedRequest

@@ -5,7 +5,7 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput
 
-from apar_core.engine.journal import RequestFollower
+from apar_core.engine.request_follower import RequestFollower
 from apar_core.tree.statistics import TreeStatistics
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Metric

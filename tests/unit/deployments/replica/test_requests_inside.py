@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from apar_core.engine.journal import RequestFollower
+from apar_core.engine.request_follower import RequestFollower
 from apar_core.fork_parameters import KeyTerms
 from deployments.replica.answering import Answering
 from deployments.replica.replica import LoadReporter, Replica

@@ -1,0 +1,178 @@
+"""vLLM logits processors: bans of control tokens, and replay of given tokens."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+from apar_core.engine.replay import REPLAY_ARG, thread_script
+from apar_core.fork_parameters import ForkParameters
+from apar_core.tree.thread_names import replay_key_of_path
+
+Row = TypeVar("Row")
+
+# Above any logit, so that no other token is ever sampled, and still finite when divided by the
+# smallest temperature. Filling the row with minus infinity would cost as much as sampling.
+_CERTAIN = 1e30
+
+
+class RowProcessor(LogitsProcessor, Generic[Row]):
+    """Logits processor with a state for each sequence that it concerns.
+
+    `rows` holds the states by index in the batch.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        self.rows: dict[int, Row] = {}
+        self.device = device
+
+    @abstractmethod
+    def new_row(
+        self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]
+    ) -> Row | None:
+        """Return the state of a new sequence, or None; vLLM's list `output_ids` will grow."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Accept all parameters."""
+
+    def is_argmax_invariant(self) -> bool:
+        """Return False: the argmax may change, so greedy sampling needs the processor too."""
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Apply vLLM's changes of the batch to the rows."""
+
+        def new_row(params: Any, prompt_ids: Any, output_ids: Any, *_: Any) -> Row | None:
+            return self.new_row(params, prompt_ids, output_ids)
+
+        process_dict_updates(self.rows, batch_update, new_row)
+
+
+@dataclass(frozen=True, slots=True)
+class _BanRow:
+    """One sequence; `output_ids` is vLLM's own list and grows."""
+
+    parameters: ForkParameters
+    starts_banned: bool
+    output_ids: Sequence[int]
+
+    def bans_fork(self) -> bool:
+        """Return whether the next token of a sequence that may fork must not be a fork token."""
+        if not self.output_ids:
+            return self.starts_banned
+        return self.output_ids[-1] == self.parameters.fork_id
+
+
+class ForkBans(RowProcessor[_BanRow]):
+    """Bans the sampling of control tokens.
+
+    The child token is forced by the engine and never sampled (APAR, section 2.2). A fork token
+    right after a control token would open a paragraph without text. A request that may not fork
+    samples neither.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        super().__init__(vllm_config, device, is_pin_memory)
+        self._is_pin_memory = is_pin_memory
+        # Indices of rows that never fork, and rows that may, until the batch changes.
+        self._unforked: torch.Tensor | None = None
+        self._forking: dict[int, _BanRow] = {}
+
+    def new_row(
+        self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]
+    ) -> _BanRow | None:
+        """Return a row for every sequence of a checkpoint with control tokens."""
+        parameters = ForkParameters.from_extra_args(params.extra_args)
+        if parameters is None:
+            return None
+        # The prompt of a resumed thread may end with a fork token that it has sampled.
+        starts_banned = prompt_ids is not None and any(map(parameters.is_control, prompt_ids[-1:]))
+        return _BanRow(parameters, starts_banned, output_ids)
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Apply vLLM's changes of the batch to the rows."""
+        super().update_state(batch_update)
+        if batch_update is None:
+            return
+        self._forking = {i: row for i, row in self.rows.items() if row.parameters.enabled}
+        unforked = [index for index in self.rows if index not in self._forking]
+        self._unforked = self._on_device(unforked) if unforked else None
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Set banned logits [num_rows, vocabulary] to minus infinity, in place.
+
+        Copies indices to the device only in a step after a fork.
+        """
+        if not self.rows:
+            return logits
+        # All rows belong to one checkpoint, so they share their control tokens.
+        parameters = next(iter(self.rows.values())).parameters
+        logits[:, parameters.child_id].fill_(-torch.inf)
+        fork_logits = logits[:, parameters.fork_id]
+        if self._unforked is not None:
+            fork_logits.index_fill_(0, self._unforked, -torch.inf)
+        banned = [index for index, row in self._forking.items() if row.bans_fork()]
+        if banned:
+            fork_logits.index_fill_(0, self._on_device(banned), -torch.inf)
+        return logits
+
+    def _on_device(self, indices: list[int]) -> torch.Tensor:
+        """Copy row indices without waiting for the device."""
+        on_host = torch.tensor(indices, pin_memory=self._is_pin_memory)
+        return on_host.to(self.device, non_blocking=True)
+
+
+def bad_words(parameters: ForkParameters) -> list[list[int]]:
+    """Return the bans of `ForkBans` as bad words: sequences that may not be completed.
+
+    The first token of a child is not covered, because its child token is part of the prompt.
+    """
+    if not parameters.enabled:
+        return [[parameters.child_id], [parameters.fork_id]]
+    return [[parameters.child_id], [parameters.fork_id, parameters.fork_id]]
+
+
+@dataclass(frozen=True, slots=True)
+class _ReplayRow:
+    """One sequence; `output_ids` is vLLM's own list and grows."""
+
+    token_ids: Sequence[int]
+    output_ids: Sequence[int]
+
+
+class Replay(RowProcessor[_ReplayRow]):
+    """Makes each replayed sequence generate the tokens of its thread: see `replay.py`."""
+
+    def new_row(
+        self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]
+    ) -> _ReplayRow | None:
+        """Return a row for each sequence whose request has a replay."""
+        replay = (params.extra_args or {}).get(REPLAY_ARG)
+        if replay is None:
+            return None
+        parameters = ForkParameters.from_extra_args(params.extra_args)
+        key = replay_key_of_path(parameters.thread_path if parameters else ())
+        return _ReplayRow(thread_script(replay, key), output_ids)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Raise one logit of each replayed row of [num_rows, vocabulary], in place."""
+        rows: list[int] = []
+        chosen: list[int] = []
+        for index, row in self.rows.items():
+            position = len(row.output_ids)
+            if position < len(row.token_ids):
+                rows.append(index)
+                chosen.append(row.token_ids[position])
+        if rows:
+            indices = torch.tensor([rows, chosen], device=self.device)
+            logits[indices[0], indices[1]] = _CERTAIN
+        return logits

@@ -1,0 +1,113 @@
+"""Forked generation in one process, without a server: for command line, tests and benchmarks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from apar_core.engine.thread_outputs import RequestRecord
+from apar_core.formats.control_tokens import ControlTokens
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One generated text.
+
+    `record` holds its tree and statistics; None if the checkpoint has no control tokens.
+    `finish_reason` is vLLM's, for example "stop" or "length".
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    record: RequestRecord | None
+
+
+class OfflineEngine:
+    """vLLM's `LLM` with the forking scheduler; engine core and model run in this process."""
+
+    def __init__(self, model: str | Path, **engine_args: Any) -> None:
+        """Load a checkpoint; `engine_args` are arguments of `vllm.LLM`, which override defaults."""
+        # vLLM reads it when it builds the engine. In one process, the engine core can be inspected.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        from vllm import LLM
+
+        from apar_core.engine.async_engine import SCHEDULER_CLS
+
+        defaults: dict[str, Any] = {
+            "model": str(model),
+            "scheduler_cls": SCHEDULER_CLS,
+            "enable_prefix_caching": True,
+            "distributed_executor_backend": "uni",
+        }
+        self.llm = LLM(**{**defaults, **engine_args})
+        # Any: the processors are ours, and the engine core is in this process.
+        self._engine: Any = cast(Any, self.llm.llm_engine)
+        self._engine.output_processor.records.keep_trees = True
+
+    @property
+    def control_tokens(self) -> ControlTokens | None:
+        """The checkpoint's control tokens; None if it is an ordinary model."""
+        control_tokens: ControlTokens | None = self._engine.input_processor.control_tokens
+        return control_tokens
+
+    @property
+    def tokenizer(self) -> Any:
+        """The checkpoint's transformers tokenizer."""
+        return self.llm.get_tokenizer()
+
+    @property
+    def scheduler(self) -> Any:
+        """The engine core's scheduler."""
+        return self._engine.engine_core.engine_core.scheduler
+
+    def chat_prompt(self, user: str, *, system: str | None = None) -> dict[str, Any]:
+        """Return a chat with one question, rendered by the checkpoint's chat template."""
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        messages.append({"role": "user", "content": user})
+        text = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        # The template writes the first token, which vLLM would add to a text again.
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": token_ids}
+
+    def generate(
+        self,
+        prompts: Sequence[Any],
+        sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        *,
+        show_progress: bool = False,
+    ) -> list[Answer]:
+        """Return the answers to vLLM prompts (texts or token ids), in order.
+
+        `sampling` are arguments of vLLM's `SamplingParams`, for all prompts or for each. With n > 1
+        the answers to a prompt are adjacent and share one record.
+        """
+        from vllm import SamplingParams
+
+        if sampling is None or isinstance(sampling, Mapping):
+            sampling = [sampling or {}] * len(prompts)
+        params = [SamplingParams(**arguments) for arguments in sampling]
+        outputs = self.llm.generate(list(prompts), params, use_tqdm=show_progress)
+        records = self._engine.output_processor.records
+        answers: list[Answer] = []
+        for output in outputs:
+            record = records.take(output.request_id)
+            answers.extend(
+                Answer(
+                    text=completion.text,
+                    token_ids=tuple(completion.token_ids),
+                    finish_reason=str(completion.finish_reason),
+                    record=record,
+                )
+                for completion in output.outputs
+            )
+        return answers
+
+    def shutdown(self) -> None:
+        """Shut the engine down and free its memory."""
+        self._engine.engine_core.shutdown()

@@ -1,0 +1,113 @@
+"""Resume, in the API process, a request that another engine was lost with.
+
+The output processor gets the outputs of the journal once more, so that the answer starts with
+everything known of it. The scheduler gets the same journal and resumes the unfinished threads
+(`apar_core/scheduler/thread_requests.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.request import Request
+
+from apar_core.engine.replay import without_generated
+from apar_core.fork_parameters import ForkParameters
+from apar_core.journal import Journal, ThreadDelta, to_plain
+from apar_core.scheduler.thread_requests import RESUME_ARG, thread_sequences, was_refused
+from apar_core.tree.thread_names import ThreadPath, thread_request_id
+
+# `EngineCoreRequest` in the API process, `Request` in the scheduler and its tests.
+AnyRequest = EngineCoreRequest | Request
+_LENGTH = int(FinishReason.LENGTH)
+
+
+def hand_to_scheduler(request: AnyRequest, journal: Journal) -> None:
+    """Write a complete journal into the request's parameters, where the scheduler reads it."""
+    params = request.sampling_params
+    if params is not None:
+        extra_args = without_generated(params.extra_args or {}, journal)
+        params.extra_args = {**extra_args, RESUME_ARG: to_plain(journal)}
+
+
+def outputs_so_far(request: AnyRequest, journal: Journal) -> list[EngineCoreOutput]:
+    """Return the engine's outputs for a journal, one for each thread that has any."""
+    return [
+        EngineCoreOutput(
+            thread_request_id(request.request_id, delta.path),
+            list(delta.token_ids),
+            finish_reason=(
+                None if delta.finish_reason is None else FinishReason(delta.finish_reason)
+            ),
+            stop_reason=(
+                stop_reason(request.sampling_params, delta.token_ids)
+                if delta.finish_reason == FinishReason.STOP and request.sampling_params is not None
+                else None
+            ),
+        )
+        for delta in journal
+        if delta.token_ids or delta.finish_reason is not None
+    ]
+
+
+def completed(request: AnyRequest, journal: Journal, max_model_len: int) -> Journal:
+    """Return a merged journal with an entry for every fork, as the scheduler needs it.
+
+    The lost engine may not have reported its last decisions. They are made here by the same rules:
+    a fork without room in the context or beyond `max_forks` opens no thread, and all threads end
+    when the request has used up its tokens. Such threads end by length.
+    """
+    root = ThreadDelta((), ())
+    journal = journal if journal and not journal[0].path else (root, *journal)
+    params = request.sampling_params
+    parameters = None if params is None else ForkParameters.from_extra_args(params.extra_args)
+    if params is None or parameters is None or not parameters.enabled:
+        return journal[:1]
+    threads = {delta.path: delta for delta in journal}
+    _add_children(threads, parameters, request.prompt_token_ids or [], max_model_len)
+    used = sum(
+        parameters.num_text(delta.token_ids, stopped=delta.finish_reason == FinishReason.STOP)
+        for delta in threads.values()
+    )
+    exhausted = params.max_tokens is not None and used >= params.max_tokens
+    return tuple(
+        ThreadDelta(path, threads[path].token_ids, _LENGTH)
+        if exhausted and threads[path].finish_reason is None
+        else threads[path]
+        for path in sorted(threads)
+    )
+
+
+def _add_children(
+    threads: dict[ThreadPath, ThreadDelta],
+    parameters: ForkParameters,
+    prompt: list[int],
+    max_model_len: int,
+) -> None:
+    """Add the threads of fork tokens that the lost engine has not reported yet."""
+    opened = sum(bool(path) and not was_refused(delta) for path, delta in threads.items())
+    sequences = thread_sequences(tuple(threads.values()), prompt, parameters)
+    for parent in list(threads.values()):
+        first = len(sequences[parent.path]) - len(parent.token_ids)
+        forks = [i for i, token in enumerate(parent.token_ids) if token == parameters.fork_id]
+        for ordinal, index in enumerate(forks):
+            path = (*parent.path, ordinal)
+            if path in threads:
+                continue
+            has_room = first + index + 2 < max_model_len
+            opens = has_room and opened < parameters.max_forks
+            opened += opens
+            threads[path] = ThreadDelta(path, (), None if opens else _LENGTH)
+
+
+def stop_reason(params: SamplingParams, token_ids: Sequence[int]) -> int | None:
+    """Return the stop token that vLLM reports for a stopped thread, as in its `check_stop`.
+
+    The model's first end token is not reported.
+    """
+    last = token_ids[-1] if token_ids else None
+    if last is None or last == params.eos_token_id:
+        return None
+    return last if last in (params.stop_token_ids or ()) else None

@@ -1,0 +1,89 @@
+"""Shutdown of a server while it serves requests."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.integration.serving.apar_process import (
+    STOP_S,
+    TINY,
+    serving,
+    session_members,
+    wait_for,
+)
+from tests.integration.serving.load_clients import chat
+from tests.integration.serving.shared_server import SharedServer
+
+# The last tests of the shared server.
+pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("server")]
+LONG = chat("Give me 5 tips for sleeping well.", "apar-tiny") | {
+    "max_tokens": 1900,
+    "ignore_eos": True,
+    "stream": True,
+}
+
+
+async def begun(client: httpx.AsyncClient, started: asyncio.Event) -> str:
+    async with client.stream("POST", "/v1/chat/completions", json=LONG) as answer:
+        pieces = []
+        async for piece in answer.aiter_text():
+            started.set()
+            pieces.append(piece)
+    return "".join(pieces)
+
+
+async def test_on_sigterm_streams_end_and_new_requests_are_refused(shared: SharedServer) -> None:
+    server = shared.server
+    async with server.async_client() as client:
+        started = asyncio.Event()
+        stream = asyncio.create_task(begun(client, started))
+        await started.wait()
+        server.process.terminate()
+        await asyncio.to_thread(wait_for, server.log, "Stopping", server.process)
+        while (health := await client.get("/health")).status_code == 200:
+            assert not stream.done()
+        refused = await client.post("/v1/chat/completions", json=LONG)
+        live = await client.get("/live")
+        text = await stream
+    await asyncio.to_thread(server.process.wait, timeout=STOP_S)
+
+    assert health.status_code == 503
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "draining"
+    assert int(refused.headers["retry-after"]) >= 1
+    assert live.status_code == 200
+    assert text.endswith("data: [DONE]\n\n")
+    assert '"finish_reason":"length"' in text
+    assert '"error"' not in text
+    assert server.process.returncode == 0
+    assert session_members(server.process.pid) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("drain_s", "signals"), [(0.5, 1), (600, 2)])
+async def test_requests_that_outlast_the_drain_time_or_a_second_signal_end_with_an_error(
+    tmp_path: Path, drain_s: float, signals: int
+) -> None:
+    with serving(tmp_path, TINY, drain_s=drain_s) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=90) as client:
+            started = asyncio.Event()
+            streams = [asyncio.create_task(begun(client, started)) for _ in range(12)]
+            await started.wait()
+            since = time.monotonic()
+            for _ in range(signals):
+                server.process.terminate()
+                await asyncio.to_thread(wait_for, server.log, "Stopping", server.process)
+            texts = await asyncio.gather(*streams, return_exceptions=True)
+            took_s = time.monotonic() - since
+        server.process.wait(timeout=STOP_S)
+
+    assert took_s < 30
+    assert not [text for text in texts if '"finish_reason":"length"' in str(text)]
+    if signals == 1:
+        assert all(isinstance(text, str) and text.endswith("data: [DONE]\n\n") for text in texts)
+        assert all('"code": "draining"' in str(text) for text in texts)
+    assert server.process.returncode == 0
+    assert session_members(server.process.pid) == set()

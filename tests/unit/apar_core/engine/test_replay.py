@@ -1,0 +1,158 @@
+"""What a client asks to be replayed: taken whole, or refused with the reason."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from apar_core.engine.replay import PARAM, ReplayRules
+from apar_core.errors import RequestError
+from tests.fakes.scripted_engine import CHILD, END, FORK, fork_parameters
+
+PROMPT_TOKENS, CONTEXT_TOKENS = 6, 16
+RULES = ReplayRules(100, frozenset({END, 99}))
+FORKING = fork_parameters(max_forks=3)
+UNFORKED = replace(FORKING, enabled=False)
+TREE = {
+    "": [10, FORK, 11, FORK, 12, END],
+    "0": [13, 14, END],
+    "1": [15, FORK, 99],
+    "1.0": [16, END],
+}
+TEXT_TOKENS = 7
+
+
+def parse(
+    text: object, parameters: Any, max_tokens: int | None, prompt_tokens: int = PROMPT_TOKENS
+) -> dict[str, list[int]]:
+    return RULES.parse(
+        text,
+        parameters,
+        prompt_tokens=prompt_tokens,
+        context_tokens=CONTEXT_TOKENS,
+        max_tokens=max_tokens,
+    )
+
+
+def test_a_tree_is_taken_as_it_is() -> None:
+    assert parse(json.dumps(TREE), FORKING, TEXT_TOKENS + 1) == TREE
+    assert parse(json.dumps(TREE), FORKING, None) == TREE
+
+
+@pytest.mark.parametrize("parameters", [UNFORKED, None, FORKING])
+def test_one_thread_is_taken_whether_the_request_forks_or_not(parameters: Any) -> None:
+    assert parse('{"": [10, 11, 3]}', parameters, 3) == {"": [10, 11, 3]}
+
+
+def test_a_model_without_control_tokens_may_use_their_ids() -> None:
+    assert parse(f'{{"": [{FORK}, {CHILD}, 3]}}', None, 3) == {"": [FORK, CHILD, 3]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"0": None}, "thread '0' is missing: '' forks 2 times"),
+        ({"1.0": None}, "thread '1.0' is missing: '1' forks 1 times"),
+        ({"": None}, "the root thread '' is missing"),
+        ({"2": [13, END]}, "thread '2' is not forked by any other"),
+        ({"00": [13, END]}, "thread '00' is not forked by any other"),
+        ({"0": []}, "thread '0' has no token"),
+        ({"0": [100, END]}, "thread '0' has token id 100, which is not among the model's 100"),
+        ({"0": [-1, END]}, "thread '0' has token id -1"),
+        ({"0": [2**70, END]}, f"thread '0' has token id {2**70}"),
+        ({"0": [CHILD, 13, END]}, f"thread '0' has the child token {CHILD}"),
+        ({"0": [13]}, r"thread '0' must have an end token \[3, 99\] at its end and nowhere else"),
+        ({"0": [13, END, 14, END]}, "thread '0' must have an end token"),
+        ({"1": [FORK, 15, END]}, "thread '1' forks right after a control token"),
+        ({"1": [15, FORK, FORK, END], "1.1": [END]}, "thread '1' forks right after a control"),
+        ({"0": [13, FORK, END], "0.0": [END]}, "4 forks exceed the limit of 3"),
+    ],
+)
+def test_what_the_engine_could_not_generate_is_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    scripts = {path: ids for path, ids in {**TREE, **changes}.items() if ids is not None}
+
+    with pytest.raises(RequestError, match=f"`apar.replay`.*{message}") as raised:
+        parse(json.dumps(scripts), FORKING, 500)
+
+    assert raised.value.param == PARAM
+
+
+@pytest.mark.parametrize("parameters", [UNFORKED, None])
+def test_a_tree_is_refused_where_the_request_does_not_fork(parameters: Any) -> None:
+    with pytest.raises(RequestError, match=r"only the root thread.*does not fork, not '0'"):
+        parse(json.dumps(TREE), parameters, 500)
+    with pytest.raises(RequestError, match="only the root thread"):
+        parse("{}", parameters, 500)
+
+
+def test_a_fork_token_is_refused_where_the_request_does_not_fork() -> None:
+    with pytest.raises(RequestError, match=f"has the control token {FORK}"):
+        parse(json.dumps({"": [10, FORK, END]}), UNFORKED, 500)
+
+
+def test_the_limit_on_tokens_must_cover_the_text_and_one_end() -> None:
+    with pytest.raises(
+        RequestError, match=f"needs {TEXT_TOKENS + 1} tokens, more than `max_tokens` allows: 7"
+    ):
+        parse(json.dumps(TREE), FORKING, TEXT_TOKENS)
+    with pytest.raises(RequestError, match="needs 3 tokens"):
+        parse('{"": [10, 11, 3]}', UNFORKED, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "prompt_tokens", "message"),
+    [
+        # The prompt, what the root writes, and its end token.
+        ({}, 11, "thread '' needs 17 tokens, 11 of them for the prompt"),
+        # The prompt, four tokens of the root, the child token, and its own.
+        ({"1": [15, FORK, 16, 16, 16, 99]}, 6, "thread '1' needs 17 tokens, 11 of them"),
+        # The same, two tokens of its parent, another child token, and its own.
+        ({"1.0": [16, 17, END]}, 6, "thread '1.0' needs 17 tokens, 14 of them for the prompt and"),
+    ],
+)
+def test_a_thread_that_the_context_would_cut_off_is_refused_with_its_numbers(
+    changes: dict[str, Any], prompt_tokens: int, message: str
+) -> None:
+    scripts = json.dumps({**TREE, **changes})
+
+    with pytest.raises(RequestError, match=f"{message}.* the model's context holds 16") as raised:
+        parse(scripts, FORKING, 500, prompt_tokens)
+
+    assert raised.value.param == PARAM
+
+
+def test_the_last_token_may_be_the_last_of_the_context() -> None:
+    assert parse(json.dumps(TREE), FORKING, 500, 6) == TREE
+    with pytest.raises(RequestError, match=r"thread '1.0' needs 17 tokens"):
+        parse(json.dumps(TREE), FORKING, 500, 7)
+
+
+def test_a_limit_that_is_what_the_context_leaves_is_named_so() -> None:
+    # Each thread fits, but not their texts one behind the other.
+    wide = {**TREE, "0": [*[13] * 6, END]}
+    with pytest.raises(
+        RequestError, match=r"needs 12 tokens.*the model's context after the prompt allows: 10"
+    ):
+        parse(json.dumps(wide), FORKING, CONTEXT_TOKENS - PROMPT_TOKENS)
+
+
+@pytest.mark.parametrize("parameters", [UNFORKED, None])
+def test_one_thread_is_held_against_the_context_too(parameters: Any) -> None:
+    scripts = json.dumps({"": [*[10] * 8, END]})
+
+    assert parse(scripts, parameters, 9, 7)
+    with pytest.raises(RequestError, match="thread '' needs 17 tokens, 8 of them"):
+        parse(scripts, parameters, 9, 8)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"": "abc"}', '{"": [10.0, 3]}', '{"": ["10", 3]}', '{"": [10, 3.5]}', 5]
+)
+def test_what_is_no_mapping_of_lists_of_ids_is_refused(text: object) -> None:
+    with pytest.raises(RequestError, match=r"`apar\.replay`: "):
+        parse(text, FORKING, 500)
