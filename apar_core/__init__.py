@@ -1,1 +1,1 @@
-"""Forked decoding itself: tree, scheduler, engine, training."""
+"""Forked decoding: paragraph trees, vLLM scheduler and engine, and the methods offline."""

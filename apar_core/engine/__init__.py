@@ -1,1 +1,1 @@
-"""vLLM engines that fork: what runs in the API process, and how the pieces are installed."""
+"""vLLM engines that fork: the parts in the API process, logits processors, and the plugin."""

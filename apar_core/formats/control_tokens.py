@@ -1,8 +1,8 @@
-"""The fork and the child token of a checkpoint, and how user text is kept from becoming one.
+"""Fork and child token of a checkpoint, and their removal from prompts.
 
-A tokenizer turns the text "[Fork]" into the control token, wherever it comes from. In a prompt no
-control token is ever right, since restored answers are plain text; so their ids are replaced by
-those of the same characters before the engine sees them.
+A tokenizer turns the text "[Fork]" into the control token, also in user text. No prompt may contain
+a control token, because restored answers are plain text. So their ids are replaced by the ids of
+their characters before the engine sees the prompt.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,12 @@ SPELLINGS = (
     # The released checkpoints THUDM/apar-7b and THUDM/apar-13b.
     ("[SplitMask]", "[SplitSop]"),
 )
-"""Fork and child token as checkpoints spell them."""
+"""Spellings of fork and child token in checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControlTokens:
-    """The two control tokens of one checkpoint. Every thread ends with the tokenizer's EOS."""
+    """The two control tokens of one checkpoint."""
 
     fork_id: int
     child_id: int
@@ -30,13 +30,13 @@ class ControlTokens:
 
     @property
     def texts(self) -> dict[int, str]:
-        """The spelling of each control token by its id."""
+        """Spelling of each control token, by its id."""
         return {self.fork_id: self.fork_text, self.child_id: self.child_text}
 
 
 @dataclass(frozen=True, slots=True)
 class TreeTokens:
-    """Token ids that write a paragraph tree as threads: the control tokens and one end token."""
+    """Token ids that write a paragraph tree as threads: control tokens and the end of a thread."""
 
     fork_id: int
     child_id: int
@@ -44,9 +44,9 @@ class TreeTokens:
 
 
 def find_control_tokens(vocabulary: Mapping[str, int]) -> ControlTokens | None:
-    """The control tokens in a vocabulary that includes added tokens; None in an ordinary one.
+    """Return the control tokens of a vocabulary, added tokens included; None if it has none.
 
-    Raises CheckpointError if only one token of a pair is there, or if both pairs are.
+    Raises CheckpointError if one token of a pair is missing, or if there are two pairs.
     """
     complete = [pair for pair in SPELLINGS if all(text in vocabulary for text in pair)]
     if len(complete) > 1:
@@ -68,7 +68,7 @@ def find_control_tokens(vocabulary: Mapping[str, int]) -> ControlTokens | None:
 
 
 class Tokenizer(Protocol):
-    """What is asked of a transformers tokenizer."""
+    """Methods of a transformers tokenizer used here."""
 
     def encode(
         self, text: str, /, *, add_special_tokens: bool, split_special_tokens: bool
@@ -80,13 +80,13 @@ class Tokenizer(Protocol):
 
 
 PlainSpellings = Mapping[int, Sequence[int]]
-"""For each control id the ids of its characters."""
+"""For each control token, the ids of its characters."""
 
 
 def plain_spellings(control_tokens: ControlTokens, tokenizer: Tokenizer) -> PlainSpellings:
-    """For each control id the ids of its text as plain characters.
+    """Return, for each control token, the ids of its characters.
 
-    Raises CheckpointError if the tokenizer has no way to spell one.
+    Raises CheckpointError if the tokenizer cannot spell one.
     """
     return {
         control_id: _plain_spelling(text, control_tokens, tokenizer)
@@ -95,7 +95,7 @@ def plain_spellings(control_tokens: ControlTokens, tokenizer: Tokenizer) -> Plai
 
 
 def neutralise(prompt_token_ids: Sequence[int], spellings: PlainSpellings) -> list[int]:
-    """The prompt with every control token replaced by its characters."""
+    """Return the prompt with every control token replaced by its characters."""
     if spellings.keys().isdisjoint(prompt_token_ids):
         return list(prompt_token_ids)
     plain: list[int] = []
@@ -105,13 +105,13 @@ def neutralise(prompt_token_ids: Sequence[int], spellings: PlainSpellings) -> li
 
 
 def refuse_control_tokens(prompt_token_ids: Sequence[int], control_tokens: ControlTokens) -> None:
-    """Raise RequestError if a prompt that came as token ids holds a control token."""
+    """Raise RequestError if a prompt of token ids contains a control token."""
     texts = control_tokens.texts
     for position, token_id in enumerate(prompt_token_ids):
         if token_id in texts:
             raise RequestError(
                 f"token {position} of the prompt is the control token {texts[token_id]!r} "
-                f"(id {token_id}), which only the model may emit",
+                f"(id {token_id}), which only the model may generate",
                 param="prompt",
             )
 
@@ -123,7 +123,7 @@ def _plain_spelling(text: str, control_tokens: ControlTokens, tokenizer: Tokeniz
     raise CheckpointError(f"the tokenizer cannot spell {text!r} without a control token")
 
 
-# Sentencepiece tokenizers put a space before the first word, so a text is spelled behind a letter.
+# Sentencepiece tokenizers add a space before the first word, so a text is spelled after a letter.
 _CONTEXT = "a"
 
 
@@ -132,7 +132,7 @@ def _encode_plain(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def _natural_spelling(text: str, tokenizer: Tokenizer) -> list[int]:
-    """As the tokenizer splits the text where it takes no notice of special tokens."""
+    """Return the ids that the tokenizer gives without special tokens; empty if it cannot tell."""
     context_ids = _encode_plain(_CONTEXT, tokenizer)
     token_ids = _encode_plain(_CONTEXT + text, tokenizer)
     if token_ids[: len(context_ids)] != context_ids:
@@ -141,10 +141,10 @@ def _natural_spelling(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def _spelling_by_character(text: str, tokenizer: Tokenizer) -> list[int]:
-    """One token a character, or a byte token where the vocabulary lacks it.
+    """Return one token per character, or a byte token if the vocabulary lacks the character.
 
-    For tokens that were added as ordinary ones: no option of the tokenizer splits those. In
-    byte-level and in sentencepiece vocabularies alike a printable ASCII character is itself.
+    This is for control tokens that were added as ordinary tokens, which no option of the tokenizer
+    splits. A printable ASCII character is itself in byte-level and sentencepiece vocabularies.
     """
     vocabulary = tokenizer.get_vocab()
     token_ids = [vocabulary.get(c, vocabulary.get(f"<0x{ord(c):02X}>")) for c in text]

@@ -1,1 +1,1 @@
-"""vLLM's scheduler, extended: a fork token opens a thread that shares its parent's KV blocks."""
+"""vLLM's scheduler with forks: a fork token opens a thread that shares its parent's KV blocks."""

@@ -1,4 +1,4 @@
-"""The paragraph tree of a request: how forked threads become one text (APAR, arXiv 2401.06761)."""
+"""Paragraph tree of a request, which makes one text of its threads (APAR, arXiv 2401.06761)."""
 
 from apar_core.tree.paragraph import (
     ParagraphNode,

@@ -1,8 +1,7 @@
-"""Paragraphs as a tree with first-child and next-sibling links, grown by threads.
+"""Paragraph tree of one request, which grows with the outputs of its threads.
 
-Source: APAR (arXiv 2401.06761), section 2.2 and algorithm 1. Items are opaque: a token id, or a
-token together with its log-probabilities. Control tokens are no items; what the statistics need
-to know of them is kept in the thread records.
+Source: APAR (arXiv 2401.06761), section 2.2 and algorithm 1. An item is a token id, or a token with
+its log-probabilities. Control tokens are not items; the thread records count them.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ Item = TypeVar("Item")
 class ParagraphNode(Generic[Item]):
     """A paragraph: the items of one thread between two of its forks.
 
-    A closed node gets no more items. It has both links if its thread forked at its end, and
-    neither if its thread finished in it.
+    A closed node gets no more items. It has both links if its thread forked at its end, neither if
+    its thread finished there.
     """
 
     items: list[Item] = field(default_factory=list)
@@ -35,11 +34,11 @@ class ParagraphNode(Generic[Item]):
 
 @dataclass(slots=True, eq=False)
 class ThreadRecord(Generic[Item]):
-    """What one thread has generated so far.
+    """State of one thread.
 
-    `fork_index` is how many tokens (text and fork tokens) the parent had generated before the fork
-    token that opened this thread. `ended` tells whether a finished thread closed itself with its
-    end-of-thread token.
+    fork_index: tokens (text and fork tokens) that the parent had generated before this thread's
+        fork token.
+    ended: whether a finished thread ended itself with its end-of-thread token.
     """
 
     current_node: ParagraphNode[Item] = field(repr=False)
@@ -53,7 +52,7 @@ class ThreadRecord(Generic[Item]):
 
 
 class ParagraphTree(Generic[Item]):
-    """All paragraphs of one request; grows with the outputs of its threads, in any interleaving."""
+    """All paragraphs and threads of one request; threads may be interleaved in any order."""
 
     def __init__(self) -> None:
         self.root: ParagraphNode[Item] = ParagraphNode()
@@ -64,16 +63,16 @@ class ParagraphTree(Generic[Item]):
 
     @property
     def threads(self) -> Mapping[ThreadId, ThreadRecord[Item]]:
-        """Every thread that ever was, parents before their children."""
+        """All threads, live and finished, parents before their children."""
         return MappingProxyType(self._threads)
 
     @property
     def finished(self) -> bool:
-        """Whether every thread has finished, so that nothing can be added any more."""
+        """Whether every thread has finished, so that nothing more can be added."""
         return self._num_live == 0
 
     def append(self, thread: ThreadId, items: Iterable[Item]) -> None:
-        """Add text to the paragraph that a thread is writing."""
+        """Add items to a thread's current paragraph."""
         record = self._live_record(thread, "append to")
         node_items = record.current_node.items
         num_before = len(node_items)
@@ -81,7 +80,7 @@ class ParagraphTree(Generic[Item]):
         record.num_items += len(node_items) - num_before
 
     def fork(self, parent: ThreadId, child: ThreadId) -> None:
-        """Close the parent's paragraph; the child writes its detail, the parent its successor.
+        """Close the parent's paragraph; the child writes its detail, the parent its next sibling.
 
         Raises TreeError if the parent is unknown or finished, or if the child exists already.
         """
@@ -106,10 +105,10 @@ class ParagraphTree(Generic[Item]):
         self._num_live += 1
 
     def finish(self, thread: ThreadId, *, ended: bool = True) -> None:
-        """Close a thread for good.
+        """Close a thread.
 
-        `ended` is false where a limit, a stop string or an abort cut the thread off, so that it
-        generated no end-of-thread token of its own.
+        `ended` is False if a limit, a stop string or an abort cut the thread off, so that it
+        generated no end-of-thread token.
         """
         record = self._live_record(thread, "finish")
         record.current_node.closed = True

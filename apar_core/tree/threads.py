@@ -1,4 +1,4 @@
-"""A finished tree as its threads: what each one generated, and the sequence that it continued."""
+"""Threads of a finished tree: the tokens that each generated, and the prefix that it read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 class ThreadText(Generic[Item]):
     """One thread of a tree.
 
-    `paragraphs` are the items between its forks, one more than `children`; some may be empty.
+    `paragraphs` are the items between its forks, one more than `children`; they may be empty.
     """
 
     thread: ThreadId
@@ -26,7 +26,7 @@ class ThreadText(Generic[Item]):
     ended: bool
 
     def generated(self, fork: Item, end: Item) -> list[Item]:
-        """All that the thread generated: text, fork tokens and its end token if it has one."""
+        """Return all generated tokens: text, fork tokens, and an end token if the thread ended."""
         items: list[Item] = list(self.paragraphs[0])
         for paragraph in self.paragraphs[1:]:
             items.append(fork)
@@ -35,7 +35,7 @@ class ThreadText(Generic[Item]):
 
 
 def thread_texts(tree: ParagraphTree[Item]) -> dict[ThreadId, ThreadText[Item]]:
-    """Every thread of a tree, parents before their children."""
+    """Return every thread of a tree, parents before their children."""
     texts: dict[ThreadId, ThreadText[Item]] = {}
     first_nodes: dict[ThreadId, ParagraphNode[Item]] = {ROOT_THREAD: tree.root}
     for thread, record in tree.threads.items():
@@ -64,7 +64,7 @@ def thread_prefix(
     fork: Item,
     child: Item,
 ) -> list[Item]:
-    """The sequence that a thread continued: prompt, its ancestors' text, fork and child tokens."""
+    """Return a thread's prefix: the prompt, then its ancestors' text, fork and child tokens."""
     text = texts[thread]
     if text.parent is None:
         return list(prompt)

@@ -1,7 +1,8 @@
-"""When the requests of a load test come: all at once, when others end, or at given times.
+"""Arrival times of the requests of a load test.
 
-`all`; `closed:32` keeps 32 requests running; `poisson:4` sends 4 a second on average;
-`gamma:4,cv=2` does so in bursts; `trace:FILE,rate=4` keeps the gaps of a recorded service.
+`all` sends all requests at once; `closed:32` keeps 32 requests running; `poisson:4` sends 4
+requests per second on average, `gamma:4,cv=2` in bursts; `trace:FILE,rate=4` keeps the gaps of a
+recording.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ FORMS = "all, closed:N, poisson:RATE, gamma:RATE,cv=CV or trace:FILE[,rate=RATE]
 
 
 class OpenLoop(Protocol):
-    """Requests come at times of their own, whatever has become of the earlier ones."""
+    """Open loop: arrival times do not depend on earlier requests."""
 
     def times_s(self, number: int, seed: int) -> list[float]:
-        """Return so many times in order, in seconds from the start; equal seeds give equal ones."""
+        """Return sorted arrival times in seconds from the start; equal seeds give equal times."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """So many requests run at any time: the next one comes when one has ended."""
+    """Closed loop: a request arrives when another has ended."""
 
     concurrency: int
 
@@ -42,7 +43,7 @@ Arrivals = OpenLoop | ClosedLoop
 
 @dataclass(frozen=True, slots=True)
 class AllAtOnce:
-    """All requests come at the start, as in the paper's tests."""
+    """All requests arrive at the start, as in the paper's tests."""
 
     def times_s(self, number: int, seed: int) -> list[float]:
         """Return zeros."""
@@ -51,16 +52,17 @@ class AllAtOnce:
 
 @dataclass(frozen=True, slots=True)
 class GammaArrivals:
-    """Gaps of a gamma distribution: `rate` requests a second on average.
+    """Gamma-distributed gaps with `rate` requests per second on average.
 
-    `cv` is the gaps' standard deviation over their mean: 1 is a Poisson process, more are bursts.
+    `cv` is the standard deviation of the gaps over their mean: 1 is a Poisson process, larger
+    values are bursts.
     """
 
     rate: float
     cv: float = 1.0
 
     def times_s(self, number: int, seed: int) -> list[float]:
-        """Return the ends of so many gaps in a row."""
+        """Return the cumulative sums of random gaps."""
         shape = self.cv**-2
         gaps = np.random.default_rng(seed).gamma(shape, 1 / (shape * self.rate), number)
         return [float(time_s) for time_s in np.cumsum(gaps)]
@@ -68,16 +70,15 @@ class GammaArrivals:
 
 @dataclass(frozen=True, slots=True)
 class RecordedArrivals:
-    """The gaps between recorded requests, in seconds; `rate` None keeps them as they are."""
+    """Recorded gaps in seconds, scaled to `rate` requests per second unless that is None."""
 
     gaps_s: tuple[float, ...]
     rate: float | None
 
     def times_s(self, number: int, seed: int) -> list[float]:
-        """Return the ends of so many gaps from a random one on, round and round.
+        """Return the cumulative sums of the gaps from a random one on, cyclically.
 
-        They are stretched so that the mean rate of just these requests is `rate` a second: their
-        bursts stay, relative to it.
+        The gaps are scaled so that these requests have the mean rate; bursts stay.
         """
         size = len(self.gaps_s)
         start = random.Random(seed).randrange(size)
@@ -88,9 +89,9 @@ class RecordedArrivals:
 
 
 def parse(spec: str) -> Arrivals:
-    """Return what a text such as `gamma:4,cv=2` says.
+    """Return the arrivals of a specification such as `gamma:4,cv=2`.
 
-    Raises EvaluationError, which names the text, for anything else.
+    Raises EvaluationError for an invalid specification.
     """
     kind, _, rest = spec.partition(":")
     reader = _KINDS.get(kind)
@@ -104,13 +105,13 @@ def parse(spec: str) -> Arrivals:
 
 def _all_at_once(rest: str) -> Arrivals:
     if rest:
-        raise ValueError("`all` takes nothing behind it")
+        raise ValueError("`all` takes no arguments")
     return AllAtOnce()
 
 
 def _closed(rest: str) -> Arrivals:
     if not rest.isascii() or not rest.isdigit() or int(rest) < 1:
-        raise ValueError(f"the number of requests that run must be 1 or more, not {rest!r}")
+        raise ValueError(f"the number of running requests must be 1 or more, not {rest!r}")
     return ClosedLoop(int(rest))
 
 
@@ -156,14 +157,14 @@ _KINDS: dict[str, Callable[[str], Arrivals]] = {
 
 
 AZURE_COLUMN = "TIMESTAMP"
-"""Of AzurePublicDataset's AzureLLMInferenceTrace tables."""
+"""Column of the AzureLLMInferenceTrace tables in AzurePublicDataset."""
 
 
 def read_timestamps(path: Path) -> list[float]:
-    """Return the times in seconds, in the order of the file.
+    """Return the recorded times in seconds, in the order of the file.
 
-    A file is a table with a column TIMESTAMP (ISO 8601, UTC where it names no zone), or has one
-    number of seconds a line. Raises EvaluationError, with the number of the line that is neither.
+    The file is a CSV table with a column TIMESTAMP (ISO 8601, UTC by default), or has one number of
+    seconds per line. Raises EvaluationError with the number of an invalid line.
     """
     try:
         with path.open(encoding="utf-8", newline="") as lines:
@@ -179,7 +180,7 @@ def read_timestamps(path: Path) -> list[float]:
 
 def _moment_s(path: Path, number: int, row: list[str], column: int) -> float:
     try:
-        # Azure writes seven digits of a second, of which datetime passes over the last.
+        # Azure writes seven digits of a second; datetime ignores the last.
         moment = datetime.fromisoformat(row[column])
     except (ValueError, IndexError) as error:
         raise EvaluationError(f"{path}, row {number}: no {AZURE_COLUMN}: {row}") from error

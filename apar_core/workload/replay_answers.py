@@ -1,4 +1,4 @@
-"""Recorded answers as the tokens that an engine is made to generate, forked and as one thread."""
+"""Recorded answers as tokens for an engine to replay, forked and as a single thread."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from apar_core.workload.trace import TraceLine
 
 
 class AnswerText(Protocol):
-    """Text as token ids of a model; `evaluation.replay_text.ModelText` is one."""
+    """A model's tokenizer and chat template; implemented by `ModelText` in `replay_text.py`."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a piece of an answer."""
+        """Return the token ids of a piece of an answer."""
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Return the ids of a chat up to where its answer begins."""
+        """Return the token ids of a chat, up to the start of its answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayAnswer:
-    """A question, and what every thread generates in answer to it.
+    """A prompt with its answer as tokens.
 
-    `threads` maps a thread's path ("" for the root thread, "0.2" for the third child of its first
-    child) to its ids, fork and end tokens included; `flat` are the ids of the restored text and one
-    end token: the same text tokens, without forks.
+    threads: token ids of each thread, fork and end tokens included, by its replay key.
+    flat: token ids of the restored text and one end token; the same text without forks.
     """
 
     answer_id: str
@@ -46,25 +45,25 @@ class ReplayAnswer:
 
     @property
     def text_tokens(self) -> int:
-        """Tokens of the text, which a reader sees."""
+        """Tokens of the restored text."""
         return len(self.flat) - 1
 
     @property
     def num_threads(self) -> int:
-        """Threads of the forked answer, its root thread among them."""
+        """Threads of the forked answer, root thread included."""
         return len(self.threads)
 
     @property
     def max_tokens(self) -> int:
-        """A limit on the answer's tokens under which it is whole, forked or not."""
+        """Smallest limit on tokens with which the answer is complete, forked or not."""
         return len(self.flat)
 
     def scripts(self, *, forked: bool) -> Mapping[str, list[int]]:
-        """What to generate, by the thread's path."""
+        """Return the tokens to replay, by replay key."""
         return self.threads if forked else {"": self.flat}
 
     def apar_field(self, *, forked: bool) -> dict[str, Any]:
-        """The field `apar` of an HTTP request that a server with `replay: true` replays."""
+        """Return the field `apar` of a request to a server with `replay: true`."""
         return {"enabled": forked, "replay": dict(self.scripts(forked=forked))}
 
 
@@ -76,11 +75,11 @@ def replay_answers(
     max_tokens: int | None = None,
     wanted: int | None = None,
 ) -> tuple[list[ReplayAnswer], int]:
-    """Return the answers as trees by the rules of appendix B, each paragraph encoded by itself.
+    """Return the first `wanted` answers that fit, and how many were skipped before them.
 
-    The first `wanted`, of those of which no sequence, prompt included, is longer than `max_tokens`,
-    forked or flat; and how many were left out on the way to them. Raises EvaluationError if nothing
-    remains.
+    Answers become trees by the rules of the paper's appendix B. An answer fits if none of its
+    sequences, prompt included, is longer than `max_tokens`, forked or flat. Raises EvaluationError
+    if no answer fits.
     """
     answers: list[ReplayAnswer] = []
     left_out = 0
@@ -115,7 +114,7 @@ def replay_answer(line: TraceLine, text: AnswerText, tokens: TreeTokens) -> Repl
 
 
 def longest_sequence(answer: ReplayAnswer, tokens: TreeTokens) -> int:
-    """Return how many tokens the longest sequence of an answer has, forked or flat."""
+    """Return the length of an answer's longest sequence, forked or flat, in tokens."""
     texts = thread_texts(answer.tree)
     return max(
         len(answer.prompt_ids) + len(answer.flat),

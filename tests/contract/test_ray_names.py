@@ -1,12 +1,27 @@
-"""Private names and behaviour of Ray Serve and vLLM's server that serving relies on."""
+"""Private and undocumented names and behaviour of Ray that this project relies on.
+
+A Ray upgrade that changes one of them fails here. No cluster is started.
+"""
+
+from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+import ray
+from ray import _raylet, serve
+from ray._private import ray_constants, services, worker
+from ray._private.telemetry import open_telemetry_metric_recorder as recorder
+from ray.core.generated import autoscaler_pb2, gcs_pb2
+from ray.dashboard.modules.reporter import reporter_agent
+from ray.experimental import internal_kv
 from ray.serve import _private as serve_private
 from ray.serve._private import http_util
+from ray.serve._private.autoscaling_state import DeploymentAutoscalingState
+from ray.serve._private.common import ReplicaID, RequestMetadata
 from ray.serve._private.constants import (
     SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER,
     SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER,
@@ -14,30 +29,32 @@ from ray.serve._private.constants import (
     SERVE_SESSION_ID,
 )
 from ray.serve._private.logging_utils import get_serve_logs_dir
+from ray.serve._private.replica import UserCallableWrapper
+from ray.serve._private.request_router.common import PendingRequest, RequestRoutingContext
+from ray.serve._private.request_router.replica_wrapper import RunningReplica
+from ray.serve._private.request_router.request_router import FIFOMixin, RequestRouter
+from ray.serve._private.router import AsyncioRouter, CurrentLoopRouter
 from ray.serve._private.utils import call_function_from_import_path
-from ray.serve.handle import DeploymentHandle
+from ray.serve._private.version import DeploymentVersion
+from ray.serve.config import AutoscalingContext
+from ray.serve.deployment import Deployment
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from ray.util import metrics
 from starlette.types import Message, Receive, Scope, Send
-from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.entrypoints.openai.chat_completion.protocol import (
-    ChatCompletionRequest,
-    ChatCompletionStreamResponse,
-)
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.serve.engine.serving import BaseServing
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 
 from cluster.client_headers import STEERING_HEADERS, middlewares
 from cluster.local_ray import SERVE_FLAGS, serve_environment
 from deployments.relay.replica_calls import TOO_LARGE
+from deployments.routing.ray_router import ThreadRequestRouter
 
 SERVE = Path(inspect.getfile(serve_private)).parent
+RAYLET: Any = _raylet
+GCS: Any = gcs_pb2
+AUTOSCALER: Any = autoscaler_pb2
+RAY = Path(inspect.getfile(ray)).parent
 
 
-def test_ray_serve_reads_every_setting_that_we_make() -> None:
+def test_ray_serve_reads_every_setting_that_we_set() -> None:
     constants = (SERVE / "constants.py").read_text()
     ours = [name for name in serve_environment(Path("/tmp/x")) if name.startswith("RAY_SERVE_")]
 
@@ -55,11 +72,11 @@ def test_ray_serve_reads_every_setting_that_we_make() -> None:
         "\nbackend default_backend\n    http-request return status 404 content-type text/plain ",
     ],
 )
-def test_haproxys_template_has_the_lines_that_we_put_right(line: str) -> None:
+def test_haproxys_template_has_the_lines_that_we_change(line: str) -> None:
     assert line in (SERVE / "haproxy_templates.py").read_text()
 
 
-def test_ray_serve_reads_steering_headers_behind_our_middleware() -> None:
+def test_ray_serve_reads_steering_headers_after_our_middleware() -> None:
     assert {
         SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER.encode(),
         SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER.encode(),
@@ -69,7 +86,7 @@ def test_ray_serve_reads_steering_headers_behind_our_middleware() -> None:
     flag = SERVE_FLAGS["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"]
     given = call_function_from_import_path(flag)
     assert http_util.validate_http_proxy_callback_return(given) == given != []
-    # Both HTTP servers, behind HAProxy and without it, put the middlewares around their handling.
+    # Both HTTP servers, behind HAProxy and without it, apply the middlewares.
     assert "_apply_middlewares" in inspect.getsource(http_util.start_asgi_http_server)
     for server in ("proxy.py", "replica.py"):
         source = (SERVE / server).read_text()
@@ -95,7 +112,7 @@ async def test_steering_headers_do_not_reach_ray_serve() -> None:
     assert seen[0].keys() - {b"x-request-id"} == {b"a"}
 
 
-async def test_a_get_request_brings_no_body_to_ray_serve() -> None:
+async def test_ray_serve_gets_no_body_of_a_get_request() -> None:
     messages = [{"type": "http.request", "body": b"x" * 9, "more_body": True}] * 3
     messages.append({"type": "http.disconnect"})
 
@@ -116,7 +133,7 @@ async def test_a_get_request_brings_no_body_to_ray_serve() -> None:
     ]
 
 
-async def test_grpc_names_the_sizes_of_a_message_over_its_limit() -> None:
+async def test_grpc_reports_the_sizes_of_a_message_that_is_too_large() -> None:
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", 100)])
     handler = grpc.unary_unary_rpc_method_handler(lambda request, context: request)
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("s", {"m": handler})])
@@ -131,53 +148,180 @@ async def test_grpc_names_the_sizes_of_a_message_over_its_limit() -> None:
     assert TOO_LARGE.search(str(refused.value)).groups() == ("101", "100")  # type: ignore[union-attr]
 
 
-def test_ray_serve_sends_request_ids_back_itself() -> None:
+def test_ray_serve_returns_request_ids() -> None:
     middleware = inspect.getsource(http_util.RequestIdMiddleware)
 
     assert 'headers.append("X-Request-ID", request_id)' in middleware
     assert "headers.append(SERVE_HTTP_REQUEST_ID_HEADER, request_id)" in middleware
 
 
-def test_logs_lie_beside_ray_serves_own() -> None:
+def test_the_folder_of_ray_serves_logs_is_known() -> None:
     assert list(inspect.signature(get_serve_logs_dir).parameters) == []
 
 
-def test_a_handle_takes_the_serialisation_of_calls() -> None:
+def test_a_handle_has_serialization_options() -> None:
     parameters = inspect.signature(DeploymentHandle.options).parameters
 
     assert {"request_serialization", "response_serialization"} <= set(parameters)
     assert hasattr(DeploymentHandle, "_init")  # the integration tests' handle
 
 
-def test_vllms_server_can_be_built_around_an_engine() -> None:
-    assert list(inspect.signature(build_app).parameters) == [
-        "args",
-        "supported_tasks",
-        "model_config",
-    ]
-    assert inspect.iscoroutinefunction(init_app_state)
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-    assert hasattr(args, "scheduler_cls")
-    assert hasattr(args, "kv_cache_memory_bytes")
-
-
-def test_vllm_takes_our_field_and_our_request_id() -> None:
-    for request in (ChatCompletionRequest, CompletionRequest):
-        assert {"vllm_xargs", "stop_token_ids", "allowed_token_ids", "logit_bias"} <= set(
-            request.model_fields
+def test_our_router_overrides_the_methods_that_ray_serve_calls() -> None:
+    for name in (
+        "initialize_state",
+        "update_replicas",
+        "choose_replicas",
+        "on_replica_actor_died",
+        "on_request_completed",
+        "_choose_replica_for_request",
+    ):
+        ours, theirs = getattr(ThreadRequestRouter, name), getattr(RequestRouter, name)
+        assert ours is not theirs
+        assert name == "initialize_state" or (
+            list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters)
         )
-    assert '"X-Request-Id"' in inspect.getsource(BaseServing._base_request_id)
+    assert "self._deployment_id = " in inspect.getsource(RequestRouter.__init__)
+    assert issubclass(ThreadRequestRouter, FIFOMixin)
 
 
-def test_the_usage_chunk_of_a_stream_can_be_told_by_its_bytes() -> None:
-    chunk = ChatCompletionStreamResponse(id="i", model="m", choices=[])
+def test_a_pending_request_has_its_arguments_and_its_future() -> None:
+    fields = PendingRequest.__dataclass_fields__
+    assert {"args", "kwargs", "metadata", "future", "routing_context"} <= set(fields)
+    assert "should_backoff" in RequestRoutingContext.__dataclass_fields__
+    assert "internal_request_id" in RequestMetadata.__dataclass_fields__
 
-    assert '"choices":[]' in chunk.model_dump_json(exclude_unset=True)
+
+def test_a_replica_has_its_id_its_limit_and_its_routing_stats() -> None:
+    assert isinstance(RunningReplica.routing_stats, property)
+    assert isinstance(RunningReplica.max_ongoing_requests, property)
+    assert isinstance(RunningReplica.replica_id, property)
+    assert "unique_id" in ReplicaID.__dataclass_fields__
+    assert "record_routing_stats" in inspect.getsource(UserCallableWrapper)
 
 
-def test_outputs_can_be_held_back_in_front_of_a_requests_queue() -> None:
-    assert list(inspect.signature(RequestOutputCollector.put).parameters) == ["self", "output"]
-    source = inspect.getsource(RequestState)
-    assert "self.queue = queue" in source
-    assert "self.output_kind = output_kind" in source
-    assert isinstance(AsyncLLM.errored, property)
+def test_a_replica_is_given_to_the_oldest_request() -> None:
+    ours = inspect.signature(ThreadRequestRouter._fulfill_next_pending_request)
+    assert list(ours.parameters) == list(
+        inspect.signature(FIFOMixin._fulfill_next_pending_request).parameters
+    )
+    assert "pr = self._pending_requests_to_fulfill.popleft()" in inspect.getsource(
+        FIFOMixin._fulfill_next_pending_request
+    )
+    assert "self._fulfill_next_pending_request(\n" in inspect.getsource(
+        RequestRouter._fulfill_pending_requests
+    )
+
+
+def test_every_request_passes_the_choice_of_a_replica() -> None:
+    choice = "request_router._choose_replica_for_request(\n"
+    assert choice in inspect.getsource(AsyncioRouter._route_and_send_request_once)
+    assert "pending_request.reset_future()" in inspect.getsource(
+        RequestRouter._choose_replica_for_request
+    )
+
+
+def test_the_end_of_every_call_is_reported_with_its_id() -> None:
+    source = inspect.getsource(AsyncioRouter._route_and_send_request_once)
+    assert "on_request_completed(\n" in source
+    assert "pr.metadata.internal_request_id" in source
+    assert "on_request_completed(\n" in inspect.getsource(AsyncioRouter._process_finished_request)
+
+
+def test_a_call_reports_when_a_replica_has_accepted_it() -> None:
+    assert inspect.iscoroutinefunction(DeploymentResponseGenerator._fetch_future_result_async)
+
+
+class Nothing:
+    """A deployment."""
+
+
+def test_a_deployment_keeps_its_version() -> None:
+    deployment: Any = serve.deployment(Nothing)
+    versioned = deployment.options(version="1", _internal=True)
+
+    assert versioned.version == "1"
+    assert versioned.options(num_replicas=2).version == "1"
+    assert "max_surge_percent" in inspect.signature(Deployment.options).parameters
+
+
+def test_replicas_of_the_same_version_are_not_restarted() -> None:
+    source = inspect.getsource(DeploymentVersion.requires_actor_restart)
+
+    assert "self.code_version != new_version.code_version" in source
+    assert "init_args" not in source
+
+
+def test_a_handle_leads_to_the_running_replicas() -> None:
+    assert "self._router: Optional[Router] = _router" in inspect.getsource(
+        DeploymentHandle.__init__
+    )
+    assert "self._asyncio_router = AsyncioRouter(" in inspect.getsource(CurrentLoopRouter.__init__)
+    assert isinstance(AsyncioRouter.request_router, property)
+    assert isinstance(RequestRouter.curr_replicas, property)
+    assert hasattr(DeploymentHandle, "broadcast")
+
+
+def test_an_autoscaling_policy_gets_the_reports_and_keeps_its_state() -> None:
+    parameters = inspect.signature(AutoscalingContext.__init__).parameters
+
+    assert {
+        "aggregated_metrics",
+        "total_queued_requests",
+        "current_num_replicas",
+        "target_num_replicas",
+        "deployment_name",
+    } <= set(parameters)
+    # Built once.
+    assert "_resolve_policy_callable" in inspect.getsource(DeploymentAutoscalingState.register)
+
+
+def test_gcs_drains_nodes_and_knows_their_addresses() -> None:
+    assert {"drain_node", "get_all_node_info"} <= set(dir(RAYLET.InnerGcsClient))
+    assert {"node_id", "node_manager_address", "state"} <= set(
+        GCS.GcsNodeInfo.DESCRIPTOR.fields_by_name
+    )
+    # Any other reason is refused while the node has work.
+    assert AUTOSCALER.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION") == 2
+
+
+def test_a_metric_records_a_value_with_its_tags() -> None:
+    assert list(inspect.signature(metrics.Metric._record).parameters) == ["self", "value", "tags"]
+    # `inc` refuses 0, but a counter must exist before it rises.
+    assert "if value <= 0:" in inspect.getsource(metrics.Counter.inc)
+
+
+def test_rays_histograms_record_the_middle_of_a_bucket() -> None:
+    source = inspect.getsource(recorder.OpenTelemetryMetricRecorder)
+
+    assert "instrument.record(midpoint, attributes=filtered_tags)" in source
+
+
+def test_a_gauge_expires_after_two_report_intervals() -> None:
+    source = inspect.getsource(recorder.OpenTelemetryMetricRecorder._resolve_gauge_ttl_seconds)
+
+    assert "2 * effective_report_interval_ms / 1000.0" in source
+
+
+def test_rays_agent_listens_on_loopback_if_its_node_does() -> None:
+    agent = inspect.getsource(reporter_agent)
+
+    assert "address=get_localhost_ip() if is_localhost(self._ip) else" in agent
+    assert ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR == "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+    assert "ENABLE_RAY_CLUSTER" in inspect.getsource(services.get_node_ip_address)
+
+
+def test_rays_core_knows_the_settings_that_we_set() -> None:
+    core = (RAY / "_raylet.so").read_bytes()
+
+    for name in (b"metrics_report_interval_ms", b"enable_metrics_collection"):
+        assert name in core
+
+
+def test_rays_key_value_store_has_namespaces() -> None:
+    for name in ("put", "get", "del", "list"):
+        call = getattr(internal_kv, f"_internal_kv_{name}")
+        assert "namespace" in inspect.signature(call).parameters
+
+
+def test_the_url_of_rays_dashboard_is_known() -> None:
+    assert list(inspect.signature(worker.get_dashboard_url).parameters) == []

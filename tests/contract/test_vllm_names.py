@@ -1,7 +1,9 @@
-"""Private and undocumented names of vLLM that `apar_core` leans on, each with its reason.
+"""Private and undocumented names and behaviour of vLLM that this project relies on.
 
-A vLLM upgrade that moves one of them fails here and says what changed; no engine is started.
+A vLLM upgrade that changes one of them fails here and says why it matters. No engine is started.
 """
+
+from __future__ import annotations
 
 import inspect
 import re
@@ -11,10 +13,23 @@ from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionStreamResponse,
+)
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
+from vllm.utils import random_uuid
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -34,21 +49,35 @@ from vllm.v1.engine import (
     async_llm,
     llm_engine,
 )
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
-from vllm.v1.engine.core_client import AsyncMPClient, InprocClient, SyncMPClient
+from vllm.v1.engine.core_client import AsyncMPClient, InprocClient, MPClient, SyncMPClient
 from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
 from vllm.v1.engine.input_processor import InputProcessor
-from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
-from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.output_processor import (
+    OutputProcessor,
+    OutputProcessorOutput,
+    RequestOutputCollector,
+    RequestState,
+)
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.metrics import ray_wrappers
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.sample.logits_processor import LogitsProcessor, LogitsProcessors
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+
+from apar_core.engine.resume_request import stop_reason
 
 
 @dataclass(frozen=True)
 class Signature:
-    """A function and its parameters as we call or override it; `ellipsis` allows more of them."""
+    """Function that we call or override, with its parameters; a final `...` allows more."""
 
     function: Callable[..., Any]
     parameters: str
@@ -66,7 +95,7 @@ class Attributes:
 
 @dataclass(frozen=True)
 class Passage:
-    """A piece of vLLM's source whose behaviour we build on; white space does not count."""
+    """Piece of vLLM's source whose behaviour we rely on; white space is ignored."""
 
     where: Any
     pattern: str
@@ -78,12 +107,12 @@ SIGNATURES = (
     Signature(
         Scheduler._update_request_with_output,
         "self, request, new_token_ids, is_stale=False",
-        "every sampled token passes here; a fork token opens a thread",
+        "sees every sampled token; a fork token opens a thread",
     ),
     Signature(
         AsyncScheduler._update_request_with_output,
         "self, request, new_token_ids, is_stale=False",
-        "as above, where vLLM schedules ahead",
+        "the same, where vLLM schedules ahead",
     ),
     Signature(
         Scheduler._get_local_prefix_cache_hit,
@@ -93,26 +122,24 @@ SIGNATURES = (
     Signature(
         Scheduler._free_request,
         "self, request, delay_free_blocks=False",
-        "a thread has ended, so a deferred child may start",
+        "a thread has ended, so a waiting child may start",
     ),
-    Signature(Scheduler.add_request, "self, request", "opens a group; children join in"),
+    Signature(Scheduler.add_request, "self, request", "opens a group"),
     Signature(
         Scheduler.finish_requests,
         "self, request_ids, finished_status",
-        "an abort of a request reaches all its threads",
+        "an abort of a request ends all its threads",
     ),
-    Signature(
-        Scheduler.schedule, "self, throttle_prefills=False", "a step is timed from its schedule"
-    ),
+    Signature(Scheduler.schedule, "self, throttle_prefills=False", "starts the step timer"),
     Signature(
         Scheduler.update_from_output,
         "self, scheduler_output, model_runner_output",
-        "outputs of threads that a limit has ended are added",
+        "adds outputs of threads that a limit ended",
     ),
     Signature(
         Scheduler.reset_prefix_cache,
         "self, reset_running_requests=False, reset_connector=False",
-        "blocks kept for waiting children would keep the cache from being reset",
+        "releases the blocks of waiting children, which would block the reset",
     ),
     # Built for each child and each resumed thread.
     Signature(
@@ -122,26 +149,30 @@ SIGNATURES = (
         "lora_request=None, cache_salt=None, priority=0, trace_headers=None, block_hasher=None, "
         "resumable=False, session_id=None, reasoning_ended=None, reasoning_parser_kwargs=None, "
         "abort_immediately=False, kv_hints=None",
-        "a new one may belong to every thread",
+        "a new parameter may have to be copied to every thread",
     ),
     # Overridden by GatedQueue.
-    Signature(PriorityRequestQueue.add_request, "self, request", "a request may stand outside"),
-    Signature(PriorityRequestQueue.remove_requests, "self, requests", "an abort, also outside"),
+    Signature(PriorityRequestQueue.add_request, "self, request", "a request may be held back"),
+    Signature(
+        PriorityRequestQueue.remove_requests,
+        "self, requests",
+        "an abort, also while held back",
+    ),
     # Called by BlockSharing and core_state.
     Signature(
         KVCacheManager.allocate_slots,
         "self, request, num_new_tokens, num_new_computed_tokens=0, ...",
-        "replaced on the instance: drops a child's reference once it has its blocks",
+        "replaced on the instance: drops a child's reference when it has its blocks",
     ),
     Signature(KVCacheManager.get_blocks, "self, request_id", "the parent's blocks"),
-    Signature(KVCacheManager.create_kv_cache_blocks, "self, blocks", "a prefix of them"),
+    Signature(KVCacheManager.create_kv_cache_blocks, "self, blocks", "a prefix of these blocks"),
     Signature(BlockPool.touch, "self, blocks", "keeps blocks alive for a waiting child"),
-    Signature(BlockPool.free_blocks, "self, ordered_blocks", "and lets them go"),
+    Signature(BlockPool.free_blocks, "self, ordered_blocks", "frees them"),
     Signature(BlockPool.get_num_free_blocks, "self", "free KV blocks"),
-    Signature(Scheduler.get_request_counts, "self", "threads running and waiting"),
-    Signature(Request.update_block_hashes, "self", "completes what a child inherited"),
+    Signature(Scheduler.get_request_counts, "self", "running and waiting threads"),
+    Signature(Request.update_block_hashes, "self", "completes the hashes that a child inherits"),
     # Overridden in the API process.
-    Signature(InputProcessor.__init__, "self, vllm_config, ...", "where control tokens are found"),
+    Signature(InputProcessor.__init__, "self, vllm_config, ...", "finds the control tokens"),
     Signature(
         InputProcessor.process_inputs,
         "self, request_id, prompt, params, ...",
@@ -151,47 +182,48 @@ SIGNATURES = (
     Signature(
         OutputProcessor.process_outputs,
         "self, engine_core_outputs, ...",
-        "threads are joined before vLLM sees their outputs",
+        "joins the outputs of threads",
     ),
     Signature(OutputProcessor.abort_requests, "self, request_ids, internal", "drops trees"),
     Signature(OutputProcessor._finish_request, "self, req_state", "drops a finished tree"),
     Signature(
         ChatCompletionRequest.to_sampling_params,
         "self, max_tokens, default_sampling_params",
-        "wrapped: a chat with tools asks for no forks",
+        "wrapped: a chat with tools does not fork",
     ),
     Signature(
         ResponsesRequest.to_sampling_params,
         "self, default_max_tokens, default_sampling_params=None",
-        "wrapped: a response with tools asks for no forks",
+        "wrapped: a response with tools does not fork",
     ),
     Signature(EngineArgs.create_engine_config, "self, ...", "wrapped: adds the logits processor"),
     # Logits processors.
     Signature(process_dict_updates, "req_entries, batch_update, new_state", "follows the batch"),
     Signature(
-        LogitsProcessor.__init__, "self, vllm_config, device, is_pin_memory", "how vLLM builds ours"
+        LogitsProcessor.__init__, "self, vllm_config, device, is_pin_memory", "vLLM builds ours"
     ),
     Signature(LogitsProcessor.apply, "self, logits", "bans"),
     Signature(LogprobsLists.slice_request, "self, req_idx, num_positions", "rows"),
 )
+
 
 ATTRIBUTES = (
     Attributes(
         Scheduler,
         "requests running kv_cache_manager max_model_len scheduler_config max_num_running_reqs "
         "finished_req_ids_dict",
-        "threads alive, their blocks, room for a child's tokens, ends reported to clients",
+        "live threads, their blocks, room for a child's tokens, ends reported to clients",
     ),
     Attributes(KVCacheManager, "block_pool coordinator", "the pool whose blocks are shared"),
-    Attributes(KVCacheCoordinator, "single_type_managers", "one per kind of attention"),
-    Attributes(SingleTypeKVCacheManager, "block_size", "tokens that share a block"),
-    Attributes(BlockPool, "num_gpu_blocks", "how many blocks there are"),
+    Attributes(KVCacheCoordinator, "single_type_managers", "one per attention type"),
+    Attributes(SingleTypeKVCacheManager, "block_size", "tokens per block"),
+    Attributes(BlockPool, "num_gpu_blocks", "number of blocks"),
     Attributes(
         Request,
         "_block_hasher block_hashes num_computed_tokens num_prompt_tokens num_tokens max_tokens "
         "all_token_ids sampling_params client_index arrival_time mm_features lora_request "
         "cache_salt priority status",
-        "what a child takes from its parent, and how far the parent's KV reaches",
+        "copied to a child, or used to share the parent's KV",
     ),
     Attributes(
         InputProcessor, "model_config tokenizer renderer generation_config_fields", "tokens"
@@ -202,10 +234,22 @@ ATTRIBUTES = (
         "request_id external_req_id prompt_len queue output_kind",
         "records, pacing",
     ),
-    Attributes(EngineCore, "scheduler", "core_state looks into it"),
+    Attributes(EngineCore, "scheduler", "core_state reads it"),
+    # Timed or called by cluster/experiments.
+    Attributes(LLMEngine, "step add_request abort_request", "requests and steps, one by one"),
+    Attributes(Scheduler, "_preempt_request", "preemptions are counted"),
+    Attributes(
+        CPUModelRunner,
+        "_update_states _prepare_inputs _build_attention_metadata _preprocess _model_forward "
+        "_sample _bookkeeping_sync",
+        "parts of a step",
+    ),
+    Attributes(LogitsProcessors, "all", "part of a step"),
 )
 
-# Every field of what we rebuild or copy. A field that is new in vLLM fails here, and needs a place.
+
+# Every field of the structs that we rebuild or copy. A new field in vLLM fails here: decide where
+# it belongs, and for `SamplingParams` whether `can_continue` allows it.
 FIELDS = {
     # Rebuilt by `RequestThreads`.
     EngineCoreOutput: {
@@ -218,13 +262,13 @@ FIELDS = {
         "only of requests that do not generate text": "pooling_output",
         "only of engines whose requests do not fork": "routed_experts",
     },
-    # `ForkMixin` adds outputs, and makes one for a client that would get none in the step.
+    # `ForkMixin` adds outputs, and creates it for a client without outputs in the step.
     EngineCoreOutputs: {
         "added to": "outputs",
         "of the step": "scheduler_stats timestamp weight_version finished_requests",
         "set by the engine's process": "engine_index utility_output wave_complete start_wave",
     },
-    # Written by `ForkInputProcessor`; everything else is passed on as it is.
+    # Changed by `ForkInputProcessor`.
     EngineCoreRequest: {
         "changed": "prompt_token_ids sampling_params priority",
         "read": "request_id mm_features prompt_embeds resumable external_req_id",
@@ -250,21 +294,22 @@ FIELDS = {
     },
 }
 
+
 PASSAGES = (
     Passage(
         async_llm.AsyncLLM._run_output_handler,
         r"self\._logger_ref = \[self\.logger_manager\] .* if logger_ref\[0\]: logger_ref\[0\]\.rec",
-        "the requests that warm an engine up are kept out of its statistics",
+        "keeps warm-up requests out of the statistics",
     ),
     Passage(
         Scheduler.schedule,
         r"request_queue = self\.waiting if not request_queue or input_budget <= draft_slots: break",
-        "what GatedQueue holds back is not offered: its truth, not its length, is asked for",
+        "vLLM asks for the truth of GatedQueue, not its length, so held requests are not popped",
     ),
     Passage(
         Scheduler.get_request_counts,
         r"len\(self\.running\), len\(self\.waiting\)",
-        "what GatedQueue holds back counts as waiting",
+        "requests held back by GatedQueue count as waiting",
     ),
     Passage(
         Scheduler.schedule,
@@ -281,39 +326,39 @@ PASSAGES = (
     Passage(
         Scheduler.schedule,
         r"has_scheduled_reqs=bool\(self\.running\)",
-        "a fork is given this keyword as False: what is kept free is not kept from it",
+        "set to False for a fork, so that the watermark does not apply",
     ),
     Passage(
         KVCacheManager.allocate_slots,
         r"if has_scheduled_reqs and request\.status in \( RequestStatus\.WAITING, "
         r"RequestStatus\.PREEMPTED, \): watermark_blocks = self\.watermark_blocks",
-        "without it the watermark does not count",
+        "without it the watermark does not apply",
     ),
     Passage(
         FullAttentionManager.add_local_computed_blocks,
         r"if self\._has_partial_local_hit\(new_computed_blocks, num_local_computed_tokens\):",
-        "a hit that ends inside a block is copied on write: the fork's one copied block",
+        "a hit that ends inside a block is copied on write: the one copied block of a fork",
     ),
     Passage(
         Scheduler.update_from_output,
         r"new_token_ids, stopped = self\._update_request_with_output\(",
-        "the returned tokens, no others, reach the API process",
+        "only the returned tokens reach the API process",
     ),
     Passage(
         check_stop,
         r"last_token_id == sampling_params\.eos_token_id.*request\.num_output_tokens >= "
         r"request\.max_tokens",
-        "an end token counts before a limit; raising max_tokens by one pays for a control token",
+        "an end token is checked before the limit; raising max_tokens allows a control token",
     ),
     Passage(
         BaseIncrementalDetokenizer.update,
         r"if stop_terminated and not self\.include_stop_str_in_output: .*new_token_ids\[:-1\]",
-        "the last token of a stopped output is no text, so a finish travels without tokens",
+        "the last token of a stopped output is not text, so the last output has no tokens",
     ),
     Passage(
         OutputProcessor.process_outputs,
         r"if req_state is None: .*continue",
-        "outputs of threads whose request has ended are ignored",
+        "outputs of threads after their request's end are ignored",
     ),
     Passage(
         BadWordsState.add_request,
@@ -324,33 +369,33 @@ PASSAGES = (
     Passage(
         InputProcessor._normalize_trace_replay_params,
         r"sampling_params\.ignore_eos = True",
-        "a request whose tokens are given does not fork",
+        "a request with given tokens does not fork",
     ),
     Passage(
         RequestOutput.add,
         r"self\.kv_transfer_params = next_output\.kv_transfer_params",
-        "what is reported at the end must be in the last output",
+        "the last output must have the fields reported at the end",
     ),
     Passage(
         async_llm.AsyncLLM.__init__,
         r"self\.input_processor = InputProcessor\(.*self\.output_processor = OutputProcessor\(",
-        "our processors replace these names in the module",
+        "the module's names, which our processors replace",
     ),
     Passage(
         llm_engine.LLMEngine.__init__,
         r"self\.input_processor = InputProcessor\(.*self\.output_processor = OutputProcessor\(",
-        "our processors replace these names in the module",
+        "the module's names, which our processors replace",
     ),
     Passage(
         EngineCoreProc,
         r"method := getattr\(self, method_name\)",
-        "core_state is a method that we add to EngineCore",
+        "core_state becomes a method of EngineCore",
     ),
 )
 
 
 def parameters(function: Callable[..., Any]) -> str:
-    """Names and defaults, without annotations."""
+    """Return names and defaults without annotations."""
     found = inspect.signature(function).parameters.values()
     return ", ".join(str(each.replace(annotation=inspect.Parameter.empty)) for each in found)
 
@@ -375,7 +420,7 @@ def test_attributes(expected: Attributes) -> None:
 
 
 @pytest.mark.parametrize("struct", FIELDS, ids=lambda each: each.__name__)
-def test_each_field_has_its_place(struct: Any) -> None:
+def test_every_field_is_handled(struct: Any) -> None:
     placed = " ".join(FIELDS[struct].values()).split()
 
     assert sorted(placed) == sorted(struct.__struct_fields__)
@@ -388,20 +433,20 @@ def test_passage(expected: Passage) -> None:
     assert re.search(expected.pattern, source), expected.why
 
 
-def test_engines_look_their_processors_up_by_name() -> None:
+def test_engines_look_up_their_processors_by_name() -> None:
     for module in (async_llm, llm_engine):
         assert issubclass(vars(module)["InputProcessor"], InputProcessor)
         assert issubclass(vars(module)["OutputProcessor"], OutputProcessor)
 
 
-def test_every_client_of_the_engine_core_calls_utilities() -> None:
+def test_engine_core_clients_can_call_utilities() -> None:
     assert hasattr(SyncMPClient, "call_utility")
     assert hasattr(AsyncMPClient, "call_utility_async")
-    # Without a second process, OfflineEngine reaches the scheduler itself.
+    # OfflineEngine reads the scheduler directly.
     assert re.search(r"self\.engine_core = EngineCore\(", inspect.getsource(InprocClient))
 
 
-def test_values_that_are_written_out() -> None:
+def test_named_fields_and_values() -> None:
     assert LogprobsLists._fields == (
         "logprob_token_ids",
         "logprobs",
@@ -411,7 +456,7 @@ def test_values_that_are_written_out() -> None:
     assert SamplingMaskLists._fields == ("token_ids", "offsets", "cu_num_generated_tokens")
     assert list(KVCacheBlocks.__dataclass_fields__) == ["blocks"]
     assert OutputProcessorOutput.__annotations__.keys() == {"request_outputs", "reqs_to_abort"}
-    # Each needs a place in the order in which the threads' reasons make the request's.
+    # `thread_outputs._PRECEDENCE` has all of them.
     assert {reason.name for reason in FinishReason} == {
         "STOP",
         "LENGTH",
@@ -421,5 +466,131 @@ def test_values_that_are_written_out() -> None:
     }
     for status in ("RUNNING", "FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"):
         assert status in RequestStatus.__members__
-    # Deltas of a stream are merged by it.
+    # Merges the outputs of a paced stream.
     assert parameters(RequestOutput.add) == "self, next_output, aggregate"
+
+
+def test_the_http_application_can_be_built_around_an_engine() -> None:
+    assert list(inspect.signature(build_app).parameters) == [
+        "args",
+        "supported_tasks",
+        "model_config",
+    ]
+    assert inspect.iscoroutinefunction(init_app_state)
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    assert hasattr(args, "scheduler_cls")
+    assert hasattr(args, "kv_cache_memory_bytes")
+
+
+def test_requests_accept_vllm_xargs_and_a_request_id() -> None:
+    for request in (ChatCompletionRequest, CompletionRequest):
+        assert {"vllm_xargs", "stop_token_ids", "allowed_token_ids", "logit_bias"} <= set(
+            request.model_fields
+        )
+    assert '"X-Request-Id"' in inspect.getsource(BaseServing._base_request_id)
+
+
+def test_the_usage_chunk_of_a_stream_is_recognized_by_its_bytes() -> None:
+    chunk = ChatCompletionStreamResponse(id="i", model="m", choices=[])
+
+    assert '"choices":[]' in chunk.model_dump_json(exclude_unset=True)
+
+
+def test_a_requests_output_queue_can_be_replaced() -> None:
+    assert list(inspect.signature(RequestOutputCollector.put).parameters) == ["self", "output"]
+    source = inspect.getsource(RequestState)
+    assert "self.queue = queue" in source
+    assert "self.output_kind = output_kind" in source
+    assert isinstance(AsyncLLM.errored, property)
+
+
+def test_outputs_can_be_processed_before_the_engine_core_has_the_request() -> None:
+    assert "self.is_prefilling = True" in inspect.getsource(RequestState)
+    assert "tracing_enabled" in inspect.signature(OutputProcessor).parameters
+    source = inspect.getsource(AsyncLLM._add_request)
+    assert source.index("output_processor.add_request") < source.index("add_request_async")
+    assert "if iteration_stats is None" in inspect.getsource(
+        OutputProcessor._update_stats_from_output
+    )
+
+
+def test_a_choice_has_n_1_and_a_parent() -> None:
+    assert "child_sampling_params.n = 1" in inspect.getsource(ParentRequest)
+
+
+@pytest.mark.parametrize(("token_id", "named"), [(3, None), (77, 77), (50, None)])
+def test_our_stop_reason_equals_vllms(token_id: int, named: int | None) -> None:
+    params = SamplingParams(max_tokens=50, stop_token_ids=[77])
+    params._eos_token_id = 3
+    request = Request("r", [1, 2], params, None)
+    request.append_output_token_ids(token_id)
+
+    check_stop(request, 100)
+
+    assert request.stop_reason == stop_reason(params, [token_id]) == named
+
+
+def test_finish_reasons_keep_their_values() -> None:
+    # Journals carry them between gateway and replicas of different versions.
+    reasons = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
+    assert [int(reason) for reason in reasons] == [0, 1, 2]
+
+
+def test_a_shutdown_aborts_the_requests_of_the_engine_core() -> None:
+    source = inspect.getsource(EngineCoreProc._handle_shutdown)
+    assert "_send_abort_outputs(aborted_reqs)" in source
+    # With a drain time it would continue them and be killed in between.
+    assert EngineArgs.shutdown_timeout == 0
+    # It exits with status 0, which its client also treats as a dead engine.
+    assert "engine_dead = True" in inspect.getsource(MPClient.start_engine_core_monitor)
+    # A client's abort gives no output.
+    assert "_send_abort" not in inspect.getsource(EngineCore.abort_requests)
+
+
+def test_beams_are_named_after_their_search() -> None:
+    source = inspect.getsource(BeamSearchOnlineMixin.beam_search)
+
+    assert 'request_id_batch = f"{request_id}-{random_uuid()}"' in source
+    assert 'request_id_item = f"{request_id_batch}-beam-{i}"' in source
+    assert set(random_uuid()) <= set("0123456789abcdef")
+
+
+@pytest.mark.parametrize("serving", [OpenAIServingChat, OpenAIServingCompletion])
+def test_events_of_a_stream_are_single_lines_and_end_with_done(serving: type) -> None:
+    source = inspect.getsource(serving)
+
+    assert 'yield "data: [DONE]\\n\\n"' in source
+    assert 'yield f"data: {' in source
+
+
+def test_metric_classes_can_be_replaced() -> None:
+    replaced = {"_gauge_cls", "_counter_cls", "_histogram_cls", "_spec_decoding_cls"}
+    replaced |= {"_kv_connector_cls", "_perf_metrics_cls"}
+
+    assert replaced <= set(vars(PrometheusStatLogger))
+    assert issubclass(ray_wrappers.RayPrometheusStatLogger, PrometheusStatLogger)
+    sanitize = ray_wrappers.RayPrometheusMetric._get_sanitized_opentelemetry_name
+    assert sanitize("vllm:a_b") == "vllm_a_b"
+    assert "stat_loggers" in inspect.signature(AsyncLLM.from_vllm_config).parameters
+
+
+def test_the_detokenizers_update_is_defined_once() -> None:
+    # The experiments replace it on the base class.
+    assert "update" in vars(BaseIncrementalDetokenizer)
+    subclasses = BaseIncrementalDetokenizer.__subclasses__()
+    assert subclasses
+    assert not any("update" in vars(subclass) for subclass in subclasses)
+
+
+def test_the_executor_of_a_single_process_has_its_worker() -> None:
+    assert "self.driver_worker = WorkerWrapperBase" in inspect.getsource(UniProcExecutor)
+
+
+def test_a_model_runner_output_can_be_built_by_hand() -> None:
+    fields = inspect.signature(ModelRunnerOutput).parameters
+
+    assert {"req_ids", "req_id_to_index", "sampled_token_ids"} <= set(fields)
+    assert "is_prefill_chunk" in inspect.getsource(Request)
+    schedule = inspect.getsource(Scheduler)
+    # Looked up for every row, so it can be replaced on the instance.
+    assert "self.kv_cache_manager.allocate_slots(" in schedule

@@ -1,8 +1,8 @@
-"""The embedded checkpoint apar-tiny: weights, tokenizer and model card lie beside this file."""
+"""Embedded checkpoint apar-tiny: weights, tokenizer and model card are in this folder."""
 
 from pathlib import Path
 
 
 def checkpoint_path() -> Path:
-    """Return the folder of the checkpoint, as `from_pretrained` and vLLM take it."""
+    """Return the folder of the checkpoint, for `from_pretrained` and vLLM."""
     return Path(__file__).parent
