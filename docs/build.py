@@ -314,6 +314,8 @@ def _command(lines: list[str], name: str, command: Any, depth: int) -> None:
 def _option_default(option: Any) -> str:
     if option.required:
         return "required"
+    if isinstance(option.show_default, str):
+        return f"`{option.show_default}`"
     value = option.default
     if value is None or callable(value) or value in (False, (), []):
         return ""

@@ -1,16 +1,10 @@
-"""Arrival times of the requests of a load test.
-
-`all` sends all requests at once; `closed:32` keeps 32 requests running; `poisson:4` sends 4
-requests per second on average, `gamma:4,cv=2` in bursts; `trace:FILE,rate=4` keeps the gaps of a
-recording.
-"""
+"""When the requests of a load test are sent: in a closed loop, at a rate or at recorded times."""
 
 from __future__ import annotations
 
 import csv
 import math
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -20,8 +14,6 @@ from typing import Protocol
 import numpy as np
 
 from apar_core.errors import EvaluationError
-
-FORMS = "all, closed:N, poisson:RATE, gamma:RATE,cv=CV or trace:FILE[,rate=RATE]"
 
 
 class OpenLoop(Protocol):
@@ -88,72 +80,16 @@ class RecordedArrivals:
         return [float(time_s) * scale for time_s in np.cumsum(gaps)]
 
 
-def parse(spec: str) -> Arrivals:
-    """Return the arrivals of a specification such as `gamma:4,cv=2`.
+def read_arrivals(path: Path, rate: float | None) -> RecordedArrivals:
+    """Return the gaps between the times recorded in a file, scaled to `rate` if it is given.
 
-    Raises EvaluationError for an invalid specification.
+    Raises EvaluationError for a file without times, or without a gap between them.
     """
-    kind, _, rest = spec.partition(":")
-    reader = _KINDS.get(kind)
-    if reader is None:
-        raise EvaluationError(f"arrivals {spec!r}: unknown; give {FORMS}")
-    try:
-        return reader(rest)
-    except (ValueError, EvaluationError) as error:
-        raise EvaluationError(f"arrivals {spec!r}: {error}") from error
-
-
-def _all_at_once(rest: str) -> Arrivals:
-    if rest:
-        raise ValueError("`all` takes no arguments")
-    return AllAtOnce()
-
-
-def _closed(rest: str) -> Arrivals:
-    if not rest.isascii() or not rest.isdigit() or int(rest) < 1:
-        raise ValueError(f"the number of running requests must be 1 or more, not {rest!r}")
-    return ClosedLoop(int(rest))
-
-
-def _poisson(rest: str) -> Arrivals:
-    return GammaArrivals(_positive("rate", rest))
-
-
-def _gamma(rest: str) -> Arrivals:
-    rate, comma, option = rest.partition(",")
-    name, _, value = option.partition("=")
-    if not comma or name != "cv":
-        raise ValueError("gamma needs a rate and a coefficient of variation, as in gamma:4,cv=2")
-    return GammaArrivals(_positive("rate", rate), _positive("cv", value))
-
-
-def _trace(rest: str) -> Arrivals:
-    path, comma, rate_text = rest.rpartition(",rate=")
-    rate = _positive("rate", rate_text) if comma else None
-    times = sorted(read_timestamps(Path(path if comma else rest)))
+    times = sorted(read_timestamps(path))
     gaps = tuple(after - before for before, after in pairwise(times))
     if not any(gaps):
-        raise ValueError(f"the {len(times)} recorded times have no gap between them")
+        raise EvaluationError(f"{path}: the {len(times)} recorded times have no gap between them")
     return RecordedArrivals(gaps, rate)
-
-
-def _positive(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise ValueError(f"the {name} must be a number above 0, not {text!r}")
-    return value
-
-
-_KINDS: dict[str, Callable[[str], Arrivals]] = {
-    "all": _all_at_once,
-    "closed": _closed,
-    "poisson": _poisson,
-    "gamma": _gamma,
-    "trace": _trace,
-}
 
 
 AZURE_COLUMN = "TIMESTAMP"

@@ -18,7 +18,9 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from cluster.config.model import PRESETS, ModelConfig
+from cluster.cli.options import MODEL_HELP, Seed, out_option
+from cluster.cli.terminal import clear_errors
+from cluster.config.model import ModelConfig
 
 if TYPE_CHECKING:
     from apar_core.offline.data.prepare import PreparationReport, PreparationSettings
@@ -28,70 +30,6 @@ data = typer.Typer(no_args_is_help=True, help="Turn chats into training examples
 
 INTERRUPTED_EXIT_CODE = 130
 
-Inputs = Annotated[
-    list[Path],
-    typer.Argument(
-        metavar="INPUT", help="Files, or folders of .json and .jsonl files.", exists=True
-    ),
-]
-Out = Annotated[Path, typer.Option(help="Folder for examples and report.", file_okay=False)]
-Structured = Annotated[
-    int, typer.Option(min=0, help="Sample so many structured examples; 0: keep all.")
-]
-Unstructured = Annotated[
-    int, typer.Option(min=0, help="Sample so many unstructured examples; 0: keep all.")
-]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        help="Model to train: a folder, a hub name or one of "
-        f"{', '.join(PRESETS)}. Examples lose their oldest turns until they fit its context, and "
-        "longer ones are left out before sampling."
-    ),
-]
-ContextLength = Annotated[
-    int, typer.Option(min=1, help="Longest example with --model (tokens); 2048 in the recipe apar.")
-]
-ChatTemplate = Annotated[
-    Path | None,
-    typer.Option(
-        help="Jinja chat template to use with --model instead of its own; give the same to "
-        "apar train.",
-        exists=True,
-        dir_okay=False,
-    ),
-]
-HoldOutQueries = Annotated[
-    int,
-    typer.Option(
-        "--hold-out",
-        min=0,
-        help="Keep so many queries with their answers out of training, in held_out.jsonl: for "
-        "apar evaluate --prompts or --replay, and apar experiment --trace.",
-    ),
-]
-QuestionFiles = Annotated[
-    list[Path] | None,
-    typer.Option(
-        help="FastChat question file that answer files belong to; may be repeated.",
-        exists=True,
-        dir_okay=False,
-    ),
-]
-UnorderedLists = Annotated[
-    bool,
-    typer.Option(
-        "--unordered-lists",
-        help="Fork at bullet points and headings too, which the paper does not.",
-    ),
-]
-Strict = Annotated[
-    bool, typer.Option("--strict", help="Stop at the first item that cannot be used.")
-]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace the files of an earlier run.")
-]
-
 
 @data.callback()
 def _data() -> None:
@@ -100,28 +38,82 @@ def _data() -> None:
 
 @data.command(no_args_is_help=True)
 def prepare(
-    inputs: Inputs,
-    out: Out,
-    structured: Structured = 16_000,
-    unstructured: Unstructured = 9_000,
-    model: Model = None,
-    context_length: ContextLength = 2048,
-    chat_template: ChatTemplate = None,
-    hold_out: HoldOutQueries = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
-    questions: QuestionFiles = None,
-    unordered_lists: UnorderedLists = False,
-    strict: Strict = False,
-    workers: Annotated[int, typer.Option(min=1, help="Processes to use.")] = 1,
-    overwrite: Overwrite = False,
+    inputs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="INPUT", help="Files, or folders with .json and .jsonl files.", exists=True
+        ),
+    ],
+    out: Annotated[Path, out_option("data-prepare", help="Output folder for examples and report.")],
+    structured: Annotated[
+        int, typer.Option(min=0, help="Number of structured examples to sample; 0 keeps all.")
+    ] = 16_000,
+    unstructured: Annotated[
+        int, typer.Option(min=0, help="Number of unstructured examples to sample; 0 keeps all.")
+    ] = 9_000,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Model to train: {MODEL_HELP} Examples lose their oldest turns until they fit "
+            "its context; longer ones are left out before sampling."
+        ),
+    ] = None,
+    context_length: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="With --model: leave out examples longer than this with their prompt (tokens).",
+        ),
+    ] = 2048,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --model: Jinja chat template (default: the model's); give the same to "
+            "`apar train`.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    hold_out: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Number of queries to keep out of training, with their answers, in "
+            "held_out.jsonl: for `apar evaluate --prompts` or --replay, and --trace elsewhere.",
+        ),
+    ] = 0,
+    seed: Seed = 0,
+    question_file: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="FastChat's questions for the FastChat answers among the inputs. Repeatable.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    unordered_lists: Annotated[
+        bool,
+        typer.Option(
+            "--unordered-lists", help="Also fork at bullet points and headings; the paper does not."
+        ),
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Stop at the first item that cannot be used.")
+    ] = False,
+    workers: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the files of an earlier run.")
+    ] = False,
 ) -> None:
     """Turn chats into structured and unstructured examples by the rules of the APAR paper.
 
-    Understands ShareGPT ([i]conversations[/i]), OpenAI ([i]messages[/i]), FastChat answers (with
-    --questions) and traces ([i]prompt[/i], [i]response[/i]), as JSON lines or one JSON array.
-    Writes structured.jsonl, unstructured.jsonl and report.json. What cannot be used is counted.
+    Reads ShareGPT ([i]conversations[/i]), OpenAI ([i]messages[/i]), FastChat answers (with
+    --question-file) and traces ([i]prompt[/i], [i]response[/i]), as JSON lines or one JSON array.
+    Writes structured.jsonl, unstructured.jsonl and report.json; the report counts unusable items.
+    Example:
+
+    [bold]apar data prepare sharegpt.json --model lmsys/vicuna-7b-v1.3 --out out/data[/bold]
     """
-    from apar_core.errors import AparError
     from apar_core.offline.data.prepare import PreparationSettings
     from apar_core.offline.data.structure import StructureRules
 
@@ -133,23 +125,20 @@ def prepare(
         strict=strict,
         overwrite=overwrite,
         rules=StructureRules(unordered_lists=unordered_lists),
-        questions=tuple(questions or ()),
+        questions=tuple(question_file or ()),
     )
-    errors = Console(stderr=True)
     try:
-        fit = None if model is None else _context_fit(model, context_length, chat_template)
-        report = _prepare_with_progress(inputs, out, settings, workers, fit)
-    except (AparError, OSError) as error:
-        errors.print(f"apar data prepare: {error}", style="red", markup=False, highlight=False)
-        raise typer.Exit(1) from error
+        with clear_errors():
+            fit = None if model is None else _context_fit(model, context_length, chat_template)
+            report = _prepare_with_progress(inputs, out, settings, workers, fit)
     except KeyboardInterrupt as error:
-        errors.print("apar data prepare: interrupted; nothing was written", markup=False)
+        typer.echo("Interrupted; nothing was written.", err=True)
         raise typer.Exit(INTERRUPTED_EXIT_CODE) from error
     _print_report(report, out)
 
 
 def _context_fit(model: str, context_length: int, chat_template: Path | None) -> ContextFit:
-    # Transformers takes seconds to import.
+    # Importing transformers takes seconds.
     from apar_core.offline.training.example_encoder import ContextFit
 
     fit = ContextFit(ModelConfig(checkpoint=model).preset.path, context_length, chat_template)
@@ -187,7 +176,7 @@ def _prepare_with_progress(
 
 
 class _ReadingLog:
-    """Plain lines where no progress bar can be drawn, not too many of them."""
+    """Progress as plain lines, at most one per interval."""
 
     def __init__(self, console: Console, num_bytes: int, interval_s: float = 10.0) -> None:
         self._console = console
@@ -197,7 +186,7 @@ class _ReadingLog:
         self._logged_at = time.monotonic()
 
     def add(self, num_bytes: int) -> None:
-        """Count what was read and print a line if the last one is old."""
+        """Count read bytes, and print a line if one is due."""
         self._num_read += num_bytes
         now = time.monotonic()
         if now - self._logged_at >= self._interval_s:
@@ -234,14 +223,16 @@ def _print_report(report: PreparationReport, out: Path) -> None:
             highlight=False,
         )
     if report.context_length is None:
-        console.print("No --model: examples may be longer than its context.", highlight=False)
+        console.print(
+            "Without --model: examples may be longer than the model's context.", highlight=False
+        )
     else:
         console.print(
             f"too long for {report.context_length} tokens: {report.num_too_long} answers",
             highlight=False,
         )
     if report.num_items == 0:
-        console.print("[yellow]The files hold no chats.[/yellow]")
+        console.print("[yellow]The files contain no chats.[/yellow]")
     elif report.num_answers == 0:
         console.print("[yellow]No answer could be used; see the reasons above.[/yellow]")
     console.print(f"Written to [bold]{out}[/bold].", soft_wrap=True)

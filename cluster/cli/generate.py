@@ -1,72 +1,95 @@
-"""`apar generate`: one answer, generated in this process."""
+"""`apar generate`: one answer, generated in this process by vLLM or a transformers decoder."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree
 
-from apar_core.errors import AparError
-from cluster.cli.decoder_generate import Asked, generate_by_decoder
-from cluster.cli.thread_view import statistics_line, thread_view
-from cluster.config.model import DEFAULT_MODEL, PRESETS, ModelConfig
+from apar_core.errors import AparError, RequestError
+from apar_core.offline.data.records import ChatMessage
+from apar_core.tree import (
+    ROOT_THREAD,
+    ParagraphTree,
+    ThreadId,
+    ThreadSpan,
+    TreeStatistics,
+    thread_spans,
+)
+from cluster.cli.options import MaxTokens, MedusaHeads, Model
+from cluster.cli.terminal import fail
+from cluster.config.model import DEFAULT_MODEL, ModelConfig
 
 if TYPE_CHECKING:
-    from apar_core.engine.offline_engine import Answer, OfflineEngine
+    from apar_core.engine.offline_engine import OfflineEngine
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    prompt: str
+    max_tokens: int
+    temperature: float
+    seed: int | None
+    fork: bool
+    raw: bool
+    show_threads: bool
 
 
 def generate(
     prompt: Annotated[
-        str, typer.Argument(help="The question, or with --raw a text to go on with.")
+        str, typer.Argument(help="Question to answer, or with --raw a text to continue.")
     ],
-    model: Annotated[
-        str, typer.Option(help=f"One of {', '.join(PRESETS)}, a checkpoint folder or a hub name.")
-    ] = DEFAULT_MODEL,
+    model: Model = DEFAULT_MODEL,
     show_threads: Annotated[
-        bool, typer.Option("--show-threads", help="Show the threads as a tree and what they saved.")
+        bool, typer.Option("--show-threads", help="Show the tree of threads and its savings.")
     ] = False,
-    max_tokens: Annotated[
-        int, typer.Option(min=1, help="Most tokens of all threads together.")
-    ] = 1024,
+    max_tokens: MaxTokens = 1024,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")
+        float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.")
     ] = 0.0,
     seed: Annotated[
-        int | None, typer.Option(help="Makes an answer at a temperature above 0 repeatable.")
+        int | None, typer.Option(help="Random seed (default: a new one each time).")
     ] = None,
     fork: Annotated[
-        bool, typer.Option("--fork/--no-fork", help="Whether the model may open threads.")
+        bool, typer.Option("--fork/--no-fork", help="Whether the model may fork.")
     ] = True,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Complete the prompt as it is, without the chat template.")
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")
     ] = False,
     decoder: Annotated[
-        str, typer.Option(help="vllm, or without vLLM plain, vanilla_apar or medusa_apar.")
+        str,
+        typer.Option(
+            help="vllm, or a decoder on transformers: plain, vanilla_apar or medusa_apar."
+        ),
     ] = "vllm",
-    medusa_heads: Annotated[
-        Path | None, typer.Option(help="Folder of the heads that medusa_apar uses.")
-    ] = None,
+    medusa_heads: MedusaHeads = None,
 ) -> None:
     """Generate one answer in this process, without a server.
 
-    Starting the engine takes about 10 seconds. Example:
+    Starting vLLM takes about 10 seconds. Example:
     [bold]apar generate "Give me 5 tips for learning guitar." --show-threads[/bold]
     """
-    asked = Asked(prompt, max_tokens, temperature, seed, fork, raw, show_threads)
+    asked = _Asked(prompt, max_tokens, temperature, seed, fork, raw, show_threads)
     try:
         if decoder == "vllm" and medusa_heads is None:
             _generate_by_engine(model, asked)
         else:
-            generate_by_decoder(decoder, model, medusa_heads, asked)
+            _generate_by_decoder(decoder, model, medusa_heads, asked)
+    # vLLM and transformers report unusable models with a ValueError.
     except (AparError, OSError, ValueError) as error:
-        Console(stderr=True).print(f"[red]Error:[/red] {model}: {error}", soft_wrap=True)
-        raise typer.Exit(1) from error
+        fail(f"{model}: {error}", error)
 
 
-def _generate_by_engine(model: str, asked: Asked) -> None:
+def _generate_by_engine(model: str, asked: _Asked) -> None:
     sampling: dict[str, Any] = {
         "max_tokens": asked.max_tokens,
         "temperature": asked.temperature,
@@ -74,18 +97,29 @@ def _generate_by_engine(model: str, asked: Asked) -> None:
         "extra_args": {"apar_enabled": asked.fork},
     }
     with Console(stderr=True).status(f"Starting {model} ..."):
-        engine = start_engine(model)
+        engine = _start_engine(model)
     question = asked.prompt if asked.raw else engine.chat_prompt(asked.prompt)
     answer = engine.generate([question], sampling)[0]
-    print_answer(Console(), answer, engine, show_threads=asked.show_threads)
+    if not asked.show_threads:
+        _print_text(answer.text)
+    elif answer.record is None:
+        _print_text("This model has no control tokens: it answers in one thread.\n")
+        _print_text(answer.text)
+    else:
+
+        def decode(tokens: Sequence[Any]) -> str:
+            return str(engine.tokenizer.decode([token.token_id for token in tokens]))
+
+        for tree in answer.record.trees:
+            Console().print(thread_view(tree, decode))
+        _print_text(statistics_line(answer.record.statistics))
     engine.shutdown()
 
 
-def start_engine(model: str) -> OfflineEngine:
-    """The engine for a preset, folder or hub name, quiet and without compiling anything."""
+def _start_engine(model: str) -> OfflineEngine:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # vLLM takes seconds to import, and `apar --help` should not wait for it.
+    # Importing vLLM takes seconds, and `apar --help` must be fast.
     from apar_core.engine.offline_engine import OfflineEngine
 
     settings = ModelConfig(checkpoint=model)
@@ -95,21 +129,91 @@ def start_engine(model: str) -> OfflineEngine:
     return OfflineEngine(settings.preset.path, **engine_args)
 
 
-def print_answer(
-    console: Console, answer: Answer, engine: OfflineEngine, *, show_threads: bool
-) -> None:
-    """Print the text, or the threads that it was made of."""
-    if not show_threads:
-        console.print(answer.text, markup=False, highlight=False, soft_wrap=True)
-        return
-    if answer.record is None:
-        console.print("This model has no control tokens: one thread, nothing to show.\n")
-        console.print(answer.text, markup=False, highlight=False, soft_wrap=True)
-        return
+def _generate_by_decoder(name: str, model: str, medusa_heads: Path | None, asked: _Asked) -> None:
+    # Importing torch takes seconds, and `apar --help` must be fast.
+    from transformers.utils.logging import disable_progress_bar
 
-    def decode(tokens: Any) -> str:
-        return str(engine.tokenizer.decode([token.token_id for token in tokens]))
+    from apar_core.models.apar_tiny_medusa import heads_path
+    from apar_core.offline.decoders.interface import DecodeLimits, TokenChoice, decode_answer
+    from apar_core.offline.decoders.load import DECODER_NAMES, load_decoder, load_tokenizer
+    from apar_core.offline.evaluation.replay_text import ModelText
+    from apar_core.tree.statistics import tree_statistics
 
-    for tree in answer.record.trees:
-        console.print(thread_view(tree, decode))
-    console.print(statistics_line(answer.record.statistics), highlight=False, soft_wrap=True)
+    disable_progress_bar()
+    if medusa_heads is not None and (name != "medusa_apar" or not asked.fork):
+        raise RequestError(
+            f"--medusa-heads {medusa_heads}: only --decoder medusa_apar with forks uses heads",
+            param="medusa_heads",
+        )
+    if name in DECODER_NAMES and not asked.fork:
+        name = "plain"  # What every decoder does with a single thread.
+    if medusa_heads is None and model == DEFAULT_MODEL:
+        medusa_heads = heads_path()
+    path = ModelConfig(checkpoint=model).preset.path
+    tokenizer = load_tokenizer(path)
+    text = ModelText(tokenizer, path)
+    decoder = load_decoder(name, path, tokenizer, medusa_heads=medusa_heads)
+    chat = [ChatMessage("user", asked.prompt)]
+    answer = decode_answer(
+        decoder,
+        text.encode_prompt(asked.prompt) if asked.raw else text.encode_chat(chat),
+        TokenChoice.sampled(asked.temperature, seed=asked.seed),
+        DecodeLimits(max_tokens=asked.max_tokens),
+    )
+    if not asked.show_threads:
+        _print_text(str(tokenizer.decode(answer.text_ids)))
+        return
+    Console().print(thread_view(answer.tree, lambda ids: str(tokenizer.decode(list(ids)))))
+    _print_text(statistics_line(tree_statistics(answer.tree, answer.num_prompt_tokens)))
+    _print_text(f"{name}: {len(answer.trace)} passes")
+
+
+def _print_text(text: str) -> None:
+    Console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def thread_view(tree: ParagraphTree[Item], decode: Callable[[Sequence[Item]], str]) -> Tree:
+    """Return the threads of an answer as a tree for the terminal.
+
+    Each has its paragraphs, tokens and steps; children stand where they were forked.
+    """
+    spans = thread_spans(tree)
+    root = Tree(_thread_label(ROOT_THREAD, tree, spans[ROOT_THREAD]))
+    pending = [(ROOT_THREAD, root, tree.root)]
+    while pending:
+        thread, branch, node = pending.pop()
+        for child in (*tree.threads[thread].children, None):
+            text = decode(node.items).strip()
+            if text:
+                branch.add(Text(text))
+            if child is None or node.first_child is None or node.next_sibling is None:
+                break
+            child_branch = branch.add(_thread_label(child, tree, spans[child]))
+            pending.append((child, child_branch, node.first_child))
+            node = node.next_sibling
+    return root
+
+
+def _thread_label(thread: ThreadId, tree: ParagraphTree[Item], span: ThreadSpan) -> Text:
+    record = tree.threads[thread]
+    label = Text(thread, style="bold cyan")
+    steps = f"steps {span.start + 1}-{span.end}" if span.num_generated else "no step"
+    ending = "" if record.ended else ", cut off"
+    label.append(f"  {record.num_items} tokens, {steps}{ending}", style="dim")
+    return label
+
+
+def statistics_line(statistics: TreeStatistics) -> str:
+    """Return the savings by forking in one line."""
+
+    def change(count: int, sequential: int) -> str:
+        percent = 0.0 if sequential == 0 else 100 * (count - sequential) / sequential
+        return f"{percent:+.0f} %"
+
+    attended = change(statistics.attended_tokens, statistics.sequential_attended_tokens)
+    cached = change(statistics.max_cached_tokens, statistics.sequential_max_cached_tokens)
+    return (
+        f"{statistics.threads} threads, {statistics.text_tokens} tokens in "
+        f"{statistics.decode_steps} steps instead of {statistics.sequential_steps}; "
+        f"attended tokens {attended}, max cached tokens {cached}"
+    )

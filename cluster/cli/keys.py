@@ -1,4 +1,4 @@
-"""`apar keys`: makes API keys and their hashes."""
+"""`apar keys`: creates API keys and their hashes."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from pydantic import ValidationError
 from cluster.config import problems_of
 from cluster.config.keys import KeyConfig, hash_of, new_token
 
-app = typer.Typer(no_args_is_help=True, help="Make API keys and their hashes.")
+app = typer.Typer(no_args_is_help=True, help="Create API keys and their hashes.")
 
-KeyName = Annotated[str, typer.Argument(help="Whose key it is; appears in logs.")]
+KeyName = Annotated[str, typer.Argument(help="Owner of the key, as shown in logs and metrics.")]
 
 
 @app.command()
 def new(name: KeyName) -> None:
-    """Print a new API key, once, and the record that lets it in.
+    """Create an API key; print it and its record for the configuration.
 
-    Only the hash is kept: whoever reads the configuration cannot call with it.
+    The record has only the key's hash, so the key cannot be read from the configuration. Example:
+    [bold]apar keys new alice[/bold]
     """
     token = new_token()
     record = _record(name, token)
-    typer.echo(f"Key, shown only now: {token}\n")
-    typer.echo("Record for `keys` in the configuration, or for the `keys_file`:")
+    typer.echo(f"Key, shown only once: {token}\n")
+    typer.echo("Record for `keys` in the configuration or for the `keys_file`:")
     typer.echo(record, nl=False)
 
 
 @app.command("hash")
 def hash_key(name: KeyName) -> None:
-    """Print the record of a key that there is already; reads it from standard input.
+    """Print the record of an existing key, read from standard input.
 
-    The key has to be long and random, as those of [bold]apar keys new[/bold] are: its hash is a
-    fast one.
+    The hash is a fast one, so the key must be long and random, as [bold]apar keys new[/bold] makes
+    them. Example: [bold]apar keys hash alice < key.txt[/bold]
     """
     typed = sys.stdin.isatty()
     token = typer.prompt("Key", hide_input=True) if typed else sys.stdin.readline().strip()

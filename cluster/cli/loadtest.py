@@ -1,9 +1,9 @@
-"""`apar loadtest`: load on an OpenAI-compatible server, measured; runs side by side."""
+"""`apar loadtest`: measures an OpenAI-compatible server under load, and compares runs."""
 
 from __future__ import annotations
 
 import json
-import time
+import os
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,174 +13,305 @@ from rich.console import Console
 from rich.markup import escape
 
 from apar_core.errors import EvaluationError
-from cluster.cli.evaluation_progress import clear_errors, rich_table
-from cluster.cli.loadtest_options import (
-    ApiKey,
-    ArrivalsSpec,
-    ContextTokens,
-    ExtraBody,
-    Flat,
-    IgnoreEos,
-    LongestS,
+from cluster.cli.options import (
+    BenchmarkFiles,
+    ContextLength,
+    Duration,
     MaxTokens,
-    Metrics,
     ModelName,
-    Out,
-    Questions,
-    Repeats,
-    Requests,
-    SampleS,
-    SaveAnswers,
     Seed,
-    SettleS,
-    Slo,
-    TargetUrl,
-    Temperature,
-    TimeoutS,
-    Tokenizer,
-    WarmUp,
-    Workload,
+    dated_folder,
+    duration_option,
+    out_option,
 )
+from cluster.cli.terminal import clear_errors, fail, rich_table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from apar_core.reporting import Report
-    from cluster.loadtest.jobs import Target
-    from cluster.loadtest.run_file import LoadSettings, Run
+    from apar_core.workload.arrivals import Arrivals
 
-loadtest = typer.Typer(rich_markup_mode="rich")
-
-
-@loadtest.callback(invoke_without_command=True, no_args_is_help=True)
-def run_load_test(
-    context: typer.Context,
-    target: TargetUrl = None,
-    workload: Workload = None,
-    arrivals: ArrivalsSpec = "all",
-    flat: Flat = False,
-    requests: Requests = None,
-    longest_s: LongestS = None,
-    repeats: Repeats = 1,
-    model: ModelName = None,
-    api_key: ApiKey = None,
-    tokenizer: Tokenizer = None,
-    context_tokens: ContextTokens = None,
-    max_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.0,
-    ignore_eos: IgnoreEos = False,
-    extra_body: ExtraBody = None,
-    questions: Questions = None,
-    slo: Slo = None,
-    metrics: Metrics = None,
-    sample_s: SampleS = 3.0,
-    settle_s: SettleS = 11.0,
-    timeout_s: TimeoutS = 600.0,
-    warm_up: WarmUp = 1,
-    seed: Seed = 0,
-    out: Out = None,
-    save_answers: SaveAnswers = None,
-) -> None:
-    """Put load on any OpenAI-compatible server and measure what its clients see.
-
-    Ctrl-C ends a run in order, with what there is. Exit code 1 if no request succeeded. Examples:
-
-    [bold]apar loadtest --target http://127.0.0.1:8000 --workload prompts:held-out --arrivals
-    closed:16[/bold]
-
-    [bold]apar loadtest --target http://127.0.0.1:8000 --workload replay:trace.jsonl --repeats 3
-    --metrics 127.0.0.1:9464 --slo ttft=2s,e2e=30s --out out/forked[/bold]
-
-    [bold]apar loadtest compare out/flat out/forked[/bold]
-    """
-    if context.invoked_subcommand is None:
-        with clear_errors(Console(stderr=True)):
-            _load(context.params)
+loadtest = typer.Typer(
+    no_args_is_help=True,
+    help="Put load on an OpenAI-compatible server, and compare runs.",
+    rich_markup_mode="rich",
+)
 
 
-@loadtest.command()
-def compare(
-    runs: Annotated[
-        list[Path], typer.Argument(help="Folders of runs; ratios are over the first one.")
+@loadtest.command(no_args_is_help=True)
+def run(
+    target: Annotated[
+        str,
+        typer.Option(help="URL of the server, with or without /v1."),
     ],
-    out: Annotated[Path, typer.Option(help="Folder of the report.", file_okay=False)] = Path(
-        "out/loadtest/compared"
-    ),
+    model_name: ModelName = None,
+    api_key_env: Annotated[
+        str,
+        typer.Option(help="Environment variable with the target's API key."),
+    ] = "OPENAI_API_KEY",
+    timeout: Annotated[
+        float,
+        duration_option(help="Timeout of a request.", minimum="100ms"),
+    ] = Duration.of("10m"),
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            help="Prompts to send: vicuna-bench, mt-bench, held-out (apar-tiny's), a file of JSON "
+            "lines with a `prompt` each, or a .txt file with a prompt per line."
+        ),
+    ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead of prompts: recorded answers that the server generates again, token by "
+            "token. Its model needs `replay: true`.",
+            dir_okay=False,
+        ),
+    ] = None,
+    no_fork: Annotated[
+        bool,
+        typer.Option("--no-fork", help="With --replay: generate the same tokens without forks."),
+    ] = False,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="With --replay: checkpoint with the model's tokenizer (default: as the server "
+            "says)."
+        ),
+    ] = None,
+    context_length: ContextLength = None,
+    benchmark_files: BenchmarkFiles = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Annotated[
+        float,
+        typer.Option(min=0.0, help="With --prompts: sampling temperature."),
+    ] = 0.0,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-eos", help="With --prompts: generate exactly --max-tokens per answer."
+        ),
+    ] = False,
+    extra_body: Annotated[
+        str | None,
+        typer.Option(help="JSON object to merge into the body of every request.", metavar="JSON"),
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests under way at once."),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Requests per second, at random times (Poisson); `inf` sends all at once. With "
+            "--arrivals: the mean rate to scale the recorded times to."
+        ),
+    ] = None,
+    arrivals: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with recorded times of requests: seconds or a column TIMESTAMP.",
+            dir_okay=False,
+        ),
+    ] = None,
+    cv: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-9,
+            help="With --rate: coefficient of variation of the gaps between requests; more than 1 "
+            "(Poisson) gives bursts.",
+        ),
+    ] = None,
+    answers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Number of answers per repeat (default: the whole workload once)."
+        ),
+    ] = None,
+    duration: Annotated[
+        float | None,
+        duration_option(help="Stop sending requests after this time.", minimum="100ms"),
+    ] = None,
+    repeats: Annotated[
+        int,
+        typer.Option(min=1, help="Number of repeats; three or more give confidence intervals."),
+    ] = 1,
+    warm_up: Annotated[
+        int,
+        typer.Option(min=0, help="Number of unmeasured requests sent first, all at once."),
+    ] = 1,
+    seed: Seed = 0,
+    slo: Annotated[
+        str | None,
+        typer.Option(
+            help="Service-level objectives for goodput, such as ttft=2s,tpot=50ms,e2e=30s; also "
+            "`path` and `paragraph`."
+        ),
+    ] = None,
+    metrics: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Metrics page of the cluster (URL or HOST:PORT), or a list of pages. Repeatable."
+        ),
+    ] = None,
+    sample_every: Annotated[
+        float,
+        duration_option(help="Length of a sample of the throughput.", minimum="100ms"),
+    ] = Duration.of("3s"),
+    settle_time: Annotated[
+        float,
+        duration_option(
+            help="With --metrics: the counters of a repeat are final when they have not changed "
+            "for this time; longer than the cluster's metrics.report_s.",
+        ),
+    ] = Duration.of("11s"),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Output folder of a new run.",
+            show_default="out/loadtest-DATE, then -2, -3, ...",
+            file_okay=False,
+        ),
+    ] = None,
+    save_answers: Annotated[
+        Path | None,
+        typer.Option(
+            help="File to record the answers in, as a trace for --replay.", dir_okay=False
+        ),
+    ] = None,
 ) -> None:
-    """Show runs side by side: every figure, and its ratio to the first run's, with intervals.
+    """Put load on a server and measure what its clients see.
 
-    Example: [bold]apar loadtest compare out/flat out/forked --out out/compared[/bold]
+    Give a workload, --prompts or --replay, and a load: --concurrency, --rate or --arrivals. Ctrl-C
+    ends a run early and reports it. Exits with 1 if no request succeeded. Examples:
+
+    [bold]apar loadtest run --target http://127.0.0.1:8000 --prompts held-out --concurrency
+    16[/bold]
+
+    [bold]apar loadtest run --target http://127.0.0.1:8000 --replay trace.jsonl --rate 4 --repeats 3
+    --metrics 127.0.0.1:9464 --slo ttft=2s,e2e=30s --out out/forked[/bold]
     """
-    from cluster.loadtest.report import compared
-    from cluster.loadtest.run_file import read_run
-
-    with clear_errors(Console(stderr=True)):
-        _show(compared([read_run(path) for path in runs]), out)
-
-
-def _load(options: Mapping[str, Any]) -> None:
-    """Run a load test as the options say, and write and show its report."""
-    # These take a second to import, and `apar --help` should not wait for them.
-    from apar_core.workload.arrivals import parse
-    from cluster.loadtest.jobs import Target, build_jobs, find_model
+    # Importing these takes a second, and `apar --help` must be fast.
+    from cluster.loadtest.jobs import Target, WorkloadSettings, build_jobs, find_model
     from cluster.loadtest.live_view import LiveView
     from cluster.loadtest.load_run import LoadRun, run_in_loop
     from cluster.loadtest.report import run_report
-    from cluster.loadtest.run_file import AnswerFile, RunFolder, read_run
+    from cluster.loadtest.run_file import AnswerFile, LoadSettings, RunFolder, read_run
+    from cluster.loadtest.statistics import parse_slo
     from cluster.monitor.sources import PagesSource
 
-    for name in ("target", "workload"):
-        if options[name] is None:
-            raise EvaluationError(f"--{name} is missing")
-    arrivals = parse(options["arrivals"])
-    target = Target(url=options["target"], api_key=options["api_key"])
-    folder = options["out"] or Path("out/loadtest") / time.strftime("%Y%m%d-%H%M%S")
-    card = find_model(target, options["model"])
-    settings = _settings(options, target, card.id)
-    planned = build_jobs(settings.workload, card)
-    source = PagesSource(options["metrics"]) if options["metrics"] else None
-    with ExitStack() as stack:
-        run_folder = stack.enter_context(RunFolder(folder))
-        saved = options["save_answers"]
-        answers = stack.enter_context(closing(AnswerFile(saved))) if saved else None
-        view = LiveView(Console(stderr=True))
-        load_run = LoadRun(settings, planned, arrivals, run_folder, view, answers, source)
-        run_in_loop(load_run.run())
-    run = read_run(folder)
-    _show(run_report(run), folder)
-    _end_in_failure(run)
+    with clear_errors():
+        times, times_text = _arrivals(concurrency, rate, arrivals, cv)
+        workload = WorkloadSettings(
+            spec=_workload(prompts, replay),
+            flat=no_fork,
+            requests=answers,
+            tokenizer=tokenizer,
+            context_tokens=context_length,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            ignore_eos=ignore_eos,
+            questions=benchmark_files,
+            extra_body=_json_object(extra_body),
+        )
+        objectives = parse_slo(slo) if slo else {}
+        server = Target(url=target, api_key=os.environ.get(api_key_env))
+        card = find_model(server, model_name)
+        settings = LoadSettings(
+            target=server,
+            model=card.id,
+            workload=workload,
+            arrivals=times_text,
+            repeats=repeats,
+            seed=seed,
+            longest_s=duration,
+            timeout_s=timeout,
+            warm_up=warm_up,
+            sample_s=sample_every,
+            settle_s=settle_time,
+            slo=dict(objectives),
+        )
+        planned = build_jobs(workload, card)
+        folder = out or _unused_folder()
+        source = PagesSource(metrics) if metrics else None
+        with ExitStack() as stack:
+            run_folder = stack.enter_context(RunFolder(folder))
+            saved = stack.enter_context(closing(AnswerFile(save_answers))) if save_answers else None
+            view = LiveView(Console(stderr=True))
+            load_run = LoadRun(settings, planned, times, run_folder, view, saved, source)
+            run_in_loop(load_run.run())
+        finished = read_run(folder)
+        _show(run_report(finished), folder)
+    if not finished.whole:
+        fail("no request succeeded")
 
 
-def _settings(options: Mapping[str, Any], target: Target, model: str) -> LoadSettings:
-    from cluster.loadtest.jobs import WorkloadSettings
-    from cluster.loadtest.run_file import LoadSettings
-    from cluster.loadtest.statistics import parse_slo
+def _workload(prompts: str | None, replay: Path | None) -> str:
+    if (prompts is None) == (replay is None):
+        raise typer.BadParameter("give either --prompts or --replay")
+    return f"prompts:{prompts}" if replay is None else f"replay:{replay}"
 
-    shared = ("arrivals", "repeats", "seed", "longest_s", "timeout_s", "warm_up", "sample_s",
-              "settle_s")  # fmt: skip
-    own = ("flat", "requests", "tokenizer", "context_tokens", "max_tokens", "temperature",
-           "ignore_eos", "questions")  # fmt: skip
-    return LoadSettings(
-        target=target,
-        model=model,
-        workload=WorkloadSettings(
-            spec=options["workload"],
-            extra_body=_json_object(options["extra_body"]),
-            **{name: options[name] for name in own},
-        ),
-        slo=parse_slo(options["slo"]) if options["slo"] else {},
-        **{name: options[name] for name in shared},
-    )
+
+def _arrivals(
+    concurrency: int | None, rate: float | None, file: Path | None, cv: float | None
+) -> tuple[Arrivals, str]:
+    """Return when requests are sent, and the same in words for reports."""
+    from apar_core.workload.arrivals import AllAtOnce, ClosedLoop, GammaArrivals, read_arrivals
+
+    given = [concurrency is not None, rate is not None or file is not None]
+    if sum(given) != 1:
+        raise typer.BadParameter("give one of --concurrency, --rate and --arrivals")
+    if cv is not None and (rate is None or file is not None):
+        raise typer.BadParameter("--cv is only for --rate")
+    if rate is not None and not rate > 0:
+        raise typer.BadParameter(f"--rate {rate:g} is not above 0")
+    if concurrency is not None:
+        return ClosedLoop(concurrency), f"{concurrency} under way at once"
+    if file is not None:
+        at_rate = "" if rate is None else f", scaled to {rate:g} per second"
+        return read_arrivals(file, rate), f"at the times in {file}{at_rate}"
+    assert rate is not None
+    if rate == float("inf"):
+        return AllAtOnce(), "all at once"
+    bursts = "" if cv is None else f", coefficient of variation {cv:g}"
+    return GammaArrivals(rate, cv or 1.0), f"{rate:g} per second{bursts}"
 
 
 def _json_object(text: str | None) -> dict[str, Any]:
     try:
         value = json.loads(text or "{}")
     except ValueError as error:
-        raise EvaluationError(f"--extra-body {text!r} is no JSON: {error}") from error
+        raise EvaluationError(f"--extra-body {text!r} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise EvaluationError(f"--extra-body {text!r} is no JSON object")
+        raise EvaluationError(f"--extra-body {text!r} is not a JSON object")
     return value
+
+
+def _unused_folder() -> Path:
+    """Return today's default folder, numbered if there is one already."""
+    first = dated_folder("loadtest")
+    folder, number = first, 1
+    while folder.exists():
+        number += 1
+        folder = first.with_name(f"{first.name}-{number}")
+    return folder
+
+
+@loadtest.command(no_args_is_help=True)
+def compare(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders of runs; the first one is the baseline.")
+    ],
+    out: Annotated[Path, out_option("loadtest-compare", help="Output folder of the report.")],
+) -> None:
+    """Show runs side by side, with the ratios to the first one and their confidence intervals.
+
+    Example: [bold]apar loadtest compare out/flat out/forked --out out/compared[/bold]
+    """
+    from cluster.loadtest.report import compared
+    from cluster.loadtest.run_file import read_run
+
+    with clear_errors():
+        _show(compared([read_run(path) for path in runs]), out)
 
 
 def _show(report: Report, folder: Path) -> None:
@@ -193,10 +324,3 @@ def _show(report: Report, folder: Path) -> None:
     if "Attention" in report.facts:
         console.print(f"[bold yellow]Attention:[/bold yellow] {escape(report.facts['Attention'])}")
     console.print(f"Report: [bold]{page}[/bold]", soft_wrap=True)
-
-
-def _end_in_failure(run: Run) -> None:
-    """End with exit code 1 where nothing succeeded."""
-    if not run.whole:
-        Console(stderr=True).print("[red]Error:[/red] no request succeeded")
-        raise typer.Exit(1)

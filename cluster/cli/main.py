@@ -1,4 +1,4 @@
-"""The `apar` command; every subcommand has a module of its own here."""
+"""The `apar` command: one module per command or group of commands."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ from cluster.cli.generate import generate
 from cluster.cli.loadtest import loadtest
 from cluster.cli.monitor import monitor
 from cluster.cli.plan import plan
-from cluster.cli.rollout import rollout
-from cluster.cli.serve import serve
-from cluster.cli.train import train
-from cluster.cli.train_medusa import train_medusa
-from cluster.cli.train_tiny import train_tiny
+from cluster.cli.serve import rollout, serve
+from cluster.cli.train import train, train_medusa, train_tiny
 
-# Subcommands import engine, Ray and torch when they run: `apar --help` has to answer at once.
+# Commands import Ray, torch and vLLM when they run: `apar --help` must be fast.
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -56,8 +53,12 @@ def apar(
         ),
     ] = False,
 ) -> None:
-    """Serve language models that parallelise their own answers (APAR).
+    """Serve language models that write parts of their answers in parallel (APAR).
 
     Start with [bold]apar generate "Give me 5 tips for learning guitar." --show-threads[/bold],
     which needs no server, or with [bold]apar serve[/bold].
     """
+
+
+if __name__ == "__main__":
+    app()

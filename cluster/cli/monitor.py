@@ -10,87 +10,80 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
 
-from cluster.cli.numbers import check_finite
+from cluster.cli.options import AsJson, Duration, duration_option
+from cluster.cli.terminal import clear_errors
 from cluster.config.metrics import DEFAULT_PORT
-from cluster.monitor.overview import ClusterHistory, MonitorError, Watch
+from cluster.monitor.overview import ClusterHistory, Watch
 from cluster.monitor.sources import PagesSource, PrometheusSource, Source
 from cluster.monitor.view import Screen
 
-DEFAULT_PAGE = f"http://127.0.0.1:{DEFAULT_PORT}/metrics"
-# A reading may see one report more or less than the next.
+_DEFAULT_PAGE = f"http://127.0.0.1:{DEFAULT_PORT}/metrics"
+# A reading may see one report more or less than the next one.
 _INTERVALS_PER_RATE = 3
 _LEAST_RATE_S = 5.0
 
-MetricsPages = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Metrics page of a node (address, or HOST:PORT), or a service-discovery list of "
-        "pages, as Ray writes it (file or address); may be repeated. "
-        f"Default: {DEFAULT_PAGE}."
-    ),
-]
-Prometheus = Annotated[
-    str | None,
-    typer.Option(help="Read from a Prometheus server instead, such as http://localhost:9090."),
-]
-
 
 def monitor(
-    context: typer.Context,
-    metrics: MetricsPages = None,
-    prometheus: Prometheus = None,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 2.0,
+    metrics: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Metrics page of a node (URL or HOST:PORT), or a service-discovery list of pages "
+            f"as Ray writes it (file or URL). Repeatable. Default: {_DEFAULT_PAGE}."
+        ),
+    ] = None,
+    prometheus: Annotated[
+        str | None,
+        typer.Option(help="Read from this Prometheus server instead, as http://localhost:9090."),
+    ] = None,
+    interval: Annotated[
+        float, duration_option(help="Time between two readings.", minimum="100ms")
+    ] = Duration.of("2s"),
     window: Annotated[
-        float, typer.Option(min=1, help="Seconds that latencies, errors and savings go back.")
-    ] = 60.0,
+        float,
+        duration_option(help="Time that latencies, errors and savings cover.", minimum="1s"),
+    ] = Duration.of("60s"),
     once: Annotated[
         bool,
         typer.Option(
             "--once",
-            help="Read until rates are known, show it, and end. Takes two reports of each process: "
-            "10 s where `apar serve` has its own Ray, 20 s elsewhere, 15 s where nothing happens.",
+            help="Wait until rates are known, print them and exit. Needs two reports of each "
+            "process: 10 s with Ray started by `apar serve`, 20 s elsewhere, 15 s without load.",
         ),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON, one line a reading; for scripts.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Watch a running cluster: replicas, threads, KV cache, tokens per second, queue, latencies.
 
-    Goes on through restarts of the server. Ctrl-C ends it. Exit code 1 if there is nothing to show.
-    Example for scripts: [bold]apar monitor --once --json[/bold]
+    Keeps running when the server restarts; Ctrl-C ends it. With --json each reading is one line.
+    Exits with 1 if there are no metrics. Example for scripts:
+    [bold]apar monitor --once --json[/bold]
     """
-    check_finite(context)
     if metrics and prometheus:
         raise typer.BadParameter("give either --metrics or --prometheus")
-    pages = metrics or [DEFAULT_PAGE]
+    pages = metrics or [_DEFAULT_PAGE]
     source: Source = PrometheusSource(prometheus) if prometheus else PagesSource(pages)
     watch = Watch(source, history_for(source, interval, window))
     title = prometheus or ", ".join(pages)
     try:
-        watch.read()
-        if once:
+        with clear_errors():
+            watch.read()
+            if not once:
+                _follow(watch, title, interval, as_json=as_json)
             while watch.silence is None and not watch.history.reports.settled:
                 time.sleep(interval)
                 watch.read()
             _print(watch, title, as_json=as_json)
-            if watch.silence is not None:
-                raise typer.Exit(1)
-        else:
-            _follow(watch, title, interval, as_json=as_json)
-    except MonitorError as error:
-        Console(stderr=True).print(f"[red]Error:[/red] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(1) from error
     except KeyboardInterrupt:
-        pass
+        return
+    if watch.silence is not None:
+        raise typer.Exit(1)
 
 
 def history_for(source: Source, interval_s: float, window_s: float) -> ClusterHistory:
-    """The history of a source that is read so often."""
+    """Return the history of a source that is read at this interval."""
     several_s = _INTERVALS_PER_RATE * interval_s
-    # Who looks seldom sees nothing change for as long as he does not look.
+    # A change can be seen no earlier than the next reading.
     quiet_s = max(source.quiet_s, several_s)
     return ClusterHistory(max(several_s, _LEAST_RATE_S), max(window_s, interval_s), quiet_s)
 
@@ -105,7 +98,7 @@ def _follow(watch: Watch, title: str, interval_s: float, *, as_json: bool) -> No
             _print(watch, title, as_json=as_json)
     live = Live(_screen(watch, title), console=console, screen=True, auto_refresh=False)
     try:
-        # As a context manager it would not give the screen back after Ctrl-C in its first drawing.
+        # As a context manager, Live would not restore the screen after Ctrl-C in its first drawing.
         live.start(refresh=True)
         while True:
             time.sleep(interval_s)
@@ -124,6 +117,5 @@ def _print(watch: Watch, title: str, *, as_json: bool) -> None:
         content = {"at": time.time(), "silence": watch.silence}
         typer.echo(json.dumps(content | dataclasses.asdict(watch.overview())))
         return
-    # As long as it needs to be: there is no screen to fit.
-    console = Console()
-    console.print(_screen(watch, title), height=None)
+    # Not limited to the height of a screen.
+    Console().print(_screen(watch, title), height=None)

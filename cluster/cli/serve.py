@@ -1,26 +1,36 @@
-"""`apar serve`: the application on a private Ray cluster, until it is told to stop."""
+"""`apar serve` runs the application on a Ray cluster; `apar rollout` reloads its configuration.
+
+A server writes its process id to a state file. `apar rollout` finds it there, sends a SIGHUP and
+reads the outcome from the same file.
+"""
+
+from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from types import FrameType
+from typing import Annotated, Any, Self
 
 import httpx
 import psutil
 import typer
+from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
-from rich.markup import escape
 
 from apar_core.errors import AparError
-from cluster.cli.serve_signals import ServeSignals, StopSignal
+from cluster.cli.options import MODEL_HELP, Duration, duration_option
+from cluster.cli.terminal import clear_errors, fail
 from cluster.config import ClusterConfig, ConfigError, StartError, load_config
-from cluster.config.keys_file import check_keys_file
-from cluster.config.model import DEFAULT_MODEL, PRESETS, ModelConfig
+from cluster.config.model import DEFAULT_MODEL
+from cluster.durations import format_duration
 from cluster.local_ray import NAMESPACE, local_ray, reap_orphans
 from cluster.logs import shown_logs
 from cluster.metrics.targets import (
@@ -29,62 +39,65 @@ from cluster.metrics.targets import (
     node_targets,
     write_targets,
 )
-from cluster.server_state import RolloutOutcome, ServerState, state_path, write_state
 
 READY_S = 60.0
 REAP_PERIOD_S = 5.0
 POLL_S = 0.2
+_TERMINAL = Path("/dev/tty")
 console = Console()
 
 Load = Callable[[], ClusterConfig]
 
-ModelName = Annotated[
-    str | None,
-    typer.Option(
-        help=f"One of {', '.join(PRESETS)}, a checkpoint folder or a hub name. "
-        f"Default: {DEFAULT_MODEL}, which is part of this package."
-    ),
-]
-MaxConcurrency = Annotated[
-    int | None,
-    typer.Option(help="Requests that one replica runs at once; more wait. Default: preset."),
-]
-RayAddress = Annotated[
-    str | None,
-    typer.Option(help="Running Ray cluster to use (`auto` finds it). Default: a private one."),
-]
-AllowAnonymous = Annotated[
-    bool,
-    typer.Option(
-        "--allow-anonymous",
-        help="Let everyone who reaches the address call without an API key. Without keys in the "
-        "file, an address that others reach needs it.",
-    ),
-]
-
 
 def serve(
-    model: ModelName = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on. Default: 8000.")] = None,
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP, show_default=DEFAULT_MODEL)] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port to listen on.", show_default="8000")
+    ] = None,
     host: Annotated[
         str | None,
-        typer.Option(help="Address to listen on. Default: 127.0.0.1; 0.0.0.0 for everyone."),
+        typer.Option(
+            help="Address to listen on; 0.0.0.0 for all networks.", show_default="127.0.0.1"
+        ),
     ] = None,
     replicas: Annotated[
-        int | None, typer.Option(help="Engines behind the address. Default: 1.")
+        int | None, typer.Option(help="Number of replicas.", show_default="1")
     ] = None,
-    max_concurrency: MaxConcurrency = None,
+    max_concurrency: Annotated[
+        int | None,
+        typer.Option(
+            help="Limit on the running requests of a replica; more wait.",
+            show_default="the preset's",
+        ),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="YAML file with these and further settings.")
     ] = None,
-    ray_address: RayAddress = None,
-    allow_anonymous: AllowAnonymous = False,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of a running Ray cluster, or `auto` to find it.",
+            show_default="a private one",
+        ),
+    ] = None,
+    allow_anonymous: Annotated[
+        bool,
+        typer.Option(
+            "--allow-anonymous",
+            help="Allow requests without an API key. Needed if other machines can reach --host "
+            "and the file has no keys.",
+        ),
+    ] = False,
 ) -> None:
     """Serve one model, or those of a file, with an OpenAI-compatible HTTP API.
 
-    Starts a private Ray cluster, a gateway and the models' replicas; prints the address when
-    they are ready. Ctrl-C stops everything that was started. [bold]apar config schema[/bold]
-    describes the file.
+    Starts a private Ray cluster, a gateway and the models' replicas, and prints the address when
+    they are ready. Ctrl-C stops everything. [bold]apar config schema[/bold] describes the file.
+    Examples:
+
+    [bold]apar serve --model ./my-checkpoint --replicas 2[/bold]
+
+    [bold]apar serve --config serve.yaml[/bold]
     """
     overrides = {
         "port": port,
@@ -101,33 +114,22 @@ def serve(
     def load() -> ClusterConfig:
         settings = load_config(config, overrides, model_overrides)
         for served in settings.models:
-            check_checkpoint(served)
-        check_keys_file(settings)
+            served.check_checkpoint()
+        settings.check_keys_file()
         if settings.ray_address is None:
-            # A private cluster's processes share this one's environment and files.
+            # The processes of a private cluster have this one's environment and files.
             settings.check_secrets()
         return settings
 
-    try:
+    with clear_errors():
         settings = load()
-        _check_surroundings(settings)
+        check_targets_file(settings.metrics.targets_file)
+        _check_address(settings)
         signals = ServeSignals()
         run(settings, signals, lambda service: _watch(service, signals, load, config))
-    except AparError as error:
-        console.print(f"[red]Error:[/red] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(1) from error
 
 
-def check_checkpoint(model: ModelConfig) -> None:
-    """Raise ConfigError if the checkpoint is given as a path and nothing lies there."""
-    path = Path(model.checkpoint).expanduser()
-    if model.checkpoint.startswith(("/", ".", "~")) and not path.is_dir():
-        raise ConfigError(f"no such folder: {path}")
-
-
-def _check_surroundings(settings: ClusterConfig) -> None:
-    """Raise ConfigError if the address cannot be listened on, or a file not be written."""
-    check_targets_file(settings.metrics.targets_file)
+def _check_address(settings: ClusterConfig) -> None:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -140,15 +142,16 @@ def _check_surroundings(settings: ClusterConfig) -> None:
 
 
 def run(settings: ClusterConfig, signals: ServeSignals, wait: Callable[[Any], None]) -> None:
-    """Serve until `wait` returns or a signal arrives; stops all that it has started."""
+    """Serve until `wait` returns or a signal arrives; stops everything that it started."""
     signals.install()
     try:
         with _cluster(settings), shown_logs(settings, sys.stderr):
-            signals.install()
-            # Imports Ray Serve, which takes seconds.
+            signals.install()  # Ray has installed its own handlers.
+            # Importing Ray Serve takes seconds.
             from deployments.app.service import running_service
 
-            console.print(f"Starting {_names(settings)} ...", markup=False)
+            names = ", ".join(model.public_name for model in settings.models)
+            console.print(f"Starting {names} ...", markup=False)
             started = time.monotonic()
             with running_service(settings) as service:
                 _wait_until_healthy(service.url)
@@ -163,26 +166,26 @@ def run(settings: ClusterConfig, signals: ServeSignals, wait: Callable[[Any], No
     except StopSignal:
         console.print("Stopped.")
     except Exception:
-        # Raised amid Ray's C code, the signal's exception comes back as a SystemError.
+        # Raised during Ray's C code, the signal's exception appears as a SystemError.
         if not signals.stopping:
             raise
         console.print("Stopped.")
 
 
 def _drain(service: Any) -> None:
-    """Let the running requests end, in the time that they get for it."""
     seconds = service.config.drain_s
     console.print(
-        f"Stopping: running requests get {seconds:.0f} s to end. Once more stops at once.",
+        f"Stopping: running requests have {seconds:.0f} s to finish. "
+        "Press Ctrl-C again to stop at once.",
         soft_wrap=True,
         highlight=False,
     )
     if cut := service.drain():
-        console.print(f"{cut} requests had not ended; they got an error.", highlight=False)
+        console.print(f"{cut} unfinished requests ended with an error.", highlight=False)
 
 
 def _watch(service: Any, signals: ServeSignals, load: Load, config: Path | None) -> None:
-    """Serve for ever; roll out the file whenever a SIGHUP asks for it."""
+    """Serve forever; roll out the file whenever a SIGHUP asks for it."""
     own = frozenset(child.pid for child in psutil.Process().children())
     path = state_path(service.config.port)
     state = ServerState.of_this_process(config)
@@ -195,7 +198,7 @@ def _watch(service: Any, signals: ServeSignals, load: Load, config: Path | None)
             if time.monotonic() >= next_reap:
                 reap_orphans(own)
                 if file is not None:
-                    with suppress(OSError):  # It could be written when the server started.
+                    with suppress(OSError):  # It was writable when the server started.
                         write_targets(file, node_targets())
                 next_reap = time.monotonic() + REAP_PERIOD_S
             if signals.take_rollout():
@@ -210,7 +213,7 @@ def _watch(service: Any, signals: ServeSignals, load: Load, config: Path | None)
 
 
 def _roll_out(service: Any, load: Load, config: Path | None) -> tuple[bool, str]:
-    """Whether the file's settings are served now, and what has become of them."""
+    """Return whether the file's settings are served now, and a message for the user."""
     if config is None:
         return False, "No rollout: this server was started without --config."
     try:
@@ -232,23 +235,18 @@ def _cluster(settings: ClusterConfig) -> Iterator[None]:
     try:
         ray.init(address=settings.ray_address, namespace=NAMESPACE, log_to_driver=False)
     except ConnectionError as error:
-        raise ConfigError(_unreachable(settings.ray_address, error)) from error
+        message = f"no Ray cluster at {settings.ray_address}: {error}"
+        # With a wrong token Ray only says that it cannot connect.
+        if "RAY_AUTH_MODE" not in os.environ:
+            message += "; if the cluster requires a token (Ray's default), set RAY_AUTH_MODE=token"
+        raise ConfigError(message) from error
     try:
         yield
     finally:
         ray.shutdown()
 
 
-def _unreachable(address: str, error: ConnectionError) -> str:
-    """Why there is no connection; Ray says of a wrong token only that it cannot connect."""
-    message = f"no Ray cluster at {address}: {error}"
-    if "RAY_AUTH_MODE" not in os.environ:
-        message += "; if it asks for a token, as Ray's do by default, set RAY_AUTH_MODE=token"
-    return message
-
-
 def _wait_until_healthy(url: str) -> None:
-    """Return when the address answers; raises StartError if it does not."""
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
         with suppress(httpx.HTTPError):
@@ -256,10 +254,6 @@ def _wait_until_healthy(url: str) -> None:
                 return
         time.sleep(0.1)
     raise StartError(f"{url}/health did not answer within {READY_S:.0f} s")
-
-
-def _names(settings: ClusterConfig) -> str:
-    return ", ".join(model.public_name for model in settings.models)
 
 
 def _print_ready(settings: ClusterConfig, url: str, seconds: float) -> None:
@@ -283,6 +277,161 @@ def _print_ready(settings: ClusterConfig, url: str, seconds: float) -> None:
         console.print(f"Metrics for Prometheus: {urls}", highlight=False, soft_wrap=True)
         if settings.ray_address is not None and (found_at := discovery_url()):
             console.print(
-                f"It finds the nodes, also new ones, at {found_at}", highlight=False, soft_wrap=True
+                f"Service discovery of all nodes: {found_at}", highlight=False, soft_wrap=True
             )
-    console.print("Ctrl-C stops it.")
+    console.print("Press Ctrl-C to stop.")
+
+
+class StopSignal(BaseException):
+    """A signal asked the server to stop. Not an Exception, so that no handler swallows it."""
+
+
+class ServeSignals:
+    """SIGINT and SIGTERM raise StopSignal; SIGHUP asks for a rollout.
+
+    While the server serves, the first stop signal drains it and a second one stops it at once.
+    The last one is not interrupted by others, because processes would be left behind.
+    """
+
+    def __init__(self) -> None:
+        self.stopping = False
+        self.serves = False
+        self._wants_rollout = False
+        self._had_terminal = _has_terminal()
+
+    def install(self) -> None:
+        """Install the handlers in place of any others."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._stop)
+        signal.signal(signal.SIGHUP, self._hang_up)
+
+    def take_rollout(self) -> bool:
+        """Return whether a rollout has been asked for since the last call."""
+        # A plain field: a handler may run between any two steps of the main thread, so a lock
+        # could deadlock.
+        wanted, self._wants_rollout = self._wants_rollout, False
+        return wanted
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if not self.serves:
+            for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(name, signal.SIG_IGN)
+        self.serves = False
+        self.stopping = True
+        raise StopSignal
+
+    def _hang_up(self, number: int, frame: FrameType | None) -> None:
+        # The kernel sends a SIGHUP too when the terminal is closed.
+        if self._had_terminal and not _has_terminal():
+            self._stop(number, frame)
+        self._wants_rollout = True
+
+
+def _has_terminal() -> bool:
+    try:
+        _TERMINAL.open("rb").close()
+    except OSError:
+        return False
+    return True
+
+
+def rollout(
+    port: Annotated[int, typer.Option(help="Port of the server.")] = 8000,
+    timeout: Annotated[
+        float, duration_option(help="Timeout for the end of the rollout.")
+    ] = Duration.of("30m"),
+) -> None:
+    """Reload the configuration file of a running [bold]apar serve --config FILE[/bold].
+
+    No request is lost, and an invalid file changes nothing. Does the same as a SIGHUP to the
+    server, but waits for the outcome; exits with 1 if the old settings are still served. Example:
+    [bold]apar rollout --port 8000[/bold]
+    """
+    with clear_errors():
+        path = state_path(port)
+    state = read_state(path)
+    if state is None:
+        fail(f"no `apar serve` of this user listens on port {port} of this machine")
+    before = 0 if state.outcome is None else state.outcome.number
+    os.kill(state.pid, signal.SIGHUP)
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        state = read_state(path)
+        if state is None:
+            fail("the server has stopped")
+        if state.outcome is not None and state.outcome.number > before:
+            if not state.outcome.succeeded:
+                fail(state.outcome.message)
+            console.print(state.outcome.message, soft_wrap=True, markup=False, highlight=False)
+            return
+        time.sleep(POLL_S)
+    fail(
+        f"the rollout is still running after {format_duration(timeout)}; the server will print its "
+        "outcome"
+    )
+
+
+class RolloutOutcome(BaseModel):
+    """The outcome of a server's `number`-th rollout."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    number: int
+    succeeded: bool
+    message: str
+
+
+class ServerState(BaseModel):
+    """A running server. `started` distinguishes it from a later process with the same id."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pid: int
+    started: float
+    config: Path | None
+    outcome: RolloutOutcome | None = None
+
+    @classmethod
+    def of_this_process(cls, config: Path | None) -> Self:
+        """Return the state of a server that has just started."""
+        process = psutil.Process()
+        path = None if config is None else config.resolve()
+        return cls(pid=process.pid, started=process.create_time(), config=path)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the server still runs."""
+        try:
+            return abs(psutil.Process(self.pid).create_time() - self.started) < 1
+        except psutil.NoSuchProcess:
+            return False
+
+
+def state_path(port: int) -> Path:
+    """Return the state file for a port, in a folder that only this user can access.
+
+    Raises ConfigError if the folder belongs to somebody else.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    folder = Path(base) / f"apar-serve-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(f"{folder} must belong to this user and be accessible to nobody else")
+    return folder / f"{port}.json"
+
+
+def write_state(path: Path, state: ServerState) -> None:
+    """Write the state file atomically."""
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(state.model_dump_json(), encoding="utf-8")
+    part.replace(path)
+
+
+def read_state(path: Path) -> ServerState | None:
+    """Return the state of the running server, None if there is none."""
+    try:
+        state = ServerState.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValidationError):
+        return None
+    return state if state.is_running else None

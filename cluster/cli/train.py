@@ -1,61 +1,63 @@
-"""`apar train`: fine-tunes a causal language model to fork."""
+"""`apar train`, `apar train-medusa` and `apar train-tiny`."""
 
 from __future__ import annotations
 
+import logging
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import TextColumn
 
-from cluster.cli.training_progress import (
-    clear_training_errors,
-    process_console,
-    show_warnings,
-    step_progress,
-)
-from cluster.config.model import PRESETS, ModelConfig
+from cluster.cli.options import Model, Recipe, Resume, Seed, out_option
+from cluster.cli.terminal import clear_errors, step_bars
+from cluster.config.model import ModelConfig
 
 if TYPE_CHECKING:
-    from apar_core.offline.training.fine_tune import TrainingResult
+    from apar_core.offline.training.tree_trainer import OnStep, StepReport
+
+Data = Annotated[Path, typer.Option(help="Output folder of `apar data prepare`, or a file in it.")]
+Steps = Annotated[
+    int | None, typer.Option(min=1, help="Number of training steps (default: the recipe's).")
+]
 
 
 def train(
-    model: Annotated[
-        str,
-        typer.Option(
-            help=f"What to start from: a folder, a hub name or one of {', '.join(PRESETS)}."
-        ),
-    ],
-    data: Annotated[
-        Path, typer.Option(help="What `apar data prepare` wrote: its folder, or a file of it.")
-    ],
-    out: Annotated[
-        Path, typer.Option(help="Folder for the checkpoint and the log.", file_okay=False)
-    ],
-    recipe: Annotated[str, typer.Option(help="A shipped recipe's name, or a YAML file.")] = "apar",
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps; the recipe's number by default.")
-    ] = None,
+    model: Model,
+    data: Data,
+    out: Annotated[Path, out_option("train", help="Folder for the checkpoint and the log.")],
+    recipe: Recipe = "apar",
+    steps: Steps = None,
     chat_template: Annotated[
         Path | None,
-        typer.Option(help="Jinja file; by default the tokenizer's own, or else Vicuna's."),
+        typer.Option(
+            help="Jinja chat template (default: the tokenizer's own, else Vicuna's).",
+            dir_okay=False,
+        ),
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last checkpoint in --out.")
-    ] = False,
+    resume: Resume = False,
 ) -> None:
-    """Fine-tune a model to parallelise its answers, by Table 5 of the APAR paper.
+    """Fine-tune a model to fork its answers, with the settings of table 5 of the APAR paper.
 
-    Writes a checkpoint that `apar serve --model OUT` takes. On several GPUs:
-    [bold]accelerate launch --config_file apar_core/offline/training/fsdp.yaml --no_python apar
-    train
-    ...[/bold]
+    Writes a checkpoint for `apar serve --model OUT`. An interrupted run continues with the same
+    options, --out and --resume. Example:
+
+    [bold]apar train --model lmsys/vicuna-7b-v1.3 --data out/data --out out/apar-7b[/bold]
+
+    On several GPUs: [bold]accelerate launch --config_file apar_core/offline/training/fsdp.yaml
+    --no_python apar train ...[/bold]
     """
     console = process_console()
-    show_warnings(Console(stderr=True))
-    with clear_training_errors(Console(stderr=True), resumable=out):
-        # Torch takes seconds to import, and `apar --help` should not wait for it.
+    with _training(resumable=out):
+        # Importing torch takes seconds, and `apar --help` must be fast.
         from apar_core.offline.training.recipe import TrainingRecipe, load_recipe
 
         settings = load_recipe(recipe, TrainingRecipe)
@@ -68,14 +70,198 @@ def train(
                 ModelConfig(checkpoint=model).preset.path, data, out, settings,
                 chat_template=chat_template, resume=resume, on_step=show,
             )  # fmt: skip
-    _print_result(console, result)
-    console.print(f"Checkpoint written to [bold]{out}[/bold].", soft_wrap=True)
-
-
-def _print_result(console: Console, result: TrainingResult) -> None:
     console.print(f"{result.counts}; {result.padding}.", highlight=False, soft_wrap=True)
     if result.validation_loss is not None:
         console.print(
             f"Validation loss {result.validation_loss:.4f} on {result.num_validation} examples.",
             highlight=False,
         )
+    console.print(f"Checkpoint written to [bold]{out}[/bold].", soft_wrap=True)
+
+
+def train_medusa(
+    model: Model,
+    data: Data,
+    out: Annotated[Path, out_option("train-medusa", help="Folder for the heads and the log.")],
+    recipe: Recipe = "medusa",
+    steps: Steps = None,
+    resume: Resume = False,
+) -> None:
+    """Train Medusa heads on a frozen APAR model, with the settings of table 6 of the APAR paper.
+
+    Writes them for vLLM's medusa method and the decoder medusa_apar. An interrupted run continues
+    with the same options, --out and --resume. Example:
+
+    [bold]apar train-medusa --model out/apar-7b --data out/data --out out/heads[/bold]
+    """
+    console = process_console()
+    with _training(resumable=out):
+        from apar_core.offline.training.recipe import MedusaRecipe, load_recipe
+
+        settings = load_recipe(recipe, MedusaRecipe)
+        if steps is not None:
+            settings = settings.model_copy(update={"num_steps": steps})
+        from apar_core.offline.speculation.train_medusa import train_medusa as run_training
+
+        with step_progress(console, "training heads", settings.num_steps) as show:
+            path = ModelConfig(checkpoint=model).preset.path
+            result = run_training(path, data, out, settings, resume=resume, on_step=show)
+    console.print(f"{result.counts}; {result.padding}.", highlight=False, soft_wrap=True)
+    _print_accuracy(console, result.accuracy)
+    console.print(f"Medusa heads written to [bold]{out}[/bold].", soft_wrap=True)
+
+
+def train_tiny(
+    out: Annotated[Path, out_option("train-tiny", help="Folder for the checkpoint.")],
+    steps: Steps = None,
+    seed: Seed = 0,
+    cpu_threads: Annotated[int, typer.Option(min=1, help="Number of CPU threads.")] = 2,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of a built-in recipe, or a YAML file (default: apar-tiny; with --medusa "
+            "apar-tiny-medusa)."
+        ),
+    ] = None,
+    medusa: Annotated[
+        bool, typer.Option("--medusa", help="Train Medusa heads for the embedded model instead.")
+    ] = False,
+) -> None:
+    """Train the embedded model apar-tiny from scratch (16 minutes on 2 cores).
+
+    Writes a checkpoint for `apar serve --model OUT`. The same seed, steps and CPU threads give
+    the same weights on the same machine. Example:
+    [bold]apar train-tiny --out out/apar-tiny[/bold]
+    """
+    console = Console()
+    with _training():
+        if medusa:
+            _train_tiny_heads(console, out, steps, seed, cpu_threads, recipe)
+        else:
+            _train_tiny_model(console, out, steps, seed, cpu_threads, recipe)
+    console.print(f"Written to [bold]{out}[/bold].", soft_wrap=True)
+
+
+def _train_tiny_model(
+    console: Console, out: Path, steps: int | None, seed: int, cpu_threads: int, recipe: str | None
+) -> None:
+    from apar_core.offline.training.train_tiny import TinyModelSettings, tiny_recipe
+    from apar_core.offline.training.train_tiny import train_tiny as run_training
+
+    settings = tiny_recipe(recipe or "apar-tiny").model_copy(
+        update={"seed": seed, "num_executors": cpu_threads}
+    )
+    if steps is not None:
+        settings = settings.with_num_steps(steps)
+    with step_progress(console, "training apar-tiny", settings.num_steps) as show:
+        run_training(out, TinyModelSettings(), settings, show)
+
+
+def _train_tiny_heads(
+    console: Console, out: Path, steps: int | None, seed: int, cpu_threads: int, recipe: str | None
+) -> None:
+    import torch
+
+    from apar_core.models.apar_tiny import checkpoint_path
+    from apar_core.offline.speculation.train_medusa import (
+        tiny_medusa_recipe,
+        train_tiny_medusa,
+    )
+
+    torch.set_num_threads(cpu_threads)
+    settings = tiny_medusa_recipe(recipe or "apar-tiny-medusa")
+    changes: dict[str, int] = {"seed": seed} | ({} if steps is None else {"num_steps": steps})
+    settings = settings.model_copy(update={"recipe": settings.recipe.model_copy(update=changes)})
+    with step_progress(console, "training heads", settings.recipe.num_steps) as show:
+        accuracy = train_tiny_medusa(checkpoint_path(), out, settings, show)
+    _print_accuracy(console, tuple(accuracy))
+
+
+def _print_accuracy(console: Console, accuracy: tuple[float, ...]) -> None:
+    for head, share in enumerate(accuracy):
+        console.print(
+            f"Head {head} (token {head + 2} ahead): {share:.1%} correct on held-out trees.",
+            highlight=False,
+        )
+
+
+@contextmanager
+def _training(*, resumable: Path | None = None) -> Iterator[None]:
+    """Show warnings of ours only, errors as one line, and how an interrupted run continues."""
+    handler = RichHandler(console=Console(stderr=True), show_time=False, show_path=False)
+    logging.getLogger("apar_core").addHandler(handler)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"peft\.")
+    # Set before transformers is imported: its bars would break ours.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        with clear_errors():
+            yield
+    except KeyboardInterrupt:
+        if resumable is not None:
+            _print_how_to_resume(Console(stderr=True), resumable)
+        raise
+
+
+def _print_how_to_resume(console: Console, out: Path) -> None:
+    hint = f"no checkpoint yet in {out}"
+    if any(out.glob("checkpoints/checkpoint-*")):
+        hint = f"continue from the last checkpoint with --resume --out {out}"
+    console.print(f"Interrupted: {hint}", highlight=False, soft_wrap=True)
+
+
+def process_console() -> Console:
+    """Return the console for results; of several processes only the first prints."""
+    return Console(quiet=os.environ.get("RANK", "0") != "0")
+
+
+@contextmanager
+def step_progress(console: Console, title: str, num_steps: int) -> Iterator[OnStep]:
+    """Yield a callback that shows the reports of a run's steps."""
+    if not console.is_terminal or console.quiet:
+        yield StepLines(console).show
+        return
+    with step_bars(console, TextColumn("{task.fields[numbers]}")) as bars:
+        task = bars.add_task(title, total=num_steps, numbers="")
+
+        def show(report: StepReport) -> None:
+            bars.update(task, completed=report.step, numbers=_numbers(report))
+
+        yield show
+
+
+@dataclass
+class StepLines:
+    """Prints a step's report as a line, at most one per interval.
+
+    The first, the last and every validated step are always printed.
+    """
+
+    console: Console
+    interval_s: float = 10.0
+    started: float = field(default_factory=time.monotonic)
+    printed: float = float("-inf")
+
+    def show(self, report: StepReport) -> None:
+        """Print this report if it is due."""
+        now = time.monotonic()
+        due = now - self.printed >= self.interval_s or report.validation_loss is not None
+        if not due and report.step not in (1, report.num_steps):
+            return
+        self.printed = now
+        self.console.print(
+            f"step {report.step}/{report.num_steps}  {_numbers(report)}  "
+            f"{now - self.started:.0f} s",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _numbers(report: StepReport) -> str:
+    parts = [f"loss {report.loss:.3f}"]
+    if report.validation_loss is not None:
+        parts.append(f"validation {report.validation_loss:.3f}")
+    parts.append(f"{report.learned_tokens_per_s:,.0f} tokens/s")
+    parts.append(f"{report.trees_per_s:.1f} trees/s")
+    parts.append(f"padding {report.padding_share:.1%}")
+    return "  ".join(parts)

@@ -1,19 +1,13 @@
-"""Configuration of a cluster: one module for each section of the YAML file."""
+"""Configuration of a cluster: one module per section of the YAML file."""
 
-from cluster.config.cluster import (
-    ClusterConfig,
-    ConfigError,
-    StartError,
-    load_config,
-    problems_of,
-    read_yaml,
-)
+from cluster.config.cluster import ClusterConfig, load_config
+from cluster.config.files import ConfigError, SecretError, StartError, problems_of
 
 __all__ = [
     "ClusterConfig",
     "ConfigError",
+    "SecretError",
     "StartError",
     "load_config",
     "problems_of",
-    "read_yaml",
 ]

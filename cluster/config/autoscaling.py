@@ -1,4 +1,4 @@
-"""How a model's replicas follow its load."""
+"""How the number of a model's replicas follows its load."""
 
 from typing import Self
 
@@ -14,57 +14,60 @@ from pydantic import (
 )
 
 DEFAULT_TARGET_SHARE = 0.25
-"""Of the threads that a replica can run, those that it should carry."""
+"""Default of `target_threads`, as a share of the threads that a replica can run."""
 
 
 class AutoscalingConfig(BaseModel):
-    """Between how many replicas a model moves, and what a replica should carry."""
+    """Bounds on the number of replicas, and the load that each should carry."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     min_replicas: NonNegativeInt = Field(
-        1, description="Replicas kept without any load; with 0 the first request waits for one."
+        1,
+        description="Minimum number of replicas. With 0 the first request waits for one to start.",
     )
-    max_replicas: PositiveInt = Field(description="Most replicas, whatever the load.")
+    max_replicas: PositiveInt = Field(description="Maximum number of replicas.")
     target_threads: PositiveFloat | None = Field(
         None,
-        description="Threads that a replica should carry: running, waiting, held back and expected "
-        "of waiting requests; a quarter of what it can run when absent: where steps take longer "
-        "with each thread, half the rate of a full replica needs far fewer than half its threads.",
+        description="Target threads per replica: running threads, waiting forks and the threads "
+        "expected of waiting requests. By default a quarter of what a replica can run: as steps "
+        "take longer with more threads, a replica reaches half its maximum rate with far fewer "
+        "than half its threads.",
     )
     target_kv_use: float = Field(
-        0.5, gt=0, le=1, description="Share of its KV cache that a replica should have in use."
+        0.5, gt=0, le=1, description="Target use of a replica's KV cache, as a share of it."
     )
     upscale_delay_s: NonNegativeFloat = Field(
-        5.0, description="Time for which more must be wanted before replicas are added."
+        5.0,
+        description="Time that the load must be above the targets before replicas are added "
+        "(seconds).",
     )
     downscale_delay_s: NonNegativeFloat = Field(
-        120.0, description="Time for which fewer must be enough before replicas are removed."
+        120.0,
+        description="Time that fewer replicas must be enough before some are removed (seconds).",
     )
     downscale_headroom: float = Field(
         0.2,
         ge=0,
         lt=1,
-        description="Share of the targets that must stay free after replicas have been removed.",
+        description="Share of the targets that must stay free after replicas are removed.",
     )
     max_growth: float = Field(
         2.0,
         gt=1,
-        description="Most replicas to ask for at once, as a multiple of those that run; "
-        "no more are taken away at once than leave the running ones divided by it.",
+        description="Limit on one change: at most this multiple of the running replicas is "
+        "requested, and at least the running replicas divided by it are kept.",
     )
-
     catch_up_s: NonNegativeFloat = Field(
         120.0,
-        description="No more replicas are asked for while requests become fewer so fast that what "
-        "is over the targets is gone within this time, in seconds, nor in the first 10 s of new "
-        "replicas. 0 asks for them all the same.",
+        description="Add no replicas if the backlog is shrinking fast enough to be gone within "
+        "this time (seconds), nor in the first 10 s after replicas were added. 0 turns this off.",
     )
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
         if self.min_replicas > self.max_replicas:
             raise ValueError(
-                f"min_replicas {self.min_replicas} is over max_replicas {self.max_replicas}"
+                f"min_replicas {self.min_replicas} is above max_replicas {self.max_replicas}"
             )
         return self

@@ -1,10 +1,9 @@
-"""A cluster's configuration: the address, and the models behind it."""
+"""The configuration file as a whole: the address, and the models behind it."""
 
 from collections import Counter
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -14,8 +13,8 @@ from pydantic import (
     model_validator,
 )
 
-from apar_core.errors import AparError
-from cluster.config.keys import KeyConfig, check_keys, is_loopback
+from cluster.config.files import ConfigError, problems_of, read_yaml
+from cluster.config.keys import KeyConfig, check_keys, is_loopback, load_keys
 from cluster.config.limits import LimitsConfig
 from cluster.config.logging import LoggingConfig
 from cluster.config.metrics import MetricsConfig
@@ -23,43 +22,6 @@ from cluster.config.model import ModelConfig
 from cluster.config.retries import RetryConfig
 from cluster.config.routing import RoutingSettings
 from cluster.config.tracing import TracingConfig
-
-
-class ConfigError(AparError):
-    """The configuration cannot be used; the message names the field."""
-
-
-class StartError(AparError):
-    """The application did not come up."""
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, which would let the last of two equal keys win unseen."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.MarkedYAMLError(
-                        problem=f"{key.value!r} is given twice", problem_mark=key.start_mark
-                    )
-                seen.add(key.value)
-        return node
-
-
-_MODELS = ("models",)
-# Someone may have put the key itself where its hash belongs.
-_SECRET_FIELDS = (
-    "keys",
-    "hash",
-    "cache_secret",
-    "rate_storage",
-    "rate_storage_password",
-    "env",
-    "endpoint",
-)
 
 
 class ClusterConfig(BaseModel):
@@ -70,40 +32,46 @@ class ClusterConfig(BaseModel):
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on.")
     ray_address: str | None = Field(
-        None, min_length=1, description="Running Ray cluster to use; a private one when absent."
+        None,
+        min_length=1,
+        description="Address of a running Ray cluster. By default `apar serve` starts a private "
+        "one.",
     )
     drain_s: NonNegativeFloat = Field(
         30.0,
-        description="Time that running requests get to end when a replica, or all, must stop; "
-        "what is left then goes on elsewhere, or ends with an error.",
+        description="Time for running requests to finish (seconds) when a replica or the whole "
+        "application stops. Streams that are still running continue on another replica if there "
+        "is one, or end with an error.",
     )
     models: tuple[ModelConfig, ...] = Field(
-        (ModelConfig(),), min_length=1, description="The models; apar-tiny when absent."
+        (ModelConfig(),), min_length=1, description="Models to serve; by default apar-tiny."
     )
     routing: RoutingSettings = Field(
         RoutingSettings(), description="How a request's replica is chosen."
     )
     keys: tuple[KeyConfig, ...] = Field(
-        (), description="API keys, by their hashes; `apar keys new` makes one."
+        (), description="API keys, by their hashes. `apar keys new` creates one."
     )
     keys_file: Path | None = Field(
-        None, description="YAML or JSON file with a list of further `keys`; read when it changes."
+        None,
+        description="YAML or JSON file with a list of further `keys`. It is read again when it "
+        "changes.",
     )
     allow_anonymous: bool = Field(
         False,
-        description="Whether everyone may call without a key; needed where no keys are configured "
-        "and others than this machine can reach `host`.",
+        description="Whether requests need no API key. Must be set if no keys are configured and "
+        "other machines can reach `host`.",
     )
-    limits: LimitsConfig = Field(LimitsConfig(), description="Limits for everyone.")
-    logging: LoggingConfig = Field(LoggingConfig(), description="What is logged, and where.")
+    limits: LimitsConfig = Field(LimitsConfig(), description="Limits on every request.")
+    logging: LoggingConfig = Field(LoggingConfig(), description="Content and place of the logs.")
     retries: RetryConfig = Field(
-        RetryConfig(), description="What becomes of requests whose replica is lost."
+        RetryConfig(), description="Retry and timeout limits when a replica is lost."
     )
     metrics: MetricsConfig = Field(
-        MetricsConfig(), description="What the cluster tells Prometheus, and where."
+        MetricsConfig(), description="Metrics for Prometheus, and where they are served."
     )
     tracing: TracingConfig = Field(
-        TracingConfig(), description="OpenTelemetry traces of requests; off when absent."
+        TracingConfig(), description="OpenTelemetry traces of requests; off by default."
     )
 
     @model_validator(mode="after")
@@ -112,7 +80,9 @@ class ClusterConfig(BaseModel):
             counts = Counter(getattr(model, names) for model in self.models)
             name, count = counts.most_common(1)[0]
             if count > 1:
-                raise ValueError(f"models: {count} of them are called {name!r}; give each a `name`")
+                raise ValueError(
+                    f"models: {count} of them are called {name!r}; give each a different `name`"
+                )
         return self
 
     @model_validator(mode="after")
@@ -122,26 +92,36 @@ class ClusterConfig(BaseModel):
             raise ValueError("allow_anonymous: true contradicts `keys` and `keys_file`")
         if not (self.asks_for_keys or self.allow_anonymous or is_loopback(self.host)):
             raise ValueError(
-                f"host: {self.host} can be reached by others, and nothing says who may call: "
-                "configure `keys` or `keys_file`, or set `allow_anonymous: true`"
+                f"host: other machines can reach {self.host}, so requests need API keys: configure "
+                "`keys` or `keys_file`, or set `allow_anonymous: true`"
             )
         served = {model.public_name for model in self.models}
         for key in self.keys:
             if unknown := sorted(set(key.models or ()) - served):
-                raise ValueError(f"keys: {key.name!r} names models not served here: {unknown}")
+                raise ValueError(f"keys: {key.name!r} names models that are not served: {unknown}")
         return self
 
     @model_validator(mode="after")
     def _check_metrics(self) -> Self:
         if self.ray_address is not None and self.metrics.port is not None:
             raise ValueError(
-                "metrics.port: a running Ray cluster has its own, from `ray start "
-                "--metrics-export-port`; leave it out beside `ray_address`"
+                "metrics.port: not allowed with `ray_address`: a running Ray cluster has its own "
+                "port, set by `ray start --metrics-export-port`"
             )
         return self
 
+    def check_keys_file(self) -> None:
+        """Raise ConfigError if the `keys_file` is invalid or contradicts the `keys`."""
+        if self.keys_file is None:
+            return
+        loaded = load_keys(self.keys_file.expanduser())
+        try:
+            check_keys([*self.keys, *loaded])
+        except ValueError as error:
+            raise ConfigError(f"keys_file: {self.keys_file}: {error}") from error
+
     def check_secrets(self) -> None:
-        """Raise SecretError where a secret cannot be read by this process."""
+        """Raise SecretError if this process cannot read one of the secrets."""
         self.limits.read_storage_uri()
         self.limits.read_cache_secret()
         self.tracing.read_headers()
@@ -153,83 +133,34 @@ class ClusterConfig(BaseModel):
 
     @property
     def num_replicas(self) -> int:
-        """Most engines of all models together."""
+        """Maximum number of engines of all models together."""
         return sum(model.max_replicas for model in self.models)
 
 
 def load_config(
     path: Path | None, overrides: dict[str, Any], model_overrides: dict[str, Any]
 ) -> ClusterConfig:
-    """The file's configuration with the command line's values (those not None) over it.
+    """Return the configuration of a file, with the command line's values over it unless None.
 
-    `model_overrides` are for the only model. Raises ConfigError for an unreadable file, unknown
-    keys, values out of range, and model overrides where the file names several models.
+    `model_overrides` apply to the only model. Raises ConfigError for an invalid file, and for
+    model overrides if the file has several models.
     """
-    values = _read(path) if path is not None else {}
-    values |= _given(overrides)
-    model_values = _given(model_overrides)
+    values = None if path is None else read_yaml(path)
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: a mapping of settings is expected")
+    values |= {key: value for key, value in overrides.items() if value is not None}
+    given = {key: value for key, value in model_overrides.items() if value is not None}
     models = values.get("models", [{}])
-    if model_values and isinstance(models, list) and len(models) != 1:
+    if given and isinstance(models, list) and len(models) != 1:
         raise ConfigError(
-            f"{path} names {len(models)} models; set {', '.join(model_values)} there, for each"
+            f"{path} has {len(models)} models; set {', '.join(given)} there, for each of them"
         )
-    if model_values and isinstance(models, list) and isinstance(models[0], dict):
-        values["models"] = [models[0] | model_values]
+    if given and isinstance(models, list) and isinstance(models[0], dict):
+        values["models"] = [models[0] | given]
     try:
         return ClusterConfig.model_validate(values)
     except ValidationError as error:
         problems = problems_of(error)
         raise ConfigError(f"{path}: {problems}" if path is not None else problems) from error
-
-
-def _given(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if value is not None}
-
-
-def read_yaml(path: Path) -> Any:
-    """What a YAML file holds; raises ConfigError for one that cannot be read."""
-    try:
-        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except RecursionError as error:
-        raise ConfigError(f"{path}: nested too deeply") from error
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-
-
-def _read(path: Path) -> dict[str, Any]:
-    loaded = read_yaml(path)
-    if loaded is not None and not isinstance(loaded, dict):
-        raise ConfigError(f"{path}: a mapping of settings is expected")
-    return loaded or {}
-
-
-def problems_of(error: ValidationError) -> str:
-    """What is wrong with a file, each problem with its place."""
-    return "; ".join(
-        _problem(problem)
-        for problem in error.errors()
-        # A list whose only items are wrong is not also too short.
-        if not (problem["type"] == "too_short" and problem["input"] and problem["loc"] == _MODELS)
-    )
-
-
-def _problem(problem: Any) -> str:
-    place = ".".join(str(part) for part in problem["loc"])
-    message = problem["msg"].removeprefix("Value error, ")
-    if not place:
-        return str(message)
-    shown = f" (got {problem['input']!r})" if _may_be_shown(problem) else ""
-    return f"{place}: {message}{shown}"
-
-
-def _may_be_shown(problem: Any) -> bool:
-    """Whether the wrong value is a plain one of its own and surely no secret.
-
-    A whole record or an item of a list may be, or hold, an API key.
-    """
-    field = problem["loc"][-1]
-    if problem["type"] == "extra_forbidden" or field in _SECRET_FIELDS or isinstance(field, int):
-        return False
-    if "headers" in problem["loc"]:
-        return False
-    return not isinstance(problem["input"], dict | list | tuple)

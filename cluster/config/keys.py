@@ -1,4 +1,4 @@
-"""API keys of a cluster: who may call, how much of it, and before whom."""
+"""API keys: who may send requests, how many, and with which priority."""
 
 import hashlib
 import ipaddress
@@ -6,11 +6,23 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+)
+
+from cluster.config.files import ConfigError, problems_of, read_yaml
 
 ANONYMOUS = "anonymous"
-"""Name, in logs and limits, of whoever calls a cluster that asks for no keys."""
+"""Name in logs and limits for requests without a key."""
 
 _TOKEN_PREFIX = "apar-"
 _TOKEN_BYTES = 32
@@ -25,70 +37,79 @@ class KeyConfig(BaseModel):
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
-        description="Whose key it is: in logs and metrics; two keys of one name share limits.",
+        description="Owner of the key, as shown in logs and metrics. Keys with the same name share "
+        "their limits.",
     )
-    hash: str = Field(description="`sha256:` and 64 hex digits, as `apar keys hash` prints it.")
+    hash: str = Field(
+        description="SHA-256 hash of the key: `sha256:` and 64 hex digits, as `apar keys hash` "
+        "prints it."
+    )
     models: tuple[str, ...] | None = Field(
-        None, description="Models that the key may use, by their names; all when absent."
+        None, description="Names of the models that the key may use; by default all."
     )
     priority: int = Field(
         0,
         ge=-_MAX_PRIORITY,
         le=_MAX_PRIORITY,
-        description="Class of its requests: a lower number is served before a higher one.",
+        description="Priority class of the key's requests; lower numbers are served first.",
     )
     weight: PositiveFloat = Field(
-        1.0, description="Share of the thread steps among the keys of its class that wait."
+        1.0,
+        description="Weight of the key in fair queueing: its share of the thread steps among the "
+        "waiting keys of its priority class.",
     )
     requests_per_minute: PositiveInt | None = Field(
-        None, description="Requests of the last minute; one more gets a 429. No limit when absent."
+        None,
+        description="Limit on requests per minute; a request over it gets a 429. By default none.",
     )
     tokens_per_minute: PositiveInt | None = Field(
         None,
-        description="Prompt tokens and generated ones, of all threads, of the last minute; a "
-        "request beyond them gets a 429. No limit when absent.",
+        description="Limit on prompt tokens and generated tokens of all threads per minute; a "
+        "request over it gets a 429. By default none.",
     )
     max_threads: PositiveInt | None = Field(
         None,
-        description="Threads of the key alive at once in each model; no more of its requests run "
-        "at once either, the others wait. No limit when absent.",
+        description="Limit on the key's running threads, and on its running requests, per model; "
+        "further requests wait. By default none.",
     )
     max_prompt_chars: PositiveInt | None = Field(
-        None, description="Characters of a prompt; a longer one gets a 400. No limit when absent."
+        None,
+        description="Limit on the length of a prompt (characters); a longer one gets a 400. By "
+        "default none.",
     )
-
     metrics_class: str = Field(
         "default",
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
-        description="Class under which metrics count the key's refused requests. Let many keys "
-        "share one: each class is a series of its own.",
+        description="Label under which metrics count the key's refused requests. Let many keys "
+        "share a class: each one is a time series.",
     )
 
     @field_validator("hash")
     @classmethod
     def _check_hash(cls, value: str) -> str:
         if not _HASH.fullmatch(value):
-            raise ValueError("`sha256:` and 64 hex digits are expected; `apar keys new` makes them")
+            raise ValueError(
+                "`sha256:` and 64 hex digits are expected, as `apar keys new` prints them"
+            )
         return value
 
 
 def new_token() -> str:
-    """A fresh API key: 256 random bits behind a prefix that scanners for leaks can look for."""
+    """Return a new API key: 256 random bits after a prefix that secret scanners can look for."""
     return _TOKEN_PREFIX + secrets.token_urlsafe(_TOKEN_BYTES)
 
 
 def hash_of(token: str) -> str:
-    """The hash under which a key is configured.
+    """Return the hash of a key for the configuration.
 
-    One round of SHA-256 and no salt: a slow, salted hash protects what people choose, and a key of
-    256 random bits can neither be guessed nor looked up, however fast the hash. Each request pays
-    for the hash, so it had better be fast.
+    One round of SHA-256 without salt is enough: a key of 256 random bits cannot be guessed. The
+    hash must be fast because every request computes it.
     """
     return "sha256:" + hashlib.sha256(token.encode()).hexdigest()
 
 
 def check_keys(keys: Iterable[KeyConfig]) -> None:
-    """Raise ValueError where two records are of one key, or of one name with different limits."""
+    """Raise ValueError for duplicate hashes, and for one name with different limits."""
     keys = tuple(keys)
     hashes = Counter(key.hash for key in keys)
     for key in keys:
@@ -98,11 +119,30 @@ def check_keys(keys: Iterable[KeyConfig]) -> None:
     for key in keys:
         unhashed = key.model_copy(update={"hash": ""})
         if limits.setdefault(key.name, unhashed) != unhashed:
-            raise ValueError(f"keys: the records of {key.name!r} must differ in their hash only")
+            raise ValueError(f"keys: the records of {key.name!r} may differ only in their hash")
+
+
+def load_keys(path: Path) -> tuple[KeyConfig, ...]:
+    """Return the keys of a YAML or JSON file with a list of records.
+
+    Raises ConfigError for an invalid file. An empty list is valid: then nobody has access.
+    """
+    loaded = read_yaml(path)
+    try:
+        keys = _KEYS.validate_python(loaded)
+        check_keys(keys)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {problems_of(error)}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return keys
+
+
+_KEYS = TypeAdapter(tuple[KeyConfig, ...])
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address to listen on."""
+    """Whether only this machine can reach the address."""
     if host == "localhost":
         return True
     try:

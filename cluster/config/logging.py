@@ -1,4 +1,4 @@
-"""What the processes of a cluster log, and where."""
+"""Content and place of the logs."""
 
 from pathlib import Path
 from typing import Literal
@@ -7,22 +7,22 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 
 class LoggingConfig(BaseModel):
-    """Logs are lines of JSON: one for each request at its end, and one for each other event."""
+    """Logs are JSON lines: one per request at its end, and one per other event."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     folder: Path | None = Field(
         None,
-        description="Folder for the log files of gateway and replicas. When absent, `apar serve` "
-        "prints the lines on its standard error.",
+        description="Folder for the log files of gateway and replicas. By default `apar serve` "
+        "prints the lines on standard error.",
     )
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
-        "INFO", description="Events below it are left out; the lines of requests are INFO."
+        "INFO", description="Minimum level of logged events; the lines of requests are INFO."
     )
     content: bool = Field(
-        False, description="Whether the lines of requests hold prompt and answer text."
+        False, description="Whether the lines of requests include prompt and answer text."
     )
     max_file_mib: PositiveFloat = Field(
-        100.0, description="Size at which a log file is closed and a new one begun."
+        100.0, description="Size at which a log file is rotated (MiB)."
     )
-    keep_files: NonNegativeInt = Field(5, description="Closed log files that are kept.")
+    keep_files: NonNegativeInt = Field(5, description="Number of rotated log files to keep.")

@@ -1,4 +1,4 @@
-"""One model of a cluster: its checkpoint, its replicas and their limits; models known by name."""
+"""A model of a cluster: its checkpoint, replicas and limits; and the presets."""
 
 import math
 import re
@@ -19,21 +19,22 @@ from pydantic import (
 )
 
 from cluster.config.autoscaling import DEFAULT_TARGET_SHARE, AutoscalingConfig
+from cluster.config.files import ConfigError
 
 DEFAULT_MODEL = "apar-tiny"
 DEFAULT_MAX_CONCURRENCY = 64
-# Beyond this a CUDA graph and the sampler's buffers cost more than the batch brings.
+# Above this, CUDA graphs and the sampler's buffers cost more than the larger batch gains.
 MAX_THREADS = 1024
-# Engine arguments that a field of ours sets: the engine and the cluster must agree on them.
+# Engine arguments that have fields of their own, because the cluster needs them too.
 _SET_BY_FIELDS = {"model": "checkpoint", "served_model_name": "name"}
 _MODELS = Path(__file__).resolve().parents[2] / "apar_core" / "models"
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A model known by name: where it lies and the limits that suit it.
+    """A model known by name: its path and the limits that suit it.
 
-    Source of the concurrency caps of the large models: APAR (arXiv 2401.06761), 4.3.
+    Source of the large models' concurrency limits: APAR (arXiv 2401.06761), section 4.3.
     """
 
     path: str
@@ -42,7 +43,7 @@ class Preset:
 
 
 PRESETS = {
-    # Compiling takes longer than most of what one tries with this model.
+    # Compiling would take longer than most trials with this model.
     "apar-tiny": Preset(
         path=str(_MODELS / "apar_tiny"), max_concurrency=64, engine={"enforce_eager": True}
     ),
@@ -52,34 +53,32 @@ PRESETS = {
 
 
 class ForkLimits(BaseModel):
-    """Whether a model's requests fork, and how far; the engine's own defaults where absent."""
+    """Limits on forking; unset fields use the engine's defaults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     enabled: bool | None = Field(
-        None, description="Whether requests fork unless they say otherwise; true when absent."
+        None, description="Whether requests fork unless they say otherwise; by default true."
     )
     max_threads: PositiveInt | None = Field(
-        None, description="Threads of one request alive at once; 32 when absent."
+        None, description="Limit on the live threads of a request; by default 32."
     )
     max_forks: PositiveInt | None = Field(
-        None, description="Forks of one request in all; 512 when absent."
+        None, description="Limit on the total forks of a request; by default 512."
     )
     max_replica_threads: PositiveInt | None = Field(
         None,
-        description="Threads of all requests alive at once in a replica, beyond which a fork "
-        "waits; absent, vLLM's `max_num_seqs` alone bounds what runs.",
+        description="Limit on the live threads of a replica; further forks wait. By default only "
+        "vLLM's `max_num_seqs` limits the running threads.",
     )
     policy: Literal["eager", "adaptive"] | None = Field(
         None,
-        description="When a fork within these limits starts. `eager`: at once. `adaptive`: while "
-        "the predicted engine step leaves running requests their `token_time_ms`. Eager when "
-        "absent.",
+        description="When a fork within the limits starts. `eager` (default): at once. `adaptive`: "
+        "when the predicted step time stays below `token_time_ms`.",
     )
     token_time_ms: PositiveFloat | None = Field(
         None,
-        description="Time per output token, in ms, that the adaptive policy keeps to; 50 when "
-        "absent.",
+        description="Time per output token that the adaptive policy keeps to (ms); by default 50.",
     )
 
     @model_validator(mode="after")
@@ -90,75 +89,87 @@ class ForkLimits(BaseModel):
 
 
 class ModelConfig(BaseModel):
-    """A model, the engines that serve it, and their limits."""
+    """A model, its replicas, and their limits."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     checkpoint: str = Field(
-        DEFAULT_MODEL, min_length=1, description="Preset, checkpoint folder or hub name."
+        DEFAULT_MODEL,
+        min_length=1,
+        description=f"Preset ({', '.join(PRESETS)}), checkpoint folder or Hugging Face name.",
     )
     name: str | None = Field(
-        None, min_length=1, description="Name that clients send; the preset's or the folder's name."
+        None,
+        min_length=1,
+        description="Name of the model in the API; by default the preset's or the folder's.",
     )
-    replicas: PositiveInt = Field(1, description="Engines that serve this model.")
+    replicas: PositiveInt = Field(
+        1, description="Number of replicas, each with an engine of its own."
+    )
     autoscaling: AutoscalingConfig | None = Field(
-        None, description="Bounds and targets between which `replicas` follow the load instead."
+        None,
+        description="Bounds and targets for a number of replicas that follows the load; replaces "
+        "`replicas`.",
     )
     gpus_per_replica: PositiveInt = Field(
-        1, description="GPUs of one engine, over which its tensors are split; unused on CPU."
+        1, description="GPUs per replica, used with tensor parallelism; ignored on CPU."
     )
     gpu_memory_share: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="Share of a GPU's memory that an engine may use, weights and KV cache "
-        "together; engines whose shares fit share a GPU. vLLM's default when absent.",
+        description="Share of a GPU's memory for a replica's weights and KV cache. Replicas whose "
+        "shares fit together use the same GPU. By default vLLM's.",
     )
     max_concurrency: PositiveInt | None = Field(
-        None, description="Requests that one replica runs at once; from the preset when absent."
+        None,
+        description="Limit on the running requests of a replica; by default the preset's, else 64.",
     )
     max_queued_requests: NonNegativeInt = Field(
-        512, description="Requests that wait for a replica; one more gets a 503."
+        512, description="Limit on the requests that wait for a replica; one more gets a 503."
     )
     max_queue_s: PositiveFloat = Field(
-        60.0, description="Time that a request waits for a replica at most; then it gets a 503."
+        60.0,
+        description="Limit on the time that a request waits for a replica (seconds); after it the "
+        "request gets a 503.",
     )
     threads_per_request: PositiveFloat = Field(
-        4.0, ge=1, description="Threads that a request has on average, for sizing the engine."
+        4.0, ge=1, description="Expected mean threads per request, for sizing the engine."
     )
-    forks: ForkLimits = Field(ForkLimits(), description="Limits on the threads of one request.")
+    forks: ForkLimits = Field(ForkLimits(), description="Limits on forking.")
     kv_cache_gib: PositiveFloat | None = Field(
-        None, description="KV cache of a replica on CPU, in GiB; 0.25 for apar-tiny, else 4."
+        None,
+        description="KV cache of a replica on CPU (GiB); by default 0.25 for apar-tiny, else 4.",
     )
     cpu_threads: PositiveInt | None = Field(
         None,
-        description="Executors of a replica's matrix kernels on CPU; an even share of the cores.",
+        description="CPU threads per replica; by default an equal share of the cores.",
     )
     coalesce_s: NonNegativeFloat = Field(
         0.05,
         le=1,
-        description="Time within which tokens of a stream are sent on together; up to four times "
-        "as long with many streams; 0 sends each at once.",
+        description="Interval at which tokens of a stream are sent together (seconds); up to four "
+        "times as long with many streams. 0 sends each token at once.",
     )
     replay: bool = Field(
         False,
-        description="Whether requests may name the tokens of their answer, in `apar.replay`: for "
+        description="Whether requests may give the tokens of their answer in `apar.replay`: for "
         "load tests with recorded answers, also with `engine: {load_format: dummy}`.",
     )
     engine: dict[str, Any] = Field(
-        default_factory=dict, description="vLLM engine arguments, by their Python names."
+        default_factory=dict, description="Further vLLM engine arguments, by their Python names."
     )
 
     @model_validator(mode="after")
     def _check_replicas(self) -> Self:
         if self.autoscaling is not None and "replicas" in self.model_fields_set:
-            raise ValueError("replicas: leave it out beside `autoscaling`")
+            raise ValueError("replicas: not allowed with `autoscaling`")
         return self
 
     @model_validator(mode="after")
     def _check_replay(self) -> Self:
         if self.replay and self.engine.get("speculative_config"):
-            raise ValueError("replay: impossible beside `engine.speculative_config` in vLLM")
+            raise ValueError("replay: not possible with `engine.speculative_config`")
         return self
 
     @field_validator("engine")
@@ -176,14 +187,20 @@ class ModelConfig(BaseModel):
 
     @property
     def preset(self) -> Preset:
-        """The named preset, or one for a checkpoint that has none."""
+        """The named preset, or a default one for another checkpoint."""
         given = self.checkpoint
         path = str(Path(given).expanduser()) if given.startswith("~") else given
         return PRESETS.get(given) or Preset(path, DEFAULT_MAX_CONCURRENCY)
 
+    def check_checkpoint(self) -> None:
+        """Raise ConfigError if the checkpoint is a path and there is no such folder."""
+        path = Path(self.checkpoint).expanduser()
+        if self.checkpoint.startswith(("/", ".", "~")) and not path.is_dir():
+            raise ConfigError(f"no such folder: {path}")
+
     @property
     def public_name(self) -> str:
-        """The `model` that clients send."""
+        """The model's name in the API."""
         if self.name is not None or self.checkpoint in PRESETS:
             return self.name or self.checkpoint
         path = Path(self.preset.path)
@@ -191,48 +208,48 @@ class ModelConfig(BaseModel):
 
     @property
     def deployment_name(self) -> str:
-        """The name of this model's replicas in Ray Serve."""
+        """The name of this model's deployment in Ray Serve."""
         return "Replica-" + re.sub(r"[^A-Za-z0-9._-]", "-", self.public_name)
 
     @property
     def max_replicas(self) -> int:
-        """Most engines that serve this model at a time."""
+        """Maximum number of replicas."""
         return self.replicas if self.autoscaling is None else self.autoscaling.max_replicas
 
     @property
     def min_replicas(self) -> int:
-        """Fewest engines that serve this model at a time."""
+        """Minimum number of replicas."""
         return self.replicas if self.autoscaling is None else self.autoscaling.min_replicas
 
     @property
     def target_threads(self) -> float:
-        """Threads that the autoscaler wants a replica to carry."""
+        """The autoscaler's target threads per replica."""
         given = None if self.autoscaling is None else self.autoscaling.target_threads
         return given or DEFAULT_TARGET_SHARE * self.threads_per_replica
 
     @property
     def requests_per_replica(self) -> int:
-        """The concurrency cap of one replica, in requests."""
+        """The limit on running requests per replica."""
         return self.max_concurrency or self.preset.max_concurrency
 
     @property
     def threads_per_replica(self) -> int:
-        """vLLM's `max_num_seqs`: threads, sized from the cap on requests.
+        """vLLM's `max_num_seqs`, the limit on running threads per replica.
 
-        Never fewer than the requests, or admitted requests would wait for each other's roots.
+        Never fewer than the requests, or the root threads of admitted requests would have to wait.
         """
         wanted = math.ceil(self.requests_per_replica * self.threads_per_request)
         return max(self.requests_per_replica, min(wanted, MAX_THREADS))
 
     @property
     def kv_cache_bytes(self) -> int:
-        """KV cache of one replica on CPU."""
+        """Size of a replica's KV cache on CPU."""
         default_gib = 0.25 if self.checkpoint == DEFAULT_MODEL else 4.0
         return int((self.kv_cache_gib or default_gib) * 2**30)
 
     @property
     def gpus_in_ray(self) -> float:
-        """GPUs that Ray sets aside for one replica; a share lets several use one GPU."""
+        """GPUs that Ray reserves for a replica; with a share, several replicas fit on one GPU."""
         if self.gpus_per_replica == 1 and self.gpu_memory_share is not None:
             return self.gpu_memory_share
         return float(self.gpus_per_replica)

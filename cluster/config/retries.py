@@ -1,25 +1,25 @@
-"""What the gateway does when it loses a replica."""
+"""Retry and timeout limits when a replica is lost."""
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 
 class RetryConfig(BaseModel):
-    """Calling again where a replica was lost under a request."""
+    """Retries of requests whose replica is lost."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_retries: NonNegativeInt = Field(
         3,
-        description="How often a request is sent again after the loss of its replica; 0 for never. "
-        "One under which two engines have died is not sent again, whatever the number.",
+        description="Maximum number of retries of a request after its replica is lost. A request "
+        "that two engines died under is never retried.",
     )
     replica_wait_s: PositiveFloat = Field(
         60.0,
-        description="Longest wait of a request for a replica to take it, in seconds; then the "
-        "client gets a 503. A replica that has died takes its start-up time to return.",
+        description="Timeout for a request to find a replica (seconds); after it the client gets a "
+        "503. A replica that died needs its start-up time to return.",
     )
     continue_streams: bool = Field(
         True,
-        description="Whether a stream that has begun goes on at another replica; else it ends "
-        "with an error event. Costs a few bytes a token between replica and gateway.",
+        description="Whether a started stream continues on another replica; otherwise it ends with "
+        "an error event. Costs a few bytes per token between replica and gateway.",
     )

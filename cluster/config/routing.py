@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 
 
 class RoutingPolicy(StrEnum):
-    """By what a replica is chosen; all but the first are there to compare with."""
+    """How a replica is chosen; all but the first are for comparison."""
 
     THREADS = "threads"
     POWER_OF_TWO = "power_of_two"
@@ -16,25 +16,27 @@ class RoutingPolicy(StrEnum):
 
 
 class RoutingSettings(BaseModel):
-    """How the routers choose replicas."""
+    """Routing policy and its parameters."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     policy: RoutingPolicy = Field(
         RoutingPolicy.THREADS,
-        description="By what a replica is chosen: the threads and KV blocks that the request will "
-        "probably bring, or, to compare, one of the usual ways that count requests or nothing.",
+        description="Routing policy. `threads` estimates the threads and KV blocks of the request; "
+        "the others, for comparison, count requests or nothing.",
     )
     affinity: NonNegativeFloat = Field(
         1.0,
         le=2.0,
-        description="Worth of a prompt's beginning that a replica holds already, as a multiple of "
-        "the time that computing it anew would take; 0 ignores it, and beyond 2 requests with a "
-        "common beginning would crowd on the replicas that hold it. Only for `threads`.",
+        description="Value of a cached prefix in routing, as a multiple of the time to compute it; "
+        "0 ignores cached prefixes. Above 2, requests with a common prefix would crowd on the "
+        "replicas that have it. Only for `threads`.",
     )
     affinity_entries: PositiveInt = Field(
-        4096, description="Beginnings of prompts that a router remembers. Only for `threads`."
+        4096, description="Number of prompt prefixes that a router remembers. Only for `threads`."
     )
     report_period_s: PositiveFloat = Field(
-        0.2, ge=0.05, description="Time between two reports of a replica to its routers."
+        0.2,
+        ge=0.05,
+        description="Interval at which a replica reports its load to the routers (seconds).",
     )

@@ -1,4 +1,4 @@
-"""Names the place of a secret. The secret itself is read by the process that needs it."""
+"""References to secrets. Each process reads the secrets that it needs itself."""
 
 import os
 from pathlib import Path
@@ -6,17 +6,13 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from apar_core.errors import AparError
-
-
-class SecretError(AparError):
-    """A secret cannot be read, or cannot be used; the message names its field, never its value."""
+from cluster.config.files import SecretError
 
 
 class SecretReference(BaseModel):
-    """An environment variable or a file that holds a secret.
+    """An environment variable or a file with a secret.
 
-    Ray Serve stores an application's settings and shows them to whoever reads its REST API.
+    The settings themselves must not have it: Ray Serve stores them, and its REST API shows them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -24,27 +20,25 @@ class SecretReference(BaseModel):
     env: str | None = Field(
         None,
         pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
-        description="Environment variable of every process that needs the secret.",
+        description="Environment variable with the secret, in every process that needs it.",
     )
     file: Path | None = Field(
         None,
-        description="File that holds the secret, on every node that needs it; line breaks at its "
-        "end do not count.",
+        description="File with the secret, on every node that needs it; line breaks at its end are "
+        "ignored.",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_secrets(cls, value: Any) -> Any:
         if not isinstance(value, dict | SecretReference):
-            raise ValueError(
-                "write no secret here: give `{env: NAME}` or `{file: PATH}`, from where it is read"
-            )
+            raise ValueError("do not write the secret here: give `{env: NAME}` or `{file: PATH}`")
         return value
 
     @field_validator("file")
     @classmethod
     def _make_absolute(cls, file: Path | None) -> Path | None:
-        # Ray's processes may have another working directory.
+        # Ray's processes may run in another working directory.
         return None if file is None else file.expanduser().absolute()
 
     @model_validator(mode="after")
@@ -54,7 +48,7 @@ class SecretReference(BaseModel):
         return self
 
     def read(self, field: str) -> str:
-        """The secret; `field` names it in errors. Raises SecretError if there is none."""
+        """Return the secret. Raises SecretError, which names `field`, if there is none."""
         if self.env is not None:
             place = f"the environment variable {self.env}"
             secret = os.environ.get(self.env, "")
@@ -64,7 +58,7 @@ class SecretReference(BaseModel):
             try:
                 secret = self.file.read_text(encoding="utf-8").rstrip("\r\n")
             except (OSError, ValueError) as error:
-                # The error of a wrong encoding would show bytes of the secret.
+                # The message of a UnicodeDecodeError would show bytes of the secret.
                 reason = getattr(error, "strerror", None) or "not UTF-8 text"
                 raise SecretError(f"{field}: cannot read {place}: {reason}") from None
         if not secret:

@@ -106,5 +106,5 @@ def _check_room(engine: ExperimentEngine, settings: ExperimentSettings) -> None:
     if room < settings.max_tokens:
         raise EvaluationError(
             f"{least:g} of the KV cache holds {room} tokens, an answer with its prompt up to "
-            f"{settings.max_tokens}: give more --kv-tokens or fewer --max-tokens"
+            f"{settings.max_tokens}: give more --kv-tokens or a smaller --context-length"
         )

@@ -38,7 +38,7 @@ def check_modes(experiments: Sequence[str], settings: ExperimentSettings) -> Non
     tables = [name for name in experiments if name in (TABLE_1, TABLE_2)]
     if tables and _TABLE_MODE not in settings.modes:
         raise EvaluationError(
-            f"--modes {','.join(settings.modes)} has no {_TABLE_MODE}: "
+            f"--methods {','.join(settings.modes)} has no {_TABLE_MODE}: "
             f"{' and '.join(tables)} can only be counted in its runs"
         )
 

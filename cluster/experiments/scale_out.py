@@ -155,14 +155,14 @@ def _load(
         # What an interrupted load has left, which a load test would not go on with.
         shutil.rmtree(out)
     arguments = [
-        "loadtest", "--target", served.url, "--workload", f"replay:{settings.trace}",
-        "--arrivals", f"closed:{settings.concurrency}", "--requests", str(settings.requests),
+        "loadtest", "run", "--target", served.url, "--replay", str(settings.trace),
+        "--concurrency", str(settings.concurrency), "--answers", str(settings.requests),
         "--repeats", str(settings.repeats), "--out", str(out),
     ]  # fmt: skip
     server_before_s = served.cpu_s()
     client_before_s = _children_cpu_s()
     done = subprocess.run(
-        [sys.executable, *APAR, *arguments, *([] if forked else ["--flat"])],
+        [sys.executable, *APAR, *arguments, *([] if forked else ["--no-fork"])],
         capture_output=True,
         text=True,
         check=False,

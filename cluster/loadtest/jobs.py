@@ -71,7 +71,7 @@ def find_model(target: Target, wanted: str | None) -> ModelCard:
     if answer.status_code in (401, 403):
         raise EvaluationError(
             f"--target {target.url} rejects the API key (HTTP {answer.status_code}); set "
-            "--api-key or OPENAI_API_KEY"
+            "the variable that --api-key-env names"
         )
     try:
         answer.raise_for_status()
@@ -91,8 +91,8 @@ def _chosen(target: Target, cards: list[ModelCard], wanted: str | None) -> Model
         if card.id == wanted or (wanted is None and len(cards) == 1):
             return card
     if wanted is None:
-        raise EvaluationError(f"--target {target.url} has {names or 'no model'}: set --model")
-    raise EvaluationError(f"--model {wanted!r}: {target.url} has {names or 'no model'}")
+        raise EvaluationError(f"--target {target.url} has {names or 'no model'}: set --model-name")
+    raise EvaluationError(f"--model-name {wanted!r}: {target.url} has {names or 'no model'}")
 
 
 REPLAY, PROMPTS = "replay", "prompts"
@@ -154,15 +154,15 @@ def build_jobs(settings: WorkloadSettings, card: ModelCard) -> PlannedJobs:
     """
     kind, colon, name = settings.spec.partition(":")
     if not colon or not name or kind not in (REPLAY, PROMPTS):
-        raise EvaluationError(f"--workload {settings.spec!r}: expected {FORMS}")
+        raise EvaluationError(f"workload {settings.spec!r}: expected {FORMS}")
     if settings.flat and kind != REPLAY:
-        raise EvaluationError(f"--flat: {settings.spec!r} is not a replay workload")
+        raise EvaluationError(f"--no-fork: {settings.spec!r} is not a replay workload")
     if kind == REPLAY:
         jobs, left_out = _replay_jobs(name, settings, card)
     else:
         jobs, left_out = _prompt_jobs(name, settings, card), 0
     if not jobs:
-        raise EvaluationError(f"--workload {settings.spec!r} contains no chat prompt")
+        raise EvaluationError(f"{settings.spec!r} contains no chat prompt")
     wanted = settings.requests or len(jobs)
     sent = [jobs[index % len(jobs)] for index in range(wanted)]
     return PlannedJobs(sent, left_out, repeated=max(wanted - len(jobs), 0))
@@ -206,7 +206,7 @@ def _tokenizer(settings: WorkloadSettings, card: ModelCard) -> str:
         if name is not None and Path(name).is_dir():
             return name
     raise EvaluationError(
-        f"--workload {settings.spec}: a replay needs the model's tokenizer; set --tokenizer to "
+        f"{settings.spec}: a replay needs the model's tokenizer; set --tokenizer to "
         f"the checkpoint folder of {card.id!r}"
     )
 

@@ -117,7 +117,7 @@ def ratio_table(runs: Sequence[Run]) -> ReportTable:
 def facts_of(run: Run) -> Mapping[str, str]:
     """Return the header of a report, warnings first."""
     settings = run.facts.settings
-    workload = settings.workload.spec + (" (flat)" if settings.workload.flat else "")
+    workload = settings.workload.spec + (" (without forks)" if settings.workload.flat else "")
     facts: dict[str, str] = {}
     if marks := marks_of(run):
         facts["Attention"] = "; ".join(marks)

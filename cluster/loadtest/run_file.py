@@ -249,7 +249,7 @@ class Run:
 
 
 class AnswerFile:
-    """Writes answers as a trace for `--workload replay:FILE`."""
+    """Writes answers as a trace for `--replay FILE`."""
 
     def __init__(self, path: Path) -> None:
         self._trace = TraceWriter(path)

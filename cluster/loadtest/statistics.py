@@ -7,7 +7,6 @@ narrow (the tests measure both). Within a single run, requests are resampled.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from apar_core.errors import EvaluationError
+from cluster.durations import parse_duration
 from cluster.loadtest.run_file import SAMPLE_S, RequestRecord
 
 
@@ -88,9 +88,6 @@ def values_of(name: str, records: Sequence[RequestRecord]) -> list[float]:
     return [value for value in found if value is not None]
 
 
-_VALUE = re.compile(r"([0-9.]+)\s*(ms|s)")
-_UNITS_S = {"ms": 0.001, "s": 1.0}
-
 Objectives = Mapping[str, float]
 """Maximum times in seconds, by name."""
 
@@ -108,7 +105,12 @@ def parse_slo(text: str) -> Objectives:
             raise EvaluationError(f"--slo {part!r}: unknown time {name!r}; known: {known}")
         if name in objectives:
             raise EvaluationError(f"--slo {text!r}: {name} is repeated")
-        objectives[name] = _seconds(part, value)
+        try:
+            objectives[name] = parse_duration(value)
+        except ValueError as error:
+            raise EvaluationError(f"--slo {part!r}: {error}") from error
+        if not objectives[name]:
+            raise EvaluationError(f"--slo {part!r}: the time must be above 0")
     if not objectives:
         raise EvaluationError(f"--slo {text!r} contains no objective; example: ttft=2s")
     return objectives
@@ -143,19 +145,6 @@ def unmeasured(records: Sequence[RequestRecord], objectives: Objectives) -> list
         and whole
         and all(REQUEST_TIMES[name].of(record) is None for record in whole)
     ]
-
-
-def _seconds(part: str, value: str) -> float:
-    matched = _VALUE.fullmatch(value)
-    try:
-        seconds = float(matched[1]) * _UNITS_S[matched[2]] if matched else 0.0
-    except ValueError:
-        seconds = 0.0
-    if seconds <= 0:
-        raise EvaluationError(
-            f"--slo {part!r}: {value!r} is not a positive duration; examples: 2s, 50ms"
-        )
-    return seconds
 
 
 LEAST_SAMPLES = 3

@@ -69,7 +69,7 @@ def fit_costs(points: Sequence[StepPoint], base_s: float | None = None) -> StepC
     if not points:
         raise SizingError(
             "no step times from the cluster: its engines made next to no steps meanwhile; put "
-            "load on it, or give --step-time-base-ms and --step-time-per-thread-ms"
+            "load on it, or give --step-time-base and --step-time-per-thread"
         )
     weight = sum(each.steps for each in points)
     threads = sum(each.steps * each.threads for each in points) / weight
@@ -87,7 +87,7 @@ def fit_costs(points: Sequence[StepPoint], base_s: float | None = None) -> StepC
         raise SizingError(
             f"{len(points)} measurements with {least:.0f} to {highest:.0f} threads do not tell the "
             "time of a step from that of its threads: measure while the load changes, or give "
-            "--step-time-base-ms"
+            "--step-time-base"
         )
     covariance = sum(e.steps * (e.threads - threads) * (e.seconds - seconds) for e in points)
     variance = sum(e.steps * (e.threads - threads) ** 2 for e in points)

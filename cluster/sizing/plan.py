@@ -147,7 +147,7 @@ def _caps(goals: Goals, shape: RequestShape, costs: StepCosts, memory: ReplicaMe
     if one.step_s(1) <= 0:
         raise SizingError(
             f"a step with one request takes no time ({costs.source}): any number of requests would "
-            "do; give --step-time-base-ms or --step-time-per-thread-ms as measured"
+            "do; give --step-time-base or --step-time-per-thread as measured"
         )
     return Caps(by_memory, by_threads, _by_token_time(goals.token_s, one))
 

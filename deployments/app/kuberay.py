@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ray import serve
 
 from cluster.config import ClusterConfig, ConfigError, problems_of
-from cluster.config.keys_file import check_keys_file
 from cluster.local_ray import SERVE_FLAGS
 from deployments.app.application import Surroundings, build_application
 
@@ -56,7 +55,7 @@ def application(args: dict[str, Any]) -> serve.Application:
     _check_flags()
     arguments = arguments_of(args)
     config = arguments.cluster
-    check_keys_file(config)
+    config.check_keys_file()
     surroundings = Surroundings(
         on_gpu=arguments.device == "gpu",
         num_replicas=config.num_replicas,

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from apar_core.errors import AparError
-from cluster.config.keys import ANONYMOUS, KeyConfig, check_keys, hash_of
-from cluster.config.keys_file import load_keys
+from cluster.config.keys import ANONYMOUS, KeyConfig, check_keys, hash_of, load_keys
 from cluster.config.limits import LimitsConfig, open_storage
 from deployments.gateway.rate_limits import Admission, CounterStore, KeyRates
 from deployments.wire.answer import Headers

@@ -172,7 +172,7 @@ class Gateway:
             else:
                 await self._describe(caller, scope, exchange)
         except (RequestError, CapacityError) as error:
-            self.metrics.refused(error, caller)
+            self.metrics.rejected(error.reason, caller)
             if caller is not None:
                 exchange.rate_headers = await caller.rate_headers()
             await send_error(exchange.send, answer_for(error))

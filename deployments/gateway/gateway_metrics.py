@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from enum import StrEnum
 from http import HTTPStatus
 
-from apar_core.errors import CapacityError, RequestError
 from cluster.config.keys import ANONYMOUS, KeyConfig
 from cluster.metrics import catalogue
 from deployments.gateway.body import COMPLETION_PATHS
@@ -68,12 +67,8 @@ class GatewayMetrics:
         for outcome in (Outcome.CLIENT_ERROR, Outcome.SERVER_ERROR, Outcome.CANCELLED):
             self.recorder.inc(catalogue.REQUESTS, 0, model=UNKNOWN, outcome=outcome.value)
 
-    def refused(self, error: RequestError | CapacityError, caller: Caller | None) -> None:
-        """Count a request that the gateway refused."""
-        self.rejected(error.reason, caller)
-
     def rejected(self, reason: str, caller: Caller | None = None) -> None:
-        """Count a request that reached no replica."""
+        """Count a refused request, which reached no replica."""
         key = None if caller is None else caller.key
         key_class = ANONYMOUS if key is None else key.metrics_class
         self.recorder.inc(catalogue.REQUESTS_REJECTED, reason=reason, key_class=key_class)

@@ -40,9 +40,16 @@ STORE_FAILURES = (StorageError, OSError)  # TimeoutError is an OSError.
 class CounterStore:
     """One-minute sliding windows; all keys of a gateway share the knowledge of a failure."""
 
-    def __init__(self, storage: Storage, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        answer_s: float = _ANSWER_S,
+    ) -> None:
         self._storage = cast("SlidingWindowCounterSupport", storage)
         self._clock = clock
+        self._answer_s = answer_s
         self._silent_until_s = clock()
 
     async def read(self, place: str) -> tuple[int, float, int, float]:
@@ -59,7 +66,7 @@ class CounterStore:
         if self._clock() < self._silent_until_s:
             raise StoreSilentError
         try:
-            async with asyncio.timeout(_ANSWER_S):
+            async with asyncio.timeout(self._answer_s):
                 return await ask()
         except STORE_FAILURES as error:
             self._silent_until_s = self._clock() + _SILENCE_S

@@ -50,7 +50,9 @@ def test_real_answers_are_counted_as_the_sources_figures_say(tmp_path: Path) -> 
 @needs_data
 def test_the_papers_numbers_stand_beside_those_of_its_benchmarks(tmp_path: Path) -> None:
     answers = DATA / "mt_bench_answers" / "vicuna-7b-v1.3.jsonl"
-    report = speed(tmp_path, "--replay", answers, "--count-only", "--questions", DATA / "fastchat")
+    report = speed(
+        tmp_path, "--replay", answers, "--count-only", "--benchmark-files", DATA / "fastchat"
+    )
 
     [row] = report["tables"]["table1_max_cached_tokens"]["rows"]
     assert row[:2] == ["MT Bench", "vicuna-7b-v1.3"]
@@ -61,7 +63,7 @@ def test_the_papers_numbers_stand_beside_those_of_its_benchmarks(tmp_path: Path)
 
 
 def test_the_embedded_model_forks_where_plain_decoding_goes_on_alone(tmp_path: Path) -> None:
-    arguments = ("--prompts", "held-out", "--limit", "4", "--device", "cpu")
+    arguments = ("--prompts", "held-out", "--answers", "4", "--device", "cpu")
     report = speed(tmp_path, *arguments)
     first = (tmp_path / "answers.jsonl").read_text()
 

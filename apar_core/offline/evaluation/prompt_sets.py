@@ -154,7 +154,7 @@ def _get(client: httpx.Client, url: str, file: BenchmarkFile, show: ShowBytes) -
     except httpx.HTTPError as error:
         raise EvaluationError(
             f"{url} cannot be reached ({type(error).__name__}: {error}); without a network, give "
-            "a folder with the files: --questions FOLDER"
+            "a folder with the files: --benchmark-files FOLDER"
         ) from error
     return bytes(content)
 

@@ -127,12 +127,12 @@ class SpeedSettings(BaseModel):
 
 def check_settings(settings: SpeedSettings) -> None:
     """Raise EvaluationError, naming the options, for invalid combinations."""
-    named = [("--decoder", name) for name in settings.decoders]
+    named = [("--decoders", name) for name in settings.decoders]
     for option, name in [*named, ("--against", settings.baseline)]:
         if name is not None and name not in DECODER_NAMES:
             raise EvaluationError(f"{option} {name!r} is not one of {', '.join(DECODER_NAMES)}")
     if len({*settings.decoders, settings.baseline_name}) <= len(settings.decoders):
-        raise EvaluationError("--decoder and --against name the same decoder twice")
+        raise EvaluationError("--decoders and --against name the same decoder twice")
     if settings.baseline_model is not None:
         if settings.baseline not in (PLAIN, "vanilla_apar"):
             raise EvaluationError(

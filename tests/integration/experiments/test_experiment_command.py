@@ -45,8 +45,8 @@ def test_figures_and_tables_of_one_folder_come_from_the_same_runs(
     tmp_path: Path, trace: Path
 ) -> None:
     out = tmp_path / "out"
-    options: list[str | Path] = ["--trace", trace, "--mixed", trace, "--quick"]
-    options += ["--answers", "10", "--kv-shares", "0.2,0.9", "--concurrencies", "1,4"]
+    options: list[str | Path] = ["--trace", trace, "--mixed-trace", trace, "--quick"]
+    options += ["--answers", "10", "--kv-shares", "0.2,0.9", "--concurrency", "1,4"]
 
     first = run("fig5a", *options, out=out)
     assert first.returncode == 0, first.stderr
@@ -88,7 +88,7 @@ def test_figures_and_tables_of_one_folder_come_from_the_same_runs(
 @pytest.mark.cluster
 def test_a_served_replica_answers_the_load_of_scale_out(tmp_path: Path, trace: Path) -> None:
     out = tmp_path / "new" / "out"
-    options = ("--replicas", "1", "--requests", "6", "--repeats", "1", "--simulated-s", "0")
+    options = ("--replicas", "1", "--answers", "6", "--repeats", "1", "--simulated", "0s")
 
     done = run("scale-out", "--trace", trace, *options, out=out)
 

@@ -57,8 +57,9 @@ def by_apar(load: Load, folder: Path) -> Seen:
     prompts.write_text("".join(f"{prompt}\n" for prompt in load.prompts))
     out = folder / "apar"
     _run(
-        [sys.executable, "-c", _APAR, "loadtest", "--target", load.url, "--model", load.model,
-         "--workload", f"prompts:{prompts}", "--arrivals", f"closed:{load.concurrency}",
+        [sys.executable, "-c", _APAR, "loadtest", "run",
+         "--target", load.url, "--model-name", load.model,
+         "--prompts", str(prompts), "--concurrency", str(load.concurrency),
          "--max-tokens", str(load.num_tokens), "--ignore-eos", "--warm-up", "1",
          "--out", str(out)],
     )  # fmt: skip

@@ -18,7 +18,7 @@ from tests.integration.serving.apar_process import TINY, serving
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-COMMAND = (sys.executable, "-c", "from cluster.cli.main import app; app()", "loadtest")
+COMMAND = (sys.executable, "-c", "from cluster.cli.main import app; app()", "loadtest", "run")
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,17 @@ def test_recorded_answers_are_generated_again_forked_and_flat(
 ) -> None:
     trace, again, flat_again = (tmp_path / f"{name}.jsonl" for name in ("trace", "again", "flat"))
     load(
-        application, tmp_path / "record", "--workload", "prompts:held-out", "--requests", "24",
-        "--arrivals", "closed:8", "--save-answers", str(trace),
+        application, tmp_path / "record", "--prompts", "held-out", "--answers", "24",
+        "--concurrency", "8", "--save-answers", str(trace),
     )  # fmt: skip
     # A repeat may be over within seconds.
-    replay = ["--workload", f"replay:{trace}", "--repeats", "2", "--arrivals", "all"]
-    replay += ["--sample-s", "0.2"]
+    replay = ["--replay", str(trace), "--repeats", "2", "--rate", "inf"]
+    replay += ["--sample-every", "200ms"]
     forked = load(
         application, tmp_path / "forked", *replay, "--save-answers", str(again)
     )  # fmt: skip
     flat = load(
-        application, tmp_path / "flat", *replay, "--flat", "--save-answers", str(flat_again)
+        application, tmp_path / "flat", *replay, "--no-fork", "--save-answers", str(flat_again)
     )  # fmt: skip
 
     recorded = {line.id: (line.prompt, line.response) for line in read_trace(trace)}

@@ -239,7 +239,7 @@ def serving(folder: Path, *models: dict[str, Any], **fields: Any) -> Iterator[Se
     config.write_text(yaml.safe_dump({"port": port, "models": list(models)} | fields))
     logs = fields.get("logging", {}).get("folder")
     with apar_serve("--config", str(config), log=log, main=WINDOW) as process:
-        wait_for(log, "Ctrl-C stops it", process)
+        wait_for(log, "Press Ctrl-C to stop", process)
         url = f"http://127.0.0.1:{port}"
         yield Server(process, config, log, url, None if logs is None else Path(logs))
         if process.poll() is None:

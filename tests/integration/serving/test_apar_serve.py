@@ -44,7 +44,7 @@ def test_the_default_model_is_served_until_ctrl_c_stops_everything(tmp_path: Pat
     config = tmp_path / "config.yaml"
     config.write_text("models: [{cpu_threads: 1}]\n")
     with apar_serve("--port", str(port), "--config", str(config), log=log) as process:
-        said = wait_for(log, "Ctrl-C stops it", process)
+        said = wait_for(log, "Press Ctrl-C to stop", process)
         command = next(line for line in said.splitlines() if line.startswith("curl "))
         answer = subprocess.run(command, shell=True, capture_output=True, timeout=60, check=True)
         logged = wait_for(log, '"event": "request"', process)

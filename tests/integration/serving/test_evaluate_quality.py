@@ -21,9 +21,9 @@ def test_a_judge_that_gives_no_ratings_is_counted_and_not_waited_for(
 ) -> None:
     out = tmp_path / "quality"
     arguments = [
-        *("evaluate", "quality", "--prompts", "vicuna-bench", "--limit", "3"),
-        *("--questions", str(FASTCHAT), "--out", str(out), "--rating-attempts", "2"),
-        *("--model-endpoint", f"{server.url}/v1", "--model", "apar-tiny"),
+        *("evaluate", "quality", "--prompts", "vicuna-bench", "--answers", "3"),
+        *("--benchmark-files", str(FASTCHAT), "--out", str(out), "--rating-attempts", "2"),
+        *("--target", f"{server.url}/v1", "--model-name", "apar-tiny"),
         *("--judge", f"{server.url}/v1", "--judge-model", "apar-tiny"),
         *("--max-tokens", "60", "--max-judgment-tokens", "40"),
     ]

@@ -53,11 +53,11 @@ def run(*arguments: str) -> dict[str, Any]:
 def test_a_loaded_cluster_is_shown_as_it_is(tmp_path: Path) -> None:
     port = free_port()
     page = f"127.0.0.1:{port}"
-    once = ("monitor", "--metrics", page, "--once", "--json", "--interval", "1")
+    once = ("monitor", "--metrics", page, "--once", "--json", "--interval", "1s")
     with serving(tmp_path, TINY | {"replicas": 2}, metrics={"port": port}) as server:
         with loaded(server.url, 8):
             time.sleep(6)
-            shown = run("monitor", "--metrics", page, "--once", "--json", "--interval", "8")
+            shown = run("monitor", "--metrics", page, "--once", "--json", "--interval", "8s")
             # At any one moment an engine may have nothing to do.
             readings = [shown, *(run(*once) for _ in range(4))]
         text = subprocess.run(
@@ -93,7 +93,7 @@ def test_step_times_are_measured_on_the_running_cluster(tmp_path: Path) -> None:
     with serving(tmp_path, TINY, metrics={"port": port}) as server, loaded(server.url, 1):
         planning = subprocess.Popen(
             [*COMMAND, "plan", "--rate", "3", "--model", "apar-tiny", "--measure-from",
-             f"127.0.0.1:{port}", "--measure-s", "30", "--json"],
+             f"127.0.0.1:{port}", "--measure-for", "30s", "--json"],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         time.sleep(14)
@@ -125,7 +125,7 @@ def test_a_watch_goes_on_through_a_restart_of_the_server(tmp_path: Path) -> None
 
     with serving(first, TINY, metrics={"port": port}), log.open("w") as output:
         watching = subprocess.Popen(
-            [*COMMAND, "monitor", "--metrics", f"127.0.0.1:{port}", "--json", "--interval", "0.5"],
+            [*COMMAND, "monitor", "--metrics", f"127.0.0.1:{port}", "--json", "--interval", "0.5s"],
             stdout=output,
         )
         before = wait_for(lambda shown: shown["replicas"])

@@ -174,9 +174,9 @@ def test_more_waiting_work_never_means_fewer_replicas(
 
 
 def test_bounds_must_be_in_order_and_replicas_are_given_once() -> None:
-    with pytest.raises(ValidationError, match="min_replicas 3 is over max_replicas 2"):
+    with pytest.raises(ValidationError, match="min_replicas 3 is above max_replicas 2"):
         AutoscalingConfig(min_replicas=3, max_replicas=2)
-    with pytest.raises(ValidationError, match="leave it out beside `autoscaling`"):
+    with pytest.raises(ValidationError, match="replicas: not allowed with `autoscaling`"):
         ModelConfig(replicas=1, autoscaling=AutoscalingConfig(max_replicas=2))
 
 

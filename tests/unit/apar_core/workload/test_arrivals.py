@@ -11,34 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from apar_core.errors import EvaluationError
-from apar_core.workload.arrivals import (
-    AllAtOnce,
-    ClosedLoop,
-    GammaArrivals,
-    OpenLoop,
-    parse,
-    read_timestamps,
-)
+from apar_core.workload.arrivals import AllAtOnce, GammaArrivals, read_arrivals, read_timestamps
 
 AZURE = Path(__file__).resolve().parents[5] / "shared/data/arrivals/AzureLLMInferenceTrace_conv.csv"
-
-
-def open_loop(spec: str) -> OpenLoop:
-    arrivals = parse(spec)
-    assert not isinstance(arrivals, ClosedLoop)
-    return arrivals
 
 
 def gaps(times: list[float]) -> list[float]:
     return [after - before for before, after in pairwise([0.0, *times])]
 
 
-def test_each_form_says_what_it_means() -> None:
-    assert parse("all") == AllAtOnce()
-    assert open_loop("all").times_s(3, seed=1) == [0.0, 0.0, 0.0]
-    assert parse("closed:32") == ClosedLoop(32)
-    assert parse("poisson:4.5") == GammaArrivals(4.5, 1.0)
-    assert parse("gamma:4,cv=2") == GammaArrivals(4.0, 2.0)
+def test_all_at_once_is_at_the_start() -> None:
+    assert AllAtOnce().times_s(3, seed=1) == [0.0, 0.0, 0.0]
 
 
 @settings(max_examples=30, deadline=None)
@@ -51,7 +34,7 @@ def test_random_arrivals_have_their_rate_and_their_burstiness(
     rate: float, cv: float, seed: int
 ) -> None:
     number = 20_000
-    arrivals = open_loop(f"gamma:{rate},cv={cv}")
+    arrivals = GammaArrivals(rate, cv)
 
     times = arrivals.times_s(number, seed)
 
@@ -65,7 +48,7 @@ def test_random_arrivals_have_their_rate_and_their_burstiness(
 
 
 def test_a_poisson_process_has_a_cv_of_one_and_independent_gaps() -> None:
-    between = gaps(open_loop("poisson:8").times_s(50_000, seed=3))
+    between = gaps(GammaArrivals(8).times_s(50_000, seed=3))
 
     assert statistics.fmean(between) == pytest.approx(1 / 8, rel=0.02)
     assert statistics.pstdev(between) == pytest.approx(1 / 8, rel=0.03)
@@ -77,15 +60,15 @@ def test_recorded_seconds_keep_their_gaps_in_a_random_window(tmp_path: Path, con
     path = tmp_path / "times.txt"
     path.write_text(content)
 
-    as_recorded = open_loop(f"trace:{path}").times_s(6, seed=0)
-    scaled = open_loop(f"trace:{path},rate=4").times_s(6, seed=0)
+    as_recorded = read_arrivals(path, None).times_s(6, seed=0)
+    scaled = read_arrivals(path, 4).times_s(6, seed=0)
 
     recorded = [1.5, 0.0, 2.5]
     windows = [[recorded[(start + i) % 3] for i in range(6)] for start in range(3)]
     assert gaps(as_recorded) in windows
     assert scaled[-1] == pytest.approx(6 / 4)
     assert gaps(scaled) == pytest.approx([gap * 6 / 4 / 8 for gap in gaps(as_recorded)])
-    starts = {tuple(open_loop(f"trace:{path}").times_s(3, seed=seed)) for seed in range(20)}
+    starts = {tuple(read_arrivals(path, None).times_s(3, seed=seed)) for seed in range(20)}
     assert len(starts) == 3
 
 
@@ -96,8 +79,8 @@ def test_a_production_services_gaps_are_kept_at_any_rate() -> None:
     # From 18:15:46 to 19:14:09 on one day.
     assert times[-1] - times[0] == pytest.approx(58 * 60 + 23, abs=2)
 
-    as_recorded = open_loop(f"trace:{AZURE}").times_s(5000, seed=1)
-    scaled = open_loop(f"trace:{AZURE},rate=2").times_s(5000, seed=1)
+    as_recorded = read_arrivals(AZURE, None).times_s(5000, seed=1)
+    scaled = read_arrivals(AZURE, 2).times_s(5000, seed=1)
 
     recorded = {round(after - before, 4) for before, after in pairwise(times)}
     assert {round(gap, 4) for gap in gaps(as_recorded)} <= recorded
@@ -127,31 +110,6 @@ def test_a_moment_may_have_any_number_of_digits_and_a_zone(
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("", "arrivals '': unknown; give all, closed:N"),
-        ("burst:3", "arrivals 'burst:3': unknown"),
-        ("all:3", "arrivals 'all:3': `all` takes nothing"),
-        ("closed", "arrivals 'closed': .*must be 1 or more, not ''"),
-        ("closed:0", "must be 1 or more, not '0'"),
-        ("closed:-1", "must be 1 or more"),
-        ("closed:2.5", "must be 1 or more"),
-        ("poisson:x", "arrivals 'poisson:x': the rate must be a number above 0, not 'x'"),
-        ("poisson:0", "the rate must be"),
-        ("poisson:nan", "the rate must be"),
-        ("poisson:inf", "the rate must be"),
-        ("gamma:4", "needs a rate and a coefficient of variation"),
-        ("gamma:4,shape=2", "needs a rate and a coefficient of variation"),
-        ("gamma:4,cv=0", "the cv must be a number above 0, not '0'"),
-        ("trace:none.csv,rate=2", "none.csv cannot be read"),
-    ],
-)
-def test_what_cannot_be_meant_is_named(spec: str, message: str) -> None:
-    with pytest.raises(EvaluationError, match=message):
-        parse(spec)
-
-
-@pytest.mark.parametrize(
     ("content", "message"),
     [
         ("1\ntwo\n", r"row 2: neither seconds nor a table with TIMESTAMP: \['two'\]"),
@@ -172,13 +130,4 @@ def test_a_file_without_times_is_refused_with_its_row(
     path.write_text(content)
 
     with pytest.raises(EvaluationError, match=message):
-        parse(f"trace:{path},rate=2")
-
-
-def test_a_path_may_have_a_comma(tmp_path: Path) -> None:
-    path = tmp_path / "a,rate=b.txt"
-    path.write_text("1\n2\n")
-
-    with pytest.raises(EvaluationError, match="the rate must be a number above 0"):
-        parse(f"trace:{path}")
-    assert open_loop(f"trace:{path},rate=5").times_s(2, seed=0) == pytest.approx([0.2, 0.4])
+        read_arrivals(path, 2)

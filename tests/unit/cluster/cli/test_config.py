@@ -89,7 +89,7 @@ def test_show_prints_a_file_that_means_the_same(file: Path, tmp_path: Path) -> N
 
     written, read = load_config(file, {}, {}), load_config(again, {}, {})
 
-    assert "2 x 64 requests, 256 threads a replica" in shown
+    assert "2 x 64 requests, 256 threads per replica" in shown
     assert yaml.safe_load(shown)["models"][0]["max_concurrency"] == 64
     assert [m.public_name for m in read.models] == [m.public_name for m in written.models]
     assert [m.threads_per_replica for m in read.models] == [256, 256]

@@ -61,7 +61,7 @@ def test_the_report_shows_kinds_refusals_and_samples(source: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("[]", "hold no chats"), ("{", "No answer could be used")]
+    ("text", "words"), [("[]", "contain no chats"), ("{", "No answer could be used")]
 )
 def test_a_run_without_a_use_says_so(tmp_path: Path, text: str, words: str) -> None:
     source = tmp_path / "chats.json"
@@ -139,7 +139,6 @@ def test_a_full_folder_is_refused_without_overwrite(source: Path, tmp_path: Path
 
 def test_bad_options_are_usage_errors(source: Path, tmp_path: Path) -> None:
     assert run(tmp_path / "none.json", "--out", tmp_path / "out")[0] == 2
-    assert run(source)[0] == 2
     for option in ("--structured", "--unstructured", "--seed"):
         assert run(source, "--out", tmp_path / "out", option, "-1")[0] == 2
     assert run(source, "--out", tmp_path / "out", "--workers", "0")[0] == 2
@@ -170,7 +169,7 @@ def test_ctrl_c_leaves_nothing_and_no_traceback(tmp_path: Path, workers: str) ->
         _, errors = process.communicate(timeout=20)
 
     assert process.returncode == 130
-    assert "interrupted; nothing was written" in errors
+    assert "Interrupted; nothing was written" in errors
     assert "Traceback" not in errors
     assert list(tmp_path.iterdir()) == [source]
 

@@ -50,7 +50,7 @@ def test_answers_are_judged_and_reported(tmp_path: Path) -> None:
     with judge_server(lambda _body, _number: Reply(text="Fine. [[7]]")) as server:
         code, output = run(
             *("quality", "--judge", server.url, "--judge-model", "judge", "--out", tmp_path / "o"),
-            *("--answers", answer_file(tmp_path), "--questions", FASTCHAT),
+            *("--answer-file", answer_file(tmp_path), "--benchmark-files", FASTCHAT),
             *("--prompt-price", "10", "--completion-price", "30"),
         )
 
@@ -84,8 +84,8 @@ def test_a_judge_gets_the_limit_and_temperature_that_it_takes(
     with judge_server(reasoning_judge) as server:
         code, output = run(
             *("quality", "--judge", server.url, "--judge-model", "judge"),
-            *("--out", str(tmp_path / "o"), "--answers", str(answer_file(tmp_path))),
-            *("--questions", str(FASTCHAT), *options),
+            *("--out", str(tmp_path / "o"), "--answer-file", str(answer_file(tmp_path))),
+            *("--benchmark-files", str(FASTCHAT), *options),
         )
 
     assert code == 0, output
@@ -100,7 +100,7 @@ def test_a_further_attempt_at_a_rating_is_not_greedy(tmp_path: Path) -> None:
     with judge_server(shy) as server:
         code, output = run(
             *("quality", "--judge", server.url, "--judge-model", "judge", "--out", tmp_path / "o"),
-            *("--answers", answer_file(tmp_path), "--questions", FASTCHAT),
+            *("--answer-file", answer_file(tmp_path), "--benchmark-files", FASTCHAT),
         )
 
     assert code == 0, output
@@ -112,11 +112,11 @@ def test_a_judge_that_fails_leaves_exit_code_1_and_the_way_on(tmp_path: Path) ->
     with judge_server(lambda _body, _number: Reply(400, "no [thing]")) as server:
         code, output = run(
             *("quality", "--judge", server.url, "--judge-model", "judge", "--out", tmp_path / "o"),
-            *("--answers", answer_file(tmp_path), "--questions", FASTCHAT),
+            *("--answer-file", answer_file(tmp_path), "--benchmark-files", FASTCHAT),
         )
 
     assert code == 1
-    assert "2 failed; run the same command again to go on" in output
+    assert "2 requests failed; run the same command again to continue" in output
     assert "HTTP 400, no [thing]" in output
     assert (tmp_path / "o" / "report.md").is_file()
 
@@ -124,11 +124,14 @@ def test_a_judge_that_fails_leaves_exit_code_1_and_the_way_on(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--judge", "localhost:1", "--judge-model", "x"), "'localhost:1' is no URL"),
-        (("--judge", "http://x/v1", "--judge-model", "x"), "nothing to judge"),
+        (("--judge", "localhost:1", "--judge-model", "x"), "'localhost:1' is not a URL"),
         (
-            ("--judge", "http://x/v1", "--judge-model", "x", "--model-endpoint", "http://y/v1"),
-            "needs the name of its --model",
+            ("--judge", "http://x/v1", "--judge-model", "x"),
+            "nothing to rate: give --answer-file",
+        ),
+        (
+            ("--judge", "http://x/v1", "--judge-model", "x", "--target", "http://y/v1"),
+            "--target http://y/v1 also needs --model-name",
         ),
         (
             ("--judge", "http://x/v1", "--judge-model", "x", "--prompts", "mt"),
@@ -148,7 +151,7 @@ def test_a_judge_that_fails_leaves_exit_code_1_and_the_way_on(tmp_path: Path) ->
 def test_options_that_cannot_be_used_are_told_in_one_line(
     tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    code, output = run("quality", *arguments, "--out", tmp_path, "--questions", FASTCHAT)
+    code, output = run("quality", *arguments, "--out", tmp_path, "--benchmark-files", FASTCHAT)
 
     assert code == 1
     assert message in output
@@ -192,7 +195,7 @@ def test_a_checkpoint_without_control_tokens_is_measured_by_plain(
     tmp_path: Path, original: Path, questions: Path
 ) -> None:
     code, output = run(
-        *("speed", "--model", original, "--decoder", "plain", "--against", "none"),
+        *("speed", "--model", original, "--decoders", "plain", "--against", "none"),
         *("--prompts", questions, "--out", tmp_path / "out", "--max-tokens", "20"),
     )
 
@@ -203,7 +206,7 @@ def test_a_checkpoint_without_control_tokens_is_measured_by_plain(
 def test_the_original_model_is_the_baseline_with_its_own_answers(
     tmp_path: Path, original: Path, questions: Path
 ) -> None:
-    arguments = ("speed", "--against-model", original, "--prompts", questions, "--limit", "1")
+    arguments = ("speed", "--against-model", original, "--prompts", questions, "--answers", "1")
     code, output = run(*arguments, "--out", tmp_path / "out", "--max-tokens", "60")
 
     assert code == 0, output
@@ -254,7 +257,7 @@ def test_a_checkpoint_without_control_tokens_cannot_fork(
     [
         (("--count-only",), "--count-only needs answers to --replay"),
         (("--prompts", "mt"), "'mt' is neither one of vicuna-bench, mt-bench, held-out"),
-        (("--decoder", "fast"), "--decoder 'fast' is not one of plain"),
+        (("--decoders", "fast"), "--decoders 'fast' is not one of plain"),
         (("--against", "vanilla_apar"), "the same decoder twice"),
         (
             ("--against", "none", "--against-model", "o"),

@@ -1,58 +1,104 @@
+"""`apar experiment`: what its options mean and which are refused, before anything starts."""
+
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from apar_core.errors import EvaluationError
 from cluster.cli.main import app
+from cluster.experiments.peers.methods import METHODS
+from cluster.experiments.peers.runs import PeerSettings
+from cluster.experiments.scale_out import ReplicasRun
+from cluster.experiments.settings import ExperimentSettings
 
-RUNNER = CliRunner()
-
-
-def refused(*arguments: str) -> str:
-    result = RUNNER.invoke(app, ["experiment", *arguments], env={"COLUMNS": "250"})
-    assert result.exit_code != 0
-    return " ".join(result.output.split())
+TRACE = '{"id": "a", "prompt": "How?", "response": "Ten."}\n'
 
 
-@pytest.mark.parametrize("command", ["fig5a", "fig5b", "table1", "table2", "all", "step-curve"])
+def run(*arguments: str) -> tuple[int, str]:
+    environment = {"COLUMNS": "300", "TERM": "dumb"}
+    result = CliRunner().invoke(app, ["experiment", *arguments], env=environment)
+    return result.exit_code, " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "fig5a", "fig5b", "table1", "table2", "all", "step-curve", "peers", "fork-cost",
+        "profile", "scheduler-cost", "scale-out",
+    ],
+)  # fmt: skip
 def test_each_command_explains_itself(command: str) -> None:
-    result = RUNNER.invoke(app, ["experiment", command, "--help"])
+    code, output = run(command, "--help")
 
-    assert result.exit_code == 0
-    assert "--out" in result.output
+    assert code == 0
+    assert f"apar experiment {command}" in output
 
 
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
         ("--kv-shares", "0.5,1.5", "a share of the KV cache is at most 1, not 1.5"),
-        ("--modes", "sequential,greedy", "--modes"),
-        ("--concurrencies", "1,none", "--concurrencies"),
-        ("--engine", "{enforce_eager", "'{enforce_eager' is no JSON"),
-        ("--engine", "[1]", "is no JSON object"),
+        ("--methods", "sequential,greedy", "'greedy' is not one of sequential, eager, adaptive"),
+        (
+            "--concurrency",
+            "1,none",
+            "Invalid value for '--concurrency': 'none' is not a whole number",
+        ),
+        ("--concurrency", "1,0", "0 is less than 1"),
+        ("--sample-every", "3", "'3' is not a duration: write a number and a unit, such as 2s"),
+        ("--engine", "{enforce_eager", "'{enforce_eager' is not JSON"),
+        ("--engine", "[1]", "is not a JSON object"),
     ],
 )
 def test_a_wrong_option_is_named_with_its_value(
     tmp_path: Path, option: str, value: str, message: str
 ) -> None:
-    output = refused("fig5a", "--trace", "answers.jsonl", "--out", str(tmp_path), option, value)
+    given = ("--trace", "answers.jsonl", "--out", str(tmp_path), option, value)
+    code, output = run("fig5a", *given)
 
+    assert code == 2
     assert message in output
+
+
+def test_the_concurrency_is_the_points_of_figure_5b_and_the_limit_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[ExperimentSettings] = []
+
+    def run_experiments(names: object, settings: ExperimentSettings, *_: object) -> list[Path]:
+        made.append(settings)
+        return []
+
+    monkeypatch.setattr("cluster.experiments.run.run_experiments", run_experiments)
+    given = ("--trace", "t", "--out", str(tmp_path), "--sample-every", "500ms")
+
+    assert run("all", *given, "--concurrency", "1,8,2", "--kv-shares", "0.2,0.9")[0] == 0
+    assert run("fig5a", *given)[0] == 0
+
+    assert (made[0].concurrencies, made[0].max_requests) == ((1, 8, 2), 8)
+    assert (made[0].kv_shares, made[0].sample_s) == ((0.2, 0.9), 0.5)
+    assert made[1].max_requests == ExperimentSettings(trace=Path("t")).max_requests
 
 
 def test_a_trace_that_is_not_there_is_named(tmp_path: Path) -> None:
     missing = tmp_path / "none.jsonl"
 
-    assert "none.jsonl" in refused("fig5a", "--trace", str(missing), "--out", str(tmp_path / "o"))
+    code, output = run("fig5a", "--trace", str(missing), "--out", str(tmp_path / "o"))
+
+    assert code == 1
+    assert "none.jsonl" in output
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ("1,x", "'x' is no number of rows"),
-        ("1,", "'' is no number of rows"),
-        ("0,2", "'0' is no number of rows"),
-        ("8,8", "'8,8' has one number: a line takes two"),
+        ("1,x", "'x' is not a whole number"),
+        ("1,", "'' is not a whole number"),
+        ("0,2", "0 is less than 1"),
+        ("8,8", "--rows needs two different numbers"),
     ],
 )
 def test_rows_of_the_step_curve_are_two_numbers_or_more(
@@ -60,5 +106,103 @@ def test_rows_of_the_step_curve_are_two_numbers_or_more(
 ) -> None:
     out = tmp_path / "out"
 
-    assert message in refused("step-curve", "--out", str(out), "--rows", rows)
+    assert message in run("step-curve", "--out", str(out), "--rows", rows)[1]
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--methods", "sequential,magic"), "no method magic"),
+        (("--methods", "eager"), "sequential must be among the methods"),
+        (("--kv-shares", "0.3,1.5"), "--kv-shares: a share of the KV cache is at most 1, not 1.5"),
+        (("--kv-shares", "0.3,x"), "Invalid value for '--kv-shares': 'x' is not a number"),
+    ],
+)
+def test_a_comparison_that_cannot_be_made_is_refused(
+    tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(TRACE)
+
+    code, output = run("peers", "--trace", str(trace), "--out", str(tmp_path / "out"), *options)
+
+    assert code == 2
+    assert message in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_that_are_not_given_leave_the_settings_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[PeerSettings] = []
+
+    def run_peers(settings: PeerSettings, *_: object) -> None:
+        made.append(settings)
+        raise EvaluationError("stop here")
+
+    monkeypatch.setattr("cluster.experiments.peers.experiment.run_peers", run_peers)
+
+    code, output = run("peers", "--trace", str(tmp_path / "t"), "--out", str(tmp_path / "out"))
+
+    assert (code, "stop here" in output) == (1, True)
+    assert (made[0].methods, made[0].kv_shares) == (tuple(METHODS), (0.3, 0.9))
+    assert made[0].max_requests == PeerSettings(trace=tmp_path / "t").max_requests
+
+
+def test_a_missing_trace_is_named(tmp_path: Path) -> None:
+    code, output = run("peers", "--trace", str(tmp_path / "none"), "--out", str(tmp_path / "out"))
+
+    assert code == 1
+    assert "none cannot be read" in output
+
+
+def test_threads_that_do_not_make_whole_requests_are_refused() -> None:
+    code, output = run("scheduler-cost", "--threads", "2001", "--threads-per-request", "8")
+
+    assert code == 2
+    assert "--threads 2001 is not a multiple of --threads-per-request 8" in output
+
+
+def test_a_simulated_model_that_is_not_there_is_named_before_anything_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[object] = []
+
+    def serve(*given: object) -> list[object]:
+        served.append(given)
+        return []
+
+    monkeypatch.setattr("cluster.experiments.scale_out.run_replicas", serve)
+    for name in ("traces", "arrivals"):
+        (tmp_path / name).mkdir()
+    options = ("--simulation-data", str(tmp_path), "--simulated-model", "70b-roofline")
+
+    code, output = run("scale-out", "--trace", "t", "--out", str(tmp_path / "out"), *options)
+
+    assert code == 1
+    assert "--simulated-model '70b-roofline': there are 7b-roofline, tiny-measured" in output
+    assert not served
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_recordings_the_report_says_what_the_simulation_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serve(settings: object, replicas: int, *_: object) -> list[ReplicasRun]:
+        figures = dict.fromkeys(("duration_s", "latency_mean_s", "server_cpu_s", "client_cpu_s"), 1)
+        return [
+            ReplicasRun(replicas=replicas, forked=forked, text_tokens=100, **figures)
+            for forked in (False, True)
+        ]
+
+    monkeypatch.setattr("cluster.experiments.scale_out.run_replicas", serve)
+    out = tmp_path / "out"
+
+    code, output = run(
+        "scale-out", "--trace", "t", "--out", str(out), "--simulation-data", str(tmp_path / "none")
+    )
+
+    assert code == 0
+    assert "More replicas: not simulated: in the repository" in output
+    assert "(scale-out.png)" in (out / "report.md").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from apar_core.workload.trace import read_trace
@@ -20,25 +22,29 @@ from cluster.metrics import catalogue
 from tests.fakes.chat_server import Reply, chat_server
 from tests.fakes.metrics_page import busy_page, served
 
-COMMAND = [sys.executable, "-c", "from cluster.cli.main import app; app()", "loadtest"]
+COMMAND = [sys.executable, "-c", "from cluster.cli.main import app; app()", "loadtest", "run"]
 DEADLINE_S = 60.0
 
 
 def prompts(folder: Path, number: int = 6) -> str:
     path = folder / "prompts.txt"
     path.write_text("".join(f"Question {each}?\n" for each in range(number)))
-    return f"prompts:{path}"
+    return str(path)
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "requests.jsonl").read_text().splitlines()]
 
 
-def run(*arguments: str) -> tuple[int, str]:
+def loadtest(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(
         app, ["loadtest", *arguments], env={"COLUMNS": "250", "TERM": "dumb"}
     )
-    return result.exit_code, result.output
+    return result.exit_code, " ".join(result.output.split())
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    return loadtest("run", *arguments)
 
 
 def reply(body: dict[str, Any], number: int) -> Reply:
@@ -51,14 +57,14 @@ def test_a_run_is_written_shown_and_compared(tmp_path: Path) -> None:
     with chat_server(reply) as server, served(busy_page().text()) as page:
         for name, more in (
             ("one", ["--repeats", "2"]),
-            ("two", ["--metrics", page.url, "--settle-s", "0.1"]),
+            ("two", ["--metrics", page.url, "--settle-time", "100ms"]),
         ):
             code, output = run(
-                "--target", server.url, "--workload", work, "--arrivals", "closed:3",
-                "--sample-s", "0.1", "--slo", "ttft=1s", "--out", str(tmp_path / name), *more,
+                "--target", server.url, "--prompts", work, "--concurrency", "3",
+                "--sample-every", "100ms", "--slo", "ttft=1s", "--out", str(tmp_path / name), *more,
             )  # fmt: skip
             assert code == 0, output
-    code, compared = run(
+    code, compared = loadtest(
         "compare", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "both")
     )
 
@@ -81,7 +87,8 @@ def test_saved_answers_are_a_trace_that_can_be_read_again(tmp_path: Path) -> Non
     answers = tmp_path / "saved" / "trace.jsonl"
     with chat_server(reply) as server:
         code, output = run(
-            "--target", server.url, "--workload", prompts(tmp_path, 3), "--requests", "5",
+            "--target", server.url, "--prompts", prompts(tmp_path, 3), "--rate", "inf",
+            "--answers", "5",
             "--out", str(tmp_path / "out"), "--save-answers", str(answers),
         )  # fmt: skip
 
@@ -108,8 +115,9 @@ def test_what_the_servers_tell_late_of_the_warm_up_is_not_the_first_repeats(tmp_
 
         with chat_server(script) as server:
             code, output = run(
-                "--target", server.url, "--workload", prompts(tmp_path), "--metrics", pages.url,
-                "--settle-s", "1.5", "--out", str(tmp_path / "out"),
+                "--target", server.url, "--prompts", prompts(tmp_path), "--rate", "inf",
+                "--metrics", pages.url,
+                "--settle-time", "1.5s", "--out", str(tmp_path / "out"),
             )  # fmt: skip
 
     assert code == 0, output
@@ -125,8 +133,8 @@ def test_errors_are_counted_by_kind_and_the_rest_goes_on(tmp_path: Path) -> None
 
     with chat_server(script) as server:
         code, output = run(
-            "--target", server.url, "--workload", prompts(tmp_path), "--warm-up", "0",
-            "--timeout", "0.5", "--arrivals", "closed:1", "--out", str(tmp_path / "out"),
+            "--target", server.url, "--prompts", prompts(tmp_path), "--warm-up", "0",
+            "--timeout", "500ms", "--concurrency", "1", "--out", str(tmp_path / "out"),
         )  # fmt: skip
 
     assert code == 0, output
@@ -140,38 +148,112 @@ def test_errors_are_counted_by_kind_and_the_rest_goes_on(tmp_path: Path) -> None
 def test_a_run_in_which_nothing_succeeds_ends_with_code_1(tmp_path: Path) -> None:
     with chat_server(lambda body, number: Reply(status=503)) as server:
         code, output = run(
-            "--target", server.url, "--workload", prompts(tmp_path), "--out", str(tmp_path / "out")
+            "--target",
+            server.url,
+            "--prompts",
+            prompts(tmp_path),
+            "--rate",
+            "inf",
+            "--out",
+            str(tmp_path / "out"),
         )
 
     assert code == 1
     assert "no request succeeded" in output
 
 
-def test_what_is_wrong_is_named_before_anything_is_sent(tmp_path: Path) -> None:
+def test_wrong_options_are_named_before_anything_is_sent(tmp_path: Path) -> None:
     work = prompts(tmp_path)
     with chat_server(reply) as server:
-        right = ["--target", server.url, "--workload", work, "--out", str(tmp_path / "out")]
+        right = ["--target", server.url, "--prompts", work, "--rate", "9"]
+        right += ["--out", str(tmp_path / "out")]
         for extra, problem in (
-            (["--model", "other"], "--model 'other'"),
-            (["--arrivals", "poisson:0"], "poisson:0"),
-            (["--slo", "ttft=1"], "--slo 'ttft=1'"),
-            (["--extra-body", "[1]"], "--extra-body '[1]' is no JSON object"),
-            (["--extra-body", "{"], "--extra-body '{' is no JSON"),
-            (["--workload", "prompts:none"], "'none' is neither"),
+            (["--model-name", "other"], "--model-name 'other'"),
+            (["--slo", "ttft=1"], "--slo 'ttft=1': '1' is not a duration"),
+            (["--slo", "ttft=0s"], "--slo 'ttft=0s': the time must be above 0"),
+            (["--extra-body", "[1]"], "--extra-body '[1]' is not a JSON object"),
+            (["--extra-body", "{"], "--extra-body '{' is not JSON"),
+            (["--prompts", "none"], "'none' is neither"),
+            (["--arrivals", "none.csv"], "none.csv cannot be read"),
+            (["--no-fork"], "--no-fork"),
             (["--target", f"127.0.0.1:{free_port()}"], "cannot be reached"),
         ):
             code, output = run(*right, *extra)
             assert code == 1, output
             assert problem in output
             assert server.bodies == []
-    assert "--workload is missing" in run("--target", "127.0.0.1:1")[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--prompts", "held-out"), "give one of --concurrency, --rate and --arrivals"),
+        (("--prompts", "held-out", "--rate", "1", "--concurrency", "1"), "give one of"),
+        (("--prompts", "held-out", "--rate", "0"), "--rate 0 is not above 0"),
+        (("--prompts", "held-out", "--rate", "nan"), "--rate nan is not above 0"),
+        (("--prompts", "held-out", "--concurrency", "1", "--cv", "2"), "--cv is only for --rate"),
+        (("--rate", "1"), "give either --prompts or --replay"),
+        (("--rate", "1", "--prompts", "p", "--replay", "r"), "give either --prompts or --replay"),
+        (("--rate", "1", "--timeout", "5"), "'5' is not a duration: write a number and a unit"),
+    ],
+)
+def test_workload_and_load_are_given_once(options: tuple[str, ...], problem: str) -> None:
+    code, output = run("--target", "127.0.0.1:1", *options)
+
+    assert code == 2
+    assert problem in output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--concurrency", "2"), "2 under way at once"),
+        (("--rate", "1000"), "1000 per second"),
+        (("--rate", "1000", "--cv", "2"), "1000 per second, coefficient of variation 2"),
+        (("--rate", "inf"), "all at once"),
+        (("--arrivals", "{times}"), "at the times in {times}"),
+        (("--arrivals", "{times}", "--rate", "1000"), "at the times in {times}, scaled to 1000"),
+    ],
+)
+def test_each_load_sends_all_requests_and_is_reported(
+    tmp_path: Path, options: tuple[str, ...], words: str
+) -> None:
+    times = tmp_path / "times.txt"
+    times.write_text("1\n1.01\n1.02\n")
+    given = [each.format(times=times) for each in options]
+    with chat_server(reply) as server:
+        code, output = run(
+            "--target", server.url, "--prompts", prompts(tmp_path, 3), *given,
+            "--out", str(tmp_path / "out"),
+        )  # fmt: skip
+
+    assert code == 0, output
+    assert len(lines(tmp_path / "out")) == 3
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["facts"]["Arrivals"].startswith(words.format(times=times))
+
+
+def test_the_default_folder_is_a_new_one_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with chat_server(reply) as server:
+        for _ in range(2):
+            code, output = run(
+                "--target", server.url, "--prompts", prompts(tmp_path, 1), "--rate", "inf"
+            )
+            assert code == 0, output
+
+    first, second = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert re.fullmatch(r"loadtest-\d{4}-\d\d-\d\d", first)
+    assert second == f"{first}-2"
 
 
 def test_metrics_that_cannot_be_read_end_the_run_after_the_warm_up(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     with chat_server(reply) as server:
         code, output = run(
-            "--target", server.url, "--workload", prompts(tmp_path), "--warm-up", "2",
+            "--target", server.url, "--prompts", prompts(tmp_path), "--rate", "9", "--warm-up", "2",
             "--metrics", address, "--out", str(tmp_path / "out"),
         )  # fmt: skip
 
@@ -185,7 +267,14 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "requests.jsonl").write_text("{}\n")
     with chat_server(reply) as server:
         code, output = run(
-            "--target", server.url, "--workload", prompts(tmp_path), "--out", str(tmp_path)
+            "--target",
+            server.url,
+            "--prompts",
+            prompts(tmp_path),
+            "--rate",
+            "9",
+            "--out",
+            str(tmp_path),
         )
 
     assert code == 1
@@ -193,7 +282,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_cannot_be_compared(tmp_path: Path) -> None:
-    code, output = run("compare", str(tmp_path), str(tmp_path))
+    code, output = loadtest("compare", str(tmp_path), str(tmp_path))
 
     assert code == 1
     assert "contains no run of apar loadtest" in output
@@ -207,8 +296,8 @@ def test_ctrl_c_writes_what_there_is(tmp_path: Path) -> None:
 
     with chat_server(script) as server:
         process = subprocess.Popen(
-            [*COMMAND, "--target", server.url, "--workload", prompts(tmp_path, 9), "--out",
-             str(out), "--arrivals", "closed:3", "--warm-up", "0"],
+            [*COMMAND, "--target", server.url, "--prompts", prompts(tmp_path, 9), "--out",
+             str(out), "--concurrency", "3", "--warm-up", "0"],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         deadline = time.monotonic() + DEADLINE_S

@@ -1,11 +1,16 @@
+"""The `apar` command as a whole: its help, names and start-up."""
+
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
+from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from cluster.cli.main import app
@@ -38,20 +43,37 @@ def test_without_arguments_the_help_lists_every_command() -> None:
         ("train-medusa", ["--recipe", "--model", "--data", "--resume"]),
         ("train-tiny", ["--out", "--steps", "--seed", "--medusa"]),
         ("doctor", ["--model", "exits with 1"]),
-        (
-            "loadtest",
-            ["--target", "--workload", "--arrivals", "--slo", "closed:16", "loadtest compare"],
-        ),
+        ("loadtest run", ["--target", "--prompts", "--replay", "--concurrency", "--rate", "--slo"]),
+        ("loadtest compare", ["baseline", "--out"]),
+        ("evaluate speed", ["--decoders", "--answers", "--replay", "out/evaluate-speed-DATE"]),
         ("monitor", ["--metrics", "--prometheus", "--interval", "--window", "--once", "--json"]),
-        ("plan", ["--rate", "--users", "--trace", "--token-ms", "--gpu", "--measure-from"]),
+        ("plan", ["--rate", "--users", "--trace", "--token ", "--gpu", "--measure-from"]),
     ],
 )
 def test_the_help_of_each_command_teaches_its_options(command: str, taught: list[str]) -> None:
-    exit_code, output = run(command, "--help")
+    exit_code, output = run(*command.split(), "--help")
 
     assert exit_code == 0
     for words in taught:
         assert words in output
+
+
+def commands(group: Any = None, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Each command with its full name."""
+    group = get_command(app) if group is None else group
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{path} {name}")
+        else:
+            yield f"{path} {name}".strip(), command
+
+
+def test_every_option_is_described_in_a_sentence_and_every_command_has_an_example() -> None:
+    for name, command in commands():
+        assert f"apar {name}" in command.help or name.startswith("config s"), name
+        for parameter in command.params:
+            assert parameter.help, (name, parameter.name)
+            assert parameter.help[-1] in ".)", (name, parameter.name, parameter.help)
 
 
 def test_version_is_the_packages() -> None:

@@ -59,7 +59,7 @@ def test_once_waits_for_two_reports_and_gives_their_rate() -> None:
     page = busy_page()
     with served(page.text()) as server, counting(page, server, 1.0):
         result = CliRunner().invoke(
-            app, ["monitor", "--metrics", server.url, "--once", "--json", "--interval", "0.1"]
+            app, ["monitor", "--metrics", server.url, "--once", "--json", "--interval", "0.1s"]
         )
 
     assert result.exit_code == 0, result.output
@@ -97,7 +97,7 @@ def test_once_as_json_is_for_scripts() -> None:
     with served(busy_page().text()) as server:
         result = CliRunner().invoke(
             app,
-            ["monitor", "--metrics", server.url, "--once", "--json", "--interval", "0.1"],
+            ["monitor", "--metrics", server.url, "--once", "--json", "--interval", "0.1s"],
         )
 
     assert result.exit_code == 0, result.output
@@ -112,7 +112,7 @@ def test_once_as_json_is_for_scripts() -> None:
 def test_once_on_no_terminal_is_plain_text_of_any_length() -> None:
     with served("".join(busy_page(f"r{n}", worker=f"w{n}").text() for n in range(60))) as server:
         result = CliRunner().invoke(
-            app, ["monitor", "--metrics", server.url, "--once", "--interval", "0.1"]
+            app, ["monitor", "--metrics", server.url, "--once", "--interval", "0.1s"]
         )
 
     assert result.exit_code == 0, result.output
@@ -133,7 +133,7 @@ def test_a_wrong_address_is_told_in_one_line() -> None:
 def test_an_outage_during_once_is_an_error() -> None:
     with served(busy_page().text()) as server:
         process = subprocess.Popen(
-            [*COMMAND, "--metrics", server.url, "--once", "--json", "--interval", "3"],
+            [*COMMAND, "--metrics", server.url, "--once", "--json", "--interval", "3s"],
             stdout=subprocess.PIPE,
         )
         # The first reading succeeds; rates need a second one.
@@ -156,7 +156,7 @@ def test_ctrl_c_ends_it_cleanly_and_gives_the_screen_back(tmp_path: Path) -> Non
         leader, follower = pty.openpty()
         errors = (tmp_path / "errors").open("wb")
         process = subprocess.Popen(
-            [*COMMAND, "--metrics", server.url, "--interval", "0.2"],
+            [*COMMAND, "--metrics", server.url, "--interval", "0.2s"],
             stdin=follower,
             stdout=follower,
             stderr=errors,

@@ -15,7 +15,7 @@ from cluster.config import ClusterConfig, load_config
 from cluster.metrics import catalogue
 from tests.fakes.metrics_page import MetricsPage, served
 
-LOAD = ("--rate", "20", "--token-ms", "50")
+LOAD = ("--rate", "20", "--token", "50ms")
 BUDGET = "PodDisruptionBudget apar-engines minAvailable"
 
 
@@ -108,8 +108,8 @@ def test_dimensions_of_model_and_gpu_may_be_given() -> None:
 
 def test_measured_constants_are_taken_as_they_are() -> None:
     plan = content(
-        *LOAD, "--step-time-base-ms", "8", "--step-time-per-thread-ms", "0.2",
-        "--step-time-per-prompt-token-us", "50",
+        *LOAD, "--step-time-base", "8ms", "--step-time-per-thread", "0.2ms",
+        "--step-time-per-prompt-token", "50us",
     )  # fmt: skip
 
     costs = plan["costs"]
@@ -119,7 +119,7 @@ def test_measured_constants_are_taken_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
-@pytest.mark.parametrize("option", ["--rate", "--token-ms", "--headroom", "--measure-s"])
+@pytest.mark.parametrize("option", ["--rate", "--headroom", "--token", "--measure-for"])
 def test_what_is_no_number_is_refused_by_its_option(option: str, value: str) -> None:
     exit_code, output = run(*LOAD, option, value)
 
@@ -142,7 +142,7 @@ def test_step_times_are_measured_on_a_running_cluster() -> None:
     page = MetricsPage()
     page.set(catalogue.THREADS, 1, model="m", replica="r", state="running")
     with served(page.text()) as server:
-        arguments = ("--measure-from", server.url, "--measure-s", "1", "--step-time-base-ms", "3")
+        arguments = ("--measure-from", server.url, "--measure-for", "1s", "--step-time-base", "3ms")
         exit_code, output = run(*LOAD, *arguments)
 
     assert exit_code == 1
@@ -156,16 +156,19 @@ def test_step_times_are_measured_on_a_running_cluster() -> None:
         (("--rate", "1", "--model", "gone/away"), "no model 'gone/away'"),
         (("--rate", "1", "--layers", "3"), "give all of --parameters"),
         (("--rate", "1", "--gpu", "abacus"), "unknown GPU 'abacus'"),
-        (("--rate", "1", "--gpu", "cpu"), "nothing is known of step times on this CPU"),
-        (("--rate", "1", "--step-time-base-ms", "3"), "give both --step-time-base-ms"),
+        (("--rate", "1", "--gpu", "cpu"), "step times on this CPU are unknown"),
+        (("--rate", "1", "--step-time-base", "3ms"), "give both --step-time-base"),
         (
-            ("--rate", "1", "--step-time-base-ms", "0", "--step-time-per-thread-ms", "0"),
+            ("--rate", "1", "--step-time-base", "0s", "--step-time-per-thread", "0s"),
             "takes no time",
         ),
         (("--rate", "1", "--forks", "wild"), "unknown fork profile"),
         (("--rate", "1", "--model", "apar-13b", "--gpu", "l4"), "does not fit"),
         (("--rate", "1", "--answer-tokens", "3000"), "longer than the context of 2,048"),
-        (("--rate", "1", "--gpu", "l4", "--gpu-memory-utilization", "0.72"), "vLLM would not"),
+        (
+            ("--rate", "1", "--gpu", "l4", "--gpu-memory-utilization", "0.72"),
+            "vLLM would not start",
+        ),
         (("--rate", "1", "--trace", "/no/such/file"), "cannot be read"),
         (("--rate", "1", "--out", "/no/such/folder/x"), "No such file or directory"),
     ],

@@ -1,12 +1,14 @@
-"""`apar train` and `apar train-medusa`, for a few steps of the embedded model."""
+"""`apar train`, `train-medusa` and `train-tiny` for a few steps, and how steps are shown."""
 
 from __future__ import annotations
 
+import io
 import shutil
 from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
@@ -14,7 +16,9 @@ from typer.testing import CliRunner, Result
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.data.records import ChatMessage, ExampleRecord, ParagraphRecord, chain
 from apar_core.offline.speculation.medusa_heads import load_medusa_heads
+from apar_core.offline.training.tree_trainer import StepReport
 from cluster.cli.main import app
+from cluster.cli.train import StepLines, step_progress
 from tests.fakes.example_files import write_examples
 
 RECIPE = {
@@ -131,3 +135,97 @@ def test_bad_input_ends_in_one_clear_line(
 
 def test_options_are_required(files: Path) -> None:
     assert CliRunner().invoke(app, ["train", "--model", "x"]).exit_code == 2
+
+
+def test_train_tiny_writes_a_checkpoint_that_loads(tmp_path: Path) -> None:
+    out = tmp_path / "tiny"
+
+    result = CliRunner().invoke(
+        app, ["train-tiny", "--out", str(out), "--steps", "2", "--seed", "3", "--cpu-threads", "1"]
+    )
+
+    assert result.exit_code == 0, result.output
+    assert "step 1/2  loss " in result.output
+    assert "step 2/2  loss " in result.output
+    assert "Written to" in result.output
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(out))
+
+
+@pytest.mark.parametrize("option", [("--steps", "0"), ("--seed", "-1"), ("--cpu-threads", "0")])
+def test_numbers_out_of_range_are_refused(option: tuple[str, str]) -> None:
+    result = CliRunner().invoke(app, ["train-tiny", *option])
+
+    assert result.exit_code == 2
+
+
+def report(step: int, validation: float | None = None) -> StepReport:
+    return StepReport(
+        step,
+        100,
+        1.5,
+        num_targets=600,
+        num_trees=4,
+        seconds=2.0,
+        padding_share=0.125,
+        validation_loss=validation,
+    )
+
+
+def console() -> Console:
+    return Console(file=io.StringIO(), width=60, force_terminal=False)
+
+
+def text_of(target: Console) -> str:
+    assert isinstance(target.file, io.StringIO)
+    return target.file.getvalue()
+
+
+def test_the_first_the_last_and_validated_steps_always_get_a_line() -> None:
+    target = console()
+    lines = StepLines(target, interval_s=1000)
+
+    for step in (1, 2, 3, 99, 100):
+        lines.show(report(step, validation=0.25 if step == 3 else None))
+
+    shown = text_of(target).splitlines()
+    assert [line.split()[1] for line in shown] == ["1/100", "3/100", "100/100"]
+    assert shown[0].startswith("step 1/100  loss 1.500  300 tokens/s  2.0 trees/s  padding 12.5%")
+    assert "validation 0.250" in shown[1]
+
+
+def test_other_steps_get_one_when_some_time_has_passed() -> None:
+    target = console()
+    lines = StepLines(target, interval_s=0)
+
+    for step in (1, 2, 3):
+        lines.show(report(step))
+
+    assert len(text_of(target).splitlines()) == 3
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    target = Console(file=io.StringIO(), width=120, force_terminal=True)
+
+    with step_progress(target, "training", 100) as show:
+        show(report(7))
+
+    assert "7/100" in text_of(target)
+    assert "loss 1.500" in text_of(target)
+
+
+def test_an_interrupted_run_says_how_it_continues(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("apar_core.offline.training.fine_tune.fine_tune", interrupt)
+    out = files / "out"
+
+    first = " ".join(run("train", files).output.split())
+    (out / "checkpoints" / "checkpoint-4").mkdir(parents=True)
+    second = " ".join(run("train", files).output.split())
+
+    assert f"Interrupted: no checkpoint yet in {out}" in first
+    assert f"continue from the last checkpoint with --resume --out {out}" in second

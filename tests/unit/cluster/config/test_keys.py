@@ -8,8 +8,7 @@ from typer.testing import CliRunner
 
 from cluster.cli.main import app
 from cluster.config import ClusterConfig, ConfigError, load_config
-from cluster.config.keys import KeyConfig, hash_of, is_loopback, new_token
-from cluster.config.keys_file import check_keys_file, load_keys
+from cluster.config.keys import KeyConfig, hash_of, is_loopback, load_keys, new_token
 from cluster.config.limits import LimitsConfig, open_storage
 from cluster.config.secret import SecretReference
 
@@ -76,11 +75,14 @@ def test_an_address_for_others_asks_who_may_call(tmp_path: Path) -> None:
         (f"keys: [{{name: a, hash: '{HASH_OF_ABC}', models: [x]}}]", r"'a' names models.*'x'"),
         (f"allow_anonymous: true\nkeys: [{{name: a, hash: '{HASH_OF_ABC}'}}]", "contradicts"),
         ("limits: {rate_storage: 'nosuch://x'}", r"limits\.rate_storage: unknown storage"),
-        ("limits: {cache_secret: 0123456789abcdef}", r"limits\.cache_secret: write no secret here"),
+        ("limits: {cache_secret: 0123456789abcdef}", r"cache_secret: do not write the secret"),
         ("limits: {cache_secret: {}}", r"limits\.cache_secret: give either"),
         ("limits: {cache_secret: {env: A, file: b}}", r"limits\.cache_secret: give either"),
-        ("limits: {rate_storage_password: {env: A}}", "rate_storage_password: without effect"),
-        ("limits: {rate_storage: 'redis://u:p@host'}", r"limits\.rate_storage: leave the password"),
+        ("limits: {rate_storage_password: {env: A}}", "rate_storage_password: has no effect"),
+        (
+            "limits: {rate_storage: 'redis://u:p@host'}",
+            r"limits\.rate_storage: remove the password",
+        ),
         ("limits: {max_body: 5}", r"limits\.max_body"),
         ("logging: {level: LOUD}", r"logging\.level"),
         ("models: [{max_queue_s: 0}]", r"models\.0\.max_queue_s"),
@@ -118,7 +120,7 @@ def test_two_hashes_of_one_name_must_have_one_set_of_limits() -> None:
     rotated = (key("a", "old", weight=2), key("a", "new", weight=2))
     assert ClusterConfig(keys=rotated).keys == rotated
 
-    with pytest.raises(ValueError, match="'a' must differ in their hash only"):
+    with pytest.raises(ValueError, match="'a' may differ only in their hash"):
         ClusterConfig(keys=(key("a", "old"), key("a", "new", weight=2)))
     with pytest.raises(ValueError, match="has the hash of another key"):
         ClusterConfig(keys=(key("a"), key("b")))
@@ -139,13 +141,13 @@ def test_a_broken_keys_file_is_refused_with_its_name(tmp_path: Path, text: str) 
 
 def test_keys_and_their_file_must_not_contradict_each_other(tmp_path: Path) -> None:
     file = written(tmp_path, f"- {{name: b, hash: '{HASH_OF_ABC}'}}", "keys.yaml")
-    check_keys_file(ClusterConfig(keys=(key("a"),), keys_file=file))
-    check_keys_file(ClusterConfig())
+    ClusterConfig(keys=(key("a"),), keys_file=file).check_keys_file()
+    ClusterConfig().check_keys_file()
 
     with pytest.raises(ConfigError, match=r"keys_file: .*has the hash of another key"):
-        check_keys_file(ClusterConfig(keys=(key("a", "abc"),), keys_file=file))
+        ClusterConfig(keys=(key("a", "abc"),), keys_file=file).check_keys_file()
     with pytest.raises(ConfigError, match="gone"):
-        check_keys_file(ClusterConfig(keys_file=tmp_path / "gone"))
+        ClusterConfig(keys_file=tmp_path / "gone").check_keys_file()
 
 
 def test_apar_config_check_reads_the_keys_file(tmp_path: Path) -> None:

@@ -101,5 +101,5 @@ def test_speculation_and_replay_are_not_for_one_engine() -> None:
     speculation = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
 
     assert not ModelConfig(engine=speculation).replay
-    with pytest.raises(ValidationError, match=r"replay: impossible beside .*speculative_config"):
+    with pytest.raises(ValidationError, match=r"replay: not possible with .*speculative_config"):
         ModelConfig(replay=True, engine=speculation)

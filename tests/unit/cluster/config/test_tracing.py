@@ -9,7 +9,8 @@ import yaml
 from pydantic import ValidationError
 
 from cluster.config import ClusterConfig, ConfigError, load_config
-from cluster.config.secret import SecretError, SecretReference
+from cluster.config.files import SecretError
+from cluster.config.secret import SecretReference
 from cluster.config.tracing import TracingConfig
 
 SECRET = "Bearer very-secret"
@@ -85,7 +86,7 @@ def test_headers_are_read_where_the_configuration_says(
 
 
 def test_a_setting_without_effect_is_refused() -> None:
-    with pytest.raises(ValidationError, match="sample_ratio: without effect"):
+    with pytest.raises(ValidationError, match="sample_ratio: has no effect"):
         TracingConfig(sample_ratio=0.5)
 
 

@@ -80,7 +80,7 @@ def test_a_table_without_the_runs_it_is_counted_in_is_refused_before_any_run(
 ) -> None:
     settings = SETTINGS.model_copy(update={"modes": ("sequential", "adaptive")})
 
-    with pytest.raises(EvaluationError, match="--modes sequential,adaptive has no eager: table1"):
+    with pytest.raises(EvaluationError, match="--methods sequential,adaptive has no eager: table1"):
         run_experiments(names, settings, tmp_path / "out", lambda title, number: lambda: None)
     assert not (tmp_path / "out").exists()
 

@@ -34,9 +34,9 @@ def test_one_of_several_models_must_be_selected() -> None:
     with chat_server(reply, models=models) as server:
         target = Target(url=server.url)
         card = find_model(target, "two")
-        with pytest.raises(EvaluationError, match="has one, two: set --model"):
+        with pytest.raises(EvaluationError, match="has one, two: set --model-name"):
             find_model(target, None)
-        with pytest.raises(EvaluationError, match=r"--model 'three'.*has one, two"):
+        with pytest.raises(EvaluationError, match=r"--model-name 'three'.*has one, two"):
             find_model(target, "three")
 
     assert (card.max_model_len, card.root) == (512, "/models/two")

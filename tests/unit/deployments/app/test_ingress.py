@@ -19,13 +19,13 @@ from deployments.app.ingress import GatewayIngress, IngressSettings
 from deployments.gateway.settings import GatewaySettings
 from deployments.routing.shared_router import ROUTERS
 from deployments.wire.answer import AnswerStart
-from tests.fakes.played_replicas import CHAT, JSON, PlayedReplicas, settings_of
+from tests.fakes.replicas import CHAT, JSON, FakeReplicas, settings_of
 
 
 async def test_autoscaling_is_told_only_of_what_more_replicas_could_serve(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    replicas = PlayedReplicas(AnswerStart(200, JSON, b"{}"))
+    replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
     replicas.gate.clear()
     monkeypatch.setattr(ingress_module, "HandleCalls", lambda _: replicas)
     keys = (

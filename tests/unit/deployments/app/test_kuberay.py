@@ -68,7 +68,7 @@ def test_where_there_is_room_a_new_engine_starts_beside_the_old() -> None:
         ({"device": "cpu", "cluster": OPEN | {"port": 80}}, "args.cluster.port: .*http_options"),
         ({"device": "cpu", "cluster": OPEN | {"host": "::"}}, "args.cluster.host: .*http_options"),
         ({"device": "cpu", "cluster": OPEN | {"ray_address": "auto"}}, "args.cluster.ray_address"),
-        ({"device": "cpu", "cluster": {"models": [TINY]}}, "nothing says who may call"),
+        ({"device": "cpu", "cluster": {"models": [TINY]}}, "requests need API keys"),
         ({"device": "cpu", "cluster": OPEN | {"models": [{}]}}, "apar-tiny: set `cpu_threads`"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What is kept of a caller, and what new settings change of it."""
+"""Callers: their limits and cache salts, and what new settings change."""
 
 from pathlib import Path
 from typing import Any
@@ -7,11 +7,13 @@ import pytest
 import yaml
 from limits.aio.storage import MemoryStorage
 
-from cluster.config.keys import ANONYMOUS, KeyConfig, hash_of
+from cluster.config.files import SecretError
+from cluster.config.keys import ANONYMOUS, KeyConfig
 from cluster.config.limits import LimitsConfig
-from cluster.config.secret import SecretError, SecretReference
+from cluster.config.secret import SecretReference
 from deployments.gateway.callers import Caller, Callers
 from deployments.wire.errors import RateLimitError, UnknownKeyError
+from tests.fakes.replicas import key
 
 
 class SharedStorage(MemoryStorage):
@@ -25,10 +27,6 @@ class SharedStorage(MemoryStorage):
         if SharedStorage.state is None:
             SharedStorage.state = self
         vars(self).update(vars(SharedStorage.state))
-
-
-def key(name: str, token: str | None = None, **fields: Any) -> KeyConfig:
-    return KeyConfig.model_validate({"name": name, "hash": hash_of(token or name)} | fields)
 
 
 def callers(*keys: KeyConfig, file: Path | None = None, **limits: Any) -> Callers:
@@ -45,7 +43,7 @@ async def admit(known: Callers, token: str) -> None:
     await rates.admit_request()
 
 
-async def test_two_tokens_of_one_name_are_one_caller() -> None:
+async def test_two_keys_of_one_name_share_their_limits() -> None:
     limits = {"requests_per_minute": 1}
     known = callers(key("a", "old", **limits), key("a", "new", **limits))
     await admit(known, "old")
@@ -65,7 +63,7 @@ async def test_gateways_that_share_a_store_share_the_rates() -> None:
         await admit(second, "a")
 
 
-async def test_what_was_used_counts_on_under_new_limits() -> None:
+async def test_usage_still_counts_under_new_limits() -> None:
     known = callers(key("a", requests_per_minute=2))
     await admit(known, "a")
 
@@ -76,7 +74,7 @@ async def test_what_was_used_counts_on_under_new_limits() -> None:
     await admit(known, "a")
 
 
-async def test_a_key_keeps_its_part_of_the_cache_until_the_secret_changes(tmp_path: Path) -> None:
+async def test_a_key_keeps_its_cache_salt_until_the_secret_changes(tmp_path: Path) -> None:
     known = callers(key("a"))
     salts = [(await identified(known, "a")).cache_salt]
     file = tmp_path / "secret"
@@ -94,11 +92,11 @@ async def test_a_key_keeps_its_part_of_the_cache_until_the_secret_changes(tmp_pa
 
     assert salts[0] == salts[1] != salts[2]
     assert salts[2] == salts[3] != salts[4]
-    # Without a secret in the file there is nothing to go back to.
+    # Without a configured secret the last one stays.
     assert salts[4] == salts[5]
 
 
-async def test_a_secret_that_cannot_be_read_keeps_the_old_limits_and_takes_the_new_keys() -> None:
+async def test_an_unreadable_secret_keeps_the_old_limits_but_takes_the_new_keys() -> None:
     known = callers(key("a"))
     salt = (await identified(known, "a")).cache_salt
     nowhere = LimitsConfig(cache_secret=SecretReference(env="APAR_TEST_NOT_SET"))
@@ -110,7 +108,7 @@ async def test_a_secret_that_cannot_be_read_keeps_the_old_limits_and_takes_the_n
     assert (await identified(known, "b")).name == "b"
 
 
-async def test_a_file_that_cannot_be_read_keeps_the_keys_of_the_one_before(tmp_path: Path) -> None:
+async def test_an_unreadable_file_keeps_the_keys_of_the_previous_file(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(yaml.safe_dump([key("a").model_dump(mode="json")]))
     known = callers(key("inline"), file=file)
@@ -123,7 +121,7 @@ async def test_a_file_that_cannot_be_read_keeps_the_keys_of_the_one_before(tmp_p
         await identified(known, "inline")
 
 
-async def test_keys_of_a_file_have_limits_too(tmp_path: Path) -> None:
+async def test_limits_of_a_key_from_a_file_apply(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(yaml.safe_dump([key("a", models=["m"]).model_dump(mode="json")]))
     known = callers(file=file)
@@ -136,7 +134,7 @@ async def test_keys_of_a_file_have_limits_too(tmp_path: Path) -> None:
         await known.identify([])
 
 
-async def test_without_keys_everyone_is_one_caller_without_limits() -> None:
+async def test_without_keys_everyone_is_one_unlimited_caller() -> None:
     caller = await callers().identify([])
 
     assert (caller.name, caller.rates, caller.cache_salt) == (ANONYMOUS, None, None)

@@ -1,4 +1,4 @@
-"""The order, the bounds and the fairness of a model's queue."""
+"""Order, limits, fairness and charges of a model's queue."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,16 +7,10 @@ import pytest
 
 from apar_core.errors import CapacityError
 from deployments.gateway.fair_queue import Account, FairQueue, Ticket
+from deployments.wire.errors import RateLimitError
+from tests.fakes.clock import Clock
 
 Enter = asyncio.Task[Ticket]
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def queue_of(
@@ -34,7 +28,7 @@ def queue_of(
 
 
 async def enter(queue: FairQueue, *accounts: Account) -> list[Enter]:
-    """One request of each account after the other, each come to rest."""
+    """Enter one request of each account, each settled before the next."""
     tasks = []
     for account in accounts:
         tasks.append(asyncio.create_task(queue.enter(account)))
@@ -48,7 +42,7 @@ async def settled() -> None:
 
 
 async def served(queue: FairQueue, tasks: dict[str, Enter], num_tokens: int = 0) -> str:
-    """End the one request that runs, after so many tokens; returns its name."""
+    """End the one running request after some tokens; returns its name."""
     (name,) = [name for name, task in tasks.items() if task.done()]
     ticket = tasks.pop(name).result()
     ticket.charge(num_tokens)
@@ -69,7 +63,7 @@ async def test_a_request_runs_at_once_where_there_is_room() -> None:
     assert tasks[2].done()
 
 
-async def test_within_a_key_the_first_to_come_goes_first() -> None:
+async def test_requests_of_one_key_are_served_in_order_of_arrival() -> None:
     queue, key = queue_of(), Account("a")
     tasks = dict(zip("1234", await enter(queue, key, key, key, key), strict=True))
 
@@ -107,7 +101,7 @@ async def test_a_key_of_twice_the_weight_gets_twice_the_tokens() -> None:
     assert abs(turns.count("heavy") - 20) <= 1
 
 
-async def test_a_better_class_goes_before_everyone_else() -> None:
+async def test_a_better_priority_class_goes_first() -> None:
     queue = queue_of()
     urgent, ordinary = Account("urgent", priority=-1, virtual_time=1e9), Account("ordinary")
     accounts = [ordinary, ordinary, urgent, urgent]
@@ -116,7 +110,7 @@ async def test_a_better_class_goes_before_everyone_else() -> None:
     assert [await served(queue, tasks) for _ in range(4)] == ["a", "c", "d", "b"]
 
 
-async def test_a_key_that_was_idle_has_saved_nothing_up() -> None:
+async def test_an_idle_key_saves_up_no_credit() -> None:
     queue, busy, idle = queue_of(), Account("busy"), Account("idle")
     tasks = {f"busy{n}": task for n, task in enumerate(await enter(queue, *[busy] * 20))}
     for _ in range(5):
@@ -128,7 +122,7 @@ async def test_a_key_that_was_idle_has_saved_nothing_up() -> None:
     assert order.count("idle") in (4, 5, 6)
 
 
-async def test_a_key_comes_no_cheaper_to_an_empty_queue() -> None:
+async def test_a_new_key_starts_at_the_virtual_time_of_an_empty_queue() -> None:
     queue, first, second = queue_of(), Account("first"), Account("second")
     (running,) = await enter(queue, first)
     running.result().charge(5000)
@@ -152,7 +146,7 @@ async def test_tokens_of_running_requests_count_before_they_end() -> None:
     assert [task.done() for task in waiting] == [False, True]
 
 
-async def test_an_expected_answer_is_charged_in_advance_and_put_right_at_its_end() -> None:
+async def test_an_expected_answer_is_charged_in_advance_and_corrected_at_its_end() -> None:
     queue, key = queue_of(capacity=3), Account("a", mean_tokens=100)
     tickets = [task.result() for task in await enter(queue, key, key)]
     assert key.virtual_time == 200
@@ -169,7 +163,7 @@ async def test_an_expected_answer_is_charged_in_advance_and_put_right_at_its_end
     assert key.mean_tokens == pytest.approx(102 - 0.1 * (30 / 102) * 72)
 
 
-async def test_a_full_queue_refuses_the_key_that_fills_it_and_says_when_to_retry() -> None:
+async def test_a_full_queue_refuses_the_key_that_fills_it_with_a_retry_time() -> None:
     clock = Clock()
     queue, key = queue_of(max_waiting=2, clock=clock), Account("a")
     tasks = await enter(queue, *[key] * 3)
@@ -184,7 +178,7 @@ async def test_a_full_queue_refuses_the_key_that_fills_it_and_says_when_to_retry
     assert refused.value.retry_after_s == 12.0
 
 
-async def test_a_full_queue_drops_the_newest_of_the_key_that_fills_it_for_another() -> None:
+async def test_a_full_queue_drops_the_newest_request_of_the_key_that_fills_it() -> None:
     queue, flood, other = queue_of(max_waiting=3), Account("flood"), Account("other")
     tasks = await enter(queue, *[flood] * 4, other)
 
@@ -195,7 +189,7 @@ async def test_a_full_queue_drops_the_newest_of_the_key_that_fills_it_for_anothe
         await queue.enter(other)
 
 
-async def test_a_full_queue_drops_the_key_with_the_most_requests_for_its_weight() -> None:
+async def test_a_full_queue_drops_from_the_key_with_most_requests_per_weight() -> None:
     queue, newcomer = queue_of(max_waiting=7), Account("newcomer")
     few, most, heavy = Account("few"), Account("most"), Account("heavy", weight=4.0)
     await enter(queue, *[few] * 2, *[most] * 3, *[heavy] * 3)
@@ -205,7 +199,7 @@ async def test_a_full_queue_drops_the_key_with_the_most_requests_for_its_weight(
     assert queue.state.waiting == {"few": 1, "most": 2, "heavy": 3, "newcomer": 1}
 
 
-async def test_a_heavy_key_finds_room_in_a_queue_that_a_light_one_fills() -> None:
+async def test_a_heavy_key_displaces_a_light_one_that_fills_the_queue() -> None:
     queue, light, heavy = queue_of(max_waiting=4), Account("light"), Account("heavy", weight=4.0)
     await enter(queue, *[light] * 5)
 
@@ -226,7 +220,7 @@ async def test_a_full_queue_drops_a_worse_class_first() -> None:
     assert queue.state.waiting == {"high": 1}
 
 
-async def test_who_waits_too_long_is_told_so() -> None:
+async def test_a_request_that_waits_too_long_is_refused() -> None:
     queue = queue_of(max_wait_s=0.01)
     (running,) = await enter(queue, Account("a"))
 
@@ -238,7 +232,7 @@ async def test_who_waits_too_long_is_told_so() -> None:
     assert queue.state.running == 0
 
 
-async def test_a_key_at_its_own_bound_waits_and_lets_others_pass() -> None:
+async def test_a_key_at_its_cap_waits_and_lets_others_pass() -> None:
     queue, bounded, other = queue_of(capacity=3), Account("b", max_running=1), Account("o")
 
     tasks = await enter(queue, bounded, bounded, other)
@@ -249,7 +243,7 @@ async def test_a_key_at_its_own_bound_waits_and_lets_others_pass() -> None:
     assert tasks[1].done()
 
 
-async def test_a_bound_that_is_raised_lets_waiting_requests_in() -> None:
+async def test_a_raised_cap_admits_waiting_requests() -> None:
     queue, bounded = queue_of(capacity=4), Account("b", max_running=1)
     tasks = await enter(queue, bounded, bounded, bounded)
 
@@ -259,7 +253,7 @@ async def test_a_bound_that_is_raised_lets_waiting_requests_in() -> None:
     assert [task.done() for task in tasks] == [True, True, True, False]
 
 
-async def test_a_client_that_leaves_the_queue_gives_up_its_turn() -> None:
+async def test_a_client_that_leaves_gives_up_its_turn() -> None:
     queue, key = queue_of(), Account("a")
     running, leaving, last = await enter(queue, key, key, key)
 
@@ -272,7 +266,7 @@ async def test_a_client_that_leaves_the_queue_gives_up_its_turn() -> None:
     assert last.done()
 
 
-async def test_a_client_that_leaves_as_it_is_refused_is_gone() -> None:
+async def test_a_client_may_leave_while_it_is_being_refused() -> None:
     queue, flood = queue_of(max_waiting=2), Account("flood")
     *_, dropped = await enter(queue, flood, flood, flood)
 
@@ -286,7 +280,7 @@ async def test_a_client_that_leaves_as_it_is_refused_is_gone() -> None:
     assert queue.state.waiting == {"flood": 1, "other": 1}
 
 
-async def test_a_client_that_leaves_as_its_turn_comes_passes_it_on() -> None:
+async def test_a_client_that_leaves_when_its_turn_comes_passes_it_on() -> None:
     queue, key = queue_of(), Account("a")
     running, leaving, last = await enter(queue, key, key, key)
 
@@ -300,7 +294,7 @@ async def test_a_client_that_leaves_as_its_turn_comes_passes_it_on() -> None:
     assert queue.state.running == 0
 
 
-async def test_more_room_lets_more_in_and_less_room_stops_none() -> None:
+async def test_more_capacity_admits_requests_and_less_stops_none() -> None:
     queue, key = queue_of(capacity=1), Account("a")
     tasks = await enter(queue, *[key] * 4)
 
@@ -316,7 +310,7 @@ async def test_more_room_lets_more_in_and_less_room_stops_none() -> None:
         await queue.enter(key)
 
 
-async def test_new_bounds_hold_for_the_next_requests() -> None:
+async def test_new_limits_apply_to_the_next_requests() -> None:
     queue, key = queue_of(max_waiting=0), Account("a")
     await enter(queue, key)
 
@@ -347,3 +341,271 @@ async def test_the_state_counts_waiting_requests_by_key() -> None:
 
     assert state.running == 1
     assert state.waiting == {"b": 1, "c": 2}
+
+
+async def test_a_request_of_unknown_cost_keeps_its_advance_charge() -> None:
+    queue, key = queue_of(capacity=2), Account("a", mean_tokens=100)
+    silent, told = [task.result() for task in await enter(queue, key, key)]
+    told.charge(130)
+
+    for ticket in (silent, told):
+        ticket.leave(cost_is_known=False)
+
+    assert (key.virtual_time, key.mean_tokens) == (230, 100)
+    assert queue.state.running == 0
+
+
+async def test_a_key_without_a_mean_pays_the_mean_of_all_keys_for_unknown_cost() -> None:
+    queue, known, new = queue_of(capacity=2), Account("known"), Account("new", weight=2.0)
+    first, second = [task.result() for task in await enter(queue, known, new)]
+    first.charge(80)
+    second.charge(20)
+    first.leave()
+    second.leave(cost_is_known=False)
+
+    # It came when the other key had been charged one token in advance.
+    assert (new.virtual_time, new.mean_tokens) == (1 + 80 / 2, 0)
+
+
+async def test_the_mean_of_all_keys_follows_every_answer() -> None:
+    queue, known, new = queue_of(capacity=3), Account("known"), Account("new")
+    for num_tokens in (80, 180):
+        (task,) = await enter(queue, known)
+        task.result().charge(num_tokens)
+        task.result().leave()
+    virtual_time = known.virtual_time
+
+    (task,) = await enter(queue, new)
+    task.result().leave(cost_is_known=False)
+
+    assert known.mean_tokens == pytest.approx(90)
+    assert new.virtual_time == pytest.approx(virtual_time + 90)
+
+
+async def test_a_request_of_unknown_cost_pays_at_least_its_known_tokens() -> None:
+    queue, key = queue_of(), Account("a")
+    (task,) = await enter(queue, key)
+    task.result().charge(20)
+
+    # Nothing is known of any answer, so one token is the guess.
+    task.result().leave(cost_is_known=False)
+
+    assert key.virtual_time == 20
+
+
+async def test_the_first_answer_of_unknown_cost_costs_one_token() -> None:
+    queue, key = queue_of(), Account("a")
+    (task,) = await enter(queue, key)
+
+    task.result().leave(cost_is_known=False)
+
+    assert key.virtual_time == 1
+
+
+async def test_keys_whose_cost_is_never_known_take_turns() -> None:
+    queue, first, second = queue_of(), Account("a"), Account("b")
+    waiting = {"a": await enter(queue, *[first] * 9), "b": await enter(queue, *[second] * 9)}
+    turns = ""
+    for _ in range(8):
+        (name,) = [name for name, tasks in waiting.items() if tasks[0].done()]
+        turns += name
+        waiting[name].pop(0).result().leave(cost_is_known=False)
+        await settled()
+
+    assert abs(turns.count("b") - 4) <= 1
+
+
+async def test_a_request_without_output_costs_one_step_and_leaves_the_mean() -> None:
+    queue, key = queue_of(capacity=9), Account("a", mean_tokens=100, weight=2.0)
+
+    for place in await enter(queue, *[key] * 9):
+        place.result().leave()
+
+    assert (key.virtual_time, key.mean_tokens) == (9 / 2, 100)
+
+
+async def test_a_refund_uses_the_weight_of_the_charge() -> None:
+    queue, key = queue_of(capacity=3), Account("a", mean_tokens=100, weight=0.5)
+    unused, short, long = [task.result() for task in await enter(queue, key, key, key)]
+
+    key.weight = 50.0
+    short.charge(40)
+    long.charge(130)
+    unused.give_up()
+    short.leave()
+    long.leave()
+
+    assert key.virtual_time == pytest.approx((40 + 130) / 0.5)
+
+
+async def test_a_new_key_is_charged_the_mean_of_all_keys_in_advance() -> None:
+    queue, known, new = queue_of(capacity=2), Account("known"), Account("new")
+    (first,) = await enter(queue, known)
+    first.result().charge(80)
+    first.result().leave()
+
+    await enter(queue, new)
+
+    assert new.virtual_time == 80 + 80
+
+
+async def test_tiny_requests_do_not_make_a_burst_cheap() -> None:
+    queue, key = queue_of(), Account("a", mean_tokens=1000)
+
+    for num_tokens in [1, 0] * 100:
+        [place] = await enter(queue, key)
+        place.result().charge(num_tokens)
+        place.result().leave()
+
+    # 100 tokens are a tenth of an answer, and change the mean by no more than a tenth of that.
+    assert key.mean_tokens == pytest.approx(990, abs=1)
+
+
+async def test_an_unused_place_costs_nothing_and_leaves_the_mean() -> None:
+    queue, key = queue_of(), Account("a", weight=2.0, mean_tokens=100)
+    running, leaving = await enter(queue, key, key)
+    assert key.virtual_time == 50
+
+    running.result().give_up()
+    leaving.cancel()
+    await settled()
+
+    assert (key.virtual_time, key.mean_tokens) == (0, 100)
+    assert queue.state.running == 0
+
+
+async def test_a_new_key_does_not_start_at_the_level_of_a_key_at_its_cap() -> None:
+    queue = queue_of(capacity=2)
+    held, busy, new = Account("held", max_running=1), Account("busy"), Account("new")
+    await enter(queue, held, busy, held, busy)
+    busy.virtual_time = 10_000
+
+    await enter(queue, new)
+
+    assert new.virtual_time == 10_000
+
+
+async def test_a_new_key_starts_at_the_level_of_the_waiting_key_that_is_next() -> None:
+    queue = queue_of()
+    running, next_key, later, new = [Account(name) for name in ("running", "next", "later", "new")]
+    await enter(queue, running, next_key, later)
+    running.virtual_time, next_key.virtual_time, later.virtual_time = 20_000, 1_000, 5_000
+
+    await enter(queue, new)
+
+    assert new.virtual_time == 1_000
+
+
+async def test_a_key_with_a_running_request_keeps_the_credit_of_the_longest_answer() -> None:
+    queue = queue_of(capacity=2)
+    light, heavy = Account("light", mean_tokens=300), Account("heavy", weight=3, mean_tokens=600)
+    returning = Account("returning")
+    await enter(queue, returning, light, light, heavy)
+    light.virtual_time = heavy.virtual_time = 10_000
+
+    await enter(queue, returning)
+
+    # 300 tokens of the light key, 600 / 3 of the heavy one.
+    assert returning.virtual_time == 9_700
+
+
+async def test_a_new_key_starts_at_the_level_of_its_own_class() -> None:
+    queue = queue_of()
+    ordinary, urgent, new = Account("ordinary"), Account("urgent", priority=-1), Account("new")
+    await enter(queue, ordinary, urgent)
+    urgent.virtual_time = 10_000
+
+    await enter(queue, new)
+
+    assert new.virtual_time == ordinary.virtual_time < 10_000
+
+
+@pytest.mark.parametrize("raised", [True, False])
+async def test_a_key_that_leaves_its_cap_keeps_credit_for_one_answer(raised: bool) -> None:
+    queue = queue_of(capacity=2)
+    held, busy = Account("held", max_running=1), Account("busy", mean_tokens=300)
+    running, *_ = await enter(queue, held, busy, held, busy, busy)
+    busy.virtual_time = 10_000
+
+    if raised:
+        held.max_running = 2
+        await enter(queue, held)
+    else:
+        running.result().leave()
+
+    # The end of its running request also gives it a place, charged one token in advance.
+    assert held.virtual_time == 9_700 + (0 if raised else 1)
+
+
+async def test_a_key_that_has_left_its_cap_sets_the_level_of_new_keys_again() -> None:
+    queue = queue_of(capacity=2)
+    held, busy = Account("held", max_running=1), Account("busy", mean_tokens=300)
+    await enter(queue, held, busy, held, busy, busy)
+    busy.virtual_time = 10_000
+    held.max_running = 2
+    await enter(queue, held)
+    new = Account("new")
+
+    await enter(queue, new)
+
+    assert new.virtual_time == held.virtual_time == 9_700
+
+
+async def test_a_key_that_reaches_its_cap_from_the_queue_saves_up_no_credit() -> None:
+    queue = queue_of()
+    held, busy = Account("held", max_running=1), Account("busy", mean_tokens=300)
+    await enter(queue, busy, held, held, busy)
+    queue.resize(2)  # The first request of the held key leaves the queue.
+    await settled()
+    assert held.num_running == 1
+    busy.virtual_time = 10_000
+
+    held.max_running = 2
+    queue.resize(2)
+
+    assert held.virtual_time == 9_700
+
+
+async def test_a_refusal_at_a_keys_own_cap_names_the_key_and_its_cap() -> None:
+    queue = queue_of(capacity=5, max_waiting=2, max_wait_s=0.01)
+    held = Account("alice", max_running=1)
+    (running,) = await enter(queue, held)
+
+    late = await asyncio.gather(queue.enter(held), return_exceptions=True)
+    tasks = await enter(queue, held, held)
+    with pytest.raises(RateLimitError, match=r"alice.*`max_threads` of 1.*2 requests wait") as full:
+        await queue.enter(held)
+
+    assert isinstance(late[0], RateLimitError)
+    assert (late[0].kind, full.value.kind, full.value.retry_after_s) == ("threads", "threads", 1.0)
+    queue.resize(1)
+    other = await enter(queue, Account("other"))  # Drops the newest of alice's.
+    assert isinstance(tasks[1].exception(), RateLimitError)
+    await asyncio.gather(*other, *tasks, return_exceptions=True)
+    assert isinstance(other[0].exception(), CapacityError)
+    running.result().leave()
+
+
+async def test_startable_requests_are_those_that_more_replicas_could_serve() -> None:
+    queue = queue_of(capacity=1)
+    bounded, free = Account("bounded", max_running=2), Account("free")
+
+    await enter(queue, *[bounded] * 5, *[free] * 3)
+
+    assert queue.state.waiting == {"bounded": 4, "free": 3}
+    assert queue.state.num_startable == 1 + 3
+    bounded.max_running = 1
+    assert queue.state.num_startable == 3
+
+
+async def test_a_full_queue_may_drop_a_request_whose_client_is_leaving() -> None:
+    queue, flood, other = queue_of(max_waiting=2), Account("flood"), Account("other")
+    tasks = await enter(queue, *[flood] * 3)
+
+    newcomer = asyncio.create_task(queue.enter(other))
+    tasks[2].cancel()  # Told of it only after the newcomer has come in.
+    await settled()
+
+    assert tasks[2].cancelled()
+    assert not newcomer.done()
+    assert queue.state.waiting == {"flood": 1, "other": 1}

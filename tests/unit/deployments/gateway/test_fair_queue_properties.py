@@ -1,4 +1,4 @@
-"""The queue under arrivals, ends, departures and changes of room in any order."""
+"""The queue under arrivals, ends, departures and capacity changes in any order."""
 
 import asyncio
 from dataclasses import dataclass, field

@@ -1,28 +1,28 @@
-"""The gateway as an ASGI application in front of replicas that are played here."""
+"""The gateway as an ASGI application in front of fake replicas."""
 
 import asyncio
 import json
 from typing import Any
 
-import httpx
 import pytest
 
 from cluster.config.limits import LimitsConfig
 from deployments.wire.answer import AnswerStart, Piece
 from deployments.wire.errors import BodyTooLargeError, ReplicaLostError
-from tests.fakes.played_replicas import (
+from tests.fakes.replicas import (
     CHAT,
     EVENTS,
     JSON,
-    PlayedReplicas,
+    FakeReplicas,
     client,
+    client_of,
     gateway_of,
     settings_of,
 )
 
 
 async def test_a_whole_answer_is_passed_on_with_its_own_length() -> None:
-    replicas = PlayedReplicas(AnswerStart(200, JSON, b'{"a":1}'))
+    replicas = FakeReplicas(AnswerStart(200, JSON, b'{"a":1}'))
 
     answer = await client(replicas).post(CHAT, json={"model": "m"}, headers={"x-request-id": "r"})
 
@@ -35,7 +35,7 @@ async def test_a_whole_answer_is_passed_on_with_its_own_length() -> None:
 
 
 async def test_a_stream_is_passed_on() -> None:
-    replicas = PlayedReplicas(AnswerStart(200, EVENTS, b"data: 1\n\n"), Piece(b"data: [DONE]\n\n"))
+    replicas = FakeReplicas(AnswerStart(200, EVENTS, b"data: 1\n\n"), Piece(b"data: [DONE]\n\n"))
 
     answer = await client(replicas).post(CHAT, json={"stream": True})
 
@@ -45,7 +45,7 @@ async def test_a_stream_is_passed_on() -> None:
 
 @pytest.mark.parametrize("first", [b"data: 1\n\n", b"data: {cut in ha"])
 async def test_a_stream_whose_replica_dies_ends_with_an_error_event(first: bytes) -> None:
-    replicas = PlayedReplicas(AnswerStart(200, EVENTS, first), ReplicaLostError("dead"))
+    replicas = FakeReplicas(AnswerStart(200, EVENTS, first), ReplicaLostError("dead"))
 
     events = (await client(replicas).post(CHAT, json={"stream": True})).text.split("\n\n")
 
@@ -56,7 +56,7 @@ async def test_a_stream_whose_replica_dies_ends_with_an_error_event(first: bytes
 
 
 async def test_a_stream_that_was_complete_gets_no_second_end() -> None:
-    replicas = PlayedReplicas(
+    replicas = FakeReplicas(
         AnswerStart(200, EVENTS, b"data: 1\n\ndata: [DO"),
         Piece(b"NE]\n\n"),
         ReplicaLostError("dead"),
@@ -69,7 +69,7 @@ async def test_a_stream_that_was_complete_gets_no_second_end() -> None:
 
 @pytest.mark.parametrize("streaming", [True, False])
 async def test_a_replica_that_dies_before_it_answers_is_a_503(streaming: bool) -> None:
-    replicas = PlayedReplicas(ReplicaLostError("dead"))
+    replicas = FakeReplicas(ReplicaLostError("dead"))
 
     answer = await client(replicas).post(CHAT, json={"stream": streaming})
 
@@ -79,8 +79,8 @@ async def test_a_replica_that_dies_before_it_answers_is_a_503(streaming: bool) -
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-async def test_a_failure_that_nobody_foresaw_is_a_500_with_an_error_body(streaming: bool) -> None:
-    replicas = PlayedReplicas(AttributeError("a bug"))
+async def test_an_unexpected_failure_is_a_500_with_an_error_body(streaming: bool) -> None:
+    replicas = FakeReplicas(AttributeError("a bug"))
 
     answer = await client(replicas).post(CHAT, json={"stream": streaming})
 
@@ -90,7 +90,7 @@ async def test_a_failure_that_nobody_foresaw_is_a_500_with_an_error_body(streami
 
 
 async def test_a_stream_that_fails_on_the_way_ends_with_an_error_event() -> None:
-    replicas = PlayedReplicas(AnswerStart(200, EVENTS, b"data: 1\n\n"), KeyError("a bug"))
+    replicas = FakeReplicas(AnswerStart(200, EVENTS, b"data: 1\n\n"), KeyError("a bug"))
 
     events = (await client(replicas).post(CHAT, json={"stream": True})).text.split("\n\n")
 
@@ -98,8 +98,8 @@ async def test_a_stream_that_fails_on_the_way_ends_with_an_error_event() -> None
     assert events[2:] == ["data: [DONE]", ""]
 
 
-async def test_an_error_of_a_stream_request_is_one_json_answer() -> None:
-    replicas = PlayedReplicas(
+async def test_an_error_before_a_stream_begins_is_one_json_answer() -> None:
+    replicas = FakeReplicas(
         AnswerStart(400, JSON, b'{"error":{"message":"no",'),
         Piece(b'"param":"body.n","code":400}}'),
     )
@@ -125,10 +125,10 @@ async def test_an_error_of_a_stream_request_is_one_json_answer() -> None:
         ("text", 400, None),
     ],
 )
-async def test_what_the_gateway_can_judge_reaches_no_replica(
+async def test_requests_without_a_valid_model_reach_no_replica(
     body: object, status: int, param: str | None
 ) -> None:
-    replicas = PlayedReplicas()
+    replicas = FakeReplicas()
 
     answer = await client(replicas).post(CHAT, json=body)
 
@@ -139,14 +139,14 @@ async def test_what_the_gateway_can_judge_reaches_no_replica(
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 10_000])
 async def test_malformed_json_is_a_400(body: bytes) -> None:
-    answer = await client(PlayedReplicas()).post(CHAT, content=body)
+    answer = await client(FakeReplicas()).post(CHAT, content=body)
 
     assert answer.status_code == 400
     assert "not valid JSON" in answer.json()["error"]["message"]
 
 
 async def test_a_body_over_the_limit_is_a_413() -> None:
-    http = client(PlayedReplicas(), limits=LimitsConfig(max_body_bytes=10))
+    http = client(FakeReplicas(), limits=LimitsConfig(max_body_bytes=10))
     answer = await http.post(CHAT, json={"model": "m" * 9})
 
     assert answer.status_code == 413
@@ -154,7 +154,7 @@ async def test_a_body_over_the_limit_is_a_413() -> None:
 
 @pytest.mark.parametrize("streaming", [True, False])
 async def test_a_request_too_large_for_ray_serve_is_a_413(streaming: bool) -> None:
-    replicas = PlayedReplicas(BodyTooLargeError("5 bytes, where 4 are taken"))
+    replicas = FakeReplicas(BodyTooLargeError("5 bytes, where 4 are taken"))
 
     answer = await client(replicas).post(CHAT, json={"stream": streaming})
 
@@ -168,19 +168,19 @@ async def test_a_request_too_large_for_ray_serve_is_a_413(streaming: bool) -> No
     [("GET", "/", 404), ("GET", CHAT, 405), ("POST", "/health", 405), ("PUT", "/v1/models", 405)],
 )
 async def test_unknown_routes_and_methods(method: str, path: str, status: int) -> None:
-    answer = await client(PlayedReplicas()).request(method, path)
+    answer = await client(FakeReplicas()).request(method, path)
 
     assert answer.status_code == status
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize(("healthy", "status"), [(True, 200), (False, 503)])
-async def test_health_is_that_of_the_replicas(healthy: bool, status: int) -> None:
-    assert (await client(PlayedReplicas(), healthy=healthy).get("/health")).status_code == status
+async def test_health_is_the_health_of_the_replicas(healthy: bool, status: int) -> None:
+    assert (await client(FakeReplicas(), healthy=healthy).get("/health")).status_code == status
 
 
-async def test_beyond_the_bound_requests_are_refused_until_one_ends() -> None:
-    replicas = PlayedReplicas(AnswerStart(200, JSON, b"{}"))
+async def test_a_full_queue_refuses_requests_until_one_ends() -> None:
+    replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
     replicas.gate.clear()
     http = client(replicas, max_queued=1)
     inside = [asyncio.create_task(http.post(CHAT, json={})) for _ in range(3)]
@@ -201,7 +201,7 @@ async def test_beyond_the_bound_requests_are_refused_until_one_ends() -> None:
 async def test_a_client_that_leaves_cancels_its_call_and_gives_its_place_back(
     streaming: bool,
 ) -> None:
-    replicas = PlayedReplicas(AnswerStart(200, JSON, b"{}"))
+    replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
     replicas.gate.clear()
     http = client(replicas)
     tasks = [asyncio.create_task(http.post(CHAT, json={"stream": streaming})) for _ in range(2)]
@@ -216,7 +216,7 @@ async def test_a_client_that_leaves_cancels_its_call_and_gives_its_place_back(
 
 
 async def test_a_request_goes_to_the_replicas_of_its_model() -> None:
-    replicas = [PlayedReplicas(AnswerStart(200, JSON, b"[%d]" % number)) for number in range(2)]
+    replicas = [FakeReplicas(AnswerStart(200, JSON, b"[%d]" % number)) for number in range(2)]
 
     answer = await client(*replicas).post(CHAT, json={"model": "m1"})
 
@@ -224,8 +224,8 @@ async def test_a_request_goes_to_the_replicas_of_its_model() -> None:
     assert [len(each.requests) for each in replicas] == [0, 1]
 
 
-async def test_a_full_model_refuses_nothing_of_another() -> None:
-    full, free = PlayedReplicas(), PlayedReplicas(AnswerStart(200, JSON, b"{}"))
+async def test_a_full_model_does_not_affect_another() -> None:
+    full, free = FakeReplicas(), FakeReplicas(AnswerStart(200, JSON, b"{}"))
     full.gate.clear()
     http = client(full, free)
     inside = [asyncio.create_task(http.post(CHAT, json={"model": "m"})) for _ in range(2)]
@@ -238,17 +238,17 @@ async def test_a_full_model_refuses_nothing_of_another() -> None:
     await asyncio.gather(*inside, return_exceptions=True)
 
 
-async def test_a_request_without_a_model_is_refused_where_there_are_several() -> None:
-    answer = await client(PlayedReplicas(), PlayedReplicas()).post(CHAT, json={})
+async def test_a_request_without_a_model_is_refused_if_there_are_several() -> None:
+    answer = await client(FakeReplicas(), FakeReplicas()).post(CHAT, json={})
 
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "model"
     assert "m, m1" in answer.json()["error"]["message"]
 
 
-async def test_the_list_of_models_joins_those_of_all_replicas_and_asks_once() -> None:
+async def test_the_list_of_models_joins_all_cards_and_asks_for_each_once() -> None:
     replicas = [
-        PlayedReplicas(AnswerStart(200, JSON, json.dumps({"data": [{"id": name}]}).encode()))
+        FakeReplicas(AnswerStart(200, JSON, json.dumps({"data": [{"id": name}]}).encode()))
         for name in ("m", "m1")
     ]
     http = client(*replicas)
@@ -260,9 +260,9 @@ async def test_the_list_of_models_joins_those_of_all_replicas_and_asks_once() ->
     assert [len(each.requests) for each in replicas] == [1, 1]
 
 
-async def test_the_list_of_models_names_also_one_that_cannot_answer() -> None:
-    alive = PlayedReplicas(AnswerStart(200, JSON, b'{"data": [{"id": "m1", "max_model_len": 9}]}'))
-    dead = PlayedReplicas(ReplicaLostError("dead"))
+async def test_the_list_of_models_includes_one_whose_replicas_do_not_answer() -> None:
+    alive = FakeReplicas(AnswerStart(200, JSON, b'{"data": [{"id": "m1", "max_model_len": 9}]}'))
+    dead = FakeReplicas(ReplicaLostError("dead"))
 
     answer = await client(dead, alive).get("/v1/models")
 
@@ -277,9 +277,9 @@ async def test_the_list_of_models_names_also_one_that_cannot_answer() -> None:
     }
 
 
-async def test_the_list_of_models_does_not_wait_for_one_that_is_being_replaced() -> None:
-    alive = PlayedReplicas(AnswerStart(200, JSON, b'{"data": [{"id": "m1"}]}'))
-    starting = PlayedReplicas(AnswerStart(200, JSON, b'{"data": [{"id": "m", "whole": true}]}'))
+async def test_the_list_of_models_does_not_wait_for_a_starting_replica() -> None:
+    alive = FakeReplicas(AnswerStart(200, JSON, b'{"data": [{"id": "m1"}]}'))
+    starting = FakeReplicas(AnswerStart(200, JSON, b'{"data": [{"id": "m", "whole": true}]}'))
     starting.gate.clear()
     http = client(starting, alive, models_wait_s=0.01)
 
@@ -292,13 +292,12 @@ async def test_the_list_of_models_does_not_wait_for_one_that_is_being_replaced()
     assert starting.num_closed == 2
 
 
-async def test_the_list_of_models_wakes_no_model_and_keeps_its_card_under_new_settings() -> None:
+async def test_the_list_of_models_wakes_no_model_and_keeps_cards_under_new_settings() -> None:
     card, changed = {"id": "m", "max_model_len": 9}, {"id": "m", "max_model_len": 5}
-    replicas = PlayedReplicas(AnswerStart(200, JSON, json.dumps({"data": [card]}).encode()))
+    replicas = FakeReplicas(AnswerStart(200, JSON, json.dumps({"data": [card]}).encode()))
     replicas.num_running = 0
     gateway = gateway_of(replicas)
-    transport = httpx.ASGITransport(app=gateway)
-    http = httpx.AsyncClient(transport=transport, base_url="http://gateway")
+    http = client_of(gateway)
 
     async def listed() -> list[Any]:
         data: list[Any] = (await http.get("/v1/models")).json()["data"]
@@ -319,12 +318,12 @@ async def test_the_list_of_models_wakes_no_model_and_keeps_its_card_under_new_se
     assert await listed() == [changed]
 
 
-async def test_a_card_that_was_asked_for_before_a_change_is_not_kept() -> None:
+async def test_a_card_requested_before_a_change_is_not_kept() -> None:
     old, new = ({"id": "m", "max_model_len": length} for length in (9, 5))
-    replicas = PlayedReplicas(AnswerStart(200, JSON, json.dumps({"data": [old]}).encode()))
+    replicas = FakeReplicas(AnswerStart(200, JSON, json.dumps({"data": [old]}).encode()))
     replicas.gate.clear()
     gateway = gateway_of(replicas)
-    http = httpx.AsyncClient(transport=httpx.ASGITransport(app=gateway), base_url="http://gateway")
+    http = client_of(gateway)
     early = [asyncio.create_task(http.get("/v1/models")) for _ in range(3)]
     await asyncio.sleep(0.01)
     assert len(replicas.requests) == 1

@@ -1,4 +1,4 @@
-"""What a request may cost the gateway before it is let in: its body, and what is parsed of it."""
+"""Limits on request bodies, and the routes that describe the server."""
 
 import asyncio
 import gc
@@ -6,7 +6,6 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
-import httpx
 import pytest
 from starlette.types import Message
 
@@ -15,8 +14,18 @@ from cluster.config.limits import LimitsConfig
 from deployments.gateway.body import MAX_CONTAINERS, MAX_VALUES, BodyBudget, HeldBody
 from deployments.wire.answer import AnswerStart
 from deployments.wire.errors import ReplicaLostError
-from tests.fakes.played_replicas import CHAT, JSON, PlayedReplicas, client, gateway_of
-from tests.unit.deployments.gateway.test_gateway_keys import answering, bearer, key, settled
+from tests.fakes.replicas import (
+    CHAT,
+    JSON,
+    FakeReplicas,
+    answering,
+    bearer,
+    client,
+    client_of,
+    gateway_of,
+    key,
+    settled,
+)
 
 REMAINING = "x-ratelimit-remaining-requests"
 
@@ -31,8 +40,7 @@ async def test_a_request_over_the_rate_is_refused_before_its_body_is_read() -> N
     async def send(message: Message) -> None:
         sent.append(message)
 
-    transport = httpx.ASGITransport(app=gateway)
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+    async with client_of(gateway) as http:
         assert (await http.post(CHAT, json={}, headers=bearer("a"))).status_code == 200
     headers = [(b"authorization", b"Bearer a")]
     scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b""}
@@ -45,7 +53,7 @@ async def test_a_request_over_the_rate_is_refused_before_its_body_is_read() -> N
     ("content", "status"),
     [(b"{", 400), (b'{"model": "none"}', 404), (b'{"prompt": "%s"}' % (b"x" * 9000), 429)],
 )
-async def test_a_request_refused_for_what_it_holds_counts_as_one(
+async def test_a_request_refused_for_its_content_counts_in_the_rate(
     content: bytes, status: int
 ) -> None:
     limited = key("a", requests_per_minute=2, tokens_per_minute=2000)
@@ -89,7 +97,7 @@ async def test_a_body_of_too_many_values_is_refused(values: str, named: str) -> 
     "text",
     ["{}[]" * MAX_CONTAINERS, "a,b;" * MAX_VALUES, '\\"{[,' * MAX_VALUES, "\\\\" * 9 + '\\",{['],
 )
-async def test_punctuation_in_a_text_is_no_value(text: str) -> None:
+async def test_punctuation_in_a_text_does_not_count_as_values(text: str) -> None:
     answer = await client(answering()).post(CHAT, content=body_of(f'{{"content": "{text}"}}'))
 
     assert answer.status_code == 200
@@ -130,7 +138,7 @@ def fill(held: HeldBody) -> NoReturn:
         held.add(10)
 
 
-def test_no_key_takes_the_room_that_others_need() -> None:
+def test_no_key_can_use_up_the_budget_of_others() -> None:
     budget = BodyBudget(1200)
     with budget.hold("hog") as hog, budget.hold("second") as second, budget.hold("small") as small:
         for held in (hog, second):
@@ -143,29 +151,31 @@ def test_no_key_takes_the_room_that_others_need() -> None:
     assert budget.num_held_bytes == 0
 
 
-async def test_a_client_that_leaves_gives_its_bodys_bytes_back() -> None:
+async def test_a_client_that_leaves_releases_the_bytes_of_its_body() -> None:
     replicas = answering()
     replicas.gate.clear()
-    gateway = gateway_of(replicas, max_queued=5)
-    transport = httpx.ASGITransport(app=gateway)
-    http = httpx.AsyncClient(transport=transport, base_url="http://gateway")
-    tasks = await settled(http, *[("a", {"prompt": "x"})] * 3)
-    held = gateway._bodies.num_held_bytes
+    limits = LimitsConfig(max_body_bytes=100, max_held_body_bytes=200)
+    http = client(replicas, limits=limits, max_queued=5)
+    body = {"prompt": "x" * 80}
+    tasks = await settled(http, ("a", body), ("a", body))
+    refused = await http.post(CHAT, json=body)
 
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    replicas.gate.set()
 
-    assert (held, gateway._bodies.num_held_bytes) == (3 * len('{"prompt":"x"}'), 0)
+    assert refused.status_code == 503
+    assert (await http.post(CHAT, json=body)).status_code == 200
 
 
-def test_the_bytes_held_are_no_fewer_than_two_bodies_may_have() -> None:
+def test_the_budget_must_hold_two_bodies_of_the_largest_size() -> None:
     assert LimitsConfig(max_body_bytes=100).held_body_bytes == 1600
     with pytest.raises(ValueError, match="max_held_body_bytes: 199 is less than twice"):
         LimitsConfig(max_body_bytes=100, max_held_body_bytes=199)
 
 
-async def test_nothing_parsed_is_kept_while_a_request_runs() -> None:
+async def test_the_parsed_body_is_released_while_a_request_runs() -> None:
     replicas = answering()
     replicas.gate.clear()
     http = client(replicas)
@@ -184,10 +194,10 @@ async def test_nothing_parsed_is_kept_while_a_request_runs() -> None:
 
 
 @pytest.mark.parametrize("path", ["/version", "/openapi.json"])
-async def test_a_description_takes_no_place_at_the_replicas_and_is_asked_for_once(
+async def test_a_description_takes_no_place_and_is_asked_for_once(
     path: str,
 ) -> None:
-    full = PlayedReplicas(AnswerStart(200, JSON, b'{"version": "1"}'))
+    full = FakeReplicas(AnswerStart(200, JSON, b'{"version": "1"}'))
     http = client(full)
     assert (await http.get(path)).json() == {"version": "1"}
     full.gate.clear()
@@ -203,7 +213,7 @@ async def test_a_description_takes_no_place_at_the_replicas_and_is_asked_for_onc
 
 
 async def test_at_most_one_request_for_a_description_is_at_a_replica() -> None:
-    replicas = PlayedReplicas(AnswerStart(200, JSON, b"{}"))
+    replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
     replicas.gate.clear()
     http = client(replicas)
 
@@ -216,8 +226,8 @@ async def test_at_most_one_request_for_a_description_is_at_a_replica() -> None:
     assert len(replicas.requests) == 1
 
 
-async def test_a_description_that_no_replica_gives_is_asked_for_again() -> None:
-    replicas = PlayedReplicas(ReplicaLostError("dead"))
+async def test_a_description_is_asked_for_again_after_a_failure() -> None:
+    replicas = FakeReplicas(ReplicaLostError("dead"))
     http = client(replicas, models_wait_s=0.01)
 
     lost = await http.get("/version")
@@ -232,7 +242,7 @@ async def test_a_description_that_no_replica_gives_is_asked_for_again() -> None:
 
 
 async def test_every_route_counts_in_the_rate_of_requests() -> None:
-    replicas = PlayedReplicas(AnswerStart(200, JSON, b'{"data": []}'))
+    replicas = FakeReplicas(AnswerStart(200, JSON, b'{"data": []}'))
     http = client(replicas, keys=(key("a", requests_per_minute=3),))
 
     statuses = [
@@ -254,30 +264,23 @@ async def test_a_number_of_too_many_characters_is_refused(number: str) -> None:
     assert replicas.requests == []
 
 
-async def test_a_body_that_does_not_arrive_in_time_is_refused_and_its_bytes_given_back() -> None:
+async def test_a_body_that_arrives_too_slowly_is_refused_and_released() -> None:
+    limits = LimitsConfig(body_timeout_s=0.05, max_body_bytes=20, max_held_body_bytes=40)
+    gateway = gateway_of(answering(), limits=limits)
+
     async def slow_body() -> AsyncIterator[bytes]:
         yield b'{"prompt": '
         await asyncio.sleep(30)
 
-    gateway = gateway_of(answering(), limits=LimitsConfig(body_timeout_s=0.05))
+    # Together the bodies exceed the budget.
+    for _ in range(5):
+        answer = await client_of(gateway).post(CHAT, content=slow_body())
 
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": await anext(pieces), "more_body": True}
-
-    pieces, sent = slow_body(), list[Any]()
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": []}
-    await gateway(scope, receive, send)
-
-    assert sent[0]["status"] == 408
-    assert json.loads(sent[1]["body"])["error"]["code"] == "request_timeout"
-    assert gateway._bodies.num_held_bytes == 0
+        assert answer.status_code == 408
+        assert answer.json()["error"]["code"] == "request_timeout"
 
 
-def test_callers_without_a_key_share_all_of_the_room() -> None:
+def test_callers_without_a_key_share_the_whole_budget() -> None:
     budget = BodyBudget(1200)
     with budget.hold(None) as first, budget.hold(None) as second:
         first.add(900)
@@ -286,8 +289,8 @@ def test_callers_without_a_key_share_all_of_the_room() -> None:
             second.add(1)
 
 
-async def test_a_description_is_asked_of_a_model_that_is_awake() -> None:
-    asleep, awake = (PlayedReplicas(AnswerStart(200, JSON, b"{}")) for _ in range(2))
+async def test_a_description_is_asked_of_a_running_model() -> None:
+    asleep, awake = (FakeReplicas(AnswerStart(200, JSON, b"{}")) for _ in range(2))
     asleep.num_running = 0
 
     assert (await client(asleep, awake).get("/version")).status_code == 200

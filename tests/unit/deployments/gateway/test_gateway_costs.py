@@ -1,4 +1,4 @@
-"""What a request is charged that was refused, cut or lost, and who is told why it must wait."""
+"""Charges for requests that were refused, cut or lost, and refusals at a key's own cap."""
 
 import asyncio
 from typing import Any
@@ -8,28 +8,34 @@ import pytest
 
 from deployments.gateway.callers import Caller
 from deployments.gateway.fair_queue import Ticket
-from deployments.gateway.gateway import Gateway
 from deployments.gateway.models import Model
 from deployments.relay.relay import Progress
 from deployments.wire.answer import AnswerEnd, AnswerStart, Headers, Piece
 from deployments.wire.errors import ReplicaLostError
 from deployments.wire.request import RelayedRequest
-from tests.fakes.played_replicas import CHAT, EVENTS, JSON, PlayedReplicas, client, gateway_of
-from tests.unit.deployments.gateway.test_gateway_keys import answering, bearer, key, settled
-
-
-def client_of(gateway: Gateway) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app=gateway), base_url="http://gateway")
+from tests.fakes.replicas import (
+    CHAT,
+    EVENTS,
+    JSON,
+    FakeReplicas,
+    answering,
+    bearer,
+    client,
+    client_of,
+    gateway_of,
+    key,
+    settled,
+)
 
 
 async def remaining(http: httpx.AsyncClient) -> tuple[str, str]:
-    """Requests and tokens that key `a` has left; to ask is a request, too."""
+    """Requests and tokens that key `a` has left; asking counts as a request."""
     headers = (await http.post(CHAT, json={"model": "none"}, headers=bearer("a"))).headers
     return headers["x-ratelimit-remaining-requests"], headers["x-ratelimit-remaining-tokens"]
 
 
 @pytest.mark.parametrize("max_queued", [0, 1])
-async def test_who_gets_no_further_than_the_queue_is_not_counted(max_queued: int) -> None:
+async def test_a_request_that_never_leaves_the_queue_is_refunded(max_queued: int) -> None:
     replicas = answering()
     replicas.gate.clear()
     limited = key("a", requests_per_minute=9, tokens_per_minute=900)
@@ -50,7 +56,7 @@ async def test_who_gets_no_further_than_the_queue_is_not_counted(max_queued: int
 
 @pytest.fixture
 def left(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each request's cost was known when it left."""
+    """Whether each request's cost was known at its end."""
     known: list[bool] = []
     leave = Ticket.leave
 
@@ -100,7 +106,7 @@ async def test_the_cost_of_a_whole_answer_whose_client_left_is_unknown(left: lis
     [
         ([ReplicaLostError("dead")], False, False, "900"),
         ([ReplicaLostError("dead")], True, False, "900"),
-        # What a stream has told of is all that there was.
+        # A stream has reported all of its tokens.
         (
             [AnswerStart(200, EVENTS, b"x", num_tokens=5), ReplicaLostError("dead")],
             True,
@@ -111,11 +117,11 @@ async def test_the_cost_of_a_whole_answer_whose_client_left_is_unknown(left: lis
         ([AnswerStart(200, EVENTS, b"x"), Piece(b"y", num_tokens=5)], True, True, "880"),
     ],
 )
-async def test_the_cost_of_what_was_lost_is_unknown(
+async def test_the_cost_of_a_lost_answer_is_unknown_unless_it_was_streamed(
     left: list[bool], parts: list[Any], streaming: bool, known: bool, tokens: str
 ) -> None:
     limited = key("a", requests_per_minute=9, tokens_per_minute=900)
-    replicas = PlayedReplicas(*parts, end=AnswerEnd(15, 5))
+    replicas = FakeReplicas(*parts, end=AnswerEnd(15, 5))
     http = client(replicas, keys=(limited,))
 
     await http.post(CHAT, json={"stream": streaming, "prompt": "x" * 400}, headers=bearer("a"))
@@ -124,8 +130,8 @@ async def test_the_cost_of_what_was_lost_is_unknown(
     assert await remaining(http) == ("7", tokens)
 
 
-class Dying(PlayedReplicas):
-    """Generates five tokens and dies, as often as there are engines left to kill."""
+class Dying(FakeReplicas):
+    """Generates five tokens and dies, once per death given."""
 
     def __init__(self, *deaths: ReplicaLostError) -> None:
         super().__init__(end=AnswerEnd(1, 7))
@@ -142,8 +148,8 @@ class Dying(PlayedReplicas):
         return AnswerStart(200, JSON, b"{}"), self.end
 
 
-def hasty(replicas: PlayedReplicas, **settings: Any) -> httpx.AsyncClient:
-    """A client of a gateway that sends requests again at once."""
+def hasty(replicas: FakeReplicas, **settings: Any) -> httpx.AsyncClient:
+    """A client of a gateway that retries without a pause."""
     gateway = gateway_of(replicas, **settings)
     gateway.retries.first_pause_s = 0.0
     return client_of(gateway)
@@ -171,15 +177,15 @@ async def test_a_request_is_not_sent_to_a_third_engine_after_two_have_died() -> 
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (500, "engine_lost_twice")
     assert "Two engines died" in error["message"]
-    # OpenAI's clients would send it again otherwise.
+    # OpenAI's clients would otherwise retry.
     assert answer.headers["x-should-retry"] == "false"
-    # Twice to the first engine, whose replica took requests for a moment after its death.
+    # Twice to the first replica, which accepted requests for a moment after its engine's death.
     assert len(replicas.requests) == 3
     assert len(replicas.deaths) == 1
 
 
-async def test_a_stream_that_never_began_stops_after_two_deaths_as_well() -> None:
-    replicas = PlayedReplicas(ReplicaLostError("the engine has died", engine_died=True))
+async def test_a_stream_that_never_began_is_not_sent_to_a_third_engine_either() -> None:
+    replicas = FakeReplicas(ReplicaLostError("the engine has died", engine_died=True))
 
     answer = await hasty(replicas).post(CHAT, json={"model": "m", "stream": True})
 
@@ -187,7 +193,7 @@ async def test_a_stream_that_never_began_stops_after_two_deaths_as_well() -> Non
     assert answer.json()["error"]["code"] == "engine_lost_twice"
 
 
-async def test_replicas_that_hand_a_request_over_have_not_died_of_it() -> None:
+async def test_replicas_that_hand_over_a_request_do_not_count_as_dead() -> None:
     replicas = Dying(*[ReplicaLostError("drained") for _ in range(3)])
 
     answer = await hasty(replicas).post(CHAT, json={"model": "m"})
@@ -195,7 +201,7 @@ async def test_replicas_that_hand_a_request_over_have_not_died_of_it() -> None:
     assert (answer.status_code, len(replicas.requests)) == (200, 4)
 
 
-async def test_a_key_at_its_own_bound_gets_a_429_that_names_it() -> None:
+async def test_a_key_at_its_cap_gets_a_429_that_names_it() -> None:
     replicas = answering()
     replicas.gate.clear()
     gateway = gateway_of(replicas, keys=(key("a", max_threads=1),), max_queued=1)
@@ -214,7 +220,7 @@ async def test_a_key_at_its_own_bound_gets_a_429_that_names_it() -> None:
     assert "`max_threads` of 1" in error["message"]
 
 
-async def test_every_prompt_of_several_is_counted_before_they_go_in() -> None:
+async def test_all_prompts_of_a_request_are_counted_at_admission() -> None:
     replicas = answering()
     replicas.gate.clear()
     limited = key("a", requests_per_minute=9, tokens_per_minute=1000)
@@ -226,7 +232,7 @@ async def test_every_prompt_of_several_is_counted_before_they_go_in() -> None:
     await task
 
 
-async def test_a_failure_of_our_own_before_the_answer_has_openais_form(
+async def test_a_failure_of_the_gateway_before_the_answer_has_openais_form(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def fail(*_: object) -> Ticket:

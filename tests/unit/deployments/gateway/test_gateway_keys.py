@@ -1,49 +1,30 @@
-"""What keys, limits and ids change in the way of a request through the gateway."""
+"""Keys, limits and request ids in the gateway."""
 
 import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from cluster.config.keys import KeyConfig, hash_of
 from cluster.config.limits import LimitsConfig
 from cluster.config.secret import SecretReference
 from deployments.routing.shared_router import ROUTERS
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
-from tests.fakes.played_replicas import (
+from tests.fakes.replicas import (
     CHAT,
     EVENTS,
     JSON,
-    PlayedReplicas,
+    FakeReplicas,
+    answering,
+    bearer,
     client,
+    client_of,
     gateway_of,
+    key,
     settings_of,
+    settled,
 )
-
-
-def key(name: str, **fields: Any) -> KeyConfig:
-    """A key whose token is its name."""
-    return KeyConfig.model_validate({"name": name, "hash": hash_of(name)} | fields)
-
-
-def bearer(name: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {name}"}
-
-
-def answering(*, end: AnswerEnd | None = None) -> PlayedReplicas:
-    return PlayedReplicas(AnswerStart(200, JSON, b"{}"), end=end)
-
-
-async def settled(http: httpx.AsyncClient, *bodies: tuple[str, dict[str, Any]]) -> list[Any]:
-    """Requests of keys, each come to rest in the gateway before the next one."""
-    tasks = []
-    for name, body in bodies:
-        tasks.append(asyncio.create_task(http.post(CHAT, json=body, headers=bearer(name))))
-        await asyncio.sleep(0.01)
-    return tasks
 
 
 async def test_a_request_without_a_known_key_reaches_no_replica() -> None:
@@ -99,7 +80,7 @@ async def test_a_configured_secret_gives_every_gateway_the_same_salts(
     assert all(salt and len(salt) == 32 for salt in salts)
 
 
-async def test_keys_share_no_prefix_in_the_routers_eyes() -> None:
+async def test_keys_share_no_prefix_hashes() -> None:
     replicas = answering()
     http = client(replicas, keys=(key("a"), key("b")))
     body = {"messages": [{"role": "user", "content": "the same"}]}
@@ -130,10 +111,10 @@ async def test_requests_over_the_rate_are_refused_with_openais_headers() -> None
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-async def test_tokens_are_charged_as_they_come_and_put_right_at_the_end(streaming: bool) -> None:
+async def test_tokens_are_charged_as_they_come_and_corrected_at_the_end(streaming: bool) -> None:
     end = AnswerEnd(prompt_tokens=30, generated_tokens=50)
     parts = (Piece(b"x", num_tokens=20), Piece(b"y", num_tokens=20)) if streaming else ()
-    replicas = PlayedReplicas(AnswerStart(200, EVENTS, b"w", num_tokens=10), *parts, end=end)
+    replicas = FakeReplicas(AnswerStart(200, EVENTS, b"w", num_tokens=10), *parts, end=end)
     http = client(replicas, keys=(key("a", tokens_per_minute=1000),))
 
     await http.post(CHAT, json={"stream": streaming}, headers=bearer("a"))
@@ -142,8 +123,8 @@ async def test_tokens_are_charged_as_they_come_and_put_right_at_the_end(streamin
     assert answer.headers["x-ratelimit-remaining-tokens"] == str(1000 - 30 - 50)
 
 
-async def test_a_refused_request_gives_its_prompts_tokens_back() -> None:
-    replicas = PlayedReplicas(AnswerStart(400, JSON, b'{"error":{"message":"no"}}'))
+async def test_a_refused_request_refunds_its_prompt_tokens() -> None:
+    replicas = FakeReplicas(AnswerStart(400, JSON, b'{"error":{"message":"no"}}'))
     http = client(replicas, keys=(key("a", tokens_per_minute=1000),))
     body = {"messages": [{"role": "user", "content": "x" * 400}]}
 
@@ -183,14 +164,14 @@ async def test_a_prompt_over_the_limit_is_refused(body: dict[str, Any], named: s
     assert replicas.requests == []
 
 
-async def test_a_body_of_endless_nesting_is_no_failure_of_ours() -> None:
+async def test_a_deeply_nested_body_does_not_fail_the_gateway() -> None:
     nested = b'{"messages": [{"content": ' + b"[" * 900 + b"]" * 900 + b"}]}"
     http = client(answering(), limits=LimitsConfig(max_prompt_chars=10))
 
     assert (await http.post(CHAT, content=nested)).status_code == 200
 
 
-async def test_a_priority_of_the_clients_own_is_refused_where_keys_have_them() -> None:
+async def test_a_clients_priority_is_refused_if_there_are_keys() -> None:
     http = client(answering(), keys=(key("a", priority=5),))
 
     refused = await http.post(CHAT, json={"priority": -1}, headers=bearer("a"))
@@ -200,9 +181,9 @@ async def test_a_priority_of_the_clients_own_is_refused_where_keys_have_them() -
     assert (await client(answering()).post(CHAT, json={"priority": 1})).status_code == 200
 
 
-async def test_a_key_sees_its_own_models_only() -> None:
+async def test_a_key_sees_only_its_own_models() -> None:
     replicas = [
-        PlayedReplicas(AnswerStart(200, JSON, json.dumps({"data": [{"id": name}]}).encode()))
+        FakeReplicas(AnswerStart(200, JSON, json.dumps({"data": [{"id": name}]}).encode()))
         for name in ("m", "m1")
     ]
     http = client(*replicas, keys=(key("a", models=("m1",)), key("b")))
@@ -240,7 +221,7 @@ async def test_a_sane_request_id_is_kept_and_any_other_replaced(given: str, kept
     assert (lost.headers["x-request-id"] == given) is kept
 
 
-async def test_waiting_requests_go_by_class_then_by_fairness() -> None:
+async def test_waiting_requests_are_ordered_by_class_then_fairness() -> None:
     replicas = answering(end=AnswerEnd(generated_tokens=100))
     replicas.gate.clear()
     keys = (key("urgent", priority=-1), key("heavy"), key("light"))
@@ -256,7 +237,7 @@ async def test_waiting_requests_go_by_class_then_by_fairness() -> None:
     assert names == ["heavy", "heavy", "urgent", "light", "heavy", "heavy"]
 
 
-async def test_a_key_of_more_weight_gets_more_turns() -> None:
+async def test_a_key_with_more_weight_gets_more_turns() -> None:
     replicas = answering(end=AnswerEnd(generated_tokens=100))
     replicas.gate.clear()
     http = client(replicas, keys=(key("heavy", weight=3.0), key("light")), max_queued=40)
@@ -288,7 +269,7 @@ async def test_a_flood_of_requests_that_generate_nothing_lets_others_pass() -> N
     assert names[2:10].count("other") >= 3
 
 
-async def test_a_request_that_waits_too_long_is_told_so() -> None:
+async def test_a_request_that_waits_too_long_gets_a_503() -> None:
     replicas = answering()
     replicas.gate.clear()
     gateway = gateway_of(replicas, max_queued=5)
@@ -297,8 +278,7 @@ async def test_a_request_that_waits_too_long_is_told_so() -> None:
         update={"models": (model.model_copy(update={"max_queue_s": 0.05}),)}
     )
     await gateway.reconfigure(short, [replicas])
-    transport = httpx.ASGITransport(app=gateway)
-    http = httpx.AsyncClient(transport=transport, base_url="http://gateway")
+    http = client_of(gateway)
     tasks = await settled(http, *[("a", {})] * 2)
 
     late = await http.post(CHAT, json={})
@@ -320,7 +300,7 @@ async def test_a_key_has_no_more_requests_than_threads() -> None:
     assert {answer.status_code for answer in await asyncio.gather(*tasks)} == {200}
 
 
-async def test_the_routers_say_how_many_may_run_and_are_told_of_every_end(
+async def test_routers_set_the_capacity_and_hear_of_every_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended: list[tuple[str, str | None, AnswerEnd | None]] = []
@@ -346,12 +326,11 @@ async def test_the_routers_say_how_many_may_run_and_are_told_of_every_end(
     assert {end for _, _, end in ended} == {AnswerEnd(generated_tokens=7)}
 
 
-async def test_new_settings_hold_for_the_next_request_and_disturb_none(tmp_path: Path) -> None:
+async def test_new_settings_apply_to_the_next_request_and_disturb_none(tmp_path: Path) -> None:
     replicas = answering()
     replicas.gate.clear()
     gateway = gateway_of(replicas, max_queued=1)
-    transport = httpx.ASGITransport(app=gateway)
-    http = httpx.AsyncClient(transport=transport, base_url="http://gateway")
+    http = client_of(gateway)
     tasks = await settled(http, *[("a", {})] * 3)
     assert gateway.waiting()["Replica-m"].waiting == {"anonymous": 1}
 

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
 
 from cluster.config.keys import ANONYMOUS, KeyConfig, hash_of
@@ -20,7 +19,15 @@ from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.errors import NoReplicaError, ReplicaLostError
 from deployments.wire.request import RelayedRequest
 from tests.fakes.played_instruments import PlayedInstruments
-from tests.fakes.played_replicas import CHAT, EVENTS, JSON, PlayedReplicas, gateway_of, settings_of
+from tests.fakes.replicas import (
+    CHAT,
+    EVENTS,
+    JSON,
+    FakeReplicas,
+    client_of,
+    gateway_of,
+    settings_of,
+)
 
 OK = AnswerStart(200, JSON, b"{}")
 STREAM = AnswerStart(200, EVENTS, b"data: {}\n\n")
@@ -30,12 +37,11 @@ ERROR_EVENT = Piece(b'data: {"error": {"message": "no", "code": 500}}\n\ndata: [
 class Told:
     """A gateway, and what it tells."""
 
-    def __init__(self, *replicas: PlayedReplicas, keys: tuple[KeyConfig, ...] = ()) -> None:
+    def __init__(self, *replicas: FakeReplicas, keys: tuple[KeyConfig, ...] = ()) -> None:
         self.instruments = PlayedInstruments()
         self.gateway: Gateway = gateway_of(*replicas, keys=keys)
         self.gateway.metrics = GatewayMetrics(self.instruments)
-        transport = httpx.ASGITransport(app=self.gateway)
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://apar")
+        self.http = client_of(self.gateway)
 
     def value(self, metric: Metric, part: str = "", **labels: str) -> float | None:
         return self.instruments.value(metric.name + part, **labels)
@@ -62,11 +68,11 @@ class Told:
 async def test_a_keys_file_that_cannot_be_used_is_told_until_it_is_mended(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text("[]")
-    told = Told(PlayedReplicas(OK))
+    told = Told(FakeReplicas(OK))
     values = []
     for text in ("[]", "- wrong", "[]"):
         file.write_text(text)
-        await told.gateway.reconfigure(settings_of(1, keys_file=file), [PlayedReplicas(OK)])
+        await told.gateway.reconfigure(settings_of(1, keys_file=file), [FakeReplicas(OK)])
         await told.gateway.tell_metrics()
         values.append(told.value(catalogue.SETTINGS_REFUSED, source="keys_file"))
 
@@ -74,7 +80,7 @@ async def test_a_keys_file_that_cannot_be_used_is_told_until_it_is_mended(tmp_pa
 
 
 async def test_log_lines_that_were_left_out_are_told() -> None:
-    told = Told(PlayedReplicas(OK))
+    told = Told(FakeReplicas(OK))
     for num_lines in (0, 4):
         told.gateway.metrics.recorder.set_total(catalogue.LOG_LINES_DROPPED, num_lines)
         await told.gateway.tell_metrics()
@@ -83,7 +89,7 @@ async def test_log_lines_that_were_left_out_are_told() -> None:
 
 
 async def test_requests_that_end_well_are_counted_and_timed() -> None:
-    told = Told(PlayedReplicas(OK), PlayedReplicas(STREAM))
+    told = Told(FakeReplicas(OK), FakeReplicas(STREAM))
 
     await told.http.post(CHAT, json={"model": "m"})
     await told.http.post("/v1/completions", json={"model": "m1", "stream": True})
@@ -96,7 +102,7 @@ async def test_requests_that_end_well_are_counted_and_timed() -> None:
 
 
 async def test_only_requests_for_completions_count() -> None:
-    told = Told(PlayedReplicas(OK))
+    told = Told(FakeReplicas(OK))
 
     await told.http.post("/tokenize", json={"model": "m"})
     await told.http.get("/v1/models")
@@ -109,13 +115,13 @@ async def test_only_requests_for_completions_count() -> None:
 @pytest.mark.parametrize(
     ("replicas", "streams", "outcome", "given_up", "rejected"),
     [
-        (PlayedReplicas(AnswerStart(400, JSON, b"{}")), False, "client_error", 0, {}),
-        (PlayedReplicas(AnswerStart(500, JSON, b"{}")), False, "server_error", 0, {}),
-        (PlayedReplicas(RuntimeError("ours")), False, "server_error", 0, {}),
-        (PlayedReplicas(STREAM, ERROR_EVENT), True, "server_error", 0, {}),
-        (PlayedReplicas(STREAM, ReplicaLostError("dead")), True, "server_error", 1, {}),
+        (FakeReplicas(AnswerStart(400, JSON, b"{}")), False, "client_error", 0, {}),
+        (FakeReplicas(AnswerStart(500, JSON, b"{}")), False, "server_error", 0, {}),
+        (FakeReplicas(RuntimeError("ours")), False, "server_error", 0, {}),
+        (FakeReplicas(STREAM, ERROR_EVENT), True, "server_error", 0, {}),
+        (FakeReplicas(STREAM, ReplicaLostError("dead")), True, "server_error", 1, {}),
         (
-            PlayedReplicas(NoReplicaError("none")),
+            FakeReplicas(NoReplicaError("none")),
             False,
             "server_error",
             0,
@@ -124,7 +130,7 @@ async def test_only_requests_for_completions_count() -> None:
     ],
 )
 async def test_every_end_has_its_outcome(
-    replicas: PlayedReplicas,
+    replicas: FakeReplicas,
     streams: bool,
     outcome: str,
     given_up: int,
@@ -140,7 +146,7 @@ async def test_every_end_has_its_outcome(
     assert told.value(catalogue.REQUEST_LATENCY, "_count", model="m") == 0
 
 
-class Losing(PlayedReplicas):
+class Losing(FakeReplicas):
     """Each attempt meets the next error."""
 
     async def whole(
@@ -164,7 +170,7 @@ async def test_a_request_that_was_taken_lost_and_taken_no_more_is_given_up() -> 
 
 
 async def test_a_client_that_leaves_is_cancelled_and_seen_while_it_runs() -> None:
-    replicas = PlayedReplicas(OK)
+    replicas = FakeReplicas(OK)
     replicas.gate.clear()
     told = Told(replicas)
 
@@ -194,7 +200,7 @@ async def test_lost_replicas_are_counted_by_what_became_of_the_request() -> None
 
 async def test_refusals_are_counted_by_reason_and_class_of_the_key() -> None:
     key = KeyConfig(name="k", hash=hash_of("k"), metrics_class="paying")
-    told = Told(PlayedReplicas(OK), keys=(key,))
+    told = Told(FakeReplicas(OK), keys=(key,))
     headers = {"authorization": "Bearer k"}
 
     await told.http.post(CHAT, json={"model": "m"})
@@ -215,7 +221,7 @@ async def test_refusals_are_counted_by_reason_and_class_of_the_key() -> None:
 
 async def test_every_class_of_key_begins_with_0() -> None:
     key = KeyConfig(name="k", hash=hash_of("k"), metrics_class="paying")
-    told = Told(PlayedReplicas(OK), keys=(key,))
+    told = Told(FakeReplicas(OK), keys=(key,))
 
     await told.gateway.tell_metrics()
 
@@ -231,9 +237,8 @@ async def test_the_front_door_tells_of_those_who_come_too_late() -> None:
         nonlocal num_late
         num_late += 1
 
-    door = FrontDoor(gateway_of(PlayedReplicas(OK)), count)
-    transport = httpx.ASGITransport(app=door)
-    async with httpx.AsyncClient(transport=transport, base_url="http://apar") as http:
+    door = FrontDoor(gateway_of(FakeReplicas(OK)), count)
+    async with client_of(door) as http:
         await http.post(CHAT, json={"model": "m"})
         door.close()
         await http.post(CHAT, json={"model": "m"})
@@ -244,7 +249,7 @@ async def test_the_front_door_tells_of_those_who_come_too_late() -> None:
 async def test_replicas_are_told_once_a_router_knows_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = Told(PlayedReplicas(OK))
+    told = Told(FakeReplicas(OK))
     [model] = told.gateway.waiting()
 
     await told.gateway.tell_metrics()

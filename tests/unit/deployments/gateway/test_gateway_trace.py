@@ -17,7 +17,7 @@ from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.errors import ReplicaBrokenError, ReplicaLostError
 from deployments.wire.request import RelayedRequest
 from tests.fakes.kept_spans import KeptSpans, parent_of
-from tests.fakes.played_replicas import CHAT, EVENTS, JSON, PlayedReplicas, gateway_of
+from tests.fakes.replicas import CHAT, EVENTS, JSON, FakeReplicas, client_of, gateway_of
 
 CALLER = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "tracestate": "vendor=1"}
 SECRET_TEXT = "a secret question"
@@ -36,12 +36,11 @@ def kept() -> KeptSpans:
     return KeptSpans()
 
 
-def client(kept: KeptSpans, *replicas: PlayedReplicas, **settings: Any) -> httpx.AsyncClient:
+def client(kept: KeptSpans, *replicas: FakeReplicas, **settings: Any) -> httpx.AsyncClient:
     gateway = gateway_of(*replicas, **settings)
     gateway.tracing = kept.tracing
     gateway.retries.first_pause_s = 0.001
-    transport = httpx.ASGITransport(app=gateway)
-    return httpx.AsyncClient(transport=transport, base_url="http://gateway")
+    return client_of(gateway)
 
 
 def facts(span: ReadableSpan) -> dict[str, Any]:
@@ -52,7 +51,7 @@ def failed(span: ReadableSpan) -> bool:
     return not (span.status.is_ok or span.status.is_unset)
 
 
-class Taking(PlayedReplicas):
+class Taking(FakeReplicas):
     """Gives each attempt the parts of its own."""
 
     def __init__(self, *attempts: tuple[AnswerStart | Piece | Exception, ...]) -> None:
@@ -71,7 +70,7 @@ class Taking(PlayedReplicas):
 async def test_a_request_is_one_trace_with_its_waits_and_its_replica(
     kept: KeptSpans, streaming: bool
 ) -> None:
-    replicas = PlayedReplicas(AnswerStart(200, EVENTS if streaming else JSON, b"{}"), end=END)
+    replicas = FakeReplicas(AnswerStart(200, EVENTS if streaming else JSON, b"{}"), end=END)
 
     await client(kept, replicas).post(
         CHAT, json=BODY | {"stream": streaming}, headers={"x-request-id": "r1"} | CALLER
@@ -113,7 +112,7 @@ async def test_a_request_is_one_trace_with_its_waits_and_its_replica(
 
 
 async def test_the_replica_is_told_its_attempts_context(kept: KeptSpans) -> None:
-    replicas = PlayedReplicas(AnswerStart(200, JSON, b"{}"))
+    replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
 
     await client(kept, replicas).post(CHAT, json=BODY, headers=CALLER)
 
@@ -126,7 +125,7 @@ async def test_the_replica_is_told_its_attempts_context(kept: KeptSpans) -> None
 
 
 async def test_no_text_of_the_request_is_in_its_trace(kept: KeptSpans) -> None:
-    replicas = PlayedReplicas(AnswerStart(200, JSON, b'{"content": "a secret answer"}'))
+    replicas = FakeReplicas(AnswerStart(200, JSON, b'{"content": "a secret answer"}'))
 
     await client(kept, replicas).post(CHAT + "?a=secret", json=BODY)
 
@@ -135,7 +134,7 @@ async def test_no_text_of_the_request_is_in_its_trace(kept: KeptSpans) -> None:
 
 async def test_a_caller_that_is_not_trusted_begins_a_trace_here() -> None:
     kept = KeptSpans(honour_traceparent=False)
-    replicas = PlayedReplicas(AnswerStart(200, JSON, b"{}"))
+    replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
 
     await client(kept, replicas).post(CHAT, json=BODY, headers=CALLER)
 
@@ -146,7 +145,7 @@ async def test_a_caller_that_is_not_trusted_begins_a_trace_here() -> None:
 
 async def test_what_is_not_sampled_costs_the_replica_nothing() -> None:
     kept = KeptSpans(sample_ratio=0.0)
-    replicas = PlayedReplicas(AnswerStart(200, JSON, b"{}"))
+    replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
 
     await client(kept, replicas).post(CHAT, json=BODY)
 
@@ -160,7 +159,7 @@ def test_without_tracing_there_is_no_trace() -> None:
 
 async def test_the_log_names_the_trace(kept: KeptSpans, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="deployments.gateway.request_log"):
-        await client(kept, PlayedReplicas(AnswerStart(200, JSON, b"{}"))).post(CHAT, json=BODY)
+        await client(kept, FakeReplicas(AnswerStart(200, JSON, b"{}"))).post(CHAT, json=BODY)
 
     (record,) = (each for each in caplog.records if each.getMessage() == "request")
     trace_id = vars(record)["trace_id"]
@@ -170,7 +169,7 @@ async def test_the_log_names_the_trace(kept: KeptSpans, caplog: pytest.LogCaptur
 async def test_an_unknown_key_is_refused_before_any_queue(kept: KeptSpans) -> None:
     keys = (KeyConfig(name="a", hash="sha256:" + "0" * 64),)
 
-    answer = await client(kept, PlayedReplicas(), keys=keys).post(CHAT, json=BODY)
+    answer = await client(kept, FakeReplicas(), keys=keys).post(CHAT, json=BODY)
 
     assert answer.status_code == 401
     assert [span.name for span in kept.all()] == [f"POST {CHAT}", names.INGRESS]
@@ -182,7 +181,7 @@ async def test_an_unknown_key_is_refused_before_any_queue(kept: KeptSpans) -> No
 
 @pytest.mark.parametrize(("method", "path"), [("POST", "/v1/unknown"), ("BREW", CHAT)])
 async def test_names_of_spans_are_few(kept: KeptSpans, method: str, path: str) -> None:
-    await client(kept, PlayedReplicas()).request(method, path)
+    await client(kept, FakeReplicas()).request(method, path)
 
     server = kept.all()[0]
     assert server.name in ("POST", "HTTP")
@@ -191,7 +190,7 @@ async def test_names_of_spans_are_few(kept: KeptSpans, method: str, path: str) -
 
 
 async def test_a_full_queue_is_an_error_of_the_server(kept: KeptSpans) -> None:
-    replicas = PlayedReplicas(AnswerStart(200, JSON, b"{}"))
+    replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
     replicas.gate.clear()
     http = client(kept, replicas)
     running = [asyncio.create_task(http.post(CHAT, json=BODY)) for _ in range(2)]
@@ -211,7 +210,7 @@ async def test_a_full_queue_is_an_error_of_the_server(kept: KeptSpans) -> None:
 
 
 async def test_a_wait_in_the_queue_is_a_span_as_long(kept: KeptSpans) -> None:
-    replicas = PlayedReplicas(AnswerStart(200, JSON, b"{}"))
+    replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
     replicas.gate.clear()
     http = client(kept, replicas, max_queued=1)
     tasks = [asyncio.create_task(http.post(CHAT, json=BODY)) for _ in range(3)]
@@ -229,7 +228,7 @@ async def test_a_wait_in_the_queue_is_a_span_as_long(kept: KeptSpans) -> None:
 
 
 async def test_a_client_that_leaves_ends_its_trace(kept: KeptSpans) -> None:
-    replicas = PlayedReplicas(AnswerStart(200, EVENTS, b"data: 1\n\n"))
+    replicas = FakeReplicas(AnswerStart(200, EVENTS, b"data: 1\n\n"))
     replicas.gate.clear()
     task = asyncio.create_task(client(kept, replicas).post(CHAT, json=BODY | {"stream": True}))
     while not replicas.requests:  # noqa: ASYNC110

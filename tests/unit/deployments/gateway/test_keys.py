@@ -1,4 +1,4 @@
-"""Which key a request carries, and how the file of keys is followed."""
+"""Finding the key of a request, and following the keys' file."""
 
 import asyncio
 import json
@@ -9,20 +9,12 @@ from pathlib import Path
 import pytest
 
 from cluster.config import ConfigError
-from cluster.config.keys import KeyConfig, hash_of
-from cluster.config.keys_file import load_keys
+from cluster.config.keys import KeyConfig, hash_of, load_keys
 from deployments.gateway.callers import KeyRing
 from deployments.wire.errors import UnknownKeyError
+from tests.fakes.clock import Clock
 
 ALICE = KeyConfig(name="alice", hash=hash_of("alices"))
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def bearer(token: str, scheme: str = "Bearer") -> list[tuple[bytes, bytes]]:
@@ -30,7 +22,7 @@ def bearer(token: str, scheme: str = "Bearer") -> list[tuple[bytes, bytes]]:
 
 
 def write(file: Path, *names: str) -> None:
-    """Keys whose tokens are their names; swapped in whole, as a mounted secret is."""
+    """Write keys whose tokens are their names, atomically as in a mounted secret."""
     fresh = file.with_suffix(".new")
     fresh.write_text(json.dumps([{"name": name, "hash": hash_of(name)} for name in names]))
     fresh.replace(file)
@@ -55,19 +47,19 @@ async def test_a_known_key_is_found(scheme: str) -> None:
         [(b"x-authorization", b"Bearer alices")],
     ],
 )
-async def test_anything_else_is_refused(headers: list[tuple[bytes, bytes]]) -> None:
+async def test_any_other_header_is_refused(headers: list[tuple[bytes, bytes]]) -> None:
     with pytest.raises(UnknownKeyError) as refused:
         await KeyRing([ALICE]).find(headers)
 
     assert "alices" not in str(refused.value)
 
 
-async def test_without_keys_none_is_asked_for_and_any_is_taken() -> None:
+async def test_without_configured_keys_any_key_or_none_is_accepted() -> None:
     assert await KeyRing().find([]) is None
     assert await KeyRing().find(bearer("none")) is None
 
 
-async def test_a_file_of_no_keys_lets_nobody_in(tmp_path: Path) -> None:
+async def test_an_empty_file_admits_nobody(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     write(file)
 
@@ -114,7 +106,7 @@ async def test_a_broken_file_keeps_the_old_keys_and_is_reported_once(
     assert (await ring.find(bearer("carol"))) is not None
 
 
-async def test_new_settings_with_a_broken_file_keep_the_old_keys_until_it_is_mended(
+async def test_new_settings_with_a_broken_file_keep_the_old_keys_until_it_is_fixed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file, clock = tmp_path / "keys.json", Clock()
@@ -136,7 +128,7 @@ async def test_new_settings_with_a_broken_file_keep_the_old_keys_until_it_is_men
     assert not ring.is_outdated
 
 
-async def test_new_keys_that_contradict_the_file_leave_the_old_ones(tmp_path: Path) -> None:
+async def test_new_keys_that_conflict_with_the_file_keep_the_old_ones(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     write(file, "bob")
     ring = KeyRing([ALICE], file)
@@ -148,7 +140,7 @@ async def test_new_keys_that_contradict_the_file_leave_the_old_ones(tmp_path: Pa
     assert await ring.find(bearer("alices")) == ALICE
 
 
-async def test_a_file_is_parsed_while_the_event_loop_goes_on(
+async def test_parsing_a_file_does_not_block_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, loop_ran = tmp_path / "keys.json", threading.Event()
@@ -167,12 +159,12 @@ async def test_a_file_is_parsed_while_the_event_loop_goes_on(
     assert not ring.is_outdated
 
 
-def test_a_gateway_does_not_start_without_its_file(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="gone"):
         KeyRing(file=tmp_path / "gone")
 
 
-async def test_a_file_that_cannot_be_read_is_read_again_and_reported_once(
+async def test_an_unreadable_file_is_read_again_and_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     file, clock, fails = tmp_path / "keys.json", Clock(), [OSError("I/O error")] * 2

@@ -12,8 +12,15 @@ from limits.aio.storage import MemoryStorage
 
 from cluster.config.keys import KeyConfig, hash_of
 from cluster.config.limits import open_storage
-from deployments.gateway.rate_limits import CounterStore, KeyRates, WindowState, duration
+from deployments.gateway.rate_limits import (
+    CounterStore,
+    KeyRates,
+    StoreSilentError,
+    WindowState,
+    duration,
+)
 from deployments.wire.errors import RateLimitError
+from tests.fakes.clock import Clock
 
 Advance = Callable[[float], None]
 
@@ -41,7 +48,9 @@ async def shown(limited: KeyRates) -> dict[str, str]:
     return {name.decode(): value.decode() for name, value in await limited.headers()}
 
 
-async def test_one_request_too_many_is_refused_until_the_window_has_room(advance: Advance) -> None:
+async def test_a_request_over_the_limit_is_refused_until_the_window_has_room(
+    advance: Advance,
+) -> None:
     limited = rates(requests_per_minute=3)
     for _ in range(3):
         await limited.admit_request()
@@ -63,7 +72,7 @@ async def test_one_request_too_many_is_refused_until_the_window_has_room(advance
     await limited.admit_request()
 
 
-async def test_generated_tokens_are_paid_off_before_anything_else_is_taken(
+async def test_generated_tokens_are_paid_before_new_ones_are_admitted(
     advance: Advance,
 ) -> None:
     limited = rates(tokens_per_minute=100)
@@ -87,7 +96,7 @@ async def test_generated_tokens_are_paid_off_before_anything_else_is_taken(
     assert 120 < waited <= 200
 
 
-async def test_tokens_that_were_estimated_too_high_come_back(advance: Advance) -> None:
+async def test_tokens_estimated_too_high_are_refunded(advance: Advance) -> None:
     limited = rates(tokens_per_minute=100)
     await limited.admit_tokens(90)
     limited.use_tokens(-50)
@@ -110,7 +119,7 @@ async def test_a_prompt_over_the_limit_takes_the_whole_window_and_counts_in_full
         await limited.admit_tokens(1)
 
 
-async def test_a_prompt_over_the_limit_is_told_how_long_its_excess_takes(
+async def test_the_wait_for_a_prompt_over_the_limit_includes_its_excess(
     advance: Advance,
 ) -> None:
     limited = rates(tokens_per_minute=100)
@@ -123,7 +132,7 @@ async def test_a_prompt_over_the_limit_is_told_how_long_its_excess_takes(
     assert refused.value.retry_after_s == pytest.approx(120 * 0.995 + 150, rel=0.01)
 
 
-async def test_a_refusal_counts_what_was_used_and_what_is_owed(advance: Advance) -> None:
+async def test_a_refusal_reports_used_and_owed_tokens(advance: Advance) -> None:
     limited = rates(tokens_per_minute=100)
     await limited.admit_tokens(30)
     limited.use_tokens(45)
@@ -194,8 +203,9 @@ class FailingStorage(MemoryStorage):
         return True
 
 
-async def test_requests_pass_where_the_store_fails() -> None:
-    limited = rates(FailingStorage(), requests_per_minute=1)
+async def test_requests_pass_if_the_store_fails() -> None:
+    store = CounterStore(FailingStorage(), answer_s=0.01)
+    limited = rates(store, requests_per_minute=1)
 
     await limited.admit_request()
     admission = await limited.admit_request()
@@ -211,7 +221,7 @@ async def test_requests_pass_where_the_store_fails() -> None:
     roll_s=st.floats(0, 60),
     wanted=st.integers(1, 1000),
 )
-def test_after_the_wait_and_not_before_there_is_room(
+def test_there_is_room_after_the_wait_and_not_before(
     limit: int, previous: int, current: int, roll_s: float, wanted: int
 ) -> None:
     wanted = min(wanted, limit)
@@ -245,3 +255,83 @@ def test_after_the_wait_and_not_before_there_is_room(
 )
 def test_durations_are_written_as_openai_does(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+async def test_a_refund_is_limited_to_what_the_window_still_counts(advance: Advance) -> None:
+    limited = rates(tokens_per_minute=100)
+    await limited.admit_tokens(90)
+    limited.use_tokens(-80)
+    advance(121.0)  # The window has forgotten the 90.
+
+    await limited.admit_tokens(60)
+    await limited.admit_tokens(40)
+
+    with pytest.raises(RateLimitError, match="100 used"):
+        await limited.admit_tokens(1)
+
+
+async def test_refunds_do_not_accumulate_beyond_the_limit(advance: Advance) -> None:
+    limited = rates(tokens_per_minute=100)
+    await limited.admit_tokens(100)
+    for _ in range(50):
+        limited.use_tokens(-100)
+    limited.use_tokens(150)
+
+    with pytest.raises(RateLimitError, match="150 used"):
+        await limited.admit_tokens(1)
+
+
+async def test_an_admission_can_be_refunded(advance: Advance) -> None:
+    limited = rates(tokens_per_minute=100, requests_per_minute=2)
+    admission = (*await limited.admit_request(), *await limited.admit_tokens(70))
+
+    limited.give_back(admission)
+
+    headers = await shown(limited)
+    assert headers["x-ratelimit-remaining-tokens"] == "100"
+    assert headers["x-ratelimit-remaining-requests"] == "2"
+
+
+class HangingStorage(MemoryStorage):
+    """A store that does not answer while `hangs` is set."""
+
+    STORAGE_SCHEME = None  # type: ignore[assignment]
+    hangs = True
+    num_asked = 0
+
+    async def acquire_sliding_window_entry(
+        self, key: str, limit: int, expiry: int, amount: int = 1
+    ) -> bool:
+        self.num_asked += 1
+        if self.hangs:
+            await asyncio.Event().wait()
+        return await super().acquire_sliding_window_entry(key, limit, expiry, amount)
+
+
+async def test_a_store_that_hangs_is_asked_once_for_all_waiting_requests() -> None:
+    storage, clock = HangingStorage(), Clock()
+    limited = rates(CounterStore(storage, clock, answer_s=0.01), requests_per_minute=1)
+
+    await asyncio.gather(*(limited.admit_request() for _ in range(20)))
+    assert (storage.num_asked, await shown(limited)) == (1, {})
+    clock.now_s = 5.1
+    await limited.admit_request()
+
+    assert storage.num_asked == 2
+
+
+async def test_a_store_that_recovers_counts_again() -> None:
+    storage, clock = HangingStorage(), Clock()
+    store = CounterStore(storage, clock, answer_s=0.01)
+    storage.hangs = False
+    assert await store.take("a", 1, 1)
+    storage.hangs = True
+    with pytest.raises(TimeoutError):
+        await store.take("a", 1, 1)
+    storage.hangs = False
+
+    with pytest.raises(StoreSilentError):
+        await store.take("a", 1, 1)
+    clock.now_s = 5.1
+
+    assert not await store.take("a", 1, 1)

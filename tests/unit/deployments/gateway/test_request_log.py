@@ -1,4 +1,4 @@
-"""The line of each request, and the files it is written to."""
+"""The log line of each request, and the log files."""
 
 import asyncio
 import io
@@ -17,7 +17,7 @@ from cluster.config import ClusterConfig
 from cluster.config.logging import LoggingConfig
 from cluster.logs import LogFollower, ProcessLogs, log_folder, shown_logs
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
-from tests.fakes.played_replicas import CHAT, EVENTS, JSON, PlayedReplicas, client
+from tests.fakes.replicas import CHAT, EVENTS, JSON, FakeReplicas, client
 
 END = AnswerEnd(
     prompt_tokens=3,
@@ -49,7 +49,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def named_by_vllm() -> Iterator[None]:
-    """Records as they are made once vLLM has been imported, and where Ray has its say."""
+    """Log records with the attributes that vLLM and Ray add."""
     make = logging.getLogRecordFactory()
 
     def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
@@ -69,7 +69,7 @@ async def test_a_request_is_one_line_at_its_end(
 ) -> None:
     parts = (Piece(b'data: {"secret":"answer"}\n\n', num_tokens=4),) if streaming else ()
     start = AnswerStart(200, EVENTS if streaming else JSON, b"data: {}\n\n", num_tokens=5)
-    http = client(PlayedReplicas(start, *parts, end=END))
+    http = client(FakeReplicas(start, *parts, end=END))
 
     await http.post(CHAT, json=BODY | {"stream": streaming}, headers={"x-request-id": "r1"})
     logs.close()
@@ -105,7 +105,7 @@ async def test_a_request_is_one_line_at_its_end(
 
 
 async def test_a_request_that_was_refused_has_its_reason(logs: ProcessLogs, tmp_path: Path) -> None:
-    http = client(PlayedReplicas(AnswerStart(400, JSON, b'{"error":{"message":"a"}}')))
+    http = client(FakeReplicas(AnswerStart(400, JSON, b'{"error":{"message":"a"}}')))
 
     await http.post(CHAT, json={"model": "none"})
     await http.get("/health")
@@ -124,7 +124,7 @@ async def test_a_request_that_was_refused_has_its_reason(logs: ProcessLogs, tmp_
 async def test_a_request_whose_client_left_is_logged_as_such(
     logs: ProcessLogs, tmp_path: Path
 ) -> None:
-    replicas = PlayedReplicas(AnswerStart(200, JSON, b"{}"))
+    replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
     replicas.gate.clear()
     task = asyncio.create_task(client(replicas).post(CHAT, json=BODY))
     await asyncio.sleep(0.01)
@@ -136,7 +136,7 @@ async def test_a_request_whose_client_left_is_logged_as_such(
     assert (line["cancelled"], line["status"], line["prompt_tokens"]) == (True, None, None)
 
 
-async def test_text_is_logged_only_where_it_is_asked_for(logs: ProcessLogs, tmp_path: Path) -> None:
+async def test_text_is_logged_only_if_configured(logs: ProcessLogs, tmp_path: Path) -> None:
     whole = json.dumps({"choices": [{"message": {"content": "secret 1"}}]}).encode()
     chunk = b'data: {"choices":[{"index":%d,"delta":{"content":"%s"}}]}\n\n'
     streamed = [chunk % (0, b"se"), chunk % (1, b"x"), chunk % (0, b"cret 2"), b"data: [DONE]\n\n"]
@@ -145,12 +145,10 @@ async def test_text_is_logged_only_where_it_is_asked_for(logs: ProcessLogs, tmp_
 
     choices: tuple[dict[str, Any], ...] = ({}, {"logging": config})
     for settings in choices:
-        await client(PlayedReplicas(AnswerStart(200, JSON, whole)), **settings).post(
-            CHAT, json=BODY
+        await client(FakeReplicas(AnswerStart(200, JSON, whole)), **settings).post(CHAT, json=BODY)
+        await client(FakeReplicas(AnswerStart(200, EVENTS, streamed[0]), *parts), **settings).post(
+            CHAT, json=BODY | {"stream": True}
         )
-        await client(
-            PlayedReplicas(AnswerStart(200, EVENTS, streamed[0]), *parts), **settings
-        ).post(CHAT, json=BODY | {"stream": True})
     logs.close()
 
     silent, also_silent, first, second = lines(tmp_path)
@@ -160,11 +158,11 @@ async def test_text_is_logged_only_where_it_is_asked_for(logs: ProcessLogs, tmp_
     assert second["answer"] == ["secret 2", "x"]
 
 
-async def test_a_prompt_with_a_lone_surrogate_is_logged_as_it_came(
+async def test_a_prompt_with_a_lone_surrogate_is_logged_unchanged(
     logs: ProcessLogs, tmp_path: Path
 ) -> None:
     whole = AnswerStart(200, JSON, b'{"choices": [{"message": {"content": "half \\udc00"}}]}')
-    http = client(PlayedReplicas(whole), logging=LoggingConfig(content=True))
+    http = client(FakeReplicas(whole), logging=LoggingConfig(content=True))
     body = b'{"model": "m", "messages": [{"role": "user", "content": "caf\u00e9 \\ud800 end"}]}'
 
     answer = await http.post(CHAT, content=body)
@@ -176,7 +174,7 @@ async def test_a_prompt_with_a_lone_surrogate_is_logged_as_it_came(
     assert line["answer"] == ["half \udc00"]
 
 
-def test_events_carry_their_facts_and_exceptions(logs: ProcessLogs, tmp_path: Path) -> None:
+def test_log_lines_carry_facts_and_exceptions(logs: ProcessLogs, tmp_path: Path) -> None:
     logger = logging.getLogger("deployments.some")
     logger.debug("left out")
     try:
@@ -192,7 +190,7 @@ def test_events_carry_their_facts_and_exceptions(logs: ProcessLogs, tmp_path: Pa
 
 
 class HangingDisk:
-    """Holds every line up until it is mended."""
+    """Blocks every write until it is mended."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.mended = threading.Event()
@@ -212,12 +210,10 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingDisk]:
     hanging.mended.set()
 
 
-async def test_while_the_disk_hangs_requests_go_on_and_only_so_many_lines_wait(
+async def test_while_the_disk_hangs_requests_go_on_and_a_bounded_number_of_lines_waits(
     disk: HangingDisk, logs: ProcessLogs, tmp_path: Path
 ) -> None:
-    http = client(
-        PlayedReplicas(AnswerStart(200, JSON, b"{}")), logging=LoggingConfig(content=True)
-    )
+    http = client(FakeReplicas(AnswerStart(200, JSON, b"{}")), logging=LoggingConfig(content=True))
     # 40 lines of a million characters; 32 of them may wait.
     body = {"model": "m", "prompt": "x" * 1_000_000}
 
@@ -261,7 +257,7 @@ def test_a_log_that_moves_off_a_disk_that_hangs_is_written(
     assert logs.num_dropped == num_dropped > 0
 
 
-def test_new_settings_move_the_log_and_lose_nothing(logs: ProcessLogs, tmp_path: Path) -> None:
+def test_new_settings_move_the_log_without_losing_lines(logs: ProcessLogs, tmp_path: Path) -> None:
     logger = logging.getLogger("cluster.some")
     logger.info("first")
     logs.configure(LoggingConfig(folder=tmp_path / "other", level="WARNING"))
@@ -273,7 +269,9 @@ def test_new_settings_move_the_log_and_lose_nothing(logs: ProcessLogs, tmp_path:
     assert [line["event"] for line in lines(tmp_path / "other")] == ["second"]
 
 
-def test_full_files_are_closed_and_so_many_kept(tmp_path: Path, logs: ProcessLogs) -> None:
+def test_full_files_are_rotated_and_a_bounded_number_is_kept(
+    tmp_path: Path, logs: ProcessLogs
+) -> None:
     config = LoggingConfig(folder=tmp_path / "small", max_file_mib=0.0005, keep_files=2)
     logs.configure(config)
     for number in range(100):
@@ -305,7 +303,7 @@ def test_a_follower_copies_whole_lines_of_files_old_and_new(tmp_path: Path) -> N
     assert output.getvalue() == "one\ntwo\nthree\nfour\nfive\n"
 
 
-def test_only_logs_that_would_go_unseen_are_shown(
+def test_logs_are_shown_only_if_they_would_go_unseen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cluster.logs.log_folder", lambda config: tmp_path)
@@ -324,5 +322,5 @@ def test_only_logs_that_would_go_unseen_are_shown(
     assert shown == {"private": "a line\n", "folder": "", "own cluster": ""}
 
 
-def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_configured_folder_is_used_as_it_is(tmp_path: Path) -> None:
     assert log_folder(LoggingConfig(folder=tmp_path)) == tmp_path

@@ -1,4 +1,4 @@
-"""Rates that several gateways count together, in a real Redis."""
+"""Rate limits shared by several gateways in a real Redis."""
 
 import shutil
 import socket
@@ -66,7 +66,7 @@ async def test_two_gateways_count_the_rate_of_a_key_together() -> None:
                 await admit(known)
 
 
-async def test_a_redis_that_asks_for_a_password_gets_the_one_referred_to(
+async def test_redis_gets_the_configured_password(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     port, password = free_port(), "p@ss:w/o%rd"

@@ -196,7 +196,7 @@ def assert_one_whole_stream(client: Client) -> None:
 
 
 @pytest.mark.parametrize("death", range(14))
-async def test_stream_goes_on_wherever_its_replica_dies(death: int) -> None:
+async def test_stream_continues_wherever_its_replica_dies(death: int) -> None:
     client = await ask(DyingReplicas(death))
 
     assert_one_whole_stream(client)
@@ -204,7 +204,7 @@ async def test_stream_goes_on_wherever_its_replica_dies(death: int) -> None:
 
 # The first stream's events have some 1,300 bytes; a character of several may be cut too.
 @pytest.mark.parametrize("death", range(0, 1400, 3))
-async def test_stream_goes_on_from_any_byte(death: int) -> None:
+async def test_stream_continues_from_any_byte(death: int) -> None:
     client = await ask(DyingReplicas(death, by_bytes=True, piece_bytes=11))
 
     assert_one_whole_stream(client)
@@ -227,7 +227,7 @@ async def test_stream_survives_many_replicas(
     assert len(client.observer.retries) == len(replicas.requests) - 1
 
 
-async def test_next_replica_gets_all_that_is_known_once() -> None:
+async def test_next_replica_gets_the_whole_journal() -> None:
     replicas = DyingReplicas(4, 4)
 
     client = await ask(replicas)
@@ -243,7 +243,7 @@ async def test_next_replica_gets_all_that_is_known_once() -> None:
     assert client.observer.ends == [AnswerEnd(generated_tokens=len(TOKENS))]
 
 
-async def test_stream_that_has_sent_nothing_begins_anew() -> None:
+async def test_stream_that_has_sent_nothing_starts_again() -> None:
     replicas = DyingReplicas(0, 0)
 
     client = await ask(replicas)
@@ -254,7 +254,7 @@ async def test_stream_that_has_sent_nothing_begins_anew() -> None:
     assert client.chunks[0]["id"] == "chatcmpl-3"
 
 
-async def test_a_client_that_leaves_with_the_last_event_is_charged_like_any() -> None:
+async def test_a_client_that_leaves_with_the_last_event_is_charged_in_full() -> None:
     class Leaving(Client):
         async def send(self, message: Message) -> None:
             await super().send(message)
@@ -269,7 +269,7 @@ async def test_a_client_that_leaves_with_the_last_event_is_charged_like_any() ->
     assert [end and end.generated_tokens for end in client.observer.ends] == [len(TOKENS)]
 
 
-async def test_whole_answer_is_asked_for_again() -> None:
+async def test_whole_answer_is_retried() -> None:
     replicas = DyingReplicas(0, 0)
 
     client = await ask(replicas, streaming=False)
@@ -303,7 +303,7 @@ async def test_request_that_loses_every_replica_is_given_up(streaming: bool) -> 
     assert client.observer.ends == [None]
 
 
-async def test_wait_for_a_replica_is_not_begun_again() -> None:
+async def test_timeout_without_a_replica_is_not_retried() -> None:
     class NoReplicas(DyingReplicas):
         async def whole(
             self, request: RelayedRequest, progress: Progress | None = None
@@ -327,7 +327,7 @@ async def test_wait_for_a_replica_is_not_begun_again() -> None:
         ({"tools": [{}]}, RetryConfig()),
     ],
 )
-async def test_stream_that_cannot_go_on_ends_with_an_error_event(
+async def test_stream_that_cannot_continue_ends_with_an_error_event(
     fields: dict[str, Any], config: RetryConfig
 ) -> None:
     client = await ask(DyingReplicas(4), fields=fields, config=config)
@@ -335,7 +335,7 @@ async def test_stream_that_cannot_go_on_ends_with_an_error_event(
     assert client.chunks[-1]["error"]["code"] == "engine_lost"
 
 
-async def test_streams_are_continued_only_where_configured() -> None:
+async def test_streams_are_continued_only_if_configured() -> None:
     replicas = DyingReplicas()
     await ask(replicas)
     await ask(replicas, config=RetryConfig(continue_streams=False))
@@ -343,7 +343,7 @@ async def test_streams_are_continued_only_where_configured() -> None:
     assert [request.terms.keeps_journal for request in replicas.requests] == [True, False]
 
 
-async def test_refusal_to_go_on_ends_the_stream_with_an_error_event(
+async def test_refusal_to_continue_ends_the_stream_with_an_error_event(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Refusing(DyingReplicas):

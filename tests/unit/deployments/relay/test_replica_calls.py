@@ -1,4 +1,4 @@
-"""Calls over a handle that is played here."""
+"""Calls over a fake handle."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,8 +20,8 @@ START = AnswerStart(200, [], b"data: 1\n\n")
 TOO_LARGE = "SERVER: Received message larger than max (5243200 vs. 4194304)"
 
 
-class PlayedResponse:
-    """What a call over a handle returns; an error among the parts is raised in its turn."""
+class FakeResponse:
+    """What a call over a handle returns; raises errors among its parts."""
 
     def __init__(self, parts: list[Any], *, taken: bool, refused: Exception | None) -> None:
         self._parts = parts
@@ -45,28 +45,28 @@ class PlayedResponse:
         self.cancelled = True
 
 
-class PlayedHandle:
-    """A handle whose calls are all answered alike."""
+class FakeHandle:
+    """A handle whose calls all get the same answer."""
 
     deployment_name = "Replica-m"
 
     def __init__(self, *parts: Any, taken: bool = True, refused: Exception | None = None) -> None:
-        self.response = PlayedResponse(list(parts), taken=taken, refused=refused)
+        self.response = FakeResponse(list(parts), taken=taken, refused=refused)
 
-    def options(self, **options: Any) -> "PlayedHandle":
+    def options(self, **options: Any) -> "FakeHandle":
         return self
 
-    def remote(self, request: RelayedRequest) -> PlayedResponse:
+    def remote(self, request: RelayedRequest) -> FakeResponse:
         return self.response
 
 
-def calls(handle: PlayedHandle) -> HandleCalls:
+def calls(handle: FakeHandle) -> HandleCalls:
     return HandleCalls(handle)  # type: ignore[arg-type]
 
 
 async def test_pieces_travel_as_plain_tuples() -> None:
     piece = Piece(b"data: 2\n\n", (ThreadDelta((0, 1), (5, 6), 0),), 2)
-    handle = PlayedHandle(START, piece.to_wire(), AnswerEnd(1, 2))
+    handle = FakeHandle(START, piece.to_wire(), AnswerEnd(1, 2))
 
     parts = [part async for part in calls(handle).stream(REQUEST)]
 
@@ -84,15 +84,15 @@ def rpc_error(code: StatusCode, details: str | None = None) -> AioRpcError:
     "lost",
     [AnswerBroken("the engine has died"), ActorDiedError(), rpc_error(StatusCode.CANCELLED)],
 )
-async def test_a_replica_that_cannot_go_on_is_lost(lost: object) -> None:
-    handle = PlayedHandle(START, lost)
+async def test_a_replica_that_cannot_continue_is_lost(lost: object) -> None:
+    handle = FakeHandle(START, lost)
     stream = calls(handle).stream(REQUEST)
 
     assert await anext(stream) == START
     with pytest.raises(ReplicaLostError):
         await anext(stream)
     with pytest.raises(ReplicaLostError):
-        await calls(PlayedHandle(lost)).whole(REQUEST)
+        await calls(FakeHandle(lost)).whole(REQUEST)
 
     assert handle.response.cancelled
 
@@ -107,18 +107,20 @@ async def test_a_replica_that_cannot_go_on_is_lost(lost: object) -> None:
         (rpc_error(StatusCode.CANCELLED), False),
     ],
 )
-async def test_an_engines_death_is_told_from_other_losses(lost: object, died: bool) -> None:
+async def test_an_engines_death_is_distinguished_from_other_losses(
+    lost: object, died: bool
+) -> None:
     with pytest.raises(ReplicaLostError) as raised:
-        await calls(PlayedHandle(lost)).whole(REQUEST)
+        await calls(FakeHandle(lost)).whole(REQUEST)
 
     assert raised.value.engine_died is died
 
 
-async def test_a_call_that_would_fail_anywhere_is_no_loss_of_a_replica() -> None:
+async def test_a_call_that_would_fail_anywhere_is_not_a_lost_replica() -> None:
     error = rpc_error(StatusCode.RESOURCE_EXHAUSTED)
 
     with pytest.raises(AioRpcError):
-        await calls(PlayedHandle(error)).whole(REQUEST)
+        await calls(FakeHandle(error)).whole(REQUEST)
 
 
 @pytest.mark.parametrize(
@@ -132,33 +134,33 @@ async def test_a_request_too_large_for_ray_serve_is_refused_with_both_sizes(
     refused: Exception,
 ) -> None:
     with pytest.raises(BodyTooLargeError, match=r"takes 5243200 bytes .* takes 4194304;"):
-        await calls(PlayedHandle(START, refused=refused)).whole(REQUEST)
+        await calls(FakeHandle(START, refused=refused)).whole(REQUEST)
 
 
-async def test_a_failure_before_a_replica_takes_the_request_stays_what_it_is() -> None:
-    handle = PlayedHandle(START, refused=RuntimeError("Unexpected error (StatusCode.INTERNAL)"))
+async def test_other_failures_before_a_replica_accepts_are_passed_on() -> None:
+    handle = FakeHandle(START, refused=RuntimeError("Unexpected error (StatusCode.INTERNAL)"))
 
     with pytest.raises(RuntimeError, match="INTERNAL"):
         await calls(handle).whole(REQUEST)
 
 
 async def test_a_whole_answer_comes_with_its_cost() -> None:
-    handle = PlayedHandle((START, AnswerEnd(3)))
+    handle = FakeHandle((START, AnswerEnd(3)))
 
     assert await calls(handle).whole(REQUEST) == (START, AnswerEnd(3))
 
 
-async def test_a_whole_answer_tells_of_its_tokens_before() -> None:
+async def test_a_whole_answer_reports_tokens_as_it_is_generated() -> None:
     told: list[int] = []
-    handle = PlayedHandle(2, 5, (START, AnswerEnd(3, 9)))
+    handle = FakeHandle(2, 5, (START, AnswerEnd(3, 9)))
 
     assert await calls(handle).whole(REQUEST, told.append) == (START, AnswerEnd(3, 9))
     assert told == [2, 5]
     assert await calls(handle).whole(REQUEST) == (START, AnswerEnd(3, 9))
 
 
-async def test_a_request_that_no_replica_takes_is_called_back() -> None:
-    handle = PlayedHandle(START, taken=False)
+async def test_a_request_that_no_replica_accepts_is_cancelled() -> None:
+    handle = FakeHandle(START, taken=False)
 
     with pytest.raises(NoReplicaError, match=r"within 0\.05 s"):
         await calls(handle).whole(REQUEST)
@@ -167,7 +169,7 @@ async def test_a_request_that_no_replica_takes_is_called_back() -> None:
 
 
 async def test_a_stream_that_is_closed_cancels_its_call() -> None:
-    handle = PlayedHandle(START, Piece(b"2").to_wire())
+    handle = FakeHandle(START, Piece(b"2").to_wire())
     stream = calls(handle).stream(REQUEST)
     await anext(stream)
 

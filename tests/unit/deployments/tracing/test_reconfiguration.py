@@ -6,7 +6,7 @@ from cluster.config import ClusterConfig
 from deployments.app.application import Surroundings, build_application
 from deployments.app.ingress import IngressSettings
 from deployments.gateway.settings import gateway_settings
-from tests.fakes.played_replicas import PlayedReplicas, gateway_of, settings_of
+from tests.fakes.replicas import FakeReplicas, gateway_of, settings_of
 
 HERE = Surroundings(num_replicas=1, core_shares={}, generation="one")
 ENDPOINT = "http://127.0.0.1:1"
@@ -38,7 +38,7 @@ def test_another_place_of_a_secret_replaces_the_replicas_and_not_the_gateway() -
 
 
 async def test_a_running_gateway_takes_another_tracing() -> None:
-    replicas = PlayedReplicas()
+    replicas = FakeReplicas()
     gateway = gateway_of(replicas)
     assert gateway.tracing is None
 

@@ -135,7 +135,7 @@ def test_the_catalogue_and_the_errors_name_every_reason() -> None:
         assert reason in catalogue.REQUESTS_REJECTED.labels["reason"]
 
 
-def test_a_capacity_error_says_when_to_retry_in_whole_seconds() -> None:
+def test_retry_after_is_in_whole_seconds() -> None:
     headers = dict(answer_for(CapacityError("full", retry_after_s=1.2)).headers)
 
     assert headers[b"retry-after"] == b"2"
@@ -148,7 +148,7 @@ def test_an_error_ends_a_stream_with_done() -> None:
     assert events[1:] == [b"data: [DONE]", b""]
 
 
-def test_content_length_is_that_of_the_body() -> None:
+def test_content_length_counts_bytes() -> None:
     answer = ErrorAnswer(404, "ä")
 
     assert dict(answer.headers)[b"content-length"] == str(len(answer.body)).encode()
@@ -181,7 +181,7 @@ def test_vllms_error_bodies_become_openais(
 
 
 @pytest.mark.parametrize("body", [b"", b"plain text", b"\xff", b"[]"])
-def test_a_body_that_is_no_error_still_becomes_one(body: bytes) -> None:
+def test_any_error_body_becomes_openais(body: bytes) -> None:
     error = error_in(normalised(500, body))
 
     assert error["type"] == "server_error"

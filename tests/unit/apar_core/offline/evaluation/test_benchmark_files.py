@@ -108,5 +108,5 @@ def test_without_a_network_the_way_out_is_told(tmp_path: Path) -> None:
     with served(tmp_path) as url:
         pass
 
-    with pytest.raises(EvaluationError, match=r"cannot be reached .* --questions"):
+    with pytest.raises(EvaluationError, match=r"cannot be reached .* --benchmark-files"):
         fetch_benchmark_files(tmp_path / "cache", base_urls=[url])

@@ -22,7 +22,7 @@ def settings(**fields: Any) -> SpeedSettings:
     [
         (
             {"decoders": ("fast",)},
-            "--decoder 'fast' is not one of plain, vanilla_apar, medusa_apar",
+            "--decoders 'fast' is not one of plain, vanilla_apar, medusa_apar",
         ),
         ({"baseline": "slow"}, "--against 'slow' is not one of"),
         ({"decoders": ("plain",)}, "the same decoder twice"),

@@ -46,11 +46,11 @@ def test_settings_of_an_engine_replace_its_replicas_only(change: dict[str, Any])
 
 
 @pytest.mark.parametrize("change", [{"max_queued_requests": 3}, {"replicas": 2}])
-def test_limits_of_the_gateway_and_numbers_replace_nothing(change: dict[str, Any]) -> None:
+def test_queue_limits_and_replica_counts_replace_nothing(change: dict[str, Any]) -> None:
     assert built(A) == built(A.model_copy(update=change))
 
 
-def test_another_start_of_the_server_replaces_everything() -> None:
+def test_a_restart_of_the_server_replaces_everything() -> None:
     before, after = built(A), built(A, surroundings=replace(HERE, generation="other"))
 
     assert set(before) == set(after) == {"Gateway", "Replica-a"}
@@ -68,7 +68,7 @@ def test_an_unchanged_model_keeps_its_share_of_the_cores() -> None:
     assert core_shares(old, {}, None) == {"Replica-a": 2, "Replica-b": 2}
 
 
-def test_the_gateway_offers_what_it_is_told_to() -> None:
+def test_the_gateway_offers_the_models_it_is_given() -> None:
     application = build_application(
         ClusterConfig(models=(A, B)), HERE, served=ClusterConfig(models=(B,))
     )
@@ -78,7 +78,7 @@ def test_the_gateway_offers_what_it_is_told_to() -> None:
     assert [model.name for model in settings.gateway.models] == ["b"]
 
 
-def test_replicas_get_the_time_to_drain_and_one_more_beside_them_where_there_is_room() -> None:
+def test_replicas_get_drain_time_and_a_surge_replica_if_there_is_room() -> None:
     config = ClusterConfig(models=(A,), drain_s=7)
     gateways: list[Any] = [
         build_application(config, replace(HERE, drain_s=7, has_room=room))._bound_deployment

@@ -1,11 +1,13 @@
-"""Replicas that are played, and a gateway in front of them."""
+"""Fake replicas, and gateways and clients in front of them."""
 
 import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
+from starlette.types import ASGIApp
 
+from cluster.config.keys import KeyConfig, hash_of
 from deployments.gateway.gateway import Gateway
 from deployments.gateway.settings import GatewaySettings, ServedModel
 from deployments.relay.relay import Progress
@@ -17,8 +19,8 @@ EVENTS = [(b"content-type", b"text/event-stream")]
 CHAT = "/v1/chat/completions"
 
 
-class PlayedReplicas:
-    """Replicas that give set answers; an error among the parts is raised in its turn."""
+class FakeReplicas:
+    """The replicas of a model, which all give the same answer; raises errors among its parts."""
 
     def __init__(
         self, *parts: AnswerStart | Piece | Exception, end: AnswerEnd | None = None
@@ -54,17 +56,13 @@ class PlayedReplicas:
         raise AssertionError("no answer is set")
 
 
-def client(
-    *replicas: PlayedReplicas, healthy: bool = True, max_queued: int = 0, **settings: Any
-) -> httpx.AsyncClient:
-    """A client of a gateway; the models of the replicas are called m, m1, m2 ..."""
-    gateway = gateway_of(*replicas, healthy=healthy, max_queued=max_queued, **settings)
-    transport = httpx.ASGITransport(app=gateway)
-    return httpx.AsyncClient(transport=transport, base_url="http://gateway")
+def answering(*, end: AnswerEnd | None = None) -> FakeReplicas:
+    """Replicas that answer with an empty JSON object."""
+    return FakeReplicas(AnswerStart(200, JSON, b"{}"), end=end)
 
 
 def settings_of(num_models: int, *, max_queued: int = 0, **settings: Any) -> GatewaySettings:
-    """Settings for so many models; two requests run at once in each."""
+    """Settings for models m, m1, m2 ... of which each runs two requests at once."""
     models = tuple(
         ServedModel(
             name=f"m{number or ''}",
@@ -78,12 +76,44 @@ def settings_of(num_models: int, *, max_queued: int = 0, **settings: Any) -> Gat
 
 
 def gateway_of(
-    *replicas: PlayedReplicas, healthy: bool = True, max_queued: int = 0, **settings: Any
+    *replicas: FakeReplicas, healthy: bool = True, max_queued: int = 0, **settings: Any
 ) -> Gateway:
-    """A gateway before these replicas, each those of a model of its own."""
+    """A gateway with one model for each of the replicas."""
 
     async def is_healthy() -> bool:
         return healthy
 
     given = settings_of(len(replicas), max_queued=max_queued, **settings)
     return Gateway(given, replicas, is_healthy)
+
+
+def client_of(app: ASGIApp) -> httpx.AsyncClient:
+    """A client of a gateway, or of another application."""
+    transport = httpx.ASGITransport(app=app)
+    return httpx.AsyncClient(transport=transport, base_url="http://gateway")
+
+
+def client(
+    *replicas: FakeReplicas, healthy: bool = True, max_queued: int = 0, **settings: Any
+) -> httpx.AsyncClient:
+    """A client of a gateway in front of these replicas."""
+    return client_of(gateway_of(*replicas, healthy=healthy, max_queued=max_queued, **settings))
+
+
+def key(name: str, token: str | None = None, **fields: Any) -> KeyConfig:
+    """A key; its token is its name unless given."""
+    return KeyConfig.model_validate({"name": name, "hash": hash_of(token or name)} | fields)
+
+
+def bearer(token: str) -> dict[str, str]:
+    """The header of a key."""
+    return {"authorization": f"Bearer {token}"}
+
+
+async def settled(http: httpx.AsyncClient, *bodies: tuple[str, dict[str, Any]]) -> list[Any]:
+    """Send requests of keys, each settled in the gateway before the next."""
+    tasks = []
+    for name, body in bodies:
+        tasks.append(asyncio.create_task(http.post(CHAT, json=body, headers=bearer(name))))
+        await asyncio.sleep(0.01)
+    return tasks

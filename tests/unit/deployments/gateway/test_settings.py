@@ -1,4 +1,4 @@
-"""A `user_config` that a person has written changes the running gateway, or nothing."""
+"""A `user_config` written by a person, applied to a running gateway."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ def settings(**changes: Any) -> GatewaySettings:
     ).model_copy(update=changes)
 
 
-def test_what_is_given_replaces_what_was_built_and_the_rest_stays() -> None:
+def test_given_settings_replace_the_deployed_ones_and_the_rest_stays() -> None:
     changes = {
         "keys": [BOB],
         "retries": {"max_retries": 1},
@@ -50,14 +50,12 @@ def test_what_is_given_replaces_what_was_built_and_the_rest_stays() -> None:
         ({"keys": [{"name": "x", "hash": "apar-secret"}]}, r"keys\.0\.hash: [^(]*$"),
     ],
 )
-def test_what_is_wrong_is_named_and_no_secret_with_it(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_errors_name_the_invalid_field_and_no_secret(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         in_place_settings(changes)
 
 
-def test_no_change_lets_everyone_call_where_keys_were_asked_for() -> None:
+def test_no_change_opens_a_gateway_that_requires_keys() -> None:
     no_keys = in_place_settings({"keys": []})
 
     with pytest.raises(ConfigError, match="everyone could call"):
@@ -65,7 +63,7 @@ def test_no_change_lets_everyone_call_where_keys_were_asked_for() -> None:
     assert no_keys.over(settings(keys_file=Path("keys.yaml"))).keys == ()
 
 
-async def test_a_gateway_starts_with_no_wrong_settings_and_keeps_its_own_against_them(
+async def test_invalid_settings_stop_a_starting_gateway_but_not_a_running_one(
     tmp_path: Path,
 ) -> None:
     gateway = settings(logging=LoggingConfig(folder=tmp_path))

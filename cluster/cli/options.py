@@ -1,0 +1,156 @@
+"""Options that several commands share, so that a name has one meaning and one format.
+
+Durations carry a unit (`2s`, `50ms`), lists of values are comma-separated, and every command that
+writes a folder has a default for `--out` made of its name and the date.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from cluster.config.model import PRESETS
+from cluster.durations import format_duration, parse_duration
+
+Item = TypeVar("Item")
+
+# The help of options that a command shows in a panel of its own, and so defines itself.
+MODEL_HELP = f"Preset ({', '.join(PRESETS)}), checkpoint folder or Hugging Face name."
+DTYPE_HELP = "Data type of the weights, such as float32 or bfloat16, or auto."
+TRACE_HELP = "Recorded answers: JSON lines with `prompt` and `response`."
+BLOCK_SIZE_HELP = "Tokens per KV-cache block."
+
+Model = Annotated[str, typer.Option(help=MODEL_HELP)]
+ModelName = Annotated[
+    str | None,
+    typer.Option(help="Name of the model at --target."),
+]
+Trace = Annotated[
+    Path,
+    typer.Option(help=TRACE_HELP, dir_okay=False),
+]
+Prompts = Annotated[
+    str,
+    typer.Option(help="vicuna-bench, mt-bench, held-out (apar-tiny's) or a file of questions."),
+]
+BenchmarkFiles = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder with the files of Vicuna-Bench and MT-Bench (default: where "
+        "`apar evaluate fetch` puts them).",
+        file_okay=False,
+    ),
+]
+MedusaHeads = Annotated[
+    Path | None,
+    typer.Option(help="Folder with the Medusa heads of the decoder medusa_apar.", file_okay=False),
+]
+Recipe = Annotated[str, typer.Option(help="Name of a built-in recipe, or a YAML file.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue from the last checkpoint in --out.")
+]
+Seed = Annotated[int, typer.Option(min=0, help="Random seed.")]
+MaxTokens = Annotated[
+    int, typer.Option(min=1, help="Limit on generated tokens per answer, all threads together.")
+]
+ContextLength = Annotated[
+    int | None,
+    typer.Option(min=1, help="Leave out answers longer than this with their prompt (tokens)."),
+]
+BlockSize = Annotated[int | None, typer.Option(min=1, help=BLOCK_SIZE_HELP)]
+Device = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
+Dtype = Annotated[str, typer.Option(help=DTYPE_HELP)]
+Concurrency = Annotated[int, typer.Option(min=1, help="Requests under way at once.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+
+
+class Duration(float):
+    """Seconds that `--help` shows with a unit; for the defaults of duration options."""
+
+    @classmethod
+    def of(cls, text: str) -> Duration:
+        """Return the duration that a text such as `2s` names."""
+        return cls(parse_duration(text))
+
+    def __str__(self) -> str:
+        return format_duration(self)
+
+
+def duration_option(*names: str, help: str, minimum: str = "0s", panel: str | None = None) -> Any:
+    """Return an option that takes a duration and gives the command plain seconds."""
+    least_s = parse_duration(minimum)
+
+    def parse(value: str | float) -> float:
+        if isinstance(value, float):
+            return float(value)
+        try:
+            seconds = parse_duration(value)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        if seconds < least_s:
+            raise typer.BadParameter(f"{value} is less than {minimum}")
+        return seconds
+
+    return typer.Option(*names, parser=parse, metavar="DURATION", help=help, rich_help_panel=panel)
+
+
+class CommaList(tuple[Item, ...]):
+    """The values of an option that takes a comma-separated list."""
+
+
+def list_option(
+    *names: str,
+    help: str,
+    item: Callable[[str], Any] = str,
+    minimum: float | None = None,
+    choices: Sequence[str] = (),
+    default: str | bool = True,
+) -> Any:
+    """Return an option that takes a comma-separated list of values.
+
+    `default` is the default that `--help` shows; False shows none.
+    """
+
+    def convert(text: str) -> Any:
+        if choices and text not in choices:
+            raise typer.BadParameter(f"{text!r} is not one of {', '.join(choices)}")
+        try:
+            value = item(text)
+        except ValueError as error:
+            kind = {int: "a whole number", float: "a number"}.get(item, "valid")  # type: ignore[call-overload]
+            raise typer.BadParameter(f"{text!r} is not {kind}") from error
+        if minimum is not None and not value >= minimum:
+            raise typer.BadParameter(f"{text} is less than {minimum:g}")
+        return value
+
+    def parse(value: str | CommaList[Any]) -> CommaList[Any]:
+        if isinstance(value, CommaList):
+            return value
+        return CommaList(convert(part.strip()) for part in value.split(","))
+
+    return typer.Option(*names, parser=parse, metavar="A,B,...", help=help, show_default=default)
+
+
+def out_option(command: str, *, help: str = "Output folder.") -> Any:
+    """Return the option `--out`, by default `out/<command>-<date>`."""
+    return typer.Option(
+        "--out",
+        default_factory=partial(dated_folder, command),
+        show_default=f"out/{command}-DATE",
+        file_okay=False,
+        help=help,
+    )
+
+
+RESUMABLE = "Output folder; a run in it continues."
+"""Help of `--out` for a command that continues an unfinished run."""
+
+
+def dated_folder(command: str) -> Path:
+    """Return the folder for today's run of a command."""
+    return Path("out") / f"{command}-{date.today():%Y-%m-%d}"

@@ -1,0 +1,126 @@
+"""What commands print: errors, progress and report tables.
+
+Progress is a bar on a terminal and plain lines elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from apar_core.errors import AparError
+
+if TYPE_CHECKING:
+    from apar_core.reporting import Report, ReportTable
+
+_LINES_PER_STAGE = 10
+
+
+@contextmanager
+def clear_errors() -> Iterator[None]:
+    """Turn expected errors into one line on standard error and exit code 1.
+
+    Expected are this project's errors and those of files.
+    """
+    try:
+        yield
+    except (AparError, OSError) as error:
+        fail(str(error), error)
+
+
+def fail(message: str, cause: Exception | None = None) -> NoReturn:
+    """Print an error and exit with code 1."""
+    console = Console(stderr=True)
+    console.print(f"[red]Error:[/red] {escape(message)}", soft_wrap=True, highlight=False)
+    raise typer.Exit(1) from cause
+
+
+def step_bars(console: Console, *columns: ProgressColumn) -> Progress:
+    """Return progress bars with steps done, the given columns and the time left.
+
+    Without a terminal nothing is drawn.
+    """
+    return Progress(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        *columns,
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
+class StageProgress:
+    """The stages of a run, one below the other."""
+
+    def __init__(self, console: Console, bars: Progress) -> None:
+        self._console = console
+        self._bars = bars
+
+    def start(self, stage: str, total: int) -> Callable[[], None]:
+        """Begin a stage. Call the returned function once per step."""
+        if not self._console.is_terminal:
+            return self._plain_lines(stage, total)
+        task = self._bars.add_task(stage, total=total)
+        return lambda: self._bars.advance(task)
+
+    def _plain_lines(self, stage: str, total: int) -> Callable[[], None]:
+        done, every = 0, max(1, total // _LINES_PER_STAGE)
+
+        def step() -> None:
+            nonlocal done
+            done += 1
+            if done % every == 0 or done == total:
+                self._console.print(f"{stage}: {done} of {total}", highlight=False)
+
+        return step
+
+
+@contextmanager
+def stage_progress() -> Iterator[StageProgress]:
+    """Show the stages of a run on standard error until the end of the block."""
+    console = Console(stderr=True)
+    with step_bars(console) as bars:
+        yield StageProgress(console, bars)
+
+
+def rich_table(table: ReportTable) -> Table:
+    """Return a report's table for the terminal."""
+    shown = Table(title=escape(table.title), title_justify="left", box=box.SIMPLE, padding=(0, 1))
+    for column, is_text in zip(table.columns, table.is_text, strict=True):
+        shown.add_column(escape(column.title), justify="left" if is_text else "right")
+    for row in table.shown_rows():
+        shown.add_row(*map(escape, row))
+    return shown
+
+
+def show_report(report: Report, out: Path) -> None:
+    """Write a report's files to `out`, and print its facts and tables."""
+    from apar_core.reporting import write_report
+
+    page = write_report(report, out)
+    console = Console()
+    for name, fact in report.facts.items():
+        console.print(f"[bold]{name}[/bold]: {escape(fact)}", highlight=False)
+    for table in report.tables:
+        console.print(rich_table(table))
+    console.print(f"Report: [bold]{escape(str(page))}[/bold]", soft_wrap=True)

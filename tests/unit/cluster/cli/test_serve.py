@@ -1,0 +1,167 @@
+"""`apar serve` and `apar rollout`: signals, the state file, and how a rollout is reported."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli import serve
+from cluster.cli.main import app
+from cluster.cli.serve import (
+    RolloutOutcome,
+    ServerState,
+    ServeSignals,
+    StopSignal,
+    read_state,
+    state_path,
+    write_state,
+)
+from cluster.config import ClusterConfig, ConfigError
+
+PORT = 8123
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+@contextmanager
+def server(*, succeeded: bool) -> Iterator[None]:
+    """This process, as a server that answers every SIGHUP at once."""
+    state = ServerState.of_this_process(Path("x.yaml"))
+    earlier = RolloutOutcome(number=1, succeeded=True, message="earlier")
+    write_state(state_path(PORT), state.model_copy(update={"outcome": earlier}))
+
+    def answer(*_: object) -> None:
+        outcome = RolloutOutcome(number=2, succeeded=succeeded, message="as it ended")
+        write_state(state_path(PORT), state.model_copy(update={"outcome": outcome}))
+
+    before = signal.signal(signal.SIGHUP, answer)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(("succeeded", "code"), [(True, 0), (False, 1)])
+def test_the_servers_answer_and_how_it_ended_are_told(succeeded: bool, code: int) -> None:
+    with server(succeeded=succeeded):
+        result = CliRunner().invoke(app, ["rollout", "--port", str(PORT)])
+
+    assert result.exit_code == code
+    assert "as it ended" in result.output
+
+
+def test_without_a_server_there_is_nothing_to_roll_out() -> None:
+    result = CliRunner().invoke(app, ["rollout", "--port", str(PORT)])
+
+    assert result.exit_code == 1
+    assert f"port {PORT}" in result.output
+
+
+@pytest.fixture
+def signals() -> Iterator[ServeSignals]:
+    names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {name: signal.getsignal(name) for name in names}
+    signals = ServeSignals()
+    signals.install()
+    yield signals
+    for name, handler in before.items():
+        signal.signal(name, handler)
+
+
+def test_each_hang_up_is_one_rollout(signals: ServeSignals) -> None:
+    assert not signals.take_rollout()
+    signal.raise_signal(signal.SIGHUP)
+
+    assert signals.take_rollout()
+    assert not signals.take_rollout()
+
+
+def test_while_serving_the_first_stop_leaves_room_for_a_second_and_that_is_the_last(
+    signals: ServeSignals,
+) -> None:
+    signals.serves = True
+    for _ in range(2):
+        with pytest.raises(StopSignal):
+            signal.raise_signal(signal.SIGTERM)
+
+    signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    assert signals.stopping
+
+
+@contextmanager
+def signalled_in_c_code(_: ClusterConfig) -> Iterator[None]:
+    """A cluster during whose start a signal arrives, where Python code cannot raise."""
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except StopSignal as error:
+        raise SystemError("returned a result with an exception set") from error
+    yield
+
+
+@contextmanager
+def broken(_: ClusterConfig) -> Iterator[None]:
+    raise SystemError("something else")
+    yield
+
+
+def test_signal_that_comes_back_as_a_system_error_is_an_ordinary_stop(
+    monkeypatch: pytest.MonkeyPatch, signals: ServeSignals
+) -> None:
+    monkeypatch.setattr(serve, "_cluster", signalled_in_c_code)
+
+    serve.run(ClusterConfig(), signals, lambda service: None)
+
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+
+
+def test_error_without_a_signal_is_raised(
+    monkeypatch: pytest.MonkeyPatch, signals: ServeSignals
+) -> None:
+    monkeypatch.setattr(serve, "_cluster", broken)
+
+    with pytest.raises(SystemError, match="something else"):
+        serve.run(ClusterConfig(), signals, lambda service: None)
+
+
+def test_a_running_server_is_found_by_its_port(
+    tmp_path: Path,
+) -> None:
+    path = state_path(8000)
+    state = ServerState.of_this_process(Path("x.yaml"))
+    outcome = RolloutOutcome(number=2, succeeded=False, message="no")
+    write_state(path, state.model_copy(update={"outcome": outcome}))
+
+    found = read_state(path)
+
+    assert found is not None
+    assert found.pid == os.getpid()
+    assert found.config == Path.cwd() / "x.yaml"
+    assert found.outcome == outcome
+    assert read_state(state_path(8001)) is None
+    assert path.parent.stat().st_mode & 0o077 == 0
+    assert sorted(path.parent.iterdir()) == [path]
+
+
+def test_a_server_that_has_gone_is_not_found(tmp_path: Path) -> None:
+    state = ServerState.of_this_process(None)
+    for gone in ({"pid": 2**22 + 1}, {"started": state.started - 60}):
+        write_state(tmp_path / "s.json", state.model_copy(update=gone))
+
+        assert read_state(tmp_path / "s.json") is None
+
+
+def test_a_folder_that_others_can_write_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / f"apar-serve-{os.getuid()}"
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+
+    with pytest.raises(ConfigError, match="must belong to this user"):
+        state_path(8000)
