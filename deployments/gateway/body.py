@@ -91,7 +91,7 @@ async def read_body(receive: Receive, max_bytes: int, held: HeldBody, *, timeout
             return await _read(receive, max_bytes, held)
     except TimeoutError as error:
         raise BodyTimeoutError(
-            f"The body did not arrive within {timeout_s:g} s; {held.num_bytes} bytes came."
+            f"The body did not arrive within {timeout_s:g} s; {held.num_bytes} bytes arrived."
         ) from error
 
 

@@ -178,7 +178,7 @@ class KeyRing:
         # The time of the lookup depends only on digests, which a caller cannot choose; that of the
         # comparison is constant.
         if key is None or not hmac.compare_digest(key.hash, digest):
-            raise UnknownKeyError("The API key is not known here.")
+            raise UnknownKeyError("Unknown API key.")
         return key
 
     async def _look_at_file(self) -> None:
@@ -221,7 +221,7 @@ class KeyRing:
             if self._problem == reported:
                 return
             logger.error(
-                "keys file not used: the keys that were read before stay in force",
+                "keys file not used: the previous keys stay in force",
                 extra={"file": str(self._file), "reason": self._problem},
             )
         elif self._file is not None:

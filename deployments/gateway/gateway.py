@@ -233,7 +233,7 @@ class Gateway:
         exchange.begin(model.settings.name, body)
         key = caller.key
         if key is not None and body.fields.get("priority") is not None:
-            raise RequestError("`priority` is that of the API key", param="priority")
+            raise RequestError("`priority` is set by the API key", param="priority")
         body.check_prompt(
             self._settings.limits.max_prompt_chars, "the limit `limits.max_prompt_chars`"
         )

@@ -70,7 +70,7 @@ class CounterStore:
                 return await ask()
         except STORE_FAILURES as error:
             self._silent_until_s = self._clock() + _SILENCE_S
-            logger.warning("rates not counted: their store fails", extra={"reason": repr(error)})
+            logger.warning("rates not counted: the store fails", extra={"reason": repr(error)})
             raise
 
 

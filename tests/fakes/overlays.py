@@ -2,21 +2,19 @@
 
 import copy
 import functools
-import shutil
 import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
+
+from tests.fakes.tools import needs
 
 K8S = Path(__file__).parents[2] / "k8s"
 OVERLAYS = tuple(sorted(path.name for path in (K8S / "overlays").iterdir() if path.is_dir()))
-NEEDS_KUBECTL = pytest.mark.skipif(
-    shutil.which("kubectl") is None, reason="kubectl is not installed"
-)
+NEEDS_KUBECTL = needs("kubectl")
 
 Object = dict[str, Any]
 

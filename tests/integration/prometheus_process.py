@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 import subprocess
 import threading
 import time
@@ -17,20 +16,14 @@ import httpx
 import pytest
 
 from cluster.local_ray import free_port
+from tests.fakes.tools import find, needs
 
 READY_S = 30.0
 STOP_S = 20.0
-PROMETHEUS = shutil.which("prometheus")
-# Debian's name for it, and everybody else's.
-ALERTMANAGER = shutil.which("prometheus-alertmanager") or shutil.which("alertmanager")
-
-needs_prometheus = pytest.mark.skipif(
-    PROMETHEUS is None, reason="prometheus is not installed (Debian: apt install prometheus)"
-)
-needs_alertmanager = pytest.mark.skipif(
-    ALERTMANAGER is None,
-    reason="alertmanager is not installed (Debian: apt install prometheus-alertmanager)",
-)
+PROMETHEUS = find("prometheus")
+ALERTMANAGER = find("alertmanager")
+needs_prometheus = needs("prometheus")
+needs_alertmanager = needs("alertmanager")
 
 
 class QueryError(Exception):

@@ -1,7 +1,6 @@
 """The Redis of head fault tolerance starts as its pod says, with the Redis of this machine."""
 
 import os
-import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -10,11 +9,12 @@ import pytest
 
 from cluster.local_ray import free_port
 from tests.fakes.overlays import K8S, NEEDS_KUBECTL, Pod, build, pods
+from tests.fakes.tools import needs
 
 pytestmark = [
     pytest.mark.cluster,
     NEEDS_KUBECTL,
-    pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis is not installed"),
+    needs("redis-server"),
 ]
 
 

@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from cluster.local_ray import free_port, serve_environment, write_haproxy_wrapper
+from tests.fakes.tools import needs
 from tests.integration.serving.apar_process import ENGINE, TINY, serving, session_members
 from tests.integration.serving.kill_run import healthy
 from tests.integration.serving.load_clients import under_load
@@ -28,7 +29,7 @@ from tests.integration.serving.load_clients import under_load
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server"),
+    needs("redis-server"),
 ]
 GCS = "gcs_server"
 WAIT_S = 120.0

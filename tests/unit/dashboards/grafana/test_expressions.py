@@ -1,7 +1,6 @@
 """Every dashboard query parses and uses only metrics and labels that exist."""
 
 import re
-import shutil
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,9 +12,10 @@ from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Kind, Metric
 from dashboards.vllm_metrics import VLLM_METRICS
 from tests.fakes.grafana import View, all_queries, boards
+from tests.fakes.tools import needs
 
 VIEW = View(1000.0, 4600.0)
-PROMTOOL = shutil.which("promtool")
+needs_promtool = needs("promtool")
 QUERIES = [pytest.param(query.expression, id=query.place) for query in all_queries()] + [
     pytest.param(event["expr"], id=f"{name} / {event['name']}")
     for name, board in boards().items()
@@ -69,12 +69,11 @@ def unknown(expression: str) -> set[str]:
 
 def parse_errors(expressions: Iterable[str], folder: Path) -> list[str]:
     """Parse errors that promtool reports."""
-    assert PROMTOOL is not None
     file = folder / "rules.yml"
     rules = [{"record": f"r{place}", "expr": each} for place, each in enumerate(expressions)]
     file.write_text(yaml.safe_dump({"groups": [{"name": "all", "rules": rules}]}))
     checked = subprocess.run(
-        [PROMTOOL, "check", "rules", "--lint=none", str(file)], capture_output=True, text=True
+        ["promtool", "check", "rules", "--lint=none", str(file)], capture_output=True, text=True
     )
     said = (checked.stdout + checked.stderr).splitlines()
     return [line for line in said if "parse" in line.lower()] if checked.returncode else []
@@ -86,7 +85,7 @@ def test_every_metric_and_label_exists(expression: str) -> None:
     assert unknown(expression) == set()
 
 
-@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
+@needs_promtool
 def test_every_query_parses(tmp_path: Path) -> None:
     expressions = [VIEW.expression(str(query.values[0])) for query in QUERIES]
 
@@ -129,7 +128,7 @@ def test_unknown_metrics_and_labels_are_found(expression: str, mistakes: set[str
     assert unknown(expression) == mistakes
 
 
-@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
+@needs_promtool
 @pytest.mark.parametrize(
     "expression", ["sum(rate(up[5m])", "sum by model (up)", "rate(up)", "up[$__range]"]
 )

@@ -1,6 +1,5 @@
 """promtool evaluates our expressions to values worked out by hand."""
 
-import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,9 @@ from dashboards.grafana import promql
 from dashboards.grafana.figure5 import classed, spread, while_in
 from dashboards.grafana.panels import SECONDS
 from tests.fakes.grafana import View, all_queries, boards
+from tests.fakes.tools import needs
 
-PROMTOOL = shutil.which("promtool")
+needs_promtool = needs("promtool")
 # A range of half an hour: points and scrapes are 15 s apart, rates cover a minute.
 VIEW = View(0.0, 1800.0)
 BUSY = of.ENGINE_BUSY_SECONDS
@@ -181,7 +181,6 @@ CASES = {
 
 def failures(case: Case, folder: Path) -> str:
     """Differences that promtool reports; empty if there are none."""
-    assert PROMTOOL is not None
     expected = [{"labels": labels, "value": value} for labels, value in case.expected.items()]
     query = {
         "expr": VIEW.expression(case.expression),
@@ -193,18 +192,18 @@ def failures(case: Case, folder: Path) -> str:
     file = folder / "test.yml"
     file.write_text(yaml.safe_dump({"rule_files": [], "tests": [test]}))
     ran = subprocess.run(
-        [PROMTOOL, "test", "rules", str(file)], capture_output=True, text=True, cwd=folder
+        ["promtool", "test", "rules", str(file)], capture_output=True, text=True, cwd=folder
     )
     return "" if ran.returncode == 0 else ran.stdout + ran.stderr
 
 
-@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
+@needs_promtool
 @pytest.mark.parametrize("name", CASES)
 def test_an_expression_gives_the_value_worked_out_by_hand(name: str, tmp_path: Path) -> None:
     assert failures(CASES[name], tmp_path) == ""
 
 
-@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
+@needs_promtool
 def test_a_wrong_value_is_found(tmp_path: Path) -> None:
     case = CASES["a rate sums over processes"]
 

@@ -10,17 +10,12 @@ import yaml
 
 from dashboards.prometheus import rule_groups
 from dashboards.prometheus.files import FOLDER, shipped_files
+from tests.fakes.tools import needs
 
 ALERTS, RECORDING = "alerts.yml", "recording.yml"
 TESTS = sorted((FOLDER / "tests").glob("*.yml"))
-needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None,
-    reason="promtool is not installed (Debian: apt install prometheus)",
-)
-needs_amtool = pytest.mark.skipif(
-    shutil.which("amtool") is None,
-    reason="amtool is not installed (Debian: apt install prometheus-alertmanager)",
-)
+needs_promtool = needs("promtool")
+needs_amtool = needs("amtool")
 
 
 def run(*command: str | Path) -> tuple[bool, str]:

@@ -1,6 +1,5 @@
 """Rate limits shared by several gateways in a real Redis."""
 
-import shutil
 import socket
 import subprocess
 import time
@@ -16,8 +15,9 @@ from cluster.config.secret import SecretReference
 from cluster.local_ray import free_port
 from deployments.gateway.callers import Callers
 from deployments.wire.errors import RateLimitError
+from tests.fakes.tools import needs
 
-pytestmark = pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server")
+pytestmark = needs("redis-server")
 SECRET = "apar-one-of-the-keys"
 START_S = 20.0
 

@@ -9,7 +9,6 @@ from deployments.tracing.thread_spans import (
     ThreadTimes,
     WallClock,
     make_thread_spans,
-    thread_name,
 )
 from tests.fakes.kept_spans import KeptSpans
 
@@ -27,7 +26,3 @@ def test_a_child_heard_of_first_begins_with_its_parent() -> None:
     assert first.start_time == second.start_time
     assert first.end_time == second.end_time
     assert ((first.end_time or 0) - (first.start_time or 0)) == 3_000_000_000
-
-
-def test_names_of_threads() -> None:
-    assert [thread_name(path) for path in ((), (0,), (0, 12))] == ["root", "root.0", "root.0.12"]

@@ -1,0 +1,58 @@
+"""The requests of the quick-start pages, sent as they are written to the shared server."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.quick_start import commands, program
+from tests.integration.serving.apar_process import REQUEST_S, TOKEN, Server
+
+pytestmark = pytest.mark.cluster
+ADDRESS = "http://127.0.0.1:8000"
+# The last one asks an APAR checkpoint in another server.
+REQUESTS = [line for line in commands() if line.startswith("curl ") and "apar-tiny" in line]
+
+
+def assert_list(text: str) -> None:
+    """Check that an answer is a list without control tokens."""
+    assert len(re.findall(r"^\d+\. ", text, re.MULTILINE)) >= 2, text
+    assert "[Fork]" not in text
+
+
+def test_every_request_of_the_quick_start_is_sent() -> None:
+    assert len(REQUESTS) >= 1
+    assert all(ADDRESS in line for line in REQUESTS)
+
+
+@pytest.mark.parametrize("line", REQUESTS)
+def test_a_request_with_curl_is_answered(server: Server, line: str) -> None:
+    command = f"{line} -H 'Authorization: Bearer {TOKEN}'".replace(ADDRESS, server.url)
+
+    answer = subprocess.run(
+        command, shell=True, capture_output=True, timeout=REQUEST_S, check=True
+    ).stdout
+
+    body = json.loads(answer)
+    assert_list(body["choices"][0]["message"]["content"])
+    assert body["apar"]["forks"] >= 1
+
+
+def test_the_openai_client_streams_the_answer(server: Server, tmp_path: Path) -> None:
+    text = program("from openai import OpenAI")
+    assert ADDRESS in text
+    assert 'api_key="none"' in text
+    script = tmp_path / "program.py"
+    script.write_text(
+        text.replace(ADDRESS, server.url).replace('api_key="none"', f'api_key="{TOKEN}"')
+    )
+
+    answer = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=REQUEST_S, check=False
+    )
+
+    assert answer.returncode == 0, answer.stderr
+    assert_list(answer.stdout)
