@@ -20,7 +20,7 @@ from benchmarks.cluster_simulation.command import app as simulation
 from cluster.cli.options import Concurrency, Duration, duration_option, out_option
 
 if TYPE_CHECKING:
-    from apar_core.engine.offline import OfflineEngine
+    from apar_core.engine.offline_engine import OfflineEngine
 
 app = typer.Typer(
     no_args_is_help=False,
@@ -133,8 +133,8 @@ def _replaying_engine(model: str, eager: bool) -> OfflineEngine:
     # More threads do not speed up a small model.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Imported late, so that --help does not wait for torch and vLLM.
-    from apar_core.engine.offline import OfflineEngine
-    from apar_core.engine.replay_request import REPLAY
+    from apar_core.engine.offline_engine import OfflineEngine
+    from apar_core.engine.replay import REPLAY
 
     from apar_core.models.apar_tiny import checkpoint_path
 

@@ -80,7 +80,8 @@ def find_model(target: Target, wanted: str | None) -> ModelCard:
         if wanted is not None:
             return ModelCard(id=wanted)
         raise EvaluationError(
-            f"--target {target.url}: {url} lists no models (HTTP {answer.status_code}); set --model"
+            f"--target {target.url}: {url} lists no models (HTTP {answer.status_code}); set "
+            "--model-name"
         ) from error
     return _chosen(target, cards, wanted)
 
