@@ -135,7 +135,6 @@ def _replaying_engine(model: str, eager: bool) -> OfflineEngine:
     # Imported late, so that --help does not wait for torch and vLLM.
     from apar_core.engine.offline_engine import OfflineEngine
     from apar_core.engine.replay import REPLAY
-
     from apar_core.models.apar_tiny import checkpoint_path
 
     return OfflineEngine(
