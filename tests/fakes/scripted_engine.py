@@ -82,7 +82,7 @@ def merged(deltas: Iterable[ThreadDelta]) -> Journal:
 
 @dataclass
 class _Step:
-    """One scheduled step on its way to its output."""
+    """A scheduled step whose output is pending."""
 
     scheduler_output: SchedulerOutput
     sampled: dict[str, list[int]] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class _Step:
 
 
 class ScriptedEngine:
-    """Runs requests to their end and keeps the trees that they grew."""
+    """Runs requests to their end and keeps their trees."""
 
     def __init__(self, shape: EngineShape, model_dir: Path) -> None:
         self.shape = shape
@@ -129,7 +129,7 @@ class ScriptedEngine:
         priority: int = 0,
         journal: Journal | None = None,
     ) -> None:
-        """Add a request; with a journal, one that has come so far in another engine."""
+        """Add a request; a journal makes it continue what another engine has generated."""
         parameters = parameters or fork_parameters()
         sampling = SamplingParams(
             max_tokens=max_tokens, extra_args={EXTRA_ARG: parameters.to_extra_arg()}
@@ -179,7 +179,7 @@ class ScriptedEngine:
         self._loses_block = thread_id
 
     def step(self) -> bool:
-        """One step of the engine loop; false when there is nothing left to do."""
+        """Run one step of the engine loop; return False if nothing is left to do."""
         lag = 1 if self.shape.run_ahead else 0
         if self.scheduler.has_requests():
             self._in_flight.append(self._execute(self.scheduler.schedule()))
@@ -190,12 +190,12 @@ class ScriptedEngine:
         return True
 
     def take_messages(self) -> list[EngineCoreOutputs]:
-        """What the engine core has sent to its clients since the last call."""
+        """Return what the engine core has sent to its clients since the last call."""
         messages, self._messages = self._messages, []
         return messages
 
     def run(self, *, max_steps: int = 5000) -> int:
-        """Step until everything has finished; returns the number of steps."""
+        """Run until all requests have finished; return the number of steps."""
         steps = 0
         while self.step():
             steps += 1
@@ -255,7 +255,7 @@ class ScriptedEngine:
         return [*(request.prompt_token_ids or ()), *generated]
 
     def _write_and_read(self, request: Request, start: int, end: int) -> set[int]:
-        """Compute these positions; returns the blocks that were written."""
+        """Compute these positions; return the written blocks."""
         tokens = self._sequence(request)
         (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
         size = self.shape.block_size
@@ -326,7 +326,7 @@ class ScriptedEngine:
 
 
 def write_model_config(directory: Path) -> Path:
-    """A checkpoint folder with a configuration and no weights."""
+    """Write a checkpoint folder with a configuration and no weights."""
     LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=32,
