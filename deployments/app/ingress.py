@@ -170,6 +170,7 @@ class GatewayIngress:
         """End the remaining requests, each with an error; returns how many."""
         return self._door.cut()
 
+    # Ray Serve awaits this at shutdown.
     async def __del__(self) -> None:
         if self._flush_timer is not None:
             await self._flush_timer.close()
