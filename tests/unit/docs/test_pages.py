@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from cluster.config import ClusterConfig
 from cluster.config.autoscaling import AutoscalingConfig
@@ -132,7 +133,7 @@ def test_every_metric_that_a_page_names_exists() -> None:
 
 
 def test_every_setting_that_a_page_names_exists() -> None:
-    sections = {
+    sections: dict[str, type[BaseModel]] = {
         "limits": LimitsConfig, "routing": RoutingSettings, "retries": RetryConfig,
         "tracing": TracingConfig, "metrics": MetricsConfig, "logging": LoggingConfig,
         "forks": ForkLimits, "autoscaling": AutoscalingConfig,
