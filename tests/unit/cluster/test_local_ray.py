@@ -201,7 +201,7 @@ def test_a_free_port_is_found_where_the_usual_ones_are_taken(
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        monkeypatch.setattr("cluster.local_ray._LASTING_PORTS", [port])
+        monkeypatch.setattr("cluster.local_ray._STABLE_PORTS", [port])
 
         found = free_port()
 
@@ -224,7 +224,7 @@ def test_ray_that_does_not_start_is_an_error_that_leaves_nothing(
     monkeypatch.setattr("cluster.local_ray.tempfile.mkdtemp", lambda **_: str(folder))
 
     with (
-        pytest.raises(StartError, match="Ray could not be started: TimeoutError: no raylet"),
+        pytest.raises(StartError, match="Ray did not start: TimeoutError: no raylet"),
         local_ray(num_cpus=1),
     ):
         pass

@@ -207,7 +207,7 @@ def test_workload_and_load_are_given_once(options: tuple[str, ...], problem: str
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--concurrency", "2"), "2 under way at once"),
+        (("--concurrency", "2"), "2 concurrent requests"),
         (("--rate", "1000"), "1000 per second"),
         (("--rate", "1000", "--cv", "2"), "1000 per second, coefficient of variation 2"),
         (("--rate", "inf"), "all at once"),
