@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import io
 import json
 import logging
@@ -14,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -231,6 +233,24 @@ def _reap() -> None:
 
 
 @contextlib.contextmanager
+def _own_process_groups() -> Iterator[None]:
+    """Make Ray start its processes in process groups of their own.
+
+    Otherwise a SIGTERM to our process group would end them before we can drain: Ray's GCS dies
+    first, and Ray then ends this process without its clean-up.
+    """
+    from ray._private import services as ray_services
+
+    services: Any = ray_services
+    popen = services.ConsolePopen
+    services.ConsolePopen = functools.partial(popen, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
+
+
+@contextlib.contextmanager
 def local_ray(*, num_cpus: int, metrics: MetricsConfig = _ANY_METRICS_PORT) -> Iterator[None]:
     """Run a Ray cluster on loopback, without a dashboard and with only the metrics port fixed.
 
@@ -253,18 +273,19 @@ def local_ray(*, num_cpus: int, metrics: MetricsConfig = _ANY_METRICS_PORT) -> I
 
         logging.getLogger("ray").setLevel(logging.ERROR)
         try:
-            ray.init(
-                address="local",
-                num_cpus=num_cpus,
-                include_dashboard=False,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                namespace=NAMESPACE,
-                _node_ip_address="127.0.0.1",
-                _temp_dir=str(folder),
-                _metrics_export_port=port,
-            )
+            with _own_process_groups():
+                ray.init(
+                    address="local",
+                    num_cpus=num_cpus,
+                    include_dashboard=False,
+                    object_store_memory=_OBJECT_STORE_BYTES,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    namespace=NAMESPACE,
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=str(folder),
+                    _metrics_export_port=port,
+                )
         except Exception as error:  # Ray has no exception class for this.
             raise StartError(f"Ray did not start: {type(error).__name__}: {error}") from error
         try:

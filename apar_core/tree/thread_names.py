@@ -21,6 +21,11 @@ ThreadId = NewType("ThreadId", str)
 ROOT_THREAD = ThreadId("root")
 
 
+def thread_id(path: ThreadPath) -> ThreadId:
+    """Return the thread id of the thread at a path."""
+    return ThreadId(".".join([ROOT_THREAD, *map(str, path)]))
+
+
 def child_thread(parent: ThreadId, ordinal: int) -> ThreadId:
     """Return the thread id of a thread's `ordinal`-th child."""
     return ThreadId(f"{parent}.{ordinal}")

@@ -45,10 +45,10 @@ class Caller:
         """Return whether the caller may use a model."""
         return self.key is None or self.key.models is None or model in self.key.models
 
-    def give_back(self, admission: Admission) -> None:
+    def refund(self, admission: Admission) -> None:
         """Refund the admission of a request."""
         if self.rates is not None:
-            self.rates.give_back(admission)
+            self.rates.refund(admission)
 
     async def rate_headers(self) -> Headers:
         """Return the `x-ratelimit-*` headers of an answer; none for a caller without rates."""
@@ -178,7 +178,7 @@ class KeyRing:
         # The time of the lookup depends only on digests, which a caller cannot choose; that of the
         # comparison is constant.
         if key is None or not hmac.compare_digest(key.hash, digest):
-            raise UnknownKeyError("The API key is not known here.")
+            raise UnknownKeyError("Unknown API key.")
         return key
 
     async def _look_at_file(self) -> None:
@@ -221,7 +221,7 @@ class KeyRing:
             if self._problem == reported:
                 return
             logger.error(
-                "keys file not used: the keys that were read before stay in force",
+                "keys file not used: the previous keys stay in force",
                 extra={"file": str(self._file), "reason": self._problem},
             )
         elif self._file is not None:

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from apar_core.errors import CapacityError
 from deployments.wire.errors import QueueTimeoutError, RateLimitError
@@ -74,7 +73,7 @@ class Waiter:
     """A waiting request; `granted` becomes its ticket."""
 
     account: Account
-    granted: "asyncio.Future[Any]"
+    granted: "asyncio.Future[Ticket]"
     since_s: float
 
 
@@ -230,8 +229,8 @@ class FairQueue:
         requests still run keeps the credit of one answer. It sends its requests one by one, and
         would otherwise get as many turns as a key with longer answers, not as many tokens.
         """
-        # Not keys at their caps: they fall behind constantly, and a key lowered to their level
-        # would starve others.
+        # Not keys at their caps: they fall behind constantly, and a new key that started at their
+        # level would starve others.
         rivals = [
             other
             for other in self._backlogged
@@ -272,7 +271,7 @@ class FairQueue:
         self._forget(newest)
         if not newest.granted.done():  # Otherwise its client has left.
             newest.granted.set_exception(
-                self._refusal(fullest, "and requests of keys that hold less of the queue go first")
+                self._refusal(fullest, "and keys that hold less of the queue go first")
             )
 
     async def _wait(self, account: Account) -> Ticket:
@@ -283,8 +282,7 @@ class FairQueue:
         self._num_waiting += 1
         timer = loop.call_later(self._max_wait_s, self._expire, waiter, self._max_wait_s)
         try:
-            ticket: Ticket = await waiter.granted
-            return ticket
+            return await waiter.granted
         except asyncio.CancelledError:
             granted = waiter.granted
             if waiter in account.waiting:
@@ -350,9 +348,8 @@ class FairQueue:
         retry_after_s = self._drain.time_for(self._num_waiting + 1)
         if not account.may_run:
             return RateLimitError(
-                f"{account.num_running} requests of key {account.name} run, as many as its "
-                f"`max_threads` of {account.max_running} lets run at once, {reason}; please try "
-                "again.",
+                f"Key {account.name} has {account.num_running} running requests, as many as its "
+                f"`max_threads` of {account.max_running} allows, {reason}; please try again.",
                 kind="threads",
                 retry_after_s=retry_after_s,
             )

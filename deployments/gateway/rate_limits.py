@@ -70,7 +70,7 @@ class CounterStore:
                 return await ask()
         except STORE_FAILURES as error:
             self._silent_until_s = self._clock() + _SILENCE_S
-            logger.warning("rates not counted: their store fails", extra={"reason": repr(error)})
+            logger.warning("rates not counted: the store fails", extra={"reason": repr(error)})
             raise
 
 
@@ -232,7 +232,7 @@ class KeyRates:
             return ()
         return ((window, num),)
 
-    def give_back(self, admission: Admission) -> None:
+    def refund(self, admission: Admission) -> None:
         """Refund a request that the server has no room for, or whose client left the queue."""
         for window, num in admission:
             window.owe(-num)

@@ -114,7 +114,7 @@ class InPlaceSettings(BaseModel):
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         changed = gateway.model_copy(update=given)
         if _requires_keys(gateway) and not _requires_keys(changed):
-            raise ConfigError("keys: none would be left, and then everyone could call")
+            raise ConfigError("keys: without any key, everyone could call")
         return changed
 
 

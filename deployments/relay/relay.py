@@ -269,7 +269,7 @@ class _StreamRelay:
         body = b"".join([start.body, *rest])
         if self.begun:
             summary = error_summary(start.status, body)
-            raise ReplicaLostError(f"a replica would not go on with a stream: {summary}")
+            raise ReplicaLostError(f"a replica refused to continue a stream: {summary}")
         await send_whole(self._send, AnswerStart(start.status, start.headers, body))
 
     async def _forward(self, body: bytes, journal: Journal, num_tokens: int) -> None:

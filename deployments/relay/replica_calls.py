@@ -106,12 +106,12 @@ async def _accepted(response: DeploymentResponseGenerator[Any], wait_s: float) -
         if sizes := TOO_LARGE.search(str(error)):
             size, limit = sizes.groups()
             raise BodyTooLargeError(
-                f"The request takes {size} bytes on its way to a replica, where this cluster takes "
+                f"The request is {size} bytes on its way to a replica, and this cluster accepts "
                 f"{limit}; see RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH."
             ) from error
         raise
     except TimeoutError as error:
-        raise NoReplicaError(f"no replica has taken the request within {wait_s:g} s") from error
+        raise NoReplicaError(f"no replica accepted the request within {wait_s:g} s") from error
 
 
 def _for_method(handle: DeploymentHandle[Any], method: str) -> DeploymentHandle[Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
 
+from apar_core.tree.thread_names import thread_path
 from deployments.tracing import attributes as names
 from deployments.tracing.thread_spans import (
     CUT,
@@ -59,10 +60,10 @@ class EngineTrace:
         if parent is None:
             self._num_dropped += 1
             return
-        ordinal = int(child_id.rpartition("~")[2])
         forked_s = None if self._replaying else parent.last_s
-        root, path = parent.key
-        self._add(child_id, ThreadTimes((root, (*path, ordinal)), parent.choice, forked_s))
+        root_id, _ = parent.key
+        key = (root_id, thread_path(root_id, child_id))
+        self._add(child_id, ThreadTimes(key, parent.choice, forked_s))
 
     def generated(self, output: EngineCoreOutput, *, replayed: bool) -> None:
         """See `ThreadObserver`."""

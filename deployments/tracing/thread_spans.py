@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 
+from apar_core.tree.thread_names import thread_id
 from deployments.tracing import attributes as names
 from deployments.tracing.tracing import Tracing
 
@@ -131,21 +132,16 @@ def _above(key: Key, made: dict[Key, tuple[Context, float]]) -> tuple[Context, f
     return None
 
 
-def thread_name(path: tuple[int, ...]) -> str:
-    """Name of a thread in spans: `root`, `root.0`, `root.0.2`."""
-    return ".".join(["root", *map(str, path)])
-
-
 def _attributes(thread: ThreadTimes, reason: str, seen: Seen) -> dict[str, str | int | float]:
     _, path = thread.key
     given: dict[str, str | int | float] = {
-        names.THREAD_ID: thread_name(path),
+        names.THREAD_ID: thread_id(path),
         names.THREAD_DEPTH: len(path),
         names.THREAD_TOKENS: thread.num_tokens,
         names.FINISH_REASON: reason,
     }
     if path:
-        given[names.THREAD_PARENT] = thread_name(path[:-1])
+        given[names.THREAD_PARENT] = thread_id(path[:-1])
     if thread.choice is not None:
         given[names.THREAD_CHOICE] = thread.choice
     if thread.forked_s is not None and thread.scheduled_s is not None:

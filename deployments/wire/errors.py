@@ -186,8 +186,8 @@ class EnginesDiedError(ReplicaLostError):
     code = "engine_lost_twice"
     retry_after_s = None
     client_message = (
-        "Two engines died while they served this request, so it is not sent to another one. "
-        "It may be the cause."
+        "Two engines died while serving this request. It may be the cause and is not sent to "
+        "another one."
     )
 
 
@@ -196,7 +196,7 @@ class NoReplicaError(ReplicaLostError):
 
     code = "replica_unavailable"
     reason = "no_replica"
-    client_message = "No replica has taken this request in time; please send it again."
+    client_message = "No replica accepted this request in time; please send it again."
 
 
 @dataclass(frozen=True, slots=True)

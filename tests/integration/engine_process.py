@@ -15,7 +15,7 @@ START_TIMEOUT_S = 180
 # Imported once, by the server that every engine's process is forked from: the imports take four
 # times as long as building the engine does.
 PRELOADED = (
-    "apar_core.engine.offline",
+    "apar_core.engine.offline_engine",
     "apar_core.engine.async_engine",
     "vllm.entrypoints.llm",
     "vllm.v1.worker.cpu_worker",

@@ -30,6 +30,10 @@ FORBIDDEN = {
 # none of the packages may import it.
 COMMAND_LINE = Path("cluster/cli")
 FORBIDDEN_IN_COMMAND_LINE = {"dashboards"}
+WORKLOAD = Path("apar_core/workload")
+FORBIDDEN_IN_WORKLOAD = {
+    f"apar_core.offline.{name}" for name in ("decoders", "evaluation", "speculation", "training")
+}
 # Of apar_core's subpackages, those that may import a library.
 ALLOWED_IN = {
     "vllm": {"engine", "scheduler"},
@@ -128,6 +132,8 @@ def violations(package: str, path: Path, source: str) -> list[str]:
     subpackage = path.parts[1] if len(path.parts) > 2 else ""
     in_command_line = path.is_relative_to(COMMAND_LINE)
     rules = FORBIDDEN_IN_COMMAND_LINE if in_command_line else FORBIDDEN[package]
+    if path.is_relative_to(WORKLOAD):
+        rules = rules | FORBIDDEN_IN_WORKLOAD
     found = []
     for line, imported in imported_modules(source):
         top = imported.partition(".")[0]
@@ -260,6 +266,12 @@ def test_the_layers_find_what_they_should(path: str, source: str, num_violations
             ["transformers.AutoTokenizer"],
         ),
         ("apar_core", "apar_core/engine/plugin.py", "from vllm.v1 import engine", []),
+        (
+            "apar_core",
+            "apar_core/workload/trace.py",
+            "from apar_core.offline.evaluation import answer_files",
+            ["apar_core.offline.evaluation.answer_files"],
+        ),
         ("apar_core", "apar_core/engine/plugin.py", "def late():\n    import ray", ["ray"]),
         (
             "cluster",

@@ -103,8 +103,8 @@ def test_a_run_is_resumed_only_with_the_same_model_and_data(files: Path, command
 
     assert other_data.exit_code == other_model.exit_code == 1
     for result, named in ((other_data, "data"), (other_model, "model")):
-        assert f"cannot go on with other inputs: the {named} is another" in result.output
-        assert result.output.count("is another") == 1
+        assert f"cannot be resumed with other inputs: the {named} has changed" in result.output
+        assert result.output.count("has changed") == 1
     assert same.exit_code == 0, same.output
 
 

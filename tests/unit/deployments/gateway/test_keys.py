@@ -98,7 +98,7 @@ async def test_a_broken_file_keeps_the_old_keys_and_is_reported_once(
         for clock.now_s in (2.0, 4.0):
             assert (await ring.find(bearer("bob"))) is not None
     assert [record.message for record in caplog.records] == [
-        "keys file not used: the keys that were read before stay in force"
+        "keys file not used: the previous keys stay in force"
     ]
 
     write(file, "carol")

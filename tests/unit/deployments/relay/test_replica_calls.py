@@ -133,7 +133,7 @@ async def test_a_call_that_would_fail_anywhere_is_not_a_lost_replica() -> None:
 async def test_a_request_too_large_for_ray_serve_is_refused_with_both_sizes(
     refused: Exception,
 ) -> None:
-    with pytest.raises(BodyTooLargeError, match=r"takes 5243200 bytes .* takes 4194304;"):
+    with pytest.raises(BodyTooLargeError, match=r"is 5243200 bytes .* accepts 4194304;"):
         await calls(FakeHandle(START, refused=refused)).whole(REQUEST)
 
 

@@ -1,4 +1,4 @@
-"""Spans of threads whose times were noted in whatever order."""
+"""Spans of threads observed in any order."""
 
 from opentelemetry.context import Context
 
@@ -9,12 +9,11 @@ from deployments.tracing.thread_spans import (
     ThreadTimes,
     WallClock,
     make_thread_spans,
-    thread_name,
 )
 from tests.fakes.kept_spans import KeptSpans
 
 
-def test_a_child_heard_of_first_begins_with_its_parent() -> None:
+def test_a_child_observed_before_its_parent_starts_with_it() -> None:
     kept = KeptSpans()
     root, child = ThreadTimes(("", ())), ThreadTimes(("", (0,)), forked_s=1.0)
     child.generated(1, None, 1.0)
@@ -27,7 +26,3 @@ def test_a_child_heard_of_first_begins_with_its_parent() -> None:
     assert first.start_time == second.start_time
     assert first.end_time == second.end_time
     assert ((first.end_time or 0) - (first.start_time or 0)) == 3_000_000_000
-
-
-def test_names_of_threads() -> None:
-    assert [thread_name(path) for path in ((), (0,), (0, 12))] == ["root", "root.0", "root.0.12"]
