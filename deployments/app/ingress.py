@@ -178,7 +178,7 @@ class GatewayIngress:
 
     async def _flush_metrics(self) -> None:
         self._gateway.metrics.recorder.set_total(LOG_LINES_DROPPED, self._logs.num_dropped)
-        await self._gateway.tell_metrics()
+        await self._gateway.flush_metrics()
 
     async def _is_ready(self) -> bool:
         """Whether a request would find a replica, or start one."""

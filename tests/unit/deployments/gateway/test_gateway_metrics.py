@@ -48,7 +48,7 @@ class ExportedMetrics:
 
     async def outcomes(self, model: str = "m") -> dict[str, float]:
         """Requests of a model by their outcome, without the zeros."""
-        await self.gateway.tell_metrics()
+        await self.gateway.flush_metrics()
         return {
             outcome.value: number
             for outcome in Outcome
@@ -57,7 +57,7 @@ class ExportedMetrics:
 
     async def rejections(self) -> dict[tuple[str, str], float]:
         """Refusals by reason and key class, without the zeros."""
-        await self.gateway.tell_metrics()
+        await self.gateway.flush_metrics()
         return {
             (dict(labels)["reason"], dict(labels)["key_class"]): number
             for (name, labels), number in self.instruments.values.items()
@@ -73,7 +73,7 @@ async def test_an_invalid_keys_file_is_reported_until_it_is_fixed(tmp_path: Path
     for text in ("[]", "- wrong", "[]"):
         file.write_text(text)
         await exported.gateway.reconfigure(settings_of(1, keys_file=file), [FakeReplicas(OK)])
-        await exported.gateway.tell_metrics()
+        await exported.gateway.flush_metrics()
         values.append(exported.value(catalogue.SETTINGS_REFUSED, source="keys_file"))
 
     assert values == [0, 1, 0]
@@ -83,7 +83,7 @@ async def test_dropped_log_lines_are_counted() -> None:
     exported = ExportedMetrics(FakeReplicas(OK))
     for num_lines in (0, 4):
         exported.gateway.metrics.recorder.set_total(catalogue.LOG_LINES_DROPPED, num_lines)
-        await exported.gateway.tell_metrics()
+        await exported.gateway.flush_metrics()
 
     assert exported.value(catalogue.LOG_LINES_DROPPED) == 4
 
@@ -177,7 +177,7 @@ async def test_a_disconnect_counts_as_cancelled_after_running() -> None:
     request = asyncio.create_task(exported.http.post(CHAT, json={"model": "m"}))
     while not replicas.requests:  # noqa: ASYNC110 - the request arrives within some turns
         await asyncio.sleep(0)
-    await exported.gateway.tell_metrics()
+    await exported.gateway.flush_metrics()
     running = exported.value(catalogue.REQUESTS_RUNNING, model="m")
     request.cancel()
     await asyncio.wait([request])
@@ -223,7 +223,7 @@ async def test_every_key_class_starts_at_0() -> None:
     key = KeyConfig(name="k", hash=hash_of("k"), metrics_class="paying")
     exported = ExportedMetrics(FakeReplicas(OK), keys=(key,))
 
-    await exported.gateway.tell_metrics()
+    await exported.gateway.flush_metrics()
 
     for key_class in ("paying", ANONYMOUS):
         zero = exported.value(catalogue.REQUESTS_REJECTED, reason="overloaded", key_class=key_class)
@@ -252,12 +252,12 @@ async def test_the_replica_count_is_exported_once_there_is_a_router(
     exported = ExportedMetrics(FakeReplicas(OK))
     [model] = exported.gateway.waiting()
 
-    await exported.gateway.tell_metrics()
+    await exported.gateway.flush_metrics()
     unknown = exported.value(catalogue.REPLICAS, model="m")
     known: Callable[[], dict[str, dict[str, int]]] = lambda: {model: {"full": 2}}  # noqa: E731
     monkeypatch.setattr(ROUTERS, "decisions", known)
     monkeypatch.setattr(ROUTERS, "capacity", lambda deployment: 3)
-    await exported.gateway.tell_metrics()
+    await exported.gateway.flush_metrics()
 
     assert unknown is None
     assert exported.value(catalogue.REPLICAS, model="m") == 3
