@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 
 
 class RoutingPolicy(StrEnum):
-    """Names of the policies in `deployments/routing/policies.py`; only the first is not a baseline."""
+    """Policies of `deployments/routing/policies.py`; all but the first are for comparison."""
 
     THREADS = "threads"
     POWER_OF_TWO = "power_of_two"
