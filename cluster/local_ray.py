@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import io
 import json
 import logging
@@ -14,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -229,6 +231,24 @@ def _reap() -> None:
 
 
 @contextlib.contextmanager
+def _own_process_groups() -> Iterator[None]:
+    """Let Ray start its processes in process groups of their own.
+
+    A SIGTERM to our process group would otherwise end them before we can drain: Ray's GCS dies
+    first, and Ray then ends this process without its clean-up.
+    """
+    from ray._private import services as ray_services
+
+    services: Any = ray_services
+    popen = services.ConsolePopen
+    services.ConsolePopen = functools.partial(popen, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
+
+
+@contextlib.contextmanager
 def local_ray(*, num_cpus: int, metrics: MetricsConfig = _ANY_METRICS_PORT) -> Iterator[None]:
     """A Ray cluster on loopback, without dashboard; but for the metrics', without fixed ports.
 
@@ -252,18 +272,19 @@ def local_ray(*, num_cpus: int, metrics: MetricsConfig = _ANY_METRICS_PORT) -> I
 
         logging.getLogger("ray").setLevel(logging.ERROR)
         try:
-            ray.init(
-                address="local",
-                num_cpus=num_cpus,
-                include_dashboard=False,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                namespace=NAMESPACE,
-                _node_ip_address="127.0.0.1",
-                _temp_dir=str(folder),
-                _metrics_export_port=port,
-            )
+            with _own_process_groups():
+                ray.init(
+                    address="local",
+                    num_cpus=num_cpus,
+                    include_dashboard=False,
+                    object_store_memory=_OBJECT_STORE_BYTES,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    namespace=NAMESPACE,
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=str(folder),
+                    _metrics_export_port=port,
+                )
         except Exception as error:  # Ray has no class of its own for it.
             raise StartError(
                 f"Ray could not be started: {type(error).__name__}: {error}"

@@ -191,13 +191,12 @@ def run(
     --metrics 127.0.0.1:9464 --slo ttft=2s,e2e=30s --out out/forked[/bold]
     """
     # Importing these takes a second, and `apar --help` must be fast.
-    from cluster.loadtest.jobs import WorkloadSettings, build_jobs
+    from cluster.loadtest.jobs import Target, WorkloadSettings, build_jobs, find_model
     from cluster.loadtest.live_view import LiveView
     from cluster.loadtest.load_run import LoadRun, run_in_loop
     from cluster.loadtest.report import run_report
     from cluster.loadtest.run_file import AnswerFile, LoadSettings, RunFolder, read_run
-    from cluster.loadtest.slo import parse_slo
-    from cluster.loadtest.target import Target, find_model
+    from cluster.loadtest.statistics import parse_slo
     from cluster.monitor.sources import PagesSource
 
     with clear_errors():

@@ -14,8 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from apar_core.offline.data.records import ParagraphRecord, chain
 from apar_core.offline.training.packing import batch_trees
-from apar_core.offline.training.tree_forward import tree_loss
-from tests.unit.apar_core.offline.training.random_trees import PAD_ID, packed, random_model
+from tests.unit.apar_core.offline.training.random_trees import (
+    PAD_ID,
+    packed,
+    random_model,
+    tree_loss,
+)
 
 
 def main() -> None:

@@ -1,1 +1,1 @@
-"""Decoders on transformers, one request at a time: plain, vanilla_apar and medusa_apar."""
+"""Decoders on transformers, one answer at a time: plain, vanilla_apar and medusa_apar."""

@@ -1,4 +1,4 @@
-"""What every decoder offers: a prompt in, a stream of forward passes out, an answer at its end."""
+"""Interface of the decoders: limits, token choice, steps, and the answer with its trace."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from apar_core.tree.thread_names import ThreadId
 
 @dataclass(frozen=True, slots=True)
 class DecodedThread:
-    """What one thread sampled, fork tokens included, the end of thread left out.
+    """Sampled tokens of one thread, including fork tokens but not the end token.
 
-    `parent` opened it with its fork number `fork_ordinal` (from 0). `ended` is false where a
-    limit cut the thread off.
+    `parent` opened it with its fork number `fork_ordinal` (from 0). `ended` is false if a limit cut
+    the thread off.
     """
 
     thread: ThreadId
@@ -33,15 +33,15 @@ class DecodedThread:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One forward pass, the prefill being the first; `step` counts from 1.
+    """Record of a forward pass; `step` counts from 1, the prefill.
 
-    threads: threads alive in the pass, whether it gave them a token or not.
+    threads: threads alive in the pass, whether they gained a token or not.
     tokens: tokens that all threads gained (text, fork and end tokens).
-    seconds: wall time, from the pass's inputs to the tokens' arrival here.
-    cached_tokens: KV tokens that the threads' paths hold in the pass, shared ones counted once;
-        candidates that Medusa heads propose are not counted.
-    attended_tokens: tokens before each token gained on its path, summed over those tokens.
-    The last two are counted as by `apar_core.tree.statistics`.
+    seconds: wall time, from preparing the inputs to receiving the tokens.
+    cached_tokens: KV tokens on the threads' paths, shared ones counted once; without candidates
+        that Medusa heads propose.
+    attended_tokens: for each token gained, the tokens before it on its path, summed.
+    The last two are defined as in `apar_core.tree.statistics`.
     """
 
     step: int
@@ -54,9 +54,9 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class DecodedAnswer:
-    """A whole answer: threads with parents before their children, and the trace of its passes.
+    """Answer as threads, parents before their children, and the trace of its passes.
 
-    `fork_id` is the checkpoint's fork token, None for an ordinary model.
+    `fork_id` is the checkpoint's fork token; None for a model without control tokens.
     """
 
     threads: tuple[DecodedThread, ...]
@@ -66,17 +66,17 @@ class DecodedAnswer:
 
     @cached_property
     def tree(self) -> ParagraphTree[int]:
-        """The finished paragraph tree of token ids."""
+        """Finished paragraph tree of token ids."""
         return paragraph_tree(self.threads, self.fork_id)
 
     @property
     def text_ids(self) -> list[int]:
-        """The answer's tokens in reading order, without control and end tokens."""
+        """Tokens in reading order, without control and end tokens."""
         return restore(self.tree)
 
 
 def paragraph_tree(threads: Sequence[DecodedThread], fork_id: int | None) -> ParagraphTree[int]:
-    """Return the paragraph tree that the threads, parents first, have written."""
+    """Return the paragraph tree of threads, parents before their children."""
     tree: ParagraphTree[int] = ParagraphTree()
     children = {
         (thread.parent, thread.fork_ordinal): thread.thread
@@ -95,36 +95,27 @@ def paragraph_tree(threads: Sequence[DecodedThread], fork_id: int | None) -> Par
     return tree
 
 
-def restored_ids(threads: Sequence[DecodedThread], fork_id: int) -> list[int]:
-    """Return the answer's tokens in reading order."""
-    return restore(paragraph_tree(threads, fork_id))
-
-
 class DecodeLimits(BaseModel):
-    """Limits on one answer, with the meaning that they have in the engine."""
+    """Limits on one answer, with the same meaning as in the engine."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_tokens: PositiveInt = Field(
-        1024, description="Text tokens of all threads together; then all are cut off."
+        1024, description="Text tokens of all threads; the answer is cut off after them."
     )
-    max_threads: PositiveInt = Field(
-        32, description="Threads alive at once; a fork beyond it waits for a place."
-    )
-    max_forks: PositiveInt = Field(
-        512, description="Forks in all; beyond it a fork opens no thread."
-    )
+    max_threads: PositiveInt = Field(32, description="Threads alive at once; further threads wait.")
+    max_forks: PositiveInt = Field(512, description="Forks in total; further forks open no thread.")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenChoice:
-    """How the next token of a thread is chosen: use `greedy`, `sampled` or `replay`.
+    """How tokens are chosen; create it with `greedy`, `sampled` or `replay`.
 
-    `tokens_of_thread` maps a thread's path ("" for the root thread, "0.2" for the third child of
-    its first child) to all that it generates, fork and end tokens included. A thread whose tokens
-    do not end with the end token is cut off after them.
+    `tokens_of_thread` maps replay keys ("" for the root thread, "0.2" for the third child of its
+    first child) to all tokens of the thread, including fork and end tokens. A thread whose tokens
+    lack the end token is cut off after them.
 
-    Raises RequestError for a temperature below 0 and for a `top_p` outside ]0, 1].
+    Raises RequestError for a temperature below 0 and for a `top_p` outside (0, 1].
     """
 
     temperature: float = 0.0
@@ -145,31 +136,31 @@ class TokenChoice:
 
     @classmethod
     def greedy(cls) -> TokenChoice:
-        """Take the likeliest token each time."""
+        """Always take the likeliest token."""
         return cls()
 
     @classmethod
     def sampled(
         cls, temperature: float, top_p: float = 1.0, seed: int | None = None
     ) -> TokenChoice:
-        """Draw from the likeliest tokens that together have the share `top_p`.
+        """Sample from the nucleus of probability `top_p`.
 
-        Every thread draws from a stream of its own, so that an answer with a seed does not
-        depend on which threads ran side by side. A temperature of 0 is greedy.
+        Each thread has its own random stream, so a seeded answer does not depend on which threads
+        ran concurrently. A temperature of 0 is greedy.
         """
         return cls(temperature, top_p, seed)
 
     @classmethod
     def replay(cls, tokens_of_thread: Mapping[str, Sequence[int]]) -> TokenChoice:
-        """Force these tokens: passes, forks and caches are real, only the choice is not."""
+        """Force these tokens; passes, forks and caches are as in generation."""
         return cls(tokens_of_thread=tokens_of_thread)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """A forward pass that is done; `new_ids` continue the text in reading order.
+    """Result of a forward pass; `new_ids` continue the text in reading order.
 
-    A token is held back until its place is certain: a detail before the next paragraph.
+    A token is held back until all text before it is complete.
     """
 
     record: StepRecord
@@ -177,11 +168,11 @@ class DecodeStep:
 
 
 DecodeStream = Generator[DecodeStep, None, DecodedAnswer]
-"""Yields every pass and returns the answer; closing it early frees all that it holds."""
+"""Yields each step and returns the answer; closing it early frees the cache."""
 
 
 class AnswerDecoder(Protocol):
-    """Generates one answer at a time."""
+    """Decoder of one answer at a time."""
 
     def stream(
         self,
@@ -189,10 +180,9 @@ class AnswerDecoder(Protocol):
         choice: TokenChoice | None = None,
         limits: DecodeLimits | None = None,
     ) -> DecodeStream:
-        """Decode pass by pass; greedy with the default limits unless told otherwise.
+        """Decode step by step; the defaults are greedy choice and default limits.
 
-        Raises RequestError, from the first pass on, for a prompt, a choice or limits that this
-        decoder cannot take.
+        The first step raises RequestError for a prompt or choice that this decoder does not accept.
         """
         ...
 
@@ -203,7 +193,7 @@ def decode_answer(
     choice: TokenChoice | None = None,
     limits: DecodeLimits | None = None,
 ) -> DecodedAnswer:
-    """Run a decoder to its end and return the answer."""
+    """Run a decoder to the end and return the answer."""
     stream = decoder.stream(prompt_ids, choice, limits)
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Decoders by name: plain, vanilla_apar and medusa_apar."""
+"""Loading of decoders by name, and checks of their requests."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from apar_core.tree.restore import TreeStream
 DecoderName = Literal["plain", "vanilla_apar", "medusa_apar"]
 DECODER_NAMES: tuple[DecoderName, ...] = ("plain", "vanilla_apar", "medusa_apar")
 
-# Where memory bounds a pass, more candidates cost next to nothing; a CPU computes each of them.
+# On a GPU passes are memory-bound, so more candidates cost little; a CPU computes each one.
 _CANDIDATES_ON_CPU, _CANDIDATES_ON_GPU = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadDecoder:
-    """An `AnswerDecoder` over one model; it holds nothing between answers."""
+    """Implementation of `AnswerDecoder`; keeps no state between answers."""
 
     decoding: DecodingModel
     control: ControlTokens | None
@@ -55,7 +55,7 @@ class ThreadDecoder:
         choice: TokenChoice | None = None,
         limits: DecodeLimits | None = None,
     ) -> DecodeStream:
-        """Decode pass by pass, as `AnswerDecoder` says."""
+        """Decode step by step; see `AnswerDecoder`."""
         choice, limits = choice or TokenChoice.greedy(), limits or DecodeLimits()
         prompt = list(prompt_ids)
         self._check_prompt(prompt)
@@ -101,13 +101,13 @@ class ThreadDecoder:
             self._check_ids(token_ids, field)
             ends = [place for place, token in enumerate(token_ids) if token in self.end_ids]
             if ends and ends[0] != len(token_ids) - 1:
-                raise RequestError(f"{field} goes on after its end token", param=field)
+                raise RequestError(f"{field} continues after its end token", param=field)
             if path == "" and not token_ids:
                 raise RequestError(f"{field} is empty", param=field)
             banned = self._unforceable() & set(token_ids)
             if banned:
                 raise RequestError(
-                    f"{field} holds control token {min(banned)}, which this decoder never "
+                    f"{field} contains control token {min(banned)}, which this decoder never "
                     "generates",
                     param=field,
                 )
@@ -128,7 +128,7 @@ class ThreadDecoder:
             if path not in opened:
                 field = f"tokens_of_thread[{path!r}]"
                 raise RequestError(
-                    f"{field} is a thread that nothing opens: no fork token stands for it",
+                    f"{field} is a thread that no fork token opens",
                     param=field,
                 )
 
@@ -159,10 +159,10 @@ def load_decoder(
     top_k: tuple[int, ...] | None = None,
     acceptance: TypicalAcceptance | None = None,
 ) -> ThreadDecoder:
-    """Return a decoder over a loaded model, or over a folder or hub name.
+    """Return a decoder of a loaded model, or of a model folder or hub name.
 
-    `top_k` gives the candidates of each Medusa head; one each on a CPU and two elsewhere if absent.
-    Raises CheckpointError naming what does not fit: the name, the control tokens, the heads.
+    `top_k` has the candidates of each Medusa head; the default is one on a CPU and two elsewhere.
+    Raises CheckpointError for an unknown name, missing control tokens or heads that do not fit.
     """
     if name not in DECODER_NAMES:
         raise CheckpointError(f"decoder must be one of {', '.join(DECODER_NAMES)}, got {name!r}")
@@ -205,7 +205,7 @@ def build_decoder(
     top_k: tuple[int, ...] | None = None,
     acceptance: TypicalAcceptance | None = None,
 ) -> ThreadDecoder:
-    """Return a decoder over parts that are loaded already; see load_decoder."""
+    """Return a decoder of loaded parts; see `load_decoder`."""
     config: Any = model.config
     limited = limited_attention(config, config.max_position_embeddings)
     if limited is not None:

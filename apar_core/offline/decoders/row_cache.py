@@ -1,4 +1,4 @@
-"""A KV cache whose rows are threads of different length, written in place.
+"""KV cache whose rows are threads of different lengths, written in place.
 
 Dimensions: R rows in use, Q new tokens a row, T tokens held, N heads, D size of a head.
 """
@@ -14,15 +14,15 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class RowLayer(CacheLayerMixin):
-    """Keys and values of one layer, [rows, tokens, N, D], so that a row's prefix is one stretch."""
+    """Keys and values of a layer, [rows, tokens, N, D], so a row's prefix is contiguous."""
 
     def __init__(self, cache: RowCache) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # The cache owns its layers; a reference back would keep both until the next collection.
+        # The cache owns its layers; a strong back reference would delay freeing both.
         self._cache: RowCache = weakref.proxy(cache)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate what the cache has reserved."""
+        """Allocate the cache's capacity."""
         self.keys = self._zeros(key_states)
         self.values = self._zeros(value_states)
         self.is_initialized = True
@@ -30,7 +30,7 @@ class RowLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write [R, N, Q, D] at the slots of this pass; return all of the rows in use."""
+        """Write [R, N, Q, D] to the slots of this pass; return all rows in use."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         held = []
@@ -43,7 +43,7 @@ class RowLayer(CacheLayerMixin):
         return held[0], held[1]
 
     def grow(self) -> None:
-        """Move to tensors of the cache's new capacity."""
+        """Copy to tensors of the cache's new capacity."""
         if not self.is_initialized:
             return
         grown = []
@@ -56,13 +56,13 @@ class RowLayer(CacheLayerMixin):
         self.keys, self.values = grown
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values as they are stored."""
+        """Return the stored keys and values."""
         assert self.keys is not None
         assert self.values is not None
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return length and offset of the keys that the next pass reads."""
+        """Return length and offset of the keys for the next pass."""
         return self._cache.num_tokens, 0
 
     def get_seq_length(self) -> int:
@@ -70,16 +70,16 @@ class RowLayer(CacheLayerMixin):
         return self._cache.num_tokens
 
     def get_max_length(self) -> int:
-        """Say that it grows as needed."""
+        """Return -1: the cache grows as needed."""
         return -1
 
     def _zeros(self, like: Tensor) -> Tensor:
-        # Zeros: a masked slot's value is multiplied by 0, which does not hide a NaN.
+        # Zeros, because the value of a masked slot is multiplied by 0, and 0 * NaN is NaN.
         return like.new_zeros((*self._cache.capacity, like.shape[1], like.shape[3]))
 
 
 class RowCache(Cache):
-    """Cache of one answer; `capacity` is (rows, tokens) and grows by doubling."""
+    """Cache of one answer; `capacity` (rows, tokens) grows by doubling."""
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
         self.capacity = (1, 64)
@@ -91,7 +91,7 @@ class RowCache(Cache):
         super().__init__(layers=list(self._row_layers))
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
-        """Make room for rows of this length; the contents stay."""
+        """Grow to at least this many rows and tokens; keep the contents."""
         rows, tokens = self.capacity
         if num_rows <= rows and num_tokens <= tokens:
             return
@@ -104,7 +104,7 @@ class RowCache(Cache):
             layer.grow()
 
     def begin_pass(self, starts_R1: Tensor, num_rows: int, num_new: int, num_tokens: int) -> None:
-        """Set where the next pass writes: `num_new` slots of each row from its start on."""
+        """Set the slots that the next pass writes: `num_new` per row, from its start."""
         self.reserve(num_rows, num_tokens)
         self.num_rows, self.num_tokens = num_rows, num_tokens
         offsets_R1 = torch.arange(num_rows, device=self._device)[:, None] * self.capacity[1]
@@ -119,21 +119,21 @@ class RowCache(Cache):
                 stored[target, :num_tokens] = stored[source, :num_tokens]
 
     def copy_slot(self, source: tuple[int, int], target: tuple[int, int]) -> None:
-        """Copy one token, given as (row, slot)."""
+        """Copy one token between (row, slot) places."""
         self.reserve(target[0] + 1, target[1] + 1)
         for layer in self._row_layers:
             for stored in layer.tensors():
                 stored[target] = stored[source]
 
     def keep_slots(self, row: int, start: int, slots: list[int]) -> None:
-        """Move a row's tokens from these slots to `start` and the slots after it."""
+        """Move a row's tokens from these slots to `start` and following slots."""
         index = torch.tensor(slots, device=self._device)
         for layer in self._row_layers:
             for stored in layer.tensors():
                 stored[row, start : start + len(slots)] = stored[row, index]
 
     def save_row(self, row: int, num_tokens: int) -> list[Tensor]:
-        """Return a copy of a row's first tokens, for a thread that has to wait."""
+        """Return a copy of a row's first tokens, for a waiting thread."""
         return [
             stored[row, :num_tokens].clone()
             for layer in self._row_layers
@@ -141,7 +141,7 @@ class RowCache(Cache):
         ]
 
     def load_row(self, row: int, saved: list[Tensor]) -> None:
-        """Put a saved copy into a row."""
+        """Restore a saved copy to a row."""
         num_tokens = saved[0].shape[0]
         self.reserve(row + 1, num_tokens)
         tensors = [stored for layer in self._row_layers for stored in layer.tensors()]

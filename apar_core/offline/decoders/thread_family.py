@@ -1,4 +1,4 @@
-"""The threads of one answer while it grows: forks, limits, and what their paths hold."""
+"""Threads of an answer during decoding: forks, limits, and cached tokens."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from apar_core.tree.thread_names import ROOT_THREAD, ThreadId, child_thread, rep
 
 @dataclass(eq=False, slots=True)
 class Thread:
-    """One thread; `num_before` counts the tokens on its path before its first own one.
+    """Thread; `num_before` counts the tokens on its path before its own.
 
-    `num_shared` is how many of its parent's tokens it reads. `forced` are the tokens of a replay.
+    `num_shared` is the number of its parent's tokens that it reads. `forced` are replayed tokens.
     """
 
     thread_id: ThreadId
@@ -37,13 +37,13 @@ class Thread:
 
     @property
     def path_length(self) -> int:
-        """Tokens of the thread's whole sequence so far."""
+        """Length of the thread's sequence so far."""
         return self.num_before + len(self.token_ids)
 
     def uniform(self, num_ahead: int) -> float:
-        """Return the number in [0, 1[ that draws the token after the next `num_ahead` ones.
+        """Return the random number in [0, 1) for the token `num_ahead` places after the next.
 
-        It is always the same for the same token, so that speculation draws as one by one.
+        A token always gets the same number, so speculation samples like decoding one by one.
         """
         place = len(self.token_ids) + num_ahead
         while len(self.uniforms) <= place:
@@ -52,7 +52,7 @@ class Thread:
 
 
 class ThreadFamily:
-    """All threads of an answer; hands every chosen token to its place."""
+    """All threads of an answer; assigns chosen tokens and applies the limits."""
 
     def __init__(
         self,
@@ -79,9 +79,9 @@ class ThreadFamily:
         self.root = self._add(None, choice.seed)
 
     def add_token(self, thread: Thread, token_id: int) -> Thread | None:
-        """Give a live thread its next token; return the child that it opens, if it may.
+        """Append a token to a live thread; return the child that it opens, if any.
 
-        The child is alive, or it is among `waiting` until there is a place for it.
+        The child is alive, or in `waiting` until the number of threads permits it.
         """
         if token_id in self._end_ids:
             self._finish(thread, ended=True)
@@ -101,7 +101,7 @@ class ThreadFamily:
         return child
 
     def close(self) -> None:
-        """Cut every thread off."""
+        """Cut off all threads."""
         self.closed = True
         self.waiting.clear()
         for thread in self.threads:
@@ -109,7 +109,7 @@ class ThreadFamily:
                 self._finish(thread, ended=False)
 
     def start_waiting(self) -> Thread | None:
-        """Return a waiting thread that has a place now, and make it live."""
+        """Start and return the next waiting thread, if the limit permits."""
         if not self.waiting or self._num_live >= self._limits.max_threads:
             return None
         thread = self.waiting.popleft()
@@ -118,7 +118,7 @@ class ThreadFamily:
         return thread
 
     def cached_tokens(self, readers: Sequence[Thread]) -> int:
-        """Tokens that the paths of these threads and of the waiting ones hold, shared ones once."""
+        """Return the tokens on the paths of these and the waiting threads, shared ones once."""
         held: dict[Thread, int] = {}
         for reader in readers:
             held[reader] = len(reader.token_ids) + (reader.parent is not None)
@@ -155,7 +155,7 @@ class ThreadFamily:
             self._finish(child, ended=False)
             return None
         self._num_forks += 1
-        # `_add` has counted the child itself.
+        # `_add` has already counted the child.
         if self._num_live > self._limits.max_threads:
             self._num_live -= 1
             child.alive = False

@@ -1,9 +1,9 @@
-"""How the next token after every node is chosen, and which candidates are accepted.
+"""Choice of the next token after each node, and acceptance of candidates.
 
-Greedily a candidate is accepted where it equals the chosen token. At a temperature acceptance is
-typical (Medusa, arXiv 2401.10774, section 2.3.1), which does not keep the model's distribution:
-text that the heads propose and the model finds likely enough is preferred. Behind the accepted
-path a token is drawn, and a candidate that happens to be the drawn token is kept as well.
+Greedy decoding accepts a candidate that equals the chosen token. Sampling uses typical acceptance
+(Medusa, arXiv 2401.10774, section 2.3.1), which does not preserve the model's distribution: it
+prefers proposed text that the model finds likely enough. After the accepted path a token is drawn;
+a candidate that equals it is accepted too.
 Dimensions: R rows, Q nodes of a row, V vocabulary.
 """
 
@@ -25,14 +25,13 @@ MIN_TEMPERATURE = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class TypicalAcceptance:
-    """A candidate x is accepted where p(x) > min(epsilon, delta * exp(-H(p))), H being the entropy.
+    """Accept a candidate x if p(x) > min(epsilon, delta * exp(-H(p))), where H is the entropy.
 
-    p is the distribution that tokens are drawn from: the model's after the tokens before x, at the
-    temperature of the request and within its `top_p`. No candidate outside `top_p` is accepted. A
-    row's first node is always accepted, since it was chosen from p itself. Of the candidates'
-    paths the longest on which all are accepted is kept; of several, the likeliest.
+    p is the distribution that tokens are drawn from, with the request's temperature and `top_p`;
+    candidates outside `top_p` are not accepted. The first node of a row was chosen before, so it is
+    always accepted. The longest path of accepted candidates is kept, the likeliest in case of ties.
 
-    Source: Medusa (arXiv 2401.10774), section 2.3.1; the values are those of its implementation,
+    Source: Medusa (arXiv 2401.10774), section 2.3.1. The values are those of its implementation,
     where delta is the square root of epsilon.
     """
 
@@ -42,11 +41,11 @@ class TypicalAcceptance:
 
 @dataclass(frozen=True, slots=True)
 class ChosenTokens:
-    """What came back from the device, as lists [R][Q].
+    """Result of the choice, as lists [R][Q].
 
-    `chosen` follows each node, `given` are the nodes themselves. `accepted` tells for each node
-    whether it lies on the path that typical acceptance keeps; None where a candidate has to equal
-    the chosen token.
+    `chosen` has the token after each node and `given` the nodes' own tokens. `accepted` marks the
+    nodes on the path that typical acceptance keeps; None if a candidate must equal the chosen
+    token.
     """
 
     chosen: list[list[int]]
@@ -54,7 +53,7 @@ class ChosenTokens:
     accepted: list[list[bool]] | None
 
     def next_token(self, row: int, node: int, tree: CandidateTree, thread: Thread) -> int:
-        """Return the token that the thread gets after a node."""
+        """Return the thread's token after a node."""
         if thread.forced is not None:
             return thread.forced[len(thread.token_ids)]
         if self.accepted is not None:
@@ -72,18 +71,18 @@ def choose_tokens(
     acceptance: TypicalAcceptance,
     uniforms_RQ: list[list[float]] | None,
 ) -> ChosenTokens:
-    """Choose after every node, with one transfer from the device."""
+    """Choose a token after each node, with one transfer from the device."""
     if uniforms_RQ is None:
         both = torch.stack((logits_RQV.argmax(-1), tokens_RQ)).tolist()
         return ChosenTokens(both[0], both[1], None)
     uniforms = torch.tensor(uniforms_RQ, device=logits_RQV.device)
     logits = logits_RQV.float()
-    # Less the largest, so that no temperature is too low to divide by.
+    # Subtracting the maximum avoids overflow at low temperatures.
     logits = (logits - logits.amax(-1, keepdim=True)) / max(choice.temperature, MIN_TEMPERATURE)
     nucleus = _nucleus(logits, choice.top_p)
     chosen_RQ = nucleus.draw(uniforms)
     scores_RQ = _scores(nucleus.probabilities(), tokens_RQ, tree, acceptance)
-    # A double holds every token id exactly.
+    # A double represents token ids exactly.
     chosen, given, scores = torch.stack((chosen_RQ, tokens_RQ, scores_RQ.double())).tolist()
     return ChosenTokens(
         [[int(token) for token in row] for row in chosen],
@@ -93,10 +92,9 @@ def choose_tokens(
 
 
 def accepted_path(scores: Sequence[float], tree: CandidateTree) -> list[bool]:
-    """Tell for each node whether it lies on the longest path of accepted candidates.
+    """Return for each node whether it is on the longest path of accepted candidates.
 
-    `scores` [Q] are log probabilities, -inf where a candidate is not accepted. Of several longest
-    paths the one with the highest sum is taken.
+    `scores` [Q] are log probabilities, -inf if not accepted. The highest sum breaks ties.
     """
     best = (0, 0.0, 0)
     pending = [best]
@@ -119,9 +117,10 @@ def accepted_path(scores: Sequence[float], tree: CandidateTree) -> list[bool]:
 
 @dataclass(frozen=True, slots=True)
 class _Nucleus:
-    """The likeliest tokens that together have the share `top_p`, likeliest first.
+    """Likeliest tokens with a total probability of `top_p`.
 
-    `sorted_p` are the probabilities of all tokens and `order` their ids; `kept` marks the nucleus.
+    `sorted_p` has the probabilities of all tokens in descending order, `sums` their cumulative sums
+    and `order` their ids; `kept` marks the nucleus.
     """
 
     sorted_p: Tensor
@@ -131,13 +130,13 @@ class _Nucleus:
 
     def draw(self, uniforms: Tensor) -> Tensor:
         totals = (self.sorted_p * self.kept).sum(-1)
-        # Side right: a uniform number of 0 must not fall before the first token.
+        # right=True: a random number of 0 must select the first token.
         drawn = torch.searchsorted(self.sums, (uniforms * totals)[..., None], right=True)
         last_kept = self.kept.sum(-1, keepdim=True) - 1
         return self.order.gather(-1, torch.minimum(drawn, last_kept))[..., 0]
 
     def probabilities(self) -> Tensor:
-        """Return what each token is drawn with, by its id."""
+        """Return the renormalized probability of each token id."""
         kept_p = self.sorted_p * self.kept
         shares = kept_p / kept_p.sum(-1, keepdim=True)
         return torch.zeros_like(shares).scatter(-1, self.order, shares)
@@ -146,14 +145,14 @@ class _Nucleus:
 def _nucleus(logits: Tensor, top_p: float) -> _Nucleus:
     sorted_p, order = logits.softmax(-1).sort(-1, descending=True)
     sums = sorted_p.cumsum(-1)
-    # The likeliest token is always kept, so that something can be drawn.
+    # The likeliest token is always kept.
     return _Nucleus(sorted_p, sums, (sums - sorted_p) < top_p, order)
 
 
 def _scores(
     probabilities: Tensor, tokens_RQ: Tensor, tree: CandidateTree, acceptance: TypicalAcceptance
 ) -> Tensor:
-    """Return each node's log probability after its parent, -inf where it is not accepted."""
+    """Return each node's log probability given its parent, -inf if not accepted."""
     entropies = -torch.xlogy(probabilities, probabilities).sum(-1)
     bounds = (acceptance.delta * torch.exp(-entropies)).clamp(max=acceptance.epsilon)
     parents = torch.tensor(tree.parents, device=probabilities.device)

@@ -1,7 +1,7 @@
-"""One answer in forward passes: threads are rows, a fork copies a row, ended rows leave.
+"""Decoding of one answer: threads are rows of a batch, and a fork copies a row.
 
-Source: APAR (arXiv 2401.06761), algorithm 1 and appendix C.1. Without heads every row gains one
-token a pass; with Medusa heads it gains the accepted candidates and one more.
+Source: APAR (arXiv 2401.06761), algorithm 1 and appendix C.1. Each row gains one
+token per pass, plus accepted candidates if there are Medusa heads.
 Dimensions: R rows, Q nodes of a row, T tokens held, D hidden size, V vocabulary.
 """
 
@@ -25,9 +25,10 @@ from apar_core.offline.speculation.medusa_heads import MedusaHeads
 
 @dataclass(frozen=True, slots=True)
 class DecodingModel:
-    """A transformers model and what is asked of it; `heads` are None without speculation.
+    """Transformers model with tokens, Medusa heads and acceptance.
 
-    `tokens` is None for an ordinary model; `forks` tells whether fork tokens may be sampled.
+    `tokens` is None for a model without control tokens, `heads` without speculation. `forks` tells
+    whether fork tokens may be sampled. `top_k` has the candidates of each head.
     """
 
     model: Any
@@ -40,11 +41,11 @@ class DecodingModel:
 
 @dataclass(eq=False, slots=True)
 class Row:
-    """A thread in the batch: `length` tokens lie in the cache, `pending` is to be computed next.
+    """Thread in the batch, with `length` cached tokens and the `pending` token to compute next.
 
-    `child` opens behind the pending fork token in the next pass; `waiting` needs a copy of the row
-    once that token is computed. `source` is the node of the last pass whose hidden state predicted
-    `pending`, for the heads; None for a child token, which nothing predicted.
+    `child` opens after the pending fork token in the next pass. `waiting` needs a copy of the row
+    once that token is computed. `source` is the node of the last pass that predicted `pending`, for
+    the heads; None for a child token, which was not predicted.
     """
 
     thread: Thread
@@ -61,7 +62,7 @@ class Row:
 
 
 class AnswerRun:
-    """The state of one answer; dropping it frees the cache."""
+    """State of one answer; dropping it frees the cache."""
 
     def __init__(
         self, model: DecodingModel, family: ThreadFamily, choice: TokenChoice, prompt: list[int]
@@ -89,7 +90,7 @@ class AnswerRun:
 
     @torch.inference_mode()
     def step(self) -> StepRecord:
-        """Run one pass and hand out its tokens."""
+        """Run one pass and assign its tokens to threads."""
         start = time.perf_counter()
         key, chosen = self._run_pass()
         readers = [row.thread for row in self.rows if row.thread.alive]
@@ -142,7 +143,7 @@ class AnswerRun:
         proposals: Tensor = best_RHK[:, torch.tensor(columns, device=self._device)]
         given = [index for index, row in enumerate(self.rows) if row.source is None]
         if given and self._model.tokens is not None:
-            # Never accepted: what a thread draws must not hang on the threads beside it.
+            # Never accepted: a thread's samples must not depend on other threads.
             proposals[given] = self._model.tokens.child_id
         return proposals
 
@@ -161,7 +162,7 @@ class AnswerRun:
         starts_R1 = torch.tensor([[row.length] for row in self.rows], device=self._device)
         self.cache.begin_pass(starts_R1, num_rows, num_nodes, longest)
         slots_T = torch.arange(longest, device=self._device)
-        # 0: the prefix, 1 ... Q: the nodes, Q + 1: slots that hold nothing of this row yet.
+        # 0: prefix, 1 ... Q: nodes, Q + 1: slots that this row does not use yet.
         kinds_RT = (slots_T - starts_R1 + 1).clamp_(0, num_nodes + 1)
         mask_R1QT = self._visible[key][:, kinds_RT].transpose(0, 1)[:, None]
         positions_RQ = starts_R1 + self._offsets[key]
@@ -243,7 +244,7 @@ class AnswerRun:
     def _accept(
         self, index: int, row: Row, tree: CandidateTree, chosen: ChosenTokens, opened: list[Row]
     ) -> None:
-        """Follow the tree as long as a candidate is the thread's next token."""
+        """Follow the tree while a candidate is the thread's next token."""
         start, path, node, forked = row.length, [0], 0, None
         while row.thread.alive:
             token = chosen.next_token(index, node, tree, row.thread)
@@ -263,7 +264,7 @@ class AnswerRun:
             self.cache.keep_slots(index, start, [start + n for n in path])
 
     def _give(self, row: Row, token: int, source: int) -> Thread | None:
-        """Give the row's thread a token that is still to be computed."""
+        """Append a token to the row's thread, to be computed next; return the child it opens."""
         row.pending, row.source = token, source
         forked = self._family.add_token(row.thread, token)
         row.child = row.waiting = None
@@ -277,10 +278,10 @@ class AnswerRun:
     def _open_computed(
         self, index: int, row: Row, start: int, path: list[int], child: Thread, opened: list[Row]
     ) -> None:
-        """Open a child whose fork token was a candidate, so that it is in the cache already."""
+        """Open a child whose fork token was a candidate and is already in the cache."""
         row.child = row.waiting = None
         assert self._model.tokens is not None
-        # Beyond the rows in use, so a waiting child's copy can be put together there too.
+        # The copy of a waiting child is also assembled beyond the rows in use.
         target, length = len(self.rows) + len(opened), start + len(path)
         self.cache.copy_row(index, target, start)
         for depth, node in enumerate(path):
@@ -291,7 +292,7 @@ class AnswerRun:
             self._saved[child] = self.cache.save_row(target, length)
 
     def _drop_ended(self) -> None:
-        """Move the last row into the place of each one that has nothing left to do."""
+        """Replace each finished row by the last one."""
         index = 0
         while index < len(self.rows):
             if self.rows[index].carries:

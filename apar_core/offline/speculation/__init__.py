@@ -1,1 +1,1 @@
-"""Speculative decoding: Medusa heads and candidate trees."""
+"""Speculative decoding: candidate trees, Medusa heads and their training."""

@@ -1,4 +1,4 @@
-"""The tokens of a row in one pass: the last one chosen, candidates after it, a child's opening."""
+"""Candidate tree: the tokens of a row in one pass (last token, candidates, child token)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class CandidateTree:
-    """Nodes of a row in depth-first order, node 0 being the token chosen last.
+    """Nodes of a row in depth-first order; node 0 is the token chosen last.
 
     Node n continues `parents[n]` with candidate number `ranks[n]` of head `depths[n] - 1`. The
-    likeliest chain comes first, so accepting it moves nothing in the cache. With `opens_child`
-    the last node is a child token that continues node 0 beside the candidates.
+    likeliest chain comes first, so accepting it moves nothing in the cache. With `opens_child` the
+    last node is a child token that continues node 0.
     """
 
     parents: tuple[int, ...]
@@ -26,12 +26,12 @@ class CandidateTree:
 
     @cached_property
     def num_candidates(self) -> int:
-        """Nodes that heads have to fill."""
+        """Number of nodes that the heads fill."""
         return len(self.parents) - 1 - self.opens_child
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """The candidates after each node, likeliest first."""
+        """Candidates after each node, likeliest first."""
         candidates = range(1, 1 + self.num_candidates)
         return tuple(
             tuple(node for node in candidates if self.parents[node] == parent)
@@ -39,7 +39,7 @@ class CandidateTree:
         )
 
     def visible(self) -> Tensor:
-        """Return bool [Q, Q + 2]: what a node reads of the prefix, of each node, of later slots."""
+        """Return bool [Q, Q + 2]: which of prefix, nodes and unused slots each node reads."""
         num_nodes = len(self.parents)
         visible = torch.zeros(num_nodes, num_nodes + 2, dtype=torch.bool)
         visible[:, 0] = True
@@ -51,7 +51,7 @@ class CandidateTree:
 
 
 def candidate_tree(top_k: Sequence[int], *, opens_child: bool) -> CandidateTree:
-    """Return the tree in which every node of depth d has `top_k[d]` candidates after it."""
+    """Return the tree in which each node of depth d is followed by `top_k[d]` candidates."""
     parents, depths, ranks = [0], [0], [0]
 
     def add_below(parent: int, depth: int) -> None:

@@ -1,7 +1,7 @@
-"""Medusa heads: what they compute, and the checkpoint form that vLLM's medusa method loads.
+"""Medusa heads and their checkpoint format, which vLLM's medusa method loads.
 
-Source: Medusa (arXiv 2401.10774). Head i, counted from 0, reads the hidden state that predicts the
-next token and proposes the one i + 2 places on. Dimensions: H heads, D hidden size, V vocabulary.
+Head i (from 0) reads the hidden state that predicts the next token and proposes the token i + 2
+places ahead. Source: Medusa (arXiv 2401.10774). Dimensions: H heads, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WEIGHTS_FILE = "model.safetensors"
 
 
 class MedusaHeadSettings(BaseModel):
-    """Sizes of the heads, under the names of their `config.json`."""
+    """Sizes of the heads, with the names in `config.json`."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -36,7 +36,7 @@ class MedusaHeadSettings(BaseModel):
 
 
 class ResidualBlock(nn.Module):
-    """Layers of which each adds the SiLU of a linear map to its input."""
+    """Stack of layers that add the SiLU of a linear map to their input."""
 
     def __init__(self, settings: MedusaHeadSettings) -> None:
         super().__init__()
@@ -47,14 +47,14 @@ class ResidualBlock(nn.Module):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map hidden states [..., D] to those that the head's vocabulary matrix reads."""
+        """Map hidden states [..., D] to the input [..., D] of the head's vocabulary matrix."""
         for layer in self.layers:
             hidden = hidden + nn.functional.silu(layer(hidden))
         return hidden
 
 
 class MedusaHeads(nn.Module):
-    """All heads of one model; call it with the hidden states that the model's own head reads."""
+    """All heads of a model; the input is that of the model's own output layer."""
 
     def __init__(self, settings: MedusaHeadSettings) -> None:
         super().__init__()
@@ -67,9 +67,9 @@ class MedusaHeads(nn.Module):
 
     @classmethod
     def like_lm_head(cls, lm_head_VD: Tensor, *, num_heads: int = 2, num_layers: int = 2) -> Self:
-        """Return heads that start as copies of the model's own head: their layers add nothing.
+        """Initialize heads as copies of the model's output layer, with residual layers of zero.
 
-        They have the dtype and the device of `lm_head_VD`.
+        They have the dtype and device of `lm_head_VD`.
         """
         vocab_size, hidden_size = lm_head_VD.shape
         settings = MedusaHeadSettings(
@@ -97,7 +97,7 @@ class MedusaHeads(nn.Module):
 
 
 def save_medusa_heads(heads: MedusaHeads, folder: str | Path) -> None:
-    """Write `config.json` and safetensors, in the dtype that the heads have."""
+    """Write `config.json` and safetensors in the dtype of the heads."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in _weights(heads).items()}
@@ -112,9 +112,9 @@ def save_medusa_heads(heads: MedusaHeads, folder: str | Path) -> None:
 
 
 def load_medusa_heads(folder: str | Path) -> MedusaHeads:
-    """Return the heads of a folder, in the dtype of their file, on the CPU.
+    """Load heads to the CPU in the dtype of their file.
 
-    Raises CheckpointError naming the file, field or weight that is missing or does not fit.
+    Raises CheckpointError naming the file, field or weight that is missing or does not match.
     """
     folder = Path(folder)
     settings = _read_settings(folder / CONFIG_FILE)
@@ -152,7 +152,7 @@ def _read_settings(path: Path) -> MedusaHeadSettings:
         raise CheckpointError(f"{path}: model_type must be 'medusa', got {found!r}")
     _refuse_reduced_vocabulary(config, path)
     try:
-        return MedusaHeadSettings.model_validate(_named_as_ours(config))
+        return MedusaHeadSettings.model_validate(_renamed_keys(config))
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
@@ -161,8 +161,8 @@ def _read_settings(path: Path) -> MedusaHeadSettings:
         ) from error
 
 
-def _named_as_ours(config: Mapping[str, Any]) -> dict[str, Any]:
-    """As vLLM reads it: any key with "num" and "heads" or "layers" in it is the number."""
+def _renamed_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename keys like vLLM: one with "num" and "heads" (or "layers") in it is the number."""
     named: dict[str, Any] = {}
     for key, value in config.items():
         if "num" in key and "heads" in key:
@@ -183,7 +183,7 @@ def _refuse_reduced_vocabulary(config: Mapping[str, Any], path: Path) -> None:
         )
     if config.get("original_lm_head"):
         raise CheckpointError(
-            f"{path}: original_lm_head is not supported: every head needs its own vocabulary matrix"
+            f"{path}: original_lm_head is not supported: each head needs its own vocabulary matrix"
         )
 
 
@@ -197,14 +197,14 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
             tensors = load_file(file)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(f"cannot read the Medusa heads in {file}: {error}") from error
-        weights.update({_present_name(name): tensor for name, tensor in tensors.items()})
+        weights.update({_current_name(name): tensor for name, tensor in tensors.items()})
     return weights
 
 
-def _present_name(name: str) -> str:
-    """Return a weight's name as vLLM has it, also for those of Medusa's first checkpoints.
+def _current_name(name: str) -> str:
+    """Convert weight names of Medusa's first checkpoints to those of vLLM.
 
-    There "0.1.linear.weight" is a residual layer and "0.2.weight" a vocabulary matrix.
+    In old checkpoints "0.1.linear.weight" is a residual layer, "0.2.weight" a vocabulary matrix.
     """
     name = name.removeprefix("medusa_heads.")
     head, _, rest = name.partition(".")

@@ -1,4 +1,8 @@
-"""Trains Medusa heads for an APAR model from the examples that it was trained on."""
+"""Training of Medusa heads on the hidden states of a frozen APAR model.
+
+Dimensions: B rows, T tokens of the longest row, D hidden size, H heads, N tokens with a target, V
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -53,12 +57,11 @@ HEAD_TARGETS = "head_targets_HBT"
 
 
 def head_targets(packed: PackedTree, num_heads: int) -> list[list[int]]:
-    """Return, for each head, the token that each token of the row has to propose.
+    """Return the targets of each head: the token k + 2 places ahead in the same thread for head k.
 
-    Head k, counted from 0, proposes the token k + 2 places on in the same thread. So a token before
-    [Fork] proposes what its own thread goes on with, and [Child], which the server injects, is
-    never proposed. No token of the prompt but the last learns, and the end of a thread is the last
-    thing proposed.
+    So a token before [Fork] proposes the continuation of its own thread, and [Child], which the
+    server injects, is never proposed. Of the prompt, only the last token has targets. The last
+    target is the end of the thread.
     """
     following = next_indices(packed)
     by_head: list[list[int]] = []
@@ -93,7 +96,7 @@ class MedusaCollator:
 
 
 def initial_heads(model: PreTrainedModel, *, num_heads: int, num_layers: int) -> MedusaHeads:
-    """Return float32 heads that propose what the model's own output layer does."""
+    """Return float32 heads that start as copies of the model's output layer."""
     output = model.get_output_embeddings()
     assert isinstance(output, Module)
     weight = output.weight
@@ -104,7 +107,7 @@ def initial_heads(model: PreTrainedModel, *, num_heads: int, num_layers: int) ->
 
 
 class MedusaTrainer(TreeTrainer):
-    """The loss of a step is the mean over the targets of all heads."""
+    """Trainer whose loss is the mean over the targets of all heads."""
 
     def __init__(self, heads: MedusaHeads, frozen: PreTrainedModel, *args: Any, **kw: Any) -> None:
         super().__init__(heads, *args, **kw)
@@ -125,18 +128,18 @@ class MedusaTrainer(TreeTrainer):
         )
 
     def proposals(self, heads: Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return logits [H, N, V] and targets [H, N] of the tokens that some head learns from."""
+        """Return logits [H, N, V] and targets [H, N] of all tokens with a target for some head."""
         targets_HBT = batch[HEAD_TARGETS]
         learning_BT = (targets_HBT != IGNORED_TARGET).any(0)
         with torch.no_grad():
             hidden_ND = hidden_states(self.frozen, tree_batch(batch))[learning_BT]
-        # Not an inference tensor, and in the dtype of the heads.
+        # A copy that is not an inference tensor, in the dtype of the heads.
         logits_HNV: Tensor = heads(hidden_ND.clone().float())
         return logits_HNV, targets_HBT[:, learning_BT]
 
     @torch.no_grad()
     def accuracy(self) -> list[float]:
-        """Return, for each head, the share of validation targets that it puts first."""
+        """Return each head's top-1 accuracy on the validation targets."""
         heads = self.accelerator.unwrap_model(self.model)
         assert isinstance(heads, MedusaHeads)
         num_heads = heads.settings.medusa_num_heads
@@ -152,7 +155,7 @@ class MedusaTrainer(TreeTrainer):
 
 @dataclass(frozen=True, slots=True)
 class MedusaResult:
-    """What a run did: `accuracy` is each head's share of right proposals on validation."""
+    """Outcome of a run; `accuracy` is each head's top-1 accuracy on validation."""
 
     counts: EncodingCounts
     padding: Padding
@@ -169,16 +172,16 @@ def train_medusa(
     resume: bool = False,
     on_step: OnStep | None = None,
 ) -> MedusaResult:
-    """Train heads on the frozen model and write them to `out`, as vLLM and our decoder load them.
+    """Train heads for a model and write them to `out`, for vLLM and our decoder.
 
-    Raises TrainingError or DataError if something is not as it must be.
+    Raises TrainingError or DataError for invalid inputs.
     """
     tokenizer = load_tokenizer(model_name)
     inputs = run_inputs(model_name, tokenizer, data)
     last = last_checkpoint(out, recipe, inputs, resume=resume)
     check_model(model_name, recipe.context_length)
     if is_sharded():
-        raise TrainingError("heads are too small to shard: train them without FSDP")
+        raise TrainingError("heads cannot be sharded: train without FSDP")
     arguments = training_arguments(recipe, out, tensorboard=True, save=True)
     model = load_model(model_name, recipe_dtype(recipe), arguments.device)
     encoder = ExampleEncoder(tokenizer, recipe.context_length)
@@ -206,23 +209,25 @@ def train_medusa(
 
 
 class TinyMedusaSettings(BaseModel):
-    """Heads of the embedded model: one run over the corpus's broad mixture."""
+    """Recipe of the embedded model's heads: one run over the broad mixture of its corpus."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    recipe: MedusaRecipe = Field(description="The run; its seed names split and draws.")
-    num_held_out: int = Field(200, ge=1, description="Held-out examples to check the heads on.")
+    recipe: MedusaRecipe = Field(
+        description="Settings of the run; its seed determines split and draws."
+    )
+    num_held_out: int = Field(200, ge=1, description="Held-out examples for the accuracy.")
 
 
 def tiny_medusa_recipe(name_or_file: str = "apar-tiny-medusa") -> TinyMedusaSettings:
-    """Return the shipped recipe of the embedded model's heads, or the one in a file."""
+    """Load a recipe of the embedded model's heads by name or file."""
     return load_recipe(name_or_file, TinyMedusaSettings)
 
 
 def train_tiny_medusa(
     checkpoint: Path, out: Path, settings: TinyMedusaSettings, on_step: OnStep | None = None
 ) -> list[float]:
-    """Train heads for the checkpoint, write them to `out`; return their held-out accuracy."""
+    """Train heads for the checkpoint on a CPU and write them to `out`; return their accuracy."""
     recipe = settings.recipe
     tokenizer = load_tokenizer(str(checkpoint))
     model = load_model(str(checkpoint), torch.float32, torch.device("cpu"))

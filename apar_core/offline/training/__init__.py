@@ -1,1 +1,1 @@
-"""Training of APAR models: tree packing, the tokenizer and the embedded model's recipe."""
+"""Training of APAR models: packed trees, fine-tuning, and the embedded model's own training."""

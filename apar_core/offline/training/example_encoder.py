@@ -1,4 +1,9 @@
-"""Turns examples into packed rows of a bounded length, and counts what does not fit."""
+"""Encoding of examples as packed rows of bounded length.
+
+Text is encoded piece by piece, such that the pieces' tokens joined give the joined text. Tokenizers
+treat the start of a text specially: SentencePiece and some byte-level ones put a space before it. A
+paragraph in the middle of an answer must not get such a space.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +41,16 @@ from apar_core.offline.training.chat_format import (
 from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, next_indices, pack_tree
 from apar_core.offline.training.pretrained import load_tokenizer, tree_tokens, with_control_tokens
 
-# A text that holds what tokenizers change: blanks at both ends, breaks, several scripts.
+# Text with what tokenizers change: whitespace at both ends, line breaks, several scripts.
 _PROBE = ("a b", " c\n\n", "1. d:", "  e ", "\n", "é漢🙂", "f")
 
 
 @dataclass(frozen=True, slots=True)
 class PieceEncoder:
-    """Turns a piece of text into tokens that never begin with an added space.
+    """Encodes a piece of text without adding a space at its start.
 
-    No piece gives a special or a control token, however it is spelled. The markers of a thought are
-    an exception: they give the tokens that the tokenizer has for them.
+    Spellings of special and control tokens are encoded as ordinary text, except for the markers of
+    a thought, which become the tokenizer's own tokens.
     """
 
     encode_plain: Callable[[str], list[int]]
@@ -53,13 +58,13 @@ class PieceEncoder:
     reserved_texts: tuple[str, ...]
 
     def __call__(self, text: str) -> list[int]:
-        """Return the tokens of one piece; an empty piece has none."""
+        """Return the tokens of a piece."""
         if not text:
             return []
         token_ids = self.encode_plain(text)
         if self.reserved_ids.isdisjoint(token_ids):
             return token_ids
-        # Cut behind the first character of a reserved spelling: two pieces cannot spell it.
+        # Cut after the first character of a reserved spelling: the parts cannot form it.
         pattern = "|".join(
             f"(?<={re.escape(text[0])})(?={re.escape(text[1:])})" for text in self.reserved_texts
         )
@@ -67,16 +72,16 @@ class PieceEncoder:
             token_id for part in re.split(pattern, text) for token_id in self.encode_plain(part)
         ]
         if not self.reserved_ids.isdisjoint(token_ids):
-            raise TrainingError(f"the tokenizer cannot spell {text!r} without a special token")
+            raise TrainingError(f"the tokenizer cannot encode {text!r} without a special token")
         return token_ids
 
 
 def build_piece_encoder(
     tokenizer: PreTrainedTokenizerBase, control_ids: Iterable[int]
 ) -> PieceEncoder:
-    """Return the piece encoder of a tokenizer that has its control tokens already, if any.
+    """Return the piece encoder of a tokenizer; control tokens must have been added before.
 
-    Raises TrainingError if pieces of a probe, encoded one by one, do not give the probe back.
+    Raises TrainingError if the pieces of a test string do not decode to the string.
     """
     vocabulary = tokenizer.get_vocab()
     thought = {vocabulary.get(marker) for marker in (THOUGHT_OPENING, THOUGHT_CLOSING)}
@@ -86,12 +91,12 @@ def build_piece_encoder(
     )
     encoder = PieceEncoder(_plain_encoding(tokenizer), frozenset(reserved), texts)
     joined = [token_id for piece in _PROBE for token_id in encoder(piece)]
-    # A letter in front takes the blank that some decoders strip from the start.
+    # Some decoders strip a space at the start, so a letter goes first.
     decoded = tokenizer.decode([*encoder("a"), *joined], clean_up_tokenization_spaces=False)
     if decoded != "a" + "".join(_PROBE):
         raise TrainingError(
-            f"tokenizer {type(tokenizer).__name__} does not keep text piece by piece: "
-            f"{'a' + ''.join(_PROBE)!r} came back as {decoded!r}"
+            f"tokenizer {type(tokenizer).__name__} does not preserve text encoded in pieces: "
+            f"{'a' + ''.join(_PROBE)!r} became {decoded!r}"
         )
     return encoder
 
@@ -100,15 +105,15 @@ def _plain_encoding(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise TrainingError(
-            f"{type(tokenizer).__name__} cannot encode text piece by piece: training needs a "
-            "tokenizer of the tokenizers library (tokenizer.json)"
+            f"{type(tokenizer).__name__} cannot encode text in pieces: training needs a "
+            "fast tokenizer (tokenizer.json)"
         )
     settings = json.loads(backend.to_str())
     settings["normalizer"] = _without_prefix(settings["normalizer"])
     settings["pre_tokenizer"] = _without_prefix(settings["pre_tokenizer"])
     for token in settings["added_tokens"]:
         if token["content"] in (THOUGHT_OPENING, THOUGHT_CLOSING):
-            # Special tokens are encoded as characters below.
+            # Special tokens are encoded as ordinary characters below.
             token["special"] = False
     plain = Tokenizer.from_str(json.dumps(settings))
     plain.encode_special_tokens = True
@@ -122,7 +127,7 @@ def _plain_encoding(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[
 
 
 def _without_prefix(step: Any) -> Any:
-    """Return a normalizer or pre-tokenizer that puts nothing before a text."""
+    """Return a normalizer or pre-tokenizer that adds nothing before a text."""
     if not isinstance(step, dict):
         return step
     if step["type"] == "Sequence":
@@ -140,7 +145,7 @@ def _without_prefix(step: Any) -> Any:
 
 @dataclass
 class EncodingCounts:
-    """Numbers of examples by how they fit; `shortened` counts those whole ones that lost turns."""
+    """Numbers of examples by fit; `whole` includes those `shortened` by their oldest turns."""
 
     whole: int = 0
     shortened: int = 0
@@ -157,7 +162,7 @@ class EncodingCounts:
 
 @dataclass
 class ExampleEncoder:
-    """Packs examples with one tokenizer; `counts` adds up over all calls of `encode`."""
+    """Packs examples with one tokenizer; `counts` accumulates over calls of `encode`."""
 
     tokenizer: PreTrainedTokenizerBase
     context_length: int
@@ -187,27 +192,27 @@ class ExampleEncoder:
         return chat_format(self.tokenizer)
 
     def pack(self, example: ExampleRecord) -> PackedTree:
-        """Return the whole example as one row, whatever its length."""
+        """Return the example as one row of any length."""
         if example.raw_prompt:
             prompt_ids, answer = prompt_token_ids(example, self.tokenizer), example.answer
         else:
-            behind, answer = self._format.placed(example.answer)
-            prompt_ids = chat_token_ids(example.messages, self.tokenizer, behind=behind)
+            suffix, answer = self._format.placed(example.answer)
+            prompt_ids = chat_token_ids(example.messages, self.tokenizer, suffix=suffix)
         prompt_ids = neutralise(prompt_ids, self._spellings)
         return pack_tree(prompt_ids, answer, self._encode_piece, self._tokens)
 
     def fitted(self, example: ExampleRecord) -> ExampleRecord | None:
-        """Return the example without the fewest oldest turns that make it fit, or None.
+        """Drop as few of the oldest turns as needed to fit the context; None if impossible.
 
-        A system message and the last question always stay.
+        The system message and the last question are always kept.
         """
         shortened, packed = self._shortened(example)
         return shortened if self._fits(packed) else None
 
     def encode(self, example: ExampleRecord) -> PackedTree | None:
-        """Return the row of the example without its oldest turns, or None where nothing fits.
+        """Return the example as a row that fits the context, or None if impossible.
 
-        A row that is still too long is cut to the context length at a thread's edge.
+        First the oldest turns are dropped, then the row is cut where a thread ends or forks.
         """
         shortened, packed = self._shortened(example)
         if self._fits(packed):
@@ -232,7 +237,7 @@ class ExampleEncoder:
         def without(num_turns: int) -> ExampleRecord:
             return replace(example, messages=(*system, *turns[starts[num_turns] :]))
 
-        # Without all turns but the last question, whether that fits or not.
+        # The last question is kept even if it does not fit.
         most = len(starts) - 1
         fewest = bisect_left(
             range(most), True, lo=1, key=lambda n: self._fits(self.pack(without(n)))
@@ -249,14 +254,14 @@ class ExampleEncoder:
 
 
 def prompt_token_ids(example: ExampleRecord, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that the server would send to the model for this prompt."""
+    """Return the prompt's tokens as the server would send them to the model."""
     if example.raw_prompt:
         return list(tokenizer(example.messages[-1].content)["input_ids"])
     return chat_token_ids(example.messages, tokenizer)
 
 
 def compact(packed: PackedTree) -> PackedTree:
-    """Return the row with four bytes a number, for rows that are kept."""
+    """Return the row with 4 bytes per number, to save memory."""
     return PackedTree(
         array("i", packed.token_ids),
         array("i", packed.positions),
@@ -267,10 +272,10 @@ def compact(packed: PackedTree) -> PackedTree:
 
 
 def cut_tree(packed: PackedTree, max_tokens: int) -> PackedTree | None:
-    """Return the longest beginning of the row that ends where a stretch between forks does.
+    """Return the longest prefix of the row that ends at the end of a segment.
 
-    What the model has to predict behind the cut is not learned, so no thread learns to end early.
-    None if the beginning would hold nothing to learn.
+    Targets after the cut are ignored, so no thread learns to end early. Returns None if the prefix
+    has no targets.
     """
     segments = packed.segments
     ends = [i for i in range(1, len(segments)) if segments[i] != segments[i - 1]]
@@ -296,9 +301,9 @@ def cut_tree(packed: PackedTree, max_tokens: int) -> PackedTree | None:
 
 @dataclass(frozen=True, slots=True)
 class ContextFit:
-    """Drops the oldest turns of an example until it fits `context_length` tokens of a model.
+    """Fits prepared examples to `context_length` tokens of a model by dropping their oldest turns.
 
-    Each process loads the tokenizer for itself.
+    Each process loads its own tokenizer.
     """
 
     model_name: str
@@ -306,13 +311,13 @@ class ContextFit:
     chat_template: Path | None = None
 
     def check(self) -> None:
-        """Load the tokenizer. Raises TrainingError if it cannot encode examples."""
+        """Raise TrainingError if the tokenizer cannot be loaded or cannot encode examples."""
         tree_tokens(_encoder(self).tokenizer)
 
     def __call__(self, example: ExampleRecord) -> ExampleRecord | None:
         """Return the fitted example, or None if its last question and answer are too long.
 
-        Raises ItemRefusedError if the chat template refuses the chat.
+        Raises ItemRefusedError if the chat template rejects the chat.
         """
         try:
             return _encoder(self).fitted(example)

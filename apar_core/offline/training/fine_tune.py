@@ -1,4 +1,4 @@
-"""Fine-tunes any causal language model of transformers to APAR."""
+"""Fine-tuning of causal language models to APAR, and resumption of interrupted runs."""
 
 from __future__ import annotations
 
@@ -54,9 +54,35 @@ from apar_core.offline.training.tree_trainer import (
 logger = logging.getLogger(__name__)
 
 
+_RECIPE_FILE = "recipe.json"
+
+
+_INPUTS_FILE = "inputs.json"
+
+
+_MODEL_FILES = ("config.json", "*.safetensors", "*.bin")
+
+
+# Fields that may change when a run is resumed: they do not affect what it learns.
+_FREE_FIELDS = {
+    "micro_batch_size",
+    "pack_trees",
+    "gradient_checkpointing",
+    "validate_every_steps",
+    "save_every_steps",
+    "keep_checkpoints",
+    "log_every_steps",
+    "num_loaders",
+}
+
+
+Inputs = Mapping[str, str]
+"""SHA-256 digests of model, tokenizer, chat template and data."""
+
+
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Share of padding among all tokens of a run's rows, and what it is with one tree per row."""
+    """Share of padding among all tokens of a run, and the share with one tree per row."""
 
     share: float
     one_tree_per_row: float
@@ -70,7 +96,7 @@ class Padding:
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """The rows that a run trains and validates with."""
+    """Rows of a run."""
 
     training: StepRows
     validation: RowList
@@ -79,7 +105,7 @@ class RowPlan:
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """What a run did."""
+    """Outcome of a run."""
 
     counts: EncodingCounts
     padding: Padding
@@ -98,10 +124,10 @@ def fine_tune(
     resume: bool = False,
     on_step: OnStep | None = None,
 ) -> TrainingResult:
-    """Train a model on the examples of `data` and write the checkpoint to `out`.
+    """Train a model on the examples in `data` and write a checkpoint to `out`.
 
-    The checkpoint is what `apar serve` takes: adapters merged, tokenizer with control tokens and
-    chat template. Raises TrainingError or DataError if something is not as it must be.
+    `apar serve` can load the checkpoint: adapters are merged, and the tokenizer has control tokens
+    and a chat template. Raises TrainingError or DataError for invalid inputs.
     """
     tokenizer = load_tokenizer(model_name, chat_template)
     inputs = run_inputs(model_name, tokenizer, data)
@@ -109,7 +135,7 @@ def fine_tune(
     check_model(model_name, recipe.context_length)
     arguments = training_arguments(recipe, out, tensorboard=True, save=True)
     if recipe.lora is not None and is_sharded():
-        raise TrainingError("lora cannot be merged into a sharded model: train it without FSDP")
+        raise TrainingError("lora cannot be merged into a sharded model: train without FSDP")
     model = load_model(model_name, recipe_dtype(recipe), arguments.device)
     control = add_control_tokens(
         model, tokenizer, multiple=recipe.vocabulary_multiple, seed=recipe.seed
@@ -140,7 +166,7 @@ def fine_tune(
 
 
 def read_groups(data: Path, encoder: ExampleEncoder) -> TreeGroups:
-    """Return the packed rows of a file or folder of examples.
+    """Encode the examples of a file or folder.
 
     Raises TrainingError if no example fits the context.
     """
@@ -152,15 +178,14 @@ def read_groups(data: Path, encoder: ExampleEncoder) -> TreeGroups:
     logger.info("%s", encoder.counts)
     if encoder.counts.cut or encoder.counts.dropped:
         logger.warning(
-            "of the examples, %d were longer than %d tokens and cut at a thread, %d were dropped",
+            "%d examples longer than %d tokens were cut at a thread, %d were dropped",
             encoder.counts.cut,
             encoder.context_length,
             encoder.counts.dropped,
         )
     if not groups.all_rows:
         raise TrainingError(
-            f"no example in {data} can be trained on within {encoder.context_length} tokens "
-            f"({encoder.counts})"
+            f"no example in {data} fits {encoder.context_length} tokens ({encoder.counts})"
         )
     return groups
 
@@ -172,7 +197,7 @@ def plan_rows(
     num_processes: int,
     multiple: int,
 ) -> RowPlan:
-    """Draw the trees of a run and put them into rows, padded to a `multiple` of tokens."""
+    """Draw the trees of a run and assign them to rows, padded to a `multiple` of tokens."""
     steps = drawn_trees(training, recipe)
     alone = recipe.model_copy(update={"pack_trees": False})
     rows = step_rows(steps, recipe, num_processes)
@@ -185,7 +210,7 @@ def plan_rows(
 
 
 def adapted(model: PreTrainedModel, lora: LoraSettings, control: ControlTokens) -> PeftModel:
-    """Return the model with adapters; of the embeddings only the control tokens' rows learn."""
+    """Return the model with adapters; of the embeddings, only the control tokens' rows train."""
     tokens = [control.fork_id, control.child_id]
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     names = {
@@ -217,32 +242,10 @@ def _save(trainer: TreeTrainer, tokenizer: PreTrainedTokenizerBase, out: Path) -
     save_pretrained(model, weights, tokenizer, out)
 
 
-_RECIPE_FILE = "recipe.json"
-_INPUTS_FILE = "inputs.json"
-
-_MODEL_FILES = ("config.json", "*.safetensors", "*.bin")
-
-# They change what a run costs and tells, and nothing that it learns.
-_FREE_FIELDS = {
-    "micro_batch_size",
-    "pack_trees",
-    "gradient_checkpointing",
-    "validate_every_steps",
-    "save_every_steps",
-    "keep_checkpoints",
-    "log_every_steps",
-    "num_loaders",
-}
-
-
-Inputs = Mapping[str, str]
-"""SHA-256 sums of what a run learns from, by name: model, tokenizer, chat template and data."""
-
-
 def run_inputs(model_name: str, tokenizer: PreTrainedTokenizerBase, data: Path) -> Inputs:
-    """Return the fingerprints of a run's inputs. Files count by name and content, not by place.
+    """Return the digests of a run's inputs. Files count by name and content, not by location.
 
-    `tokenizer` has its chat template already. Raises DataError if there is no data.
+    `tokenizer` must have its final chat template. Raises DataError if there is no data.
     """
     template = tokenizer.chat_template
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
@@ -257,22 +260,22 @@ def run_inputs(model_name: str, tokenizer: PreTrainedTokenizerBase, data: Path) 
 def last_checkpoint(
     out: Path, recipe: TrainingRecipe, inputs: Inputs, *, resume: bool
 ) -> str | None:
-    """Return the newest whole checkpoint of an interrupted run, if it shall go on.
+    """Return the newest complete checkpoint to resume from, or None for a new run.
 
-    Raises TrainingError if there is none, if it was made by another recipe or from other inputs, or
-    if a new run would mix with an old one's checkpoints or write over a model.
+    Raises TrainingError if there is no checkpoint to resume from, if recipe or inputs have changed,
+    or if a new run would mix with old checkpoints or overwrite a model.
     """
     folder = out / CHECKPOINTS
     whole = [path for path in folder.glob("checkpoint-*") if _is_whole(path)]
     if resume and not whole:
-        raise TrainingError(f"nothing to resume: {folder} holds no whole checkpoint")
+        raise TrainingError(f"nothing to resume: {folder} has no complete checkpoint")
     if not resume and whole:
         raise TrainingError(
-            f"{folder} holds checkpoints of an earlier run: resume it, or choose another folder"
+            f"{folder} has checkpoints of an earlier run: resume it, or choose another folder"
         )
     if not resume:
         if (out / "config.json").exists():
-            raise TrainingError(f"{out} holds a model already: choose another folder")
+            raise TrainingError(f"{out} already has a model: choose another folder")
         return None
     _refuse_other_recipe(folder / _RECIPE_FILE, recipe)
     _refuse_other_inputs(folder / _INPUTS_FILE, inputs)
@@ -280,14 +283,14 @@ def last_checkpoint(
 
 
 def train_from(checkpoint: str | None, trainer: TreeTrainer, out: Path, inputs: Inputs) -> None:
-    """Train on from the checkpoint, or from the start; keep recipe and inputs beside them."""
+    """Train from the checkpoint or from the start; record recipe and inputs for resumption."""
     if trainer.is_world_process_zero():
         record_run(out, trainer.recipe, inputs)
     trainer.train(resume_from_checkpoint=checkpoint)
 
 
 def record_run(out: Path, recipe: TrainingRecipe, inputs: Inputs) -> None:
-    """Write what `last_checkpoint` compares a resumed run with."""
+    """Record recipe and inputs for the check by `last_checkpoint`."""
     folder = out / CHECKPOINTS
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _RECIPE_FILE).write_text(recipe.model_dump_json(indent=2) + "\n")
@@ -295,7 +298,7 @@ def record_run(out: Path, recipe: TrainingRecipe, inputs: Inputs) -> None:
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    # The Trainer writes its state last: a run that was killed before left a part of a checkpoint.
+    # The Trainer writes its state last; without it the checkpoint is incomplete.
     try:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
     except (OSError, ValueError):
@@ -315,7 +318,8 @@ def _refuse_other_recipe(recorded: Path, recipe: TrainingRecipe) -> None:
     ]
     if changes:
         raise TrainingError(
-            f"the run in {recorded.parent} cannot go on with another recipe: {', '.join(changes)}"
+            f"the run in {recorded.parent} cannot be resumed with another recipe: "
+            f"{', '.join(changes)}"
         )
 
 
@@ -324,20 +328,21 @@ def _refuse_other_inputs(recorded: Path, inputs: Inputs) -> None:
         return
     before: dict[str, str] = json.loads(recorded.read_text())
     changes = [
-        f"the {name} is another (SHA-256 was {before[name][:12]}, is {inputs[name][:12]})"
+        f"the {name} has changed (SHA-256 was {before[name][:12]}, is {inputs[name][:12]})"
         for name in inputs
         if name in before and before[name] != inputs[name]
     ]
     if changes:
         raise TrainingError(
-            f"the run in {recorded.parent} cannot go on with other inputs: {', '.join(changes)}"
+            f"the run in {recorded.parent} cannot be resumed with other inputs: "
+            f"{', '.join(changes)}"
         )
 
 
 def _model_sum(model_name: str) -> str:
     folder = Path(model_name).expanduser()
     if not folder.is_dir():
-        # A hub name: its files lie in a folder of the cache that is named by their commit.
+        # A hub name: the files are cached in a folder named after their commit.
         return _sum_of_text(Path(str(cached_file(model_name, "config.json"))).parent.name)
     files = {path for pattern in _MODEL_FILES for path in folder.glob(pattern)}
     return _sum_of_files(sorted(files, key=lambda path: path.name))

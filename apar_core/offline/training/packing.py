@@ -1,6 +1,8 @@
-"""A paragraph tree as one row of tokens, each token once, each thread reading its own path.
+"""Packing of paragraph trees: one row with each token once, where each thread reads its own path.
 
-Dimensions: B rows, T tokens of the longest row, S segments of the row that has the most.
+`written_out` gives the same tree as ordinary sequences, one per thread, which packing must equal.
+
+Dimensions: B rows, T tokens of the longest row, S segments of the row with the most.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ EncodeText = Callable[[str], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class PackedTree:
-    """One example as a row, or several that share one.
+    """Row with one example or several side by side.
 
-    `positions[i]` is the number of tokens before i on its path from the root. `targets[i]` is the
-    token that i has to predict, or IGNORED_TARGET. `segments[i]` is the stretch between forks
-    that i belongs to, and `segment_parents[s]` the stretch before s on its path. A segment without
-    a parent begins an example, which reads nothing of the others in its row.
+    A segment is the part of a thread between two forks. `segments[i]` is the segment of token i,
+    and `segment_parents[s]` the segment before s on its path. A segment without a parent starts an
+    example, which does not read the others in its row. `positions[i]` is the number of tokens
+    before i on its path. `targets[i]` is the token to predict after i, or IGNORED_TARGET.
     """
 
     token_ids: Sequence[int]
@@ -38,7 +40,7 @@ class PackedTree:
 
 @dataclass
 class _Row:
-    """A packed row while it grows."""
+    """Packed row under construction."""
 
     tokens: TreeTokens
     encode: EncodeText
@@ -53,7 +55,7 @@ class _Row:
         return len(self.segment_parents) - 1
 
     def add(self, token_id: int, segment: int, before: int | None, *, learn: bool) -> int:
-        """Append a token whose path continues from row index `before`; return its row index."""
+        """Append a token that follows row index `before` on its path; return its row index."""
         index = len(self.token_ids)
         self.token_ids.append(token_id)
         self.positions.append(0 if before is None else self.positions[before] + 1)
@@ -64,7 +66,7 @@ class _Row:
         return index
 
     def add_thread(self, first: ParagraphRecord, segment: int, before: int | None) -> None:
-        """Append a thread and, after each of its forks, the thread of the detail."""
+        """Append a thread, with the detail's thread after each fork."""
         paragraph: ParagraphRecord | None = first
         while paragraph is not None:
             for token_id in self.encode(paragraph.text):
@@ -73,7 +75,7 @@ class _Row:
                 break
             before = self.add(self.tokens.fork_id, segment, before, learn=True)
             inner = self.open_segment(segment)
-            # [Child] is injected by the server, so it is read but never learned.
+            # The server injects [Child], so it is read but never learned.
             child = self.add(self.tokens.child_id, inner, before, learn=False)
             self.add_thread(paragraph.first_child, inner, child)
             segment = self.open_segment(segment)
@@ -84,10 +86,10 @@ class _Row:
 def pack_tree(
     prompt_ids: Sequence[int], answer: ParagraphRecord, encode: EncodeText, tokens: TreeTokens
 ) -> PackedTree:
-    """Return the example as one row: prompt, then the threads in reading order.
+    """Return the example as one row: prompt, then threads in reading order.
 
-    The prompt and [Child] are not predicted by any token. [Fork] predicts what its own thread
-    goes on with, so each token has at most one target.
+    No token predicts the prompt or [Child]. [Fork] predicts the next token of its own thread, so
+    each token has at most one target.
     """
     row = _Row(tokens, encode)
     segment = row.open_segment(None)
@@ -99,7 +101,7 @@ def pack_tree(
 
 
 def join_trees(trees: Sequence[PackedTree]) -> PackedTree:
-    """Return one row that holds the trees side by side; without trees it is empty."""
+    """Return a row with the trees side by side; it is empty without trees."""
     if len(trees) == 1:
         return trees[0]
     token_ids: list[int] = []
@@ -118,7 +120,7 @@ def join_trees(trees: Sequence[PackedTree]) -> PackedTree:
 
 
 def next_indices(packed: PackedTree) -> list[int | None]:
-    """Return, for each token, the row index of the one that follows it in its own thread."""
+    """Return the row index of each token's successor in its own thread, or None."""
     following: list[int | None] = [None] * len(packed.token_ids)
     last_of_segment: dict[int, int] = {}
     for index, segment in enumerate(packed.segments):
@@ -127,7 +129,7 @@ def next_indices(packed: PackedTree) -> list[int | None]:
         if segment in last_of_segment:
             following[last_of_segment[segment]] = index
         elif parent is not None and packed.segments[before] != parent:
-            # A child stands right behind its fork; the fork's own thread goes on behind the child.
+            # The child directly follows its fork, and the fork's thread continues after the child.
             following[last_of_segment[parent]] = index
         last_of_segment[segment] = index
     return following
@@ -135,10 +137,10 @@ def next_indices(packed: PackedTree) -> list[int | None]:
 
 @dataclass(frozen=True, slots=True)
 class TreeBatch:
-    """Rows of packed trees, padded to one length.
+    """Rows of packed trees, padded to the same length.
 
-    `token_ids_BT`, `positions_BT`, `targets_BT` and `segments_BT` are int64. `visible_BSS` says
-    which segments (last axis) a segment may read; the last one of each row is that of padding and
+    `token_ids_BT`, `positions_BT`, `targets_BT` and `segments_BT` are int64. `visible_BSS` (bool)
+    says which segments (last axis) a segment reads. The last segment of each row is padding, which
     reads nothing.
     """
 
@@ -150,22 +152,17 @@ class TreeBatch:
 
     @property
     def holds_token_BT(self) -> Tensor:
-        """Which places hold a token of a tree, and not padding: bool [B, T]."""
+        """Bool [B, T], false for padding."""
         return self.segments_BT < self.visible_BSS.shape[-1] - 1
 
     @property
     def num_trees(self) -> int:
-        """Trees in all rows: each has one token that none comes before."""
+        """Number of trees in all rows; each has one token at position 0."""
         return int(((self.positions_BT == 0) & self.holds_token_BT).sum())
-
-    @property
-    def mask_B1TT(self) -> Tensor:
-        """Which tokens (last axis) each token attends to, as SDPA takes it: bool [B, 1, T, T]."""
-        return tree_attention_mask(self)
 
 
 def visible_segments(segment_parents: Sequence[int | None]) -> Tensor:
-    """Return bool [S, S]: a segment reads itself and the segments on its path from the root."""
+    """Return bool [S, S]: each segment reads itself and the segments before it on its path."""
     visible_SS = torch.eye(len(segment_parents), dtype=torch.bool)
     for segment, parent in enumerate(segment_parents):
         if parent is not None:
@@ -174,9 +171,10 @@ def visible_segments(segment_parents: Sequence[int | None]) -> Tensor:
 
 
 def tree_attention_mask(batch: TreeBatch) -> Tensor:
-    """Let each token attend to itself and to the tokens before it on its path from the root.
+    """Let each token attend to itself and to the tokens before it on its path.
 
-    Returns bool [B, 1, T, T], row = query, column = key, true = attend. Padding attends to itself.
+    Returns bool [B, 1, T, T] as SDPA takes it: row = query, column = key, true = attend. Padding
+    attends to itself.
     """
     segments_BT = batch.segments_BT
     rows_B11 = torch.arange(len(segments_BT), device=segments_BT.device)[:, None, None]
@@ -186,12 +184,12 @@ def tree_attention_mask(batch: TreeBatch) -> Tensor:
 
 
 def padded_width(lengths: Sequence[int], multiple: int) -> int:
-    """Return the tokens of every row of a batch; empty rows are padding, at least one token."""
+    """Return the width of a batch (tokens, at least 1): its longest row, rounded up."""
     return -(-max(1, *lengths) // multiple) * multiple
 
 
 def batch_trees(trees: Sequence[PackedTree], pad_id: int, *, multiple: int = 1) -> TreeBatch:
-    """Pad the rows on the right to a multiple of tokens; padding has no target."""
+    """Pad the rows on the right to a multiple of tokens; padding has no targets."""
     width = padded_width([len(tree.token_ids) for tree in trees], multiple)
     num_segments = max(len(tree.segment_parents) for tree in trees)
     shape = (len(trees), width)
@@ -212,11 +210,11 @@ def batch_trees(trees: Sequence[PackedTree], pad_id: int, *, multiple: int = 1) 
 
 
 def written_out(packed: PackedTree, tokens: TreeTokens) -> list[PackedTree]:
-    """Return one row for each thread, with its whole path from the root of the tree.
+    """Return one row per thread, containing its whole path from the root.
 
-    Every target of the packed row is learned in exactly one of them. What a thread has in common
-    with its parent is read again but not learned again, so the fork token of the parent learns
-    what the parent goes on with and nothing in the child's row.
+    Every target of the packed row is learned in exactly one of the rows. A thread reads its
+    parent's prefix again but does not learn it again. So a fork token learns the next token of the
+    parent, and nothing in the child's row.
     """
     paths = _paths(packed)
     rows = []
@@ -225,7 +223,7 @@ def written_out(packed: PackedTree, tokens: TreeTokens) -> list[PackedTree]:
             (at for at, index in enumerate(path) if packed.token_ids[index] == tokens.child_id),
             default=0,
         )
-        # [Child] stands in every thread but the root's, and the prompt holds none.
+        # Every thread but the root contains [Child], and the prompt contains none.
         targets = [
             packed.targets[index] if at >= opened else IGNORED_TARGET
             for at, index in enumerate(path)
@@ -241,7 +239,7 @@ def written_out(packed: PackedTree, tokens: TreeTokens) -> list[PackedTree]:
 
 
 def _paths(packed: PackedTree) -> list[list[int]]:
-    """Return, for each thread, the row indices of its tokens and of all that it reads."""
+    """Return the row indices of each thread's whole path."""
     indices: dict[int, list[int]] = {}
     for index, segment in enumerate(packed.segments):
         indices.setdefault(segment, []).append(index)

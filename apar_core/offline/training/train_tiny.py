@@ -1,4 +1,4 @@
-"""Trains the embedded model on its corpus, from nothing, on a CPU."""
+"""Training of the embedded model from scratch on its corpus, on a CPU."""
 
 from __future__ import annotations
 
@@ -43,6 +43,25 @@ from apar_core.offline.training.tree_trainer import (
     training_arguments,
 )
 
+BOS, EOS, PAD = "<bos>", "<eos>", "<pad>"
+
+
+FORK, CHILD = "[Fork]", "[Child]"
+
+
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+
+
+SPECIAL_TOKENS = (PAD, BOS, EOS, FORK, CHILD, *ROLES)
+
+
+_CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
+
+
+# Batches that are drawn at once and sorted, so that a batch has rows of similar length.
+_BATCHES_PER_DRAW = 20
+
+
 _MIXTURES = {
     "broad": BROAD_WEIGHTS,
     "finishing": FINISHING_WEIGHTS,
@@ -52,11 +71,13 @@ _MIXTURES = {
 
 
 class TinyModelSettings(BaseModel):
-    """Shape of the embedded Llama and of its vocabulary."""
+    """Sizes of the embedded Llama and its vocabulary."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    vocabulary_size: int = Field(4096, ge=300, description="Entries, special tokens included.")
+    vocabulary_size: int = Field(
+        4096, ge=300, description="Vocabulary entries, including special tokens."
+    )
     hidden_size: PositiveInt = 256
     intermediate_size: PositiveInt = 704
     num_layers: PositiveInt = 4
@@ -67,43 +88,41 @@ class TinyModelSettings(BaseModel):
 
 
 class TrainingPhase(BaseModel):
-    """One run of training over a mixture of the corpus, from warm-up to a rate of zero."""
+    """Training run over a mixture of the corpus, from warmup to a learning rate of zero."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     mixture: Literal["broad", "finishing", "polishing", "settling"] = Field(
-        description="How often each kind of example is drawn."
+        description="Sampling weights of the kinds of examples."
     )
-    stream: str = Field(description="Names the sequence of examples that is drawn.")
+    stream: str = Field(description="Name of the sample of examples.")
     average_share: float = Field(
-        0.0, ge=0, description="Weight of this phase's result in the average that is saved."
+        0.0, ge=0, description="Weight of this phase's result in the saved average."
     )
-    recipe: TrainingRecipe = Field(description="The run.")
+    recipe: TrainingRecipe = Field(description="Settings of the run.")
 
     @property
     def kind_weights(self) -> KindWeights:
-        """The mixture's weights of the kinds."""
+        """Sampling weights of the mixture."""
         return _MIXTURES[self.mixture]
 
 
 class TinyTrainingSettings(BaseModel):
-    """Recipe of the embedded model: several runs of training."""
+    """Recipe of the embedded model: several training runs on the same weights."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    seed: NonNegativeInt = Field(0, description="Of the split, the corpus and the weights.")
-    phases: tuple[TrainingPhase, ...] = Field(
-        min_length=1, description="Runs, one after the other, on the same weights."
-    )
-    num_executors: PositiveInt = Field(2, description="Operating-system threads of torch.")
+    seed: NonNegativeInt = Field(0, description="Seed for split, corpus and weights.")
+    phases: tuple[TrainingPhase, ...] = Field(min_length=1, description="Training runs in order.")
+    num_executors: PositiveInt = Field(2, description="CPU threads of torch.")
 
     @property
     def num_steps(self) -> int:
-        """Steps of all phases."""
+        """Total steps of all phases."""
         return sum(phase.recipe.num_steps for phase in self.phases)
 
     def with_num_steps(self, num_steps: int) -> TinyTrainingSettings:
-        """Return the recipe with its phases stretched or shortened to `num_steps` in all."""
+        """Return the recipe with its phases scaled to `num_steps` in total."""
         phases: list[TrainingPhase] = []
         before = steps_so_far = 0
         for phase in self.phases:
@@ -117,28 +136,20 @@ class TinyTrainingSettings(BaseModel):
 
 
 def tiny_recipe(name_or_file: str = "apar-tiny") -> TinyTrainingSettings:
-    """Return the shipped recipe of the embedded model, or the one in a file."""
+    """Load a recipe of the embedded model by name or file."""
     return load_recipe(name_or_file, TinyTrainingSettings)
-
-
-BOS, EOS, PAD = "<bos>", "<eos>", "<pad>"
-FORK, CHILD = "[Fork]", "[Child]"
-ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
-SPECIAL_TOKENS = (PAD, BOS, EOS, FORK, CHILD, *ROLES)
-
-_CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 
 def train_tokenizer(
     texts: Iterable[str], *, vocabulary_size: int, max_length: int
 ) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of at most `vocabulary_size` entries, special tokens included.
+    """Train a byte-level BPE tokenizer of at most `vocabulary_size` entries.
 
-    The same texts in the same order give the same tokenizer. Any text can be encoded (bytes are
-    the alphabet), and decoding concatenated pieces gives their concatenated texts.
+    The entries include the special tokens: control tokens and chat roles. The same texts in the
+    same order give the same tokenizer. Decoding concatenated pieces gives their concatenated texts.
     """
     tokenizer = Tokenizer(models.BPE())
-    # Digits stand alone, so that "12 + 7" and the numbers of a list share their tokens.
+    # Single digits, so "12 + 7" and the numbers of a list share tokens.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(r"\d"), behavior="isolated"),
@@ -179,7 +190,7 @@ def train_tokenizer(
 def build_tiny_model(
     settings: TinyModelSettings, tokenizer: PreTrainedTokenizerFast
 ) -> LlamaForCausalLM:
-    """Return a float32 model with weights drawn from torch's global generator."""
+    """Return a float32 model, initialized by torch's global generator."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden_size,
@@ -201,7 +212,7 @@ def build_tiny_model(
 def save_checkpoint(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
-    """Write the model in bfloat16 with its tokenizer and generation settings."""
+    """Write the model (bfloat16), tokenizer and generation settings."""
     folder.mkdir(parents=True, exist_ok=True)
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
@@ -216,13 +227,13 @@ def save_checkpoint(
 
 @dataclass
 class WeightAverage:
-    """Collects weights with their shares; the shares need not sum to one."""
+    """Weighted average of model weights; the shares need not sum to one."""
 
     total_share: float = 0.0
     _sums: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, model: Module, share: float) -> None:
-        """Count the model's present weights with this share; a share of zero leaves them out."""
+        """Add the model's current weights with this share."""
         if share == 0:
             return
         self.total_share += share
@@ -231,7 +242,7 @@ class WeightAverage:
             self._sums[name] = self._sums[name] + counted if name in self._sums else counted
 
     def apply(self, model: Module) -> None:
-        """Give the model the average, or leave it as it is if nothing was counted."""
+        """Set the model's weights to the average; do nothing if no weights were added."""
         if not self._sums:
             return
         with torch.no_grad():
@@ -239,13 +250,9 @@ class WeightAverage:
                 parameter.copy_(self._sums[name] / self.total_share)
 
 
-# Rows of similar length are batched together; this many batches are drawn and sorted at a time.
-_BATCHES_PER_DRAW = 20
-
-
 @dataclass(frozen=True)
 class CorpusTrees(IterableDataset[PackedTree]):
-    """A phase's trees in the order of its steps: trees of like length together."""
+    """Trees of a phase in the order of its steps, with similar lengths in a batch."""
 
     kind_weights: KindWeights
     stream: str
@@ -256,12 +263,12 @@ class CorpusTrees(IterableDataset[PackedTree]):
 
     @property
     def rows(self) -> CorpusTrees:
-        """Each tree is a row."""
+        """The rows: one tree each."""
         return self
 
     @property
     def passes_per_step(self) -> int:
-        """How often a process runs the model in a step."""
+        """Forward passes of each process per step."""
         return -(-self.recipe.batch_size // self._at_once)
 
     @property
@@ -292,8 +299,8 @@ def train_phase(
     seed: int,
     on_step: OnStep,
 ) -> None:
-    """Train through one phase, on the CPU."""
-    # The Trainer wants a folder; nothing is saved between the phases.
+    """Train one phase on the CPU."""
+    # The Trainer requires a folder, although nothing is saved between phases.
     with TemporaryDirectory() as folder:
         arguments = training_arguments(
             phase.recipe, Path(folder), tensorboard=False, save=False, use_cpu=True
@@ -317,7 +324,7 @@ def train_phase(
 
 
 def _round_weights(model: LlamaForCausalLM) -> None:
-    """Round all weights to bfloat16, so that a phase can also start from a saved checkpoint."""
+    """Round all weights to bfloat16, so a phase could also start from a saved checkpoint."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -329,9 +336,9 @@ def train_tiny(
     training_settings: TinyTrainingSettings,
     on_step: OnStep,
 ) -> None:
-    """Train the model and write its checkpoint to `out`.
+    """Train the embedded model and write its checkpoint to `out`.
 
-    The same settings, libraries and processor give the same weights.
+    The weights are reproducible with the same settings, libraries and processor.
     """
     torch.set_num_threads(training_settings.num_executors)
     torch.manual_seed(training_settings.seed)

@@ -1,4 +1,4 @@
-"""Which tree is learned when, and in which row: seeded draws, packed or one tree per row."""
+"""Rows of a training run: seeded draws of trees, packed into rows or one tree per row."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from apar_core.offline.training.recipe import TrainingRecipe
 
 @dataclass(frozen=True, slots=True)
 class TreeGroups:
-    """Packed rows of forking and of plain answers."""
+    """Trees of structured (forking) and unstructured answers."""
 
     structured: Sequence[PackedTree]
     unstructured: Sequence[PackedTree]
 
     def split(self, validation_share: float, seed: int) -> tuple[TreeGroups, TreeGroups]:
-        """Return what to train on and what to validate with; both groups give their share."""
+        """Split both groups into trees for training and for validation."""
         structured = _split(self.structured, validation_share, f"{seed}:structured")
         unstructured = _split(self.unstructured, validation_share, f"{seed}:unstructured")
         return (
@@ -31,7 +31,7 @@ class TreeGroups:
 
     @property
     def all_rows(self) -> list[PackedTree]:
-        """Every row, forking answers first."""
+        """All trees, structured ones first."""
         return [*self.structured, *self.unstructured]
 
 
@@ -45,9 +45,9 @@ def _split(
 
 
 class RowList(Dataset[PackedTree]):
-    """Rows in a fixed order; each is given as the trees that share it.
+    """Rows in a fixed order, each given by its trees.
 
-    Rows are joined when they are read, so trees that are drawn again take no memory.
+    Rows are joined when they are read, so drawing a tree again takes no memory.
     """
 
     def __init__(self, rows: Sequence[Sequence[PackedTree]]) -> None:
@@ -60,34 +60,34 @@ class RowList(Dataset[PackedTree]):
         return join_trees(self.rows[index])
 
     def padded(self, multiple: int) -> RowList:
-        """Return the rows with empty ones at the end, as a multiple of a number.
+        """Append empty rows up to a multiple of a number.
 
-        Every process then runs the model equally often, which collective operations need. Empty
-        rows have no target, so they change no loss.
+        Then each process runs the model the same number of times, as collective operations require.
+        Empty rows have no targets, so they do not change the loss.
         """
         return RowList(padded_rows(self.rows, multiple))
 
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """The rows of a run, and how often a process runs the model in each of its steps."""
+    """Rows of a run, and the forward passes of each process per step."""
 
     rows: RowList
     passes_per_step: int
 
 
 def padded_rows(rows: Sequence[Sequence[PackedTree]], multiple: int) -> list[Sequence[PackedTree]]:
-    """Return the rows with empty ones at the end, as a multiple of a number."""
+    """Append empty rows up to a multiple of a number."""
     return [*rows, *[()] * (-len(rows) % multiple)]
 
 
 def drawn_trees(groups: TreeGroups, recipe: TrainingRecipe) -> list[list[PackedTree]]:
-    """Return the trees of each step of a run; the same recipe gives the same ones.
+    """Draw the trees of each step of a run, seeded by the recipe.
 
-    Each draw takes a forking answer with the given probability. A group is gone through in random
-    order, and again in another order when it is used up. Within a step trees of like length stand
-    together: the step's gradient does not depend on their order, and little is padded.
-    Raises TrainingError if the draws ask for a group that is empty.
+    Each draw takes a structured tree with the recipe's probability. A group is drawn in random
+    order without replacement, then shuffled again. Trees of a step are sorted by length to reduce
+    padding, which does not change its gradient. Raises TrainingError if a group is needed but
+    empty.
     """
     rng = random.Random(f"{recipe.seed}:draws")
     endless = {
@@ -101,7 +101,7 @@ def drawn_trees(groups: TreeGroups, recipe: TrainingRecipe) -> list[list[PackedT
         if share > 0 and not rows:
             name = "structured" if structured else "unstructured"
             raise TrainingError(
-                f"structured_share {recipe.structured_share} needs {name} examples, and there are "
+                f"structured_share {recipe.structured_share} needs {name} examples, but there are "
                 "none"
             )
     steps = []
@@ -123,9 +123,9 @@ def _endless(rows: Sequence[PackedTree], rng: random.Random) -> Iterator[PackedT
 def step_rows(
     steps: Sequence[Sequence[PackedTree]], recipe: TrainingRecipe, num_processes: int
 ) -> StepRows:
-    """Return the rows of all steps; each step is padded to the rows of the longest one.
+    """Return the rows of all steps, each padded to the number of rows of the largest step.
 
-    The Trainer accumulates over a constant number of passes, and packed rows are not equally many.
+    The Trainer accumulates over a constant number of passes, but packed rows differ in number.
     """
     at_once = recipe.micro_batch_size * num_processes
     filled = [rows_of(step, recipe) for step in steps]
@@ -135,7 +135,7 @@ def step_rows(
 
 
 def rows_of(trees: Sequence[PackedTree], recipe: TrainingRecipe) -> list[list[PackedTree]]:
-    """Return the rows that hold the trees: one each, or as few as first fit decreasing finds."""
+    """Assign trees to rows: one each, or packed by first-fit decreasing."""
     if not recipe.pack_trees:
         return [[tree] for tree in trees]
     rows: list[list[PackedTree]] = []
@@ -153,9 +153,9 @@ def rows_of(trees: Sequence[PackedTree], recipe: TrainingRecipe) -> list[list[Pa
 
 
 def padding_share(rows: RowList, recipe: TrainingRecipe, multiple: int) -> float:
-    """Return the share of padding among the tokens that the model runs on.
+    """Return the share of padding among the tokens that the model processes.
 
-    Rows are padded to the longest of their micro-batch, and to a `multiple` of tokens.
+    Rows are padded to the longest row of their micro-batch and to a `multiple` of tokens.
     """
     lengths = [_num_tokens(row) for row in rows.rows]
     size = recipe.micro_batch_size

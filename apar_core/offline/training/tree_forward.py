@@ -1,4 +1,6 @@
-"""The loss of packed trees, for any causal language model of transformers.
+"""Forward passes over packed trees: attention mask, hidden states, logits and loss.
+
+Works with any causal language model of transformers that has full attention.
 
 Dimensions: B rows, T tokens of the longest row, D hidden size, N targets of the batch,
 V vocabulary.
@@ -22,10 +24,10 @@ from apar_core.offline.training.packing import IGNORED_TARGET, TreeBatch, tree_a
 SDPA = "sdpa"
 FLEX = "flex_attention"
 
-# FlexAttention skips whole blocks of this many queries and keys.
 FLEX_BLOCK_TOKENS = 128
+"""Queries and keys per block that FlexAttention skips or computes as a whole."""
 
-# Fields that give each layer's attention, and the fields with the reach of limited kinds.
+# Configuration fields with each layer's kind of attention, and with the reach of limited kinds.
 _LAYER_FIELDS = ("layer_types", "attention_layers")
 _FULL = frozenset({"full_attention", "global"})
 _REACH_FIELDS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
@@ -34,7 +36,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def mask_function(batch: TreeBatch) -> MaskFunction:
-    """Return FlexAttention's form of the mask: may this query read this key?"""
+    """Return the mask as FlexAttention takes it: a predicate of row, head, query and key."""
     segments_BT, visible_BSS = batch.segments_BT, batch.visible_BSS
 
     def reads(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -45,9 +47,9 @@ def mask_function(batch: TreeBatch) -> MaskFunction:
 
 
 def attention_mask(model: PreTrainedModel, batch: TreeBatch) -> Tensor | BlockMask:
-    """Return what the model takes as its attention mask.
+    """Return the attention mask in the form that the model takes.
 
-    Raises TrainingError for an attention that takes no mask of this kind.
+    Raises TrainingError for attention implementations that do not support tree masks.
     """
     implementation = model.config._attn_implementation
     if implementation == FLEX:
@@ -69,11 +71,11 @@ def attention_mask(model: PreTrainedModel, batch: TreeBatch) -> Tensor | BlockMa
 
 
 def limited_attention(config: PreTrainedConfig, num_tokens: int) -> str | None:
-    """Name the layers that do not read all of a path of `num_tokens` tokens; None if all do.
+    """Describe the layers that cannot read a whole path of `num_tokens` tokens; None if all can.
 
-    A tree mask replaces a model's own masks, so a sliding window would see everything. Recurrent
-    layers take no mask, and read the details of siblings. A window that is at least as long as
-    the path equals full attention.
+    A tree mask replaces a model's own masks, so a sliding window would be ignored. Recurrent layers
+    take no mask and would read the details of siblings. A window at least as long as the path
+    equals full attention.
     """
     text = config.get_text_config()
     for field in _LAYER_FIELDS:
@@ -96,7 +98,7 @@ def limited_attention(config: PreTrainedConfig, num_tokens: int) -> str | None:
 
 
 def _limit(config: PreTrainedConfig, kind: str, num_tokens: int) -> str | None:
-    """Return how a kind of layer is limited on `num_tokens` tokens, or None where it is not."""
+    """Describe the limit of a kind of layer on `num_tokens` tokens; None without a limit."""
     if kind in _FULL:
         return None
     field = _REACH_FIELDS.get(kind)
@@ -109,9 +111,9 @@ def _limit(config: PreTrainedConfig, kind: str, num_tokens: int) -> str | None:
 
 
 def learned_logits(model: Module, batch: TreeBatch, configured: PreTrainedModel) -> Tensor:
-    """Return the logits [N, V] of the tokens that have a target, row by row.
+    """Return the logits [N, V] of all tokens with a target, row by row.
 
-    `configured` is the model itself where `model` wraps it (for data parallelism, say).
+    `configured` is the model itself if `model` wraps it, for example for data parallelism.
     """
     learned_BT = batch.targets_BT != IGNORED_TARGET
     with _before_output_layer(configured, lambda hidden_BTD: hidden_BTD[learned_BT]):
@@ -125,7 +127,7 @@ def learned_logits(model: Module, batch: TreeBatch, configured: PreTrainedModel)
 
 
 def hidden_states(model: PreTrainedModel, batch: TreeBatch) -> Tensor:
-    """Return what the model's output layer reads, [B, T, D], without computing any logits."""
+    """Return the input of the model's output layer, [B, T, D], without computing logits."""
     read: list[Tensor] = []
 
     def keep(hidden_BTD: Tensor) -> Tensor:
@@ -146,7 +148,7 @@ def hidden_states(model: PreTrainedModel, batch: TreeBatch) -> Tensor:
 def _before_output_layer(
     model: PreTrainedModel, change: Callable[[Tensor], Tensor]
 ) -> Iterator[None]:
-    """Let the output layer read something else: logits are the largest tensor of a step."""
+    """Change the input of the output layer, since logits are the largest tensor of a step."""
 
     def select(module: Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return (change(inputs[0]), *inputs[1:])
@@ -161,12 +163,7 @@ def _before_output_layer(
 
 
 def summed_tree_loss(model: Module, batch: TreeBatch, configured: PreTrainedModel) -> Tensor:
-    """Return the loss summed over all targets of the batch (a scalar)."""
+    """Return the loss summed over all targets of the batch (scalar)."""
     targets_N = batch.targets_BT[batch.targets_BT != IGNORED_TARGET]
     logits_NV = learned_logits(model, batch, configured)
     return cross_entropy(logits_NV.float(), targets_N, reduction="sum")
-
-
-def tree_loss(model: PreTrainedModel, batch: TreeBatch) -> Tensor:
-    """Return the mean loss over all targets of the batch (a scalar)."""
-    return summed_tree_loss(model, batch, model) / (batch.targets_BT != IGNORED_TARGET).sum()

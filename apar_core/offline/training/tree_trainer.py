@@ -1,4 +1,4 @@
-"""transformers' Trainer for packed trees."""
+"""Training on packed trees with transformers' Trainer: optimizers, schedule, loss and reports."""
 
 from __future__ import annotations
 
@@ -25,13 +25,18 @@ from apar_core.offline.training.recipe import Schedule, TrainingRecipe
 from apar_core.offline.training.tree_dataset import RowList
 from apar_core.offline.training.tree_forward import FLEX, FLEX_BLOCK_TOKENS, summed_tree_loss
 
+CHECKPOINTS = "checkpoints"
+
+
+Batch = dict[str, Tensor]
+
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The steps since the last report: mean loss per learned token, and what they cost.
+    """Mean loss per target and throughput since the last report.
 
-    `padding_share` is the share of padding among the tokens that the model ran on.
-    `validation_loss` is set in the report that follows a validation, and only there.
+    `padding_share` is the share of padding among the tokens that the model processed.
+    `validation_loss` is set only in the first report after a validation.
     """
 
     step: int
@@ -46,12 +51,12 @@ class StepReport:
 
     @property
     def learned_tokens_per_s(self) -> float:
-        """Targets of all processes in one second."""
+        """Targets per second, over all processes."""
         return self.num_targets / self.seconds if self.seconds else 0.0
 
     @property
     def trees_per_s(self) -> float:
-        """Trees of all processes in one second."""
+        """Trees per second, over all processes."""
         return self.num_trees / self.seconds if self.seconds else 0.0
 
 
@@ -59,13 +64,13 @@ OnStep = Callable[[StepReport], None]
 
 
 class JointOptimizer(Optimizer):
-    """Several optimizers as one: its parameter groups are theirs."""
+    """Several optimizers as one; it shares their parameter groups."""
 
     def __init__(self, parts: Iterable[Optimizer]) -> None:
         self.parts = list(parts)
         groups = [group for part in self.parts for group in part.param_groups]
         super().__init__(groups, {})
-        # The very dictionaries of the parts, so that a scheduler's rates reach them.
+        # The same dictionaries as in the parts, so a scheduler's learning rates reach them.
         self.param_groups = groups
 
     @torch.no_grad()
@@ -75,7 +80,7 @@ class JointOptimizer(Optimizer):
             part.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the parts' states; `state` and `param_groups` are what wrappers look for."""
+        """Return the states of the parts; wrappers require `state` and `param_groups`."""
         return {
             "state": {},
             "param_groups": [],
@@ -83,21 +88,21 @@ class JointOptimizer(Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the parts' states."""
+        """Restore the states of the parts."""
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
 def build_optimizer(model: Module, recipe: TrainingRecipe) -> Optimizer:
-    """Return AdamW over all that learns, with Muon for the layers' matrices if the recipe asks."""
+    """Return AdamW for all trained parameters, with Muon for the layers' matrices if configured."""
     matrices: list[Parameter] = []
     rest: list[Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             muon = recipe.muon is not None and "layers." in name and parameter.ndim == 2
             (matrices if muon else rest).append(parameter)
-    # Norms and biases do not decay.
+    # Norms and biases have no weight decay.
     groups = [
         {"params": [p for p in rest if p.ndim >= 2], "weight_decay": recipe.weight_decay},
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
@@ -119,7 +124,7 @@ def build_optimizer(model: Module, recipe: TrainingRecipe) -> Optimizer:
 
 
 def rate_factor(step: int, num_steps: int, schedule: Schedule) -> float:
-    """Return the share of the full learning rates that step `step` (from 0) gets."""
+    """Return the factor of the learning rates in step `step` (from 0)."""
     warmup = num_steps * schedule.warmup_share
     rising = (step + 1) / warmup if warmup else 1.0
     if schedule.shape == "linear":
@@ -130,16 +135,11 @@ def rate_factor(step: int, num_steps: int, schedule: Schedule) -> float:
     return min(1.0, rising, falling)
 
 
-Batch = dict[str, Tensor]
-
-CHECKPOINTS = "checkpoints"
-
-
 @dataclass(frozen=True, slots=True)
 class TreeCollator:
-    """Pads packed trees into the tensors of a TreeBatch, by name.
+    """Pads packed trees to the tensors of a TreeBatch, by name.
 
-    `multiple` is what the model's attention wants the tokens to be a multiple of.
+    The model's attention needs a width that is a multiple of `multiple`.
     """
 
     pad_id: int
@@ -147,7 +147,7 @@ class TreeCollator:
 
     @classmethod
     def for_model(cls, model: PreTrainedModel, pad_id: int) -> Self:
-        """Return the collator that suits the model's attention."""
+        """Return a collator for the model's attention implementation."""
         flex = model.config._attn_implementation == FLEX
         return cls(pad_id, FLEX_BLOCK_TOKENS if flex else 1)
 
@@ -157,13 +157,13 @@ class TreeCollator:
 
 
 def tree_batch(batch: Batch) -> TreeBatch:
-    """Return the trees of a micro-batch that may hold further tensors."""
+    """Return the trees of a micro-batch, which may contain further tensors."""
     return TreeBatch(**{field.name: batch[field.name] for field in fields(TreeBatch)})
 
 
 @dataclass
 class _Progress:
-    """What was learned since the last report."""
+    """Counts since the last report."""
 
     num_targets: int = 0
     num_trees: int = 0
@@ -180,7 +180,7 @@ def training_arguments(
     save: bool,
     use_cpu: bool = False,
 ) -> TrainingArguments:
-    """Return the recipe in the Trainer's terms; without CUDA it always trains on the CPU."""
+    """Return the Trainer's arguments for a recipe; without CUDA it trains on the CPU."""
     use_cpu = use_cpu or not torch.cuda.is_available()
     return TrainingArguments(
         output_dir=str(out / CHECKPOINTS),
@@ -212,24 +212,24 @@ def training_arguments(
 
 
 class TrainingRows(Protocol):
-    """The rows of a run: every step has `passes_per_step` micro-batches of each process."""
+    """Rows of a run; each step has `passes_per_step` micro-batches per process."""
 
     @property
     def rows(self) -> Dataset[PackedTree]:
-        """The rows of all steps, one step after the other."""
+        """Rows of all steps in order."""
 
     @property
     def passes_per_step(self) -> int:
-        """How often a process runs the model in a step."""
+        """Forward passes of each process per step."""
 
 
 class TreeTrainer(Trainer):
-    """Trains on trees: the loss of one step is the mean over all targets of its whole batch.
+    """Trainer whose loss is the mean over all targets of a step's whole batch.
 
-    With `validate` it runs on the validation rows as often as the recipe says.
+    With `validate` it validates as often as the recipe says.
     """
 
-    # The sum over a micro-batch is divided by the targets of all of them, on all processes.
+    # A micro-batch's sum is divided by the targets of the whole step, over all processes.
     loss_is_scaled_for_ga = True
 
     def __init__(
@@ -263,7 +263,7 @@ class TreeTrainer(Trainer):
         """Build the recipe's optimizer."""
         if self.optimizer is None:
             if self.is_fsdp_enabled and self.recipe.muon is not None:
-                raise TrainingError("muon does not work on sharded matrices: train without FSDP")
+                raise TrainingError("muon does not support sharded matrices: train without FSDP")
             trained = self.model if model is None else model
             assert trained is not None
             self.optimizer = build_optimizer(trained, self.recipe)
@@ -272,7 +272,7 @@ class TreeTrainer(Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: Optimizer | None = None
     ) -> LambdaLR:
-        """Build the recipe's learning rate over the steps."""
+        """Build the recipe's learning rate schedule."""
         if self.lr_scheduler is None:
             schedule, total = self.recipe.schedule, self.recipe.num_steps
             stepped = self.optimizer if optimizer is None else optimizer
@@ -284,7 +284,7 @@ class TreeTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], Tensor]:
-        """Take the micro-batches of one step, and count the targets of all processes."""
+        """Take the micro-batches of a step, and count the targets of all processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         trees = [tree_batch(batch) for batch in batches]
         counts = torch.tensor(
@@ -306,10 +306,10 @@ class TreeTrainer(Trainer):
     def get_eval_dataloader(
         self, eval_dataset: str | Dataset[PackedTree] | None = None
     ) -> DataLoader[Batch]:
-        """Return the validation batches, equally many for every process.
+        """Return the validation batches, the same number for each process.
 
-        A process with one batch less would miss a collective operation of the others, which hangs
-        or mixes up what they exchange.
+        If a process had one batch less, it would miss a collective operation: the others would hang
+        or exchange wrong data.
         """
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         assert isinstance(rows, RowList)
@@ -318,7 +318,7 @@ class TreeTrainer(Trainer):
         return loader
 
     def count_targets(self, batch: Batch) -> int:
-        """Return the number of losses that a micro-batch's sum holds."""
+        """Return the number of targets in a micro-batch."""
         return int((batch["targets_BT"] != IGNORED_TARGET).sum())
 
     def summed_loss(self, model: Module, batch: Batch) -> Tensor:
@@ -334,10 +334,10 @@ class TreeTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Return the micro-batch's share of the step's mean loss."""
+        """Return the micro-batch's contribution to the step's mean loss."""
         loss = self.summed_loss(model, inputs)
         count = self.count_targets(inputs) if num_items_in_batch is None else num_items_in_batch
-        # Gradients are averaged over processes, so the share of each is scaled up.
+        # Gradients are averaged over processes, so each contribution is scaled up.
         scale = 1 if num_items_in_batch is None else self.accelerator.num_processes
         return loss / count * scale
 
@@ -361,19 +361,19 @@ class TreeTrainer(Trainer):
         self.last_validation_loss = loss
         metrics = {f"{metric_key_prefix}_loss": loss}
         self.log(dict(metrics))
-        # Time spent here is no training time.
+        # Validation does not count as training time.
         self.progress.started = time.perf_counter()
         return metrics
 
     def final_validation_loss(self) -> float:
-        """Return the loss of the weights as they are: the last step's, if it was validated."""
+        """Return the validation loss of the current weights; validate if the last step did not."""
         if self.last_validation_loss is None:
             self.evaluate()
         assert self.last_validation_loss is not None
         return self.last_validation_loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add throughput to what is logged, and report the steps since the last time."""
+        """Add throughput to the logs, and report the steps since the last report."""
         if "loss" in logs:
             report = self._report(logs)
             logs["learned_tokens_per_s"] = report.learned_tokens_per_s

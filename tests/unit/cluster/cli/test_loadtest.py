@@ -76,7 +76,7 @@ def test_a_run_is_written_shown_and_compared(tmp_path: Path) -> None:
     assert all(line["text_tokens"] == 2 and line["apar"] == {"threads": 1} for line in requests)
     # Beside them one warm-up request of each run.
     assert len(server.bodies) == 13 + 7
-    for words in ("time to first token", "goodput", "What the servers counted", "report.html"):
+    for words in ("time to first token", "goodput", "Metrics of the servers", "report.html"):
         assert words in output
     assert code == 0, compared
     assert "Ratio" in compared
@@ -93,7 +93,7 @@ def test_saved_answers_are_a_trace_that_can_be_read_again(tmp_path: Path) -> Non
         )  # fmt: skip
 
     assert code == 0, output
-    assert "2 requests of a repeat came before in it" in output
+    assert "2 requests per repeat are repetitions" in output
     found = {line.id: line for line in read_trace(answers)}
     assert sorted(found) == ["1", "2", "3"]
     assert found["2"].prompt == "Question 1?"
@@ -140,7 +140,7 @@ def test_errors_are_counted_by_kind_and_the_rest_goes_on(tmp_path: Path) -> None
     assert code == 0, output
     kinds = [line.get("error") for line in lines(tmp_path / "out")]
     assert kinds == ["http_429", "http_503", "cut", "timeout", None, None]
-    assert "4 of 6 requests have no whole answer" in output
+    assert "4 of 6 requests have no complete answer" in output
     for kind in ("http_429", "http_503", "cut", "timeout"):
         assert kind in output
 
@@ -278,14 +278,14 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
         )
 
     assert code == 1
-    assert "holds a run already" in output
+    assert "already contains a run" in output
 
 
 def test_a_folder_without_a_run_cannot_be_compared(tmp_path: Path) -> None:
     code, output = loadtest("compare", str(tmp_path), str(tmp_path))
 
     assert code == 1
-    assert "holds no run of apar loadtest" in output
+    assert "contains no run of apar loadtest" in output
 
 
 def test_ctrl_c_writes_what_there_is(tmp_path: Path) -> None:
@@ -311,5 +311,5 @@ def test_ctrl_c_writes_what_there_is(tmp_path: Path) -> None:
     assert process.returncode == 0, output
     errors = [line.get("error") for line in lines(out)]
     assert errors == [None] * 4 + ["cancelled"] * 3
-    assert "was ended early, after 7 of 9 requests" in " ".join(output.split())
+    assert "was interrupted after 7 of 9 requests" in " ".join(output.split())
     assert (out / "report.html").exists()

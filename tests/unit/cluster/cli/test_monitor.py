@@ -22,9 +22,8 @@ from cluster.cli.main import app
 from cluster.cli.monitor import history_for
 from cluster.local_ray import free_port
 from cluster.metrics import catalogue
-from cluster.monitor.pages import parse_page
 from cluster.monitor.series import Snapshot
-from cluster.monitor.sources import PagesSource
+from cluster.monitor.sources import PagesSource, parse_page
 from tests.fakes.metrics_page import MetricsPage, PageServer, busy_page, served
 
 COMMAND = [sys.executable, "-c", "from cluster.cli.main import app; app()", "monitor"]

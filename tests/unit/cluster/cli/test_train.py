@@ -108,8 +108,8 @@ def test_a_resumed_run_has_to_have_the_model_and_the_data_that_it_began_with(
 
     assert other_data.exit_code == other_model.exit_code == 1
     for result, named in ((other_data, "data"), (other_model, "model")):
-        assert f"cannot go on with other inputs: the {named} is another" in result.output
-        assert result.output.count("is another") == 1
+        assert f"cannot be resumed with other inputs: the {named} has changed" in result.output
+        assert result.output.count("has changed") == 1
     assert same.exit_code == 0, same.output
 
 

@@ -4,7 +4,6 @@ from apar_core.offline.decoders.interface import (
     DecodedAnswer,
     DecodedThread,
     paragraph_tree,
-    restored_ids,
 )
 from apar_core.tree.thread_names import ROOT_THREAD, ThreadId
 
@@ -21,7 +20,17 @@ def test_a_childs_text_follows_the_paragraph_that_forked_it() -> None:
     answer = DecodedAnswer(THREADS, (), 5, FORK)
 
     assert answer.text_ids == [10, 20, 21, 11, 30, 12]
-    assert restored_ids(THREADS, FORK) == answer.text_ids
+
+
+def test_details_of_details_are_restored_in_reading_order() -> None:
+    inner = ThreadId("root.0.0")
+    threads = (
+        DecodedThread(ROOT_THREAD, None, 0, (10, FORK, 11), ended=True),
+        DecodedThread(FIRST, ROOT_THREAD, 0, (20, FORK, 21), ended=True),
+        DecodedThread(inner, FIRST, 0, (40, 41), ended=True),
+    )
+
+    assert DecodedAnswer(threads, (), 5, FORK).text_ids == [10, 20, 40, 41, 21, 11]
 
 
 def test_the_tree_is_finished_and_knows_which_threads_ended() -> None:

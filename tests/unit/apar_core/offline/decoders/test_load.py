@@ -69,19 +69,19 @@ def test_the_longest_prompt_that_leaves_room_gets_one_token() -> None:
         ({"": []}, "tokens_of_thread['']", "is empty"),
         ({"": [9, 24]}, "tokens_of_thread['']", "token 1 .* has id 24; the model has ids 0 to 23"),
         ({"": [-2]}, "tokens_of_thread['']", "token 0 .* has id -2"),
-        ({"": [9, END, 9]}, "tokens_of_thread['']", "goes on after its end token"),
-        ({"": [9, CHILD]}, "tokens_of_thread['']", f"holds control token {CHILD}"),
-        ({"": [9], "0": [9]}, "tokens_of_thread['0']", "nothing opens"),
+        ({"": [9, END, 9]}, "tokens_of_thread['']", "continues after its end token"),
+        ({"": [9, CHILD]}, "tokens_of_thread['']", f"contains control token {CHILD}"),
+        ({"": [9], "0": [9]}, "tokens_of_thread['0']", "no fork token opens"),
         (
             {"": [FORK], "0": [9], "1": [9]},
             "tokens_of_thread['1']",
-            "nothing opens",
+            "no fork token opens",
         ),
-        ({"": [FORK], "0.0": [9]}, "tokens_of_thread['0.0']", "nothing opens"),
-        ({"": [FORK], "root.0": [9]}, "tokens_of_thread['root.0']", "nothing opens"),
-        ({"": [FORK], "x": [9]}, "tokens_of_thread['x']", "nothing opens"),
-        ({"": [FORK], "00": [9]}, "tokens_of_thread['00']", "nothing opens"),
-        ({"": [FORK], ".0": [9]}, "tokens_of_thread['.0']", "nothing opens"),
+        ({"": [FORK], "0.0": [9]}, "tokens_of_thread['0.0']", "no fork token opens"),
+        ({"": [FORK], "root.0": [9]}, "tokens_of_thread['root.0']", "no fork token opens"),
+        ({"": [FORK], "x": [9]}, "tokens_of_thread['x']", "no fork token opens"),
+        ({"": [FORK], "00": [9]}, "tokens_of_thread['00']", "no fork token opens"),
+        ({"": [FORK], ".0": [9]}, "tokens_of_thread['.0']", "no fork token opens"),
     ],
 )
 def test_a_replay_that_cannot_be_is_refused(
@@ -94,7 +94,7 @@ def test_a_replay_that_cannot_be_is_refused(
 
 
 def test_plain_refuses_to_replay_a_fork() -> None:
-    with pytest.raises(RequestError, match=f"holds control token {FORK}"):
+    with pytest.raises(RequestError, match=f"contains control token {FORK}"):
         decode_answer(decoder("plain"), PROMPT, TokenChoice.replay({"": [9, FORK], "0": [9]}))
 
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from apar_core.formats.control_tokens import TreeTokens
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.offline.decoders.interface import DecodedThread, restored_ids
+from apar_core.offline.decoders.interface import DecodedThread
 from apar_core.offline.evaluation.fork_check import (
     AnswerVerdict,
     CheckPrompt,
@@ -53,17 +53,6 @@ def thread(
     return DecodedThread(
         ThreadId(name), ThreadId(parent) if parent else None, ordinal, token_ids, ended
     )
-
-
-def test_threads_restore_in_reading_order() -> None:
-    threads = [
-        thread(ROOT_THREAD, None, 0, 10, FORK, 11, FORK, 12),
-        thread("a", ROOT_THREAD, 0, 20, FORK, 21),
-        thread("b", ROOT_THREAD, 1, 30),
-        thread("c", "a", 0, 40, 41),
-    ]
-
-    assert restored_ids(threads, FORK) == [10, 20, 40, 41, 21, 11, 30, 12]
 
 
 def test_control_tokens_out_of_place_are_counted() -> None:

@@ -1,4 +1,4 @@
-"""Random trees over a small alphabet, and small random models that read them."""
+"""Random trees over a small alphabet, and small random models for them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from functools import cache
 
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from apar_core.formats.control_tokens import TreeTokens
 from apar_core.offline.data.records import ParagraphRecord, chain
-from apar_core.offline.training.packing import PackedTree, pack_tree
+from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, TreeBatch, pack_tree
+from apar_core.offline.training.tree_forward import summed_tree_loss
 
 TOKENS = TreeTokens(fork_id=1, child_id=2, end_id=3)
 PAD_ID = 0
@@ -60,3 +62,8 @@ def random_model(
     model = LlamaForCausalLM(config)
     model.eval()
     return model
+
+
+def tree_loss(model: LlamaForCausalLM, batch: TreeBatch) -> Tensor:
+    """Return the mean loss over all targets of the batch."""
+    return summed_tree_loss(model, batch, model) / (batch.targets_BT != IGNORED_TARGET).sum()

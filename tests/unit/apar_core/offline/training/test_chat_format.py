@@ -173,7 +173,7 @@ def test_a_template_without_an_end_token_is_refused() -> None:
     tokenizer = tokenizer_of(LLAMA)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}\nEND{% endfor %}"
 
-    with pytest.raises(TrainingError, match=r"writes '\\nEND' behind an assistant's turn"):
+    with pytest.raises(TrainingError, match=r"writes '\\nEND' after an assistant's turn"):
         tree_tokens(tokenizer)
 
 

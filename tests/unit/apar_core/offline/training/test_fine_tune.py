@@ -250,9 +250,9 @@ def test_a_model_without_tokenizer_is_named_with_what_would_be_one(tmp_path: Pat
 def test_rows_that_no_position_or_context_can_hold_are_refused(tmp_path: Path) -> None:
     at = place(tmp_path, tied=True)
 
-    with pytest.raises(TrainingError, match="context_length 513 is more than the model's 512"):
+    with pytest.raises(TrainingError, match="context_length 513 exceeds the model's 512"):
         at.train(context_length=513)
-    with pytest.raises(TrainingError, match=r"no example in .* within 5 tokens"):
+    with pytest.raises(TrainingError, match=r"no example in .* fits 5 tokens"):
         at.train(context_length=5)
 
 
@@ -398,7 +398,7 @@ def test_the_checkpoint_stops_where_its_template_ends_a_turn(tmp_path: Path) -> 
     tokenizer = AutoTokenizer.from_pretrained(at.model)
     template = tmp_path / "mine.jinja"
     template.write_text("{% for m in messages %}{{ m['content'] }}<turn_end>{% endfor %}")
-    with pytest.raises(TrainingError, match="writes '<turn_end>' behind an assistant's turn"):
+    with pytest.raises(TrainingError, match="writes '<turn_end>' after an assistant's turn"):
         fine_tune(str(at.model), at.data, at.out, RECIPE, chat_template=template)
     tokenizer.add_tokens(["<turn_end>"], special_tokens=True)
     tokenizer.save_pretrained(at.model)

@@ -81,7 +81,7 @@ def test_a_row_is_not_changed_by_longer_rows_beside_it(answers: list[ParagraphRe
             output: torch.Tensor = model.model(
                 input_ids=batch.token_ids_BT,
                 position_ids=batch.positions_BT,
-                attention_mask=batch.mask_B1TT,
+                attention_mask=tree_attention_mask(batch),
             ).last_hidden_state
         return output
 
@@ -195,7 +195,7 @@ def test_rows_can_be_padded_to_a_multiple_of_tokens() -> None:
     batch = batch_trees([row, row], PAD_ID, multiple=8)
 
     assert batch.token_ids_BT.shape == (2, 8)
-    assert batch.mask_B1TT[0, 0, 7].nonzero().tolist() == [[7]]
+    assert tree_attention_mask(batch)[0, 0, 7].nonzero().tolist() == [[7]]
 
 
 def test_a_fork_at_the_end_of_a_thread_is_followed_by_its_end() -> None:

@@ -153,5 +153,5 @@ def test_a_tokenizer_that_changes_text_is_refused() -> None:
     tokenizer = byte_level_with_prefix_space()
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("  ", " ")
 
-    with pytest.raises(TrainingError, match="does not keep text piece by piece"):
+    with pytest.raises(TrainingError, match="does not preserve text encoded in pieces"):
         build_piece_encoder(tokenizer, (1, 2))

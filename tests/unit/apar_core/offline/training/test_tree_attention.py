@@ -35,7 +35,6 @@ from apar_core.offline.training.tree_forward import (
     attention_mask,
     limited_attention,
     mask_function,
-    tree_loss,
 )
 from tests.unit.apar_core.offline.training.random_trees import (
     PAD_ID,
@@ -43,6 +42,7 @@ from tests.unit.apar_core.offline.training.random_trees import (
     VOCABULARY_SIZE,
     packed,
     random_model,
+    tree_loss,
     trees,
 )
 

@@ -21,14 +21,18 @@ from apar_core.offline.data.records import ParagraphRecord, chain
 from apar_core.offline.training.packing import IGNORED_TARGET, batch_trees
 from apar_core.offline.training.recipe import TrainingRecipe
 from apar_core.offline.training.tree_dataset import RowList, rows_of, step_rows
-from apar_core.offline.training.tree_forward import tree_loss
 from apar_core.offline.training.tree_trainer import (
     StepReport,
     TreeCollator,
     TreeTrainer,
     training_arguments,
 )
-from tests.unit.apar_core.offline.training.random_trees import PAD_ID, packed, random_model
+from tests.unit.apar_core.offline.training.random_trees import (
+    PAD_ID,
+    packed,
+    random_model,
+    tree_loss,
+)
 
 ROWS = [
     packed("ab", chain([("abc", ParagraphRecord("bcde")), ("ab", ParagraphRecord("h"))], "d")),

@@ -12,8 +12,14 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from apar_core.offline.data.records import ParagraphRecord, chain, count_forks
-from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, batch_trees, written_out
-from apar_core.offline.training.tree_forward import learned_logits, tree_loss
+from apar_core.offline.training.packing import (
+    IGNORED_TARGET,
+    PackedTree,
+    batch_trees,
+    tree_attention_mask,
+    written_out,
+)
+from apar_core.offline.training.tree_forward import learned_logits
 from tests.unit.apar_core.offline.training.random_trees import (
     PAD_ID,
     TOKENS,
@@ -22,6 +28,7 @@ from tests.unit.apar_core.offline.training.random_trees import (
     packed,
     random_model,
     texts,
+    tree_loss,
     trees,
 )
 
@@ -107,7 +114,7 @@ def test_packed_logits_equal_those_of_a_plain_forward_pass(
             for at, target in enumerate(row.targets):
                 if target != IGNORED_TARGET:
                     by_path[tuple(row.token_ids[: at + 1])] = plain_LV[at]
-        mask_TT = batch_trees([tree], PAD_ID).mask_B1TT[0, 0]
+        mask_TT = tree_attention_mask(batch_trees([tree], PAD_ID))[0, 0]
         for at, target in enumerate(tree.targets):
             if target != IGNORED_TARGET:
                 path = tuple(tree.token_ids[i] for i in mask_TT[at].nonzero().flatten().tolist())
