@@ -120,7 +120,7 @@ def test_the_checkpoint_can_be_served(
     assert isinstance(prompt, str)
     assert prompt.startswith("<s> A chat between")
     assert prompt.endswith("USER: Hi ASSISTANT:")
-    assert (result.num_training, result.num_validation) == (12, 4)
+    assert result.num_validation == 4
     assert result.validation_loss is not None
     assert list((at.out / "checkpoints" / "runs").rglob("events.*"))
 
