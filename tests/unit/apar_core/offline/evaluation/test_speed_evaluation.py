@@ -174,7 +174,7 @@ def test_a_checkpoint_replays_with_its_own_tokenizer(tmp_path: Path) -> None:
     assert answer.threads == 4
     assert answer.ended
     assert "figure4_speed" in report.figures
-    assert report.facts["Decoder"] == "vanilla_apar beside plain"
+    assert report.facts["Decoder"] == "vanilla_apar, compared with plain"
 
 
 def test_decoder_and_baseline_answer_the_prompts_and_a_run_is_resumed(tmp_path: Path) -> None:
