@@ -1,4 +1,7 @@
-"""`make bench`: forked against sequential decoding, fork policies, the cost of serving."""
+"""Benchmarks on this machine: `python -m benchmarks`, or `make bench`.
+
+Every figure is a ratio of two alternatives, measured in turn.
+"""
 
 from __future__ import annotations
 
@@ -14,140 +17,122 @@ import typer
 from rich.console import Console
 
 from benchmarks.cluster_simulation.command import app as simulation
+from cluster.cli.options import Concurrency, Duration, duration_option, out_option
 
 if TYPE_CHECKING:
     from apar_core.engine.offline_engine import OfflineEngine
 
 app = typer.Typer(
     no_args_is_help=False,
-    help="Measure on this machine. Every figure is a ratio of two things that run in turn.",
+    help="Measure on this machine. Every figure is a ratio of two alternatives, measured in turn.",
     pretty_exceptions_show_locals=False,
 )
 app.add_typer(simulation, name="simulation")
 console = Console(width=140)
 TRACE = Path("../shared/data/traces/structured.jsonl")
 
+Repeats = Annotated[int, typer.Option(min=1, help="Repeats, after a warm-up.")]
+
 
 @app.callback(invoke_without_command=True)
 def everything(context: typer.Context) -> None:
     """Run all benchmarks, unless one is named."""
-    if context.invoked_subcommand is None:
-        decoding()
-        # A second engine gets a process of its own.
-        subprocess.run([sys.executable, "-m", "benchmarks", "fork-policy"], check=True)
-        decoders()
-        if TRACE.is_file():
-            training()
-        else:
-            console.print(f"training is left out: there is no {TRACE}")
-        serving()
-        cluster_cost()
+    if context.invoked_subcommand is not None:
+        return
+    for name in ("decoding", "decoders", "training", "serving"):
+        if name == "training" and not TRACE.is_file():
+            console.print(f"skipping training: {TRACE} does not exist")
+            continue
+        # Engines, torch settings and Ray each need a process of their own.
+        subprocess.run([sys.executable, "-m", "benchmarks", name], check=True)
 
 
 @app.command()
 def decoding(
-    model: Annotated[str, typer.Option(help="Checkpoint; apar-tiny by default.")] = "",
-    rounds: Annotated[int, typer.Option(help="Rounds after one that warms up.")] = 5,
-    eager: Annotated[bool, typer.Option(help="Do without torch.compile.")] = False,
+    out: Annotated[Path, out_option("decoding")],
+    model: Annotated[str, typer.Option(help="Checkpoint; default: apar-tiny.")] = "",
+    repeats: Repeats = 5,
+    eager: Annotated[bool, typer.Option("--eager", help="Disable torch.compile.")] = False,
 ) -> None:
-    """Forked against sequential decoding of the same tokens, and the cost of a fork."""
+    """Compare forked and sequential decoding of the same tokens, and count the cost of a fork."""
     engine = _replaying_engine(model, eager)
-    from benchmarks import decoding, fork_cost
+    from benchmarks import decoding
 
     try:
-        results = decoding.run(engine, console, rounds=rounds)
-        results |= fork_cost.run(engine, console)
+        results = decoding.run(engine, console, repeats=repeats)
     finally:
         engine.shutdown()
-    write("decoding", results)
-
-
-@app.command()
-def fork_policy(
-    model: Annotated[str, typer.Option(help="Checkpoint; apar-tiny by default.")] = "",
-    requests: Annotated[int, typer.Option(min=2, help="Requests of a round at each load.")] = 50,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds, each with arrivals of its own.")] = 2,
-    slo: Annotated[
-        float, typer.Option(min=1, help="SLO as a multiple of an unforked lone request's token.")
-    ] = 3.0,
-    target: Annotated[
-        float, typer.Option(help="The adaptive policy's time per token, as a share of the SLO.")
-    ] = 0.8,
-    cpu_time: Annotated[
-        bool, typer.Option(help="Count this process's CPU time, where others share the machine.")
-    ] = False,
-    eager: Annotated[bool, typer.Option(help="Do without torch.compile.")] = False,
-) -> None:
-    """No forks, eager forks and adaptive ones under rising load."""
-    engine = _replaying_engine(model, eager)
-    from benchmarks import fork_policy
-
-    try:
-        results = fork_policy.run(
-            engine,
-            console,
-            requests=requests,
-            rounds=rounds,
-            slo_multiple=slo,
-            target=target,
-            cpu_time=cpu_time,
-        )
-    finally:
-        engine.shutdown()
-    write("fork-policy", results)
+    _write(out, results)
 
 
 @app.command()
 def decoders(
-    rounds: Annotated[int, typer.Option(help="Rounds after one that warms up.")] = 5,
-    answers: Annotated[int, typer.Option(help="Answers of a round.")] = 12,
-    executors: Annotated[int, typer.Option(min=1, help="CPU threads to use.")] = 1,
+    out: Annotated[Path, out_option("decoders")],
+    repeats: Repeats = 5,
+    answers: Annotated[int, typer.Option(min=1, help="Answers per repeat.")] = 12,
+    executors: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
 ) -> None:
-    """Plain, vanilla_apar and medusa_apar on transformers, replaying the same answers."""
+    """Compare the decoders plain, vanilla_apar and medusa_apar on the same answers."""
     import torch
 
     from benchmarks import decoders
 
     torch.set_num_threads(executors)
-    write("decoders", decoders.run(console, rounds=rounds, num_answers=answers))
-
-
-@app.command()
-def serving() -> None:
-    """The Ray Serve path against vLLM's own HTTP server, on unforked traffic."""
-    # A process of its own: Ray's settings are read at import.
-    subprocess.run([sys.executable, "-m", "benchmarks.serve_overhead"], check=True)
-
-
-@app.command("cluster-cost")
-def cluster_cost() -> None:
-    """What keys, queue and router add to a request, stage by stage, against a bare relay."""
-    # As for `serving`.
-    subprocess.run([sys.executable, "-m", "benchmarks.cluster_cost"], check=True)
+    _write(out, decoders.run(console, repeats=repeats, num_answers=answers))
 
 
 @app.command()
 def training(
+    out: Annotated[Path, out_option("training")],
     trace: Annotated[
-        Path, typer.Option(help="JSON lines with prompt, history and response.")
+        Path, typer.Option(help="JSON lines with prompt, history and response.", dir_okay=False)
     ] = TRACE,
 ) -> None:
-    """Packed against written-out training: tokens of all trees, seconds of a sample."""
+    """Compare packed and written-out training: tokens of all trees, time of a sample."""
     from benchmarks import training
 
     if not trace.is_file():
-        console.print(f"no trace at {trace}: give one with --trace")
-        raise typer.Exit(1)
-    write("training", training.run(console, trace))
+        raise typer.BadParameter(f"{trace} does not exist", param_hint="--trace")
+    _write(out, training.run(console, trace))
+
+
+@app.command()
+def serving(
+    out: Annotated[Path, out_option("serving")],
+    model: Annotated[str, typer.Option(help="Checkpoint or preset.")] = "apar-tiny",
+    concurrency: Concurrency = 32,
+    requests: Annotated[int, typer.Option(min=1, help="Requests per repeat.")] = 160,
+    repeats: Repeats = 5,
+    coalesce: Annotated[
+        Duration,
+        duration_option("--coalesce", help="Time to collect tokens for one chunk of a stream."),
+    ] = Duration.of("50ms"),
+    compiled: Annotated[bool, typer.Option("--compiled", help="Use torch.compile.")] = False,
+) -> None:
+    """Compare the Ray Serve path with vLLM's own HTTP server, on unforked requests."""
+    from benchmarks import serve_overhead
+
+    out.mkdir(parents=True, exist_ok=True)
+    results = serve_overhead.run(
+        console,
+        checkpoint=model,
+        concurrency=concurrency,
+        requests=requests,
+        repeats=repeats,
+        coalesce_s=coalesce,
+        compiled=compiled,
+        out=out,
+    )
+    _write(out, results)
 
 
 def _replaying_engine(model: str, eager: bool) -> OfflineEngine:
-    """An engine whose requests can be told what to generate."""
+    """Build an engine whose requests specify the tokens to generate."""
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    # A small model gains nothing from threads that wait for each other.
+    # More threads do not speed up a small model.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Imported here: --help shall not wait for torch and vLLM.
+    # Imported late, so that --help does not wait for torch and vLLM.
     from apar_core.engine.offline_engine import OfflineEngine
     from apar_core.engine.replay import REPLAY
     from apar_core.models.apar_tiny import checkpoint_path
@@ -162,12 +147,12 @@ def _replaying_engine(model: str, eager: bool) -> OfflineEngine:
     )
 
 
-def write(name: str, results: dict[str, Any]) -> None:
-    """Keep the figures in out/NAME.json."""
-    path = Path("out") / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
+def _write(folder: Path, results: dict[str, Any]) -> None:
+    """Write the figures to `results.json`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "results.json"
     stamp = {"date": datetime.now(UTC).isoformat(timespec="seconds")}
-    path.write_text(json.dumps(stamp | results, indent=2) + "\n")
+    path.write_text(json.dumps(stamp | results, indent=2) + "\n", encoding="utf-8")
     console.print(f"written to {path}")
 
 

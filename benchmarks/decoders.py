@@ -1,4 +1,4 @@
-"""The transformers decoders on the same answers, token by token the same, one request at a time."""
+"""Decoders on transformers, generating the same tokens, one request at a time."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from apar_core.tree.threads import thread_scripts
 
 @dataclass(frozen=True)
 class RecordedAnswer:
-    """A prompt, what each thread generates, and the same text as one thread."""
+    """Prompt, tokens of each thread, and the same text as a single thread."""
 
     prompt_ids: list[int]
     threads: TokenChoice
     flat: TokenChoice
 
     def choice(self, name: str) -> TokenChoice:
-        """Return the replay that a decoder can follow."""
+        """Return the replay for a decoder; the plain decoder has a single thread."""
         return self.flat if name == "plain" else self.threads
 
 
-def run(console: Console, *, rounds: int, num_answers: int) -> dict[str, Any]:
-    """Time the decoders in turn; returns medians over the rounds, without the prefill."""
+def run(console: Console, *, repeats: int, num_answers: int) -> dict[str, Any]:
+    """Time the decoders in turn; return medians over the repeats, without prefill."""
     folder = checkpoint_path()
     decoders: dict[str, AnswerDecoder] = {
         name: load_decoder(name, folder, medusa_heads=heads_path(), dtype=torch.float32)
@@ -60,14 +60,14 @@ def run(console: Console, *, rounds: int, num_answers: int) -> dict[str, Any]:
         )
     times: dict[str, list[float]] = {name: [] for name in decoders}
     steps: dict[str, int] = dict.fromkeys(decoders, 0)
-    for number in track(range(rounds + 1), description="decoders", transient=True):
+    for number in track(range(repeats + 1), description="decoders", transient=True):
         for name, decoder in decoders.items():
             start, prefill_s, passes = time.perf_counter(), 0.0, 0
             for recorded in answers:
                 trace = decode_answer(decoder, recorded.prompt_ids, recorded.choice(name)).trace
                 prefill_s += trace[0].seconds
                 passes += len(trace)
-            if number > 0:  # the first round warms up
+            if number > 0:  # the first repeat is a warm-up
                 times[name].append(time.perf_counter() - start - prefill_s)
             steps[name] = passes
     return _report(console, steps, times, len(answers))

@@ -1,4 +1,4 @@
-"""The same answers through one engine, forked and as one thread each, token by token the same."""
+"""Forked and sequential decoding of the same tokens in one engine, and the cost of a fork."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from apar_core.offline.data.tiny_corpus.generator import Corpus
 from apar_core.tree.paragraph import ParagraphTree
 from apar_core.tree.restore import restore
 from apar_core.tree.threads import thread_scripts
+from cluster.cli.terminal import rich_table
+from cluster.experiments.fork_cost import fork_cost_table, fork_costs
+from cluster.experiments.program import Submission
 
 BATCH_SIZES = (1, 32)
 MAX_TOKENS = 600
@@ -27,9 +30,9 @@ MAX_TOKENS = 600
 
 @dataclass(frozen=True)
 class ForkedAnswer:
-    """A prompt, and the tokens that each thread of its answer generates, by the thread's path.
+    """Prompt and generated tokens of a forked answer; `threads` maps thread paths to tokens.
 
-    `text` is the restored answer with its end token, as one thread would generate it.
+    `text` is the restored answer with its end token, as a single thread would generate it.
     """
 
     prompt_ids: tuple[int, ...]
@@ -39,7 +42,7 @@ class ForkedAnswer:
 
 @dataclass(frozen=True)
 class Measured:
-    """One way of generating the answers: engine steps, wall time, text tokens of all answers."""
+    """Engine steps, wall time and text tokens of all answers."""
 
     steps: int
     wall_s: float
@@ -48,7 +51,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Forked beside sequential at one batch size; the median over the rounds."""
+    """Forked and sequential decoding at one batch size, medians over the repeats."""
 
     batch_size: int
     num_answers: int
@@ -57,17 +60,17 @@ class Comparison:
 
     @property
     def step_ratio(self) -> float:
-        """How many times fewer steps forking takes."""
+        """Sequential steps divided by forked steps."""
         return self.sequential.steps / self.forked.steps
 
     @property
     def wall_ratio(self) -> float:
-        """How many times faster forking is."""
+        """Sequential time divided by forked time."""
         return self.sequential.wall_s / self.forked.wall_s
 
 
 def forked_answers(engine: OfflineEngine, number: int) -> list[ForkedAnswer]:
-    """Answers of the model itself, greedy, to questions whose answers fork."""
+    """Generate greedy answers that fork."""
     examples = Corpus(seed=7, held_out=True).examples(6 * number)
     chats = [
         [turn.as_dict() for turn in example.messages]
@@ -92,21 +95,23 @@ def forked_answers(engine: OfflineEngine, number: int) -> list[ForkedAnswer]:
         if answer.finish_reason == "stop" and answer.record and answer.record.statistics.forks
     ]
     if len(forked) < number:
-        raise SystemExit(f"only {len(forked)} of {len(prompts)} answers fork: {number} are needed")
+        raise SystemExit(
+            f"only {len(forked)} of {len(prompts)} answers fork, but {number} are needed"
+        )
     return forked[:number]
 
 
 def compare(
-    engine: OfflineEngine, answers: Sequence[ForkedAnswer], *, batch_size: int, rounds: int
+    engine: OfflineEngine, answers: Sequence[ForkedAnswer], *, batch_size: int, repeats: int
 ) -> Comparison:
-    """Generate all answers both ways, in turn within each round."""
+    """Generate all answers both ways, in turn within each repeat."""
     forked: list[Measured] = []
     sequential: list[Measured] = []
     description = f"batch {batch_size}"
-    for number in track(range(rounds + 1), description=description, transient=True):
+    for number in track(range(repeats + 1), description=description, transient=True):
         one = _run(engine, answers, batch_size, as_threads=True)
         other = _run(engine, answers, batch_size, as_threads=False)
-        if number > 0:  # the first round warms up
+        if number > 0:  # the first repeat is a warm-up
             forked.append(one)
             sequential.append(other)
     return Comparison(batch_size, len(answers), _median(forked), _median(sequential))
@@ -133,12 +138,12 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
     return table
 
 
-def run(engine: OfflineEngine, console: Console, *, rounds: int) -> dict[str, Any]:
-    """Print the comparison at each batch size; returns it as plain values."""
+def run(engine: OfflineEngine, console: Console, *, repeats: int) -> dict[str, Any]:
+    """Print the comparison at each batch size, and the cost of a fork; return plain values."""
     answers = forked_answers(engine, max(BATCH_SIZES))
     comparisons = [
-        # One by one takes long, so fewer answers.
-        compare(engine, answers[:12] if size == 1 else answers, batch_size=size, rounds=rounds)
+        # Batch size 1 takes long, so use fewer answers.
+        compare(engine, answers[:12] if size == 1 else answers, batch_size=size, repeats=repeats)
         for size in BATCH_SIZES
     ]
     console.print(comparison_table(comparisons))
@@ -146,13 +151,28 @@ def run(engine: OfflineEngine, console: Console, *, rounds: int) -> dict[str, An
         "decoding": [
             {**asdict(each), "step_ratio": each.step_ratio, "wall_ratio": each.wall_ratio}
             for each in comparisons
-        ]
+        ],
+        "fork_cost": _fork_cost(engine, console, answers),
     }
+
+
+def _fork_cost(
+    engine: OfflineEngine, console: Console, answers: Sequence[ForkedAnswer]
+) -> dict[str, Any]:
+    """Print tokens computed and blocks copied per fork (`apar experiment fork-cost` has traces)."""
+    prompts, sampling = replays(answers, as_threads=True)
+    submissions = [
+        Submission("answer", prompt["prompt_token_ids"], arguments)
+        for prompt, arguments in zip(prompts, sampling, strict=True)
+    ]
+    costs = fork_costs(engine, submissions)
+    console.print(rich_table(fork_cost_table(costs, engine.scheduler.block_size)))
+    return {way: asdict(counters) for way, counters in costs.items()}
 
 
 @contextmanager
 def counted_steps(engine: OfflineEngine) -> Iterator[list[int]]:
-    """Count the forward passes of an engine while the context lasts."""
+    """Count the forward passes of an engine within the context."""
     scheduler, steps = engine.scheduler, [0]
     original = scheduler.schedule
 
@@ -171,7 +191,7 @@ def counted_steps(engine: OfflineEngine) -> Iterator[list[int]]:
 def replays(
     answers: Sequence[ForkedAnswer], *, as_threads: bool
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Prompts and sampling arguments that make an engine generate the answers."""
+    """Return prompts and sampling arguments that make an engine generate the answers."""
     prompts = [{"prompt_token_ids": list(answer.prompt_ids)} for answer in answers]
     sampling = [
         {
@@ -202,10 +222,10 @@ def _run(
                 answers[first:last],
                 strict=True,
             ):
-                # An answer that does not fork ends with its end token among its tokens.
+                # The tokens of an unforked answer include its end token.
                 generated = [t for t in answer.token_ids if t != given.text[-1]]
                 if generated != given.text[:-1]:
-                    raise RuntimeError(f"{answer.text!r} is not the answer that was asked for")
+                    raise RuntimeError(f"{answer.text!r} is not the requested answer")
                 text_tokens += len(generated)
         wall_s = time.perf_counter() - start
     return Measured(steps[0], wall_s, text_tokens)
@@ -224,7 +244,7 @@ def _forked_answer(
 ) -> ForkedAnswer:
     control = engine.control_tokens
     if control is None:
-        raise SystemExit("the checkpoint has no control tokens: nothing to compare")
+        raise SystemExit("the checkpoint has no control tokens, so there is nothing to compare")
     fork = TextToken(control.fork_id, None)
     end = TextToken(engine.tokenizer.eos_token_id, None)
     threads = {

@@ -1,63 +1,124 @@
-"""Cost of the Ray Serve path against vLLM's own HTTP server, on ordinary (unforked) traffic.
+"""Overhead of the Ray Serve path relative to vLLM's own HTTP server, on unforked requests.
 
-Both serve the same model with the same engine arguments and stand side by side; in every round
-one after the other is measured, so that a change of the machine's speed meets both. The ratio is
-taken within a round, and its median over the rounds is reported.
+Both servers run side by side with the same model and the same engine arguments. Every repeat
+measures one after the other, so that changes in machine speed affect both. Ratios are taken within
+a repeat, and their median over the repeats is reported.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+import uvloop
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
-from benchmarks.http_load import Endpoint
-from benchmarks.http_rounds import (
-    MODES,
-    NUM_CLIENTS,
-    NUM_TOKENS,
-    Target,
-    median_cpu,
-    ratio,
-    run_rounds,
-)
+from apar_core.offline.data.records import ChatMessage
+from apar_core.workload.arrivals import ClosedLoop
 from cluster.config import ClusterConfig
 from cluster.config.model import ModelConfig
+from cluster.loadtest.client import LoadClient
+from cluster.loadtest.jobs import Job, Target
+from cluster.loadtest.load_run import Drive, Stop
+from cluster.loadtest.run_file import RequestRecord
 from cluster.local_ray import free_port, local_ray
 
+NUM_TOKENS = 100
+TIMEOUT_S = 600.0
+START_TIMEOUT_S = 180.0
 BARE, SERVE = "vLLM's own server", "apar serve"
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"
+# Beginnings of process titles.
+PURPOSES = {
+    "VLLM::EngineCore": "engine core",
+    "ray::ServeReplica:apar:Replica": "API server",
+    "ray::ServeReplica:apar:Gateway": "gateway",
+    "haproxy": "HAProxy",
+}
+
+Repeat = dict[str, dict[str, Any]]
+"""Figures by the name of the server."""
 
 
-def config(arguments: argparse.Namespace) -> ClusterConfig:
+@dataclass(frozen=True)
+class Server:
+    """A server to measure, and the root processes that it consists of."""
+
+    name: str
+    port: int
+    roots: list[psutil.Process]
+
+
+def run(
+    console: Console,
+    *,
+    checkpoint: str,
+    concurrency: int,
+    requests: int,
+    repeats: int,
+    coalesce_s: float,
+    compiled: bool,
+    out: Path,
+) -> dict[str, Any]:
+    """Measure both servers and print the comparison; `requests` is the number per repeat."""
     model = ModelConfig(
-        checkpoint=arguments.model,
+        checkpoint=checkpoint,
         max_concurrency=64,
         threads_per_request=1.0,
         cpu_threads=1,
         kv_cache_gib=0.5,
-        coalesce_s=arguments.coalesce_s,
-        engine={"enforce_eager": False} if arguments.compiled else {},
+        coalesce_s=coalesce_s,
+        engine={"enforce_eager": False} if compiled else {},
     )
-    return ClusterConfig(port=free_port(), models=(model,))
+    settings = ClusterConfig(port=free_port(), models=(model,))
+    jobs = [_job(model.public_name, number) for number in range(requests)]
+    with (
+        local_ray(num_cpus=os.cpu_count() or 1),
+        _serve_application(settings) as application,
+        _bare_server(settings, out / "vllm.log") as bare,
+    ):
+        servers = [bare, application]
+        for server in servers:  # warm up
+            _measure(server, jobs[:concurrency], concurrency)
+        rows: list[Repeat] = []
+        for index in track(range(repeats), description="repeats"):
+            order = servers if index % 2 == 0 else servers[::-1]
+            rows.append({server.name: _measure(server, jobs, concurrency) for server in order})
+    console.print(_table(rows, concurrency))
+    return {"repeats": rows}
+
+
+def _job(model: str, number: int) -> Job:
+    message = ChatMessage("user", f"What is the number {number}?")
+    body = {
+        "model": model,
+        "messages": [message.as_dict()],
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return Job(str(number), "other", (message,), json.dumps(body).encode())
 
 
 @contextmanager
-def bare_server(settings: ClusterConfig) -> Iterator[Target]:
-    """vLLM's own server with the engine arguments that `apar serve` uses."""
+def _bare_server(settings: ClusterConfig, log: Path) -> Iterator[Server]:
+    """Run vLLM's own server with the engine arguments of `apar serve`."""
     from deployments.app.application import engine_arguments, replica_environment
 
     port = free_port()
@@ -68,7 +129,6 @@ def bare_server(settings: ClusterConfig) -> Iterator[Target]:
     for name, value in engine_arguments(model, on_gpu=False).items():
         flag = "--" + name.replace("_", "-")
         command += [flag] if value is True else [] if value is False else [flag, str(value)]
-    log = Path("out/serve_overhead_vllm.log")
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -77,15 +137,15 @@ def bare_server(settings: ClusterConfig) -> Iterator[Target]:
             stderr=subprocess.STDOUT,
         )
     try:
-        wait_until_healthy(port, process, log)
-        yield Target(BARE, Endpoint(port), [psutil.Process(process.pid)])
+        _wait_until_healthy(port, process, log)
+        yield Server(BARE, port, [psutil.Process(process.pid)])
     finally:
         process.terminate()
         process.wait(timeout=30)
 
 
-def wait_until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 180
+def _wait_until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:
         with suppress(httpx.HTTPError):
             if httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
@@ -95,91 +155,96 @@ def wait_until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) -
 
 
 @contextmanager
-def serve_application(settings: ClusterConfig) -> Iterator[Target]:
-    """The application on the private Ray cluster, which is running."""
+def _serve_application(settings: ClusterConfig) -> Iterator[Server]:
+    """Run the application on the private Ray cluster, which must be running."""
     from deployments.app.service import running
 
+    # Ray's daemons run during all measurements, but count only for the application.
     ray_processes = psutil.Process().children()
     with running(settings):
-        yield Target(SERVE, Endpoint(settings.port), ray_processes)
+        yield Server(SERVE, settings.port, ray_processes)
 
 
-def summarise(rounds: list[dict[str, Any]], mode: str) -> dict[str, Any]:
-    """Medians over the rounds, and the median ratio of the two targets within a round."""
-
-    def by_bare(key: str) -> float:
-        return ratio(rounds, mode, key, SERVE, BARE)
-
-    medians = {
-        target: {
-            key: statistics.median(row[mode][target][key] for row in rounds)
-            for key, value in rounds[0][mode][target].items()
-            if isinstance(value, float | int)
-        }
-        | {"cpu_s_per_1k_tokens": median_cpu(rounds, mode, target)}
-        for target in (BARE, SERVE)
+def _measure(server: Server, jobs: list[Job], concurrency: int) -> dict[str, Any]:
+    """Send all jobs; return throughput, latencies, and CPU seconds per 1,000 tokens."""
+    before, client_before = _cpu_seconds(server.roots), time.process_time()
+    records, duration_s = uvloop.run(_send(server, jobs, concurrency))
+    if failed := [record for record in records if record.error is not None]:
+        raise RuntimeError(f"{server.name}: {failed[0].error}: {failed[0].message}")
+    used = {
+        purpose: seconds - before.get(purpose, 0.0)
+        for purpose, seconds in _cpu_seconds(server.roots).items()
     }
+    used["client"] = time.process_time() - client_before
+    tokens = sum(record.text_tokens for record in records)
     return {
-        "throughput_ratio": by_bare("tokens_per_s"),
-        "latency_ratio": by_bare("latency_p50_s"),
-        "first_byte_ratio": by_bare("first_byte_p50_s"),
-        "median": medians,
+        "tokens_per_s": tokens / duration_s,
+        "latency_p50_s": statistics.median(record.end_s for record in records),
+        "first_token_p50_s": statistics.median(record.pieces[0][0] for record in records),
+        "chunks_per_answer": statistics.mean(len(record.pieces) for record in records),
+        "cpu_s_per_1k_tokens": {name: 1000 * value / tokens for name, value in used.items()},
     }
 
 
-def show(console: Console, mode: str, summary: dict[str, Any]) -> None:
-    table = Table(title=f"{mode}: {NUM_CLIENTS} clients, {NUM_TOKENS} tokens each, unforked")
+async def _send(
+    server: Server, jobs: list[Job], concurrency: int
+) -> tuple[list[RequestRecord], float]:
+    records: list[RequestRecord] = []
+    target = Target(url=f"http://127.0.0.1:{server.port}")
+    async with LoadClient(target, timeout_s=TIMEOUT_S) as client:
+        drive = Drive(client, 0, Stop(), lambda answered: records.append(answered.record))
+        duration_s = await drive.run(jobs, ClosedLoop(concurrency), 0)
+    return records, duration_s
+
+
+def _cpu_seconds(roots: list[psutil.Process]) -> dict[str, float]:
+    """CPU seconds used so far by the roots and their descendants, by purpose."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for root in roots:
+        for process in [root, *root.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                seconds[_purpose(process)] += times.user + times.system
+    return seconds
+
+
+def _purpose(process: psutil.Process) -> str:
+    title = " ".join(process.cmdline())
+    for start, purpose in PURPOSES.items():
+        if title.startswith(start) or f"/{start} " in title:
+            return purpose
+    return "API server" if ENTRY in title else "Ray and Serve"
+
+
+def _table(rows: list[Repeat], concurrency: int) -> Table:
+    table = Table(title=f"{concurrency} clients, {NUM_TOKENS} tokens per answer, unforked")
     for column in ("", BARE, SERVE, "ratio"):
         table.add_column(column, justify="left" if not column else "right")
-    median = summary["median"]
-    rows = (
-        ("tokens/s", "tokens_per_s", "throughput_ratio", 1),
-        ("latency p50, ms", "latency_p50_s", "latency_ratio", 1000),
-        ("first byte p50, ms", "first_byte_p50_s", "first_byte_ratio", 1000),
-        ("events per answer", "events_per_answer", None, 1),
-    )
-    for title, key, compared, scale in rows:
-        values = [f"{median[target][key] * scale:.0f}" for target in (BARE, SERVE)]
-        table.add_row(title, *values, f"{summary[compared]:.3f}" if compared else "")
+    for title, key, scale in (
+        ("tokens/s", "tokens_per_s", 1),
+        ("latency p50, ms", "latency_p50_s", 1000),
+        ("first token p50, ms", "first_token_p50_s", 1000),
+        ("chunks per answer", "chunks_per_answer", 1),
+    ):
+        medians = [statistics.median(row[name][key] for row in rows) for name in (BARE, SERVE)]
+        ratio = statistics.median(row[SERVE][key] / row[BARE][key] for row in rows)
+        table.add_row(title, *(f"{scale * each:.0f}" for each in medians), f"{ratio:.3f}")
     table.add_section()
-    cpu = {target: median[target]["cpu_s_per_1k_tokens"] for target in (BARE, SERVE)}
-    for name in cpu[SERVE]:
-        values = [f"{cpu[target].get(name, 0.0) * 1000:.0f}" for target in (BARE, SERVE)]
-        table.add_row(f"CPU ms per 1k tokens: {name}", *values)
-    totals = [sum(cpu[target].values()) for target in (BARE, SERVE)]
+    used = [_median_cpu(rows, name) for name in (BARE, SERVE)]
+    for purpose in used[1]:
+        values = [f"{1000 * each.get(purpose, 0.0):.0f}" for each in used]
+        table.add_row(f"CPU ms per 1k tokens: {purpose}", *values)
+    totals = [sum(each.values()) for each in used]
     table.add_row(
-        "CPU ms per 1k tokens: all",
-        *(f"{total * 1000:.0f}" for total in totals),
+        "CPU ms per 1k tokens: total",
+        *(f"{1000 * each:.0f}" for each in totals),
         f"{totals[1] / totals[0]:.3f}",
     )
-    console.print(table)
+    return table
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="apar-tiny")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests-each", type=int, default=5)
-    parser.add_argument("--coalesce-s", type=float, default=0.05)
-    parser.add_argument("--compiled", action="store_true", help="compile the model")
-    parser.add_argument("--out", type=Path, default=Path("out/serve_overhead.json"))
-    arguments = parser.parse_args()
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    console = Console()
-    settings = config(arguments)
-    # Ray's daemons run in all measurements alike; they are the application's in the CPU figures.
-    with (
-        local_ray(num_cpus=os.cpu_count() or 1),
-        serve_application(settings) as application,
-        bare_server(settings) as bare,
-    ):
-        rounds = run_rounds([bare, application], arguments.rounds, arguments.requests_each)
-    summaries = {mode: summarise(rounds, mode) for mode in MODES}
-    for mode, summary in summaries.items():
-        show(console, mode, summary)
-    arguments.out.write_text(json.dumps({"summary": summaries, "rounds": rounds}, indent=2))
-    console.print(f"Written to {arguments.out}")
-
-
-if __name__ == "__main__":
-    main()
+def _median_cpu(rows: list[Repeat], name: str) -> dict[str, float]:
+    """Median CPU seconds per 1,000 tokens of a server over the repeats, by purpose."""
+    each = [row[name]["cpu_s_per_1k_tokens"] for row in rows]
+    purposes = sorted({purpose for used in each for purpose in used})
+    return {p: statistics.median(used.get(p, 0.0) for used in each) for p in purposes}

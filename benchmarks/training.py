@@ -1,7 +1,7 @@
-"""Packed against written-out training: the same trees, the same targets, in turn.
+"""Packed and written-out training on the same trees and targets, in turn.
 
-Packed, a tree is one row and every token is computed once. Written out, each thread is a sequence
-of its own, as ordinary training would have it, and what threads share is computed again in each.
+A packed tree is one row, and every token is computed once. Written out, each thread is a separate
+sequence as in ordinary training, and shared tokens are computed once per thread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_TOKENS = 8192
 
 @dataclass
 class Side:
-    """One way to train, added up over the steps."""
+    """Totals of one way to train."""
 
     rows: int = 0
     tokens: int = 0
@@ -46,7 +46,7 @@ class Side:
 
 
 def run(console: Console, trace: Path) -> dict[str, Any]:
-    """Print tokens of all trees and seconds of a sample, both ways; returns plain values."""
+    """Print tokens of all trees and the time of a sample, both ways; return plain values."""
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(str(checkpoint_path()))
     tokens = tree_tokens(tokenizer)
@@ -76,7 +76,7 @@ def run(console: Console, trace: Path) -> dict[str, Any]:
 
 
 def packed_trees(trace: Path, tokenizer: PreTrainedTokenizerBase) -> list[PackedTree]:
-    """Return the forking answers of the trace behind their chats."""
+    """Return the forked answers of the trace, each after its chat."""
     encoder = ExampleEncoder(tokenizer, MAX_TOKENS)
     trees: list[PackedTree] = []
     with trace.open(encoding="utf-8") as lines:
@@ -99,9 +99,9 @@ def measure(
     threads: Callable[[PackedTree], list[PackedTree]],
     pad_id: int,
 ) -> tuple[Side, Side, int]:
-    """Compute gradients of the same trees both ways in turn, until the time is up.
+    """Compute gradients of the same trees both ways in turn, up to the time limit.
 
-    One row at a time, as the recipe `apar` has it: nothing is padded on either side.
+    Rows are processed one by one without padding, as in the recipe `apar`.
     """
     order = list(trees)
     random.Random(0).shuffle(order)
@@ -127,7 +127,7 @@ def _step(
     model.zero_grad(set_to_none=True)
     for row in rows:
         batch = batch_trees([row], pad_id)
-        # Plain sequences take the causal fast path, as ordinary training does.
+        # Plain sequences use the fast causal path, as in ordinary training.
         loss = (
             summed_tree_loss(model, batch, model)
             if tree_mask

@@ -1,14 +1,18 @@
-"""Removes the request headers with which a client could steer Ray Serve.
+"""Middleware that removes request headers with which a client could control Ray Serve.
 
-Ray Serve's HTTP servers, the gateway's behind HAProxy and the Python proxy, read these headers
-before the application sees the request. `x-request-timeout-seconds` sets a timeout, after which Ray
-Serve answers with a plain-text 408. `x-request-disconnect-disabled` turns off the check for
-disconnected clients, so that an abandoned request runs to its end. `x-session-id` and
-`serve-multiplexed-model-id` choose a replica of the gateway, and fail with a 500 if they are not
-UTF-8. Ray Serve calls `middlewares`, which SERVE_FLAGS names, in each process with such a server.
+Ray Serve's HTTP servers (the gateway's, behind HAProxy, and the Python proxy) read these headers
+before the application sees the request:
 
-Ray Serve also reads the body of a request at once, whether the application asks for it or not. So
-the body of a GET or HEAD request, which no route reads, is dropped here.
+- `x-request-timeout-seconds` sets a timeout, after which Ray Serve answers a plain-text 408.
+- `x-request-disconnect-disabled` turns off the detection of disconnects, so that an abandoned
+  request runs to its end.
+- `x-session-id` and `serve-multiplexed-model-id` choose a replica of the gateway, and cause a 500
+  if they are not UTF-8.
+
+Ray Serve also reads the whole body of a request before the application asks for it. The body of a
+GET or HEAD request, which no route reads, is therefore dropped here.
+
+Each process with such a server calls `middlewares`, which SERVE_FLAGS names.
 """
 
 from starlette.middleware import Middleware
@@ -31,8 +35,8 @@ class WithoutSteeringHeaders:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on without the headers that steer Ray Serve."""
-        # ASGI servers give names in lower case. Ray Serve takes `_` for `-` in some of them.
+        """Pass a request on without these headers."""
+        # ASGI servers give names in lower case. Ray Serve accepts `_` for `-` in some of them.
         headers = [
             item for item in scope["headers"] if item[0].replace(b"_", b"-") not in STEERING_HEADERS
         ]
@@ -42,7 +46,7 @@ class WithoutSteeringHeaders:
 
 
 def _without_body(receive: Receive) -> Receive:
-    """A `receive` that gives an empty body, and later the client's disconnect."""
+    """Return a `receive` that gives an empty body, and later the client's disconnect."""
     has_begun = False
 
     async def receive_no_body() -> Message:
@@ -59,5 +63,5 @@ def _without_body(receive: Receive) -> Receive:
 
 
 def middlewares() -> list[Middleware]:
-    """The middlewares that Ray Serve puts around its HTTP servers."""
+    """Return the middlewares for Ray Serve's HTTP servers."""
     return [Middleware(WithoutSteeringHeaders)]

@@ -317,7 +317,7 @@ def _option_default(option: Any) -> str:
     if isinstance(option.show_default, str):
         return f"`{option.show_default}`"
     value = option.default
-    if value is None or callable(value) or value in (False, (), []):
+    if value is None or value is False or callable(value) or value in ((), []):
         return ""
     if isinstance(value, list | tuple):
         value = ",".join(str(getattr(item, "value", item)) for item in value)

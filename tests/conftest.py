@@ -3,6 +3,7 @@
 No test reaches another machine, and the tests share its cores.
 """
 
+import gc
 import os
 
 import pytest
@@ -31,6 +32,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(str(item.path)))
     items.sort(key=_place)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt the imported modules from garbage collection.
+
+    transformers' Trainer collects garbage after each run, which takes seconds otherwise.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Let the interpreter free everything when it ends: nanobind reports leaks otherwise."""
+    gc.unfreeze()
 
 
 def _place(item: pytest.Item) -> tuple[int, int]:

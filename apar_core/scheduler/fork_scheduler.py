@@ -60,7 +60,7 @@ class ForkMixin(Scheduler):
                 "forking needs prefix caching, through which children share their parent's KV "
                 "blocks: set enable_prefix_caching=True"
             )
-        # Order by arrival: children before newer requests, the youngest family preempted first.
+        # Order by arrival: children before newer requests, the youngest request preempted first.
         vllm_config.scheduler_config.policy = "priority"
         super().__init__(vllm_config, *args, **kwargs)
         self.threads: ThreadTable[Request] = ThreadTable()

@@ -19,7 +19,7 @@ Child = TypeVar("Child")
 
 @dataclass(slots=True, eq=False)
 class ThreadGroup(Generic[Child]):
-    """All threads of one request, also called its family.
+    """All threads of one request.
 
     token_budget: the request's `max_tokens`.
     arrival: the request's priority (lower goes first) and arrival time.

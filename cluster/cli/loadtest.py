@@ -97,7 +97,7 @@ def run(
     ] = None,
     concurrency: Annotated[
         int | None,
-        typer.Option(min=1, help="Requests under way at once."),
+        typer.Option(min=1, help="Number of concurrent requests."),
     ] = None,
     rate: Annotated[
         float | None,
@@ -191,13 +191,12 @@ def run(
     --metrics 127.0.0.1:9464 --slo ttft=2s,e2e=30s --out out/forked[/bold]
     """
     # Importing these takes a second, and `apar --help` must be fast.
-    from cluster.loadtest.jobs import WorkloadSettings, build_jobs
+    from cluster.loadtest.jobs import Target, WorkloadSettings, build_jobs, find_model
     from cluster.loadtest.live_view import LiveView
     from cluster.loadtest.load_run import LoadRun, run_in_loop
     from cluster.loadtest.report import run_report
     from cluster.loadtest.run_file import AnswerFile, LoadSettings, RunFolder, read_run
-    from cluster.loadtest.slo import parse_slo
-    from cluster.loadtest.target import Target, find_model
+    from cluster.loadtest.statistics import parse_slo
     from cluster.monitor.sources import PagesSource
 
     with clear_errors():
@@ -266,7 +265,7 @@ def _arrivals(
     if rate is not None and not rate > 0:
         raise typer.BadParameter(f"--rate {rate:g} is not above 0")
     if concurrency is not None:
-        return ClosedLoop(concurrency), f"{concurrency} under way at once"
+        return ClosedLoop(concurrency), f"{concurrency} concurrent requests"
     if file is not None:
         at_rate = "" if rate is None else f", scaled to {rate:g} per second"
         return read_arrivals(file, rate), f"at the times in {file}{at_rate}"

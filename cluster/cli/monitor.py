@@ -14,10 +14,9 @@ from rich.live import Live
 from cluster.cli.options import AsJson, Duration, duration_option
 from cluster.cli.terminal import clear_errors
 from cluster.config.metrics import DEFAULT_PORT
-from cluster.monitor.overview import ClusterHistory
+from cluster.monitor.overview import ClusterHistory, Watch
 from cluster.monitor.sources import PagesSource, PrometheusSource, Source
 from cluster.monitor.view import Screen
-from cluster.monitor.watch import Watch
 
 _DEFAULT_PAGE = f"http://127.0.0.1:{DEFAULT_PORT}/metrics"
 # A reading may see one report more or less than the next one.

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 
 
 class RoutingPolicy(StrEnum):
-    """How a replica is chosen; all but the first are for comparison."""
+    """Policies of `deployments/routing/policies.py`; all but the first are for comparison."""
 
     THREADS = "threads"
     POWER_OF_TWO = "power_of_two"

@@ -1,1 +1,1 @@
-"""The load test: requests sent to an OpenAI-compatible server, timed, cut, summed up, compared."""
+"""Load test of an OpenAI-compatible server: send requests, measure times, report, compare runs."""

@@ -1,4 +1,7 @@
-"""Sends a request and follows its answer: what becomes of it is a record, never an exception."""
+"""HTTP client of the load test: send a request, read its stream, return a record.
+
+Errors become part of the record and never raise.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +17,106 @@ from typing import Any
 
 import aiohttp
 
-from apar_core.offline.data.records import ChatMessage
-from cluster.loadtest.answer_stream import AnswerStream, NotAStreamError, StreamError
-from cluster.loadtest.jobs import Job
-from cluster.loadtest.records import CANCELLED, RequestRecord
-from cluster.loadtest.target import Target
+from cluster.loadtest.jobs import Job, Target
+from cluster.loadtest.run_file import CANCELLED, Answered, RequestRecord
 
-# Servers close idle connections after 5 s (uvicorn) or later: leave them before they do, or a
-# request is lost on a connection that is being closed.
+_DATA = b"data:"
+_DONE = b"[DONE]"
+
+
+class StreamError(Exception):
+    """The server reported an error within a stream."""
+
+
+class NotAStreamError(Exception):
+    """The response is not a stream of chat completions."""
+
+
+@dataclass(slots=True)
+class AnswerStream:
+    """Incremental parser of a chat completion stream.
+
+    `pieces` holds (time, characters) per chunk of text. `paragraph_s` is the time when the first
+    paragraph and its line break were complete. `last_s` is the time of the last chunk with a
+    choice; only usage may follow.
+    """
+
+    pieces: list[tuple[float, int]] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    characters: int = 0
+    paragraph_s: float | None = None
+    last_s: float | None = None
+    finish_reason: str | None = None
+    usage: dict[str, Any] = field(default_factory=dict)
+    apar: dict[str, Any] | None = None
+    done: bool = False
+    _rest: bytes = b""
+    _begun: bool = False
+
+    def feed(self, data: bytes, now_s: float) -> None:
+        """Parse bytes received at `now_s`. Raises StreamError and NotAStreamError."""
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        for line in lines:
+            if line.startswith(_DATA):
+                self._take(line[len(_DATA) :].strip(), now_s)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the answer is complete."""
+        return self.done or self.finish_reason is not None
+
+    def _take(self, payload: bytes, now_s: float) -> None:
+        if payload == _DONE:
+            self.done = True
+            return
+        try:
+            event = json.loads(payload)
+            error = event.get("error")
+            if error is None:
+                self._take_event(event, now_s)
+        except (ValueError, KeyError, TypeError, AttributeError) as problem:
+            shown = payload[:80].decode(errors="replace")
+            raise NotAStreamError(f"an event is not a chat completion chunk: {shown}") from problem
+        if error is not None:
+            message = error.get("message") if isinstance(error, dict) else error
+            raise StreamError(str(message))
+
+    def _take_event(self, event: dict[str, Any], now_s: float) -> None:
+        self.usage = event.get("usage") or self.usage
+        self.apar = event.get("apar") or self.apar
+        for choice in event["choices"]:
+            self.last_s = now_s
+            delta = choice.get("delta") or {}
+            # Reasoning models send their reasoning in separate fields.
+            text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
+            if text:
+                self._take_text(text, now_s)
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+
+    def _take_text(self, text: str, now_s: float) -> None:
+        self.pieces.append((round(now_s, 5), len(text)))
+        self.text.append(text)
+        self.characters += len(text)
+        if self.paragraph_s is not None:
+            return
+        shown = text if self._begun else text.lstrip()
+        self._begun = self._begun or bool(shown)
+        if self._begun and "\n" in shown:
+            self.paragraph_s = round(now_s, 5)
+
+
+# Servers close idle connections after 5 s (uvicorn) or later. Close them earlier, or a request may
+# be lost on a connection that is being closed.
 _KEEP_S = 3.0
 _CONNECT_S = 10.0
 _LAST_BYTES_S = 1.0
 _STREAM_TYPE = "text/event-stream"
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """A record, and what was asked and said."""
-
-    record: RequestRecord
-    messages: tuple[ChatMessage, ...]
-    text: str
-
-
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One request under way; `started_s` is on time.perf_counter's clock."""
+    """A running request; `started_s` is on time.perf_counter's clock."""
 
     job: Job
     started_s: float
@@ -49,15 +126,15 @@ class Attempt:
     message: str | None = None
 
     def fail(self, kind: str, reason: object) -> None:
-        """Note why it ends without a whole answer."""
+        """Record why there is no complete answer."""
         self.error, self.message = kind, str(reason)[:300] or None
 
 
 class LoadClient:
-    """One connection pool to one server, without a limit. Use as an async context manager.
+    """Client with an unlimited connection pool. Use as an async context manager.
 
-    It never repeats a request: what the server refuses is a result. `timeout_s` is the longest
-    time of a request in all.
+    Requests are never retried, because an error response is a result. `timeout_s` limits the total
+    time of a request. `under_way` contains the running requests.
     """
 
     def __init__(self, target: Target, *, timeout_s: float) -> None:
@@ -87,21 +164,21 @@ class LoadClient:
     async def send(
         self, job: Job, *, repeat: int, index: int, start_s: float, planned_s: float | None
     ) -> Answered:
-        """Send a job; the repeat began at `start_s` on time.perf_counter's clock.
+        """Send a job; `start_s` is the start of the repeat on time.perf_counter's clock.
 
-        A task that is cancelled meanwhile ends at once with a record that says so.
+        If the task is cancelled, return a record with the error CANCELLED at once.
         """
         attempt = Attempt(job, time.perf_counter())
         self.under_way.add(attempt)
         try:
             await self._follow(attempt)
         except asyncio.CancelledError:
-            attempt.fail(CANCELLED, "the run was ended while the request was under way")
+            attempt.fail(CANCELLED, "the run was interrupted while the request was running")
         finally:
             self.under_way.discard(attempt)
         end_s = time.perf_counter() - attempt.started_s
         if attempt.error is None and attempt.stream.last_s is not None:
-            # As other clients have it: usage belongs to no token, and may be held back for a while.
+            # Like other clients, ignore the final usage chunk, which may be delayed.
             end_s = attempt.stream.last_s
         record = _record(
             attempt,
@@ -121,15 +198,15 @@ class LoadClient:
                 if answer.status != 200:
                     attempt.fail(f"http_{answer.status}", _reason(await answer.read()))
                 elif answer.content_type != _STREAM_TYPE:
-                    attempt.fail("not_a_stream", f"the answer is {answer.content_type}")
+                    attempt.fail("not_a_stream", f"the response is {answer.content_type}")
                 else:
                     await _read(answer.content, attempt)
         except aiohttp.ConnectionTimeoutError as error:
             attempt.fail("connection", error)
         except TimeoutError:
-            attempt.fail("timeout", f"no whole answer within {self._timeout_s:g} s")
+            attempt.fail("timeout", f"no complete answer within {self._timeout_s:g} s")
         except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError) as error:
-            # What was whole has been read before; the rest of the connection is of no interest.
+            # A complete answer stays valid if the connection breaks afterwards.
             if not attempt.stream.whole:
                 attempt.fail("cut", error)
         except aiohttp.ClientConnectionError as error:
@@ -153,8 +230,8 @@ async def _read(content: aiohttp.StreamReader, attempt: Attempt) -> None:
         attempt.fail("not_a_stream", error)
     else:
         if not stream.whole:
-            attempt.fail("cut", "the stream ended before the answer did")
-        # A connection whose answer is read to its end serves another request.
+            attempt.fail("cut", "the stream ended before the answer")
+        # Read to the end, so that the connection can be reused.
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_BYTES_S):
                 await content.read()
@@ -166,7 +243,7 @@ def _record(attempt: Attempt, **times: Any) -> RequestRecord:
     counted = apar.get("text_tokens", stream.usage.get("completion_tokens"))
     expected = attempt.job.text_tokens
     if attempt.error is None and expected is not None and counted != expected:
-        attempt.fail("not_replayed", f"{counted} tokens of text instead of {expected}")
+        attempt.fail("not_replayed", f"{counted} text tokens instead of {expected}")
     return RequestRecord(
         **times,
         id=attempt.job.id,
@@ -187,7 +264,7 @@ def _record(attempt: Attempt, **times: Any) -> RequestRecord:
 
 
 def _reason(body: bytes) -> str:
-    """Return the message of OpenAI's error body, or its beginning as it is."""
+    """Return the message of an OpenAI error body, or the beginning of any other body."""
     try:
         error = json.loads(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

@@ -1,4 +1,4 @@
-"""What is sent: recorded answers to generate again, or plain prompts, each as a request's body."""
+"""Target server and workload: replayed answers or plain prompts, as request bodies."""
 
 from __future__ import annotations
 
@@ -8,25 +8,106 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+import httpx
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from apar_core.errors import EvaluationError
 from apar_core.offline.data.records import ChatMessage
 from apar_core.offline.evaluation.prompt_sets import Question, load_prompts
-from cluster.loadtest.target import ModelCard
+
+_TIMEOUT_S = 20.0
+
+
+class ModelCard(BaseModel):
+    """Model in a server's model list; only vLLM's servers report more than the name."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    id: str
+    root: str | None = None
+    max_model_len: int | None = None
+
+
+class _ModelList(BaseModel):
+    data: list[ModelCard]
+
+
+class Target(BaseModel):
+    """OpenAI-compatible server; `url` may end with `/v1`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str
+    api_key: str | None = Field(None, repr=False, exclude=True)
+
+    @property
+    def base_url(self) -> str:
+        """Base URL of the API, ending with `/v1`."""
+        url = self.url.rstrip("/") if "://" in self.url else f"http://{self.url.rstrip('/')}"
+        return url if url.endswith("/v1") else f"{url}/v1"
+
+    @property
+    def chat_url(self) -> str:
+        """URL of chat completions."""
+        return f"{self.base_url}/chat/completions"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of every request."""
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+
+def find_model(target: Target, wanted: str | None) -> ModelCard:
+    """Return the model named `wanted`, or the server's only model.
+
+    A server without a model list is accepted if a name is given. Raises EvaluationError if the
+    server does not answer, rejects the API key, or lacks the model.
+    """
+    url = f"{target.base_url}/models"
+    try:
+        answer = httpx.get(url, headers=target.headers, timeout=_TIMEOUT_S, follow_redirects=True)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise EvaluationError(f"--target {target.url}: {url} cannot be reached: {error}") from error
+    if answer.status_code in (401, 403):
+        raise EvaluationError(
+            f"--target {target.url} rejects the API key (HTTP {answer.status_code}); set "
+            "the variable that --api-key-env names"
+        )
+    try:
+        answer.raise_for_status()
+        cards = _ModelList.model_validate_json(answer.content).data
+    except (httpx.HTTPStatusError, ValidationError) as error:
+        if wanted is not None:
+            return ModelCard(id=wanted)
+        raise EvaluationError(
+            f"--target {target.url}: {url} lists no models (HTTP {answer.status_code}); set "
+            "--model-name"
+        ) from error
+    return _chosen(target, cards, wanted)
+
+
+def _chosen(target: Target, cards: list[ModelCard], wanted: str | None) -> ModelCard:
+    names = ", ".join(card.id for card in cards)
+    for card in cards:
+        if card.id == wanted or (wanted is None and len(cards) == 1):
+            return card
+    if wanted is None:
+        raise EvaluationError(f"--target {target.url} has {names or 'no model'}: set --model-name")
+    raise EvaluationError(f"--model-name {wanted!r}: {target.url} has {names or 'no model'}")
+
 
 REPLAY, PROMPTS = "replay", "prompts"
 FORMS = (
     f"{REPLAY}:TRACE.jsonl, or {PROMPTS}:NAME with vicuna-bench, mt-bench, held-out, a file of "
-    "JSON lines with a prompt each, or a .txt file with a prompt in each line"
+    "JSON lines with a prompt each, or a .txt file with one prompt per line"
 )
 
 
 class WorkloadSettings(BaseModel):
-    """Which requests are sent.
+    """Workload of a load test.
 
-    `flat` replays without forks. Recorded answers that are longer than `context_tokens` with their
-    prompts are left out. `extra_body` goes into every body.
+    `flat` replays without forks. Recorded answers that exceed `context_tokens` together with their
+    prompts are skipped. `extra_body` is added to every request body.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -45,7 +126,7 @@ class WorkloadSettings(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request to send; `text_tokens` is the number its answer must have, if that is known."""
+    """One request to send; `text_tokens` is the expected length of its answer, if known."""
 
     id: str
     category: str
@@ -56,9 +137,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class PlannedJobs:
-    """The jobs of a repeat in their order.
+    """Jobs of a repeat in order.
 
-    The last `repeated` of them came before; `left_out` recorded answers on the way were too long.
+    The last `repeated` jobs are repetitions of earlier ones. `left_out` recorded answers were
+    skipped because they were too long.
     """
 
     jobs: Sequence[Job]
@@ -67,29 +149,29 @@ class PlannedJobs:
 
 
 def build_jobs(settings: WorkloadSettings, card: ModelCard) -> PlannedJobs:
-    """Return as many jobs as wanted, the workload again and again if it has fewer.
+    """Return the requested number of jobs, repeating the workload if it has fewer.
 
-    Raises EvaluationError for a workload that cannot be read.
+    Raises EvaluationError if the workload cannot be read.
     """
     kind, colon, name = settings.spec.partition(":")
     if not colon or not name or kind not in (REPLAY, PROMPTS):
-        raise EvaluationError(f"workload {settings.spec!r}: give {FORMS}")
+        raise EvaluationError(f"workload {settings.spec!r}: expected {FORMS}")
     if settings.flat and kind != REPLAY:
-        raise EvaluationError(f"--no-fork: {settings.spec!r} is not a recorded answer")
+        raise EvaluationError(f"--no-fork: {settings.spec!r} is not a replay workload")
     if kind == REPLAY:
         jobs, left_out = _replay_jobs(name, settings, card)
     else:
         jobs, left_out = _prompt_jobs(name, settings, card), 0
     if not jobs:
-        raise EvaluationError(f"{settings.spec!r} has no prompt for a chat")
+        raise EvaluationError(f"{settings.spec!r} contains no chat prompt")
     wanted = settings.requests or len(jobs)
     sent = [jobs[index % len(jobs)] for index in range(wanted)]
     return PlannedJobs(sent, left_out, repeated=max(wanted - len(jobs), 0))
 
 
 def _replay_jobs(name: str, settings: WorkloadSettings, card: ModelCard) -> tuple[list[Job], int]:
-    """Return the jobs, and how many answers were left out."""
-    # transformers takes seconds to import, and plain prompts need none of it.
+    """Return the jobs and the number of skipped answers."""
+    # transformers takes seconds to import, and plain prompts do not need it.
     from apar_core.offline.evaluation.replay_text import load_text
     from apar_core.workload.replay_answers import replay_answers
     from apar_core.workload.trace import read_trace
@@ -125,8 +207,8 @@ def _tokenizer(settings: WorkloadSettings, card: ModelCard) -> str:
         if name is not None and Path(name).is_dir():
             return name
     raise EvaluationError(
-        f"{settings.spec}: a replay needs the tokenizer of {card.id!r}; name its checkpoint with "
-        "--tokenizer"
+        f"{settings.spec}: a replay needs the model's tokenizer; set --tokenizer to "
+        f"the checkpoint folder of {card.id!r}"
     )
 
 
@@ -150,7 +232,7 @@ def _prompt_jobs(name: str, settings: WorkloadSettings, card: ModelCard) -> list
 
 
 def _questions(name: str, folder: Path | None) -> Sequence[Question]:
-    """Return the questions of a set; of several turns the first is asked."""
+    """Return the questions of a prompt set; only the first turn of each is used."""
     path = Path(name)
     if path.suffix != ".txt":
         return load_prompts(name, folder)
@@ -164,7 +246,7 @@ def _questions(name: str, folder: Path | None) -> Sequence[Question]:
         if line.strip()
     ]
     if not questions:
-        raise EvaluationError(f"{path} has no prompt")
+        raise EvaluationError(f"{path} contains no prompt")
     return questions
 
 

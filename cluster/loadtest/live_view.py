@@ -1,4 +1,4 @@
-"""How far a load test is: a bar with live figures on a terminal, a line now and then elsewhere."""
+"""Progress of a load test: a bar with live figures on a terminal, periodic lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cluster.loadtest.client import Answered, LoadClient
+from cluster.loadtest.client import LoadClient
+from cluster.loadtest.run_file import Answered
 
 _REFRESH_S = 0.5
 _LINE_EVERY_S = 15.0
 _WINDOW_S = 5.0
 _LATEST = 200
-# Until an answer has ended and tells how many tokens its characters are.
+# Used until a finished answer gives the real ratio.
 _CHARACTERS_PER_TOKEN = 4.0
 
 
 @dataclass(slots=True)
 class LiveFigures:
-    """What is known of a stage while it runs; speeds over the last seconds."""
+    """Live figures of a running stage; speeds are over the last seconds."""
 
     client: LoadClient
     clock: Callable[[], float] = time.perf_counter
@@ -41,7 +42,7 @@ class LiveFigures:
         self._history.append((self.clock(), 0))
 
     def take(self, answered: Answered) -> None:
-        """Count a request that has ended."""
+        """Count a finished request."""
         record = answered.record
         self.ended += 1
         self._characters += len(answered.text)
@@ -54,7 +55,7 @@ class LiveFigures:
             self._first_token_s.append(record.pieces[0][0])
 
     def text(self) -> str:
-        """Return the figures in one line."""
+        """Return the figures as one line."""
         under_way = self.client.under_way
         first = f"{statistics.median(self._first_token_s):.2f} s" if self._first_token_s else "-"
         parts = [f"{len(under_way)} running", f"{self._speed():.0f} tokens/s", f"ttft {first}"]
@@ -64,7 +65,7 @@ class LiveFigures:
         return "  ".join(parts)
 
     def _speed(self) -> float:
-        """Estimate tokens per second by the characters of ended and running answers."""
+        """Estimate tokens per second from the characters of finished and running answers."""
         running = sum(attempt.stream.characters for attempt in self.client.under_way)
         now = self.clock()
         self._history.append((now, self._characters + running))
@@ -78,7 +79,7 @@ class LiveFigures:
 
 
 class LiveView:
-    """Shows the stages of a run one below the other."""
+    """Shows the stages of a run below each other."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -87,7 +88,10 @@ class LiveView:
     def stage(
         self, title: str, total: int, client: LoadClient
     ) -> Iterator[Callable[[Answered], None]]:
-        """Show a stage until the end of the block; give it every answer. Needs an event loop."""
+        """Show a stage during the block; pass every answer to the yielded function.
+
+        Needs a running event loop.
+        """
         figures = LiveFigures(client)
         bars = Progress(
             TextColumn("[bold]{task.description}"),
@@ -122,8 +126,8 @@ class LiveView:
 
     @contextmanager
     def settling(self) -> Iterator[None]:
-        """Say until the end of the block that the servers' last counts are waited for."""
-        said = "waiting for the servers' last counts"
+        """Show during the block that the final metrics are awaited."""
+        said = "waiting for the final metrics of the servers"
         if not self._console.is_terminal:
             self._console.print(said, highlight=False)
             yield

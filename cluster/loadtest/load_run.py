@@ -1,42 +1,144 @@
-"""A whole load test: warm-up requests, then the repeats, each watched and written down."""
+"""A whole load test: warm-up requests, then the repeats, measured and written to the run folder."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import uvloop
 
-from apar_core.workload.arrivals import AllAtOnce, Arrivals
-from cluster.loadtest.arrivals_drive import Drive, Stop
-from cluster.loadtest.client import Answered, LoadClient
-from cluster.loadtest.client_watch import ClientWatch
-from cluster.loadtest.cluster_watch import ClusterWatch
-from cluster.loadtest.jobs import PlannedJobs
+from apar_core.workload.arrivals import AllAtOnce, Arrivals, ClosedLoop
+from cluster.loadtest.client import LoadClient
+from cluster.loadtest.jobs import Job, PlannedJobs
 from cluster.loadtest.live_view import LiveView
-from cluster.loadtest.records import RequestRecord
-from cluster.loadtest.run_file import AnswerFile, LoadSettings, RepeatFacts, RunFacts, RunFolder
+from cluster.loadtest.run_file import (
+    Answered,
+    AnswerFile,
+    LoadSettings,
+    RepeatFacts,
+    RequestRecord,
+    RunFacts,
+    RunFolder,
+)
+from cluster.loadtest.watches import ClientWatch, ClusterWatch
 from cluster.monitor.sources import PagesSource
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_in_loop(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run it in uvloop's event loop, which needs less of the client's CPU than asyncio's own."""
+    """Run a coroutine in uvloop, which uses less CPU than asyncio's event loop."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(coroutine)
 
 
+Take = Callable[[Answered], None]
+
+
+@dataclass(slots=True)
+class Stop:
+    """Interrupts a run: no more requests are sent, and running ones are cancelled."""
+
+    _asked: asyncio.Event = field(default_factory=asyncio.Event)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def asked(self) -> bool:
+        """Whether the run was interrupted."""
+        return self._asked.is_set()
+
+    def ask(self) -> None:
+        """Interrupt the run."""
+        self._asked.set()
+        for task in self._tasks:
+            task.cancel()
+
+    def hold(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+        """Cancel this task if the run is interrupted."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def sleep(self, seconds: float) -> None:
+        """Sleep, but wake up if the run is interrupted."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._asked.wait(), seconds)
+
+
+@dataclass(slots=True)
+class Drive:
+    """Sends the jobs of one repeat according to their arrivals.
+
+    Calls `take` with each finished request. No request is sent after `longest_s` seconds.
+    """
+
+    client: LoadClient
+    repeat: int
+    stop: Stop
+    take: Take
+    longest_s: float = float("inf")
+    _start_s: float = 0.0
+
+    async def run(self, jobs: Sequence[Job], arrivals: Arrivals, seed: int) -> float:
+        """Send the jobs, wait for all answers, and return the duration in seconds."""
+        self._start_s = time.perf_counter()
+        if isinstance(arrivals, ClosedLoop):
+            await self._closed(jobs, arrivals.concurrency)
+        else:
+            await self._open(jobs, arrivals.times_s(len(jobs), seed))
+        return self._now_s
+
+    @property
+    def _now_s(self) -> float:
+        return time.perf_counter() - self._start_s
+
+    async def _open(self, jobs: Sequence[Job], times_s: Sequence[float]) -> None:
+        tasks = []
+        for index, (job, time_s) in enumerate(zip(jobs, times_s, strict=True)):
+            if time_s > self._now_s:
+                await self.stop.sleep(time_s - self._now_s)
+            if self.stop.asked or time_s >= self.longest_s:
+                break
+            tasks.append(self.stop.hold(asyncio.create_task(self._send(index, job, time_s))))
+        await _ended(tasks)
+
+    async def _closed(self, jobs: Sequence[Job], concurrency: int) -> None:
+        waiting = iter(enumerate(jobs))
+        await _ended(
+            [
+                self.stop.hold(asyncio.create_task(self._work(waiting)))
+                for _ in range(min(concurrency, len(jobs)))
+            ]
+        )
+
+    async def _work(self, waiting: Iterator[tuple[int, Job]]) -> None:
+        for index, job in waiting:
+            if self.stop.asked or self._now_s >= self.longest_s:
+                return
+            await self._send(index, job, None)
+
+    async def _send(self, index: int, job: Job, planned_s: float | None) -> None:
+        self.take(
+            await self.client.send(
+                job,
+                repeat=self.repeat,
+                index=index,
+                start_s=self._start_s,
+                planned_s=planned_s,
+            )
+        )
+
+
 @dataclass(slots=True)
 class LoadRun:
-    """What a load test works with; call `run` once.
+    """A load test; call `run` once.
 
-    `answers` takes the texts, `source` is asked for the cluster's metrics, where given.
+    `answers` optionally records the answers. `source` optionally provides the cluster's metrics.
     """
 
     settings: LoadSettings
@@ -50,7 +152,7 @@ class LoadRun:
     _facts: list[RepeatFacts] = field(default_factory=list)
 
     async def run(self) -> None:
-        """Run to the end, or to the first Ctrl-C; what there is has then been written.
+        """Run until the end or the first Ctrl-C, and write the results.
 
         Raises MonitorError if the cluster's metrics cannot be read at the start of a repeat.
         """
@@ -77,13 +179,13 @@ class LoadRun:
             )
 
     async def _warm_up(self, client: LoadClient) -> None:
-        """Send some of the jobs at once, and forget their answers."""
+        """Send the first jobs at once and discard their answers."""
         jobs = self.planned.jobs[: self.settings.warm_up]
         with self.view.stage("warm-up", len(jobs), client) as show:
             await Drive(client, -1, self._stop, show).run(jobs, AllAtOnce(), self.settings.seed)
         cluster = self._cluster_watch()
         if jobs and cluster is not None and not self._stop.asked:
-            # Or the first repeat would have their counts.
+            # Otherwise the first repeat would include their counts.
             settling = self._stop.hold(asyncio.create_task(cluster.settle()))
             await asyncio.wait([settling])
             if not settling.cancelled():
@@ -134,7 +236,7 @@ class LoadRun:
         return take
 
     def _catch_signals(self) -> Callable[[], None]:
-        """Let the first signal end the run in order; a second one ends the process as ever."""
+        """Let the first signal interrupt the run; a second one ends the process."""
         loop = asyncio.get_running_loop()
 
         def restore() -> None:
@@ -147,7 +249,14 @@ class LoadRun:
             self._stop.ask()
 
         for number in _SIGNALS:
-            # Only the main thread takes signals; a run elsewhere, as in tests, goes without.
+            # Signals work only in the main thread; tests run in others.
             with suppress(ValueError, RuntimeError):
                 loop.add_signal_handler(number, end)
         return restore
+
+
+async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Wait for all of them; raise the first error but for those of tasks that never began."""
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+            raise result

@@ -1,12 +1,13 @@
-"""A run as a folder: `run.json`, what was asked for and what came of each repeat, and
-`requests.jsonl`, a line for every request."""
+"""Files of a run: `run.json` with settings and results per repeat, and `requests.jsonl` with one
+line per request."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 from pydantic import (
     BaseModel,
@@ -20,20 +21,169 @@ from pydantic import ValidationError as Invalid
 
 from apar_core.errors import EvaluationError, validation_summary
 from apar_core.json_lines import read_lines
+from apar_core.offline.data.records import ChatMessage
 from apar_core.workload.trace import TraceLine, TraceWriter
-from cluster.loadtest.client import Answered
-from cluster.loadtest.client_watch import ClientFigures
-from cluster.loadtest.cluster_watch import SETTLE_S, ClusterFigures
-from cluster.loadtest.jobs import WorkloadSettings
-from cluster.loadtest.records import RequestRecord
-from cluster.loadtest.samples import SAMPLE_S
-from cluster.loadtest.target import Target
+from cluster.loadtest.jobs import Target, WorkloadSettings
+
+SAMPLE_S = 3.0
+"""Default length of a throughput sample, as in the paper."""
+SETTLE_S = 11.0
+"""Longer than the report interval of metrics: `metrics.report_s`, or Ray's default of 10 s."""
+MOST_CPU_SHARE = 0.9
+MOST_LAG_S = 0.1
+MOST_LATE_S = 0.25
+CANCELLED = "cancelled"
+"""Error kind of a request that was running when the user interrupted the run."""
+
+
+class RequestRecord(BaseModel):
+    """Result of one request, a line of `requests.jsonl`; all times are in seconds.
+
+    `sent_s` and `planned_s` are relative to the start of the repeat. `planned_s` is None for
+    closed-loop arrivals. The following are relative to `sent_s`: the times in `pieces`, the chunks
+    of text as (time, characters); `end_s`, the last chunk of the answer; `paragraph_s`, the end of
+    the first paragraph. `text_tokens` is the server's count, or the number of chunks if the server
+    reports none (then `counted` is false). `error` is the error kind, None for a complete answer.
+    `apar` is the server's statistics of the request's threads.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    repeat: int
+    index: int
+    id: str
+    category: str
+    sent_s: float
+    end_s: float
+    planned_s: float | None = None
+    pieces: list[tuple[float, int]] = []
+    paragraph_s: float | None = None
+    status: int | None = None
+    finish_reason: str | None = None
+    prompt_tokens: int | None = None
+    text_tokens: int = 0
+    counted: bool = True
+    error: str | None = None
+    message: str | None = None
+    apar: dict[str, Any] | None = None
+
+    @property
+    def first_s(self) -> float | None:
+        """Time of the first text, since the start of the repeat."""
+        return self.sent_s + self.pieces[0][0] if self.pieces else None
+
+    @property
+    def finished_s(self) -> float:
+        """Time of the end, since the start of the repeat."""
+        return self.sent_s + self.end_s
+
+    @property
+    def late_s(self) -> float | None:
+        """Delay of sending relative to the plan, caused by the client."""
+        return None if self.planned_s is None else self.sent_s - self.planned_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Times between consecutive chunks of text."""
+        times = [time_s for time_s, _ in self.pieces]
+        return [after - before for before, after in pairwise(times)]
+
+    def tokens_by_piece(self) -> list[tuple[float, float]]:
+        """Return (time since the start of the repeat, tokens) for each chunk of text.
+
+        A chunk may contain several tokens; tokens are distributed by characters.
+        """
+        characters = sum(length for _, length in self.pieces)
+        if not characters:
+            return []
+        per_character = self.text_tokens / characters
+        return [(self.sent_s + time_s, length * per_character) for time_s, length in self.pieces]
+
 
 RUN_FILE, REQUESTS_FILE = "run.json", "requests.jsonl"
 
 
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Record of a request with its messages and its answer."""
+
+    record: RequestRecord
+    messages: tuple[ChatMessage, ...]
+    text: str
+
+
+class ClientFigures(BaseModel):
+    """Load of the client in one repeat.
+
+    CPU shares are relative to one core: over the whole repeat, and in its busiest second.
+    `lag_...` is the delay of the event loop's wake-ups. `late_p99_s` is the delay of sending
+    requests, None for closed-loop arrivals.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cpu_share: float
+    busiest_cpu_share: float
+    lag_p50_s: float
+    lag_p99_s: float
+    lag_max_s: float
+    late_p99_s: float | None
+
+    @property
+    def marks(self) -> list[str]:
+        """Warnings that the client was a bottleneck; empty if it was not."""
+        marks = []
+        if self.cpu_share > MOST_CPU_SHARE:
+            marks.append(f"the client used {self.cpu_share:.2f} of a core (limit {MOST_CPU_SHARE})")
+        if self.lag_p99_s > MOST_LAG_S:
+            marks.append(
+                f"the client's event loop lagged by {self.lag_p99_s * 1000:.0f} ms at the 99th "
+                f"percentile (limit {MOST_LAG_S * 1000:.0f} ms)"
+            )
+        if self.late_p99_s is not None and self.late_p99_s > MOST_LATE_S:
+            marks.append(
+                f"requests were sent {self.late_p99_s * 1000:.0f} ms late at the 99th percentile "
+                f"(limit {MOST_LATE_S * 1000:.0f} ms)"
+            )
+        return marks
+
+
+class ClusterMoment(BaseModel):
+    """Gauges at one time in a repeat; the KV share is that of the fullest replica."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    at_s: float
+    kv_share: float
+    running: float
+    waiting: float
+    deferred: float
+
+
+class ClusterFigures(BaseModel):
+    """Metrics of the servers in one repeat: increases of counters, and gauges over time.
+
+    Counters include the requests of other clients. `failures` counts failed readings.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    generated_tokens: float
+    engine_steps: float
+    engine_busy_s: float
+    forks: dict[str, float]
+    shared_blocks: float
+    copied_blocks: float
+    attended_tokens: float
+    sequential_attended_tokens: float
+    cached_tokens: float
+    sequential_cached_tokens: float
+    moments: list[ClusterMoment]
+    failures: int = 0
+
+
 class LoadSettings(BaseModel):
-    """All that a load test is told."""
+    """Settings of a load test."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -52,7 +202,7 @@ class LoadSettings(BaseModel):
 
 
 class RepeatFacts(BaseModel):
-    """What became of a repeat, beside its requests; `planned` counts those it would have sent."""
+    """Results of a repeat except its requests; `planned` is the number of planned requests."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -65,10 +215,10 @@ class RepeatFacts(BaseModel):
 
 
 class RunFacts(BaseModel):
-    """The content of `run.json`.
+    """Content of `run.json`.
 
-    `left_out` recorded answers were longer than the context; `repeated` requests of each repeat
-    had been sent in it before.
+    `left_out` recorded answers exceeded the context. `repeated` requests of each repeat were
+    repetitions of earlier ones.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -82,7 +232,7 @@ class RunFacts(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that has ended: its facts and its requests."""
+    """A finished run."""
 
     name: str
     facts: RunFacts
@@ -94,19 +244,19 @@ class Run:
 
     @property
     def whole(self) -> list[RequestRecord]:
-        """The requests that ended well."""
+        """Requests with a complete answer."""
         return [record for record in self.records if record.error is None]
 
 
 class AnswerFile:
-    """A trace of the answers, one line each, as `--replay FILE` reads it."""
+    """Writes answers as a trace for `--replay FILE`."""
 
     def __init__(self, path: Path) -> None:
         self._trace = TraceWriter(path)
         self._known: set[str] = set()
 
     def add(self, answered: Answered, model: str) -> None:
-        """Write a whole answer, the first one to its question."""
+        """Write a complete answer, unless its question already has one."""
         record = answered.record
         if record.error is not None or record.id in self._known or not answered.text:
             return
@@ -128,7 +278,7 @@ class AnswerFile:
 
 
 class RunFolder:
-    """Writes a run while it goes on. Use as a context manager."""
+    """Writes the files of a run while it is running. Use as a context manager."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -138,7 +288,9 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         requests = self.path / REQUESTS_FILE
         if requests.exists() and requests.stat().st_size > 0:
-            raise EvaluationError(f"--out {self.path} holds a run already; give another folder")
+            raise EvaluationError(
+                f"--out {self.path} already contains a run; choose another folder"
+            )
         self._file = requests.open("w", encoding="utf-8")
         return self
 
@@ -152,25 +304,25 @@ class RunFolder:
             self._file.close()
 
     def add(self, record: RequestRecord) -> None:
-        """Write a request's line, so that it outlasts this process."""
+        """Write and flush the line of a request."""
         assert self._file is not None
         self._file.write(record.model_dump_json(exclude_none=True) + "\n")
         self._file.flush()
 
     def write_facts(self, facts: RunFacts) -> None:
-        """Write what is known of the run so far."""
+        """Write `run.json`."""
         (self.path / RUN_FILE).write_text(facts.model_dump_json(indent=1), encoding="utf-8")
 
 
 def read_run(path: Path) -> Run:
-    """Return the run in a folder, by the name of the folder.
+    """Read a run, which is named after its folder.
 
-    Raises EvaluationError for a folder that holds no run.
+    Raises EvaluationError if the folder contains no run.
     """
     try:
         facts = RunFacts.model_validate_json((path / RUN_FILE).read_bytes())
     except OSError as error:
-        raise EvaluationError(f"{path} holds no run of apar loadtest: {error}") from error
+        raise EvaluationError(f"{path} contains no run of apar loadtest: {error}") from error
     except Invalid as error:
         raise EvaluationError(f"{path / RUN_FILE}: {validation_summary(error)}") from error
     records = list(read_lines(path / REQUESTS_FILE, RequestRecord))

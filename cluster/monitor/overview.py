@@ -1,25 +1,35 @@
-"""A running cluster in figures, from its series now and from what they have gained lately."""
+"""Figures of a running cluster, from its current metrics and their recent increases."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from apar_core.errors import AparError
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Metric
-from cluster.monitor.quantiles import histogram_quantile
-from cluster.monitor.rates import History, Window
-from cluster.monitor.reports import Rates, Reports
-from cluster.monitor.series import GroupKey, Snapshot, Values, buckets, largest, summed, total
+from cluster.monitor.rates import History, Rates, Reports, Window
+from cluster.monitor.series import (
+    GroupKey,
+    Snapshot,
+    Values,
+    buckets,
+    histogram_quantile,
+    largest,
+    summed,
+    total,
+)
+from cluster.monitor.sources import PageError, Source
 
 TREND_POINTS = 240
-"""Readings that the line of tokens per second goes back."""
+"""Number of readings in the sparkline of tokens per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Median and 99th percentile in seconds; None where nothing has been observed."""
+    """Median and 99th percentile in seconds; None without observations."""
 
     p50: float | None
     p99: float | None
@@ -27,9 +37,9 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFigures:
-    """One replica; rates are per second, None before they are known.
+    """Figures of one replica; rates are per second, None until known.
 
-    `age_s` counts from when it was first seen; `older` if it was there before.
+    `age_s` is the time since it was first seen; `older` if it was running before the first reading.
     """
 
     model: str
@@ -47,7 +57,7 @@ class ReplicaFigures:
 
 @dataclass(frozen=True, slots=True)
 class ModelFigures:
-    """One model over all its replicas; shares are 0 to 1, None where nothing has happened."""
+    """Figures of one model over all replicas; shares are 0 to 1, None without events."""
 
     model: str
     replicas: float
@@ -67,9 +77,9 @@ class ModelFigures:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """All that the monitor shows; rates over `rate_s` at most, the rest over `window_s`.
+    """Everything that the monitor shows; rates are over at most `rate_s`, the rest over `window_s`.
 
-    `rejected` are requests in the window, by reason. `trend` is tokens per second, the newest last.
+    `rejected` counts requests in the window by reason. `trend` is tokens per second, newest last.
     """
 
     rate_s: float
@@ -83,10 +93,10 @@ class Overview:
 
 @dataclass(slots=True)
 class ClusterHistory:
-    """What is remembered between two readings.
+    """State between readings.
 
-    Rates are over `rate_s` or as long as it takes to see two reports; `quiet_s` says when a process
-    that has not reported stands still.
+    Rates are over `rate_s`, or longer if two reports are further apart. A process without a report
+    for `quiet_s` is idle.
     """
 
     rate_s: float
@@ -103,7 +113,7 @@ class ClusterHistory:
         self._trend = deque(maxlen=TREND_POINTS)
 
     def add(self, snapshot: Snapshot) -> None:
-        """Take the next snapshot."""
+        """Add a snapshot."""
         older = self.history.latest is None
         interval = self.history.add(snapshot)
         self.reports.add(snapshot.at_s, {} if interval is None else interval.gained)
@@ -114,7 +124,7 @@ class ClusterHistory:
         self._seen = {each: self._seen.get(each, (snapshot.at_s, older)) for each in alive}
 
     def overview(self) -> Overview:
-        """The figures as of the last snapshot; needs one."""
+        """Return the figures as of the last snapshot, which must exist."""
         latest = self.history.latest
         assert latest is not None
         rates, window = self.reports.rates(), self.history.window(self.window_s)
@@ -147,7 +157,7 @@ class ClusterHistory:
                 deferred=threads.get((*each, "deferred"), 0.0),
                 kv_share=kv_share.get(each),
                 tokens_per_s=rates.of(tokens.get(each, 0.0)),
-                # A delayed one has been started later.
+                # Delayed forks were started too, later.
                 forks_per_s=rates.of(
                     sum(forks.get((*each, outcome), 0.0) for outcome in ("accepted", "delayed"))
                 ),
@@ -163,7 +173,7 @@ def _models(values: Values, rates: Rates, window: Window) -> tuple[ModelFigures,
     return tuple(_model(name, values, rates, window) for name in sorted(names - {""}))
 
 
-# A model that has no replica at the moment still has a queue, and the other way round.
+# A model without replicas may have a queue, and vice versa.
 _OF_MODELS = (catalogue.THREADS, catalogue.REQUESTS_RUNNING, catalogue.REPLICAS)
 
 
@@ -212,7 +222,7 @@ def _model(name: str, values: Values, rates: Rates, window: Window) -> ModelFigu
 
 
 def _replicas_of(name: str, values: Values) -> float:
-    """Those that the gateway knows, or if none has asked yet, those that report."""
+    """Replicas known to the gateway or, before its first request, replicas that report metrics."""
     reporting = summed(values, catalogue.THREADS, "model", "replica")
     known = largest(values, catalogue.REPLICAS, "model").get((name,), 0.0)
     return max(known, float(sum(model == name for model, _ in reporting)))
@@ -220,3 +230,60 @@ def _replicas_of(name: str, values: Values) -> float:
 
 def _saved(with_forks: float, sequential: float) -> float | None:
     return 1 - with_forks / sequential if sequential > 0 else None
+
+
+_HINT = (
+    "`apar serve` prints the address of its metrics at startup, unless its configuration has "
+    "`metrics: {enabled: false}`."
+)
+
+
+class MonitorError(AparError):
+    """There is nothing to show; the message suggests the reason."""
+
+
+@dataclass(slots=True)
+class Watch:
+    """History of a source, and the start of its current outage."""
+
+    source: Source
+    history: ClusterHistory
+    silent_since: float | None = None
+    reason: str = ""
+    _answered: float = field(default_factory=time.time)
+
+    def read(self) -> None:
+        """Take a reading. After the first one, failures are recorded as an outage.
+
+        Raises MonitorError if the first reading fails.
+        """
+        first = self.history.history.latest is None
+        try:
+            snapshot = self.source.read()
+            if not snapshot.values and first:
+                raise PageError(
+                    f"{', '.join(sorted(snapshot.pages)) or 'Prometheus'}: no metrics of this "
+                    "cluster. Its metrics are disabled, no replica has started yet, or the page "
+                    "belongs to another program"
+                )
+        except PageError as error:
+            if first:
+                raise MonitorError(f"{error}. {_HINT}") from error
+            self.silent_since = self.silent_since or self._answered
+            self.reason = str(error)
+            return
+        self.history.add(snapshot)
+        self.silent_since, self._answered = None, time.time()
+
+    def overview(self) -> Overview:
+        """Return the figures of the last successful reading."""
+        return self.history.overview()
+
+    @property
+    def silence(self) -> str | None:
+        """Description of the current outage; None if there is none."""
+        if self.silent_since is None:
+            return None
+        clock = time.strftime("%H:%M:%S", time.localtime(self.silent_since))
+        gone_s = time.time() - self.silent_since
+        return f"no answer since {clock} ({gone_s:.0f} s): {self.reason}"

@@ -1,7 +1,8 @@
-"""Series of the cluster's metrics as they stood at one moment, and sums over their labels."""
+"""Snapshots of the cluster's metrics, aggregation over labels, and histogram quantiles."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,10 +15,10 @@ GroupKey = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class SeriesKey:
-    """One series: the page it stands on, its name, and all its labels, Ray's own included.
+    """Identity of a series: its metrics page, name and all labels, including Ray's own.
 
-    Two processes that count the same thing, or the same process before and after a restart, are
-    different series; only what becomes of each one by itself is a rate.
+    Two processes, or one process before and after a restart, have different series. Rates are
+    computed per series and then summed.
     """
 
     page: str
@@ -25,7 +26,7 @@ class SeriesKey:
     labels: tuple[tuple[str, str], ...]
 
     def label(self, name: str) -> str:
-        """A label's value; empty where the series has no such label, as in Prometheus."""
+        """Return a label's value; empty if the series lacks the label, as in Prometheus."""
         return dict(self.labels).get(name, "")
 
 
@@ -34,9 +35,9 @@ Values = Mapping[SeriesKey, float]
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All series of all pages that answered at a moment.
+    """All series of all pages that answered.
 
-    `at_s` is monotonic. `failures` says of each other page why it did not answer.
+    `at_s` is monotonic. `failures` maps the other pages to the reason of their failure.
     """
 
     at_s: float
@@ -46,7 +47,7 @@ class Snapshot:
 
 
 def exported_names() -> frozenset[str]:
-    """The names of all our series in Prometheus, a histogram's three included."""
+    """Names of all our series in Prometheus, including the three of each histogram."""
     names: set[str] = set()
     for metric in catalogue.metrics():
         suffixes = ("_bucket", "_sum", "_count") if metric.kind is Kind.HISTOGRAM else ("",)
@@ -55,13 +56,13 @@ def exported_names() -> frozenset[str]:
 
 
 def cumulative_names() -> frozenset[str]:
-    """Of those, the names that only grow: counters, and all series of histograms."""
+    """Names of our cumulative series: counters, and all series of histograms."""
     gauges = {m.exported for m in catalogue.metrics() if m.kind is Kind.GAUGE}
     return exported_names() - gauges
 
 
 def summed(values: Values, metric: Metric, *labels: str) -> dict[GroupKey, float]:
-    """Sums of a counter or gauge over all series with the same values of the labels."""
+    """Sum a counter or gauge by labels."""
     sums: dict[GroupKey, float] = defaultdict(float)
     for group, value in _grouped(values, metric.exported, labels):
         sums[group] += value
@@ -69,7 +70,7 @@ def summed(values: Values, metric: Metric, *labels: str) -> dict[GroupKey, float
 
 
 def largest(values: Values, metric: Metric, *labels: str) -> dict[GroupKey, float]:
-    """Largest value of a gauge in each group: for what several processes report alike."""
+    """Maximum of a gauge by labels, for gauges that several processes report equally."""
     found: dict[GroupKey, float] = {}
     for group, value in _grouped(values, metric.exported, labels):
         found[group] = max(value, found.get(group, value))
@@ -77,12 +78,12 @@ def largest(values: Values, metric: Metric, *labels: str) -> dict[GroupKey, floa
 
 
 def total(values: Values, metric: Metric) -> float:
-    """Sum of all series of a counter or gauge; 0 where there is none."""
+    """Sum all series of a counter or gauge; 0 if there are none."""
     return sum(summed(values, metric).values())
 
 
 def buckets(values: Values, metric: Metric, *labels: str) -> dict[GroupKey, dict[float, float]]:
-    """A histogram's cumulative counts by upper bound, of each group."""
+    """Cumulative counts of a histogram by upper bound, grouped by labels."""
     found: dict[GroupKey, dict[float, float]] = defaultdict(lambda: defaultdict(float))
     for group, value in _grouped(values, f"{metric.exported}_bucket", (*labels, "le")):
         found[group[:-1]][float(group[-1])] += value
@@ -95,3 +96,32 @@ def _grouped(values: Values, name: str, labels: Iterable[str]) -> Iterable[tuple
         if key.name == name:
             own = dict(key.labels)
             yield tuple(own.get(label, "") for label in wanted), value
+
+
+def histogram_quantile(quantile: float, buckets: Mapping[float, float]) -> float | None:
+    """Return a quantile as Prometheus' `histogram_quantile` does; None without observations.
+
+    `buckets` maps upper bounds to cumulative counts, including +Inf. Values are interpolated
+    linearly within a bucket; the lowest bucket starts at 0 if its bound is positive. Quantiles
+    beyond the last finite bound return that bound. Counts from pages read at slightly different
+    times may decrease between bounds; they are made monotonic.
+    """
+    bounds = sorted(buckets)
+    if not bounds or not math.isinf(bounds[-1]):
+        return None
+    counts: list[float] = []
+    for bound in bounds:
+        counts.append(max(buckets[bound], counts[-1] if counts else 0.0))
+    if counts[-1] <= 0:
+        return None
+    rank = quantile * counts[-1]
+    index = next(place for place, count in enumerate(counts) if count >= rank)
+    if math.isinf(bounds[index]):
+        return bounds[index - 1] if index > 0 else None
+    if index == 0 and bounds[0] <= 0:
+        return bounds[0]
+    lower = bounds[index - 1] if index > 0 else 0.0
+    below = counts[index - 1] if index > 0 else 0.0
+    inside = counts[index] - below
+    share = (rank - below) / inside if inside > 0 else 1.0
+    return lower + (bounds[index] - lower) * share

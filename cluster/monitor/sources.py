@@ -1,8 +1,9 @@
-"""Where the metrics of a cluster come from: pages, found by address or by a file, or Prometheus."""
+"""Sources of a cluster's metrics: metrics pages, found directly or by discovery, or Prometheus."""
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,34 +11,90 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.monitor.pages import PageError, fetch, parse_page
+from apar_core.errors import AparError
 from cluster.monitor.series import SeriesKey, Snapshot, exported_names
+
+_NAMES = exported_names()
+_COMMENTED = re.compile(r"# (?:HELP|TYPE) (\S+)")
+_SAMPLE = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*(?:\{.*\})? \S+")
+# The TYPE line of a histogram or counter may lack the suffix of its samples.
+_STEMS = _NAMES | {re.sub(r"_(bucket|sum|count|total)$", "", name) for name in _NAMES}
+
+
+class PageError(AparError):
+    """A page has no metrics; the message gives the reason, not the page."""
+
+
+def fetch(client: httpx.Client, url: str) -> str:
+    """Return the text at a URL. Raises PageError if there is no answer or an error status."""
+    try:
+        answer = client.get(url)
+        answer.raise_for_status()
+    except httpx.HTTPStatusError as error:
+        reason = error.response.reason_phrase
+        raise PageError(f"answered {error.response.status_code} {reason}") from error
+    except httpx.TimeoutException as error:
+        raise PageError("no answer in time") from error
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise PageError(f"no answer ({error})") from error
+    return answer.text
+
+
+def parse_page(url: str, text: str) -> dict[SeriesKey, float]:
+    """Return our series on a page, which may be none.
+
+    Raises PageError if the text is not a metrics page.
+    """
+    lines = text.splitlines()
+    content = [line for line in lines if line and not line.startswith("#")]
+    if not all(_SAMPLE.match(line) for line in content[:20]):
+        raise PageError(f"is not a metrics page: it starts with {content[0][:40]!r}")
+    # Parsing is slow, and Ray and vLLM add thousands of lines.
+    ours = "\n".join(line for line in lines if _is_ours(line))
+    try:
+        families = list(text_string_to_metric_families(f"{ours}\n"))
+    except ValueError as error:
+        raise PageError(f"is not a metrics page: {error}") from error
+    return {
+        SeriesKey(url, sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def _is_ours(line: str) -> bool:
+    commented = _COMMENTED.match(line)
+    if commented is not None:
+        return commented[1] in _STEMS
+    return re.split(r"[{ ]", line, maxsplit=1)[0] in _NAMES
+
 
 TIMEOUT_S = 3.0
 QUIET_S = 15.0
-"""Longer than two readings of a page without a report between them: Ray's come every 10 s."""
+"""Longer than the interval between two reports, which is 10 s for Ray."""
 _MOST_AT_ONCE = 16
 
 
 class Source(Protocol):
-    """Gives the series of a cluster as they are now.
+    """Returns the current series of a cluster.
 
-    One that has not changed for `quiet_s` stands still: nothing is waiting to be told.
+    A counter that has not changed for `quiet_s` is idle, not just waiting for its next report.
     """
 
     quiet_s: float
 
     def read(self) -> Snapshot:
-        """Raises PageError when nothing of it answers."""
+        """Return a snapshot. Raises PageError if nothing answers."""
 
 
 class PagesSource:
-    """The metrics pages of one node or several.
+    """Metrics pages of one or more nodes.
 
-    An address is that of a page (`HOST:PORT` will do), or of a service-discovery list, or the path
-    of such a list as a file, as Ray writes it; lists are read anew each time, so that nodes come
-    and go.
+    An address is the URL of a page (`HOST:PORT` is enough) or of a service-discovery list, or the
+    path of such a list, as written by Ray. Lists are read again each time, so nodes may come and
+    go.
     """
 
     quiet_s = QUIET_S
@@ -47,7 +104,7 @@ class PagesSource:
         self._client = httpx.Client(timeout=timeout_s, trust_env=False)
 
     def read(self) -> Snapshot:
-        """Every page at once; those that fail are named in the snapshot."""
+        """Read all pages in parallel; the snapshot names pages that fail."""
         answered: dict[str, dict[SeriesKey, float]] = {}
         failures: dict[str, str] = {}
         with ThreadPoolExecutor(_MOST_AT_ONCE) as executor:
@@ -65,14 +122,14 @@ class PagesSource:
         return Snapshot(time.monotonic(), values, frozenset(answered), failures)
 
     def _read_address(self, address: str) -> tuple[_Answer, list[str]]:
-        """What stands at an address: its page's series, or the pages that it lists."""
+        """Return the series of a page, or the pages of a discovery list."""
         if not address.startswith(("http://", "https://")) and _is_path(address):
             try:
                 return (address, None), _listed(Path(address).read_text(encoding="utf-8"))
             except OSError as error:
                 return (address, PageError(f"cannot be read: {error.strerror}")), []
             except UnicodeDecodeError:
-                return (address, PageError("is no service-discovery list: it is no text")), []
+                return (address, PageError("is not a service-discovery list: not a text file")), []
             except PageError as error:
                 return (address, error), []
         url = page_url(address)
@@ -95,7 +152,7 @@ _Answer = tuple[str, "dict[SeriesKey, float] | PageError | None"]
 
 
 class PrometheusSource:
-    """The same series as a Prometheus server last scraped them, every 30 s at least."""
+    """The series as last scraped by a Prometheus server, at least every 30 s."""
 
     quiet_s = 35.0
 
@@ -104,7 +161,7 @@ class PrometheusSource:
         self._client = httpx.Client(timeout=timeout_s, trust_env=False)
 
     def read(self) -> Snapshot:
-        """One instant query."""
+        """Send one instant query."""
         names = "|".join(sorted(exported_names()))
         try:
             answer = self._client.post(
@@ -112,12 +169,12 @@ class PrometheusSource:
             )
             content = answer.json()
             if content["status"] != "success":
-                raise PageError(f"{self.url} refused the query: {content.get('error')}")
+                raise PageError(f"{self.url} rejected the query: {content.get('error')}")
             values = dict(_sample(each) for each in content["data"]["result"])
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise PageError(f"{self.url} gave no answer ({error})") from error
+            raise PageError(f"{self.url} did not answer ({error})") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise PageError(f"{self.url} does not answer as Prometheus does") from error
+            raise PageError(f"{self.url} is not a Prometheus server") from error
         return Snapshot(time.monotonic(), values, frozenset(key.page for key in values), {})
 
 
@@ -129,7 +186,7 @@ def _sample(result: dict[str, Any]) -> tuple[SeriesKey, float]:
 
 
 def page_url(address: str) -> str:
-    """The page that an address means: `HOST:PORT` and a bare server mean its `/metrics`."""
+    """Complete an address to a URL: `HOST:PORT` and a bare server get `/metrics`."""
     url = address if "://" in address else f"http://{address}"
     return url if "/" in url.partition("://")[2] else f"{url}/metrics"
 
@@ -139,14 +196,14 @@ def _is_path(address: str) -> bool:
 
 
 def _listed(text: str) -> list[str]:
-    """The pages of a service-discovery list; raises PageError for anything else."""
+    """Return the pages of a service-discovery list; raises PageError for anything else."""
     try:
         groups = json.loads(text)
         pages = [page_url(target) for group in groups for target in group["targets"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise PageError("is no service-discovery list") from error
+        raise PageError("is not a service-discovery list") from error
     if not isinstance(groups, list):
-        raise PageError("is no service-discovery list")
+        raise PageError("is not a service-discovery list")
     if not pages:
-        raise PageError("lists no page")
+        raise PageError("contains no targets")
     return pages

@@ -1,4 +1,4 @@
-"""The overview of a cluster on a terminal of any width and height."""
+"""Overview of a cluster on a terminal of any size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,71 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.monitor.overview import ModelFigures, Overview, Quantiles, ReplicaFigures
-from cluster.monitor.words import age, bar, number, percent, quantile_pair, seconds, sparkline
+
+NOTHING = "-"
+_LEVELS = "▁▂▃▄▅▆▇█"
+
+
+def number(value: float | None) -> str:
+    """Format a number in at most six characters: `0`, `0.4`, `38`, `1,204`, `120k`."""
+    if value is None:
+        return NOTHING
+    if 0 < value < 9.95 and value != round(value):
+        return f"{value:.1f}"
+    if value < 99_999.5:
+        return f"{value:,.0f}"
+    return f"{value / 1e3:,.0f}k" if value < 99_999_500 else f"{value / 1e6:,.0f}M"
+
+
+def percent(share: float | None) -> str:
+    """Format a share between 0 and 1 as a percentage."""
+    if share is None:
+        return NOTHING
+    shown = 100 * share
+    return f"{shown:.1f} %" if 0 < abs(shown) < 9.95 else f"{shown:.0f} %"
+
+
+def seconds(value: float | None) -> str:
+    """Format a latency: `7.0 ms`, `450 ms`, `1.2 s`, `38 s`."""
+    if value is None:
+        return NOTHING
+    if value < 0.9995:
+        return f"{1000 * value:.1f} ms" if value < 0.00995 else f"{1000 * value:.0f} ms"
+    return f"{value:.1f} s" if value < 9.95 else f"{value:.0f} s"
+
+
+def quantile_pair(quantiles: Quantiles) -> str:
+    """Format median and 99th percentile."""
+    if quantiles.p50 is None:
+        return NOTHING
+    return f"{seconds(quantiles.p50)} / {seconds(quantiles.p99)}"
+
+
+def age(value_s: float, *, older: bool) -> str:
+    """Format the age of a replica: `12s`, `5m`, `3h`; `>2d` if it may be older."""
+    mark = ">" if older else ""
+    for unit_s, unit in ((86_400, "d"), (3600, "h"), (60, "m")):
+        if value_s >= unit_s:
+            return f"{mark}{value_s / unit_s:.0f}{unit}"
+    return f"{mark}{value_s:.0f}s"
+
+
+def bar(share: float, width: int) -> str:
+    """Draw a bar with a resolution of an eighth of a character."""
+    eighths = round(min(max(share, 0.0), 1.0) * width * 8)
+    full, rest = divmod(eighths, 8)
+    return ("█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")).ljust(width, "░")
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draw the last values as columns, scaled from 0 to their maximum."""
+    shown = values[-width:] if width > 0 else ()
+    highest = max(shown, default=0.0)
+    if highest <= 0:
+        return _LEVELS[0] * len(shown)
+    top = len(_LEVELS) - 1
+    return "".join(_LEVELS[round(max(value, 0.0) / highest * top)] for value in shown)
+
 
 _NARROW = 100
 _LEAST_REPLICA_ROWS = 3
@@ -20,9 +84,9 @@ _KV_WARNING, _KV_ALARM = 0.75, 0.9
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """What is to be seen: the overview, of what, when, and what is wrong; renders to any size.
+    """The monitor's screen, which renders to any size.
 
-    `silence` says since when nothing answers; the overview is then the last one there was.
+    `silence` describes an outage; the overview is then that of the last successful reading.
     """
 
     overview: Overview
@@ -42,7 +106,7 @@ class Screen:
         ]
         height = options.height if options.height is not None else 10_000
         taken = len(console.render_lines(Group(*above, *below), options.update(height=None)))
-        # The table's own title and head, and the line that tells of rows left out.
+        # Lines for the table's title and header, and for the number of hidden rows.
         rows = max(height - taken - 4, _LEAST_REPLICA_ROWS)
         yield Group(*above, _replicas(self.overview.replicas, rows, narrow=narrow), *below)
 
@@ -106,7 +170,7 @@ def _replicas(replicas: Sequence[ReplicaFigures], most_rows: int, *, narrow: boo
     )  # fmt: skip
     shown = list(replicas)
     if len(shown) > most_rows:
-        # Those that an operator looks for first.
+        # Show the fullest replicas.
         shown.sort(key=lambda each: -(each.kv_share or 0.0))
         shown = shown[: most_rows - 1]
     for each in shown:
@@ -124,7 +188,7 @@ def _replicas(replicas: Sequence[ReplicaFigures], most_rows: int, *, narrow: boo
     if left_out:
         table.add_row(Text(f"and {left_out} more", style="dim"))
     if not replicas:
-        table.add_row(Text("none reports", style="yellow"))
+        table.add_row(Text("no replica reports metrics", style="yellow"))
     return table
 
 
@@ -137,7 +201,7 @@ def _kv_bar(share: float | None, width: int) -> Text:
 
 def _latencies(overview: Overview, *, narrow: bool) -> Table:
     title = f"Latency, p50 / p99 of the last {overview.window_s:.0f} s"
-    table = _table(title, "model", "first token", "per token", "whole answer", "queue")
+    table = _table(title, "model", "first token", "per token", "full answer", "queue")
     for model in overview.models:
         pairs = (model.first_token_s, model.token_s, model.latency_s, model.queue_s)
         table.add_row(Text(model.model), *(_pair(pair, narrow=narrow) for pair in pairs))

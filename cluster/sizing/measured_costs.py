@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from cluster.metrics import catalogue
-from cluster.monitor.pages import PageError
 from cluster.monitor.rates import increase
 from cluster.monitor.series import Snapshot, summed
-from cluster.monitor.sources import Source
+from cluster.monitor.sources import PageError, Source
 from cluster.sizing.errors import SizingError
 from cluster.sizing.step_costs import StepCosts
 

@@ -12,10 +12,7 @@ from ray import serve
 
 from apar_core.engine.replay import REPLAY
 from cluster.config import ClusterConfig
-from cluster.config.logging import LoggingConfig
 from cluster.config.model import ModelConfig
-from cluster.config.routing import RoutingSettings
-from cluster.config.tracing import TracingConfig
 from cluster.local_ray import APPLICATION_FLAGS
 from deployments.app.autoscaling import gateway_autoscaling, model_autoscaling
 from deployments.app.ingress import APPLICATION, GATEWAY, GatewayIngress, IngressSettings
@@ -102,20 +99,14 @@ def replica_environment(
     return environment | {
         # `auto` would pin every replica to the same first core.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # With the `uni` executor: the worker shares the engine's process.
+        # The `uni` executor runs the worker in the engine's process.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "OMP_NUM_THREADS": str(threads),
     }
 
 
 def build_replicas(
-    model: ModelConfig,
-    surroundings: Surroundings,
-    routing: RoutingSettings,
-    *,
-    logs: LoggingConfig,
-    metrics: bool = True,
-    tracing: TracingConfig | None = None,
+    model: ModelConfig, config: ClusterConfig, surroundings: Surroundings
 ) -> serve.Application:
     """Build the deployment of a model's replicas."""
     on_gpu = surroundings.on_gpu
@@ -125,9 +116,9 @@ def build_replicas(
         served_name=model.public_name,
         engine=engine_arguments(model, on_gpu=on_gpu),
         coalesce_s=model.coalesce_s,
-        logging=logs,
-        metrics=metrics,
-        tracing=tracing or TracingConfig(),
+        logging=config.logging,
+        metrics=config.metrics.enabled,
+        tracing=config.tracing,
     )
     autoscaling = model_autoscaling(model)
     deployment = serve.deployment(
@@ -138,7 +129,7 @@ def build_replicas(
         health_check_period_s=1.0,
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=surroundings.drain_s,
-        request_router_config=router_config(routing),
+        request_router_config=router_config(config.routing),
         # A model that fails to load once will fail again. Dead replicas are replaced regardless.
         max_constructor_retry_count=1,
         max_surge_percent=_ONE_MORE_PERCENT if surroundings.has_room else 0,
@@ -167,17 +158,7 @@ def build_application(
     The gateway offers the models of `served`, which must be among them; by default all.
     """
     known = surroundings or Surroundings(num_replicas=config.num_replicas, drain_s=config.drain_s)
-    replicas = [
-        build_replicas(
-            model,
-            known,
-            config.routing,
-            logs=config.logging,
-            metrics=config.metrics.enabled,
-            tracing=config.tracing,
-        )
-        for model in config.models
-    ]
+    replicas = [build_replicas(model, config, known) for model in config.models]
     offered = served or config
     settings = gateway_settings(offered)
     ingress = IngressSettings(

@@ -170,6 +170,7 @@ class GatewayIngress:
         """End the remaining requests, each with an error; returns how many."""
         return self._door.cut()
 
+    # Ray Serve awaits this at shutdown.
     async def __del__(self) -> None:
         if self._flush_timer is not None:
             await self._flush_timer.close()
@@ -177,7 +178,7 @@ class GatewayIngress:
 
     async def _flush_metrics(self) -> None:
         self._gateway.metrics.recorder.set_total(LOG_LINES_DROPPED, self._logs.num_dropped)
-        await self._gateway.tell_metrics()
+        await self._gateway.flush_metrics()
 
     async def _is_ready(self) -> bool:
         """Whether a request would find a replica, or start one."""

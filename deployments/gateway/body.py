@@ -294,6 +294,7 @@ class RequestBody:
         chars: Counter[str] = Counter()
         for piece in self._pieces:
             chars[piece.field] += piece.num_chars
+        chars["prompt"] += sum(map(_num_chars, self._prompts[1:]))
         names = ("messages", "prompt", "tools", "documents")
         return {name: chars[name] for name in names if chars[name]}
 
@@ -327,11 +328,7 @@ class RequestBody:
         num_tokens = 0
         hashes: list[int] = []
         covered: list[int] = []
-        num_prompts = 0
-        for field, role, text, num_chars in self._pieces:
-            num_prompts += field == "prompt"
-            if num_prompts > 1:
-                break
+        for _, role, text, num_chars in self._pieces:
             num_tokens += _TOKENS_PER_MESSAGE
             prefix = hash((prefix, role))
             begin = 0
@@ -367,7 +364,7 @@ class RequestBody:
 
     @cached_property
     def _pieces(self) -> list[_Piece]:
-        """All pieces of the prompt, in the order in which a chat template writes them."""
+        """Pieces of the first prompt, in the order of a chat template."""
         pieces = []
         for name in ("tools", "documents"):
             if text := "".join(_texts_in(self.fields.get(name))):
@@ -378,14 +375,19 @@ class RequestBody:
                 role, text = message.get("role"), _message_text(message)
                 role = role if isinstance(role, str) else ""
                 pieces.append(_Piece("messages", role, text, len(text)))
-        for prompt in self._prompts:
-            if isinstance(prompt, str):
-                pieces.append(_Piece("prompt", "", prompt, len(prompt)))
-            elif isinstance(prompt, list):
+        for prompt in self._prompts[:1]:
+            text = prompt
+            if isinstance(prompt, list):
                 ids = [item for item in prompt[:_MAX_HASHED_IDS] if isinstance(item, int)]
-                num_chars = len(prompt) * _CHARS_PER_TOKEN
-                pieces.append(_Piece("prompt", "", repr(hash(tuple(ids))), num_chars))
+                text = repr(hash(tuple(ids)))
+            pieces.append(_Piece("prompt", "", text, _num_chars(prompt)))
         return pieces
+
+
+def _num_chars(prompt: Any) -> int:
+    if isinstance(prompt, str):
+        return len(prompt)
+    return len(prompt) * _CHARS_PER_TOKEN if isinstance(prompt, list) else 0
 
 
 def _message_text(message: dict[str, Any]) -> str:

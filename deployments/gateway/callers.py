@@ -45,10 +45,10 @@ class Caller:
         """Return whether the caller may use a model."""
         return self.key is None or self.key.models is None or model in self.key.models
 
-    def give_back(self, admission: Admission) -> None:
+    def refund(self, admission: Admission) -> None:
         """Refund the admission of a request."""
         if self.rates is not None:
-            self.rates.give_back(admission)
+            self.rates.refund(admission)
 
     async def rate_headers(self) -> Headers:
         """Return the `x-ratelimit-*` headers of an answer; none for a caller without rates."""

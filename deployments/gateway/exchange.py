@@ -178,7 +178,7 @@ class Charge:
         if record.sent_s is None:
             self._ticket.give_up()
             if self._rates is not None:
-                self._rates.give_back(self._admission)
+                self._rates.refund(self._admission)
             return
         # A stream reports its tokens as they come, even if its client leaves.
         reported = record.stream and record.generated_tokens > 0

@@ -113,7 +113,7 @@ class Gateway:
         """Return the state of each model's queue, by the name of its deployment."""
         return {model.settings.deployment: model.state for model in self._models.values()}
 
-    async def tell_metrics(self) -> None:
+    async def flush_metrics(self) -> None:
         """Flush the metrics."""
         self.metrics.settings_refused("keys_file", refused=self._callers.keys_are_outdated)
         self.metrics.flush(self._models.values(), self._settings.keys)
@@ -197,7 +197,7 @@ class Gateway:
                 receive, limits.max_body_bytes, held, timeout_s=limits.body_timeout_s
             )
         except CapacityError:
-            caller.give_back(admission)
+            caller.refund(admission)
             raise
         model, request, num_tokens = self._parsed(caller, scope, raw, exchange)
         if caller.rates is not None:
@@ -206,7 +206,7 @@ class Gateway:
         try:
             ticket = await model.enter(caller)
         except BaseException:
-            caller.give_back(admission)
+            caller.refund(admission)
             raise
         exchange.record.queue_s = round(ticket.queued_s, 6)
         charge = Charge(ticket, caller.rates, admission, num_tokens, exchange.record)

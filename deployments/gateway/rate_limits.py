@@ -232,7 +232,7 @@ class KeyRates:
             return ()
         return ((window, num),)
 
-    def give_back(self, admission: Admission) -> None:
+    def refund(self, admission: Admission) -> None:
         """Refund a request that the server has no room for, or whose client left the queue."""
         for window, num in admission:
             window.owe(-num)

@@ -139,6 +139,7 @@ class Replica(Answering):
             await self._engine.core_state()
         )
 
+    # Ray Serve awaits this at shutdown.
     async def __del__(self) -> None:
         self._watchdog.cancel()
         if self._metrics_reporter is not None:

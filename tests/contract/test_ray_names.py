@@ -6,6 +6,7 @@ A Ray upgrade that changes one of them fails here. No cluster is started.
 from __future__ import annotations
 
 import inspect
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,11 @@ def test_ray_serve_reads_every_setting_that_we_set() -> None:
 
     assert set(SERVE_FLAGS) <= set(ours)
     assert [name for name in ours if f'"{name}"' not in constants] == []
+
+
+def test_ray_starts_its_processes_through_a_popen_that_we_replace() -> None:
+    assert issubclass(services.ConsolePopen, subprocess.Popen)
+    assert "ConsolePopen(" in inspect.getsource(services.start_ray_process)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A tracing whose spans stay in this process."""
+"""Tracing whose spans stay in this process."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from deployments.tracing.tracing import Tracing
 
 
 class KeptSpans:
-    """The tracing, and the spans that it has made."""
+    """A `Tracing` and its finished spans."""
 
     def __init__(self, **settings: Any) -> None:
         config = TracingConfig(endpoint="http://127.0.0.1:1", **settings)
@@ -18,22 +18,22 @@ class KeptSpans:
         self.tracing = Tracing(config, "test", self._exporter)
 
     def all(self) -> list[ReadableSpan]:
-        """Every span that has ended, by its start."""
+        """Return the finished spans, sorted by start."""
         self.tracing.close_soon().join()
         return sorted(self._exporter.get_finished_spans(), key=lambda span: span.start_time or 0)
 
     def named(self, name: str) -> list[ReadableSpan]:
-        """Every span of a name."""
+        """Return the spans with a name."""
         return [span for span in self.all() if span.name == name]
 
     def one(self, name: str) -> ReadableSpan:
-        """The only span of a name."""
+        """Return the only span with a name."""
         (span,) = self.named(name)
         return span
 
 
 def parent_of(span: ReadableSpan, spans: list[ReadableSpan]) -> ReadableSpan | None:
-    """The span's parent among others."""
+    """Return the span's parent, if it is among `spans`."""
     if span.parent is None:
         return None
     wanted = span.parent.span_id

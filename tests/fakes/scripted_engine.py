@@ -1,8 +1,8 @@
-"""An engine whose model is a script: vLLM's real scheduler and KV cache manager, no weights.
+"""Engine with a scripted model: vLLM's real scheduler and KV cache manager, no weights.
 
-Each thread generates given tokens. The KV cache is an array that remembers, for every slot, the
-prefix whose key was written there; each step reads back all that its sequences attend to. So a
-wrong, stale or unshared block shows at once, whatever the schedule was.
+Each thread generates given tokens. The KV cache records, for every slot, the prefix whose key was
+written there, and each step checks everything that its sequences attend to. So a wrong or outdated
+block fails at once, under any schedule.
 """
 
 from collections import deque
@@ -43,7 +43,7 @@ FIRST_TEXT_ID = 10
 VOCABULARY_SIZE = 4096
 
 Script = Mapping[str, list[int]]
-"""Tokens of each thread by its path: "" for the root, "0.1" for its first child's second child."""
+"""Tokens of each thread, by its replay key."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class EngineShape:
     max_model_len: int = 256
     run_ahead: bool = False
     watermark: float = 0.0
-    # As beside a KV connector that loads into free blocks while steps are in flight.
+    # As with a KV connector that loads into free blocks while steps are in flight.
     defers_frees: bool = False
     forks: Mapping[str, Any] = field(default_factory=dict)
 
@@ -74,7 +74,7 @@ def fork_parameters(
 
 
 def merged(deltas: Iterable[ThreadDelta]) -> Journal:
-    """One delta per thread, parents before their children."""
+    """Merge deltas into one per thread, parents before their children."""
     book = JournalBook()
     book.add(deltas)
     return book.journal()
@@ -82,7 +82,7 @@ def merged(deltas: Iterable[ThreadDelta]) -> Journal:
 
 @dataclass
 class _Step:
-    """One scheduled step on its way to its output."""
+    """Scheduled step without its output yet."""
 
     scheduler_output: SchedulerOutput
     sampled: dict[str, list[int]] = field(default_factory=dict)
@@ -90,14 +90,14 @@ class _Step:
 
 
 class ScriptedEngine:
-    """Runs requests to their end and keeps the trees that they grew."""
+    """Runs requests to their end and keeps their trees."""
 
     def __init__(self, shape: EngineShape, model_dir: Path) -> None:
         self.shape = shape
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(shape.block_size, sha256)
         self.scheduler: ForkMixin = _build_scheduler(shape, model_dir)
-        # The engine's own time: each step takes as long as its number of rows makes it.
+        # Simulated time: the duration of a step depends on its number of rows.
         self.now_s = 0.0
         self.step_s: Callable[[int], float] = lambda rows: 0.001
         self.scheduler.step_clock = StepClock(lambda: self.now_s)
@@ -107,7 +107,7 @@ class ScriptedEngine:
         self.texts: dict[str, list[int]] = {}
         self._scripts: dict[str, Script] = {}
         self._generated: dict[str, list[int]] = {}
-        # How much of a thread's script another engine has generated.
+        # Tokens of a thread's script that another engine has generated.
         self._resumed_at: dict[str, int] = {}
         self._slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self._in_flight: deque[_Step] = deque()
@@ -129,7 +129,7 @@ class ScriptedEngine:
         priority: int = 0,
         journal: Journal | None = None,
     ) -> None:
-        """Add a request; with a journal, one that has come so far in another engine."""
+        """Add a request; with a journal, resume it."""
         parameters = parameters or fork_parameters()
         sampling = SamplingParams(
             max_tokens=max_tokens, extra_args={EXTRA_ARG: parameters.to_extra_arg()}
@@ -154,7 +154,7 @@ class ScriptedEngine:
             self.scheduler.add_request(request)
 
     def _replay(self, request: Request, journal: Journal) -> bool:
-        """As `ForkOutputProcessor.replay`: whether the engine has more to do."""
+        """Like `ForkOutputProcessor.replay`: return whether the engine must continue."""
         journal = completed(request, journal, self.shape.max_model_len)
         follower = self.followers[request.request_id]
         follower.replay(begins=True)
@@ -171,7 +171,7 @@ class ScriptedEngine:
         self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
     def lose_last_block(self, thread_id: str) -> None:
-        """Let the next step report that the last block a thread had computed could not be loaded.
+        """Let the next step report that a thread's last computed block could not be loaded.
 
         The thread fails, as it does under vLLM's `kv_load_failure_policy` "fail".
         """
@@ -179,7 +179,7 @@ class ScriptedEngine:
         self._loses_block = thread_id
 
     def step(self) -> bool:
-        """One step of the engine loop; false when there is nothing left to do."""
+        """Run one step of the engine loop; return False if nothing is left to do."""
         lag = 1 if self.shape.run_ahead else 0
         if self.scheduler.has_requests():
             self._in_flight.append(self._execute(self.scheduler.schedule()))
@@ -190,12 +190,12 @@ class ScriptedEngine:
         return True
 
     def take_messages(self) -> list[EngineCoreOutputs]:
-        """What the engine core has sent to its clients since the last call."""
+        """Return the messages to clients since the last call."""
         messages, self._messages = self._messages, []
         return messages
 
     def run(self, *, max_steps: int = 5000) -> int:
-        """Step until everything has finished; returns the number of steps."""
+        """Run until everything has finished; return the number of steps."""
         steps = 0
         while self.step():
             steps += 1
@@ -223,7 +223,7 @@ class ScriptedEngine:
         assert "allocate_slots" not in vars(scheduler.kv_cache_manager)
 
     def _check_frees(self) -> None:
-        """Fail when a block comes free that a step in flight still writes."""
+        """Fail when a block is freed that a step in flight still writes."""
         pool = self.scheduler.kv_cache_manager.block_pool
         free_blocks = pool.free_blocks
 
@@ -250,12 +250,12 @@ class ScriptedEngine:
         return step
 
     def _sequence(self, request: Request) -> list[int]:
-        """Prompt and generated tokens as the model has them, ahead of the scheduler's view."""
+        """Return prompt and generated tokens of the model, which can be ahead of the scheduler."""
         generated = self._generated.get(request.request_id, [])
         return [*(request.prompt_token_ids or ()), *generated]
 
     def _write_and_read(self, request: Request, start: int, end: int) -> set[int]:
-        """Compute these positions; returns the blocks that were written."""
+        """Compute these positions; return the blocks that were written."""
         tokens = self._sequence(request)
         (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
         size = self.shape.block_size
@@ -282,7 +282,7 @@ class ScriptedEngine:
         script = self._scripts[root_id][".".join(map(str, parameters.thread_path))]
         generated = self._generated.setdefault(request.request_id, [])
         index = self._resumed_at.get(request.request_id, 0) + len(generated)
-        # Past its end, a thread that runs ahead of its own end token gets anything.
+        # A thread scheduled ahead of its own end token may get any token.
         token_id = script[index] if index < len(script) else END
         generated.append(token_id)
         return token_id
@@ -326,7 +326,7 @@ class ScriptedEngine:
 
 
 def write_model_config(directory: Path) -> Path:
-    """A checkpoint folder with a configuration and no weights."""
+    """Write a checkpoint folder with a configuration and no weights."""
     LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=32,

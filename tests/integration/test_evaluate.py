@@ -1,31 +1,26 @@
-"""`apar evaluate speed` as a user runs it: its own process, real answers, the embedded model."""
+"""Run `apar evaluate speed` on real answers and on the embedded model."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-APAR = Path(sys.executable).with_name("apar")
+from cluster.cli.main import app
+
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"{DATA} is not here")
 
 
 def speed(out: Path, *arguments: str | Path) -> dict[str, Any]:
-    """The report's numbers."""
-    answer = subprocess.run(
-        [APAR, "evaluate", "speed", "--out", out, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stderr
-    assert "Report:" in answer.stdout
+    """Return the report."""
+    command = ["evaluate", "speed", "--out", str(out), *map(str, arguments)]
+    answer = CliRunner().invoke(app, command)
+    assert answer.exit_code == 0, answer.output
+    assert "Report:" in answer.output
     report: dict[str, Any] = json.loads((out / "report.json").read_text())
     return report
 

@@ -1,4 +1,4 @@
-"""`apar generate` as a user runs it: its own process, the real engine, the embedded model."""
+"""Run `apar generate` as a user does: in a process of its own, with a real engine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from cluster.cli.main import app
 
 APAR = Path(sys.executable).with_name("apar")
 LIST_PROMPT = "Give me 5 tips for learning guitar."
@@ -42,8 +45,8 @@ def test_without_forking_the_text_is_all_that_is_printed() -> None:
 
 
 def test_a_model_that_is_not_there_is_an_error_without_a_traceback(tmp_path: Path) -> None:
-    answer = generate("Hello", "--model", str(tmp_path))
+    answer = CliRunner().invoke(app, ["generate", "Hello", "--model", str(tmp_path)])
 
-    assert answer.returncode == 1
+    assert answer.exit_code == 1
     assert f"Error: {tmp_path}: " in answer.stderr
-    assert "Traceback" not in answer.stderr.split("Error: ")[-1]
+    assert "Traceback" not in answer.stderr

@@ -7,8 +7,7 @@ import yaml
 
 from cluster.metrics import catalogue
 from cluster.monitor.overview import ClusterHistory
-from cluster.monitor.quantiles import histogram_quantile
-from cluster.monitor.series import buckets, summed
+from cluster.monitor.series import buckets, histogram_quantile, summed
 from cluster.monitor.sources import PagesSource, PrometheusSource
 from tests.fakes.metrics_page import busy_page, served
 from tests.integration.prometheus_process import needs_prometheus, prometheus

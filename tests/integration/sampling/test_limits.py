@@ -123,7 +123,7 @@ def test_a_stop_token_cuts_the_restored_text_where_it_first_stands(
         assert (answer.choice.finish_reason, answer.choice.stop_reason) == ("stop", stop)
 
 
-def test_of_two_stop_tokens_the_first_in_reading_order_is_the_reason(ask_chat: Ask) -> None:
+def test_the_first_stop_token_in_reading_order_is_the_stop_reason(ask_chat: Ask) -> None:
     # The first child is still writing when the second and then the root meet their stop tokens.
     script: dict[str, list[Any]] = {
         "": ["One", FORK, " two", FORK, " three four five six", " 9"],

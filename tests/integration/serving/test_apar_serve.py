@@ -76,7 +76,8 @@ def test_sigterm_while_starting_stops_everything(tmp_path: Path) -> None:
         while not [pid for pid in session_members(process.pid) if is_replica(pid)]:
             assert process.poll() is None
             time.sleep(0.2)
-        process.send_signal(signal.SIGTERM)
+        # To the whole process group, as supervisors do; Ray's processes must not receive it.
+        os.killpg(process.pid, signal.SIGTERM)
         process.wait(timeout=STOP_S)
 
     assert process.returncode == 0, log.read_text()

@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from cluster.config import ClusterConfig
-from cluster.config.logging import LoggingConfig
 from cluster.config.model import ModelConfig
 from cluster.config.routing import RoutingSettings
 from cluster.local_ray import free_port, local_ray
@@ -116,7 +115,7 @@ def client(application: None) -> Iterator[Client]:
     from deployments.app.application import Surroundings, build_replicas
     from deployments.relay.replica_calls import HandleCalls
 
-    replicas = build_replicas(MODEL, Surroundings(), RoutingSettings(), logs=LoggingConfig())
+    replicas = build_replicas(MODEL, ClusterConfig(), Surroundings())
 
     class Front:
         """Ray Serve lets no ingress have a router of its own."""

@@ -1,3 +1,5 @@
+"""Decisions of the autoscaler."""
+
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +30,7 @@ def load_of(*replicas: ReplicaReport, **fields: Any) -> ModelLoad:
 
 
 def decided(loads: list[ModelLoad], settings: AutoscalingConfig = SETTINGS) -> list[int]:
-    """The decisions on loads that come a second apart."""
+    """Decisions on loads one second apart."""
     state, decisions = ScalingState(), []
     for second, load in enumerate(loads):
         decision, state = decide(load, settings, TARGET_THREADS, state, float(second))
@@ -47,19 +49,19 @@ def at_once(load: ModelLoad, **fields: Any) -> int:
         (load_of(report(threads=150)), 1.5),
         (load_of(report(threads=100, waiting_forks=100)), 2.0),
         (load_of(report(threads=10, kv_use=0.9), report(threads=10, kv_use=0.7)), 2.0),
-        # 40 threads of 10 requests run, so that 15 waiting ones bring 60 more.
+        # 10 requests have 40 threads, so 15 waiting requests add 60.
         (load_of(report(), waiting_requests=15), 1.0),
-        # Twice as many threads as now would take twice as much of the cache.
+        # Twice the threads take twice the cache.
         (load_of(report(requests=1, threads=1, kv_use=0.8), waiting_requests=1), 2.0),
         (load_of(report(requests=0, threads=0, kv_use=0), waiting_requests=50), 2.0),
         (load_of(waiting_requests=1), 0.04),
     ],
 )
-def test_a_load_is_worth_its_threads_or_its_cache(load: ModelLoad, worth: float) -> None:
+def test_the_load_is_the_larger_of_threads_and_kv_cache(load: ModelLoad, worth: float) -> None:
     assert replicas_worth(load, SETTINGS, TARGET_THREADS) == pytest.approx(worth)
 
 
-def test_more_are_asked_for_only_after_they_have_been_wanted_for_a_while() -> None:
+def test_scaling_up_waits_for_the_upscale_delay() -> None:
     busy = load_of(report(threads=150))
 
     assert decided([busy] * 7) == [1, 1, 1, 1, 1, 2, 1]
@@ -67,7 +69,7 @@ def test_more_are_asked_for_only_after_they_have_been_wanted_for_a_while() -> No
     assert decided([busy, busy, busy, calm, busy, busy, busy, busy]) == [1] * 8
 
 
-def test_fewer_are_enough_only_after_a_while_and_never_below_the_most_wanted_meanwhile() -> None:
+def test_scaling_down_waits_and_keeps_the_most_wanted_meanwhile() -> None:
     calm = load_of(*[report(threads=10)] * 4)
     warm = load_of(*[report(threads=50)] * 4)
 
@@ -75,14 +77,14 @@ def test_fewer_are_enough_only_after_a_while_and_never_below_the_most_wanted_mea
     assert decided([calm, warm, *[calm] * 59])[-1] == 3
 
 
-def test_replicas_are_kept_that_the_rest_could_not_relieve_with_headroom() -> None:
+def test_replicas_stay_if_the_others_would_lack_headroom() -> None:
     almost = load_of(report(threads=45), report(threads=45))
 
     assert at_once(almost) == 2
     assert at_once(almost, downscale_headroom=0.05) == 1
 
 
-def test_a_load_at_the_target_moves_nothing() -> None:
+def test_a_load_at_the_target_changes_nothing() -> None:
     assert decided([load_of(report(threads=99), report(threads=99))] * 100) == [2] * 100
 
 
@@ -95,13 +97,13 @@ def test_growth_is_bounded_by_what_runs() -> None:
 
 
 def flooded(waiting: float, running: int = 2) -> ModelLoad:
-    """Full replicas, each worth four at its target, and requests that wait for them."""
+    """Full replicas, each with four times its target load, and waiting requests."""
     return load_of(*[report(requests=100, threads=400)] * running, waiting_requests=waiting)
 
 
-def test_no_more_are_asked_for_while_what_has_piled_up_is_worked_off() -> None:
-    # 200 running and 1000 waiting, of which 10 go in a second: 2 replicas are worth 24, so that
-    # 1100 are too many, and gone after 110 s.
+def test_no_scaling_up_while_the_backlog_clears_in_time() -> None:
+    # 200 run and 1000 wait, and 10 end per second. The load is worth 24 replicas, so 1100 are
+    # above the target of the 2, and gone after 110 s.
     falling = [flooded(1000.0 - 10 * second) for second in range(21)]
 
     assert max(decided(falling)[10:]) == 2
@@ -109,21 +111,21 @@ def test_no_more_are_asked_for_while_what_has_piled_up_is_worked_off() -> None:
     assert max(decided(falling[::-1])[10:]) > 2
 
 
-def test_a_backlog_that_falls_too_slowly_asks_for_more() -> None:
+def test_a_backlog_that_clears_too_slowly_scales_up() -> None:
     falling = [flooded(1000.0 - 10 * second) for second in range(21)]
     in_time = SETTINGS.model_copy(update={"catch_up_s": 100.0})
 
     assert max(decided(falling, in_time)[10:]) > 2
 
 
-def test_new_replicas_get_ten_seconds_to_show_what_they_do() -> None:
+def test_the_effect_of_new_replicas_is_awaited_for_ten_seconds() -> None:
     loads = [*[flooded(1000.0)] * 4, *[replace(flooded(1000.0, 4), target=4)] * 20]
 
     assert decided(loads)[4:] == [4] * 10 + [8] + [4] * 5 + [8] + [4] * 3
     assert decided(loads, SETTLES_LATER)[4:6] == [4, 8]
 
 
-def test_no_more_than_half_are_taken_away_at_once_but_for_an_idle_model() -> None:
+def test_at_most_half_are_removed_at_once_unless_the_model_is_idle() -> None:
     light = [report(threads=1, kv_use=0.0)] * 7
 
     assert at_once(load_of(*light)) == 4
@@ -131,7 +133,7 @@ def test_no_more_than_half_are_taken_away_at_once_but_for_an_idle_model() -> Non
     assert at_once(load_of(*[report(requests=0, threads=0, kv_use=0)] * 7)) == 1
 
 
-def test_the_wanted_use_of_the_cache_is_the_operators() -> None:
+def test_the_target_kv_use_is_configurable() -> None:
     full = load_of(report(threads=1, kv_use=0.6))
 
     assert at_once(full) == 1
@@ -145,7 +147,7 @@ def test_the_first_request_for_a_model_without_replicas_starts_one_at_once() -> 
     assert decided([load_of()], settings) == [0]
 
 
-def test_an_idle_model_goes_to_its_least_replicas() -> None:
+def test_an_idle_model_shrinks_to_its_minimum() -> None:
     idle = load_of(report(requests=0, threads=0, kv_use=0))
 
     assert at_once(idle) == 1
@@ -173,7 +175,7 @@ def test_more_waiting_work_never_means_fewer_replicas(
     assert 1 <= fewer <= many <= SETTINGS.max_replicas
 
 
-def test_bounds_must_be_in_order_and_replicas_are_given_once() -> None:
+def test_bounds_must_be_in_order_and_exclude_a_fixed_number() -> None:
     with pytest.raises(ValidationError, match="min_replicas 3 is above max_replicas 2"):
         AutoscalingConfig(min_replicas=3, max_replicas=2)
     with pytest.raises(ValidationError, match="replicas: not allowed with `autoscaling`"):

@@ -15,7 +15,7 @@ from tests.fakes.scripted_engine import fork_parameters
 
 
 class RefusingCore:
-    """An engine core that no request reaches."""
+    """Engine core that refuses every request."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -29,7 +29,7 @@ class RefusingCore:
 
 
 @pytest.mark.parametrize("error", [OverflowError("too large"), asyncio.CancelledError()])
-async def test_request_that_does_not_reach_the_engine_core_is_forgotten(
+async def test_a_request_that_cannot_be_sent_to_the_engine_core_is_forgotten(
     error: BaseException,
 ) -> None:
     engine: Any = AparAsyncLLM.__new__(AparAsyncLLM)
@@ -50,12 +50,12 @@ async def test_request_that_does_not_reach_the_engine_core_is_forgotten(
     assert not engine.output_processor.has_unfinished_requests()
     assert engine.output_processor._threads == {}
     assert engine.engine_core.aborted == ["r"]
-    # Nothing to shut down: the engine was never started.
+    # The engine was never started, so there is nothing to shut down.
     engine.engine_core = None
 
 
 class AnsweringEngine(AparAsyncLLM):
-    """An engine that answers every request at once, but for one that it refuses."""
+    """Engine that answers every request at once and refuses one."""
 
     def __init__(self, *, refuses: str) -> None:
         self.refuses = refuses
@@ -98,7 +98,7 @@ async def test_an_engine_is_warmed_up_with_each_parameter_alone_and_with_all_at_
     assert engine.most_inside == len(alone)
 
 
-async def test_requests_of_the_warm_up_are_in_no_statistics() -> None:
+async def test_the_warm_up_is_not_counted_in_statistics() -> None:
     engine = AnsweringEngine(refuses="min_p")
 
     await engine.warm_up()

@@ -60,7 +60,7 @@ def test_an_apar_checkpoint_is_reported_with_its_control_tokens(tmp_path: Path) 
     assert report.weights_bytes == (tmp_path / "model.safetensors").stat().st_size
 
 
-def test_an_ordinary_checkpoint_is_reported_as_such(tmp_path: Path) -> None:
+def test_an_ordinary_checkpoint_is_reported_without_control_tokens(tmp_path: Path) -> None:
     report = inspect_checkpoint(write_checkpoint(tmp_path, added=[]))
 
     assert report.control_tokens is None
@@ -81,7 +81,7 @@ def test_control_tokens_without_embeddings_are_refused(tmp_path: Path) -> None:
         inspect_checkpoint(path)
 
 
-def test_weights_in_another_format_have_a_size_but_no_count(tmp_path: Path) -> None:
+def test_weights_in_another_format_have_a_size_but_no_parameter_count(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, added=[])
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(b"12345")
@@ -91,6 +91,6 @@ def test_weights_in_another_format_have_a_size_but_no_count(tmp_path: Path) -> N
     assert (report.weights_bytes, report.num_parameters) == (5, None)
 
 
-def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"no model configuration in '{tmp_path}'"):
         inspect_checkpoint(str(tmp_path))

@@ -1,4 +1,4 @@
-"""What the input processor makes of a client's parameters, and what it refuses."""
+"""Parameters of a client in the input processor: read, passed on or refused."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ ROOT = {"": [10, 11, END]}
 
 
 def set_replay(**prompt: Any) -> dict[str, Any]:
-    """What the engine is told of a request with this prompt, in a context of ten tokens."""
-    # Without an engine's configuration: what replays need is their rules.
+    """Return the request for the engine, with a context of ten tokens."""
+    # Without a configuration: only the replay rules are needed.
     processor = ForkInputProcessor.__new__(ForkInputProcessor)
     processor._replay_rules = ReplayRules(100, frozenset({END}))
     processor.model_config = SimpleNamespace(max_model_len=10)  # type: ignore[assignment]
@@ -64,7 +64,7 @@ def set_replay(**prompt: Any) -> dict[str, Any]:
         {"prompt_token_ids": None, "prompt_embeds": torch.zeros(7, 4)},
     ],
 )
-def test_a_replay_that_fits_behind_its_prompt_reaches_the_engine(prompt: dict[str, Any]) -> None:
+def test_a_replay_that_fits_the_context_reaches_the_engine(prompt: dict[str, Any]) -> None:
     extra_args = set_replay(**prompt)
 
     assert replayed_tokens(extra_args) == ROOT
@@ -78,7 +78,7 @@ def test_a_replay_that_fits_behind_its_prompt_reaches_the_engine(prompt: dict[st
         {"prompt_token_ids": None, "prompt_embeds": torch.zeros(8, 4)},
     ],
 )
-def test_a_replay_that_its_prompt_leaves_no_room_for_is_a_clients_error(
+def test_a_replay_that_exceeds_the_context_is_a_clients_error(
     prompt: dict[str, Any],
 ) -> None:
     with pytest.raises(VLLMValidationError, match=r"needs 11 tokens.*context holds 10") as raised:
@@ -88,7 +88,7 @@ def test_a_replay_that_its_prompt_leaves_no_room_for_is_a_clients_error(
 
 
 def processor_of(scheduler_cls: str | None = SCHEDULER_CLS) -> ForkInputProcessor:
-    """The input processor of an engine with the embedded model, which need not run."""
+    """Input processor of an engine with the embedded model; the engine does not run."""
     config = EngineArgs(
         model=str(checkpoint_path()),
         scheduler_cls=scheduler_cls,
@@ -129,7 +129,7 @@ def parameters_of(request: EngineCoreRequest) -> ForkParameters:
         ("apar_anything", 1),
     ],
 )
-def test_a_client_cannot_set_what_only_the_server_may(
+def test_a_client_cannot_set_internal_arguments(
     processor: ForkInputProcessor, name: str, value: object
 ) -> None:
     with pytest.raises(VLLMValidationError, match=f"vllm_xargs.{name} is internal") as raised:
@@ -138,7 +138,7 @@ def test_a_client_cannot_set_what_only_the_server_may(
     assert raised.value.parameter == f"vllm_xargs.{name}"
 
 
-def test_what_a_client_may_set_is_read_and_its_own_arguments_are_passed_on(
+def test_a_clients_arguments_are_read_or_passed_on(
     processor: ForkInputProcessor,
 ) -> None:
     given = {"mine": 1, "apar_enabled": 0, "apar_max_threads": 3}
@@ -154,7 +154,7 @@ def test_what_a_client_may_set_is_read_and_its_own_arguments_are_passed_on(
 
 
 @pytest.mark.parametrize("part", ["", "-0", "-1", "-0123abcd-beam-2", "-1-0123abcd-beam-0"])
-def test_terms_of_a_key_hold_for_each_part_of_its_request(part: str) -> None:
+def test_the_terms_of_a_key_apply_to_each_part_of_a_request(part: str) -> None:
     processor = processor_of()
     processor.key_terms["cmpl-a"] = KeyTerms("alice", key_max_threads=7, priority=3)
 
@@ -168,7 +168,7 @@ def test_terms_of_a_key_hold_for_each_part_of_its_request(part: str) -> None:
 def test_a_request_without_a_key_has_no_terms_and_no_priority(
     key_terms: dict[str, KeyTerms | None],
 ) -> None:
-    """Neither does one whose id looks like that of a part of another."""
+    """Nor does a request whose id looks like a part of another."""
     processor = processor_of()
     processor.key_terms |= key_terms
 
@@ -186,7 +186,7 @@ def test_a_replay_of_this_process_reaches_the_engine_as_plain_text(
     assert request.sampling_params is not None
     extra_args = request.sampling_params.extra_args or {}
     assert replayed_tokens(extra_args) == ROOT
-    # Only plain text can be sent to the engine core.
+    # Only a plain str can be sent to the engine core.
     assert type(extra_args[REPLAY_ARG]) is str
     assert type(replay_args(ROOT)[REPLAY_ARG]) is ReplayText
 
@@ -245,12 +245,12 @@ def test_an_engine_that_returns_routed_experts_does_not_fork() -> None:
     assert not parameters_of(request).enabled
 
 
-# Each is one sequence of tokens: with a space before it, it is longer.
+# Each is one token sequence; with a space before it, it would be longer.
 WORDS = [f"~{index}" for index in range(128)]
 
 
 def v2_processor(monkeypatch: pytest.MonkeyPatch) -> ForkInputProcessor:
-    """The input processor of an engine with the V2 model runner, which needs a GPU."""
+    """Input processor of an engine with the V2 model runner, which needs a GPU to run."""
     config = EngineArgs(
         model=str(checkpoint_path()), scheduler_cls=SCHEDULER_CLS, enable_prefix_caching=True
     ).create_engine_config()
@@ -260,10 +260,10 @@ def v2_processor(monkeypatch: pytest.MonkeyPatch) -> ForkInputProcessor:
 
 
 @pytest.mark.parametrize("forks", [0, 1])
-def test_bad_words_beyond_what_the_v2_worker_takes_are_refused(
+def test_bad_words_above_the_limit_of_the_v2_worker_are_refused(
     monkeypatch: pytest.MonkeyPatch, forks: int
 ) -> None:
-    """Its limit is 128, of which forking needs two."""
+    """The limit is 128, and forking needs two."""
     processor = v2_processor(monkeypatch)
 
     def ask(words: list[str]) -> EngineCoreRequest:
@@ -283,7 +283,7 @@ def test_bad_words_beyond_what_the_v2_worker_takes_are_refused(
         ask([word * 9 for word in WORDS[:60]])
 
 
-def test_bad_words_are_vllms_to_limit_under_the_v1_model_runner(
+def test_bad_words_are_not_limited_with_the_v1_model_runner(
     processor: ForkInputProcessor,
 ) -> None:
     request = processed(processor, SamplingParams(bad_words=WORDS))

@@ -22,7 +22,7 @@ TOKENS = st.lists(st.integers(0, 200_000), max_size=5)
 
 
 def added(*rows: tuple[dict[str, Any] | None, list[int], list[int]]) -> BatchUpdate:
-    """A batch of new rows: extra arguments, prompt and output tokens of each."""
+    """Return a batch of new rows: (extra_args, prompt ids, output ids) of each."""
     return BatchUpdate(
         batch_size=len(rows),
         removed=[],
@@ -51,13 +51,13 @@ def banned(processor: LogitsProcessor, num_rows: int = 1) -> list[set[int]]:
         (forking(), [9], [10, FORK], {CHILD, FORK}),
         (forking(), [9, FORK, CHILD], [], {CHILD, FORK}),
         (forking(), [9, FORK, CHILD], [10], {CHILD}),
-        # A thread that is resumed right behind its fork token, and its next step.
+        # A thread that is resumed right after its fork token, and its next step.
         (forking(), [9, 10, FORK], [], {CHILD, FORK}),
         (forking(), [9, 10, FORK], [11], {CHILD}),
         (forking(enabled=False), [9], [10], {CHILD, FORK}),
     ],
 )
-def test_control_tokens_are_banned_where_they_make_no_sense(
+def test_control_tokens_are_banned_where_they_cannot_stand(
     extra_args: dict[str, Any], prompt: list[int], generated: list[int], expected: set[int]
 ) -> None:
     bans = ForkBans(NO_CONFIG, CPU, False)
@@ -72,7 +72,7 @@ def test_rows_keep_their_bans_when_the_batch_changes() -> None:
     bans.update_state(added((unforked, [9], [10]), (forking(), [9], [10]), (unforked, [9], [])))
     assert banned(bans, 3) == [{CHILD, FORK}, {CHILD}, {CHILD, FORK}]
 
-    # The last row takes the place of the first one.
+    # The last row moves to the index of the first.
     move = (2, 0, MoveDirectionality.UNIDIRECTIONAL)
     bans.update_state(BatchUpdate(batch_size=2, removed=[], added=[], moved=[move]))
     assert banned(bans, 2) == [{CHILD, FORK}, {CHILD}]
@@ -132,7 +132,7 @@ def test_bad_words_are_the_same_bans() -> None:
     assert bad_words(off) == [[CHILD], [FORK]]
 
 
-def test_replay_makes_one_token_of_each_thread_certain() -> None:
+def test_replay_makes_the_next_token_of_each_thread_certain() -> None:
     plan = replay_args({"": [10, 11], "1": [12]})
     child = {**plan, **forking(thread_path=[1])}
     replay = Replay(NO_CONFIG, CPU, False)
@@ -148,7 +148,7 @@ def test_replay_makes_one_token_of_each_thread_certain() -> None:
     assert torch.equal(logits[2], before[2])
 
 
-def test_replay_follows_the_growing_output_and_outlives_a_ban() -> None:
+def test_replay_follows_the_growing_output_and_overrides_a_ban() -> None:
     plan = replay_args({"": [10, FORK, 11]})
     generated: list[int] = []
     bans, replay = ForkBans(NO_CONFIG, CPU, False), Replay(NO_CONFIG, CPU, False)
@@ -158,7 +158,7 @@ def test_replay_follows_the_growing_output_and_outlives_a_ban() -> None:
 
     chosen = []
     for _ in range(3):
-        # The order in which an engine has them.
+        # The engine's order.
         logits = bans.apply(replay.apply(torch.randn(1, 16)))
         chosen.append(int(logits.argmax()))
         generated.append(chosen[-1])
@@ -181,7 +181,7 @@ def test_each_thread_finds_its_own_tokens(scripts: dict[str, list[int]]) -> None
     assert replayed_tokens(plan) == scripts
 
 
-def test_replay_past_its_end_leaves_the_choice_to_the_model() -> None:
+def test_after_its_replay_a_thread_samples_freely() -> None:
     replay = Replay(NO_CONFIG, CPU, False)
     replay.update_state(added((replay_args({"": [10]}), [9], [10])))
     before = torch.randn(1, 16)
@@ -189,7 +189,7 @@ def test_replay_past_its_end_leaves_the_choice_to_the_model() -> None:
     assert torch.equal(replay.apply(before.clone()), before)
 
 
-def test_another_engine_begins_where_each_thread_has_stopped() -> None:
+def test_a_resumed_replay_starts_where_each_thread_stopped() -> None:
     scripts = {"": [10, FORK, 11, FORK, 12, END], "0": [13, END], "1": [14, END]}
     journal = (
         ThreadDelta((), (10, FORK, 11)),

@@ -15,7 +15,7 @@ from tests.fakes.scripted_engine import CHILD, END, FORK, fork_parameters
 
 
 def processor_with(request_id: str, *, logprobs: int | None = None, **changes: Any) -> Any:
-    """A processor without a tokenizer that knows one request."""
+    """Return an output processor without a tokenizer, with one request."""
     processor: Any = ForkOutputProcessor(None, log_stats=False)
     add_request(processor, request_id, "client's", logprobs=logprobs, **changes)
     return processor
@@ -75,7 +75,7 @@ def test_request_sees_one_text_and_no_control_tokens() -> None:
     assert record.statistics.forks == 1
 
 
-def test_stop_token_of_a_client_ends_the_threads_that_still_run() -> None:
+def test_a_clients_stop_token_ends_all_threads() -> None:
     processor = processor_with("r")
     processor.process_outputs([output("r", [10, FORK, 11])])
     stop = EngineCoreOutput("r~0", [99], finish_reason=FinishReason.STOP, stop_reason=99)
@@ -84,11 +84,11 @@ def test_stop_token_of_a_client_ends_the_threads_that_still_run() -> None:
 
     assert processed.request_outputs[-1].finished
     assert processed.reqs_to_abort == ["r"]
-    # What the engine had under way is ignored.
+    # Later outputs are ignored.
     assert processor.process_outputs([output("r", [12])]).request_outputs == []
 
 
-def test_request_that_may_not_fork_is_counted_too() -> None:
+def test_a_request_that_may_not_fork_has_statistics() -> None:
     processor = processor_with("r", enabled=False)
     processor.process_outputs([output("r", [10, 11])])
     processed = processor.process_outputs([output("r", [12, END], FinishReason.STOP)])
@@ -96,7 +96,7 @@ def test_request_that_may_not_fork_is_counted_too() -> None:
     assert processed.request_outputs[-1].outputs[0].token_ids == [10, 11, 12, END]
     statistics = processor.records.take("client's").statistics
     assert (statistics.threads, statistics.text_tokens, statistics.control_tokens) == (1, 3, 1)
-    # The prompt has 2 tokens: 2 + 3 + 4 + 5 are attended to, and 5 are cached for the last one.
+    # With a prompt of 2 tokens, 2 + 3 + 4 + 5 are attended to, and 5 are cached for the last one.
     assert statistics.attended_tokens == statistics.sequential_attended_tokens == 14
     assert statistics.max_cached_tokens == statistics.sequential_max_cached_tokens == 5
     assert processor._unforked == {}
@@ -132,7 +132,7 @@ def test_banned_control_tokens_are_reported_as_impossible() -> None:
     assert logprobs[FORK].logprob == logprobs[CHILD].logprob == float("-inf")
 
 
-def test_all_threads_of_a_request_may_be_given_up_in_one_step() -> None:
+def test_all_threads_of_a_request_may_be_aborted_in_one_step() -> None:
     processor = processor_with("r")
     processor.process_outputs([output("r", [10, FORK, 11]), output("r~0", [20])])
     abort = FinishReason.ABORT
@@ -165,13 +165,13 @@ def test_beams_are_followed_and_their_prompt_counts_once(prompts: list[str], pla
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_end_of_a_session_whose_parts_are_answered_ends_it(plain: bool) -> None:
+def test_the_end_of_an_answered_session_ends_it(plain: bool) -> None:
     processor: Any = ForkOutputProcessor(None, log_stats=False)
     for part in (10, 20):
         add_request(processor, "r", "client's", plain=plain, resumable=True, enabled=False)
         processor.process_outputs([output("r", [part, part + 1], FinishReason.LENGTH)])
 
-    # As AsyncLLM makes it: the end's own parameters would let it fork.
+    # As AsyncLLM builds it; with its own parameters the end of the session could fork.
     add_request(processor, "r", "client's", plain=plain, resumable=False, enabled=True)
 
     assert not processor.has_unfinished_requests()
@@ -180,7 +180,7 @@ def test_end_of_a_session_whose_parts_are_answered_ends_it(plain: bool) -> None:
     assert plain or record.statistics.text_tokens == 4
 
 
-async def test_stream_of_a_session_is_paced_once_whatever_its_parts() -> None:
+async def test_the_stream_of_a_session_is_paced_once() -> None:
     processor: Any = ForkOutputProcessor(None, log_stats=False)
     processor.stream_pause_s = 0.01
     queue = RequestOutputCollector(RequestOutputKind.DELTA, "r")

@@ -11,7 +11,7 @@ INTERVAL_S = 0.2
 
 
 class Puts:
-    """A queue that remembers what was put into it, and when."""
+    """Queue that records its outputs and their times."""
 
     def __init__(self) -> None:
         self.items: list[Any] = []
@@ -41,7 +41,7 @@ async def test_the_first_output_passes_at_once() -> None:
     assert puts.texts == ["a"]
 
 
-async def test_what_follows_soon_is_merged_and_comes_when_the_interval_is_over() -> None:
+async def test_later_outputs_are_merged_until_the_interval_ends() -> None:
     puts = Puts()
     queue = PacedQueue(puts, lambda: INTERVAL_S)
     for text in "abcd":
@@ -70,7 +70,7 @@ async def test_the_merged_outputs_of_all_streams_pass_together() -> None:
     assert all(at % INTERVAL_S < INTERVAL_S / 2 for at in merged_s)
 
 
-async def test_the_last_output_takes_what_is_held_along_at_once() -> None:
+async def test_the_last_output_passes_at_once_with_held_outputs() -> None:
     puts = Puts()
     queue = PacedQueue(puts, lambda: INTERVAL_S)
     queue.put(output("a"))
@@ -83,12 +83,12 @@ async def test_the_last_output_takes_what_is_held_along_at_once() -> None:
     assert len(puts.items) == 2
 
 
-async def test_choice_that_ends_first_is_not_held_back_beyond_the_requests_end() -> None:
+async def test_the_end_of_a_choice_passes_at_once() -> None:
     puts = Puts()
     first, second = (PacedQueue(puts, lambda: INTERVAL_S) for _ in range(2))
     first.put(output("a"))
     second.put(output("b"))
-    # The choices of a request share a queue; only the last one's end is the request's.
+    # The choices of a request share a queue; the request ends with the last one.
     end = output("c")
     end.outputs[0].finish_reason = "stop"
     first.put(end)
@@ -97,7 +97,7 @@ async def test_choice_that_ends_first_is_not_held_back_beyond_the_requests_end()
     assert puts.texts == ["a", "b", "c", "d"]
 
 
-async def test_a_slow_stream_is_not_held_up() -> None:
+async def test_a_slow_stream_is_not_delayed() -> None:
     puts = Puts()
     queue = PacedQueue(puts, lambda: 0.001)
     for text in "abc":
@@ -107,7 +107,7 @@ async def test_a_slow_stream_is_not_held_up() -> None:
     assert puts.texts == ["a", "b", "c"]
 
 
-async def test_an_error_passes_behind_the_text_before_it() -> None:
+async def test_an_error_passes_after_the_text_before_it() -> None:
     puts = Puts()
     queue = PacedQueue(puts, lambda: INTERVAL_S)
     error = ValueError("broken")
@@ -121,5 +121,5 @@ async def test_an_error_passes_behind_the_text_before_it() -> None:
 @pytest.mark.parametrize(
     ("num_requests", "interval_s"), [(1, 0.05), (15, 0.05), (16, 0.1), (32, 0.15), (500, 0.2)]
 )
-def test_many_streams_are_sent_on_less_often(num_requests: int, interval_s: float) -> None:
+def test_many_streams_have_longer_intervals(num_requests: int, interval_s: float) -> None:
     assert interval_under_load(0.05, num_requests) == pytest.approx(interval_s)

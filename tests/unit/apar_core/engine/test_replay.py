@@ -1,4 +1,4 @@
-"""What a client asks to be replayed: taken whole, or refused with the reason."""
+"""Replays of a client: accepted, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def parse(
     )
 
 
-def test_a_tree_is_taken_as_it_is() -> None:
+def test_a_valid_tree_is_accepted() -> None:
     assert parse(json.dumps(TREE), FORKING, TEXT_TOKENS + 1) == TREE
     assert parse(json.dumps(TREE), FORKING, None) == TREE
 
 
 @pytest.mark.parametrize("parameters", [UNFORKED, None, FORKING])
-def test_one_thread_is_taken_whether_the_request_forks_or_not(parameters: Any) -> None:
+def test_a_single_thread_is_accepted_with_or_without_forks(parameters: Any) -> None:
     assert parse('{"": [10, 11, 3]}', parameters, 3) == {"": [10, 11, 3]}
 
 
@@ -71,7 +71,7 @@ def test_a_model_without_control_tokens_may_use_their_ids() -> None:
         ({"0": [13, FORK, END], "0.0": [END]}, "4 forks exceed the limit of 3"),
     ],
 )
-def test_what_the_engine_could_not_generate_is_refused(
+def test_scripts_that_the_engine_cannot_generate_are_refused(
     changes: dict[str, Any], message: str
 ) -> None:
     scripts = {path: ids for path, ids in {**TREE, **changes}.items() if ids is not None}
@@ -83,19 +83,19 @@ def test_what_the_engine_could_not_generate_is_refused(
 
 
 @pytest.mark.parametrize("parameters", [UNFORKED, None])
-def test_a_tree_is_refused_where_the_request_does_not_fork(parameters: Any) -> None:
+def test_a_tree_is_refused_if_the_request_does_not_fork(parameters: Any) -> None:
     with pytest.raises(RequestError, match=r"only the root thread.*does not fork, not '0'"):
         parse(json.dumps(TREE), parameters, 500)
     with pytest.raises(RequestError, match="only the root thread"):
         parse("{}", parameters, 500)
 
 
-def test_a_fork_token_is_refused_where_the_request_does_not_fork() -> None:
+def test_a_fork_token_is_refused_if_the_request_does_not_fork() -> None:
     with pytest.raises(RequestError, match=f"has the control token {FORK}"):
         parse(json.dumps({"": [10, FORK, END]}), UNFORKED, 500)
 
 
-def test_the_limit_on_tokens_must_cover_the_text_and_one_end() -> None:
+def test_max_tokens_must_cover_the_text_and_one_end_token() -> None:
     with pytest.raises(
         RequestError, match=f"needs {TEXT_TOKENS + 1} tokens, more than `max_tokens` allows: 7"
     ):
@@ -107,15 +107,15 @@ def test_the_limit_on_tokens_must_cover_the_text_and_one_end() -> None:
 @pytest.mark.parametrize(
     ("changes", "prompt_tokens", "message"),
     [
-        # The prompt, what the root writes, and its end token.
+        # The prompt, the root's text, and its end token.
         ({}, 11, "thread '' needs 17 tokens, 11 of them for the prompt"),
-        # The prompt, four tokens of the root, the child token, and its own.
+        # The prompt, four tokens of the root, the child token, and its own tokens.
         ({"1": [15, FORK, 16, 16, 16, 99]}, 6, "thread '1' needs 17 tokens, 11 of them"),
-        # The same, two tokens of its parent, another child token, and its own.
+        # The same, then two tokens of its parent, another child token, and its own tokens.
         ({"1.0": [16, 17, END]}, 6, "thread '1.0' needs 17 tokens, 14 of them for the prompt and"),
     ],
 )
-def test_a_thread_that_the_context_would_cut_off_is_refused_with_its_numbers(
+def test_a_thread_that_exceeds_the_context_is_refused_with_its_numbers(
     changes: dict[str, Any], prompt_tokens: int, message: str
 ) -> None:
     scripts = json.dumps({**TREE, **changes})
@@ -132,8 +132,8 @@ def test_the_last_token_may_be_the_last_of_the_context() -> None:
         parse(json.dumps(TREE), FORKING, 500, 7)
 
 
-def test_a_limit_that_is_what_the_context_leaves_is_named_so() -> None:
-    # Each thread fits, but not their texts one behind the other.
+def test_a_limit_that_comes_from_the_context_is_named() -> None:
+    # Each thread fits, but not their joined text.
     wide = {**TREE, "0": [*[13] * 6, END]}
     with pytest.raises(
         RequestError, match=r"needs 12 tokens.*the model's context after the prompt allows: 10"
@@ -142,7 +142,7 @@ def test_a_limit_that_is_what_the_context_leaves_is_named_so() -> None:
 
 
 @pytest.mark.parametrize("parameters", [UNFORKED, None])
-def test_one_thread_is_held_against_the_context_too(parameters: Any) -> None:
+def test_a_single_thread_must_fit_the_context(parameters: Any) -> None:
     scripts = json.dumps({"": [*[10] * 8, END]})
 
     assert parse(scripts, parameters, 9, 7)
@@ -153,6 +153,6 @@ def test_one_thread_is_held_against_the_context_too(parameters: Any) -> None:
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"": "abc"}', '{"": [10.0, 3]}', '{"": ["10", 3]}', '{"": [10, 3.5]}', 5]
 )
-def test_what_is_no_mapping_of_lists_of_ids_is_refused(text: object) -> None:
+def test_only_a_mapping_of_lists_of_ids_is_accepted(text: object) -> None:
     with pytest.raises(RequestError, match=r"`apar\.replay`: "):
         parse(text, FORKING, 500)

@@ -1,4 +1,4 @@
-"""Requests of the engine are found by the ids that vLLM derives from their client's."""
+"""Requests of the engine belong to a client's request by the ids that vLLM derives."""
 
 import pytest
 
@@ -27,6 +27,6 @@ def test_a_request_of_the_engine_is_found_by_its_clients_id(
     assert find_client(TABLE, external_id) == entry
 
 
-def test_an_id_that_only_looks_like_a_beam_is_found_whole() -> None:
+def test_an_id_that_looks_like_a_beam_is_matched_exactly_first() -> None:
     assert find_client({"chatcmpl-x-ab-beam-12345678": 1}, "chatcmpl-x-ab-beam-12345678") == 1
     assert beam_search_of("chatcmpl-x-ab-beam-r12345678") is None

@@ -10,7 +10,7 @@ def finished(*token_ids: int) -> UnforkedThread:
     return thread
 
 
-def test_record_is_taken_once() -> None:
+def test_a_record_can_be_taken_once() -> None:
     records = RequestRecords()
     records.add("a", finished(1, 2), num_prompt_tokens=3)
 

@@ -1,4 +1,4 @@
-"""An answer taken up in another API process begins with exactly what was sent of it."""
+"""A resumed answer starts with exactly the text that the client already has."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -42,7 +42,7 @@ def thread_tokens(texts: list[str]) -> list[int]:
 
 
 def steps() -> Iterator[list[EngineCoreOutput]]:
-    """One token a thread and step; a child begins after its fork."""
+    """Outputs with one token per thread and step; a child starts after its fork."""
     tokens = {thread: thread_tokens(texts) for thread, texts in TEXTS.items()}
     at = {"": 0}
     while at:
@@ -62,7 +62,7 @@ def steps() -> Iterator[list[EngineCoreOutput]]:
 
 
 class ApiProcess:
-    """An output processor with one request, and the text that it has given to the client."""
+    """Output processor with one request, and the text that the client has got."""
 
     def __init__(
         self,
@@ -119,7 +119,9 @@ MANNERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("params", MANNERS)
-def test_answer_cut_at_any_step_begins_with_what_was_sent(params: dict[str, Any]) -> None:
+def test_an_answer_resumed_at_any_step_starts_with_the_text_already_sent(
+    params: dict[str, Any],
+) -> None:
     whole = ApiProcess(**params)
     sent: list[tuple[str, int]] = [("", 0)]
     journals: list[Journal] = [()]
@@ -140,7 +142,7 @@ def test_answer_cut_at_any_step_begins_with_what_was_sent(params: dict[str, Any]
     assert not again.needs_engine  # The last journal holds the whole answer.
 
 
-def test_request_that_may_not_fork_is_replayed_with_its_stop_token() -> None:
+def test_a_request_that_may_not_fork_is_resumed_with_its_stop_token() -> None:
     plain = ForkParameters(FORK, PARAMETERS.child_id, False, 16, 100, (END,))
     ids = TOKENIZER.encode("Hello \U0001f600", add_special_tokens=False)
     stop = ids[-1]
@@ -156,7 +158,7 @@ def test_request_that_may_not_fork_is_replayed_with_its_stop_token() -> None:
     assert again.num_tokens == len(ids)
 
 
-def test_ordinary_model_is_followed_and_replayed() -> None:
+def test_an_ordinary_models_request_is_followed_and_resumed() -> None:
     first = ApiProcess(parameters=None)
     first.processor.process_outputs([EngineCoreOutput("r", [100, 101])])
     journal = merged(first.follower.take_journal())
@@ -173,7 +175,7 @@ def test_ordinary_model_is_followed_and_replayed() -> None:
     assert again.processor._plain == {}
 
 
-def test_forked_threads_whose_end_was_not_told_end_where_the_tokens_are_used_up() -> None:
+def test_unreported_ends_of_threads_are_completed_by_the_token_budget() -> None:
     journal = (ThreadDelta((), (100, FORK, 101)), ThreadDelta((0,), (102,)))
 
     again = ApiProcess(journal, max_tokens=3)
@@ -183,7 +185,7 @@ def test_forked_threads_whose_end_was_not_told_end_where_the_tokens_are_used_up(
     assert again.num_tokens == 3
 
 
-def test_untold_children_are_opened_as_far_as_limits_let() -> None:
+def test_unreported_children_are_opened_within_the_limits() -> None:
     journal = (ThreadDelta((), (100, FORK, 101, FORK, 102)), ThreadDelta((1,), (103,)))
     request = ApiProcess().request
     tight = replace(PARAMETERS, max_forks=1)
@@ -200,7 +202,7 @@ def test_untold_children_are_opened_as_far_as_limits_let() -> None:
     assert [each.finish_reason for each in refused] == [None, int(FinishReason.LENGTH), None]
 
 
-def test_a_replayed_answer_goes_on_behind_what_the_journal_holds() -> None:
+def test_a_resumed_replay_continues_after_the_journal() -> None:
     scripts = {path.replace("~", "."): thread_tokens(texts) for path, texts in TEXTS.items()}
     scripts = {path.removeprefix("."): ids for path, ids in scripts.items()}
     journal = (ThreadDelta((), tuple(scripts[""][:9])), ThreadDelta((0,), tuple(scripts["0"][:2])))
@@ -218,7 +220,7 @@ def test_context_without_room_opens_no_child() -> None:
     request = ApiProcess().request
     prompt = len(request.prompt_token_ids)
 
-    # The fork token's place, the child token's and one for the child itself.
+    # Room for the fork token, the child token, and one token of the child.
     full = completed(request, (ThreadDelta((), (100, FORK)),), prompt + 3)
     room = completed(request, (ThreadDelta((), (100, FORK)),), prompt + 4)
 
@@ -252,7 +254,7 @@ def test_client_cannot_write_a_journal() -> None:
         ({"structured_outputs": StructuredOutputsParams(json_object=True)}, False),
     ],
 )
-def test_what_the_engine_can_take_up(params: dict[str, Any], expected: bool) -> None:
+def test_which_requests_another_engine_can_continue(params: dict[str, Any], expected: bool) -> None:
     assert can_continue(SamplingParams(**params)) is expected
 
 
@@ -268,7 +270,7 @@ def test_several_choices_are_counted_and_not_continued() -> None:
 
 
 @pytest.mark.parametrize("parameters", [PARAMETERS, None])
-def test_a_request_that_the_engine_core_gives_up_has_not_ended(
+def test_a_request_that_the_engine_core_aborts_has_not_ended(
     parameters: ForkParameters | None,
 ) -> None:
     process = ApiProcess(parameters=parameters)
@@ -281,7 +283,7 @@ def test_a_request_that_the_engine_core_gives_up_has_not_ended(
     assert process.follower.take_journal() == (ThreadDelta((), (40, 41)),)
 
 
-def test_an_abort_by_the_client_is_not_one_by_the_engine_core() -> None:
+def test_a_clients_abort_is_not_one_of_the_engine_core() -> None:
     process = ApiProcess()
     process.processor.process_outputs([EngineCoreOutput("r", [40])])
 

@@ -31,7 +31,7 @@ def output(
 
 
 def rows(*values: float) -> LogprobsLists:
-    """One row per token with its log-probability and that of one alternative."""
+    """Return one row per token: its log-probability and that of one alternative."""
     number = len(values)
     return LogprobsLists(
         np.arange(2 * number, dtype=np.int32).reshape(number, 2),
@@ -57,7 +57,7 @@ def test_text_after_a_fork_waits_for_the_child() -> None:
     assert text_of(request.take()) == [20, 11]
 
 
-def test_fork_in_the_midst_of_accepted_tokens_splits_them() -> None:
+def test_a_fork_among_accepted_tokens_splits_them() -> None:
     request = threads()
 
     children = request.feed(output("r", [10, FORK, 11, FORK, 12, END], FinishReason.STOP))
@@ -68,7 +68,7 @@ def test_fork_in_the_midst_of_accepted_tokens_splits_them() -> None:
     assert text_of(request.take()) == [10, 20, 11, 30, 12]
 
 
-def test_finish_comes_in_an_output_of_its_own_without_tokens() -> None:
+def test_the_finish_reason_comes_in_an_output_without_tokens() -> None:
     request = threads()
     request.feed(output("r", [10, END], FinishReason.STOP))
 
@@ -88,7 +88,7 @@ def test_finish_waits_for_every_thread() -> None:
     assert [each.finish_reason for each in request.take()] == [None, FinishReason.STOP]
 
 
-def test_length_of_one_thread_is_the_reason_of_the_request() -> None:
+def test_a_thread_that_ends_by_length_ends_its_request_by_length() -> None:
     request = threads()
     request.feed(output("r", [10, FORK, END], FinishReason.STOP))
     request.feed(output("r~0", [], FinishReason.LENGTH))
@@ -96,7 +96,7 @@ def test_length_of_one_thread_is_the_reason_of_the_request() -> None:
     assert request.take()[-1].finish_reason == FinishReason.LENGTH
 
 
-def test_length_names_no_stop_reason_though_one_thread_had_one() -> None:
+def test_an_end_by_length_has_no_stop_reason() -> None:
     request = threads()
     request.feed(output("r", [10, FORK]))
     repeated = EngineCoreOutput(
@@ -110,19 +110,19 @@ def test_length_names_no_stop_reason_though_one_thread_had_one() -> None:
     assert (end.finish_reason, end.stop_reason) == (FinishReason.LENGTH, None)
 
 
-def test_stop_token_of_the_client_ends_the_answer_where_it_stands() -> None:
+def test_a_clients_stop_token_ends_the_answer_at_its_position() -> None:
     request = threads()
     request.feed(output("r", [10, FORK, 11]))
     request.feed(output("r~0", [20, 99], FinishReason.STOP, stop_reason=99))
 
     (end,) = request.take()
 
-    # 11 stands behind the stop token; the token itself is passed on, as vLLM does.
+    # 11 comes after the stop token. The stop token itself is passed on, as in vLLM.
     assert end.new_token_ids == [10, 20, 99]
     assert (end.finish_reason, end.stop_reason) == (FinishReason.STOP, 99)
 
 
-def test_of_two_stop_tokens_the_first_in_reading_order_is_the_reason() -> None:
+def test_the_first_stop_token_in_reading_order_is_the_stop_reason() -> None:
     request = threads()
     request.feed(output("r", [10, FORK, 11, FORK, 12]))
     request.feed(output("r~1", [77], FinishReason.STOP, stop_reason=77))
@@ -172,7 +172,7 @@ def wide_rows(width: int, *values: float) -> LogprobsLists:
 
 
 @pytest.mark.parametrize("num_logprobs", [0, 1, 2, 5])
-def test_rows_of_steps_of_any_width_get_the_width_that_the_request_asked_for(
+def test_logprob_rows_get_the_width_that_the_request_asked_for(
     num_logprobs: int,
 ) -> None:
     request = RequestThreads("r", fork_parameters(), None, num_logprobs=num_logprobs)
@@ -191,7 +191,7 @@ def test_rows_of_steps_of_any_width_get_the_width_that_the_request_asked_for(
     assert set(text.new_logprobs.logprob_token_ids[2]) == {0}
 
 
-def test_all_log_probabilities_are_passed_on_as_they_come() -> None:
+def test_rows_of_all_logprobs_are_not_cut() -> None:
     request = RequestThreads("r", fork_parameters(), None, num_logprobs=-1)
     request.feed(output("r", [10], logprobs=wide_rows(9, -1.0)))
 
@@ -201,7 +201,7 @@ def test_all_log_probabilities_are_passed_on_as_they_come() -> None:
     assert text.new_logprobs.logprobs.shape == (1, 9)
 
 
-def test_separator_among_logprobs_counts_as_certain() -> None:
+def test_a_separator_has_probability_1() -> None:
     def line_break(_: TextToken, __: TextToken, edge: Edge) -> list[TextToken]:
         return [TextToken(7, None)] if edge is Edge.FIRST_CHILD else []
 
@@ -216,14 +216,14 @@ def test_separator_among_logprobs_counts_as_certain() -> None:
     assert text.new_logprobs.logprobs[:, 0].tolist() == [-1.0, 0.0, -3.0]
 
 
-def test_child_token_that_a_model_samples_is_no_text() -> None:
+def test_a_sampled_child_token_is_not_text() -> None:
     request = threads()
     request.feed(output("r", [10, CHILD, 11, END], FinishReason.STOP))
 
     assert text_of(request.take()) == [10, 11]
 
 
-def test_cut_request_counts_its_open_threads_as_not_ended() -> None:
+def test_open_threads_of_a_cut_request_have_not_ended() -> None:
     request = threads()
     request.feed(output("r", [10, FORK, 11]))
 
@@ -234,7 +234,7 @@ def test_cut_request_counts_its_open_threads_as_not_ended() -> None:
 
 
 @pytest.mark.parametrize("first", [[10], [FORK]])
-def test_facts_of_the_first_output_travel_with_the_first_text(first: list[int]) -> None:
+def test_fields_of_the_first_output_come_with_the_first_text(first: list[int]) -> None:
     request = threads()
     queued = EngineCoreEvent.new_event(EngineCoreEventType.QUEUED)
     request.feed(EngineCoreOutput("r", first, events=[queued], trace_headers={"a": "b"}))
@@ -250,7 +250,7 @@ def test_facts_of_the_first_output_travel_with_the_first_text(first: list[int]) 
 
 
 @pytest.mark.parametrize("root_ends_last", [True, False])
-def test_facts_of_the_roots_end_travel_with_the_end_of_the_answer(root_ends_last: bool) -> None:
+def test_fields_of_the_roots_end_come_with_the_end_of_the_answer(root_ends_last: bool) -> None:
     request = threads()
     root_end = EngineCoreOutput(
         "r",
@@ -276,11 +276,11 @@ def test_facts_of_the_roots_end_travel_with_the_end_of_the_answer(root_ends_last
     assert end.kv_transfer_params == {"remote_block_ids": [1]}
     assert end.ec_transfer_params == {"a": 1}
     assert end.mm_cache_miss_hashes == ["h"]
-    # vLLM takes these from the last output.
+    # vLLM reads these fields from the last output.
     assert all(each.kv_transfer_params is None for each in before)
 
 
-def test_a_broken_logit_of_any_thread_is_one_of_the_request() -> None:
+def test_nans_in_the_logits_of_any_thread_are_reported() -> None:
     request = threads()
     request.feed(output("r", [10, FORK, 11]))
     request.feed(EngineCoreOutput("r~0", [20], num_nans_in_logits=3))
@@ -299,7 +299,7 @@ def test_sampling_masks_follow_the_restored_order() -> None:
 
     request = RequestThreads("r", fork_parameters(), line_break)
     several = SamplingMaskLists(np.array([10, 90, FORK, 11, 91, 92]), np.array([0, 2, 3, 6]))
-    # The mask of a single token comes without offsets.
+    # The mask of a single token has no offsets.
     single = SamplingMaskLists(np.array([20, 93]))
     request.feed(EngineCoreOutput("r", [10, FORK, 11], new_sampling_mask=several))
     request.feed(EngineCoreOutput("r~0", [20], new_sampling_mask=single))

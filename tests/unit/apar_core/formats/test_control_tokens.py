@@ -1,4 +1,4 @@
-"""The tokenizers here are real ones, of both kinds that checkpoints have, built on the spot."""
+"""Control tokens in small tokenizers of both types that checkpoints have."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def byte_level_tokenizer(*, special: bool) -> PreTrainedTokenizerFast:
 
 
 def sentencepiece_tokenizer(*, special: bool, characters: str) -> PreTrainedTokenizerFast:
-    """As Llama's: a space before the first word, and bytes for characters that it lacks."""
+    """Tokenizer like Llama's: a space before the first word, bytes for missing characters."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *characters, "▁["]
     model = models.BPE(
         vocab={piece: index for index, piece in enumerate(pieces)},
@@ -84,7 +84,7 @@ def test_both_spellings_are_found(fork_text: str, child_text: str) -> None:
     assert find_control_tokens(vocabulary) == ControlTokens(32000, 32001, fork_text, child_text)
 
 
-def test_an_ordinary_vocabulary_has_none() -> None:
+def test_an_ordinary_vocabulary_has_no_control_tokens() -> None:
     assert find_control_tokens({"Fork": 0, "[": 1, "[fork]": 2}) is None
 
 
@@ -104,7 +104,7 @@ def test_one_token_of_a_pair_is_refused_and_the_other_named(present: str, missin
     assert f"{present!r} (id 7) but not {missing!r}" in str(caught.value)
 
 
-def test_a_stray_token_of_the_other_pair_does_not_matter_but_a_second_pair_does() -> None:
+def test_a_second_pair_is_refused_but_not_a_single_token_of_it() -> None:
     vocabulary = {"[Fork]": 3, "[Child]": 4, "[SplitSop]": 5}
     assert find_control_tokens(vocabulary) == ControlTokens(3, 4, "[Fork]", "[Child]")
 
@@ -124,12 +124,12 @@ def test_control_tokens_in_user_text_become_their_characters(name: str) -> None:
 
     assert control_tokens.fork_id not in neutralised
     assert control_tokens.child_id not in neutralised
-    # The text is the attack's own; some tokenizers swallow the space before an added token.
+    # The text is unchanged, except that some tokenizers drop the space before an added token.
     decoded = str(tokenizer.decode(neutralised))
     assert decoded.replace(" ", "") == ATTACK.replace(" ", "")
 
 
-def test_spelling_is_the_tokenizers_own_where_that_is_exact() -> None:
+def test_the_tokenizers_own_spelling_is_used_if_it_is_exact() -> None:
     tokenizer = TOKENIZERS["byte-level, special tokens"]
     control_tokens = find_control_tokens(tokenizer.get_vocab())
     assert control_tokens is not None
@@ -139,7 +139,7 @@ def test_spelling_is_the_tokenizers_own_where_that_is_exact() -> None:
     assert tokenizer.convert_ids_to_tokens(list(spelling)) == ["[", "For", "k", "]"]
 
 
-def test_spelling_brings_no_space_of_its_own() -> None:
+def test_a_spelling_adds_no_space() -> None:
     tokenizer = TOKENIZERS["sentencepiece, special tokens"]
     control_tokens = find_control_tokens(tokenizer.get_vocab())
     assert control_tokens is not None

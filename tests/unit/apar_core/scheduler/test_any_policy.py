@@ -1,9 +1,8 @@
-"""Properties of forks that have to wait, under any caps and any fork policy."""
+"""Properties of waiting forks, with any limits and any fork policy."""
 
 import random
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +12,6 @@ from tests.fakes.scripted_engine import (
     Script,
     ScriptedEngine,
     fork_parameters,
-    write_model_config,
 )
 from tests.unit.apar_core.scheduler.test_any_schedule import any_schedule, scripts
 
@@ -21,7 +19,7 @@ KEYS = (None, "k", "l")
 
 
 class MoodyPolicy:
-    """Admits or refuses by the draw of a seed; a chance of 0 refuses always."""
+    """Admits with a probability, from seeded random numbers."""
 
     def __init__(self, seed: int, chance: float) -> None:
         self._numbers = random.Random(seed)
@@ -34,12 +32,7 @@ class MoodyPolicy:
         assert batch.rows > 0
 
 
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_config(tmp_path_factory.mktemp("model"))
-
-
-# A script and its text, its limit of threads, its key, its priority.
+# (script, text), thread limit, key, priority.
 Wanted = tuple[tuple[Script, list[int]], int, str | None, int]
 requests: st.SearchStrategy[list[Wanted]] = st.lists(
     st.tuples(scripts(), st.integers(1, 6), st.sampled_from(KEYS), st.integers(0, 1)),
@@ -53,7 +46,7 @@ request_caps = st.none() | st.integers(1, 3)
 def engine_with(
     wanted: list[Wanted], shape: EngineShape, model_dir: Path, key_cap: int | None
 ) -> ScriptedEngine:
-    """An engine with the requests r0, r1, ... in order of arrival."""
+    """Return an engine with requests r0, r1, ... in order of arrival."""
     engine = ScriptedEngine(shape, model_dir)
     for number, ((script, _), max_threads, key, priority) in enumerate(wanted):
         engine.add(
@@ -72,7 +65,7 @@ def engine_with(
 def assert_caps_hold(
     engine: ScriptedEngine, wanted: list[Wanted], replica_cap: int | None, key_cap: int | None
 ) -> None:
-    """Caps are exceeded only by roots and by the single thread that each family may have."""
+    """Check that only roots, and the single thread of a request without others, exceed limits."""
     groups = engine.scheduler.threads.groups
     for group in groups:
         assert len(group.live) <= group.parameters.max_threads
@@ -100,7 +93,7 @@ def assert_caps_hold(
     max_requests=request_caps,
     policy=st.builds(MoodyPolicy, st.integers(0, 99), st.sampled_from([0.0, 0.2, 1.0])),
 )
-def test_whatever_holds_forks_back_the_text_is_whole_and_caps_hold(
+def test_delayed_forks_keep_the_text_complete_and_the_limits(
     model_dir: Path,
     wanted: list[Wanted],
     run_ahead: bool,
@@ -119,7 +112,7 @@ def test_whatever_holds_forks_back_the_text_is_whole_and_caps_hold(
     engine = engine_with(wanted, shape, model_dir, key_cap)
     engine.scheduler.admission.policy = policy
 
-    # At worst one token a step: no family may wait for another for ever.
+    # At worst one token per step: no request may wait forever.
     num_tokens = sum(len(thread) for (script, _), *_ in wanted for thread in script.values())
     max_steps = 10 + 2 * num_tokens + 2 * sum(len(script) for (script, _), *_ in wanted)
     steps = 0

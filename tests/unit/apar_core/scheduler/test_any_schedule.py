@@ -1,9 +1,11 @@
-"""Properties of forked decoding under any schedule: memory short or not, chunked or whole prompts,
-step by step or ahead, with requests aborted at any time."""
+"""Properties of forked decoding under any schedule.
+
+Memory is short or not, prompts are chunked or not, steps are scheduled ahead or not, and requests
+are aborted at any time.
+"""
 
 from pathlib import Path
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,18 +17,12 @@ from tests.fakes.scripted_engine import (
     Script,
     ScriptedEngine,
     fork_parameters,
-    write_model_config,
 )
-
-
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_config(tmp_path_factory.mktemp("model"))
 
 
 @st.composite
 def scripts(draw: st.DrawFn) -> tuple[Script, list[int]]:
-    """Threads of a random tree up to three deep, and the text that they restore to."""
+    """Draw the threads of a tree of depth up to three, and its restored text."""
     script: dict[str, list[int]] = {}
     next_id = iter(range(FIRST_TEXT_ID, 4000))
 
@@ -60,7 +56,7 @@ shapes = st.builds(
 requests = st.lists(
     st.tuples(scripts(), st.integers(1, 40), st.integers(1, 6)), min_size=1, max_size=5
 )
-# A script and its text, the length of the prompt, the limit of threads.
+# (script, text), prompt length, thread limit.
 Wanted = tuple[tuple[Script, list[int]], int, int]
 
 
@@ -72,7 +68,7 @@ def engine_with(
     max_tokens: int = 200,
     max_forks: int = 100,
 ) -> ScriptedEngine:
-    """An engine with the requests r0, r1, ... in order of arrival."""
+    """Return an engine with requests r0, r1, ... in order of arrival."""
     engine = ScriptedEngine(shape, model_dir)
     for number, ((script, _), prompt_length, max_threads) in enumerate(wanted):
         engine.add(
@@ -93,7 +89,7 @@ any_schedule = settings(
 
 @any_schedule
 @given(shape=shapes, wanted=requests)
-def test_every_text_is_whole_and_every_block_is_free_again(
+def test_every_text_is_complete_and_every_block_is_freed(
     model_dir: Path, shape: EngineShape, wanted: list[Wanted]
 ) -> None:
     engine = engine_with(wanted, shape, model_dir)
@@ -113,7 +109,7 @@ def test_every_text_is_whole_and_every_block_is_free_again(
     wanted=requests,
     aborts=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 4)), max_size=4),
 )
-def test_no_block_comes_free_while_a_step_in_flight_writes_it(
+def test_no_block_is_freed_while_a_step_in_flight_writes_it(
     model_dir: Path,
     num_blocks: int,
     max_num_seqs: int,

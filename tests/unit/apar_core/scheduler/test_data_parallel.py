@@ -1,4 +1,4 @@
-"""Aborts beside other engines: vLLM's client finds a request's engine while any thread lives."""
+"""Aborts with several engines: vLLM's client knows a request's engine while a thread is live."""
 
 from collections import Counter
 from pathlib import Path
@@ -15,7 +15,6 @@ from tests.fakes.scripted_engine import (
     EngineShape,
     ScriptedEngine,
     fork_parameters,
-    write_model_config,
 )
 
 PROMPT = list(range(100, 110))
@@ -23,19 +22,14 @@ ROOT_ENDS_FIRST = {"": [10, FORK, 11, FORK, 12, END], "0": [*range(20, 60), END]
 ENGINE = b"\x00\x00"
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_config(tmp_path_factory.mktemp("model"))
-
-
 class OneOfManyEngines(DPLBAsyncMPClient):
-    """vLLM's client of several engines, without sockets, in front of a scripted one."""
+    """vLLM's client of several engines, without sockets, with one scripted engine."""
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.engine = engine
         self.reqs_in_flight = {}
         self.engine_inflight = Counter()
-        # What vLLM's own methods ask before they send anything.
+        # Attributes that vLLM's methods read before they send anything.
         self.resources: Any = SimpleNamespace(engine_dead=False)
 
     def add(self, request_id: str, script: dict[str, list[int]], **settings: Any) -> None:

@@ -16,7 +16,7 @@ class SmallOnly(EagerPolicy):
         return batch.attended_tokens + extra_attended <= 500
 
 
-def family(name: str, arrival: float, *, max_threads: int = 9) -> ThreadGroup[str]:
+def group_of(name: str, arrival: float, *, max_threads: int = 9) -> ThreadGroup[str]:
     group: ThreadGroup[str] = ThreadGroup(
         name, fork_parameters(max_threads=max_threads), 100, (0, arrival)
     )
@@ -30,9 +30,9 @@ def admission(
     return ForkAdmission(max_replica_threads, policy or EagerPolicy(), len)
 
 
-def test_children_of_the_oldest_family_start_first_and_in_their_order() -> None:
+def test_children_of_the_oldest_request_start_first_and_in_order() -> None:
     forks = admission()
-    young, old = family("young", 2.0), family("old", 1.0)
+    young, old = group_of("young", 2.0), group_of("old", 1.0)
     for group, child in ((young, "a"), (old, "b"), (old, "c")):
         forks.wait(group, child)
 
@@ -41,17 +41,17 @@ def test_children_of_the_oldest_family_start_first_and_in_their_order() -> None:
     assert taken == [(old, "b"), (old, "c"), (young, "a"), None]
 
 
-def test_nothing_passes_the_oldest_fork_that_replica_or_policy_holds_back() -> None:
+def test_a_fork_blocked_by_replica_or_policy_blocks_all_others() -> None:
     forks = admission(policy=SmallOnly())
-    forks.wait(family("old", 1.0), "x" * 101)
-    forks.wait(family("young", 2.0), "y")
+    forks.wait(group_of("old", 1.0), "x" * 101)
+    forks.wait(group_of("young", 2.0), "y")
 
     assert forks.next(4, BATCH) is None
 
 
-def test_replica_cap_counts_every_thread() -> None:
+def test_the_replica_limit_counts_every_thread() -> None:
     forks = admission(max_replica_threads=5)
-    forks.wait(family("a", 1.0), "child")
+    forks.wait(group_of("a", 1.0), "child")
 
     assert forks.next(5, BATCH) is None
     assert forks.next(4, BATCH) is not None
@@ -61,10 +61,10 @@ def test_replica_cap_counts_every_thread() -> None:
     ("forks", "reason"),
     [(admission(max_replica_threads=4), "replica"), (admission(policy=SmallOnly()), "policy")],
 )
-def test_reason_of_a_delay_is_what_holds_the_oldest_back(
+def test_the_reason_of_a_delay_is_what_blocks_the_oldest_request(
     forks: ForkAdmission[str], reason: str
 ) -> None:
-    full, waiting = family("full", 1.0, max_threads=1), family("waiting", 2.0)
+    full, waiting = group_of("full", 1.0, max_threads=1), group_of("waiting", 2.0)
     forks.wait(full, "x" * 200)
     for _ in range(2):
         forks.wait(waiting, "x" * 200)
@@ -81,9 +81,9 @@ def test_reason_of_a_delay_is_what_holds_the_oldest_back(
     assert forks.counters.delayed == forks.waiting_by_reason([full, waiting])
 
 
-def test_reason_of_a_delay_is_the_present_one() -> None:
+def test_the_reason_of_a_delay_is_the_current_one() -> None:
     forks = admission(max_replica_threads=4, policy=SmallOnly())
-    group = family("a", 1.0)
+    group = group_of("a", 1.0)
     forks.wait(group, "x" * 200)
 
     assert forks.next(4, BATCH) is None
@@ -94,7 +94,7 @@ def test_reason_of_a_delay_is_the_present_one() -> None:
 
 def test_a_fork_counts_once_however_long_it_waits() -> None:
     forks = admission(max_replica_threads=5)
-    group = family("a", 1.0)
+    group = group_of("a", 1.0)
     for child in ("first", "second"):
         forks.wait(group, child)
     assert forks.next(4, BATCH) is not None
@@ -111,7 +111,7 @@ def test_a_fork_counts_once_however_long_it_waits() -> None:
 
 def test_forks_of_a_request_that_ended_are_not_counted_as_accepted() -> None:
     forks = admission(max_replica_threads=1)
-    group = family("a", 1.0)
+    group = group_of("a", 1.0)
     forks.wait(group, "child")
     group.closed = True
     group.deferred.clear()

@@ -7,7 +7,7 @@ from apar_core.scheduler.step_time import MIN_STEPS, BatchView
 
 
 def step_s(rows: int) -> float:
-    """4 ms and half a millisecond for each row."""
+    """Return 4 ms plus half a millisecond per row."""
     return 0.004 + 0.0005 * rows
 
 
@@ -20,7 +20,7 @@ def taught(token_time_s: float, *, most_rows: int = 32) -> AdaptivePolicy:
 
 
 def admitted(policy: AdaptivePolicy, batch: BatchView, wanted: int) -> int:
-    """How many of so many forks the policy admits, one by one."""
+    """Return how many of `wanted` forks the policy admits, one by one."""
     for number in range(wanted):
         if not policy.admits(batch):
             return number
@@ -36,11 +36,11 @@ def test_eager_admits_into_any_batch() -> None:
 
 
 @pytest.mark.parametrize(("token_time_s", "rows"), [(0.0084, 8), (0.0124, 16), (0.0184, 28)])
-def test_adaptive_fills_the_step_as_far_as_its_time_goes(token_time_s: float, rows: int) -> None:
+def test_adaptive_fills_the_step_up_to_the_time_per_token(token_time_s: float, rows: int) -> None:
     assert admitted(taught(token_time_s), BatchView(2, 0), 100) == rows - 2
 
 
-def test_adaptive_admits_nothing_into_a_step_that_is_too_long_already() -> None:
+def test_adaptive_admits_nothing_into_a_step_that_is_already_too_long() -> None:
     assert admitted(taught(0.010), BatchView(20, 0), 5) == 0
 
 
@@ -65,7 +65,9 @@ def test_adaptive_counts_the_tokens_that_a_fork_attends_to() -> None:
 
 
 @pytest.mark.parametrize(("noise", "least", "most"), [(0.0, 8, 8), (0.2, 3, 6)])
-def test_adaptive_leaves_more_room_where_steps_scatter(noise: float, least: int, most: int) -> None:
+def test_adaptive_keeps_a_margin_for_the_scatter_of_steps(
+    noise: float, least: int, most: int
+) -> None:
     policy = AdaptivePolicy(0.0084)
     numbers = random.Random(1)
     for number in range(30 * MIN_STEPS):
@@ -76,7 +78,7 @@ def test_adaptive_leaves_more_room_where_steps_scatter(noise: float, least: int,
 
 
 @pytest.mark.parametrize(("most_rows", "rows"), [(6, 12), (2, 8)])
-def test_adaptive_grows_to_twice_what_it_has_seen_or_to_eight_rows_and_no_further_at_once(
+def test_adaptive_grows_to_at_most_twice_the_rows_seen_or_to_eight(
     most_rows: int, rows: int
 ) -> None:
     policy = taught(10.0, most_rows=most_rows)

@@ -1,4 +1,4 @@
-"""The queue of waiting forks against a plain search through all families."""
+"""The queue of waiting forks, compared with a linear search over all requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from apar_core.scheduler.thread_table import ThreadGroup
 from tests.fakes.scripted_engine import fork_parameters
 
 
-def family(
+def group_of(
     name: str, *, arrival: float = 0.0, priority: int = 0, max_threads: int = 9, **key: object
 ) -> ThreadGroup[str]:
     parameters = fork_parameters(max_threads=max_threads, **key)  # type: ignore[arg-type]
@@ -26,10 +26,10 @@ def waiting(queue: ForkQueue[str], *groups: ThreadGroup[str]) -> None:
         queue.offer(group)
 
 
-def test_families_come_by_priority_then_by_arrival() -> None:
+def test_requests_come_by_priority_then_by_arrival() -> None:
     queue: ForkQueue[str] = ForkQueue()
-    late, early = family("a", arrival=2.0), family("b", arrival=1.0)
-    urgent = family("c", arrival=3.0, priority=-1, key="k")
+    late, early = group_of("a", arrival=2.0), group_of("b", arrival=1.0)
+    urgent = group_of("c", arrival=3.0, priority=-1, key="k")
     waiting(queue, late, early, urgent)
 
     order = []
@@ -40,9 +40,9 @@ def test_families_come_by_priority_then_by_arrival() -> None:
     assert order == ["c", "b", "a"]
 
 
-def test_a_family_at_its_own_limit_makes_room_for_the_next() -> None:
+def test_a_request_at_its_own_limit_lets_the_next_pass() -> None:
     queue: ForkQueue[str] = ForkQueue()
-    full, other = family("a", arrival=1.0, max_threads=1), family("b", arrival=2.0)
+    full, other = group_of("a", arrival=1.0, max_threads=1), group_of("b", arrival=2.0)
     full.live.add("a")
     waiting(queue, full, other)
     assert queue.first() is other
@@ -53,11 +53,11 @@ def test_a_family_at_its_own_limit_makes_room_for_the_next() -> None:
     assert queue.first() is full
 
 
-def test_a_key_at_its_limit_makes_room_for_the_next_key() -> None:
+def test_a_key_at_its_limit_lets_the_next_key_pass() -> None:
     queue: ForkQueue[str] = ForkQueue()
-    first = family("a", arrival=1.0, key="k", key_max_threads=2)
-    second = family("b", arrival=2.0, key="k", key_max_threads=2)
-    other = family("c", arrival=3.0, key="l", key_max_threads=2)
+    first = group_of("a", arrival=1.0, key="k", key_max_threads=2)
+    second = group_of("b", arrival=2.0, key="k", key_max_threads=2)
+    other = group_of("c", arrival=3.0, key="l", key_max_threads=2)
     for name in ("a", "b"):
         queue.thread_began(name, "k")
     queue.thread_began("c", "l")
@@ -85,9 +85,9 @@ def test_threads_without_a_key_are_not_counted() -> None:
 
 
 @pytest.mark.parametrize("key", [None, "k"])
-def test_an_ended_family_is_passed_over(key: str | None) -> None:
+def test_an_ended_request_is_skipped(key: str | None) -> None:
     queue: ForkQueue[str] = ForkQueue()
-    ended, other = family("a", arrival=1.0, key=key), family("b", arrival=2.0, key=key)
+    ended, other = group_of("a", arrival=1.0, key=key), group_of("b", arrival=2.0, key=key)
     waiting(queue, ended, other)
 
     ended.closed = True
@@ -98,7 +98,7 @@ def test_an_ended_family_is_passed_over(key: str | None) -> None:
 
 @dataclass
 class Model:
-    """All families in a list."""
+    """Reference queue: all requests in a list."""
 
     queue: ForkQueue[str]
     groups: list[ThreadGroup[str]] = field(default_factory=list)
@@ -120,7 +120,7 @@ events = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(events=events)
-def test_first_is_what_a_search_through_all_finds(events: list[tuple[str, int]]) -> None:
+def test_the_first_request_equals_that_of_a_linear_search(events: list[tuple[str, int]]) -> None:
     model = Model(ForkQueue())
     queue, groups = model.queue, model.groups
     for event, number in events:
@@ -128,7 +128,7 @@ def test_first_is_what_a_search_through_all_finds(events: list[tuple[str, int]])
             key = [None, "k", "l"][number % 3]
             name = f"r{len(groups)}"
             limits = {"key": key, "key_max_threads": 2 if key else None}
-            group = family(
+            group = group_of(
                 name, arrival=-float(number), max_threads=1 + number % 3, priority=number % 2,
                 **limits,
             )  # fmt: skip

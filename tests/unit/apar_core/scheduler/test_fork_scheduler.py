@@ -11,22 +11,16 @@ from tests.fakes.scripted_engine import (
     EngineShape,
     ScriptedEngine,
     fork_parameters,
-    write_model_config,
 )
 
 PROMPT = list(range(100, 110))
-# The root writes 10 11, forks, 12 13, forks, 14; its children write 20..25 and 30 31.
+# The root generates 10 11, forks, 12 13, forks, 14; its children generate 20..25 and 30 31.
 SCRIPT = {
     "": [10, 11, FORK, 12, 13, FORK, 14, END],
     "0": [20, 21, 22, 23, 24, 25, END],
     "1": [30, 31, END],
 }
 TEXT = [10, 11, 20, 21, 22, 23, 24, 25, 12, 13, 30, 31, 14]
-
-
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_config(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])
@@ -55,7 +49,7 @@ def test_fork_computes_two_tokens_and_copies_at_most_one_block(model_dir: Path) 
     assert counters.computed_tokens == 4
     # The first child shares the prompt and 10 11, the second 10 11 [Fork] 12 13.
     assert counters.shared_tokens == 12 + 15
-    # 12 tokens fill three blocks of four, 15 leave the fourth half full.
+    # 12 tokens fill three blocks of four; 15 tokens leave the fourth partly filled.
     assert counters.shared_blocks == 3 + 3
     assert counters.copied_blocks == 1
     assert counters.fallbacks == 0
@@ -78,7 +72,7 @@ def test_blocks_of_threads_that_end_before_their_request_are_counted(
     assert engine.scheduler.block_sharing.counters.released_early_blocks == num_blocks
 
 
-def test_nothing_is_released_early_where_nothing_forks(model_dir: Path) -> None:
+def test_nothing_is_released_early_without_forks(model_dir: Path) -> None:
     engine = ScriptedEngine(EngineShape(), model_dir)
     engine.add("a", PROMPT, {"": [10, 11, 12, END]})
 
@@ -108,14 +102,14 @@ def test_budget_counts_the_text_of_all_threads_and_loses_none(
 
     text = engine.texts["a"]
     assert len(text) == min(max_tokens, len(TEXT))
-    # What was generated is a part of the whole, in its order.
+    # The generated text is a subsequence of the whole text.
     remaining = iter(TEXT)
     assert all(token_id in remaining for token_id in text)
     assert engine.finish_reasons["a"] == ("stop" if max_tokens > len(TEXT) else "length")
     engine.assert_nothing_is_left()
 
 
-def test_budget_counts_forks_that_wait_for_a_place_too(model_dir: Path) -> None:
+def test_the_budget_counts_waiting_forks(model_dir: Path) -> None:
     engine = ScriptedEngine(EngineShape(), model_dir)
     engine.add("a", PROMPT, SCRIPT, max_tokens=5, parameters=fork_parameters(max_threads=1))
 
@@ -138,7 +132,7 @@ def test_thread_limit_delays_children_and_keeps_their_text(
 
     assert engine.texts["a"] == TEXT
     assert most_live == max_threads
-    # Nothing is computed twice for having waited.
+    # Waiting causes no recomputation.
     assert engine.scheduler.block_sharing.counters.computed_tokens == 4
     engine.assert_nothing_is_left()
 
@@ -212,7 +206,7 @@ def test_children_run_before_newer_requests(model_dir: Path) -> None:
     engine = ScriptedEngine(EngineShape(max_num_seqs=2), model_dir)
     for arrival, request_id in enumerate(["old", "new"]):
         engine.add(request_id, PROMPT, SCRIPT, arrival_time=float(arrival))
-    # A third request has to wait for one of the two places.
+    # A third request waits for one of the two places.
     engine.add("newest", PROMPT, SCRIPT, arrival_time=2.0)
     while len(engine.finish_reasons) < 1:
         engine.step()
@@ -225,7 +219,7 @@ def test_children_run_before_newer_requests(model_dir: Path) -> None:
     engine.assert_nothing_is_left()
 
 
-def test_preemption_takes_the_youngest_request_and_its_text_is_whole(model_dir: Path) -> None:
+def test_the_youngest_request_is_preempted_and_its_text_is_complete(model_dir: Path) -> None:
     long_text = list(range(FIRST_TEXT_ID, FIRST_TEXT_ID + 60))
     script = {"": [*long_text[:5], FORK, *long_text[5:30], END], "0": [*long_text[30:], END]}
     text = [*long_text[:5], *long_text[30:], *long_text[5:30]]
@@ -243,14 +237,14 @@ def test_preemption_takes_the_youngest_request_and_its_text_is_whole(model_dir: 
     engine.assert_nothing_is_left()
 
 
-def test_what_vllm_keeps_free_is_kept_from_requests_and_not_from_forks(model_dir: Path) -> None:
+def test_the_watermark_applies_to_requests_and_not_to_forks(model_dir: Path) -> None:
     def steps(watermark: float) -> int:
         engine = ScriptedEngine(EngineShape(num_blocks=30, watermark=watermark), model_dir)
         engine.add("a", PROMPT, SCRIPT)
         engine.step()
         engine.add("b", PROMPT[::-1], SCRIPT, arrival_time=1.0)
         engine.step()
-        # Eight tenths of 30 blocks are not free beside a request of three.
+        # 80% of 30 blocks are not free beside a request with three.
         assert [each.request_id for each in engine.scheduler.waiting] == ["b"] * (watermark > 0)
         num_steps = 2
         while "a" not in engine.finish_reasons:

@@ -7,12 +7,7 @@ from pydantic import ValidationError
 from apar_core.errors import EngineError
 from apar_core.scheduler.fork_policy import AdaptivePolicy, EagerPolicy
 from apar_core.scheduler.fork_settings import ForkSettings
-from tests.fakes.scripted_engine import EngineShape, ScriptedEngine, write_model_config
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_config(tmp_path_factory.mktemp("model"))
+from tests.fakes.scripted_engine import EngineShape, ScriptedEngine
 
 
 def engine(model_dir: Path, **forks: Any) -> ScriptedEngine:

@@ -1,4 +1,4 @@
-"""The limit on requests that run at once, in vLLM's real scheduler, driven by a scripted model."""
+"""Limit on running requests, in vLLM's real scheduler with a scripted model."""
 
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from tests.fakes.scripted_engine import (
     EngineShape,
     ScriptedEngine,
     fork_parameters,
-    write_model_config,
 )
 
 PROMPT = list(range(100, 110))
@@ -24,13 +23,8 @@ FORKING = {
 PLAIN = {"": [*range(30, 40), END]}
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_config(tmp_path_factory.mktemp("model"))
-
-
 def most_requests_and_threads(engine: ScriptedEngine) -> tuple[int, int]:
-    """Run to the end; the most roots and the most threads that ran in one step."""
+    """Run to the end; return the largest numbers of requests and of threads in one step."""
     roots = threads = 0
     while engine.step():
         running = [request.request_id for request in engine.scheduler.running]
@@ -39,7 +33,7 @@ def most_requests_and_threads(engine: ScriptedEngine) -> tuple[int, int]:
     return roots, threads
 
 
-def test_no_more_requests_run_than_the_gate_lets_in_and_their_forks_do(model_dir: Path) -> None:
+def test_the_gate_limits_requests_and_not_their_forks(model_dir: Path) -> None:
     engine = ScriptedEngine(EngineShape(forks={"max_requests": 2}), model_dir)
     for number in range(5):
         engine.add(f"r{number}", PROMPT, FORKING, arrival_time=float(number))
@@ -59,7 +53,7 @@ def test_without_a_limit_all_run(model_dir: Path) -> None:
     assert most_requests_and_threads(engine) == (5, 5)
 
 
-def test_those_that_wait_come_in_by_priority_and_arrival(model_dir: Path) -> None:
+def test_held_requests_enter_by_priority_and_arrival(model_dir: Path) -> None:
     engine = ScriptedEngine(EngineShape(forks={"max_requests": 1}), model_dir)
     engine.add("first", PROMPT, PLAIN, arrival_time=1.0)
     engine.add("late", PROMPT, PLAIN, arrival_time=3.0)
@@ -72,7 +66,7 @@ def test_those_that_wait_come_in_by_priority_and_arrival(model_dir: Path) -> Non
     assert order == ["first", "urgent", "soon", "late"]
 
 
-def test_a_request_before_the_gate_is_counted_as_waiting_and_can_be_aborted(
+def test_a_held_request_counts_as_waiting_and_can_be_aborted(
     model_dir: Path,
 ) -> None:
     engine = ScriptedEngine(EngineShape(forks={"max_requests": 1}), model_dir)
@@ -89,7 +83,7 @@ def test_a_request_before_the_gate_is_counted_as_waiting_and_can_be_aborted(
     engine.assert_nothing_is_left()
 
 
-def test_an_aborted_request_makes_room(model_dir: Path) -> None:
+def test_an_aborted_request_frees_its_place(model_dir: Path) -> None:
     engine = ScriptedEngine(EngineShape(forks={"max_requests": 1}), model_dir)
     for name in ("a", "b"):
         engine.add(name, PROMPT, FORKING)
@@ -104,7 +98,7 @@ def test_an_aborted_request_makes_room(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])
-def test_a_request_that_ends_by_its_budget_with_forks_waiting_makes_room(
+def test_a_request_that_ends_with_waiting_forks_frees_its_place(
     model_dir: Path, run_ahead: bool
 ) -> None:
     shape = EngineShape(run_ahead=run_ahead, forks={"max_requests": 1})
@@ -119,7 +113,7 @@ def test_a_request_that_ends_by_its_budget_with_forks_waiting_makes_room(
     engine.assert_nothing_is_left()
 
 
-def test_requests_before_the_gate_hold_no_fork_back(model_dir: Path) -> None:
+def test_held_requests_do_not_delay_forks(model_dir: Path) -> None:
     shape = EngineShape(forks={"max_requests": 1, "max_replica_threads": 3})
     engine = ScriptedEngine(shape, model_dir)
     for number in range(6):
@@ -130,9 +124,9 @@ def test_requests_before_the_gate_hold_no_fork_back(model_dir: Path) -> None:
     assert engine.scheduler.admission.counters.accepted == 12
 
 
-def test_a_preempted_request_does_not_wait_before_the_gate(model_dir: Path) -> None:
+def test_a_preempted_request_keeps_its_place(model_dir: Path) -> None:
     long = {"": [*range(30, 90), END]}
-    # Room for three prompts, and for one answer: the others are preempted and come again.
+    # Room for three prompts and one answer: the others are preempted and resumed.
     engine = ScriptedEngine(EngineShape(num_blocks=24, forks={"max_requests": 3}), model_dir)
     for number in range(4):
         engine.add(f"r{number}", PROMPT, long, arrival_time=float(number))
@@ -143,12 +137,12 @@ def test_a_preempted_request_does_not_wait_before_the_gate(model_dir: Path) -> N
     engine.assert_nothing_is_left()
 
 
-def test_a_limit_of_no_request_is_refused() -> None:
+def test_a_limit_of_zero_requests_is_refused() -> None:
     with pytest.raises(ValueError, match="max_requests"):
         ForkSettings(max_requests=0)
 
 
-def test_requests_that_find_no_memory_are_no_rows_of_the_coming_batch(model_dir: Path) -> None:
+def test_requests_without_memory_do_not_count_in_the_coming_batch(model_dir: Path) -> None:
     shape = EngineShape(num_blocks=24, forks={"policy": "adaptive", "token_time_ms": 20.0})
     engine = ScriptedEngine(shape, model_dir)
     engine.step_s = lambda rows: 0.004 + 0.001 * rows
@@ -160,7 +154,7 @@ def test_requests_that_find_no_memory_are_no_rows_of_the_coming_batch(model_dir:
         engine.add(f"r{number}", prompt, FORKING, arrival_time=1.0 + number)
     engine.run()
 
-    # Were all that wait rows, a step would take more than 30 ms. Memory lets few of them run, whose
-    # steps are well below the 20 ms that the policy keeps to.
+    # If all waiting requests counted as rows, a step would take more than 30 ms. Memory lets few of
+    # them run, and their steps stay well below the policy's 20 ms.
     assert engine.scheduler.step_clock.num_rows / engine.scheduler.step_clock.num_steps < 10
     assert engine.scheduler.admission.counters.delayed["policy"] == 0

@@ -1,15 +1,7 @@
 from apar_core.scheduler.step_time import BatchView, StepClock
+from tests.fakes.clock import Clock
 
 BATCH = BatchView(2, 100)
-
-
-class Clock:
-    """Tells the time that a test sets."""
-
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def test_first_step_lasts_from_its_schedule_to_its_output() -> None:
@@ -50,7 +42,7 @@ def test_steps_their_rows_and_their_time_are_counted() -> None:
     assert (steps.num_steps, steps.num_rows, steps.busy_s) == (2, 5, 3.0)
 
 
-def test_idle_time_is_no_part_of_a_step() -> None:
+def test_idle_time_is_not_part_of_a_step() -> None:
     clock = Clock()
     steps = StepClock(clock)
     steps.begin("a", BATCH)
@@ -76,7 +68,7 @@ def test_steps_scheduled_ahead_share_their_time() -> None:
     assert steps.end("b", still_busy=True) == (BatchView(3, 100), 1.0)
 
 
-def test_a_step_without_rows_tells_nothing_and_ends_the_one_before() -> None:
+def test_a_step_without_rows_is_not_timed() -> None:
     clock = Clock()
     steps = StepClock(clock)
     steps.begin("a", BATCH)

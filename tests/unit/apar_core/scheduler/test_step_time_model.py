@@ -24,7 +24,7 @@ def true_s(batch: BatchView, coefficients: StepTimeCoefficients = TRUE) -> float
 
 
 def random_batch(numbers: random.Random, *, most_rows: int = 64) -> BatchView:
-    """Rows with contexts of 100 to 900 tokens, sometimes with a prompt beside them."""
+    """Draw a batch of rows with contexts of 100 to 900 tokens, sometimes with a prompt."""
     rows = numbers.randint(1, most_rows)
     attended = sum(numbers.randint(100, 900) for _ in range(rows))
     prefill = numbers.choice([0, 0, 0, 2, numbers.randint(10, 500)])
@@ -50,7 +50,7 @@ def test_coefficients_are_found_without_noise() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_steps_are_predicted_through_noise(seed: int) -> None:
+def test_steps_are_predicted_despite_noise(seed: int) -> None:
     model = taught(600, noise=0.1, seed=seed)
 
     for batch in (BatchView(1, 300), BatchView(32, 16000), BatchView(64, 32000, 200)):
@@ -69,7 +69,7 @@ def test_rare_slow_steps_change_little(outlier_s: float) -> None:
     model = StepTimeModel()
     for number in range(600):
         batch = random_batch(numbers)
-        # The first step compiles, and from time to time something else takes the machine.
+        # The first step compiles; some later steps are interrupted.
         slow = number == 0 or number % 50 == 7
         model.observe(batch, outlier_s if slow else true_s(batch) * numbers.gauss(1, 0.05))
 
@@ -92,7 +92,7 @@ def test_a_lasting_change_is_followed(factor: float) -> None:
         assert model.predict_s(batch) == pytest.approx(true_s(batch, changed), rel=0.05)
 
 
-def test_what_a_row_costs_is_remembered_while_the_batch_stays_the_same() -> None:
+def test_the_cost_of_a_row_is_remembered_while_the_batch_is_constant() -> None:
     model = taught(600)
     for _ in range(5000):
         model.observe(BatchView(16, 8000), true_s(BatchView(16, 8000)))
@@ -101,12 +101,12 @@ def test_what_a_row_costs_is_remembered_while_the_batch_stays_the_same() -> None
     assert model.predict_s(batch) == pytest.approx(true_s(batch), rel=0.1)
 
 
-def test_without_a_negative_coefficient_the_others_fit_anew() -> None:
+def test_the_other_coefficients_are_fitted_again_without_a_negative_one() -> None:
     numbers = random.Random(5)
     model = StepTimeModel()
     for _ in range(600):
         batch = random_batch(numbers)
-        # As if what rows attend to saved time: half of what the rows themselves cost.
+        # As if attended tokens saved half the cost of their rows.
         seconds = 0.05 + 0.001 * batch.rows - 0.001 * batch.attended_tokens / 1000
         model.observe(batch, seconds)
 
@@ -115,12 +115,12 @@ def test_without_a_negative_coefficient_the_others_fit_anew() -> None:
     assert model.coefficients.row_s == pytest.approx(0.0005, rel=0.1)
 
 
-def test_what_nothing_tells_apart_is_fixed_time() -> None:
+def test_costs_that_cannot_be_separated_are_fixed_time() -> None:
     model = StepTimeModel()
     for _ in range(200):
         model.observe(BatchView(1, 100), 0.005)
 
-    # A lone request has taught nothing about rows: more of them are thought to be free.
+    # A single request gives no information about rows: more rows are predicted to be free.
     assert model.predict_s(BatchView(8, 800)) == pytest.approx(0.005, rel=0.05)
 
 

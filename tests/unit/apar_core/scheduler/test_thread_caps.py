@@ -1,4 +1,4 @@
-"""Caps on threads and the fork policy in vLLM's real scheduler, driven by a scripted model."""
+"""Limits on threads and the fork policy, in vLLM's real scheduler with a scripted model."""
 
 from pathlib import Path
 
@@ -11,14 +11,13 @@ from tests.fakes.scripted_engine import (
     EngineShape,
     ScriptedEngine,
     fork_parameters,
-    write_model_config,
 )
 
 PROMPT = list(range(100, 110))
 
 
 def forking(num_forks: int, *, child_tokens: int = 8, tail: int = 8) -> dict[str, list[int]]:
-    """A root that forks in every second token, and goes on for a while."""
+    """Return a script whose root forks at every second token and then continues."""
     script = {"": [*(token for i in range(num_forks) for token in (10 + i, FORK))]}
     script[""] += [*range(30, 30 + tail), END]
     for child in range(num_forks):
@@ -27,15 +26,10 @@ def forking(num_forks: int, *, child_tokens: int = 8, tail: int = 8) -> dict[str
     return script
 
 
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_config(tmp_path_factory.mktemp("model"))
+def most_running(engine: ScriptedEngine) -> int:
+    """Return the most threads in one step of eight requests, which could have 40 in total.
 
-
-def most_running_of_eight_families(engine: ScriptedEngine) -> int:
-    """The most threads in one step, of eight requests that would like to have 40.
-
-    Before, three requests one at a time, for the fork policy to learn step times from.
+    Before them, three requests run one at a time, from which the fork policy learns step times.
     """
     engine.step_s = lambda rows: 0.004 + 0.001 * rows
     for number in range(3):
@@ -51,18 +45,18 @@ def most_running_of_eight_families(engine: ScriptedEngine) -> int:
 
 
 def started(engine: ScriptedEngine) -> list[str]:
-    """Runs the engine to its end; the threads in the order in which they came to run."""
+    """Run the engine to its end; return the threads in the order of their start."""
     order: list[str] = []
     while engine.step():
         order += [name for name in engine.scheduler.requests if name not in order]
     return order
 
 
-def test_a_replica_cap_is_shared_by_all_requests_in_order_of_their_arrival(
+def test_the_replica_limit_is_shared_by_all_requests_in_order_of_arrival(
     model_dir: Path,
 ) -> None:
     engine = ScriptedEngine(EngineShape(forks={"max_replica_threads": 3}), model_dir)
-    # The newer one stands first in the batch, and forks in the same steps.
+    # The newer request is first in the batch, and forks in the same steps.
     engine.add("new", PROMPT, forking(2), arrival_time=2.0)
     engine.add("old", PROMPT, forking(2), arrival_time=1.0)
     engine.scheduler.waiting = type(engine.scheduler.waiting)()
@@ -76,17 +70,17 @@ def test_a_replica_cap_is_shared_by_all_requests_in_order_of_their_arrival(
     engine.assert_nothing_is_left()
 
 
-def test_a_place_that_a_sibling_frees_is_taken_while_the_parent_goes_on(model_dir: Path) -> None:
+def test_a_waiting_child_starts_when_a_sibling_ends(model_dir: Path) -> None:
     engine = ScriptedEngine(EngineShape(), model_dir)
     script = forking(3, child_tokens=4, tail=60)
     engine.add("a", PROMPT, script, parameters=fork_parameters(max_threads=2))
 
-    # The children follow each other beside the root, which alone takes 3 * 2 + 60 + 1 steps.
+    # The children run one after another beside the root, which takes 3 * 2 + 60 + 1 steps.
     assert engine.run() == 3 * 2 + 60 + 1 + 1
     engine.assert_nothing_is_left()
 
 
-def test_a_key_cap_counts_all_requests_of_the_key(model_dir: Path) -> None:
+def test_the_limit_of_a_key_counts_all_its_requests(model_dir: Path) -> None:
     engine = ScriptedEngine(EngineShape(), model_dir)
     for number, key in enumerate(["k", "k", "l"]):
         parameters = fork_parameters(key=key, key_max_threads=3)
@@ -112,12 +106,12 @@ def test_an_unforked_request_counts_for_its_key(model_dir: Path) -> None:
     engine.assert_nothing_is_left()
 
 
-def test_a_family_with_nothing_alive_goes_on_over_every_cap(model_dir: Path) -> None:
+def test_a_request_without_live_threads_starts_a_child_above_every_limit(model_dir: Path) -> None:
     engine = ScriptedEngine(EngineShape(forks={"max_replica_threads": 1}), model_dir)
     parameters = fork_parameters(key="k", key_max_threads=1)
     engine.add("long", PROMPT, {"": [*range(30, 130), END]}, parameters=parameters)
     engine.add("forking", PROMPT, forking(2, tail=1), parameters=parameters, arrival_time=1.0)
-    # Well before the long one ends: root and children one after the other.
+    # Root and children run one after another, and end well before the long request.
     for _ in range(40):
         engine.step()
 
@@ -137,7 +131,7 @@ def test_adaptive_policy_keeps_steps_within_the_time_per_token(
     )  # fmt: skip
     engine = ScriptedEngine(shape, model_dir)
 
-    most = most_running_of_eight_families(engine)
+    most = most_running(engine)
 
     # The eight roots themselves take 12 ms: forks wait until some of them have ended.
     assert most == 8
@@ -158,11 +152,11 @@ def test_policy_and_token_time_decide_how_many_threads_run(
     )  # fmt: skip
     engine = ScriptedEngine(shape, model_dir)
 
-    assert most_running_of_eight_families(engine) == most
+    assert most_running(engine) == most
     engine.assert_nothing_is_left()
 
 
-def test_core_state_tells_what_holds_forks_back(model_dir: Path) -> None:
+def test_core_state_counts_waiting_forks_by_reason(model_dir: Path) -> None:
     engine = ScriptedEngine(EngineShape(forks={"max_replica_threads": 4}), model_dir)
     keyed = fork_parameters(key="k", key_max_threads=1)
     engine.add("a", PROMPT, forking(2), parameters=fork_parameters(max_threads=1))
@@ -196,7 +190,7 @@ def test_refused_forks_are_counted(model_dir: Path) -> None:
 def test_a_fork_in_the_step_that_uses_up_the_tokens_is_not_accepted(model_dir: Path) -> None:
     engine = ScriptedEngine(EngineShape(), model_dir)
     script = {"": [10, FORK, 11, FORK, 12, END], "0": [20, 21, 22, END], "1": [30, END]}
-    # The fourth token is the child's 21, beside which the root forks again.
+    # The fourth token is the child's 21; in that step the root forks again.
     engine.add("a", PROMPT, script, max_tokens=4)
 
     engine.run()
@@ -215,7 +209,7 @@ def test_children_inherit_the_priority_of_their_request(model_dir: Path) -> None
 
     while "urgent" not in engine.finish_reasons:
         engine.step()
-        # Its children take the free places before older requests of the class below theirs.
+        # Its children take the free places before older requests of lower priority.
         running = {request.request_id for request in engine.scheduler.running}
         assert not running & {"usual~0", "usual~1"}
 
@@ -224,7 +218,7 @@ def test_children_inherit_the_priority_of_their_request(model_dir: Path) -> None
     engine.assert_nothing_is_left()
 
 
-def test_the_least_urgent_family_is_preempted_however_old_it_is(model_dir: Path) -> None:
+def test_the_least_urgent_request_is_preempted_regardless_of_age(model_dir: Path) -> None:
     script = {"": [*range(10, 15), FORK, *range(15, 45), END], "0": [*range(50, 80), END]}
     engine = ScriptedEngine(EngineShape(num_blocks=30), model_dir)
     engine.add("old", [200] * 9, script, arrival_time=0.0, priority=1)

@@ -1,4 +1,4 @@
-"""A run cut at any step and taken up on another engine ends as the uninterrupted one."""
+"""A run that is resumed on another engine at any step ends like the uninterrupted one."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,6 @@ from tests.fakes.scripted_engine import (
     ScriptedEngine,
     fork_parameters,
     merged,
-    write_model_config,
 )
 from tests.unit.apar_core.scheduler.test_any_schedule import scripts, shapes
 
@@ -32,11 +31,6 @@ SCRIPT = {
 TEXT = [10, 11, 20, 21, 40, 41, 42, 22, 23, 24, 25, 12, 13, 30, 31, 14]
 
 
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_config(tmp_path_factory.mktemp("model"))
-
-
 def run_with_cuts(
     script: Script,
     cuts: list[int],
@@ -48,7 +42,7 @@ def run_with_cuts(
     max_forks: int = 100,
     enabled: bool = True,
 ) -> ScriptedEngine:
-    """The last engine of a request, each engine before it having died after so many steps."""
+    """Return the last engine of a request; each engine before it ran the given number of steps."""
     parameters = replace(
         fork_parameters(max_threads=max_threads, max_forks=max_forks), enabled=enabled
     )
@@ -69,7 +63,7 @@ def run_with_cuts(
 
 
 def generated(engine: ScriptedEngine) -> dict[str, list[int]]:
-    """What each thread has generated on all engines together."""
+    """Return the tokens that each thread has generated on all engines."""
     texts = thread_texts(engine.threads["r"].tree)
     fork, end = TextToken(FORK, None), TextToken(END, None)
     return {
@@ -81,7 +75,7 @@ def generated(engine: ScriptedEngine) -> dict[str, list[int]]:
 @pytest.mark.parametrize("run_ahead", [False, True])
 @pytest.mark.parametrize("max_threads", [1, 2, 16])
 @pytest.mark.parametrize("cut", range(24))
-def test_run_cut_at_any_step_ends_as_the_uninterrupted_one(
+def test_a_run_resumed_at_any_step_ends_like_the_uninterrupted_one(
     model_dir: Path, cut: int, max_threads: int, run_ahead: bool
 ) -> None:
     shape = EngineShape(run_ahead=run_ahead)
@@ -131,7 +125,7 @@ def test_any_tree_survives_any_number_of_engines(
     max_tokens=st.integers(1, 60),
     max_forks=st.integers(0, 4),
 )
-def test_budgets_hold_over_all_engines_together(
+def test_the_budget_holds_across_engines(
     model_dir: Path,
     shape: EngineShape,
     wanted: tuple[Script, list[int]],
@@ -195,7 +189,7 @@ def test_nothing_is_generated_twice(model_dir: Path) -> None:
 
 @pytest.mark.parametrize("cut", range(9))
 @pytest.mark.parametrize("max_tokens", [5, 6, 7, 50])
-def test_request_that_may_not_fork_goes_on_behind_its_tokens(
+def test_a_request_that_may_not_fork_continues_after_its_tokens(
     model_dir: Path, cut: int, max_tokens: int
 ) -> None:
     script = {"": [10, 11, 12, 13, 14, 15, END]}
@@ -205,7 +199,7 @@ def test_request_that_may_not_fork_goes_on_behind_its_tokens(
     )
 
     assert engine.texts["r"] == [10, 11, 12, 13, 14, 15][:max_tokens]
-    # The end token is one of a request that may not fork, as in vLLM.
+    # Without forks, the end token is part of the output, as in vLLM.
     assert engine.finish_reasons["r"] == ("stop" if max_tokens > 6 else "length")
 
 

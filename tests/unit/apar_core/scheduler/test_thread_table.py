@@ -10,7 +10,7 @@ def group(*, budget: int = 10, max_threads: int = 2, max_forks: int = 3) -> Thre
     return ThreadTable[str]().open_group("r", parameters, budget)
 
 
-def test_budget_lets_control_tokens_pass_beside_the_text() -> None:
+def test_control_tokens_pass_the_budget() -> None:
     threads = group(budget=2)
 
     assert threads.within_budget([10, FORK, 11, FORK, 12]) == [10, FORK, 11]
@@ -34,7 +34,7 @@ def test_exhausted_group_may_not_fork() -> None:
     assert not threads.may_fork()
 
 
-def test_text_is_taken_as_far_as_the_budget_goes() -> None:
+def test_text_is_accepted_within_the_budget() -> None:
     threads = group(budget=1)
     assert threads.takes_as_text(10)
     assert not threads.takes_as_text(FORK)
@@ -44,7 +44,7 @@ def test_text_is_taken_as_far_as_the_budget_goes() -> None:
     assert not threads.takes_as_text(10)
 
 
-def test_request_goes_on_while_another_thread_runs_or_waits() -> None:
+def test_a_request_continues_while_another_thread_runs_or_waits() -> None:
     threads = group()
     assert not threads.continues_without("r")
 
@@ -58,7 +58,7 @@ def test_request_goes_on_while_another_thread_runs_or_waits() -> None:
     assert not threads.continues_without("r")
 
 
-def test_child_may_start_where_one_waits_and_has_a_place() -> None:
+def test_a_waiting_child_may_start_if_it_has_a_place() -> None:
     threads = group(max_threads=2)
     assert not threads.has_startable
 
@@ -68,18 +68,18 @@ def test_child_may_start_where_one_waits_and_has_a_place() -> None:
     assert not threads.has_startable
 
 
-def test_families_stand_by_priority_then_arrival() -> None:
+def test_groups_are_ordered_by_priority_then_arrival() -> None:
     table: ThreadTable[str] = ThreadTable()
     arrivals = {"late": (0, 2.0), "urgent": (-1, 3.0), "early": (0, 1.0)}
     for name, arrival in arrivals.items():
         table.open_group(name, fork_parameters(), 10, arrival=arrival)
 
-    ordered = sorted(table.groups, key=lambda family: family.order)
+    ordered = sorted(table.groups, key=lambda group: group.order)
 
-    assert [family.root_id for family in ordered] == ["urgent", "early", "late"]
+    assert [group.root_id for group in ordered] == ["urgent", "early", "late"]
 
 
-def test_thread_leads_to_its_group_while_it_lives() -> None:
+def test_a_live_thread_has_its_group() -> None:
     table: ThreadTable[str] = ThreadTable()
     threads = table.open_group("r", fork_parameters(), 10)
     table.add_thread(threads, "r~0")
@@ -92,7 +92,7 @@ def test_thread_leads_to_its_group_while_it_lives() -> None:
     assert table.group("r") is threads
 
 
-def test_refused_children_take_a_name_too() -> None:
+def test_refused_children_are_numbered_too() -> None:
     threads = group()
 
     assert [threads.next_child("r") for _ in range(2)] == [("r~0", 0), ("r~1", 1)]

@@ -1,4 +1,4 @@
-"""Random trees for property tests: what each thread writes, and in which interleaving."""
+"""Random trees for property tests: the text and forks of each thread, in any interleaving."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from apar_core.tree import ROOT_THREAD, ParagraphTree, ThreadId
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that a thread does; `child` is set for a fork, `items` for text."""
+    """Event of a thread: a fork if `child` is set, else text."""
 
     kind: Literal["text", "fork", "end", "cut"]
     thread: ThreadId
@@ -31,7 +31,7 @@ def apply(tree: ParagraphTree[int], event: Event) -> None:
 
 @st.composite
 def interleavings(draw: st.DrawFn, max_events: int = 40) -> list[Event]:
-    """Events of a whole request in one possible order; every thread finishes."""
+    """Draw the events of a request in a possible order; every thread finishes."""
     live = [ROOT_THREAD]
     events: list[Event] = []
     num_items = num_forks = 0

@@ -23,7 +23,7 @@ def test_fork_closes_the_paragraph_and_opens_its_child_and_sibling() -> None:
     assert not tree.root.next_sibling.closed
 
 
-def test_threads_know_parent_depth_and_where_they_were_forked() -> None:
+def test_threads_know_parent_depth_and_fork_index() -> None:
     tree: ParagraphTree[int] = ParagraphTree()
     tree.append(ROOT_THREAD, [1, 2])
     tree.fork(ROOT_THREAD, CHILD)
@@ -68,7 +68,7 @@ def test_unknown_threads_are_refused_with_the_number_of_known_ones() -> None:
         tree.finish(CHILD)
 
 
-def test_a_finished_thread_takes_nothing_more() -> None:
+def test_a_finished_thread_cannot_change() -> None:
     tree: ParagraphTree[int] = ParagraphTree()
     tree.append(ROOT_THREAD, [1, 2])
     tree.fork(ROOT_THREAD, CHILD)
@@ -84,7 +84,7 @@ def test_a_finished_thread_takes_nothing_more() -> None:
 
 
 @pytest.mark.parametrize("taken", [CHILD, ROOT_THREAD])
-def test_a_child_needs_an_id_of_its_own(taken: ThreadId) -> None:
+def test_a_child_needs_a_new_id(taken: ThreadId) -> None:
     tree: ParagraphTree[int] = ParagraphTree()
     tree.fork(ROOT_THREAD, CHILD)
 

@@ -94,7 +94,7 @@ def test_empty_paragraphs_between_two_items_give_one_separator_of_the_strongest_
     tree.append(second, "B")
 
     assert "".join(restore(tree, separator)) == "AxB"
-    # A to x: into `first`, into `nested`. x to B: on in `first`, on in the root, into `second`.
+    # A to x crosses into `first` and `nested`; x to B goes on in `first`, the root and `second`.
     assert edges == [Edge.FIRST_CHILD, Edge.NEXT_SIBLING]
 
 

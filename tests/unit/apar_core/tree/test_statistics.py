@@ -155,7 +155,7 @@ def test_an_answer_cut_before_its_first_token_caches_only_the_prompt() -> None:
     assert (statistics.attended_tokens, statistics.control_tokens) == (0, 0)
 
 
-def test_choices_of_one_request_add_up_but_for_steps_and_depth() -> None:
+def test_statistics_of_choices_are_summed_except_steps_and_depth() -> None:
     left = TreeStatistics(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
     right = TreeStatistics(10, 20, 1, 40, 3, 60, 70, 80, 90, 100, 110)
 
@@ -164,7 +164,7 @@ def test_choices_of_one_request_add_up_but_for_steps_and_depth() -> None:
 
 @dataclass
 class SimulatedThread:
-    """A thread of the brute-force simulation: the tokens on its path, and those to come."""
+    """Thread of the brute-force simulation: tokens on its path, and tokens to come."""
 
     path: list[object]
     script: list[tuple[str, ThreadId | None]]
@@ -185,7 +185,7 @@ def scripts_of(events: list[Event]) -> dict[ThreadId, list[tuple[str, ThreadId |
 
 
 def simulate(events: list[Event], num_prompt_tokens: int) -> tuple[int, int, int]:
-    """(steps, attended, most cached) by running the paper's schedule step by step."""
+    """Return (steps, attended, most cached) from the paper's schedule, step by step."""
     scripts = scripts_of(events)
     prompt: list[object] = [("prompt", i) for i in range(num_prompt_tokens)]
     live = [SimulatedThread(prompt, scripts[ROOT_THREAD])]
@@ -222,7 +222,7 @@ def test_statistics_equal_a_simulation_step_by_step(events: list[Event], prompt:
 
 
 def cached_in_each_step(tree: ParagraphTree[int]) -> list[int]:
-    """Tokens held in each step, added up over all steps rather than over the changes."""
+    """Return the tokens held in each step, computed over all steps instead of the changes."""
     spans = thread_spans(tree)
     num_steps = spans[ROOT_THREAD].subtree_end
     changes = [0] * (num_steps + 2)
@@ -247,10 +247,10 @@ def cached_in_each_step(tree: ParagraphTree[int]) -> list[int]:
 
 
 @given(interleavings(), st.integers(1, 40), st.integers(0, 20))
-def test_steps_between_two_changes_need_not_be_looked_at(
+def test_the_largest_cache_is_found_at_the_changes(
     events: list[Event], length: int, prompt: int
 ) -> None:
-    """The longer the paragraphs, the farther apart are the changes."""
+    """Long paragraphs put the changes far apart."""
     tree: ParagraphTree[int] = ParagraphTree()
     for event in events:
         apply(tree, replace(event, items=event.items * length))
@@ -262,7 +262,9 @@ def test_steps_between_two_changes_need_not_be_looked_at(
 
 
 @given(st.integers(0, 200), st.integers(0, 50), st.booleans())
-def test_an_unforked_answer_needs_no_tree(num_tokens: int, prompt: int, ended: bool) -> None:
+def test_unforked_statistics_equal_those_of_a_tree(
+    num_tokens: int, prompt: int, ended: bool
+) -> None:
     tree: ParagraphTree[int] = ParagraphTree()
     tree.append(ROOT_THREAD, range(num_tokens))
     tree.finish(ROOT_THREAD, ended=ended)
@@ -271,7 +273,7 @@ def test_an_unforked_answer_needs_no_tree(num_tokens: int, prompt: int, ended: b
 
 
 @given(interleavings())
-def test_a_growing_tree_counts_as_if_cut_now(events: list[Event]) -> None:
+def test_a_growing_tree_counts_as_cut_off_now(events: list[Event]) -> None:
     tree: ParagraphTree[int] = ParagraphTree()
     for event in events:
         if event.kind in ("text", "fork"):

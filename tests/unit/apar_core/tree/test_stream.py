@@ -68,7 +68,7 @@ def test_a_sibling_waits_for_its_whole_child_subtree() -> None:
     assert stream.take() == ["Z"]
 
 
-def test_a_separator_is_asked_for_only_when_the_item_behind_it_is_emitted() -> None:
+def test_a_separator_is_inserted_with_the_item_after_it() -> None:
     calls: list[tuple[str, str, Edge]] = []
 
     def separator(previous: str, following: str, edge: Edge) -> str:
@@ -102,7 +102,7 @@ def test_items_may_be_none() -> None:
 
 
 def test_taking_never_walks_the_tree_again() -> None:
-    """Counts slices of every paragraph's items: one per call, and one per paragraph passed."""
+    """Counts slices of items: one per call, and one per paragraph read."""
     num_reads = 0
 
     class CountedList(list[int]):

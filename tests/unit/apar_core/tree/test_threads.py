@@ -36,7 +36,7 @@ def test_threads_hold_their_paragraphs_between_forks() -> None:
     assert texts[ROOT_THREAD].children == (FIRST, SECOND)
 
 
-def test_generated_tokens_include_forks_and_the_own_end() -> None:
+def test_generated_tokens_include_fork_and_end_tokens() -> None:
     texts = thread_texts(nested_tree())
 
     assert texts[ROOT_THREAD].generated(FORK, END) == [1, 2, FORK, 3, FORK, 4, END]

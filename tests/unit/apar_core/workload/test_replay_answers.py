@@ -1,4 +1,4 @@
-"""Recorded answers as tokens: the same text forked and flat, whatever the answer."""
+"""Recorded answers as tokens: the same text, forked and flat."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LLAMA = load_text(LLAMA_TOKENIZER)
 TINY = load_text(str(checkpoint_path()))
 LIST = "Tips:\n\n1. Rest: Sleep well, and long.\n2. Eat: Greens and fruit.\n3. Play: With a ball."
 WORDS = st.text(st.sampled_from("abc déf.:!\n🙂1"), min_size=1, max_size=40)
-# Three points of ten characters are the fewest that fork.
+# Fewer than three points, or shorter ones, do not fork.
 ITEMS = st.lists(st.tuples(WORDS, WORDS.map("Ten chars. ".__add__)), min_size=3, max_size=6)
 
 
@@ -37,7 +37,7 @@ def line(response: str, prompt: str = "Why?") -> TraceLine:
 
 
 def read_out(threads: Mapping[str, list[int]], text: ModelText, path: str = "") -> list[int]:
-    """The text of a thread with that of its children where it forked, by hand."""
+    """Return the text of a thread with its children at their forks."""
     ids: list[int] = []
     forks = 0
     assert threads[path][-1] == text.tokens.end_id
@@ -84,7 +84,7 @@ def test_points_with_details_fork(items: list[tuple[str, str]]) -> None:
     assert answer.num_threads == 1 + len(items)
 
 
-def test_a_list_is_a_thread_for_each_point_with_their_forks_and_ends() -> None:
+def test_a_list_has_a_thread_for_each_point() -> None:
     fork, end = TINY.tokens.fork_id, TINY.tokens.end_id
     encode = TINY.encode
 
@@ -122,13 +122,13 @@ def test_a_forked_sequence_may_be_longer_than_the_flat_one() -> None:
     flat = [*restore(tree), TINY.tokens.end_id]
     answer = ReplayAnswer("a", "", "", (), (8, 8), {}, flat, tree)
 
-    # Prompt, two roots each with fork and child token, one token of text, end token.
+    # Prompt, two paragraphs each with fork and child token, one token of text, end token.
     assert longest_sequence(answer, TINY.tokens) == 2 + 3 + 3 + 1 + 1
     assert len(answer.prompt_ids) + len(flat) == 2 + 4
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="the shared data does not lie beside the repository")
-def test_real_answers_have_the_threads_that_their_rules_give() -> None:
+def test_real_answers_have_a_thread_for_each_fork() -> None:
     lines = read_trace(DATA / "structured.jsonl", limit=60)
 
     answers, _ = replay_answers(lines, LLAMA, LLAMA.tokens)

@@ -1,4 +1,4 @@
-"""Recorded requests: read as they were written, and refused with the place of what is wrong."""
+"""Recorded requests: read, written, and refused with the line of an error."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_line_needs_only_a_prompt_and_its_response(tmp_path: Path) -> None:
         ([{"id": 4, "prompt": "a", "response": "b"}] * 2, "two answers have the id '4'"),
     ],
 )
-def test_what_is_no_trace_is_refused_with_its_place(
+def test_an_invalid_trace_is_refused_with_the_line(
     tmp_path: Path, lines: list[dict[str, Any]], message: str
 ) -> None:
     with pytest.raises(EvaluationError, match=message):
@@ -88,7 +88,7 @@ def test_the_shared_traces_are_read_whole(name: str, number: int) -> None:
 
 
 @given(st.lists(st.tuples(TEXTS, TEXTS.filter(bool), st.lists(st.tuples(TEXTS, TEXTS)))))
-def test_saved_answers_are_read_as_they_were(
+def test_written_answers_are_read_back(
     tmp_path_factory: pytest.TempPathFactory, answers: list[tuple[str, str, list[Any]]]
 ) -> None:
     path = tmp_path_factory.mktemp("saved") / "answers.jsonl"
@@ -102,7 +102,7 @@ def test_saved_answers_are_read_as_they_were(
     with closing(TraceWriter(path)) as saved:
         for line in lines:
             saved.add(line)
-            # Nothing waits in memory.
+            # Flushed after each line.
             assert read_trace(path)[-1] == line
 
     if lines:
@@ -115,7 +115,7 @@ def _message(turn: tuple[str, str]) -> ChatMessage:
     return ChatMessage(*turn)
 
 
-def test_a_folder_is_made_unless_a_file_is_in_its_place(tmp_path: Path) -> None:
+def test_a_missing_folder_is_created(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
     TraceWriter(tmp_path / "new" / "answers.jsonl").close()

@@ -38,7 +38,7 @@ class Played:
         requests = out / "requests.jsonl"
         # As `apar loadtest` does.
         if requests.exists():
-            return SimpleNamespace(returncode=1, stderr=f"--out {out} holds a run already")
+            return SimpleNamespace(returncode=1, stderr=f"--out {out} already contains a run")
         out.mkdir(parents=True)
         requests.write_text("{}\n")
         broken = out.name in self.breaks

@@ -1,12 +1,16 @@
-"""Records of requests that tests make up."""
+"""Builders of request records and runs."""
 
 from typing import Any
 
-from cluster.loadtest.client_watch import ClientFigures
-from cluster.loadtest.jobs import WorkloadSettings
-from cluster.loadtest.records import RequestRecord
-from cluster.loadtest.run_file import LoadSettings, RepeatFacts, Run, RunFacts
-from cluster.loadtest.target import Target
+from cluster.loadtest.jobs import Target, WorkloadSettings
+from cluster.loadtest.run_file import (
+    ClientFigures,
+    LoadSettings,
+    RepeatFacts,
+    RequestRecord,
+    Run,
+    RunFacts,
+)
 
 KEPT_UP = ClientFigures(
     cpu_share=0.1,
@@ -19,7 +23,7 @@ KEPT_UP = ClientFigures(
 
 
 def record(sent_s: float = 0.0, **fields: Any) -> RequestRecord:
-    """A whole answer of 5 tokens: the first after 1 s, then one every 0.5 s to its end."""
+    """A complete answer of 5 tokens: the first after 1 s, then one every 0.5 s."""
     pieces = fields.pop("pieces", [(1.0 + 0.5 * number, 4) for number in range(5)])
     given = {
         "repeat": 0,

@@ -1,11 +1,11 @@
-"""Streams of chat completions, cut into bytes in any way."""
+"""Parsing of chat completion streams, split into arbitrary chunks of bytes."""
 
 import json
 from typing import Any
 
 import pytest
 
-from cluster.loadtest.answer_stream import AnswerStream, NotAStreamError, StreamError
+from cluster.loadtest.client import AnswerStream, NotAStreamError, StreamError
 
 
 def event(text: str | None = None, **fields: Any) -> bytes:
@@ -25,7 +25,7 @@ WHOLE = (
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, len(WHOLE)])
-def test_a_stream_is_the_same_however_its_bytes_come(size: int) -> None:
+def test_a_stream_may_be_split_anywhere(size: int) -> None:
     stream = AnswerStream()
 
     for start in range(0, len(WHOLE), size):
@@ -65,7 +65,7 @@ def test_an_empty_piece_is_no_text() -> None:
     assert stream.pieces == [(2.0, 4)]
 
 
-def test_text_that_is_thought_aloud_counts() -> None:
+def test_reasoning_text_counts() -> None:
     stream = AnswerStream()
 
     stream.feed(event(choices=[{"delta": {"reasoning_content": "hm"}}]), 1.0)
@@ -83,7 +83,7 @@ def test_usage_comes_after_the_answer_s_end() -> None:
     assert stream.last_s == 2.0
 
 
-def test_an_error_within_the_stream_is_raised_with_its_words() -> None:
+def test_an_error_within_the_stream_is_raised_with_its_message() -> None:
     stream = AnswerStream()
 
     with pytest.raises(StreamError, match="the engine died"):
@@ -91,7 +91,7 @@ def test_an_error_within_the_stream_is_raised_with_its_words() -> None:
 
 
 @pytest.mark.parametrize("payload", [b"hello", b"[1]", b'{"object": "list"}', b'{"choices": [3]}'])
-def test_what_is_no_chunk_of_a_chat_is_refused(payload: bytes) -> None:
+def test_an_invalid_chunk_is_refused(payload: bytes) -> None:
     stream = AnswerStream()
 
     with pytest.raises(NotAStreamError):

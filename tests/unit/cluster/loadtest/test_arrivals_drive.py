@@ -1,4 +1,4 @@
-"""When requests are sent, and how a run ends early."""
+"""Arrivals of requests, and interrupted runs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 
 from apar_core.offline.data.records import ChatMessage
 from apar_core.workload.arrivals import AllAtOnce, Arrivals, ClosedLoop
-from cluster.loadtest.arrivals_drive import Drive, Stop
-from cluster.loadtest.client import Answered, LoadClient
-from cluster.loadtest.jobs import Job
-from cluster.loadtest.target import Target
+from cluster.loadtest.client import LoadClient
+from cluster.loadtest.jobs import Job, Target
+from cluster.loadtest.load_run import Drive, Stop
+from cluster.loadtest.run_file import Answered
 from tests.fakes.chat_server import ChatServer, Reply, chat_server
 
 BODY = b'{"model": "scripted", "messages": [], "stream": true}'
@@ -46,7 +46,7 @@ async def drive(
     return answers, seconds
 
 
-async def test_all_at_once_leaves_none_waiting_for_another() -> None:
+async def test_all_at_once_sends_every_request_immediately() -> None:
     with chat_server(lambda body, number: Reply(first_s=0.3)) as server:
         answers, seconds = await drive(server, AllAtOnce(), 40)
 
@@ -66,7 +66,7 @@ async def test_a_closed_loop_keeps_as_many_running() -> None:
     assert 0.3 <= seconds < 1.0
 
 
-async def test_an_open_loop_sends_at_its_times_whatever_becomes_of_the_others() -> None:
+async def test_an_open_loop_sends_at_its_times() -> None:
     times = [0.0, 0.1, 0.1, 0.4]
     with chat_server(lambda body, number: Reply(first_s=0.5)) as server:
         answers, _ = await drive(server, GivenTimes(times), 4)
@@ -77,7 +77,7 @@ async def test_an_open_loop_sends_at_its_times_whatever_becomes_of_the_others() 
     assert server.most_under_way == 4
 
 
-async def test_a_run_that_is_ended_sends_nothing_more_and_waits_for_nothing() -> None:
+async def test_an_interrupted_run_sends_nothing_and_waits_for_nothing() -> None:
     stop = Stop()
     times = [0.0] * 5 + [30.0] * 5
     with chat_server(lambda body, number: Reply(("a",), ending="hang")) as server:
@@ -92,7 +92,7 @@ async def test_a_run_that_is_ended_sends_nothing_more_and_waits_for_nothing() ->
     assert all(answer.text == "a" for answer in answers)
 
 
-async def test_a_closed_loop_that_is_ended_takes_no_further_job() -> None:
+async def test_an_interrupted_closed_loop_takes_no_more_jobs() -> None:
     stop = Stop()
     with chat_server(lambda body, number: Reply(ending="hang")) as server:
         running = asyncio.create_task(drive(server, ClosedLoop(3), 100, stop=stop))

@@ -1,4 +1,4 @@
-"""Requests against a real port: times, counts, and every way to fail, none of which hangs."""
+"""Requests to a real server: times, counts, and all failures."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import time
 import pytest
 
 from apar_core.offline.data.records import ChatMessage
-from cluster.loadtest.client import Answered, LoadClient
-from cluster.loadtest.jobs import Job
-from cluster.loadtest.target import Target
+from cluster.loadtest.client import LoadClient
+from cluster.loadtest.jobs import Job, Target
+from cluster.loadtest.run_file import Answered
 from cluster.local_ray import free_port
 from tests.fakes.chat_server import Reply, chat_server
 
@@ -50,13 +50,13 @@ async def test_a_whole_answer_is_timed_and_counted() -> None:
     assert server.bodies == [{"model": "scripted", "messages": [], "stream": True}]
 
 
-async def test_the_server_s_own_count_of_text_tokens_goes_before_its_usage() -> None:
+async def test_apar_text_tokens_take_precedence_over_usage() -> None:
     reply = Reply(tokens=10, apar={"text_tokens": 9})
     with chat_server(lambda body, number: reply) as server:
         assert (await ask(server.url)).record.text_tokens == 9
 
 
-async def test_without_usage_pieces_are_counted_and_that_is_said() -> None:
+async def test_without_usage_chunks_are_counted_and_marked() -> None:
     with chat_server(lambda body, number: Reply(("a", "b", "c"), usage=False)) as server:
         record = (await ask(server.url)).record
 
@@ -71,7 +71,7 @@ async def test_without_usage_pieces_are_counted_and_that_is_said() -> None:
         (Reply(status=404, body="<h1>Not here</h1>"), "http_404", "<h1>Not here</h1>"),
         (Reply(body='{"choices": []}'), "not_a_stream", "text/plain"),
         (Reply(ending="cut"), "cut", ""),
-        (Reply(ending="unfinished"), "cut", "before the answer did"),
+        (Reply(ending="unfinished"), "cut", "ended before the answer"),
         (Reply(ending="error"), "stream_error", "the engine died"),
         (Reply(ending="hang"), "timeout", "0.5 s"),
     ],
@@ -85,13 +85,13 @@ async def test_every_failure_has_its_kind(reply: Reply, error: str, message: str
     assert record.end_s < 2
 
 
-async def test_a_server_that_is_down_is_no_connection() -> None:
+async def test_a_server_that_is_down_is_a_connection_error() -> None:
     record = (await ask(f"http://127.0.0.1:{free_port()}")).record
 
     assert (record.error, record.status, record.pieces) == ("connection", None, [])
 
 
-async def test_an_address_that_is_none_is_an_error_too() -> None:
+async def test_an_invalid_address_is_an_error() -> None:
     assert (await ask("http://256.256.256.256.nowhere:1")).record.error == "connection"
 
 
@@ -100,11 +100,11 @@ async def test_a_replay_of_other_tokens_is_an_error() -> None:
         wrong = (await ask(server.url, text_tokens=6)).record
         right = (await ask(server.url, text_tokens=5)).record
 
-    assert (wrong.error, wrong.message) == ("not_replayed", "5 tokens of text instead of 6")
+    assert (wrong.error, wrong.message) == ("not_replayed", "5 text tokens instead of 6")
     assert right.error is None
 
 
-async def test_a_cancelled_request_ends_at_once_with_what_had_come() -> None:
+async def test_a_cancelled_request_keeps_its_partial_answer() -> None:
     with chat_server(lambda body, number: Reply(("a", "b"), ending="hang")) as server:
         asking = asyncio.create_task(ask(server.url, timeout_s=60))
         await asyncio.sleep(0.4)
@@ -114,7 +114,7 @@ async def test_a_cancelled_request_ends_at_once_with_what_had_come() -> None:
     assert (record.error, len(record.pieces)) == ("cancelled", 2)
 
 
-async def test_a_connection_serves_one_request_after_the_other() -> None:
+async def test_connections_are_reused() -> None:
     with chat_server(lambda body, number: Reply(linger_s=0.1)) as server:
         async with LoadClient(Target(url=server.url), timeout_s=5) as client:
             for index in range(3):

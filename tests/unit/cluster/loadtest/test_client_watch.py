@@ -1,9 +1,9 @@
-"""The client's own share: an event loop that is held up is seen."""
+"""The load of the client: CPU usage, event loop lag, late requests."""
 
 import asyncio
 import time
 
-from cluster.loadtest.client_watch import ClientWatch
+from cluster.loadtest.watches import ClientWatch
 from tests.unit.cluster.loadtest.load_records import record
 
 
@@ -17,7 +17,7 @@ async def test_an_idle_client_keeps_up() -> None:
     assert figures.late_p99_s == 0.01
 
 
-async def test_a_client_that_computes_all_the_time_is_marked() -> None:
+async def test_a_busy_client_is_marked() -> None:
     watch = ClientWatch()
     async with watch.watching():
         for _ in range(8):
@@ -32,7 +32,7 @@ async def test_a_client_that_computes_all_the_time_is_marked() -> None:
     assert any("event loop" in mark for mark in figures.marks)
 
 
-async def test_requests_sent_long_after_their_time_are_marked() -> None:
+async def test_late_requests_are_marked() -> None:
     watch = ClientWatch()
     async with watch.watching():
         await asyncio.sleep(0.05)

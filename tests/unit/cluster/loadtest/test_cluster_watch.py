@@ -1,19 +1,19 @@
-"""What is read of a cluster's metrics pages during a repeat."""
+"""Readings of metrics pages during a repeat."""
 
 import asyncio
 import time
 
 import pytest
 
-from cluster.loadtest.cluster_watch import ClusterWatch
+from cluster.loadtest.watches import ClusterWatch
 from cluster.local_ray import free_port
 from cluster.metrics import catalogue
+from cluster.monitor.overview import MonitorError
 from cluster.monitor.sources import PagesSource
-from cluster.monitor.watch import MonitorError
 from tests.fakes.metrics_page import busy_page, served
 
 
-async def test_gains_and_gauges_are_those_of_the_repeat() -> None:
+async def test_increases_and_gauges_cover_the_repeat() -> None:
     page = busy_page()
     with served(page.text()) as server:
         watch = ClusterWatch(PagesSource([server.url]), every_s=0.1, settle_s=0.0)
@@ -38,7 +38,7 @@ async def test_gains_and_gauges_are_those_of_the_repeat() -> None:
     assert figures.failures == 0
 
 
-async def test_counts_that_are_told_late_still_belong_to_the_repeat() -> None:
+async def test_late_reports_still_count_for_the_repeat() -> None:
     page = busy_page()
     with served(page.text()) as server:
 
@@ -56,7 +56,7 @@ async def test_counts_that_are_told_late_still_belong_to_the_repeat() -> None:
     assert watch.figures().generated_tokens == 600
 
 
-async def test_servers_that_others_keep_busy_are_not_waited_for_without_end() -> None:
+async def test_waiting_for_busy_servers_is_bounded() -> None:
     page = busy_page()
     with served(page.text()) as server:
 
@@ -77,7 +77,7 @@ async def test_servers_that_others_keep_busy_are_not_waited_for_without_end() ->
     assert watch.figures().generated_tokens > 0
 
 
-async def test_a_page_that_falls_silent_loses_nothing_it_counts_later() -> None:
+async def test_an_outage_of_a_page_loses_no_counts() -> None:
     page = busy_page()
     with served(page.text()) as server:
         watch = ClusterWatch(PagesSource([server.url]), every_s=0.05, settle_s=0.0)
@@ -93,7 +93,7 @@ async def test_a_page_that_falls_silent_loses_nothing_it_counts_later() -> None:
 
 
 @pytest.mark.parametrize("body", ["other_metric 1.0\n", "<html>"])
-async def test_a_page_of_something_else_is_told_before_the_run(body: str) -> None:
+async def test_a_foreign_page_is_an_error_before_the_run(body: str) -> None:
     with served(body) as server:
         watch = ClusterWatch(PagesSource([server.url]), every_s=0.1)
         with pytest.raises(MonitorError, match="--metrics"):
@@ -101,7 +101,7 @@ async def test_a_page_of_something_else_is_told_before_the_run(body: str) -> Non
                 pytest.fail("the run began")
 
 
-async def test_a_page_that_is_not_there_is_told_before_the_run() -> None:
+async def test_a_missing_page_is_an_error_before_the_run() -> None:
     watch = ClusterWatch(PagesSource([f"127.0.0.1:{free_port()}"]), every_s=0.1)
 
     with pytest.raises(MonitorError, match="no answer"):

@@ -1,4 +1,4 @@
-"""Bodies of requests: recorded answers to replay, plain prompts of every source."""
+"""Request bodies of replays and of plain prompts from every source."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 
 from apar_core.errors import EvaluationError
 from cluster.config.model import PRESETS
-from cluster.loadtest.jobs import Job, PlannedJobs, WorkloadSettings, build_jobs
-from cluster.loadtest.target import ModelCard
+from cluster.loadtest.jobs import Job, ModelCard, PlannedJobs, WorkloadSettings, build_jobs
 
 CARD = ModelCard(id="apar-tiny", root=PRESETS["apar-tiny"].path, max_model_len=1024)
 LIST = "Two tips:\n\n1. Tune first: check every string.\n2. Play slowly: speed comes by itself."
@@ -56,7 +55,7 @@ def test_a_replay_names_the_tokens_of_every_thread(tmp_path: Path) -> None:
     assert sent["max_tokens"] >= (forked.text_tokens or 0)
 
 
-def test_recorded_answers_longer_than_the_model_s_context_are_left_out(tmp_path: Path) -> None:
+def test_recorded_answers_that_exceed_the_context_are_skipped(tmp_path: Path) -> None:
     path = trace(tmp_path, LIST, "word " * 2000)
 
     assert [job.id for job in build(f"replay:{path}")] == ["0"]
@@ -123,7 +122,7 @@ def test_the_held_out_prompts_are_known_by_name() -> None:
     assert len({job.id for job in jobs}) == 5
 
 
-def test_a_workload_goes_round_until_there_are_as_many_as_wanted(tmp_path: Path) -> None:
+def test_a_workload_is_repeated_to_the_requested_number(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("a\nb\nc\n")
 
@@ -134,16 +133,16 @@ def test_a_workload_goes_round_until_there_are_as_many_as_wanted(tmp_path: Path)
 @pytest.mark.parametrize(
     ("spec", "flat", "problem"),
     [
-        ("held-out", False, "workload 'held-out': give replay:TRACE"),
+        ("held-out", False, "workload 'held-out': expected replay:TRACE"),
         ("replay:", False, "workload 'replay:'"),
         ("questions:x", False, "workload 'questions:x'"),
         ("prompts:nothing-here", False, "'nothing-here' is neither"),
         ("prompts:nothing.txt", False, "nothing.txt cannot be read"),
         ("replay:nothing.jsonl", False, "nothing.jsonl cannot be read"),
-        ("prompts:held-out", True, "--no-fork: 'prompts:held-out' is not a recorded answer"),
+        ("prompts:held-out", True, "--no-fork: 'prompts:held-out' is not a replay"),
     ],
 )
-def test_a_wrong_workload_is_named(spec: str, flat: bool, problem: str) -> None:
+def test_an_invalid_workload_is_an_error(spec: str, flat: bool, problem: str) -> None:
     with pytest.raises(EvaluationError) as error:
         build(spec, flat=flat)
 
@@ -154,5 +153,5 @@ def test_an_empty_text_file_has_no_prompt(tmp_path: Path) -> None:
     path = tmp_path / "empty.txt"
     path.write_text("\n\n")
 
-    with pytest.raises(EvaluationError, match="has no prompt"):
+    with pytest.raises(EvaluationError, match="contains no prompt"):
         build(f"prompts:{path}")

@@ -1,4 +1,4 @@
-"""The figures that a run shows while it goes on."""
+"""Live figures of a running load test."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from apar_core.offline.data.records import ChatMessage
-from cluster.loadtest.client import Answered, Attempt, LoadClient
-from cluster.loadtest.jobs import Job
+from cluster.loadtest.client import Attempt, LoadClient
+from cluster.loadtest.jobs import Job, Target
 from cluster.loadtest.live_view import LiveFigures, LiveView
-from cluster.loadtest.target import Target
+from cluster.loadtest.run_file import Answered
 from tests.unit.cluster.loadtest.load_records import record
 
 JOB = Job("1", "other", (ChatMessage("user", "?"),), b"{}")
@@ -30,7 +30,7 @@ def client() -> LoadClient:
     return LoadClient(Target(url="127.0.0.1:1"), timeout_s=1)
 
 
-def test_speed_counts_ended_and_running_answers_by_their_characters() -> None:
+def test_speed_is_estimated_from_characters() -> None:
     clock, asking = Clock(), client()
     figures = LiveFigures(asking, clock)
     assert "0 running  0 tokens/s  ttft -" in figures.text()
@@ -45,7 +45,7 @@ def test_speed_counts_ended_and_running_answers_by_their_characters() -> None:
     assert figures.text() == "1 running  7 tokens/s  ttft 1.00 s"
 
 
-def test_speed_forgets_what_is_long_ago() -> None:
+def test_speed_covers_only_the_last_seconds() -> None:
     clock = Clock()
     figures = LiveFigures(client(), clock)
     figures.take(Answered(record(text_tokens=10), (), "x" * 30))

@@ -1,12 +1,12 @@
-"""Throughput in samples, cut as in the paper's appendix C.2."""
+"""Throughput samples, selected as in the paper's appendix C.2."""
 
 import pytest
 
-from cluster.loadtest.samples import sampled, spread
+from cluster.loadtest.statistics import sampled, spread
 from tests.unit.cluster.loadtest.load_records import record
 
 
-def test_tokens_count_in_the_sample_in_which_they_came() -> None:
+def test_tokens_count_in_the_sample_of_their_arrival() -> None:
     # Pieces at 1, 4 and 5 s with 4, 4 and 8 characters: 16 tokens are 4, 4 and 8.
     one = record(pieces=[(1.0, 4), (4.0, 4), (5.0, 8)], text_tokens=16, end_s=6.5)
 
@@ -15,7 +15,7 @@ def test_tokens_count_in_the_sample_in_which_they_came() -> None:
     assert samples.tokens_per_s == pytest.approx((4 / 3, 12 / 3))
 
 
-def test_the_first_third_and_the_time_with_nothing_pending_are_left_out() -> None:
+def test_warm_up_and_cool_down_are_excluded() -> None:
     # One request a second for 20 s, each answered at once for 10 s: the last has begun at 19.5 s.
     requests = [
         record(sent_s=float(second), pieces=[(0.5 + each, 1) for each in range(11)], text_tokens=11)
@@ -58,7 +58,7 @@ def test_a_request_that_never_got_a_token_was_pending_to_its_end() -> None:
     assert sampled([answered, refused], 3.0).end == 5
 
 
-def test_answers_without_their_end_bring_no_tokens() -> None:
+def test_incomplete_answers_count_no_tokens() -> None:
     cut = record(error="cut")
 
     assert sampled([record(), cut], 1.0).tokens_per_s == sampled([record()], 1.0).tokens_per_s
@@ -73,6 +73,6 @@ def test_two_samples_are_no_steady_state() -> None:
     assert spread(samples) is None
 
 
-def test_a_run_shorter_than_a_sample_has_no_throughput_of_samples() -> None:
+def test_a_run_shorter_than_a_sample_has_no_samples() -> None:
     assert spread(sampled([record()], 10.0)) is None
     assert spread(sampled([], 3.0)) is None

@@ -1,4 +1,4 @@
-"""Intervals against distributions whose truth is known."""
+"""Confidence intervals, checked against known distributions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_an_interval_over_three_repeats_is_student_s() -> None:
     assert estimate.low == pytest.approx(12.0 - 4.302653 * 2 / math.sqrt(3), rel=1e-5)
 
 
-def test_two_repeats_say_next_to_nothing_of_how_sure_they_are() -> None:
+def test_two_repeats_have_no_interval() -> None:
     estimate, ratio = over_repeats([10.0, 12.0]), ratio_over_repeats([4.0, 4.0], [2.0] * 3)
 
     assert (estimate.value, estimate.low, estimate.high) == (11.0, None, None)
@@ -35,7 +35,7 @@ def test_two_repeats_say_next_to_nothing_of_how_sure_they_are() -> None:
     assert (ratio.low, ratio.high) == (None, None)
 
 
-def test_the_interval_over_repeats_holds_the_truth_as_often_as_it_says() -> None:
+def test_the_interval_over_repeats_has_its_coverage() -> None:
     generator = np.random.default_rng(1)
     trials = generator.normal(100.0, 5.0, size=(1000, 3))
 
@@ -59,9 +59,7 @@ def test_the_interval_over_repeats_holds_the_truth_as_often_as_it_says() -> None
     ("statistic", "truth"),
     [(mean, 2.0), (percentile(90), 2 * math.log(10))],
 )
-def test_the_interval_within_a_run_holds_the_truth_as_often_as_it_says(
-    statistic: object, truth: float
-) -> None:
+def test_the_interval_within_a_run_has_its_coverage(statistic: object, truth: float) -> None:
     generator = np.random.default_rng(2)
 
     held = [
@@ -82,7 +80,7 @@ def test_equal_values_have_an_interval_of_no_width() -> None:
     assert (estimate.low, estimate.high) == (3.0, 3.0)
 
 
-def test_a_ratio_of_repeats_is_that_of_their_geometric_means() -> None:
+def test_a_ratio_of_repeats_uses_geometric_means() -> None:
     ratio = ratio_over_repeats([2.0, 4.0, 8.0], [1.0, 2.0, 4.0])
 
     assert ratio.value == pytest.approx(2.0)
@@ -98,7 +96,7 @@ def test_a_ratio_of_repeats_that_agree_is_exact() -> None:
     assert (ratio.low, ratio.value, ratio.high) == pytest.approx((1.5, 1.5, 1.5))
 
 
-def test_the_ratio_interval_holds_the_truth_as_often_as_it_says() -> None:
+def test_the_ratio_interval_has_its_coverage() -> None:
     generator = np.random.default_rng(3)
 
     held = [

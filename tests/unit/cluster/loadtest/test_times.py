@@ -1,14 +1,13 @@
-"""The times of a request, and its objectives, by hand."""
+"""Times and objectives of a request, worked out by hand."""
 
 import pytest
 
 from apar_core.errors import EvaluationError
-from cluster.loadtest.slo import meets, parse_slo
-from cluster.loadtest.times import ITL, REQUEST_TIMES, values_of
+from cluster.loadtest.statistics import ITL, REQUEST_TIMES, meets, parse_slo, values_of
 from tests.unit.cluster.loadtest.load_records import record
 
 
-def test_every_time_is_what_its_name_says() -> None:
+def test_every_time_matches_its_definition() -> None:
     # Text at 1, 1.5, 2, 2.5 and 3 s, 5 tokens; 3 steps on the critical path.
     one = record(apar={"decode_steps": 3})
 
@@ -26,7 +25,7 @@ def test_times_of_requests_that_failed_do_not_count() -> None:
     assert values_of("e2e", [record(error="cut"), record()]) == [3.0]
 
 
-def test_one_token_has_no_time_per_further_token() -> None:
+def test_one_token_has_no_time_per_token() -> None:
     one = record(pieces=[(1.0, 4)], text_tokens=1)
 
     assert REQUEST_TIMES["tpot"].of(one) is None
@@ -40,26 +39,26 @@ def test_objectives_are_read_with_their_units() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("first=2s", "no time is called 'first'; known: ttft, tpot, path, paragraph, e2e"),
+        ("first=2s", "unknown time 'first'; known: ttft, tpot, path, paragraph, e2e"),
         ("ttft=2", "'2' is not a duration"),
         ("ttft=1.2.3s", "'1.2.3s' is not a duration"),
         ("ttft=0s", "the time must be above 0"),
-        ("ttft=1s,ttft=2s", "ttft is given twice"),
-        (" , ", "names no objective"),
+        ("ttft=1s,ttft=2s", "ttft is repeated"),
+        (" , ", "contains no objective"),
     ],
 )
-def test_a_wrong_objective_is_named(text: str, problem: str) -> None:
+def test_an_invalid_objective_is_an_error(text: str, problem: str) -> None:
     with pytest.raises(EvaluationError, match=r"--slo") as error:
         parse_slo(text)
 
     assert problem in str(error.value)
 
 
-def test_a_request_meets_its_objectives_up_to_the_very_value() -> None:
+def test_an_objective_includes_its_limit() -> None:
     assert meets(record(), {"ttft": 1.0, "e2e": 3.0})
     assert not meets(record(), {"ttft": 0.999, "e2e": 3.0})
     assert not meets(record(error="cut"), {"ttft": 1.0})
 
 
-def test_a_time_that_an_answer_does_not_have_is_met() -> None:
+def test_an_objective_on_a_missing_time_is_met() -> None:
     assert meets(record(), {"path": 0.001})

@@ -1,4 +1,4 @@
-"""The figures of a cluster, from pages as they change."""
+"""Figures of a cluster from changing metrics pages."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 
 from cluster.metrics import catalogue
 from cluster.monitor.overview import ClusterHistory, ModelFigures
-from cluster.monitor.pages import parse_page
 from cluster.monitor.series import Snapshot
+from cluster.monitor.sources import parse_page
 from tests.fakes.metrics_page import MetricsPage, busy_page
 
 OF = {"model": "apar-tiny", "replica": "r1"}
@@ -39,7 +39,7 @@ def only_model(history: ClusterHistory) -> ModelFigures:
     return model
 
 
-def test_after_one_reading_states_are_known_and_rates_are_not() -> None:
+def test_one_reading_gives_gauges_but_no_rates() -> None:
     overview = history_of(busy_page()).overview()
 
     (replica,) = overview.replicas
@@ -86,7 +86,7 @@ def test_two_reports_give_rates_savings_and_quantiles() -> None:
     assert overview.trend == (250,)
 
 
-def test_a_replica_that_has_gone_leaves_no_row_and_its_tokens_still_count() -> None:
+def test_a_vanished_replica_has_no_row_but_its_tokens_count() -> None:
     old, new = busy_page("r1"), busy_page("r2", worker="worker-2")
     history = after_a_report(old)
     assert [each.older for each in history.overview().replicas] == [True]
@@ -105,7 +105,7 @@ def test_a_replica_that_has_gone_leaves_no_row_and_its_tokens_still_count() -> N
     assert only_model(history).tokens_per_s == 300
 
 
-def test_a_restarted_server_counts_from_zero_and_never_below() -> None:
+def test_a_restarted_server_counts_from_zero() -> None:
     history = after_a_report(busy_page())
     restarted = busy_page("r9")
 

@@ -1,4 +1,4 @@
-"""Quantiles of buckets, as Prometheus takes them."""
+"""Histogram quantiles, as Prometheus computes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.monitor.quantiles import histogram_quantile
+from cluster.monitor.series import histogram_quantile
 
 INF = math.inf
 
@@ -36,7 +36,7 @@ def test_a_lowest_bound_of_zero_is_itself_the_value() -> None:
     assert histogram_quantile(0.5, {0.0: 9.0, 1.0: 10.0, INF: 10.0}) == 0.0
 
 
-def test_counts_of_different_moments_may_shrink() -> None:
+def test_counts_of_different_times_may_decrease() -> None:
     assert histogram_quantile(0.99, {1.0: 10.0, 2.0: 9.0, INF: 10.0}) == pytest.approx(0.99)
 
 

@@ -1,4 +1,4 @@
-"""Counters gain what they have counted, whatever restarts, vanishes or does not answer."""
+"""Increases of counters through restarts, vanished series and outages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tokens(history: History, seconds: float = 1000.0) -> float:
     return total(history.window(seconds).gained, catalogue.GENERATED_TOKENS)
 
 
-def test_growth_is_gained_and_a_restart_counts_from_zero() -> None:
+def test_increases_count_restarts_from_zero() -> None:
     before, after = snapshot(0, {key(): 100.0}), snapshot(2, {key(): 130.0})
     restarted = snapshot(4, {key(): 7.0})
 
@@ -37,33 +37,33 @@ def test_growth_is_gained_and_a_restart_counts_from_zero() -> None:
     assert increase(after, restarted) == {key(): 7.0}
 
 
-def test_a_new_replica_counts_from_zero_and_one_that_has_gone_adds_nothing() -> None:
+def test_a_new_replica_counts_from_zero_and_a_vanished_one_adds_nothing() -> None:
     before = snapshot(0, {key(replica="old"): 100.0})
     after = snapshot(2, {key(replica="new"): 5.0})
 
     assert increase(before, after) == {key(replica="new"): 5.0}
 
 
-def test_a_page_that_is_new_to_us_may_have_counted_before() -> None:
+def test_the_first_values_of_a_new_page_do_not_count() -> None:
     before, after = snapshot(0, {key(): 1.0}), snapshot(2, {key(): 1.0, key("other"): 5000.0})
 
     assert sum(increase(before, after).values()) == 0.0
 
 
-def test_gauges_gain_nothing() -> None:
+def test_gauges_have_no_increase() -> None:
     gauge = key(name=catalogue.KV_CACHE_USAGE.exported)
 
     assert increase(snapshot(0, {gauge: 0.1}), snapshot(1, {gauge: 0.9})) == {}
 
 
-def test_before_two_snapshots_there_is_no_time() -> None:
+def test_a_window_needs_two_snapshots() -> None:
     history = History(60)
     history.add(snapshot(0, {key(): 5.0}))
 
     assert history.window(10).seconds == 0
 
 
-def test_a_window_holds_the_last_intervals_only_and_always_one() -> None:
+def test_a_window_covers_at_least_the_last_interval() -> None:
     history = History(keep_s=10)
     for second, value in ((0, 0), (2, 20), (4, 30), (6, 90)):
         history.add(snapshot(second, {key(): float(value)}))
@@ -76,7 +76,7 @@ def test_a_window_holds_the_last_intervals_only_and_always_one() -> None:
     assert history.window(1000).seconds == 11
 
 
-def test_what_a_silent_page_counts_is_gained_when_it_answers_again() -> None:
+def test_counts_during_an_outage_are_added_afterwards() -> None:
     history = History(60)
     gauge = key(name=catalogue.REPLICA_REQUESTS.exported)
     history.add(snapshot(0, {key(): 100.0, gauge: 3.0, key("other"): 1.0}))
@@ -89,7 +89,7 @@ def test_what_a_silent_page_counts_is_gained_when_it_answers_again() -> None:
     assert tokens(history) == 60
 
 
-def test_a_page_that_is_listed_no_more_is_forgotten() -> None:
+def test_an_unlisted_page_is_forgotten() -> None:
     history = History(60)
     history.add(snapshot(0, {key(): 100.0, key("other"): 1.0}))
     history.add(snapshot(2, {key(): 100.0}))
@@ -103,7 +103,7 @@ steps = st.lists(st.one_of(st.integers(0, 50), st.just("restart")), max_size=30)
 
 @settings(deadline=None)
 @given(steps)
-def test_any_run_of_a_counter_gains_what_was_counted(run: list[int | str]) -> None:
+def test_any_sequence_of_counts_and_restarts_adds_up(run: list[int | str]) -> None:
     """A counter that restarts has counted, between two readings, at least what it shows."""
     history, value, counted = History(1e9), 0.0, 0.0
     history.add(snapshot(0, {key(): 0.0}))
@@ -120,7 +120,7 @@ def test_any_run_of_a_counter_gains_what_was_counted(run: list[int | str]) -> No
 
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=2, max_size=20))
-def test_no_readings_make_a_counter_lose(values: list[float]) -> None:
+def test_increases_are_never_negative(values: list[float]) -> None:
     snapshots = [snapshot(second, {key(): value}) for second, value in enumerate(values)]
 
     for before, after in pairwise(snapshots):

@@ -1,12 +1,11 @@
-"""Rates are those of the process, however often it reports and somebody reads."""
+"""Rates do not depend on the intervals of reports and readings."""
 
 from __future__ import annotations
 
 import pytest
 
 from cluster.metrics import catalogue
-from cluster.monitor.rates import History
-from cluster.monitor.reports import Rates, Reports
+from cluster.monitor.rates import History, Rates, Reports
 from cluster.monitor.series import SeriesKey, Snapshot, total
 
 QUIET_S = 35.0
@@ -61,7 +60,7 @@ def test_a_steady_rate_is_steady(report_s: float, reading_s: float) -> None:
     assert sum(steady) / len(steady) == pytest.approx(3 * TOKENS_PER_S, rel=0.1)
 
 
-def test_nothing_is_known_before_two_reports() -> None:
+def test_rates_are_unknown_before_two_reports() -> None:
     watched = Watched()
 
     assert tokens(watched.read(0, w1=500.0)) is None
@@ -73,7 +72,7 @@ def test_nothing_is_known_before_two_reports() -> None:
     assert watched.reports.settled
 
 
-def test_one_that_never_reports_stands_still_after_a_while() -> None:
+def test_a_silent_process_becomes_idle() -> None:
     watched = Watched()
     for at_s in range(0, 30, 2):
         rates = watched.read(at_s, w1=7.0, w2=100.0 * at_s)
@@ -91,7 +90,7 @@ def test_an_idle_cluster_generates_nothing() -> None:
     assert tokens(watched.read(15, w1=7.0)) == 0
 
 
-def test_one_that_stops_falls_to_nothing_after_a_few_reports() -> None:
+def test_the_rate_of_a_stopped_process_falls_to_zero() -> None:
     watched = Watched()
     for at_s in range(0, 20, 2):
         watched.read(at_s, w1=100.0 * at_s)

@@ -1,4 +1,4 @@
-"""Pages are found, read and parsed; what is none says so."""
+"""Metrics pages are found, read and parsed; other pages are errors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 from cluster.local_ray import free_port
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Kind
-from cluster.monitor.pages import PageError, parse_page
 from cluster.monitor.series import buckets, exported_names, largest, summed
-from cluster.monitor.sources import PagesSource, PrometheusSource, page_url
+from cluster.monitor.sources import PageError, PagesSource, PrometheusSource, page_url, parse_page
 from tests.fakes.metrics_page import MetricsPage, busy_page, served
 
 OTHERS = (
@@ -45,7 +44,7 @@ def test_every_metric_of_the_catalogue_survives_page_and_parser() -> None:
     assert names >= exported_names()
 
 
-def test_processes_are_summed_and_what_they_report_alike_is_not() -> None:
+def test_processes_are_summed_except_shared_gauges() -> None:
     text = busy_page(worker="a").text() + busy_page(worker="b").text()
 
     values = parse_page("u", text)
@@ -67,8 +66,8 @@ def test_labels_with_odd_characters_are_kept() -> None:
 
 
 @pytest.mark.parametrize("text", ["<html><body>hello</body></html>", '{"status": "ok"}', "hello"])
-def test_what_is_no_metrics_page_says_so(text: str) -> None:
-    with pytest.raises(PageError, match="is no metrics page"):
+def test_another_page_is_not_a_metrics_page(text: str) -> None:
+    with pytest.raises(PageError, match="is not a metrics page"):
         parse_page("u", text)
 
 
@@ -77,7 +76,7 @@ def test_a_page_of_other_programs_has_none_of_our_series() -> None:
     assert parse_page("u", "") == {}
 
 
-def test_several_pages_are_one_cluster_and_one_that_fails_is_named() -> None:
+def test_pages_are_combined_and_failed_ones_named() -> None:
     gone = f"127.0.0.1:{free_port()}"
     with served(busy_page("r1").text()) as one, served(busy_page("r2").text()) as two:
         snapshot = PagesSource([one.url, two.url, gone]).read()
@@ -101,7 +100,7 @@ def test_a_discovery_file_is_read_anew_each_time(tmp_path: Path) -> None:
     assert second.pages == {one.url, two.url}
 
 
-def test_a_discovery_list_may_be_had_from_an_address() -> None:
+def test_a_discovery_list_may_be_a_url() -> None:
     with served(busy_page().text()) as page:
         targets = [{"targets": [page.url.split("/")[2]]}]
         with served(json.dumps(targets)) as discovery:
@@ -112,10 +111,10 @@ def test_a_discovery_list_may_be_had_from_an_address() -> None:
     ("content", "reason"),
     [
         (None, "cannot be read"),
-        (b"\xff\xfe\x00", "is no service-discovery list: it is no text"),
-        ("{}", "is no service-discovery list"),
-        ("[1]", "is no service-discovery list"),
-        ("[]", "lists no page"),
+        (b"\xff\xfe\x00", "is not a service-discovery list: not a text file"),
+        ("{}", "is not a service-discovery list"),
+        ("[1]", "is not a service-discovery list"),
+        ("[]", "contains no targets"),
     ],
 )
 def test_an_unusable_discovery_file_is_named(
@@ -141,7 +140,7 @@ def test_an_address_may_be_short(address: str, url: str) -> None:
     assert page_url(address) == url
 
 
-def test_an_error_and_silence_are_told_apart() -> None:
+def test_an_error_status_and_a_timeout_are_distinguished() -> None:
     with served("no", 0) as server:
         server.status = 404
         with pytest.raises(PageError, match="answered 404 Not Found"):
@@ -151,10 +150,10 @@ def test_an_error_and_silence_are_told_apart() -> None:
         PagesSource([server.url]).read()
 
 
-def test_what_is_no_prometheus_says_so() -> None:
+def test_another_server_is_not_accepted_as_prometheus() -> None:
     with served("<html>") as server:
         url = server.url.removesuffix("/metrics")
-        with pytest.raises(PageError, match="does not answer as Prometheus does"):
+        with pytest.raises(PageError, match="is not a Prometheus server"):
             PrometheusSource(url).read()
     with pytest.raises(PageError, match="gave no answer"):
         PrometheusSource(url.removeprefix("http://")).read()

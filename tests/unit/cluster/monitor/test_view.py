@@ -1,4 +1,4 @@
-"""The view fits the terminal, and says what an operator needs to see."""
+"""The view fits the terminal and shows what an operator needs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from cluster.monitor.overview import (
     Quantiles,
     ReplicaFigures,
 )
-from cluster.monitor.view import Screen
-from cluster.monitor.words import age, bar, number, percent, seconds, sparkline
+from cluster.monitor.view import Screen, age, bar, number, percent, seconds, sparkline
 
 REPLICA = ReplicaFigures("apar-tiny", "k3x9q2", 4, 12, 2, 1, 0.61, 412.0, 3.2, 75.0, older=True)
 LATENCY = Quantiles(0.42, 1.83)
@@ -37,7 +36,7 @@ def shown(overview: Overview, width: int, height: int = 50, silence: str | None 
 
 
 @pytest.mark.parametrize("width", [80, 100, 140])
-def test_all_that_matters_is_shown_at_usual_widths(width: int) -> None:
+def test_everything_is_shown_at_usual_widths(width: int) -> None:
     text = shown(OVERVIEW, width)
 
     for words in (
@@ -50,11 +49,11 @@ def test_all_that_matters_is_shown_at_usual_widths(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [20, 40, 60])
-def test_narrow_terminals_are_kept_to(width: int) -> None:
+def test_narrow_terminals_are_respected(width: int) -> None:
     assert all(len(line) <= width for line in shown(OVERVIEW, width).splitlines())
 
 
-def test_many_replicas_leave_room_for_the_rest_and_the_fullest_are_kept() -> None:
+def test_of_many_replicas_the_fullest_are_shown() -> None:
     replicas = tuple(
         replace(REPLICA, replica=f"r{number}", kv_share=number / 100) for number in range(100)
     )
@@ -68,19 +67,19 @@ def test_many_replicas_leave_room_for_the_rest_and_the_fullest_are_kept() -> Non
     assert "Rejected" in text
 
 
-def test_an_outage_is_told_above_the_last_figures() -> None:
+def test_an_outage_is_shown_above_the_last_figures() -> None:
     text = shown(OVERVIEW, 100, silence="no answer since 11:59:50 (10 s): refused")
 
     assert text.index("no answer since 11:59:50") < text.index("k3x9q2")
 
 
-def test_a_page_that_fails_is_named_and_an_empty_cluster_says_so() -> None:
+def test_a_failed_page_and_an_empty_cluster_are_shown() -> None:
     empty = replace(OVERVIEW, replicas=(), failures={"http://other/metrics": "no answer in time"})
 
     text = shown(empty, 100)
 
     assert "http://other/metrics no answer in time" in text
-    assert "none reports" in text
+    assert "no replica reports metrics" in text
 
 
 def test_names_are_no_markup() -> None:

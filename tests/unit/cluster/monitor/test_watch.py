@@ -1,13 +1,12 @@
-"""A watch goes on through outages, and says at once when there is nothing to watch."""
+"""A watch survives outages, but fails at once if there is nothing to watch."""
 
 from __future__ import annotations
 
 import pytest
 
 from cluster.metrics import catalogue
-from cluster.monitor.overview import ClusterHistory
+from cluster.monitor.overview import ClusterHistory, MonitorError, Watch
 from cluster.monitor.sources import PagesSource
-from cluster.monitor.watch import MonitorError, Watch
 from tests.fakes.metrics_page import busy_page, served
 
 
@@ -15,7 +14,7 @@ def watch_of(url: str) -> Watch:
     return Watch(PagesSource([url]), ClusterHistory(5.0, 60.0, quiet_s=15.0))
 
 
-def test_a_restarted_server_is_watched_on_and_its_silence_is_told() -> None:
+def test_a_restarted_server_is_watched_through_its_outage() -> None:
     page = busy_page()
     with served(page.text()) as server:
         port = int(server.url.split(":")[2].split("/")[0])
@@ -44,7 +43,7 @@ def test_a_restarted_server_is_watched_on_and_its_silence_is_told() -> None:
     assert model.tokens_per_s > 0
 
 
-def test_an_error_page_in_the_middle_is_an_outage_too() -> None:
+def test_an_error_page_is_an_outage() -> None:
     with served(busy_page().text()) as server:
         watch = watch_of(server.url)
         watch.read()
@@ -53,19 +52,23 @@ def test_an_error_page_in_the_middle_is_an_outage_too() -> None:
         assert "answered 503" in (watch.silence or "")
         server.status, server.body = 200, "<html>maintenance</html>"
         watch.read()
-        assert "is no metrics page" in (watch.silence or "")
+        assert "is not a metrics page" in (watch.silence or "")
 
 
 @pytest.mark.parametrize(
     ("body", "reason"),
-    [("other_metric 1\n", "none of this cluster"), ("", "none of this cluster"), ("<html>", "no")],
+    [
+        ("other_metric 1\n", "no metrics of this cluster"),
+        ("", "no metrics of this cluster"),
+        ("<html>", "no"),
+    ],
 )
 def test_nothing_to_watch_is_an_error_at_the_start(body: str, reason: str) -> None:
     with served(body) as server, pytest.raises(MonitorError, match=reason):
         watch_of(server.url).read()
 
 
-def test_metrics_that_end_are_no_error_later() -> None:
+def test_vanished_metrics_are_no_error_later() -> None:
     page = busy_page()
     with served(page.text()) as server:
         watch = watch_of(server.url)

@@ -7,9 +7,8 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from cluster.metrics import catalogue
-from cluster.monitor.pages import parse_page
 from cluster.monitor.series import Snapshot
-from cluster.monitor.sources import PagesSource
+from cluster.monitor.sources import PagesSource, parse_page
 from cluster.sizing.errors import SizingError
 from cluster.sizing.measured_costs import StepPoint, fit_costs, step_points, watch
 from tests.fakes.metrics_page import MetricsPage, served

@@ -1,4 +1,4 @@
-"""What each setting becomes in Ray Serve and in vLLM."""
+"""Effect of each setting in Ray Serve and in vLLM."""
 
 import json
 import pickle
@@ -54,7 +54,7 @@ def test_limits_reach_gateway_and_replica() -> None:
     assert deployment.num_replicas == 3
 
 
-def test_no_secret_travels_with_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_application_contains_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("CACHE", "REDIS", "COLLECTOR")
     for name in names:
         monkeypatch.setenv(name, f"sentinel-of-{name}")
@@ -82,8 +82,8 @@ def test_no_secret_travels_with_the_application(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("ray_address", [None, "ray:6379"])
-def test_ray_serves_limits_reach_the_gateway_and_the_replicas(ray_address: str | None) -> None:
-    """A private cluster's processes have them in their environment."""
+def test_ray_serves_flags_reach_the_gateway_and_the_replicas(ray_address: str | None) -> None:
+    """The processes of a private cluster have them in their environment."""
     gateway: Any = build_application(ClusterConfig(ray_address=ray_address))._bound_deployment
     replica = gateway.init_args[1]._bound_deployment
 
@@ -93,7 +93,7 @@ def test_ray_serves_limits_reach_the_gateway_and_the_replicas(ray_address: str |
     assert replicas.items() >= APPLICATION_FLAGS.items()
 
 
-def test_every_model_has_replicas_of_its_own_in_the_gateways_order() -> None:
+def test_every_model_has_its_own_replicas_in_the_gateways_order() -> None:
     models = (ModelConfig(), ModelConfig(checkpoint="org/plain", max_concurrency=2))
 
     gateway, replicas = deployments(ClusterConfig(models=models))
@@ -104,7 +104,7 @@ def test_every_model_has_replicas_of_its_own_in_the_gateways_order() -> None:
     assert [each.max_ongoing_requests for each in replicas] == [64, 2]
 
 
-def test_engine_arguments_are_ours_then_the_presets_then_the_users() -> None:
+def test_user_arguments_override_the_presets_which_override_ours() -> None:
     model = ModelConfig(
         checkpoint="apar-7b", threads_per_request=2, kv_cache_gib=1, engine={"block_size": 64}
     )
@@ -132,7 +132,7 @@ def test_gpus_of_a_model_reach_its_engine() -> None:
     assert arguments["gpu_memory_utilization"] == 0.8
 
 
-def test_fork_limits_stand_beside_other_additional_settings() -> None:
+def test_fork_limits_are_merged_into_additional_config() -> None:
     model = ModelConfig(
         forks=ForkLimits(max_threads=3), engine={"additional_config": {"other": {"key": 1}}}
     )
@@ -143,7 +143,7 @@ def test_fork_limits_stand_beside_other_additional_settings() -> None:
     }
 
 
-def test_an_engine_replays_only_where_its_model_says_so() -> None:
+def test_an_engine_replays_only_if_its_model_is_configured_to() -> None:
     mine = {"logits_processors": ["mine:Processor"]}
 
     replaying = engine_arguments(ModelConfig(replay=True, engine=mine), on_gpu=False)
@@ -152,7 +152,7 @@ def test_an_engine_replays_only_where_its_model_says_so() -> None:
     assert replaying["logits_processors"] == ["mine:Processor", REPLAY]
     assert default["logits_processors"] == ["mine:Processor"]
     assert "logits_processors" not in engine_arguments(ModelConfig(), on_gpu=True)
-    # On GPU only vLLM's first model runner has such processors.
+    # On GPU, only vLLM's V1 model runner has such processors.
     environment = replica_environment(ModelConfig(replay=True), on_gpu=True)
     assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert "VLLM_USE_V2_MODEL_RUNNER" not in replica_environment(ModelConfig(), on_gpu=True)
@@ -179,7 +179,7 @@ def test_replicas_on_cpu_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "OMP_NUM_THREADS" not in replica_environment(ModelConfig(), on_gpu=True)
 
 
-def test_an_eager_engine_on_cpu_compiles_no_sampler_either() -> None:
+def test_an_eager_engine_on_cpu_does_not_compile_the_sampler() -> None:
     compiled = ModelConfig(engine={"enforce_eager": False})
 
     assert replica_environment(ModelConfig(), on_gpu=False)["TORCH_COMPILE_DISABLE"] == "1"
@@ -188,5 +188,5 @@ def test_an_eager_engine_on_cpu_compiles_no_sampler_either() -> None:
 
 
 @pytest.mark.parametrize("field", ["enable_access_log", "log_level"])
-def test_the_logging_settings_that_we_set_exist(field: str) -> None:
+def test_ray_serve_has_the_logging_settings_we_set(field: str) -> None:
     assert field in LoggingConfig.model_fields

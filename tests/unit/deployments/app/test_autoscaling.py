@@ -1,4 +1,4 @@
-"""Ray Serve's policies: from what replicas and gateways report to the wanted replicas."""
+"""Ray Serve policies: from the reports of replicas and gateways to the wanted replicas."""
 
 import time
 from dataclasses import asdict
@@ -28,7 +28,7 @@ MODEL = ModelConfig(
 def policy() -> ModelPolicy:
     found = model_autoscaling(MODEL)
     assert found is not None
-    # As the controller gets it: what Ray has copied must still read the one board.
+    # Pickled as for the controller: the copy must read the same board.
     copied = cloudpickle.loads(found.policy.get_serialized_policy_def() or b"")
     policy: ModelPolicy = copied(**found.policy.policy_kwargs)
     return policy
@@ -65,13 +65,13 @@ def reported(*threads: float) -> dict[str, dict[str, float]]:
     }
 
 
-def test_threads_of_all_replicas_decide() -> None:
+def test_the_threads_of_all_replicas_count() -> None:
     assert policy()(context("Replica-x", 2, reported(15, 14)))[0] == 3
     assert policy()(context("Replica-x", 2, reported(10, 10)))[0] == 2
 
 
-def test_requests_that_wait_at_handles_and_in_gateways_count() -> None:
-    # 20 threads of 4 requests run, so that each waiting one brings 5.
+def test_requests_waiting_at_handles_and_in_gateways_count() -> None:
+    # 4 requests have 20 threads, so each waiting request adds 5.
     metrics = reported(10, 10)
     assert policy()(context("Replica-w", 2, metrics, total_queued_requests=2.0))[0] == 3
 
@@ -91,7 +91,7 @@ def test_without_reports_nothing_is_removed() -> None:
     assert policy()(context("Replica-x", 3, {}))[0] == 3
 
 
-def test_the_board_forgets() -> None:
+def test_entries_of_the_board_expire() -> None:
     board, now = WaitingBoard(), time.monotonic()
     board.write({"a": 3.0}, now)
 
@@ -100,7 +100,7 @@ def test_the_board_forgets() -> None:
     assert board.read("b", now) == 0
 
 
-def test_ray_serve_is_told_the_bounds_and_leaves_the_delays_to_us() -> None:
+def test_ray_serve_gets_the_bounds_and_no_delays() -> None:
     found = model_autoscaling(MODEL)
 
     assert found is not None

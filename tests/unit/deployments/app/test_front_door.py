@@ -1,4 +1,4 @@
-"""Requests that are inside end in peace, or with an error; no new one comes in."""
+"""Draining: running requests finish or end with an error, new ones are refused."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ EVENTS = [(b"content-type", b"text/event-stream")]
 
 
 class Application:
-    """Sends the start, if told so, and what it is given, and waits for leave to go on."""
+    """Sends a start and a piece, if asked to, and waits before it ends."""
 
     def __init__(self, start: bool = True, piece: bytes = b"data: 1\n\n") -> None:
         self.may_end = asyncio.Event()
@@ -33,7 +33,7 @@ class Application:
 
 
 class Request:
-    """One request to a door, in a task of its own."""
+    """One request to a door, in its own task."""
 
     def __init__(self, door: FrontDoor, application: Application, path: str = "/v1/x") -> None:
         self.sent: list[dict[str, Any]] = []
@@ -56,7 +56,7 @@ class Request:
         return b"".join(message.get("body", b"") for message in self.sent)
 
 
-async def test_a_closed_door_refuses_what_is_new_and_lets_the_rest_end() -> None:
+async def test_a_closed_door_refuses_new_requests_and_lets_the_others_finish() -> None:
     application = Application()
     door = FrontDoor(application)
     request = await Request(door, application).inside()
@@ -78,7 +78,7 @@ async def test_a_closed_door_refuses_what_is_new_and_lets_the_rest_end() -> None
     assert door.inside == 0
 
 
-async def test_cut_requests_end_with_an_error_in_the_form_that_they_had_begun() -> None:
+async def test_a_cut_request_ends_with_an_error_that_fits_what_was_sent() -> None:
     cases = {
         "unbegun": Application(start=False),
         "event": Application(),
@@ -100,7 +100,7 @@ async def test_cut_requests_end_with_an_error_in_the_form_that_they_had_begun() 
     assert [door.inside for door in doors.values()] == [0, 0, 0]
 
 
-async def test_a_client_that_goes_away_is_no_cut_request() -> None:
+async def test_a_disconnect_is_not_a_cut() -> None:
     application = Application()
     door = FrontDoor(application)
     request = await Request(door, application).inside()

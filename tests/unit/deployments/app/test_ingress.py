@@ -1,4 +1,4 @@
-"""The gateway's deployment takes new settings while it runs."""
+"""Live settings of the gateway's deployment."""
 
 import asyncio
 from pathlib import Path
@@ -15,14 +15,15 @@ from cluster.config.logging import LoggingConfig
 from cluster.config.routing import RoutingPolicy, RoutingSettings
 from deployments.app import ingress as ingress_module
 from deployments.app.autoscaling import gateway_report
-from deployments.app.ingress import GatewayIngress, IngressSettings
+from deployments.app.ingress import IngressSettings
 from deployments.gateway.settings import GatewaySettings
 from deployments.routing.shared_router import ROUTERS
 from deployments.wire.answer import AnswerStart
+from tests.fakes.bare_ingress import BareIngress
 from tests.fakes.replicas import CHAT, JSON, FakeReplicas, settings_of
 
 
-async def test_autoscaling_is_told_only_of_what_more_replicas_could_serve(
+async def test_autoscaling_counts_only_requests_that_more_replicas_could_serve(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
@@ -38,8 +39,7 @@ async def test_autoscaling_is_told_only_of_what_more_replicas_could_serve(
     (model,) = settings.models
     handle = SimpleNamespace(deployment_name=model.deployment)
     built = IngressSettings(gateway=settings, deployments=(model.deployment,))
-    # Ray Serve's wrapper around the class is made to be awaited; the class itself is below it.
-    ingress = GatewayIngress.__mro__[1](built, handle)
+    ingress = BareIngress(built, handle)
     transport = httpx.ASGITransport(app=await ingress.__serve_build_asgi_app__())
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
         # One request of each key runs, and both keys have waiting ones.
@@ -61,7 +61,7 @@ async def test_autoscaling_is_told_only_of_what_more_replicas_could_serve(
 
 
 async def asked(ingress: Any, token: str) -> int:
-    """The status of a key's request for the list of models; 404 without models, 401 if unknown."""
+    """Status of a completion request: 404 for a known key, as there are no models, else 401."""
     transport = httpx.ASGITransport(app=ingress._door)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
         answer = await http.post(
@@ -79,7 +79,7 @@ async def test_new_settings_beside_a_broken_keys_file_leave_the_gateway_serving_
         models=(), keys_file=file, logging=LoggingConfig(folder=tmp_path / "logs")
     )
     built = IngressSettings(gateway=gateway, deployments=())
-    ingress = GatewayIngress.__mro__[1](built)
+    ingress = BareIngress(built)
     await ingress.reconfigure(built.as_user_config())
     file.write_text("- {name: a, hash: nonsense}")
     limits = LimitsConfig(max_prompt_chars=5)
@@ -96,7 +96,7 @@ async def test_settings_that_cannot_be_applied_are_applied_again_with_the_next_o
 ) -> None:
     gateway = GatewaySettings(models=(), logging=LoggingConfig(folder=tmp_path / "logs"))
     built = IngressSettings(gateway=gateway, deployments=())
-    ingress = GatewayIngress.__mro__[1](built)
+    ingress = BareIngress(built)
     await ingress.reconfigure(built.as_user_config())
     in_the_way = tmp_path / "file"
     in_the_way.write_text("")
@@ -119,9 +119,8 @@ async def test_new_routing_settings_reach_the_routers(
     configured: list[RoutingSettings] = []
     monkeypatch.setattr(ROUTERS, "configure", configured.append)
     gateway = GatewaySettings(models=(), logging=LoggingConfig(folder=tmp_path))
-    # Ray Serve's wrapper around the class is made to be awaited; the class itself is below it.
     same = IngressSettings(gateway=gateway, deployments=())
-    ingress = GatewayIngress.__mro__[1](same)
+    ingress = BareIngress(same)
     changed = same.model_copy(update={"routing": RoutingSettings(policy=RoutingPolicy.RANDOM)})
     for settings in (same, changed, changed):
         await ingress.reconfigure(settings.as_user_config())

@@ -1,4 +1,4 @@
-"""What KubeRay's serveConfigV2 may say, and what is built of it."""
+"""Arguments of KubeRay's serveConfigV2, and the application built from them."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def built(**changes: Any) -> list[Any]:
     return [gateway, *(each._bound_deployment for each in gateway.init_args[1:])]
 
 
-def test_the_application_is_that_of_the_cluster() -> None:
+def test_the_application_follows_the_cluster_configuration() -> None:
     gateway, replica = built()
 
     assert replica.name == "Replica-apar-tiny"
@@ -37,7 +37,7 @@ def test_the_application_is_that_of_the_cluster() -> None:
     assert environment["OMP_NUM_THREADS"] == "2"
 
 
-def test_the_device_is_what_the_arguments_say_and_not_what_the_head_pod_has() -> None:
+def test_the_device_comes_from_the_arguments_and_not_from_the_head_pod() -> None:
     _, on_cpu = built()
     _, on_gpu = built(device="gpu")
 
@@ -45,13 +45,13 @@ def test_the_device_is_what_the_arguments_say_and_not_what_the_head_pod_has() ->
     assert on_gpu.ray_actor_options["num_gpus"] == 1
 
 
-def test_an_engine_takes_the_resource_that_its_pods_have() -> None:
+def test_an_engine_takes_one_unit_of_the_engine_resource() -> None:
     _, replica = built(engine_resource="engine")
 
     assert replica.ray_actor_options["resources"] == {"engine": 1}
 
 
-def test_where_there_is_room_a_new_engine_starts_beside_the_old() -> None:
+def test_with_spare_room_a_new_engine_starts_before_the_old_one_ends() -> None:
     _, replica = built(spare_room=True)
 
     assert replica._deployment_config.max_surge_percent == 1
@@ -72,12 +72,14 @@ def test_where_there_is_room_a_new_engine_starts_beside_the_old() -> None:
         ({"device": "cpu", "cluster": OPEN | {"models": [{}]}}, "apar-tiny: set `cpu_threads`"),
     ],
 )
-def test_what_is_wrong_is_named_before_anything_starts(args: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_named_before_anything_starts(
+    args: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         arguments_of(args)
 
 
-def test_a_keys_file_that_is_not_mounted_is_named(tmp_path: Path) -> None:
+def test_a_missing_keys_file_is_named(tmp_path: Path) -> None:
     cluster = {"models": [TINY], "keys_file": str(tmp_path / "keys.yaml")}
 
     with pytest.raises(ConfigError, match=r"keys\.yaml"):

@@ -1,4 +1,4 @@
-"""The preStop hook sees its pod's replicas, and says why it cannot drain."""
+"""The preStop hook counts its pod's replicas and reports why it cannot drain."""
 
 import subprocess
 import sys
@@ -17,8 +17,10 @@ def wait_for(number: int) -> None:
         time.sleep(0.05)
 
 
-def test_replicas_are_known_by_their_titles_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Other tests' replicas may run on this machine, and none of them in a pod.
+def test_replicas_are_found_by_their_process_titles_until_they_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Replicas of other tests may run on this machine.
     title = f"ray::OnlyHere{time.monotonic_ns()}:"
     monkeypatch.setattr(pod_drain, "REPLICA_TITLE", title)
     command = ["bash", "-c", f"exec -a '{title}apar:Gateway' sleep 60"]
@@ -27,7 +29,7 @@ def test_replicas_are_known_by_their_titles_until_they_end(monkeypatch: pytest.M
 
         replica.kill()
 
-        # A zombie, which nobody has waited for yet, has ended too.
+        # A zombie counts as ended.
         wait_for(0)
 
 
@@ -35,7 +37,7 @@ def test_replicas_are_known_by_their_titles_until_they_end(monkeypatch: pytest.M
     ("environment", "said"),
     [({}, "RAY_ADDRESS"), ({"RAY_ADDRESS": "127.0.0.1:1"}, "POD_IP")],
 )
-def test_a_pod_without_addresses_is_told_so(
+def test_a_pod_without_addresses_is_an_error(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], said: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["pod_drain", "--seconds", "1"])

@@ -1,4 +1,4 @@
-"""The steps between two configurations."""
+"""Steps between two configurations."""
 
 from typing import Any
 
@@ -24,22 +24,22 @@ def walk(old: ClusterConfig, new: ClusterConfig) -> list[tuple[list[str], list[s
     return [(names(step.replicas), names(step.served)) for step in steps(old, new)]
 
 
-def test_nothing_is_done_where_nothing_has_changed() -> None:
+def test_an_unchanged_configuration_needs_no_step() -> None:
     assert walk(config("a", "b"), config("a", "b")) == []
 
 
-def test_a_new_model_is_offered_when_its_replicas_run() -> None:
+def test_a_new_model_is_offered_once_its_replicas_run() -> None:
     assert walk(config("a"), config("a", "b")) == [
         (["a", "b"], ["a"]),
         (["a", "b"], ["a", "b"]),
     ]
 
 
-def test_a_model_goes_when_it_is_no_longer_offered() -> None:
+def test_a_removed_model_loses_its_replicas_after_it_is_no_longer_offered() -> None:
     assert walk(config("a", "b"), config("b")) == [(["a", "b"], ["b"]), (["b"], ["b"])]
 
 
-def test_limits_alone_are_one_step() -> None:
+def test_changed_limits_take_one_step() -> None:
     old, new = config("a"), config("a", drain_s=5)
 
     (step,) = steps(old, new)
@@ -51,13 +51,13 @@ NAMES = st.lists(st.sampled_from("abcd"), min_size=1, unique=True)
 
 
 @given(NAMES, NAMES)
-def test_whatever_is_offered_has_replicas_before_during_and_after_each_step(
+def test_every_offered_model_has_replicas_before_during_and_after_each_step(
     before: list[str], after: list[str]
 ) -> None:
     old, new = config(*before), config(*after)
     replicas, offered = set(before), before
     for step_replicas, step_offered in walk(old, new):
-        # Within a step the gateway and the replicas change in no certain order.
+        # Within a step, the gateway and the replicas change in any order.
         assert {*offered, *step_offered} <= replicas & set(step_replicas)
         replicas, offered = set(step_replicas), step_offered
 
@@ -70,7 +70,7 @@ def test_the_address_cannot_be_changed(field: str, value: Any) -> None:
         check_change(config("a"), config("a", **{field: value}))
 
 
-def test_changes_are_told_by_model_and_field() -> None:
+def test_changes_are_described_by_model_and_field() -> None:
     old = config("a", ModelConfig(name="b", replicas=1))
     new = config(ModelConfig(name="b", replicas=2, coalesce_s=0), "c", drain_s=1)
 

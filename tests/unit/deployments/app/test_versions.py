@@ -1,4 +1,4 @@
-"""Which replicas a rollout replaces: those whose version or process settings have changed."""
+"""Replicas that a rollout replaces: those whose version or process settings changed."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ HERE = Surroundings(num_replicas=1, core_shares={"Replica-a": 1})
 
 
 def built(*models: ModelConfig, surroundings: Surroundings = HERE) -> dict[str, tuple[Any, ...]]:
-    """Of each deployment, what makes Ray Serve replace its replicas."""
+    """Return, per deployment, the facts that make Ray Serve replace its replicas."""
     application = build_application(ClusterConfig(models=models), surroundings)
     gateway: Any = application._bound_deployment
     deployments = [gateway, *(each._bound_deployment for each in gateway.init_args[1:])]
@@ -27,7 +27,7 @@ def test_the_same_settings_replace_nothing() -> None:
     assert built(A, B) == built(A, B)
 
 
-def test_a_new_model_replaces_none_of_the_others_nor_the_gateway() -> None:
+def test_a_new_model_replaces_neither_the_others_nor_the_gateway() -> None:
     before, after = built(A), built(A, B, surroundings=replace(HERE, num_replicas=2))
 
     assert before.items() <= after.items()
@@ -46,7 +46,7 @@ def test_settings_of_an_engine_replace_its_replicas_only(change: dict[str, Any])
 
 
 @pytest.mark.parametrize("change", [{"max_queued_requests": 3}, {"replicas": 2}])
-def test_queue_limits_and_replica_counts_replace_nothing(change: dict[str, Any]) -> None:
+def test_gateway_limits_and_replica_counts_replace_nothing(change: dict[str, Any]) -> None:
     assert built(A) == built(A.model_copy(update=change))
 
 
@@ -68,7 +68,7 @@ def test_an_unchanged_model_keeps_its_share_of_the_cores() -> None:
     assert core_shares(old, {}, None) == {"Replica-a": 2, "Replica-b": 2}
 
 
-def test_the_gateway_offers_the_models_it_is_given() -> None:
+def test_the_gateway_offers_only_the_served_models() -> None:
     application = build_application(
         ClusterConfig(models=(A, B)), HERE, served=ClusterConfig(models=(B,))
     )
@@ -78,7 +78,7 @@ def test_the_gateway_offers_the_models_it_is_given() -> None:
     assert [model.name for model in settings.gateway.models] == ["b"]
 
 
-def test_replicas_get_drain_time_and_a_surge_replica_if_there_is_room() -> None:
+def test_replicas_get_time_to_drain_and_surge_only_if_there_is_room() -> None:
     config = ClusterConfig(models=(A,), drain_s=7)
     gateways: list[Any] = [
         build_application(config, replace(HERE, drain_s=7, has_room=room))._bound_deployment

@@ -1,4 +1,4 @@
-"""What a gateway counts of requests that are played."""
+"""Metrics of a gateway, with fake replicas."""
 
 import asyncio
 from collections.abc import Callable
@@ -34,8 +34,8 @@ STREAM = AnswerStart(200, EVENTS, b"data: {}\n\n")
 ERROR_EVENT = Piece(b'data: {"error": {"message": "no", "code": 500}}\n\ndata: [DONE]\n\n')
 
 
-class Told:
-    """A gateway, and what it tells."""
+class ExportedMetrics:
+    """A gateway and the metrics it exports."""
 
     def __init__(self, *replicas: FakeReplicas, keys: tuple[KeyConfig, ...] = ()) -> None:
         self.instruments = PlayedInstruments()
@@ -48,7 +48,7 @@ class Told:
 
     async def outcomes(self, model: str = "m") -> dict[str, float]:
         """Requests of a model by their outcome, without the zeros."""
-        await self.gateway.tell_metrics()
+        await self.gateway.flush_metrics()
         return {
             outcome.value: number
             for outcome in Outcome
@@ -57,7 +57,7 @@ class Told:
 
     async def rejections(self) -> dict[tuple[str, str], float]:
         """Refusals by reason and key class, without the zeros."""
-        await self.gateway.tell_metrics()
+        await self.gateway.flush_metrics()
         return {
             (dict(labels)["reason"], dict(labels)["key_class"]): number
             for (name, labels), number in self.instruments.values.items()
@@ -65,51 +65,51 @@ class Told:
         }
 
 
-async def test_a_keys_file_that_cannot_be_used_is_told_until_it_is_mended(tmp_path: Path) -> None:
+async def test_an_invalid_keys_file_is_reported_until_it_is_fixed(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text("[]")
-    told = Told(FakeReplicas(OK))
+    exported = ExportedMetrics(FakeReplicas(OK))
     values = []
     for text in ("[]", "- wrong", "[]"):
         file.write_text(text)
-        await told.gateway.reconfigure(settings_of(1, keys_file=file), [FakeReplicas(OK)])
-        await told.gateway.tell_metrics()
-        values.append(told.value(catalogue.SETTINGS_REFUSED, source="keys_file"))
+        await exported.gateway.reconfigure(settings_of(1, keys_file=file), [FakeReplicas(OK)])
+        await exported.gateway.flush_metrics()
+        values.append(exported.value(catalogue.SETTINGS_REFUSED, source="keys_file"))
 
     assert values == [0, 1, 0]
 
 
-async def test_log_lines_that_were_left_out_are_told() -> None:
-    told = Told(FakeReplicas(OK))
+async def test_dropped_log_lines_are_counted() -> None:
+    exported = ExportedMetrics(FakeReplicas(OK))
     for num_lines in (0, 4):
-        told.gateway.metrics.recorder.set_total(catalogue.LOG_LINES_DROPPED, num_lines)
-        await told.gateway.tell_metrics()
+        exported.gateway.metrics.recorder.set_total(catalogue.LOG_LINES_DROPPED, num_lines)
+        await exported.gateway.flush_metrics()
 
-    assert told.value(catalogue.LOG_LINES_DROPPED) == 4
+    assert exported.value(catalogue.LOG_LINES_DROPPED) == 4
 
 
-async def test_requests_that_end_well_are_counted_and_timed() -> None:
-    told = Told(FakeReplicas(OK), FakeReplicas(STREAM))
+async def test_successful_requests_are_counted_and_timed() -> None:
+    exported = ExportedMetrics(FakeReplicas(OK), FakeReplicas(STREAM))
 
-    await told.http.post(CHAT, json={"model": "m"})
-    await told.http.post("/v1/completions", json={"model": "m1", "stream": True})
+    await exported.http.post(CHAT, json={"model": "m"})
+    await exported.http.post("/v1/completions", json={"model": "m1", "stream": True})
 
-    assert await told.outcomes("m") == await told.outcomes("m1") == {"ok": 1}
+    assert await exported.outcomes("m") == await exported.outcomes("m1") == {"ok": 1}
     for model, num_streams in (("m", 0), ("m1", 1)):
-        assert told.value(catalogue.REQUEST_LATENCY, "_count", model=model) == 1
-        assert told.value(catalogue.QUEUE_TIME, "_count", model=model) == 1
-        assert told.value(catalogue.TIME_TO_FIRST_TOKEN, "_count", model=model) == num_streams
+        assert exported.value(catalogue.REQUEST_LATENCY, "_count", model=model) == 1
+        assert exported.value(catalogue.QUEUE_TIME, "_count", model=model) == 1
+        assert exported.value(catalogue.TIME_TO_FIRST_TOKEN, "_count", model=model) == num_streams
 
 
 async def test_only_requests_for_completions_count() -> None:
-    told = Told(FakeReplicas(OK))
+    exported = ExportedMetrics(FakeReplicas(OK))
 
-    await told.http.post("/tokenize", json={"model": "m"})
-    await told.http.get("/v1/models")
-    await told.http.get("/health")
+    await exported.http.post("/tokenize", json={"model": "m"})
+    await exported.http.get("/v1/models")
+    await exported.http.get("/health")
 
-    assert await told.outcomes() == {}
-    assert await told.rejections() == {}
+    assert await exported.outcomes() == {}
+    assert await exported.rejections() == {}
 
 
 @pytest.mark.parametrize(
@@ -129,25 +129,25 @@ async def test_only_requests_for_completions_count() -> None:
         ),
     ],
 )
-async def test_every_end_has_its_outcome(
+async def test_every_request_has_an_outcome(
     replicas: FakeReplicas,
     streams: bool,
     outcome: str,
     given_up: int,
     rejected: dict[tuple[str, str], float],
 ) -> None:
-    told = Told(replicas)
+    exported = ExportedMetrics(replicas)
 
-    await told.http.post(CHAT, json={"model": "m", "stream": streams})
+    await exported.http.post(CHAT, json={"model": "m", "stream": streams})
 
-    assert await told.outcomes() == {outcome: 1}
-    assert told.value(catalogue.GIVEN_UP, model="m") == given_up
-    assert await told.rejections() == rejected
-    assert told.value(catalogue.REQUEST_LATENCY, "_count", model="m") == 0
+    assert await exported.outcomes() == {outcome: 1}
+    assert exported.value(catalogue.GIVEN_UP, model="m") == given_up
+    assert await exported.rejections() == rejected
+    assert exported.value(catalogue.REQUEST_LATENCY, "_count", model="m") == 0
 
 
 class Losing(FakeReplicas):
-    """Each attempt meets the next error."""
+    """Each attempt raises the next error."""
 
     async def whole(
         self, request: RelayedRequest, progress: Progress | None = None
@@ -158,79 +158,79 @@ class Losing(FakeReplicas):
         raise error
 
 
-async def test_a_request_that_was_taken_lost_and_taken_no_more_is_given_up() -> None:
-    told = Told(Losing(ReplicaLostError("dead"), NoReplicaError("none")))
+async def test_a_lost_request_that_no_other_replica_takes_is_given_up() -> None:
+    exported = ExportedMetrics(Losing(ReplicaLostError("dead"), NoReplicaError("none")))
 
-    answer = await told.http.post(CHAT, json={"model": "m"})
+    answer = await exported.http.post(CHAT, json={"model": "m"})
 
     assert answer.json()["error"]["code"] == NoReplicaError.code
-    assert await told.outcomes() == {"server_error": 1}
-    assert told.value(catalogue.GIVEN_UP, model="m") == 1
-    assert await told.rejections() == {}
+    assert await exported.outcomes() == {"server_error": 1}
+    assert exported.value(catalogue.GIVEN_UP, model="m") == 1
+    assert await exported.rejections() == {}
 
 
-async def test_a_client_that_leaves_is_cancelled_and_seen_while_it_runs() -> None:
+async def test_a_disconnect_counts_as_cancelled_after_running() -> None:
     replicas = FakeReplicas(OK)
     replicas.gate.clear()
-    told = Told(replicas)
+    exported = ExportedMetrics(replicas)
 
-    request = asyncio.create_task(told.http.post(CHAT, json={"model": "m"}))
+    request = asyncio.create_task(exported.http.post(CHAT, json={"model": "m"}))
     while not replicas.requests:  # noqa: ASYNC110 - the request arrives within some turns
         await asyncio.sleep(0)
-    await told.gateway.tell_metrics()
-    running = told.value(catalogue.REQUESTS_RUNNING, model="m")
+    await exported.gateway.flush_metrics()
+    running = exported.value(catalogue.REQUESTS_RUNNING, model="m")
     request.cancel()
     await asyncio.wait([request])
 
     assert running == 1
-    assert await told.outcomes() == {"cancelled": 1}
-    assert told.value(catalogue.REQUESTS_RUNNING, model="m") == 0
+    assert await exported.outcomes() == {"cancelled": 1}
+    assert exported.value(catalogue.REQUESTS_RUNNING, model="m") == 0
 
 
-async def test_lost_replicas_are_counted_by_what_became_of_the_request() -> None:
-    told = Told()
+async def test_lost_replicas_are_counted_by_the_result_of_the_request() -> None:
+    exported = ExportedMetrics()
     record = RequestRecord("r", "POST", CHAT, model="m", status=200, retries=3, continued=2)
 
-    told.gateway.metrics.ended(record)
-    told.gateway.metrics.flush([], ())
+    exported.gateway.metrics.ended(record)
+    exported.gateway.metrics.flush([], ())
 
-    assert told.value(catalogue.RETRIES, model="m") == 1
-    assert told.value(catalogue.MIGRATIONS, model="m") == 2
+    assert exported.value(catalogue.RETRIES, model="m") == 1
+    assert exported.value(catalogue.MIGRATIONS, model="m") == 2
 
 
-async def test_refusals_are_counted_by_reason_and_class_of_the_key() -> None:
+async def test_refusals_are_counted_by_reason_and_key_class() -> None:
     key = KeyConfig(name="k", hash=hash_of("k"), metrics_class="paying")
-    told = Told(FakeReplicas(OK), keys=(key,))
+    exported = ExportedMetrics(FakeReplicas(OK), keys=(key,))
     headers = {"authorization": "Bearer k"}
 
-    await told.http.post(CHAT, json={"model": "m"})
-    await told.http.post(CHAT, json={"model": "other"}, headers=headers)
-    await told.http.post(CHAT, content=b"[]", headers=headers)
-    await told.http.post("/nowhere", headers=headers)
-    await told.http.get(CHAT, headers=headers)
+    await exported.http.post(CHAT, json={"model": "m"})
+    await exported.http.post(CHAT, json={"model": "other"}, headers=headers)
+    await exported.http.post(CHAT, content=b"[]", headers=headers)
+    await exported.http.post("/nowhere", headers=headers)
+    await exported.http.get(CHAT, headers=headers)
 
-    assert await told.rejections() == {
+    assert await exported.rejections() == {
         ("authentication", ANONYMOUS): 1,
         ("unknown_model", "paying"): 1,
         ("invalid", "paying"): 1,
         ("unknown_route", ANONYMOUS): 2,
     }
-    # A wrong method asks for a path of completions, and ends with an error.
-    assert await told.outcomes("unknown") == {"client_error": 4}
+    # A wrong method on the completions path ends with an error.
+    assert await exported.outcomes("unknown") == {"client_error": 4}
 
 
-async def test_every_class_of_key_begins_with_0() -> None:
+async def test_every_key_class_starts_at_0() -> None:
     key = KeyConfig(name="k", hash=hash_of("k"), metrics_class="paying")
-    told = Told(FakeReplicas(OK), keys=(key,))
+    exported = ExportedMetrics(FakeReplicas(OK), keys=(key,))
 
-    await told.gateway.tell_metrics()
+    await exported.gateway.flush_metrics()
 
     for key_class in ("paying", ANONYMOUS):
-        zero = told.value(catalogue.REQUESTS_REJECTED, reason="overloaded", key_class=key_class)
+        zero = exported.value(catalogue.REQUESTS_REJECTED, reason="overloaded", key_class=key_class)
         assert zero == 0
 
 
-async def test_the_front_door_tells_of_those_who_come_too_late() -> None:
+async def test_requests_during_a_drain_are_counted() -> None:
     num_late = 0
 
     def count() -> None:
@@ -246,24 +246,24 @@ async def test_the_front_door_tells_of_those_who_come_too_late() -> None:
     assert num_late == 1
 
 
-async def test_replicas_are_told_once_a_router_knows_them(
+async def test_the_replica_count_is_exported_once_there_is_a_router(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = Told(FakeReplicas(OK))
-    [model] = told.gateway.waiting()
+    exported = ExportedMetrics(FakeReplicas(OK))
+    [model] = exported.gateway.waiting()
 
-    await told.gateway.tell_metrics()
-    unknown = told.value(catalogue.REPLICAS, model="m")
+    await exported.gateway.flush_metrics()
+    unknown = exported.value(catalogue.REPLICAS, model="m")
     known: Callable[[], dict[str, dict[str, int]]] = lambda: {model: {"full": 2}}  # noqa: E731
     monkeypatch.setattr(ROUTERS, "decisions", known)
     monkeypatch.setattr(ROUTERS, "capacity", lambda deployment: 3)
-    await told.gateway.tell_metrics()
+    await exported.gateway.flush_metrics()
 
     assert unknown is None
-    assert told.value(catalogue.REPLICAS, model="m") == 3
-    assert told.value(catalogue.REPLICAS_WANTED, model="m") == 1
-    assert told.value(catalogue.ROUTER_DECISIONS, model="m", reason="full") == 2
-    assert told.value(catalogue.ROUTER_DECISIONS, model="m", reason="affinity") == 0
+    assert exported.value(catalogue.REPLICAS, model="m") == 3
+    assert exported.value(catalogue.REPLICAS_WANTED, model="m") == 1
+    assert exported.value(catalogue.ROUTER_DECISIONS, model="m", reason="full") == 2
+    assert exported.value(catalogue.ROUTER_DECISIONS, model="m", reason="affinity") == 0
 
 
 @pytest.mark.parametrize(
@@ -276,5 +276,5 @@ async def test_replicas_are_told_once_a_router_knows_them(
         (RequestRecord("r", "POST", CHAT, status=503), Outcome.SERVER_ERROR),
     ],
 )
-def test_outcomes_follow_from_the_record(record: RequestRecord, outcome: Outcome) -> None:
+def test_the_outcome_follows_from_the_record(record: RequestRecord, outcome: Outcome) -> None:
     assert outcome_of(record) is outcome

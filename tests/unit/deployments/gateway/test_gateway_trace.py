@@ -1,4 +1,4 @@
-"""The trace of a request as the gateway makes it, in front of replicas that are played."""
+"""Trace of a request in the gateway, with fake replicas."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -52,7 +52,7 @@ def failed(span: ReadableSpan) -> bool:
 
 
 class Taking(FakeReplicas):
-    """Gives each attempt the parts of its own."""
+    """Answers each attempt with its own parts."""
 
     def __init__(self, *attempts: tuple[AnswerStart | Piece | Exception, ...]) -> None:
         super().__init__(end=END)
@@ -67,7 +67,7 @@ class Taking(FakeReplicas):
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-async def test_a_request_is_one_trace_with_its_waits_and_its_replica(
+async def test_a_request_is_one_trace_with_ingress_queue_and_replica(
     kept: KeptSpans, streaming: bool
 ) -> None:
     replicas = FakeReplicas(AnswerStart(200, EVENTS if streaming else JSON, b"{}"), end=END)
@@ -111,7 +111,7 @@ async def test_a_request_is_one_trace_with_its_waits_and_its_replica(
     assert facts(parts[-1])[names.OUTCOME] == "answered"
 
 
-async def test_the_replica_is_told_its_attempts_context(kept: KeptSpans) -> None:
+async def test_the_replica_gets_the_context_of_its_attempt(kept: KeptSpans) -> None:
     replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
 
     await client(kept, replicas).post(CHAT, json=BODY, headers=CALLER)
@@ -132,7 +132,7 @@ async def test_no_text_of_the_request_is_in_its_trace(kept: KeptSpans) -> None:
     assert "secret" not in " ".join(span.to_json() for span in kept.all())
 
 
-async def test_a_caller_that_is_not_trusted_begins_a_trace_here() -> None:
+async def test_without_trust_in_the_caller_a_new_trace_starts() -> None:
     kept = KeptSpans(honour_traceparent=False)
     replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
 
@@ -143,7 +143,7 @@ async def test_a_caller_that_is_not_trusted_begins_a_trace_here() -> None:
     assert server.context.trace_id != int("ab" * 16, 16)
 
 
-async def test_what_is_not_sampled_costs_the_replica_nothing() -> None:
+async def test_a_request_that_is_not_sampled_sends_no_context() -> None:
     kept = KeptSpans(sample_ratio=0.0)
     replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
 
@@ -166,7 +166,7 @@ async def test_the_log_names_the_trace(kept: KeptSpans, caplog: pytest.LogCaptur
     assert trace_id == f"{kept.one(names.REPLICA).context.trace_id:032x}"
 
 
-async def test_an_unknown_key_is_refused_before_any_queue(kept: KeptSpans) -> None:
+async def test_an_unknown_key_is_refused_before_the_queue(kept: KeptSpans) -> None:
     keys = (KeyConfig(name="a", hash="sha256:" + "0" * 64),)
 
     answer = await client(kept, FakeReplicas(), keys=keys).post(CHAT, json=BODY)
@@ -175,12 +175,12 @@ async def test_an_unknown_key_is_refused_before_any_queue(kept: KeptSpans) -> No
     assert [span.name for span in kept.all()] == [f"POST {CHAT}", names.INGRESS]
     server = facts(kept.all()[0])
     assert (server[names.HTTP_STATUS], server[names.ERROR_CODE]) == (401, "invalid_api_key")
-    # The client's mistake is no error of the server's.
+    # A client error is not an error of the server span.
     assert not failed(kept.all()[0])
 
 
 @pytest.mark.parametrize(("method", "path"), [("POST", "/v1/unknown"), ("BREW", CHAT)])
-async def test_names_of_spans_are_few(kept: KeptSpans, method: str, path: str) -> None:
+async def test_span_names_are_bounded(kept: KeptSpans, method: str, path: str) -> None:
     await client(kept, FakeReplicas()).request(method, path)
 
     server = kept.all()[0]
@@ -189,7 +189,7 @@ async def test_names_of_spans_are_few(kept: KeptSpans, method: str, path: str) -
     assert facts(server)[names.HTTP_METHOD] in ("POST", "_OTHER")
 
 
-async def test_a_full_queue_is_an_error_of_the_server(kept: KeptSpans) -> None:
+async def test_a_full_queue_is_a_server_error(kept: KeptSpans) -> None:
     replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
     replicas.gate.clear()
     http = client(kept, replicas)
@@ -209,7 +209,7 @@ async def test_a_full_queue_is_an_error_of_the_server(kept: KeptSpans) -> None:
     assert [span.name for span in inside] == [names.INGRESS, names.QUEUE]
 
 
-async def test_a_wait_in_the_queue_is_a_span_as_long(kept: KeptSpans) -> None:
+async def test_the_queue_span_lasts_as_long_as_the_wait(kept: KeptSpans) -> None:
     replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
     replicas.gate.clear()
     http = client(kept, replicas, max_queued=1)
@@ -271,7 +271,7 @@ async def test_a_continued_stream_is_one_trace_with_both_replicas(kept: KeptSpan
     assert headers[0] != headers[1]
 
 
-async def test_the_gateway_tells_of_the_threads_of_a_replica_that_died_silently(
+async def test_the_gateway_makes_thread_spans_for_a_replica_that_just_died(
     kept: KeptSpans,
 ) -> None:
     replicas = Taking((FIRST, SECOND, ReplicaLostError("killed")), (REST,))
@@ -291,7 +291,7 @@ async def test_the_gateway_tells_of_the_threads_of_a_replica_that_died_silently(
     assert parent_of(threads["root.1"], kept.all()) is threads["root"]
 
 
-async def test_a_replica_that_says_why_it_ends_tells_of_its_threads_itself(
+async def test_a_replica_that_broke_off_makes_its_own_thread_spans(
     kept: KeptSpans,
 ) -> None:
     replicas = Taking((FIRST, SECOND, ReplicaBrokenError("the engine has died")), (REST,))
@@ -303,9 +303,7 @@ async def test_a_replica_that_says_why_it_ends_tells_of_its_threads_itself(
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-async def test_a_request_that_no_replica_answers_has_failed(
-    kept: KeptSpans, streaming: bool
-) -> None:
+async def test_a_request_without_a_replica_is_an_error(kept: KeptSpans, streaming: bool) -> None:
     parts = (FIRST, ReplicaLostError("a")) if streaming else (ReplicaLostError("a"),)
     replicas = Taking(parts, (ReplicaLostError("b"),))
 

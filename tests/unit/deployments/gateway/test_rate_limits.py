@@ -210,7 +210,7 @@ async def test_requests_pass_if_the_store_fails() -> None:
     await limited.admit_request()
     admission = await limited.admit_request()
 
-    limited.give_back(admission)
+    limited.refund(admission)
     assert await shown(limited) == {}
 
 
@@ -285,7 +285,7 @@ async def test_an_admission_can_be_refunded(advance: Advance) -> None:
     limited = rates(tokens_per_minute=100, requests_per_minute=2)
     admission = (*await limited.admit_request(), *await limited.admit_tokens(70))
 
-    limited.give_back(admission)
+    limited.refund(admission)
 
     headers = await shown(limited)
     assert headers["x-ratelimit-remaining-tokens"] == "100"

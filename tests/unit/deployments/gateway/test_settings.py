@@ -10,8 +10,9 @@ from cluster.config.keys import KeyConfig, hash_of
 from cluster.config.limits import LimitsConfig
 from cluster.config.logging import LoggingConfig
 from cluster.config.routing import RoutingPolicy, RoutingSettings
-from deployments.app.ingress import GatewayIngress, IngressSettings
+from deployments.app.ingress import IngressSettings
 from deployments.gateway.settings import GatewaySettings, in_place_settings
+from tests.fakes.bare_ingress import BareIngress
 
 ALICE = KeyConfig(name="alice", hash=hash_of("a"))
 BOB = {"name": "bob", "hash": hash_of("b"), "weight": 2.0}
@@ -70,7 +71,7 @@ async def test_invalid_settings_stop_a_starting_gateway_but_not_a_running_one(
     built = IngressSettings(
         gateway=gateway, deployments=(), routing=RoutingSettings(policy=RoutingPolicy.RANDOM)
     )
-    ingress = GatewayIngress.__mro__[1](built)
+    ingress = BareIngress(built)
 
     with pytest.raises(ConfigError, match="limts"):
         await ingress.reconfigure({"limts": {}})

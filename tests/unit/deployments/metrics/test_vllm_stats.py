@@ -1,4 +1,4 @@
-"""vLLM's stat logger over our buffers: every metric of it can be recorded and handed over."""
+"""vLLM's stat logger on our buffers records and exports every metric."""
 
 from pathlib import Path
 
@@ -23,28 +23,28 @@ from tests.fakes.scripted_engine import (
 
 
 @pytest.fixture(scope="module")
-def stats_and_told(
+def given(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[VllmStats, PrometheusStatLogger, PlayedInstruments]:
     folder: Path = write_model_config(tmp_path_factory.mktemp("model"))
     config = ScriptedEngine(EngineShape(), folder).scheduler.vllm_config
-    told = PlayedInstruments()
-    stats = VllmStats(told, "r1")
-    return stats, stats.stat_logger(config, [0]), told
+    exported = PlayedInstruments()
+    stats = VllmStats(exported, "r1")
+    return stats, stats.stat_logger(config, [0]), exported
 
 
 Given = tuple[VllmStats, PrometheusStatLogger, PlayedInstruments]
 
 
-def test_vllm_takes_it_for_a_prometheus_logger_and_makes_no_other(stats_and_told: Given) -> None:
-    stats, logger, _ = stats_and_told
+def test_vllm_accepts_it_as_a_prometheus_logger_and_makes_no_other(given: Given) -> None:
+    stats, logger, _ = given
 
     assert isinstance(logger, PrometheusStatLogger)
     assert issubclass(stats.stat_logger, PrometheusStatLogger)
 
 
-def test_its_numbers_are_handed_over_under_vllms_names(stats_and_told: Given) -> None:
-    stats, logger, told = stats_and_told
+def test_numbers_are_exported_under_vllms_names(given: Given) -> None:
+    stats, logger, exported = given
     iteration = IterationStats()
     iteration.num_generation_tokens = 7
     iteration.time_to_first_tokens_iter = [0.3]
@@ -56,9 +56,11 @@ def test_its_numbers_are_handed_over_under_vllms_names(stats_and_told: Given) ->
 
     def value(name: str, **labels: str) -> float | None:
         [model] = {
-            dict(labels)["model_name"] for _, labels in told.values if "model_name" in dict(labels)
+            dict(labels)["model_name"]
+            for _, labels in exported.values
+            if "model_name" in dict(labels)
         }
-        return told.value(name, model_name=model, engine="0", ReplicaId="r1", **labels)
+        return exported.value(name, model_name=model, engine="0", ReplicaId="r1", **labels)
 
     assert value("vllm_num_requests_running") == 2
     assert value("vllm_kv_cache_usage_perc") == 0.5
@@ -70,20 +72,20 @@ def test_its_numbers_are_handed_over_under_vllms_names(stats_and_told: Given) ->
     assert value("vllm_inter_token_latency_seconds_bucket", le="+Inf") == 6
 
 
-def test_recording_calls_nobody(stats_and_told: Given) -> None:
-    _, logger, told = stats_and_told
-    before = told.num_calls
+def test_recording_makes_no_call_to_ray(given: Given) -> None:
+    _, logger, exported = given
+    before = exported.num_calls
 
     logger.record(SchedulerStats(num_running_reqs=1), IterationStats())
 
-    assert told.num_calls == before
+    assert exported.num_calls == before
 
 
 def test_preemptions_of_children_are_counted(tmp_path: Path) -> None:
     script = {"": [10, FORK, *range(20, 50), END], "0": [*range(60, 90), END]}
     engine = ScriptedEngine(EngineShape(num_blocks=24), write_model_config(tmp_path))
-    told = PlayedInstruments()
-    stats = VllmStats(told, "r1")
+    exported = PlayedInstruments()
+    stats = VllmStats(exported, "r1")
     logger = stats.stat_logger(engine.scheduler.vllm_config, [0])
     processor = ForkOutputProcessor(None, log_stats=True)
     preempted: dict[str, int] = {}
@@ -116,7 +118,7 @@ def test_preemptions_of_children_are_counted(tmp_path: Path) -> None:
     stats.flush()
 
     assert sum(count for name, count in preempted.items() if "~" in name) > 0
-    counted = told.value(
+    counted = exported.value(
         "vllm_num_preemptions",
         model_name=str(engine.scheduler.vllm_config.model_config.served_model_name),
         engine="0",

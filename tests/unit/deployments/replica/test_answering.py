@@ -1,4 +1,4 @@
-"""How a replica answers while its engine lives, gives requests up, or dies."""
+"""Answers of a replica while its engine lives, aborts requests, or dies."""
 
 import asyncio
 from collections.abc import Callable
@@ -24,7 +24,7 @@ REQUEST = RelayedRequest(
 
 
 class PlayedEngine:
-    """An engine that puts out what it is told to."""
+    """An engine with scripted outputs."""
 
     def __init__(self) -> None:
         self.errored = False
@@ -50,7 +50,7 @@ class PlayedEngine:
 
 
 class PlayedApp:
-    """Answers in pieces; before each, something happens in the engine."""
+    """Answers in pieces, each after an event in the engine."""
 
     def __init__(self, *steps: tuple[Callable[[], None], bytes]) -> None:
         self.steps = steps
@@ -69,7 +69,7 @@ class PlayedApp:
                 self.disconnected = True
                 return
             await send({"type": "http.response.body", "body": body, "more_body": True})
-            # Let the piece be taken before the next one comes.
+            # Let the reader take the piece before the next one.
             await asyncio.sleep(0)
             await asyncio.sleep(0)
         left.cancel()
@@ -77,7 +77,7 @@ class PlayedApp:
 
 
 def give_up(engine: PlayedEngine) -> None:
-    """What the engine core does when it is told to end."""
+    """Abort the request, as an engine core does when it shuts down."""
     engine.put(finish=FinishReason.ABORT)
 
 
@@ -100,7 +100,7 @@ def put(*token_ids: int) -> Callable[[PlayedEngine], None]:
 
 
 @pytest.mark.parametrize("lose", [give_up, die])
-async def test_a_stream_breaks_off_before_what_a_lost_engine_has_it_say(
+async def test_a_stream_breaks_off_before_the_output_of_a_lost_engine(
     lose: Callable[[PlayedEngine], None],
 ) -> None:
     def generate_and_lose(engine: PlayedEngine) -> None:
@@ -114,7 +114,7 @@ async def test_a_stream_breaks_off_before_what_a_lost_engine_has_it_say(
 
     assert isinstance(start, AnswerStart)
     assert (start.body, start.num_tokens) == (b"0", 2)
-    # No end of the thread, and nothing of the text that ends there.
+    # Neither the end of the thread nor text after it.
     assert rest == Piece(b"", (ThreadDelta((), (12,)),), 1).to_wire()
     assert isinstance(broken, AnswerBroken)
     assert broken.engine_died == (lose is die)
@@ -123,7 +123,7 @@ async def test_a_stream_breaks_off_before_what_a_lost_engine_has_it_say(
 
 
 @pytest.mark.parametrize("lose", [give_up, die])
-async def test_a_whole_answer_of_a_lost_engine_is_none(
+async def test_a_whole_answer_of_a_lost_engine_is_broken(
     lose: Callable[[PlayedEngine], None],
 ) -> None:
     replica, _, _ = answering_with(put(10, 11), lose)
@@ -135,7 +135,7 @@ async def test_a_whole_answer_of_a_lost_engine_is_none(
     assert replica.engine_lost
 
 
-async def test_a_request_that_comes_as_the_engine_ends_waits_for_the_end_of_the_process(
+async def test_a_request_after_the_loss_of_the_engine_waits_for_the_watchdog(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     replica, app, _ = answering_with(give_up)
@@ -150,7 +150,7 @@ async def test_a_request_that_comes_as_the_engine_ends_waits_for_the_end_of_the_
     assert replica.num_inside == 0
 
 
-async def test_a_whole_answer_tells_of_its_tokens_as_they_come(
+async def test_a_whole_answer_reports_its_tokens_as_they_are_generated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(answering, "PROGRESS_S", 0.01)
@@ -176,7 +176,7 @@ async def test_a_short_whole_answer_is_one_part() -> None:
 
 
 @pytest.mark.parametrize("at_a_number", [True, False])
-async def test_client_that_leaves_a_whole_answer_is_told_to_the_application(
+async def test_a_client_that_leaves_a_whole_answer_disconnects_the_application(
     monkeypatch: pytest.MonkeyPatch, at_a_number: bool
 ) -> None:
     monkeypatch.setattr(answering, "PROGRESS_S", 0.01)
@@ -196,7 +196,7 @@ async def test_client_that_leaves_a_whole_answer_is_told_to_the_application(
     assert replica.num_inside == 0
 
 
-async def test_an_error_of_the_application_is_no_loss() -> None:
+async def test_an_error_in_the_application_does_not_lose_the_engine() -> None:
     async def failing(scope: Scope, receive: Receive, send: Send) -> None:
         raise RuntimeError("broken app")
 
@@ -207,7 +207,7 @@ async def test_an_error_of_the_application_is_no_loss() -> None:
     assert not failed.engine_lost
 
 
-async def test_an_engine_that_hangs_is_given_up_when_it_has_not_answered_twice(
+async def test_an_engine_that_fails_to_answer_twice_in_a_row_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(answering, "ENGINE_ANSWER_S", 0.01)

@@ -1,3 +1,5 @@
+"""The `apar` field of requests and answers."""
+
 import json
 from typing import Any
 
@@ -15,19 +17,19 @@ FORK, CHILD = 7, 8
 CONTROL = frozenset({FORK, CHILD})
 
 
-def test_options_travel_as_numbers() -> None:
+def test_options_become_numbers() -> None:
     assert parse_options({"enabled": True, "max_threads": 3}).engine_args() == {
         "apar_enabled": 1,
         "apar_max_threads": 3,
     }
     assert parse_options({"enabled": False}).engine_args() == {"apar_enabled": 0}
-    # What a client leaves open is the engine's to decide.
+    # Options that a client omits are left to the engine.
     assert parse_options({}) == AparOptions(enabled=None, max_threads=None)
     assert parse_options({"max_threads": 3}).engine_args() == {"apar_max_threads": 3}
 
 
 @pytest.mark.parametrize("value", [False, 0, [], ""])
-def test_an_empty_value_of_another_type_is_refused_too(value: object) -> None:
+def test_an_empty_value_of_another_type_is_refused(value: object) -> None:
     with pytest.raises(RequestError, match="must be an object"):
         translate({"apar": value}, CONTROL)
 
@@ -46,7 +48,7 @@ def test_an_empty_value_of_another_type_is_refused_too(value: object) -> None:
         ({"max_threads": True}, "apar.max_threads"),
     ],
 )
-def test_wrong_options_are_named(value: object, param: str) -> None:
+def test_invalid_options_are_named(value: object, param: str) -> None:
     with pytest.raises(RequestError) as raised:
         parse_options(value)
 
@@ -74,9 +76,7 @@ def test_wrong_options_are_named(value: object, param: str) -> None:
         ({"vllm_xargs": 5, "apar": {}}, "vllm_xargs"),
     ],
 )
-def test_no_way_leads_a_clients_control_token_into_the_engine(
-    body: dict[str, Any], param: str
-) -> None:
+def test_control_tokens_are_refused_in_every_field(body: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as raised:
         translate(body, CONTROL)
 
@@ -84,7 +84,7 @@ def test_no_way_leads_a_clients_control_token_into_the_engine(
 
 
 @pytest.mark.parametrize("value", [2**63, -(10**30)])
-def test_a_number_that_no_engine_takes_is_refused(value: int) -> None:
+def test_a_number_beyond_64_bits_is_refused(value: int) -> None:
     with pytest.raises(RequestError, match="`top_k` is out of range"):
         translate({"top_k": value}, CONTROL)
 
@@ -111,7 +111,7 @@ def test_a_prompt_that_reads_like_a_token_id_is_text() -> None:
     assert translate({"prompt": ["7", "8"]}, CONTROL) is False
 
 
-def test_the_field_moves_beside_the_clients_own_extra_arguments() -> None:
+def test_the_options_are_added_to_the_clients_vllm_xargs() -> None:
     body: dict[str, Any] = {"apar": {"max_threads": 2}, "vllm_xargs": {"mine": 1}}
 
     assert translate(body, CONTROL) is True
@@ -119,7 +119,7 @@ def test_the_field_moves_beside_the_clients_own_extra_arguments() -> None:
 
 
 class Answering:
-    """An application that answers with given pieces and remembers what it was asked."""
+    """An application that answers with fixed pieces and records the request."""
 
     def __init__(self, content_type: bytes, *pieces: bytes) -> None:
         self._content_type = content_type
@@ -198,7 +198,7 @@ async def test_a_refused_request_never_reaches_the_engine() -> None:
     assert app.request_id == ""
 
 
-async def test_two_requests_with_one_id_are_told_apart() -> None:
+async def test_requests_with_the_same_id_get_unique_ones() -> None:
     ids = []
     for headers in ([(b"x-request-id", b"mine")], [(b"x-request-id", b"mine")], []):
         app = Answering(b"application/json", b"{}")
@@ -210,7 +210,7 @@ async def test_two_requests_with_one_id_are_told_apart() -> None:
     assert ids[1].startswith("mine-")
 
 
-async def test_an_id_that_could_break_a_header_or_a_log_is_not_used() -> None:
+async def test_an_unsafe_request_id_is_replaced() -> None:
     app = Answering(b"application/json", b"{}")
     await whole_answer(
         AparExtension(app, CONTROL, lambda _: None),

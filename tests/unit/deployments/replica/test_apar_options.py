@@ -1,4 +1,4 @@
-"""The field `apar.replay` of a request on its way to the engine."""
+"""The field `apar.replay` of a request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTROL = frozenset({FORK, CHILD})
 TREE = {"": [10, FORK, 11, END], "0": [12, 13, END]}
 
 
-def test_a_replay_travels_as_text() -> None:
+def test_a_replay_reaches_the_engine_as_json_text() -> None:
     body: dict[str, Any] = {"apar": {"replay": TREE, "enabled": True}, "max_tokens": 9}
 
     assert translate(body, CONTROL)
@@ -36,7 +36,7 @@ def test_a_replay_travels_as_text() -> None:
 @pytest.mark.parametrize(
     ("replay", "expected"), [(TREE, 5), ({"": [10, END]}, 2), ({"": [END]}, 1), ({}, 1)]
 )
-def test_an_answer_may_be_as_long_as_what_it_repeats(
+def test_max_tokens_defaults_to_the_length_of_the_replay(
     replay: dict[str, list[int]], expected: int
 ) -> None:
     body: dict[str, Any] = {"apar": {"replay": replay}, "max_tokens": None}
@@ -47,7 +47,7 @@ def test_an_answer_may_be_as_long_as_what_it_repeats(
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_a_limit_of_the_clients_stays(name: str) -> None:
+def test_the_clients_limit_is_kept(name: str) -> None:
     body: dict[str, Any] = {"apar": {"replay": TREE}, name: 3}
 
     translate(body, CONTROL)
@@ -76,9 +76,7 @@ def test_without_a_replay_nothing_is_limited() -> None:
         ({str(n): [] for n in range(MAX_REPLAY_THREADS + 1)}, "apar.replay"),
     ],
 )
-def test_what_is_no_bounded_mapping_of_ids_is_refused_by_its_name(
-    replay: object, param: str
-) -> None:
+def test_an_invalid_or_oversized_replay_is_refused_by_name(replay: object, param: str) -> None:
     with pytest.raises(RequestError) as raised:
         parse_options({"replay": replay})
 
@@ -86,7 +84,7 @@ def test_what_is_no_bounded_mapping_of_ids_is_refused_by_its_name(
     assert len(str(raised.value)) < 300
 
 
-def test_the_largest_replay_is_taken() -> None:
+def test_the_largest_replay_is_accepted() -> None:
     scripts = {str(n): [n] for n in range(MAX_REPLAY_THREADS)}
     scripts["0"] = [5] * (MAX_REPLAY_TOKENS - MAX_REPLAY_THREADS + 1)
 
@@ -95,6 +93,6 @@ def test_the_largest_replay_is_taken() -> None:
     assert json.loads(str(text)) == scripts
 
 
-def test_beams_cannot_be_replayed() -> None:
+def test_a_beam_search_cannot_be_replayed() -> None:
     with pytest.raises(RequestError, match="impossible in a beam search"):
         translate({"apar": {"replay": TREE}, "use_beam_search": True}, CONTROL)

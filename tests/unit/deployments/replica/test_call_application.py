@@ -1,3 +1,5 @@
+"""An ASGI application called in process."""
+
 import asyncio
 
 import pytest
@@ -23,7 +25,7 @@ async def test_a_whole_answer_is_joined() -> None:
     assert await whole_answer(echo, REQUEST) == AnswerStart(201, [(b"x", b"y")], b"bodya=b")
 
 
-async def test_a_stream_hands_on_what_is_there_when_it_is_there() -> None:
+async def test_a_stream_yields_output_as_soon_as_it_is_there() -> None:
     steps = asyncio.Event()
 
     async def slow(scope: Scope, receive: Receive, send: Send) -> None:
@@ -40,7 +42,7 @@ async def test_a_stream_hands_on_what_is_there_when_it_is_there() -> None:
     assert [part async for part in parts] == [b"23"]
 
 
-async def test_leaving_is_a_disconnect_that_the_application_sees_through() -> None:
+async def test_closing_the_iterator_lets_the_application_clean_up() -> None:
     cleaned_up = False
 
     async def forever(scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,7 +61,7 @@ async def test_leaving_is_a_disconnect_that_the_application_sees_through() -> No
     assert cleaned_up
 
 
-async def test_cancelling_is_a_disconnect_too() -> None:
+async def test_cancelling_is_a_disconnect() -> None:
     seen: list[str] = []
 
     async def forever(scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,7 +77,7 @@ async def test_cancelling_is_a_disconnect_too() -> None:
     assert seen == ["http.disconnect"]
 
 
-async def test_an_application_that_fails_raises_here() -> None:
+async def test_an_error_in_the_application_is_raised() -> None:
     async def broken(scope: Scope, receive: Receive, send: Send) -> None:
         raise ValueError("broken")
 

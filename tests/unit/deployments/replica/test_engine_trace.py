@@ -1,4 +1,4 @@
-"""The spans of a request inside a replica, from outputs as vLLM's engine gives them."""
+"""Spans of a request inside a replica, from outputs as vLLM's engine makes them."""
 
 import time
 from collections.abc import Callable
@@ -63,7 +63,7 @@ class Played:
 def output(
     thread: str, token_ids: list[int], finish: FinishReason | None = None, **fields: Any
 ) -> EngineCoreOutput:
-    # So that moments differ.
+    # Makes the timestamps differ.
     time.sleep(0.002)
     return EngineCoreOutput(thread, token_ids, finish_reason=finish, **fields)
 
@@ -91,7 +91,7 @@ def kept() -> KeptSpans:
     return KeptSpans()
 
 
-def test_vllm_numbers_events_and_reasons_as_we_do() -> None:
+def test_the_values_of_vllms_events_and_finish_reasons() -> None:
     assert (EngineCoreEventType.SCHEDULED, EngineCoreEventType.PREEMPTED) == (
         _SCHEDULED,
         _PREEMPTED,
@@ -126,7 +126,7 @@ def test_every_thread_has_a_span_under_its_parents(kept: KeptSpans) -> None:
     assert facts(spans["root.0.0"])[names.THREAD_DEPTH] == 2
     assert facts(spans["root.1"])[names.FINISH_REASON] == "length"
     assert facts(spans["root"])[names.FINISH_REASON] == "stop"
-    # A child begins with its fork, which is a token of its parent, and may outlive it.
+    # A child starts at its fork, a token of its parent, and may outlive it.
     assert start(spans["root"]) == start(spans["root.0"]) < start(spans["root.0.0"])
     assert start(spans["root.1"]) == end(spans["root"]) < end(spans["root.1"])
 
@@ -154,7 +154,9 @@ def test_phases_follow_each_other(kept: KeptSpans) -> None:
 
 
 @pytest.mark.parametrize("timestamp", [1.0, 1e12])
-def test_a_clock_that_is_not_ours_is_not_believed(kept: KeptSpans, timestamp: float) -> None:
+def test_timestamps_of_another_machines_clock_are_ignored(
+    kept: KeptSpans, timestamp: float
+) -> None:
     played = Played(kept)
     threads = played.begin()
     threads.feed(output("r", [END], STOP, events=[event(EngineCoreEventType.SCHEDULED, timestamp)]))
@@ -164,7 +166,7 @@ def test_a_clock_that_is_not_ours_is_not_believed(kept: KeptSpans, timestamp: fl
     assert start(kept.one(names.PREFILL)) < end(kept.one(names.PREFILL))
 
 
-def test_a_delayed_and_preempted_thread_says_so(kept: KeptSpans) -> None:
+def test_the_span_of_a_thread_has_its_delay_and_preemptions(kept: KeptSpans) -> None:
     played = Played(kept)
     threads = played.begin()
     threads.feed(output("r", [FORK, 10]))
@@ -179,7 +181,7 @@ def test_a_delayed_and_preempted_thread_says_so(kept: KeptSpans) -> None:
     assert child[names.THREAD_PREEMPTIONS] == 1
 
 
-def test_threads_beyond_the_limit_are_counted() -> None:
+def test_threads_beyond_the_span_limit_are_counted() -> None:
     kept = KeptSpans(max_thread_spans=3)
     played = Played(kept)
     threads = played.begin()
@@ -193,7 +195,7 @@ def test_threads_beyond_the_limit_are_counted() -> None:
     assert facts(kept.one(names.ENGINE))[names.THREADS_DROPPED] == 3
 
 
-def test_choices_are_trees_of_their_own(kept: KeptSpans) -> None:
+def test_each_choice_has_its_own_tree_of_spans(kept: KeptSpans) -> None:
     played = Played(kept)
     for choice in range(2):
         threads = played.begin(f"{choice}_r", choice)
@@ -215,7 +217,7 @@ def test_choices_are_trees_of_their_own(kept: KeptSpans) -> None:
         assert facts(parent)[names.THREAD_CHOICE] == facts(child)[names.THREAD_CHOICE]
 
 
-def test_a_request_taken_over_has_spans_of_what_goes_on_here(kept: KeptSpans) -> None:
+def test_a_continued_request_has_spans_of_the_threads_that_run_here(kept: KeptSpans) -> None:
     journal = (
         ThreadDelta((), (FORK, 10), int(STOP)),
         ThreadDelta((0,), (20, FORK)),
@@ -240,11 +242,11 @@ def test_a_request_taken_over_has_spans_of_what_goes_on_here(kept: KeptSpans) ->
     assert parent_of(spans["root.0.0"], kept.all()) is spans["root.0"]
     assert facts(spans["root.0"])[names.THREAD_TOKENS_BEFORE] == 2
     assert facts(spans["root.0"])[names.THREAD_TOKENS] == 2
-    # Though the child was heard of before its parent.
+    # Although the child was observed before its parent.
     assert start(spans["root.0"]) == start(spans["root.0.0"]) < start(spans["root.0.1"])
 
 
-def test_a_client_that_leaves_cuts_what_runs(kept: KeptSpans) -> None:
+def test_a_disconnect_cuts_the_running_threads(kept: KeptSpans) -> None:
     played = Played(kept)
     threads = played.begin()
     threads.feed(output("r", [FORK, 10]))
@@ -280,7 +282,7 @@ def test_threads_of_a_lost_engine_are_lost(
     assert not kept.one(names.ENGINE).status.is_unset
 
 
-def test_a_request_that_never_gets_its_turn_waits_to_its_end(kept: KeptSpans) -> None:
+def test_a_request_that_is_never_scheduled_waits_until_its_end(kept: KeptSpans) -> None:
     played = Played(kept)
     played.begin()
     time.sleep(0.002)
@@ -290,13 +292,13 @@ def test_a_request_that_never_gets_its_turn_waits_to_its_end(kept: KeptSpans) ->
     assert end(kept.one(names.ENGINE_QUEUE)) == end(kept.one(names.ENGINE))
 
 
-def test_what_never_reaches_the_engine_is_one_span(kept: KeptSpans) -> None:
+def test_a_request_that_never_reaches_the_engine_is_one_span(kept: KeptSpans) -> None:
     trace = start_engine_trace(kept.tracing, TRACE, "replica-1")
     FollowedRequest(Played(kept), RequestTerms(), trace).close()
 
     assert [span.name for span in kept.all()] == [names.ENGINE]
 
 
-def test_an_untraced_request_is_not_watched(kept: KeptSpans) -> None:
+def test_an_untraced_request_is_not_observed(kept: KeptSpans) -> None:
     assert start_engine_trace(None, TRACE, "replica-1") is None
     assert start_engine_trace(kept.tracing, None, "replica-1") is None

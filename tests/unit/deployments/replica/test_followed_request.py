@@ -1,4 +1,4 @@
-"""What a replica writes on the parts of its answers."""
+"""Tokens, journal and cost that a replica adds to the parts of an answer."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from deployments.wire.request import RequestTerms
 
 
 class PlayedEngine:
-    """Remembers who follows what."""
+    """Records the followers and their terms."""
 
     errored = False
 
@@ -56,7 +56,7 @@ def followed(terms: RequestTerms) -> tuple[FollowedRequest, RequestFollower]:
         ),
     ],
 )
-def test_the_engine_is_told_the_terms_of_the_key(
+def test_the_engine_gets_the_terms_of_the_key(
     terms: RequestTerms, expected: KeyTerms | None
 ) -> None:
     engine = PlayedEngine()
@@ -66,7 +66,7 @@ def test_the_engine_is_told_the_terms_of_the_key(
     assert engine.terms == {"chatcmpl-1": expected}
 
 
-def test_parts_carry_what_was_generated_since_the_last_one() -> None:
+def test_each_part_has_the_journal_since_the_last_one() -> None:
     request, follower = followed(RequestTerms(keeps_journal=True))
 
     follower.add(EngineCoreOutput("r", [10, 11]))
@@ -82,7 +82,7 @@ def test_parts_carry_what_was_generated_since_the_last_one() -> None:
     assert request.end() == AnswerEnd(5, 4, 1, 0, 4)
 
 
-def test_without_a_journal_tokens_are_counted_all_the_same() -> None:
+def test_tokens_are_counted_without_a_journal() -> None:
     request, follower = followed(RequestTerms())
 
     follower.add(EngineCoreOutput("r", [10, 11]))
@@ -90,7 +90,7 @@ def test_without_a_journal_tokens_are_counted_all_the_same() -> None:
     assert request.start(AnswerStart(200, [], b"a")) == AnswerStart(200, [], b"a", (), 2)
 
 
-def test_continued_request_charges_only_what_is_new_and_costs_the_whole() -> None:
+def test_a_continued_request_charges_new_tokens_and_reports_the_whole_cost() -> None:
     request, follower = followed(RequestTerms(resume=(ThreadDelta((), (1, 2, 3)),)))
     follower.replay(begins=True)
     follower.add(EngineCoreOutput("r", [1, 2, 3]))
@@ -101,7 +101,7 @@ def test_continued_request_charges_only_what_is_new_and_costs_the_whole() -> Non
     assert request.end().generated_tokens == 4
 
 
-def test_beam_search_costs_the_tokens_of_all_beams_and_its_prompt_once() -> None:
+def test_a_beam_search_costs_the_tokens_of_all_beams_and_its_prompt_once() -> None:
     engine = PlayedEngine()
     request = FollowedRequest(engine, RequestTerms())
     request.begin("chatcmpl-1")
@@ -114,7 +114,7 @@ def test_beam_search_costs_the_tokens_of_all_beams_and_its_prompt_once() -> None
     assert request.end() == AnswerEnd(5, 3, 1, 0, 0)
 
 
-def test_request_that_never_reached_the_engine_costs_nothing() -> None:
+def test_a_request_that_never_reached_the_engine_costs_nothing() -> None:
     engine = PlayedEngine()
     request = FollowedRequest(engine, RequestTerms())
 
@@ -123,7 +123,7 @@ def test_request_that_never_reached_the_engine_costs_nothing() -> None:
     assert request.end() == AnswerEnd()
 
 
-def test_closed_request_is_followed_no_more() -> None:
+def test_a_closed_request_is_no_longer_followed() -> None:
     engine = PlayedEngine()
     request = FollowedRequest(engine, RequestTerms())
     request.begin("chatcmpl-1")

@@ -1,4 +1,4 @@
-"""What is told of an engine that takes its time to answer."""
+"""Exported state of an engine that answers late."""
 
 import asyncio
 from typing import Any
@@ -9,7 +9,7 @@ from deployments.replica.replica_metrics import LastState
 
 
 class PlayedCore:
-    """An engine core that answers with numbers, when it may."""
+    """An engine core that answers with numbers, while its gate is open."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
@@ -23,7 +23,7 @@ class PlayedCore:
         return {"number": number}
 
 
-async def test_a_long_step_repeats_the_last_answer_and_asks_no_second_time() -> None:
+async def test_during_a_long_step_the_last_state_is_repeated_without_another_call() -> None:
     core = PlayedCore()
     last = LastState(core.state, timeout_s=0.01)
 
@@ -39,7 +39,7 @@ async def test_a_long_step_repeats_the_last_answer_and_asks_no_second_time() -> 
     assert core.num_asked == 2
 
 
-async def test_an_old_answer_is_told_no_more() -> None:
+async def test_an_old_state_is_dropped() -> None:
     core = PlayedCore()
     last = LastState(core.state, timeout_s=0.01, max_age_s=0.03)
 
@@ -51,7 +51,7 @@ async def test_an_old_answer_is_told_no_more() -> None:
     last.close()
 
 
-async def test_an_engine_that_is_dead_is_an_error_each_time() -> None:
+async def test_a_dead_engine_raises_at_every_call() -> None:
     async def dead() -> dict[str, Any]:
         raise ConnectionError("the engine core is dead")
 

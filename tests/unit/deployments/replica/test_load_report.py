@@ -1,4 +1,4 @@
-"""A replica's report from its engine's counts."""
+"""A replica's load report from its engine's counters."""
 
 from dataclasses import asdict
 from typing import Any
@@ -20,7 +20,7 @@ def state(num_steps: int, num_rows: int, busy_s: float) -> dict[str, Any]:
     }
 
 
-def test_counts_are_of_the_moment_and_rates_of_the_last_seconds() -> None:
+def test_counts_are_current_and_rates_cover_the_last_seconds() -> None:
     reporter = LoadReporter(block_size=32)
     reporter.report(state(0, 0, 0.0), 3, 100.0)
     load = reporter.report(state(50, 500, 0.5), 3, 101.0)
@@ -53,14 +53,14 @@ def test_an_engine_that_has_not_run_has_no_rates() -> None:
     assert (load.tokens_per_s, load.step_s) == (0.0, 0.0)
 
 
-def test_an_engine_that_does_not_fork_reports_too() -> None:
+def test_an_engine_without_forks_can_report() -> None:
     counts = {"requests": 1, "threads": 1, "kv_blocks": 9, "free_blocks": 8}
     load = LoadReporter(block_size=16).report(counts, 1, 1.0)
 
     assert (load.waiting_forks, load.step_s) == (0, 0.0)
 
 
-def test_a_report_comes_back_from_its_plain_form() -> None:
+def test_a_report_survives_its_plain_form() -> None:
     load = LoadReporter(block_size=16).report(state(1, 2, 0.1), 3, 1.0)
 
     assert ReplicaLoad.from_stats(asdict(load)) == load

@@ -1,3 +1,5 @@
+"""The OpenAPI description of the gateway."""
+
 import json
 from typing import Any
 
@@ -70,7 +72,7 @@ def test_our_field_is_described_and_refused_ones_are_not() -> None:
     assert not valid({"replay": {"": ["5"]}})
 
 
-def test_errors_are_of_our_form_and_no_route_answers_500() -> None:
+def test_errors_have_our_schema_and_no_route_documents_a_500() -> None:
     document = describe(DOCUMENT, ROUTES)
 
     responses = document["paths"]["/v1/chat/completions"]["post"]["responses"]
@@ -81,13 +83,13 @@ def test_errors_are_of_our_form_and_no_route_answers_500() -> None:
     assert not error.is_valid({"error": {"message": "no"}})
 
 
-def test_vllms_own_description_is_left_as_it_was() -> None:
+def test_vllms_own_description_is_not_modified() -> None:
     describe(DOCUMENT, ROUTES)
 
     fields: Any = DOCUMENT["components"]
     assert "kv_transfer_params" in fields["schemas"]["ChatCompletionRequest"]["properties"]
 
 
-def test_all_that_the_gateway_serves_is_described() -> None:
+def test_every_route_of_the_gateway_is_described() -> None:
     assert {HEALTH_PATH, LIVE_PATH, PATH} | set(OFFERED) == {*ROUTES_SERVED, HEALTH_PATH, LIVE_PATH}
     assert all(OFFERED[path] == method for path, method in ROUTES_SERVED.items() if path != PATH)

@@ -1,4 +1,4 @@
-"""What a replica counts of its requests and its engine, by numbers worked out by hand."""
+"""Metrics of a replica, compared with numbers worked out by hand."""
 
 from typing import Any
 
@@ -48,8 +48,8 @@ def follower(*, num_roots: int = 1, tokens: int = 0, prompt: int = 5) -> Request
     return followed
 
 
-class Told:
-    """A replica's metrics and what they tell."""
+class ExportedMetrics:
+    """A replica's metrics and what they export."""
 
     def __init__(self) -> None:
         self.instruments = PlayedInstruments()
@@ -60,94 +60,96 @@ class Told:
         return self.instruments.value(name, model="m", replica="r", **labels)
 
 
-def test_finished_requests_add_up_what_their_answers_say() -> None:
-    told = Told()
+def test_finished_requests_add_their_statistics() -> None:
+    exported = ExportedMetrics()
 
     for _ in range(2):
         followed = follower()
         followed.end(TREE)
         followed.first_output_s, followed.last_output_s = 10.0, 10.5
-        told.metrics.finished(followed)
-    told.metrics.flush(IDLE, 0)
+        exported.metrics.finished(followed)
+    exported.metrics.flush(IDLE, 0)
 
-    assert told.value(catalogue.PROMPT_TOKENS) == 10
-    assert told.value(catalogue.ATTENDED_TOKENS) == 200
-    assert told.value(catalogue.SEQUENTIAL_ATTENDED_TOKENS) == 400
-    assert told.value(catalogue.CACHED_TOKENS) == 60
-    assert told.value(catalogue.SEQUENTIAL_CACHED_TOKENS) == 80
-    assert told.value(catalogue.CRITICAL_PATH_STEPS) == 22
-    assert told.value(catalogue.SEQUENTIAL_STEPS) == 42
-    assert told.value(catalogue.REQUEST_THREADS, "_sum") == 8
-    assert told.value(catalogue.REQUEST_DEPTH, "_bucket", le="2.0") == 2
+    assert exported.value(catalogue.PROMPT_TOKENS) == 10
+    assert exported.value(catalogue.ATTENDED_TOKENS) == 200
+    assert exported.value(catalogue.SEQUENTIAL_ATTENDED_TOKENS) == 400
+    assert exported.value(catalogue.CACHED_TOKENS) == 60
+    assert exported.value(catalogue.SEQUENTIAL_CACHED_TOKENS) == 80
+    assert exported.value(catalogue.CRITICAL_PATH_STEPS) == 22
+    assert exported.value(catalogue.SEQUENTIAL_STEPS) == 42
+    assert exported.value(catalogue.REQUEST_THREADS, "_sum") == 8
+    assert exported.value(catalogue.REQUEST_DEPTH, "_bucket", le="2.0") == 2
     # Half a second for the ten steps after the first token.
-    assert told.value(catalogue.TIME_PER_OUTPUT_TOKEN, "_sum") == 0.1
+    assert exported.value(catalogue.TIME_PER_OUTPUT_TOKEN, "_sum") == 0.1
 
 
-def test_a_request_that_never_reached_the_engine_is_none() -> None:
-    told = Told()
+def test_a_request_that_never_reached_the_engine_is_not_counted() -> None:
+    exported = ExportedMetrics()
 
-    told.metrics.finished(follower(num_roots=0))
-    told.metrics.flush(IDLE, 0)
+    exported.metrics.finished(follower(num_roots=0))
+    exported.metrics.flush(IDLE, 0)
 
-    assert told.value(catalogue.PROMPT_TOKENS) == 0
-    assert told.value(catalogue.REQUEST_THREADS, "_count") == 0
-
-
-def test_an_ordinary_checkpoint_saves_nothing() -> None:
-    told = Told()
-
-    told.metrics.finished(follower(tokens=4))
-    told.metrics.flush(IDLE, 0)
-
-    # 5, 6, 7 and 8 tokens stand before the four that were predicted.
-    assert told.value(catalogue.ATTENDED_TOKENS) == 26
-    assert told.value(catalogue.SEQUENTIAL_ATTENDED_TOKENS) == 26
-    assert told.value(catalogue.CACHED_TOKENS) == 8
-    assert told.value(catalogue.CRITICAL_PATH_STEPS) == 4
-    assert told.value(catalogue.REQUEST_THREADS, "_sum") == 1
+    assert exported.value(catalogue.PROMPT_TOKENS) == 0
+    assert exported.value(catalogue.REQUEST_THREADS, "_count") == 0
 
 
-def test_choices_of_unknown_length_count_with_their_prompt_only() -> None:
-    told = Told()
+def test_an_unforked_request_saves_nothing() -> None:
+    exported = ExportedMetrics()
 
-    told.metrics.finished(follower(num_roots=2, tokens=4))
-    told.metrics.flush(IDLE, 0)
+    exported.metrics.finished(follower(tokens=4))
+    exported.metrics.flush(IDLE, 0)
 
-    assert told.value(catalogue.PROMPT_TOKENS) == 5
-    assert told.value(catalogue.REQUEST_THREADS, "_count") == 0
+    # The four tokens attend to 5, 6, 7 and 8 tokens.
+    assert exported.value(catalogue.ATTENDED_TOKENS) == 26
+    assert exported.value(catalogue.SEQUENTIAL_ATTENDED_TOKENS) == 26
+    assert exported.value(catalogue.CACHED_TOKENS) == 8
+    assert exported.value(catalogue.CRITICAL_PATH_STEPS) == 4
+    assert exported.value(catalogue.REQUEST_THREADS, "_sum") == 1
 
 
-def test_the_engine_tells_its_state_and_its_counts() -> None:
-    told = Told()
+def test_choices_of_unknown_length_count_only_their_prompt() -> None:
+    exported = ExportedMetrics()
 
-    told.metrics.started(replaces_lost=True)
-    told.metrics.flush(IDLE, 9)
+    exported.metrics.finished(follower(num_roots=2, tokens=4))
+    exported.metrics.flush(IDLE, 0)
 
-    assert told.value(catalogue.KV_BLOCKS) == 10
-    assert told.value(catalogue.KV_FREE_BLOCKS) == 4
-    assert told.value(catalogue.KV_CACHE_USAGE) == 0.6
-    assert told.value(catalogue.REPLICA_REQUESTS) == 9
-    threads = [told.value(catalogue.THREADS, state=s) for s in ("running", "waiting", "deferred")]
+    assert exported.value(catalogue.PROMPT_TOKENS) == 5
+    assert exported.value(catalogue.REQUEST_THREADS, "_count") == 0
+
+
+def test_the_engines_state_and_counters_are_exported() -> None:
+    exported = ExportedMetrics()
+
+    exported.metrics.started(replaces_lost=True)
+    exported.metrics.flush(IDLE, 9)
+
+    assert exported.value(catalogue.KV_BLOCKS) == 10
+    assert exported.value(catalogue.KV_FREE_BLOCKS) == 4
+    assert exported.value(catalogue.KV_CACHE_USAGE) == 0.6
+    assert exported.value(catalogue.REPLICA_REQUESTS) == 9
+    threads = [
+        exported.value(catalogue.THREADS, state=s) for s in ("running", "waiting", "deferred")
+    ]
     assert threads == [3, 2, 1]
-    assert told.value(catalogue.ENGINE_STEPS) == 57
-    assert told.value(catalogue.ENGINE_BUSY_SECONDS) == 0.5
-    assert told.value(catalogue.GENERATED_TOKENS) == 119
+    assert exported.value(catalogue.ENGINE_STEPS) == 57
+    assert exported.value(catalogue.ENGINE_BUSY_SECONDS) == 0.5
+    assert exported.value(catalogue.GENERATED_TOKENS) == 119
     outcomes = ("accepted", "delayed", "refused")
-    assert [told.value(catalogue.FORKS, outcome=outcome) for outcome in outcomes] == [3, 3, 4]
-    assert told.value(catalogue.FORK_DELAYS, reason="request") == 2
-    assert told.value(catalogue.KV_SHARED_BLOCKS) == 7
-    assert told.value(catalogue.KV_COPIED_BLOCKS) == 5
-    assert told.value(catalogue.KV_RELEASED_EARLY_BLOCKS) == 6
-    assert told.value(catalogue.REPLICA_RESTARTS) == 1
+    assert [exported.value(catalogue.FORKS, outcome=outcome) for outcome in outcomes] == [3, 3, 4]
+    assert exported.value(catalogue.FORK_DELAYS, reason="request") == 2
+    assert exported.value(catalogue.KV_SHARED_BLOCKS) == 7
+    assert exported.value(catalogue.KV_COPIED_BLOCKS) == 5
+    assert exported.value(catalogue.KV_RELEASED_EARLY_BLOCKS) == 6
+    assert exported.value(catalogue.REPLICA_RESTARTS) == 1
 
 
-def test_every_metric_of_a_replica_is_told_before_anything_happens() -> None:
-    told = Told()
+def test_every_replica_metric_is_exported_before_the_first_request() -> None:
+    exported = ExportedMetrics()
 
-    told.metrics.started(replaces_lost=False)
-    told.metrics.flush(IDLE, 0)
+    exported.metrics.started(replaces_lost=False)
+    exported.metrics.flush(IDLE, 0)
 
-    names = {name for name, _ in told.instruments.values}
+    names = {name for name, _ in exported.instruments.values}
     for metric in catalogue.metrics():
         if "replica" in metric.labels:
             assert {metric.name, f"{metric.name}_count"} & names, metric.name

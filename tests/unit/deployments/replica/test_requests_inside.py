@@ -1,4 +1,4 @@
-"""What a replica says of the requests inside it: calls, and not the choices that they ask for."""
+"""A replica counts calls inside, not their choices."""
 
 import asyncio
 from typing import Any
@@ -39,7 +39,7 @@ class PlayedEngine:
 
 
 class PlayedReplica(Replica):
-    """A replica whose engine and application are played; what it counts is its own."""
+    """A replica with a fake engine and application."""
 
     def __init__(self) -> None:
         self._engine: Any = PlayedEngine()
@@ -93,7 +93,7 @@ async def test_a_request_with_eight_choices_is_one() -> None:
     assert await reported(replica) == (0, 0)
 
 
-async def test_a_request_that_is_cancelled_or_fails_is_inside_no_longer() -> None:
+async def test_a_cancelled_or_failed_request_is_no_longer_inside() -> None:
     replica = PlayedReplica()
     stream = replica.stream(request("/left"))
     await anext(stream)

@@ -1,4 +1,4 @@
-"""Which replica stands in for a lost one."""
+"""Replicas that replace lost ones."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from deployments.replica.replica_metrics import NoteStore, ReplicaNote
 
 @dataclass
 class PlayedNotes(NoteStore):
-    """A store of notes, and the actors that live."""
+    """A store of notes, and the actors that are alive."""
 
     notes: dict[str, str] = field(default_factory=dict)
     alive: set[str] = field(default_factory=set)
@@ -35,7 +35,7 @@ def start(notes: PlayedNotes, replica: str, deployment: str = "d") -> tuple[Repl
     return note, note.leave()
 
 
-def test_the_first_replicas_stand_in_for_nobody() -> None:
+def test_the_first_replicas_replace_none() -> None:
     notes = PlayedNotes()
 
     assert [start(notes, name)[1] for name in ("a", "b")] == [False, False]
@@ -50,7 +50,7 @@ def test_each_lost_replica_has_one_replacement() -> None:
     assert [start(notes, name)[1] for name in ("e", "f", "g")] == [True, True, False]
 
 
-def test_one_that_ended_in_peace_or_is_another_models_was_not_lost() -> None:
+def test_orderly_shutdowns_and_other_models_are_not_losses() -> None:
     notes = PlayedNotes()
     peaceful, _ = start(notes, "a")
     start(notes, "b", deployment="other")

@@ -1,3 +1,5 @@
+"""The watchdog ends a replica whose engine is dead."""
+
 import asyncio
 import subprocess
 import sys
@@ -8,7 +10,7 @@ import psutil
 from deployments.replica.replica import EXIT_STATUS, watch
 
 
-async def test_the_process_ends_once_the_engine_is_dead_and_not_before() -> None:
+async def test_the_process_ends_only_after_the_engine_is_dead() -> None:
     dead = False
     ended: list[int] = []
     said: list[list[int]] = []
@@ -30,15 +32,15 @@ async def test_the_process_ends_once_the_engine_is_dead_and_not_before() -> None
 
     dead = True
     await asyncio.sleep(0.01)
-    assert ended == []  # the streams in flight hand on their error events
+    assert ended == []  # Running streams can still send their error events.
     await task
 
     assert ended == [EXIT_STATUS]
-    assert said == [[]]  # before the end, once
+    assert said == [[]]  # Once, before the end.
 
 
-def test_an_engine_that_stands_still_ends_with_its_replica() -> None:
-    """A stopped process takes no signal but SIGKILL, and would keep its GPU's memory."""
+def test_a_stopped_engine_process_is_killed_with_its_replica() -> None:
+    """A stopped process reacts only to SIGKILL, and would keep its GPU memory."""
     program = """
 import os, signal, subprocess
 from deployments.replica.replica import end_with_children
@@ -52,7 +54,7 @@ end_with_children(70)
     assert done.returncode == EXIT_STATUS, done.stderr
     engine = int(done.stdout)
     deadline = time.monotonic() + 10
-    # A killed process takes a moment to end, and nobody may collect it here.
+    # A killed process needs a moment to end, and cannot be waited for here.
     while is_running(engine):
         assert time.monotonic() < deadline, "the engine was not killed"
         time.sleep(0.01)

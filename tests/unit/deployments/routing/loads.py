@@ -1,4 +1,4 @@
-"""Reports and hints as the routing tests need them."""
+"""Load reports and hints for the routing tests."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ PLAIN = AnswerEnd(
 
 
 def busy(requests: int, threads: int, *, step_s: float = 0.0, at_s: float = 0.0) -> ReplicaLoad:
-    """A replica that runs so much, with room in its cache."""
+    """Report of a replica with this load and a mostly empty cache."""
     rate = threads / step_s if step_s else 0.0
     return replace(
         IDLE,

@@ -1,4 +1,4 @@
-"""What a request will probably bring, from what others have brought."""
+"""Forecast of a request's cost from finished ones."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ def learnt(*ends: AnswerEnd, hint: RequestHint = HINT, times: int = 100) -> Fore
     return forecaster
 
 
-def test_requests_are_expected_to_bring_what_the_last_ones_brought() -> None:
+def test_the_forecast_follows_finished_requests() -> None:
     forecast = learnt(FORKED).forecast(HINT)
 
     assert forecast.threads == pytest.approx(8.0, rel=0.1)
@@ -27,17 +27,17 @@ def test_requests_are_expected_to_bring_what_the_last_ones_brought() -> None:
     assert forecast.kv_tokens == pytest.approx(864, rel=0.1)
 
 
-def test_a_mixture_is_expected_by_its_mean() -> None:
+def test_the_forecast_of_a_mixture_is_its_mean() -> None:
     forecast = learnt(FORKED, PLAIN).forecast(HINT)
 
     assert forecast.generated_tokens == pytest.approx(450, rel=0.1)
 
 
-def test_a_single_request_changes_little() -> None:
+def test_a_single_request_changes_the_forecast_little() -> None:
     assert learnt(FORKED, times=1).forecast(HINT).threads < 4
 
 
-def test_requests_that_may_not_fork_are_expected_to_bring_one_thread() -> None:
+def test_requests_that_may_not_fork_are_forecast_separately() -> None:
     forecaster = learnt(FORKED)
     unforked = replace(HINT, may_fork=False)
     assert forecaster.forecast(unforked).threads == 1.0
@@ -49,14 +49,14 @@ def test_requests_that_may_not_fork_are_expected_to_bring_one_thread() -> None:
     assert forecaster.forecast(HINT).threads > 6
 
 
-def test_no_more_is_expected_than_the_client_allows() -> None:
+def test_the_forecast_is_bounded_by_max_tokens() -> None:
     forecast = learnt(FORKED).forecast(replace(HINT, max_tokens=40))
 
     assert forecast.generated_tokens == 40
     assert forecast.steps <= 40
 
 
-def test_every_choice_counts() -> None:
+def test_the_forecast_grows_with_the_number_of_choices() -> None:
     forecaster = learnt(FORKED)
     one, three = forecaster.forecast(HINT), forecaster.forecast(replace(HINT, num_choices=3))
 
@@ -65,7 +65,7 @@ def test_every_choice_counts() -> None:
     assert three.steps == one.steps
 
 
-def test_a_request_that_never_ran_teaches_nothing() -> None:
+def test_a_request_that_never_ran_is_not_learnt() -> None:
     forecaster = learnt(FORKED)
     before = forecaster.forecast(HINT)
     forecaster.learn(HINT, AnswerEnd())
@@ -73,7 +73,7 @@ def test_a_request_that_never_ran_teaches_nothing() -> None:
     assert forecaster.forecast(HINT) == before
 
 
-def test_new_habits_are_learnt_over_old_ones() -> None:
+def test_recent_requests_outweigh_old_ones() -> None:
     forecaster = learnt(PLAIN, times=2000)
     for _ in range(1000):
         forecaster.learn(HINT, FORKED)

@@ -79,7 +79,7 @@ def test_no_replica_gets_more_than_its_cap(
 
 
 @pytest.mark.parametrize("policy", list(RoutingPolicy))
-def test_a_full_cluster_takes_nothing_until_something_ends(policy: RoutingPolicy) -> None:
+def test_a_full_cluster_takes_nothing_until_a_request_ends(policy: RoutingPolicy) -> None:
     router = router_of("a", "b", cap=1, policy=policy)
     first = send(router, "1")
     send(router, "2")
@@ -92,7 +92,7 @@ def test_a_full_cluster_takes_nothing_until_something_ends(policy: RoutingPolicy
     assert router.decisions[Reason.ONLY_ONE] == 2
 
 
-def test_a_request_goes_where_fewer_threads_run_though_more_requests_do() -> None:
+def test_fewer_threads_win_over_fewer_requests() -> None:
     router = router_of("forked", "plain")
     router.reported("forked", busy(2, 40), 0.0)
     router.reported("plain", busy(4, 4), 0.0)
@@ -100,7 +100,7 @@ def test_a_request_goes_where_fewer_threads_run_though_more_requests_do() -> Non
     assert router.choose(HINT) == "plain"
 
 
-def test_requests_are_spread_by_what_they_will_bring() -> None:
+def test_requests_are_spread_by_their_forecast() -> None:
     router = router_of("a", "b")
     plain = replace(HINT, may_fork=False)
     for index in range(50):
@@ -115,7 +115,7 @@ def test_requests_are_spread_by_what_they_will_bring() -> None:
     assert all(place != forked_at for place in places)
 
 
-def test_a_slow_replica_gets_less() -> None:
+def test_a_slow_replica_gets_fewer_requests() -> None:
     router = router_of("slow", "fast")
     for index in range(50):
         at_s = index * 0.1
@@ -143,7 +143,7 @@ def test_waiting_forks_make_a_replica_less_attractive() -> None:
     assert router.choose(HINT) == "other"
 
 
-def test_a_forked_request_goes_where_its_threads_slow_fewer_requests() -> None:
+def test_a_forking_request_goes_where_it_slows_fewer_requests() -> None:
     router = router_of("many", "few")
     for index in range(50):
         router.sent(f"f{index}", "many", HINT, 0.0)
@@ -151,14 +151,12 @@ def test_a_forked_request_goes_where_its_threads_slow_fewer_requests() -> None:
     router.reported("many", busy(10, 10), 0.0)
     router.reported("few", busy(1, 16), 0.0)
 
-    # About 8 threads are expected. They slow 10 requests there, and 1 request here.
+    # About 8 threads are expected. They would slow 10 requests or 1.
     assert router.choose(HINT) == "few"
 
 
 @pytest.mark.parametrize(("prompt_tokens", "place"), [(64, "many"), (20_000, "few")])
-def test_a_long_prompt_goes_where_it_holds_up_fewer_requests(
-    prompt_tokens: int, place: str
-) -> None:
+def test_a_long_prompt_goes_where_it_delays_fewer_requests(prompt_tokens: int, place: str) -> None:
     router = router_of("many", "few")
     router.reported("many", busy(10, 10), 0.0)
     router.reported("few", busy(1, 40), 0.0)
@@ -166,7 +164,7 @@ def test_a_long_prompt_goes_where_it_holds_up_fewer_requests(
     assert router.choose(RequestHint(prompt_tokens, may_fork=False)) == place
 
 
-def test_a_cached_prefix_is_worth_more_where_more_requests_would_wait_for_it() -> None:
+def test_a_cached_prefix_saves_more_where_more_requests_would_be_delayed() -> None:
     router = router_of("home", "other")
     first = RequestHint(1500, None, (1, 2), False, (1000, 1500))
     router.sent("0", "home", first, 0.5)
@@ -174,14 +172,15 @@ def test_a_cached_prefix_is_worth_more_where_more_requests_would_wait_for_it() -
     router.reported("home", busy(4, 12, at_s=1.0), 1.0)
     router.reported("other", busy(4, 4, at_s=1.0), 1.0)
 
-    # In times per thread: 8 threads more in 256 steps are 2048, 1500 tokens for 5 requests 3750.
+    # In units of per_thread_s: 8 more threads in 256 steps cost 2048; 1500 tokens for 5 requests
+    # cost 3750.
     assert router.choose(first) == "home"
-    # 300 tokens for 5 requests are 750.
+    # 300 tokens for 5 requests cost 750.
     assert router.choose(replace(first, prompt_tokens=300, prefix_tokens=(200, 300))) == "other"
 
 
 def turn(number: int, *, conversation: int = 7) -> RequestHint:
-    """The n-th turn: all pieces of the turn before come again."""
+    """Hint of the n-th turn, which repeats all pieces of the turn before."""
     pieces = 2 * number + 2
     hashes = (1, *(conversation * 1000 + piece for piece in range(1, pieces)))
     tokens = tuple(300 * (piece + 1) for piece in range(pieces))
@@ -189,7 +188,7 @@ def turn(number: int, *, conversation: int = 7) -> RequestHint:
 
 
 @pytest.mark.parametrize("affinity", [0.0, 1.0])
-def test_the_turns_of_a_conversation_stay_where_its_beginning_is_cached(affinity: float) -> None:
+def test_the_turns_of_a_conversation_stay_where_its_prefix_is_cached(affinity: float) -> None:
     router = router_of(*"abcdefgh", affinity=affinity)
     for name in "abcdefgh":
         router.reported(name, IDLE, 0.0)
@@ -206,7 +205,7 @@ def test_the_turns_of_a_conversation_stay_where_its_beginning_is_cached(affinity
         assert router.decisions[Reason.AFFINITY] == 0
 
 
-def test_prefixes_are_known_of_more_replicas_than_the_first_slots() -> None:
+def test_prefixes_are_tracked_beyond_the_first_slots() -> None:
     names = [f"r{index}" for index in range(20)]
     router = router_of(*names)
     router.sent("0", "r19", turn(0), 1.0)
@@ -220,7 +219,7 @@ def test_prefixes_are_known_of_more_replicas_than_the_first_slots() -> None:
     assert successor.choose(turn(1)) == "r18"
 
 
-def test_a_request_sent_to_a_replica_that_has_gone_is_nowhere() -> None:
+def test_a_request_sent_to_a_removed_replica_is_not_counted() -> None:
     router = router_of("a")
 
     router.sent("1", "gone", turn(0), 1.0)
@@ -240,7 +239,7 @@ def test_affinity_yields_when_its_replica_is_overloaded() -> None:
     assert send(router, "1", turn(1), now_s=3.0) == other
 
 
-def test_a_shared_system_prompt_does_not_gather_all_on_one_replica() -> None:
+def test_a_shared_system_prompt_does_not_send_everything_to_one_replica() -> None:
     router = router_of(*"abcd")
     for name in "abcd":
         router.reported(name, IDLE, 0.0)
@@ -252,7 +251,7 @@ def test_a_shared_system_prompt_does_not_gather_all_on_one_replica() -> None:
     assert min(places[name] for name in "abcd") >= 7
 
 
-def test_a_replica_has_forgotten_a_prefix_once_its_cache_has_been_filled_anew() -> None:
+def test_a_prefix_is_evicted_after_enough_other_tokens() -> None:
     router = router_of("a", "b")
     for name in "ab":
         router.reported(name, replace(IDLE, blocks=200, free_blocks=200), 0.0)
@@ -270,7 +269,7 @@ def test_a_replica_has_forgotten_a_prefix_once_its_cache_has_been_filled_anew() 
     assert router.decisions[Reason.AFFINITY] == before
 
 
-def test_a_new_replica_with_the_slot_of_an_old_one_has_none_of_its_prefixes() -> None:
+def test_a_reused_slot_has_no_prefixes() -> None:
     router = router_of("a", "b")
     home = send(router, "0", turn(0))
     stays = "b" if home == "a" else "a"
@@ -283,24 +282,24 @@ def test_a_new_replica_with_the_slot_of_an_old_one_has_none_of_its_prefixes() ->
 
 
 @pytest.mark.parametrize("policy", list(RoutingPolicy))
-def test_what_ended_is_counted_no_longer(policy: RoutingPolicy) -> None:
+def test_ended_requests_are_no_longer_counted(policy: RoutingPolicy) -> None:
     router = router_of("a", "b", policy=policy)
     for index in range(10):
         send(router, str(index))
     for index in range(10):
         router.ended(str(index), PLAIN if index % 2 else None, 2.0)
-        router.ended(str(index), PLAIN, 2.0)  # Once more changes nothing.
+        router.ended(str(index), PLAIN, 2.0)  # A second call changes nothing.
 
     assert router.num_sent == 0
     assert router.table.requests.sum() == router.table.threads.sum() == 0
 
 
-def test_a_request_sent_elsewhere_has_left_its_first_replica() -> None:
+def test_a_request_sent_to_another_replica_leaves_the_first() -> None:
     router = router_of("a", "b")
     router.sent("1", "a", HINT, 0.0)
     router.sent("1", "b", HINT, 1.0)
 
-    router.released("1", 2.0, replica_id="a")  # The first call ends late.
+    router.released("1", 2.0, replica_id="a")  # The late end of the first call.
     assert router.replica_of("1") == "b"
     assert router.table.requests.sum() == 1
 
@@ -308,7 +307,7 @@ def test_a_request_sent_elsewhere_has_left_its_first_replica() -> None:
     assert router.table.requests.sum() == 0
 
 
-def test_what_a_request_brought_is_learnt_also_after_it_has_left() -> None:
+def test_the_cost_is_learnt_after_the_release() -> None:
     router = router_of("a")
     for index in range(50):
         send(router, str(index))
@@ -318,7 +317,7 @@ def test_what_a_request_brought_is_learnt_also_after_it_has_left() -> None:
     assert router.forecaster.forecast(HINT).threads > 6
 
 
-def test_requests_at_a_lost_replica_are_lost_with_it() -> None:
+def test_requests_at_a_removed_replica_are_no_longer_counted() -> None:
     router = router_of("a", "b")
     first = send(router, "1")
     survivor = "b" if first == "a" else "a"
@@ -330,7 +329,7 @@ def test_requests_at_a_lost_replica_are_lost_with_it() -> None:
     assert router.table.requests.sum() == 1
 
 
-def test_an_idle_replica_shows_which_requests_never_came() -> None:
+def test_an_idle_report_removes_requests_that_never_arrived() -> None:
     router = router_of("a")
     send(router, "1", now_s=101.0)
     router.reported("a", replace(IDLE, taken_at_s=102.0), 102.0)

@@ -1,4 +1,4 @@
-"""Which replica probably holds the beginning of a prompt."""
+"""Replicas that probably hold a prompt's prefix."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def hint(*hashes: int) -> RequestHint:
     return RequestHint(tokens[-1], None, hashes, True, tokens)
 
 
-def test_the_longest_beginning_that_was_sent_there_counts() -> None:
+def test_the_longest_prefix_sent_to_a_replica_counts() -> None:
     prefixes = table()
     prefixes.sent(hint(1), 0, 0.0)
     prefixes.sent(hint(1, 2, 3), 2, 0.0)
@@ -32,7 +32,7 @@ def test_the_longest_beginning_that_was_sent_there_counts() -> None:
     assert held.tolist() == [100, 0, 200, 0]
 
 
-def test_a_cache_of_unknown_size_holds_only_what_was_sent_to_its_replica() -> None:
+def test_a_cache_of_unknown_size_holds_everything_sent_to_it() -> None:
     prefixes = table()
     prefixes.sent(hint(1), 2, 0.0)
 
@@ -42,7 +42,7 @@ def test_a_cache_of_unknown_size_holds_only_what_was_sent_to_its_replica() -> No
     assert held.tolist() == [0, 0, 100, 0]
 
 
-def test_a_prompt_that_begins_otherwise_is_held_nowhere() -> None:
+def test_an_unknown_prefix_is_held_nowhere() -> None:
     prefixes = table()
     prefixes.sent(hint(1, 2), 0, 0.0)
 
@@ -50,9 +50,7 @@ def test_a_prompt_that_begins_otherwise_is_held_nowhere() -> None:
 
 
 @pytest.mark.parametrize(("sent_since", "still_held"), [(499.0, 100), (501.0, 0)])
-def test_a_cache_that_has_been_filled_anew_holds_it_no_more(
-    sent_since: float, still_held: int
-) -> None:
+def test_a_prefix_is_gone_once_the_cache_was_refilled(sent_since: float, still_held: int) -> None:
     prefixes = table()
     prefixes.sent(hint(1), 1, 1000.0)
     sent = np.array([0.0, 1000.0 + sent_since, 0.0, 0.0])
@@ -63,7 +61,7 @@ def test_a_cache_that_has_been_filled_anew_holds_it_no_more(
     assert held[1] == still_held
 
 
-def test_the_beginning_used_longest_ago_is_forgotten_first() -> None:
+def test_the_least_recently_used_prefix_is_dropped_first() -> None:
     prefixes = table(max_entries=2)
     for prefix in (1, 2, 1, 3):
         prefixes.sent(hint(prefix), 0, 0.0)
@@ -76,7 +74,7 @@ def test_the_beginning_used_longest_ago_is_forgotten_first() -> None:
     assert held.tolist() == [100, 0, 0, 0]
 
 
-def test_more_entries_than_first_room_are_kept() -> None:
+def test_the_table_grows_up_to_its_limit() -> None:
     prefixes = table(max_entries=1000)
     for prefix in range(1000):
         prefixes.sent(hint(prefix), prefix % 4, 0.0)
@@ -87,5 +85,5 @@ def test_more_entries_than_first_room_are_kept() -> None:
         assert held.nonzero()[0].tolist() == [prefix % 4]
 
 
-def test_pieces_without_lengths_are_taken_for_even() -> None:
+def test_prefixes_without_lengths_are_evenly_spaced() -> None:
     assert covered_tokens(RequestHint(300, None, (1, 2, 3))) == (100, 200, 300)

@@ -1,4 +1,4 @@
-"""Our router inside Ray Serve's own routing of a request, with played replicas."""
+"""Our router inside Ray Serve's request routing, with fake replicas."""
 
 import asyncio
 import gc
@@ -25,7 +25,7 @@ DEPLOYMENT = DeploymentID(name="Replica-x", app_name="apar")
 
 
 class PlayedReplica:
-    """The part of Ray Serve's `RunningReplica` that routing uses."""
+    """The part of Ray Serve's `RunningReplica` used by routing."""
 
     def __init__(self, name: str, *, hangs: bool = False) -> None:
         self.replica_id = ReplicaID(name, DEPLOYMENT)
@@ -83,7 +83,7 @@ def shared() -> SharedRouter:
     return shared_router.ROUTERS.router(DEPLOYMENT.name, RoutingSettings())
 
 
-async def test_a_request_goes_on_when_the_cheapest_replica_does_not_answer() -> None:
+async def test_a_request_goes_elsewhere_if_the_cheapest_replica_does_not_answer() -> None:
     hung, busy = PlayedReplica("hung", hangs=True), PlayedReplica("busy")
     router = ray_router(hung, busy)
     for index in range(4):
@@ -91,7 +91,7 @@ async def test_a_request_goes_on_when_the_cheapest_replica_does_not_answer() -> 
 
     assert await asyncio.wait_for(route(router, "1"), 5.0) == "busy"
 
-    # Once when Ray Serve met it, once for the request.
+    # Once when Ray Serve first saw it, once for the request.
     assert hung.num_asked == 2
     assert shared().replica_of("1") == "busy"
     assert shared().num_sent == 5
@@ -100,7 +100,7 @@ async def test_a_request_goes_on_when_the_cheapest_replica_does_not_answer() -> 
     assert shared().replica_of("1") is None
 
 
-async def test_a_request_that_gets_in_after_all_seemed_full_is_counted() -> None:
+async def test_a_request_placed_after_all_seemed_full_is_counted() -> None:
     replica = PlayedReplica("a")
     replica.max_ongoing_requests = 1
     router = ray_router(replica)
@@ -110,7 +110,7 @@ async def test_a_request_that_gets_in_after_all_seemed_full_is_counted() -> None
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert shared().replica_of("1") == "a"
-    # It was refused there, and another one is taken to be there when it is picked again.
+    # Refused there; on the retry the other place counts as taken.
     shared().moved("2", "a", RelayedRequest("POST", "/", b"", [], b"").hint)
 
     assert await asyncio.wait_for(call, 5.0) == "a"
@@ -119,14 +119,14 @@ async def test_a_request_that_gets_in_after_all_seemed_full_is_counted() -> None
     assert shared().num_sent == 2
 
 
-async def test_a_refused_request_that_gets_the_next_place_anybody_finds_is_counted() -> None:
+async def test_a_refused_request_that_gets_a_place_found_for_another_is_counted() -> None:
     replica = PlayedReplica("a")
     replica.max_ongoing_requests = 1
     router = ray_router(replica)
     refused = pending("1")
     assert await router._choose_replica_for_request(refused) is replica
     replica.full = True
-    # These two keep all the tasks that Ray Serve routes with busy, as one replica is all there is.
+    # With a single replica, these two occupy all of Ray Serve's routing tasks.
     younger = [asyncio.create_task(route(router, name)) for name in "23"]
     await asyncio.sleep(0.02)
     router.on_request_completed(replica.replica_id, "ray-1")
@@ -146,7 +146,7 @@ async def test_a_refused_request_that_gets_the_next_place_anybody_finds_is_count
     assert not router._waiting
 
 
-async def test_the_late_end_of_a_refused_call_leaves_the_next_one_counted() -> None:
+async def test_the_late_end_of_a_refused_call_keeps_the_next_one_counted() -> None:
     replica = PlayedReplica("a")
     router = ray_router(replica)
     request = pending("1")
@@ -161,7 +161,7 @@ async def test_the_late_end_of_a_refused_call_leaves_the_next_one_counted() -> N
     assert not router._sent
 
 
-async def test_the_end_of_a_refused_call_leaves_a_place_just_picked() -> None:
+async def test_the_end_of_a_refused_call_keeps_a_new_pick() -> None:
     replica = PlayedReplica("a")
     router = ray_router(replica)
     request = pending("1")
@@ -178,7 +178,7 @@ async def test_the_end_of_a_refused_call_leaves_a_place_just_picked() -> None:
     assert shared().num_sent == 0
 
 
-async def test_all_are_tried_in_turn_until_one_answers() -> None:
+async def test_all_replicas_are_tried_in_turn_until_one_answers() -> None:
     replicas = [PlayedReplica(name, hangs=True) for name in "abc"]
     router = ray_router(*replicas)
     call = asyncio.ensure_future(route(router, "1"))
@@ -193,7 +193,7 @@ async def test_all_are_tried_in_turn_until_one_answers() -> None:
     assert shared().num_sent == 0
 
 
-async def test_requests_are_spread_and_nothing_is_kept_of_them() -> None:
+async def test_requests_are_spread_and_leave_no_state() -> None:
     replicas = [PlayedReplica(name) for name in "ab"]
     router = ray_router(*replicas)
 
@@ -206,7 +206,7 @@ async def test_requests_are_spread_and_nothing_is_kept_of_them() -> None:
     assert not router._waiting
 
 
-async def test_a_model_that_is_removed_and_added_again_has_its_replicas() -> None:
+async def test_a_model_that_is_removed_and_added_again_is_routed() -> None:
     heard: list[int] = []
     shared_router.ROUTERS.listen(DEPLOYMENT.name, heard.append)
     router = ray_router(PlayedReplica("old"))

@@ -1,4 +1,4 @@
-"""One count for all routers of a deployment, and what the gateway learns from it."""
+"""One count for all of Ray's routers of a deployment, and its use by the gateway."""
 
 import threading
 
@@ -7,23 +7,16 @@ import pytest
 from cluster.config.routing import RoutingPolicy, RoutingSettings
 from deployments.routing.policies import Reason
 from deployments.routing.shared_router import Routers, SharedRouter
+from tests.fakes.clock import Clock
 from tests.unit.deployments.routing.loads import FORKED, HINT, busy
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture
 def shared() -> SharedRouter:
-    return SharedRouter(RoutingSettings(), seed=1, now=Clock())
+    return SharedRouter(RoutingSettings(), seed=1, now=Clock(100.0))
 
 
-def test_a_picked_request_is_counted_at_once(shared: SharedRouter) -> None:
+def test_an_assigned_request_is_counted_at_once(shared: SharedRouter) -> None:
     shared.replicas_changed(1, {"a": 4, "b": 4})
 
     places = [shared.assign(str(index), HINT) for index in range(8)]
@@ -32,7 +25,7 @@ def test_a_picked_request_is_counted_at_once(shared: SharedRouter) -> None:
     assert shared.assign("more", HINT) is None
 
 
-def test_a_request_that_is_picked_again_is_counted_once(shared: SharedRouter) -> None:
+def test_a_request_that_is_assigned_again_is_counted_once(shared: SharedRouter) -> None:
     shared.replicas_changed(1, {"a": 4, "b": 4})
     for _ in range(20):
         assert shared.assign("same", HINT) is not None
@@ -66,7 +59,7 @@ def test_a_dead_replica_gets_nothing_though_another_router_still_lists_it(
     assert {shared.assign(str(index), HINT) for index in range(8)} == {"b", "c"}
 
 
-def test_a_request_that_went_elsewhere_is_counted_there(shared: SharedRouter) -> None:
+def test_a_moved_request_is_counted_at_its_new_replica(shared: SharedRouter) -> None:
     shared.replicas_changed(1, {"a": 1, "b": 1})
     first = shared.assign("1", HINT)
     assert first is not None
@@ -88,7 +81,7 @@ def test_reports_and_ends_reach_the_router(shared: SharedRouter) -> None:
     assert shared.decisions() == {Reason.LEAST_LOAD: 1}
 
 
-def test_other_settings_hold_at_once_and_lose_nothing(shared: SharedRouter) -> None:
+def test_changed_settings_apply_at_once_and_keep_the_counts(shared: SharedRouter) -> None:
     shared.replicas_changed(1, {"a": 64, "b": 64})
     shared.reported("a", busy(1, 300, at_s=99.9))
     shared.reported("b", busy(2, 2, at_s=99.9))
@@ -105,24 +98,24 @@ def test_other_settings_hold_at_once_and_lose_nothing(shared: SharedRouter) -> N
     assert sum(shared.decisions().values()) == 3
 
 
-def test_a_request_is_not_offered_again_where_it_was_tried(shared: SharedRouter) -> None:
+def test_replicas_to_avoid_are_assigned_last(shared: SharedRouter) -> None:
     shared.replicas_changed(1, {"a": 64, "b": 64, "c": 1})
     for name, threads in (("a", 0), ("b", 300), ("c", 600)):
         shared.reported(name, busy(threads // 300, threads, at_s=99.9))
 
     assert shared.assign("1", HINT) == "a"
     assert shared.assign("1", HINT, {"a"}) == "b"
-    # The third is full, so that only those that were tried are left.
+    # The third is full, so only replicas to avoid are left.
     assert shared.assign("1", HINT, {"a", "b"}) == "a"
     assert shared.assign("1", HINT, {"a", "gone"}) == "b"
     assert shared.num_sent == 1
 
 
 @pytest.mark.parametrize("policy", list(RoutingPolicy))
-def test_a_replica_that_reports_no_more_gets_nothing_while_others_have_room(
+def test_a_silent_replica_gets_nothing_while_others_have_room(
     policy: RoutingPolicy,
 ) -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     shared = SharedRouter(RoutingSettings(policy=policy), seed=1, now=clock)
     shared.replicas_changed(1, {"hung": 64, "b": 8})
     for _ in range(30):
@@ -134,7 +127,7 @@ def test_a_replica_that_reports_no_more_gets_nothing_while_others_have_room(
     assert [shared.assign(name, HINT) for name in "12345"] == ["b"] * 4 + ["hung"]
 
 
-def test_a_router_of_rays_that_is_gone_hides_no_replica(shared: SharedRouter) -> None:
+def test_a_collected_ray_router_hides_no_replica(shared: SharedRouter) -> None:
     heard: list[int] = []
     shared.listen(heard.append)
     shared.replicas_changed(1, {"old": 4})
@@ -148,12 +141,12 @@ def test_a_router_of_rays_that_is_gone_hides_no_replica(shared: SharedRouter) ->
     assert heard == [0, 1, 0, 1]
 
 
-def test_a_router_of_rays_may_go_while_its_executor_holds_the_lock(shared: SharedRouter) -> None:
+def test_a_ray_router_may_be_collected_while_the_lock_is_held(shared: SharedRouter) -> None:
     heard: list[int] = []
     shared.replicas_changed(1, {"a": 4, "b": 4})
     shared.replicas_changed(2, {"a": 4})
     shared.listen(heard.append)
-    with shared._lock:  # As where the garbage collector runs inside a call.
+    with shared._lock:  # As if the garbage collector ran inside a call.
         shared.left(2)
 
     assert {shared.assign(str(index), HINT) for index in range(8)} == {"a", "b"}
@@ -193,7 +186,7 @@ def test_a_listener_may_come_before_the_router() -> None:
     assert routers.capacity("Replica-x") == 1
 
 
-def test_the_gateway_tells_how_a_request_ended_by_deployment() -> None:
+def test_the_end_of_a_request_reaches_its_deployments_router() -> None:
     routers = Routers()
     router = routers.router("Replica-x", RoutingSettings())
     router.replicas_changed(1, {"a": 4})

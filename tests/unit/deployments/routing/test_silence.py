@@ -1,4 +1,4 @@
-"""Which replicas count as silent."""
+"""Detection of silent replicas."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def heard(
 @pytest.mark.parametrize(
     ("gap_s", "tolerated_s", "silent_s"), [(0.2, 1.8, 2.4), (0.5, 3.0, 5.0), (2.0, 13.0, 20.0)]
 )
-def test_silence_is_measured_in_usual_gaps(
+def test_silence_is_measured_in_usual_report_gaps(
     gap_s: float, tolerated_s: float, silent_s: float
 ) -> None:
     silence = SilenceDetector(4)
@@ -36,7 +36,7 @@ def test_silence_is_measured_in_usual_gaps(
     assert not silence.silent().any()
 
 
-def test_none_is_silent_when_no_report_comes_from_any() -> None:
+def test_no_replica_is_silent_if_all_stop_reporting() -> None:
     silence = SilenceDetector(4)
     heard(silence, SLOTS, 0.0, 10.0, 0.2)
 

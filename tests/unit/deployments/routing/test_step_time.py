@@ -1,4 +1,4 @@
-"""The line of step times, and how slow each replica is beside it."""
+"""The linear model of step times, and the slowness of each replica."""
 
 import random
 from collections import Counter
@@ -31,7 +31,7 @@ def predicted(step_time: StepTime, slot: int, threads: float) -> float:
 
 
 @pytest.mark.parametrize(("base_s", "per_thread_s"), [(0.02, 0.0001), (0.002, 0.00013)])
-def test_steps_are_predicted_as_they_were_measured(base_s: float, per_thread_s: float) -> None:
+def test_predicted_step_times_match_the_measured_ones(base_s: float, per_thread_s: float) -> None:
     step_time = learnt([1.0, 1.0, 2.5], base_s=base_s, per_thread_s=per_thread_s)
 
     for slot, factor in enumerate([1.0, 1.0, 2.5]):
@@ -40,7 +40,7 @@ def test_steps_are_predicted_as_they_were_measured(base_s: float, per_thread_s: 
             assert predicted(step_time, slot, threads) == pytest.approx(expected, rel=0.15)
 
 
-def test_a_replica_that_has_seen_one_load_takes_the_slope_from_the_others() -> None:
+def test_a_replica_with_one_load_takes_the_slope_from_the_others() -> None:
     step_time = learnt([1.0, 1.0], base_s=0.01, per_thread_s=0.0002)
     step_time.resize(3)
     for _ in range(50):
@@ -49,7 +49,7 @@ def test_a_replica_that_has_seen_one_load_takes_the_slope_from_the_others() -> N
     assert predicted(step_time, 2, 100) == pytest.approx(2 * 0.03, rel=0.15)
 
 
-def test_another_replica_in_a_slot_begins_as_fast_as_the_others() -> None:
+def test_a_new_replica_in_a_slot_starts_at_normal_speed() -> None:
     step_time = learnt([1.0, 3.0], base_s=0.01, per_thread_s=0.0002)
     step_time.forget(1)
 
@@ -61,7 +61,7 @@ def test_another_replica_in_a_slot_begins_as_fast_as_the_others() -> None:
         st.tuples(st.integers(0, 2), st.floats(0.01, 1e4), st.floats(1e-6, 100.0)), max_size=60
     )
 )
-def test_no_report_makes_a_step_take_no_time(reports: list[tuple[int, float, float]]) -> None:
+def test_step_times_stay_positive_for_any_report(reports: list[tuple[int, float, float]]) -> None:
     step_time = StepTime(3)
     for slot, threads, step_s in reports:
         step_time.measured(slot, threads, step_s)
@@ -79,7 +79,7 @@ def test_a_replica_that_was_slow_for_a_moment_gets_requests_again() -> None:
         router.reported("fast", busy(1, 2, step_s=0.01, at_s=tick), tick)
 
     def choices(seconds: range) -> Counter[str | None]:
-        """Where single requests go, one a second, while the slow replica idles."""
+        """Replicas chosen for one request per second, while the slow replica idles."""
         chosen: Counter[str | None] = Counter()
         for now_s in seconds:
             router.reported("slow", replace(IDLE, taken_at_s=now_s), now_s)

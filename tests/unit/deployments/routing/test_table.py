@@ -1,4 +1,4 @@
-"""What a router believes of its replicas, between their reports."""
+"""Load estimates between two reports."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ def table_of(*names: str, cap: int = 10) -> ReplicaTable:
     return table
 
 
-def test_what_was_sent_after_the_report_was_taken_is_added_to_it() -> None:
+def test_requests_sent_after_the_report_are_added_to_it() -> None:
     table = table_of("a")
     slot = table.slots["a"]
     table.sent(slot, FOUR_THREADS, now_s=0.5)
@@ -31,7 +31,7 @@ def test_what_was_sent_after_the_report_was_taken_is_added_to_it() -> None:
     assert table.room[slot] == 8
 
 
-def test_a_late_report_does_not_hide_what_was_sent_since_it_was_taken() -> None:
+def test_a_late_report_does_not_hide_requests_sent_since() -> None:
     table = table_of("a")
     slot = table.slots["a"]
     table.reported("a", busy(0, 0, at_s=0.1), now_s=0.1)
@@ -55,7 +55,7 @@ def test_a_request_on_its_way_when_the_report_was_taken_is_counted_once() -> Non
     assert (table.requests[slot], table.threads[slot]) == (1, 2)
 
 
-def test_requests_that_no_report_shows_yet_count_with_their_mean_threads() -> None:
+def test_requests_missing_in_the_report_count_with_their_mean_threads() -> None:
     table = table_of("a")
     slot = table.slots["a"]
     table.sent(slot, FOUR_THREADS, now_s=0.98)
@@ -66,25 +66,25 @@ def test_requests_that_no_report_shows_yet_count_with_their_mean_threads() -> No
     assert (table.requests[slot], table.threads[slot]) == (2, 5 + 3)
 
 
-def test_only_what_was_sent_after_a_late_report_was_taken_is_added_to_it() -> None:
+def test_only_requests_sent_after_a_late_report_are_added_to_it() -> None:
     table = table_of("a")
     slot = table.slots["a"]
     table.reported("a", busy(3, 3, at_s=0.5), now_s=1.0)
     table.sent(slot, FOUR_THREADS, now_s=1.2)
     table.sent(slot, FOUR_THREADS, now_s=1.8)
 
-    # The report shows the first of the two, and four requests of other routers.
+    # The report includes the first of the two, and four requests of other routers.
     table.reported("a", busy(5, 10, at_s=1.5), now_s=2.0)
 
     assert (table.requests[slot], table.threads[slot]) == (6, 14)
 
 
-def test_blocks_are_those_of_the_report_and_of_what_was_sent_since() -> None:
+def test_used_blocks_are_the_report_plus_requests_sent_since() -> None:
     table = table_of("a")
     slot = table.slots["a"]
     assert table.used_blocks[slot] == 0
     table.sent(slot, FOUR_THREADS, now_s=0.5)
-    # Half of 480 tokens, in blocks of 16 until a report tells their size.
+    # Half of 480 tokens, in blocks of 16 until a report gives their size.
     assert table.used_blocks[slot] == 15
 
     load = replace(busy(1, 4, at_s=1.0), free_blocks=9_900, block_size=32)
@@ -110,7 +110,7 @@ def test_a_report_without_a_rate_or_a_step_time_measures_nothing(rate: dict[str,
     assert (table.step_time.base_s, table.step_time.per_thread_s) == before
 
 
-def test_what_has_ended_since_the_report_is_taken_off() -> None:
+def test_requests_ended_since_the_report_are_subtracted() -> None:
     table = table_of("a")
     slot = table.slots["a"]
     table.sent(slot, FOUR_THREADS, now_s=0.0)
@@ -121,7 +121,7 @@ def test_what_has_ended_since_the_report_is_taken_off() -> None:
     assert (table.requests[slot], table.threads[slot]) == (2, 8)
 
 
-def test_requests_of_other_routers_come_with_the_report() -> None:
+def test_requests_of_other_routers_appear_in_the_report() -> None:
     table = table_of("a")
     table.reported("a", busy(7, 30), now_s=0.1)
 
@@ -136,7 +136,7 @@ def test_waiting_forks_count_as_threads() -> None:
     assert table.threads[table.slots["a"]] == 9
 
 
-def test_a_report_that_is_not_newer_is_left() -> None:
+def test_a_report_that_is_not_newer_is_ignored() -> None:
     table = table_of("a")
     table.reported("a", busy(2, 2, at_s=5.0), now_s=5.1)
     table.reported("a", busy(9, 9, at_s=4.0), now_s=5.2)
@@ -146,7 +146,7 @@ def test_a_report_that_is_not_newer_is_left() -> None:
 
 
 @pytest.mark.parametrize("ahead_s", [-1000.0, 0.5, 1000.0])
-def test_a_replica_whose_clock_is_off_is_understood_all_the_same(ahead_s: float) -> None:
+def test_the_clock_of_a_replica_may_be_off(ahead_s: float) -> None:
     table = table_of("a")
     slot = table.slots["a"]
     table.reported("a", busy(0, 0, at_s=1.0 + ahead_s), now_s=1.0)
@@ -159,7 +159,7 @@ def test_a_replica_whose_clock_is_off_is_understood_all_the_same(ahead_s: float)
     assert (table.requests[slot], table.threads[slot]) == (1, 1)
 
 
-def test_a_replica_that_leaves_gives_up_its_slot_with_all_that_was_there() -> None:
+def test_a_removed_replica_frees_its_slot_and_its_counts() -> None:
     table = table_of("a", "b")
     slot = table.slots["a"]
     table.sent(slot, FOUR_THREADS, now_s=0.0)
@@ -174,7 +174,7 @@ def test_a_replica_that_leaves_gives_up_its_slot_with_all_that_was_there() -> No
     assert (table.requests[slot], table.threads[slot], table.room[slot]) == (0, 0, 5)
 
 
-def test_more_replicas_than_slots_make_the_table_grow() -> None:
+def test_the_table_grows_with_the_replicas() -> None:
     names = [str(index) for index in range(100)]
     table = table_of(*names)
 
@@ -182,7 +182,7 @@ def test_more_replicas_than_slots_make_the_table_grow() -> None:
     assert (table.room > 0).sum() == 100
 
 
-def test_a_replica_that_no_longer_reports_costs_no_more_memory() -> None:
+def test_memory_is_bounded_without_reports() -> None:
     table = table_of("a", cap=100_000)
     slot = table.slots["a"]
     table.reported("a", IDLE, now_s=0.0)
@@ -195,17 +195,17 @@ def test_a_replica_that_no_longer_reports_costs_no_more_memory() -> None:
     assert table.requests[slot] == 10_000
 
     table.reported("a", busy(10_000, 5, at_s=20_000.0), now_s=20_000.0)
-    assert table.threads[slot] == 10_000  # At least one thread a request.
+    assert table.threads[slot] == 10_000  # At least one thread per request.
 
 
-def test_changes_kept_as_one_are_still_told_apart_from_later_ones() -> None:
+def test_merged_changes_stay_separate_from_later_ones() -> None:
     table = table_of("a", cap=100_000)
     slot = table.slots["a"]
     table.reported("a", IDLE, now_s=0.0)
     for index in range(5000):
         table.sent(slot, FOUR_THREADS, now_s=1.0 + index)
 
-    # 4096 changes are kept, the oldest of them for the first 905 requests.
+    # 4096 changes are kept; the oldest one stands for the first 905 requests.
     table.reported("a", busy(905, 905, at_s=905.5), now_s=6000.0)
 
     assert table.requests[slot] == 5000
@@ -222,7 +222,7 @@ def test_changes_kept_as_one_are_still_told_apart_from_later_ones() -> None:
         max_size=60,
     )
 )
-def test_all_that_is_sent_and_ends_comes_back_to_nothing(
+def test_estimates_return_to_zero_when_all_requests_have_ended(
     events: list[tuple[str, str, float]],
 ) -> None:
     table = table_of("a", "b")

@@ -1,4 +1,4 @@
-"""How the tracing of a running application is changed."""
+"""Tracing changes in a running application."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def built(config: ClusterConfig) -> dict[str, Any]:
     return {each.name: each for each in (gateway, gateway.init_args[1]._bound_deployment)}
 
 
-def test_gateway_and_replicas_learn_where_the_headers_are() -> None:
+def test_gateway_and_replicas_get_the_source_of_the_headers() -> None:
     given = config(headers={"authorization": {"env": "COLLECTOR"}})
 
     gateway, replica = built(given).values()
@@ -31,13 +31,13 @@ def test_gateway_and_replicas_learn_where_the_headers_are() -> None:
     assert replica.init_args[0].tracing == given.tracing
 
 
-def test_another_place_of_a_secret_replaces_the_replicas_and_not_the_gateway() -> None:
+def test_another_source_of_a_secret_replaces_the_replicas_and_not_the_gateway() -> None:
     one, other = (built(config(headers={"authorization": {"env": name}})) for name in "ab")
 
     assert [one[name].version == other[name].version for name in one] == [True, False]
 
 
-async def test_a_running_gateway_takes_another_tracing() -> None:
+async def test_a_running_gateway_changes_its_tracing() -> None:
     replicas = FakeReplicas()
     gateway = gateway_of(replicas)
     assert gateway.tracing is None

@@ -1,4 +1,4 @@
-"""Spans of threads whose times were noted in whatever order."""
+"""Spans of threads observed in any order."""
 
 from opentelemetry.context import Context
 
@@ -13,7 +13,7 @@ from deployments.tracing.thread_spans import (
 from tests.fakes.kept_spans import KeptSpans
 
 
-def test_a_child_heard_of_first_begins_with_its_parent() -> None:
+def test_a_child_observed_before_its_parent_starts_with_it() -> None:
     kept = KeptSpans()
     root, child = ThreadTimes(("", ())), ThreadTimes(("", (0,)), forked_s=1.0)
     child.generated(1, None, 1.0)

@@ -1,4 +1,4 @@
-"""How spans are sampled and sent, and that no collector holds anything up."""
+"""Sampling and export of spans; a collector never blocks the process."""
 
 import asyncio
 import logging
@@ -49,7 +49,7 @@ async def test_spans_reach_a_collector_over_http_with_headers_and_name(
     assert (resource["service.name"], resource["apar.role"]) == ("mine", "gateway")
 
 
-async def test_a_path_of_the_endpoint_is_kept() -> None:
+async def test_a_path_in_the_endpoint_is_kept() -> None:
     with http_collector() as collector:
         tracing = Tracing(TracingConfig(endpoint=collector.endpoint + "/otlp/traces"), "gateway")
         make_spans(tracing, 1)
@@ -96,12 +96,12 @@ def test_the_ratio_of_traces_is_sampled(ratio: float, expected: int | None) -> N
     spans = [tracing.start("work", SpanKind.SERVER, Context()) for _ in range(200)]
 
     sampled = sum(span.is_recording() for span in spans)
-    # Of 200 fair coins, fewer than 60 or more than 140 heads come up once in 10^8 tries.
+    # Fewer than 60 or more than 140 heads of 200 fair coins have a probability of 10^-8.
     assert sampled == expected if expected is not None else 60 < sampled < 140
 
 
 @pytest.mark.parametrize("flag", ["00", "01"])
-def test_a_caller_has_decided_whether_its_trace_is_sampled(flag: str) -> None:
+def test_the_callers_sampling_decision_is_kept(flag: str) -> None:
     ratio = 1.0 if flag == "00" else 0.0
     tracing = Tracing(TracingConfig(endpoint="http://127.0.0.1:1", sample_ratio=ratio), "gateway")
     header = f"00-{'ab' * 16}-{'cd' * 8}-{flag}"
@@ -113,7 +113,7 @@ def test_a_caller_has_decided_whether_its_trace_is_sampled(flag: str) -> None:
 
 
 class Slow(SpanExporter):
-    """Takes its time, and counts."""
+    """Exports slowly, and counts."""
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self.delay_s = delay_s
@@ -129,7 +129,7 @@ async def test_the_queue_is_bounded() -> None:
     exporter = Slow()
     config = TracingConfig(endpoint="http://127.0.0.1:1", max_queued_spans=10, export_s=60.0)
     tracing = Tracing(config, "gateway", exporter)
-    # One batch is as long as the queue and wakes the exporter: let it hang there.
+    # A batch fills the queue and wakes the exporter, which then hangs.
     exporter.delay_s = 0.5
 
     make_spans(tracing, 1000)
@@ -139,7 +139,7 @@ async def test_the_queue_is_bounded() -> None:
     assert 10 <= exporter.num_spans <= 30
 
 
-async def test_a_collector_that_hangs_holds_the_end_up_for_no_longer_than_given() -> None:
+async def test_a_hanging_collector_delays_shutdown_only_until_the_timeout() -> None:
     tracing = Tracing(TracingConfig(endpoint="http://127.0.0.1:1"), "gateway", Slow(30.0))
     make_spans(tracing, 1)
     began_s = time.monotonic()
@@ -162,7 +162,7 @@ async def test_a_collector_that_is_down_is_logged_once(caplog: pytest.LogCapture
     assert [record.getMessage() for record in warnings] == ["spans could not be exported"]
 
 
-async def test_a_changed_configuration_opens_another_tracing_and_loses_nothing() -> None:
+async def test_a_changed_configuration_reopens_tracing_without_losing_spans() -> None:
     off = TracingConfig()
     assert open_tracing(off, "gateway") is None
     assert reopened(None, off, "gateway") is None

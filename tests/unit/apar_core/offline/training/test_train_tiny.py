@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import pytest
@@ -50,10 +52,15 @@ def test_digits_are_separate_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     assert [piece for piece in pieces if piece.isdigit()] == ["1", "2", "3", "4", "5"]
 
 
+@cache
+def shipped_tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(checkpoint_path())
+
+
 @settings(max_examples=100, deadline=None)
 @given(parts=st.lists(st.text(), max_size=4))
 def test_separately_encoded_parts_decode_to_their_concatenation(parts: list[str]) -> None:
-    shipped = AutoTokenizer.from_pretrained(checkpoint_path())
+    shipped = shipped_tokenizer()
 
     ids = [i for part in parts for i in shipped(part, add_special_tokens=False).input_ids]
 

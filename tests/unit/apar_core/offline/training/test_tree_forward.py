@@ -74,7 +74,8 @@ def test_hidden_states_are_equal_with_both_implementations() -> None:
     flex.load_state_dict(sdpa.state_dict())
     mask = attention_mask(flex, batch)
 
-    with torch.no_grad():
+    # Compiling the attention takes longer than the other tests of this module together.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         expected, found = (
             model.model(
                 input_ids=batch.token_ids_BT,

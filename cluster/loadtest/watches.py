@@ -1,27 +1,83 @@
-"""What a cluster's exported metrics say of a run: forks, threads, KV cache, attended tokens."""
+"""Measurements beside the requests: load of the client, and metrics of the cluster."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 
-from pydantic import BaseModel, ConfigDict
+import numpy as np
 
+from cluster.loadtest.run_file import (
+    SETTLE_S,
+    ClientFigures,
+    ClusterFigures,
+    ClusterMoment,
+    RequestRecord,
+)
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Metric
-from cluster.monitor.pages import PageError
+from cluster.monitor.overview import MonitorError
 from cluster.monitor.rates import increase
 from cluster.monitor.series import SeriesKey, Snapshot, largest, summed, total
-from cluster.monitor.sources import PagesSource
-from cluster.monitor.watch import MonitorError
+from cluster.monitor.sources import PageError, PagesSource
 
-SETTLE_S = 11.0
-"""Longer than a process waits between reports: `metrics.report_s`, or Ray's 10 s elsewhere."""
+_SECOND_S = 1.0
+_BEAT_S = 0.02
+
+
+@dataclass(slots=True)
+class ClientWatch:
+    """Measures CPU usage and event loop lag of this process during a repeat."""
+
+    _lags_s: list[float] = field(default_factory=list)
+    _cpu_shares: list[float] = field(default_factory=list)
+    _cpu_s: float = 0.0
+    _wall_s: float = 0.0
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Measure until the end of the block."""
+        started = (time.process_time(), time.perf_counter())
+        beat = asyncio.create_task(self._beat())
+        try:
+            yield
+        finally:
+            beat.cancel()
+            self._cpu_s = time.process_time() - started[0]
+            self._wall_s = time.perf_counter() - started[1]
+
+    def figures(self, records: Sequence[RequestRecord]) -> ClientFigures:
+        """Return the measurements, and the sending delay of these requests."""
+        share = self._cpu_s / self._wall_s if self._wall_s else 0.0
+        lags = self._lags_s or [0.0]
+        late = [record.late_s for record in records if record.late_s is not None]
+        return ClientFigures(
+            cpu_share=share,
+            busiest_cpu_share=max(self._cpu_shares, default=share),
+            lag_p50_s=float(np.percentile(lags, 50)),
+            lag_p99_s=float(np.percentile(lags, 99)),
+            lag_max_s=max(lags),
+            late_p99_s=float(np.percentile(late, 99)) if late else None,
+        )
+
+    async def _beat(self) -> None:
+        cpu, wall = time.process_time(), time.perf_counter()
+        while True:
+            asked = time.perf_counter() + _BEAT_S
+            await asyncio.sleep(_BEAT_S)
+            now = time.perf_counter()
+            self._lags_s.append(now - asked)
+            if now - wall >= _SECOND_S:
+                used = time.process_time()
+                self._cpu_shares.append((used - cpu) / (now - wall))
+                cpu, wall = used, now
+
+
 _LOOK_S = 1.0
-# Other clients may keep a server counting.
+# Other clients may keep a server busy.
 _MOST_SETTLES = 3
 _COUNTED = frozenset(
     metric.exported
@@ -40,46 +96,12 @@ _COUNTED = frozenset(
 )
 
 
-class ClusterMoment(BaseModel):
-    """Gauges at a moment of a repeat; the KV share is that of the fullest replica."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    at_s: float
-    kv_share: float
-    running: float
-    waiting: float
-    deferred: float
-
-
-class ClusterFigures(BaseModel):
-    """What the servers themselves counted in one repeat, and how they stood meanwhile.
-
-    Counters hold all that the servers did, other clients' requests included.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    generated_tokens: float
-    engine_steps: float
-    engine_busy_s: float
-    forks: dict[str, float]
-    shared_blocks: float
-    copied_blocks: float
-    attended_tokens: float
-    sequential_attended_tokens: float
-    cached_tokens: float
-    sequential_cached_tokens: float
-    moments: list[ClusterMoment]
-    failures: int = 0
-
-
 @dataclass(slots=True)
 class ClusterWatch:
-    """Reads metrics pages again and again while a repeat runs.
+    """Reads metrics pages periodically during a repeat.
 
-    A page that gives no answer is noted; what it counted meanwhile comes with its next answer.
-    `waiting` is entered while the last counts are waited for.
+    An unreachable page is counted as a failure; its next answer includes the missing increase.
+    `waiting` is a context entered while waiting for the last counts.
     """
 
     source: PagesSource
@@ -95,7 +117,7 @@ class ClusterWatch:
     async def watching(self) -> AsyncIterator[None]:
         """Read before, during and after the block.
 
-        Raises MonitorError if there is nothing to read before it.
+        Raises MonitorError if the first reading fails.
         """
         await asyncio.to_thread(self._begin)
         ended = asyncio.Event()
@@ -108,9 +130,9 @@ class ClusterWatch:
             await self.settle()
 
     async def settle(self) -> None:
-        """Read on until nothing has been counted for `settle_s`, or for three times that long.
+        """Read until counters have been constant for `settle_s`, at most three times that long.
 
-        Raises MonitorError if there is nothing to read at all.
+        Raises MonitorError if the first reading fails.
         """
         with self.waiting():
             if self._last is None:
@@ -126,7 +148,7 @@ class ClusterWatch:
                 await asyncio.sleep(min(_LOOK_S, self.settle_s / 4))
 
     def figures(self) -> ClusterFigures:
-        """Return the gains between the first reading and the last."""
+        """Return the increases between the first and the last reading."""
 
         def gained(metric: Metric) -> float:
             return total(self._gained, metric)
@@ -154,7 +176,7 @@ class ClusterWatch:
             raise MonitorError(f"--metrics: {error}") from error
         if not snapshot.values:
             raise MonitorError(
-                f"--metrics {', '.join(self.source.addresses)}: none of this cluster"
+                f"--metrics {', '.join(self.source.addresses)}: no metrics of this cluster"
             )
         self._last = snapshot
 
@@ -166,9 +188,9 @@ class ClusterWatch:
                 await asyncio.to_thread(self._read, started_s)
 
     def _read(self, started_s: float | None) -> bool:
-        """Take a reading; after the run (without `started_s`) the counters only.
+        """Take a reading, after the run (`started_s` is None) of counters only.
 
-        Returns whether it was answered and no counter has grown.
+        Returns whether it succeeded and no counter increased.
         """
         assert self._last is not None
         try:
