@@ -111,7 +111,7 @@ class Ticket:
         self._weight = account.weight
         self.queued_s = queued_s
         self.num_tokens = 0
-        # Otherwise a burst would get every free place before its first token is charged.
+        # Without this advance, a burst would take every free place before any token is charged.
         self._expected = queue._guess(account)
         self._prepaid = self._expected
         account.virtual_time += self._prepaid / self._weight
@@ -127,9 +127,9 @@ class Ticket:
         """Give the place back, once, after all known tokens have been charged.
 
         A place costs at least `_LEAST_TOKENS`, even if nothing was generated (`/tokenize`, or a
-        request that the replica refuses): a key with free places would go first forever. The cost
-        is unknown if the client or the replica is gone. The advance charge then stays: a key whose
-        clients give up early must not gain from it.
+        request that the replica refuses): a key whose requests cost nothing would always go first.
+        The cost is unknown if the client or the replica is gone. The advance charge then stays: a
+        key whose clients give up early must not gain from it.
         """
         account = self._account
         if cost_is_known:
