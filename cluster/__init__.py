@@ -1,1 +1,1 @@
-"""What is decided across replicas, and the `apar` command."""
+"""Configuration, autoscaling, load tests, experiments, sizing and the `apar` command."""

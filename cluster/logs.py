@@ -1,4 +1,4 @@
-"""Sets the logs of a gateway's or a replica's process up: lines of JSON in files of its own."""
+"""Logs of gateways and replicas: JSON lines in one file per process."""
 
 import atexit
 import json
@@ -22,10 +22,10 @@ _POLL_S = 0.2
 
 
 def log_folder(config: LoggingConfig) -> Path:
-    """The configured folder, or one beside Ray's own logs on the node of this process."""
+    """Return the configured folder, or one beside Ray's own logs on this node."""
     if config.folder is not None:
         return config.folder.expanduser().absolute()
-    # Imported late: it reads its settings from the environment then.
+    # Imported late: on import it reads its settings from the environment.
     from ray.serve._private.logging_utils import get_serve_logs_dir
 
     return Path(get_serve_logs_dir()).parent / _SUBFOLDER
@@ -33,9 +33,9 @@ def log_folder(config: LoggingConfig) -> Path:
 
 @contextmanager
 def shown_logs(config: ClusterConfig, output: TextIO) -> Iterator[None]:
-    """Copy to `output` what is logged, where no folder is configured and the cluster is private.
+    """Copy logs to `output` if no folder is configured and the cluster is private.
 
-    Such a cluster's files go when it ends, and nobody would see them.
+    The files of a private cluster are deleted with it.
     """
     if config.logging.folder is not None or config.ray_address is not None:
         yield
@@ -59,23 +59,23 @@ def shown_logs(config: ClusterConfig, output: TextIO) -> Iterator[None]:
 
 
 class LogFollower:
-    """Copies the whole lines that are added to the log files of a folder, also renamed ones."""
+    """Copies complete new lines of a folder's log files, also after rotation."""
 
     def __init__(self, folder: Path, output: TextIO) -> None:
         self._folder = folder
         self._output = output
-        # By inode: a file that is full is renamed, and a new one takes its name.
+        # By inode, because rotation renames files.
         self._files: dict[int, IO[bytes]] = {}
         self._cut: dict[int, bytes] = {}
 
     def copy(self) -> None:
-        """Copy what has been added since the last time."""
+        """Copy the lines added since the last call."""
         found = set()
         for path in sorted(self._folder.glob(PATTERN)):
             try:
                 file = path.open("rb")
             except FileNotFoundError:
-                continue  # It was renamed in this moment, and is followed under its inode.
+                continue  # Renamed just now; it is followed by its inode.
             inode = os.fstat(file.fileno()).st_ino
             found.add(inode)
             if inode in self._files:
@@ -103,21 +103,21 @@ class LogFollower:
             self._cut[inode] = cut
 
 
-# All code of ours; vLLM and Ray keep their own logs.
+# Our own code; vLLM and Ray have their own logs.
 _LOGGERS = ("apar_core", "cluster", "deployments")
-# Of all lines that wait for the disk, with what Python keeps of a record besides its line.
+# Limit on all lines that wait for the disk, including the overhead of a record.
 _MAX_WAITING_CHARS = 32 * 2**20
 _RECORD_CHARS = 1024
-# Seconds to wait for the last lines at exit.
+# Time to wait for the last lines at exit.
 _CLOSE_S = 5.0
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time, level, logger and event, then the event's facts."""
+    """Formats a record as one JSON object: time, level, logger, event and its `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as JSON; a value that has no form in it, as its text."""
+        """Return the record as JSON; values that JSON cannot express become text."""
         line: dict[str, Any] = {
             "time": self.formatTime(record),
             "level": record.levelname,
@@ -127,7 +127,7 @@ class JsonFormatter(logging.Formatter):
         line |= {
             name: value
             for name, value in vars(record).items()
-            # Ray adds names of its own with an underscore, vLLM with its name.
+            # Ray adds attributes with a leading underscore, vLLM with its own prefix.
             if name not in _STANDARD and not name.startswith(("_", "vllm_"))
         }
         if record.exc_info:
@@ -135,12 +135,12 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str, ensure_ascii=False)
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
-        """ISO 8601 in UTC, with milliseconds."""
+        """Return the time in ISO 8601, UTC, with milliseconds."""
         return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
 
 
 class _Backlog:
-    """The lines that wait for the disk, counted in characters; those beyond are left out."""
+    """Size of the lines that wait for the disk; lines over the limit are dropped."""
 
     def __init__(self) -> None:
         self.num_dropped = 0
@@ -149,7 +149,7 @@ class _Backlog:
         self._num_told = 0
 
     def add(self, line: str) -> bool:
-        """Count a waiting line and return whether it fits; a single line always does."""
+        """Count a waiting line. Returns whether it fits; the only line always does."""
         with self._lock:
             if self._num_chars and self._num_chars + _size(line) > _MAX_WAITING_CHARS:
                 self.num_dropped += 1
@@ -158,7 +158,7 @@ class _Backlog:
             return True
 
     def written(self, line: str) -> int:
-        """Stop counting a written line; once none waits, return how many were dropped."""
+        """Stop counting a written line. Returns the lines dropped, once none waits."""
         with self._lock:
             self._num_chars -= _size(line)
             if self._num_chars:
@@ -169,7 +169,7 @@ class _Backlog:
 
 
 class _LineQueueHandler(QueueHandler):
-    """Puts lines into the queue, without the objects that they were made of."""
+    """Queues formatted lines, without the objects that records refer to."""
 
     def __init__(self, queue: SimpleQueue[logging.LogRecord], backlog: _Backlog) -> None:
         super().__init__(queue)
@@ -177,17 +177,17 @@ class _LineQueueHandler(QueueHandler):
         self._backlog = backlog
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """A record that holds the line alone."""
+        """Return a record with only the formatted line."""
         return _line_record(record.levelno, self.format(record))
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Put a line into the queue, or count it where too much waits already."""
+        """Queue a line, or count it as dropped."""
         if self._backlog.add(record.msg):
             super().enqueue(record)
 
 
 class _LineWriter(QueueListener):
-    """Writes the lines of the queue in a thread of its own."""
+    """Writes queued lines in an executor of its own."""
 
     def __init__(
         self, queue: SimpleQueue[logging.LogRecord], writer: logging.Handler, backlog: _Backlog
@@ -196,15 +196,21 @@ class _LineWriter(QueueListener):
         self._backlog = backlog
 
     def handle(self, record: logging.LogRecord) -> None:
-        """Write a line, and behind the last one that waits, how many were left out."""
+        """Write a line, and after the last waiting one the number of dropped lines."""
         super().handle(record)
         if num_dropped := self._backlog.written(record.msg):
-            facts = {"name": __name__, "levelname": "ERROR", "num_lines": num_dropped}
-            lost = logging.makeLogRecord(facts | {"msg": "log lines left out: the disk hung"})
+            facts: dict[str, Any] = {
+                "name": __name__,
+                "levelname": "ERROR",
+                "num_lines": num_dropped,
+            }
+            lost = logging.makeLogRecord(
+                facts | {"msg": "log lines dropped: the disk was too slow"}
+            )
             super().handle(_line_record(logging.ERROR, JsonFormatter().format(lost)))
 
     def stop(self) -> None:
-        """Write what waits, but wait no longer than `_CLOSE_S` for a disk that hangs."""
+        """Write the waiting lines, for at most `_CLOSE_S`."""
         self.enqueue_sentinel()
         thread: threading.Thread | None = self._thread
         if thread is not None:
@@ -225,31 +231,30 @@ def _size(line: str) -> int:
 class ProcessLogs:
     """The logs of one process, in `<folder>/<process>-<pid>.jsonl`.
 
-    A thread writes them: a disk that hangs must not hold the event loop up. Lines that come
-    meanwhile wait in memory, up to a bound; those beyond it are left out and counted.
+    An executor writes them, so that a slow disk does not block the event loop. Lines wait in
+    memory up to a limit; further ones are dropped and counted.
     """
 
     def __init__(self, config: LoggingConfig, process: str) -> None:
         self._process = process
-        # One for each folder that has been written to: lines that wait for a disk that hangs must
-        # not fill the backlog of the next one.
+        # One per folder: lines that wait for a slow disk must not fill the next folder's backlog.
         self._backlogs: list[_Backlog] = []
         self._listener: _LineWriter | None = self._start(config)
         atexit.register(self.close)
 
     @property
     def num_dropped(self) -> int:
-        """Lines that were left out since the start, because the disk hung."""
+        """Lines dropped since the start."""
         return sum(backlog.num_dropped for backlog in self._backlogs)
 
     def configure(self, config: LoggingConfig) -> None:
-        """Take new settings; what is in the queue still goes where it should have gone."""
+        """Apply new settings; lines in the queue still go to the old folder."""
         old, self._listener = self._listener, self._start(config)
         if old is not None:
             old.stop()
 
     def close(self) -> None:
-        """Write what is left in the queue, and log no more."""
+        """Write the rest of the queue and stop logging."""
         atexit.unregister(self.close)
         for name in _LOGGERS:
             logging.getLogger(name).handlers = []
@@ -265,7 +270,7 @@ class ProcessLogs:
             maxBytes=int(config.max_file_mib * 2**20),
             backupCount=config.keep_files,
             encoding="utf-8",
-            # A lone surrogate, which JSON can carry, has no form in UTF-8; `\\ud800` is JSON again.
+            # A lone surrogate is valid in JSON but not in UTF-8; `\\ud800` is valid JSON again.
             errors="backslashreplace",
         )
         queue: SimpleQueue[logging.LogRecord] = SimpleQueue()

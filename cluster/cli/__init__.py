@@ -1,1 +1,1 @@
-"""The `apar` command, one module a subcommand."""
+"""The `apar` command: one module per command or group of commands."""

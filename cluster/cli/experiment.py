@@ -44,6 +44,7 @@ experiment = typer.Typer(
 )
 
 _CPU_MODEL = "cpu-7b"
+_KV_SHARES_HELP = "Shares of the KV cache to run with."
 # A figure in less than five minutes on two cores.
 _QUICK: dict[str, Any] = {
     "answers": 20,
@@ -63,21 +64,25 @@ _OPTIONS = {
     "sample_s": "sample-every",
 }
 
+
+def _default(field: str) -> str:
+    """Return the default of a setting as the option takes it."""
+    value = ExperimentSettings.model_fields[field].default
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 ExperimentModel = Annotated[
     str,
-    typer.Option(
-        help=f"cpu-7b or cpu-13b (random weights, sized for a CPU), or a model that forks: "
-        f"{MODEL_HELP}"
-    ),
+    typer.Option(help=f"{MODEL_HELP} Or cpu-7b or cpu-13b: random weights, sized for a CPU."),
 ]
 Answers = Annotated[int, typer.Option(min=1, help="Number of answers, drawn from the trace.")]
 KvTokens = Annotated[
     int | None,
-    typer.Option(min=0, help="Tokens of the whole KV cache; 0 lets vLLM size it by memory."),
-]
-KvShares = Annotated[
-    CommaList[float] | None,
-    list_option(help="Shares of the KV cache to run with, such as 0.3,0.9.", item=float),
+    typer.Option(
+        min=0,
+        help="Tokens of the whole KV cache; 0 lets vLLM size it by memory.",
+        show_default=_default("kv_tokens"),
+    ),
 ]
 Repeats = Annotated[
     int,
@@ -111,7 +116,12 @@ def _figure_command(names: tuple[str, ...], text: str) -> Callable[..., None]:
             bool, typer.Option("--quick", help="Few answers and points: takes minutes.")
         ] = False,
         answers: Annotated[
-            int | None, typer.Option(min=1, help="Number of answers, drawn from each trace.")
+            int | None,
+            typer.Option(
+                min=1,
+                help="Number of answers, drawn from each trace.",
+                show_default=_default("answers"),
+            ),
         ] = None,
         context_length: ContextLength = None,
         kv_tokens: KvTokens = None,
@@ -119,16 +129,22 @@ def _figure_command(names: tuple[str, ...], text: str) -> Callable[..., None]:
         concurrency: Annotated[
             CommaList[int] | None,
             list_option(
-                help="Requests under way at once, such as 1,8,64: the points of figure 5b. Figure "
-                "5a and the tables use the largest (350 in the paper).",
+                help="Numbers of concurrent requests: the points of figure 5b. Figure 5a and the "
+                "tables use the largest (350 in the paper).",
+                default=_default("concurrencies"),
                 item=int,
                 minimum=1,
             ),
         ] = None,
-        kv_shares: KvShares = None,
+        kv_shares: Annotated[
+            CommaList[float] | None,
+            list_option(help=_KV_SHARES_HELP, item=float, default=_default("kv_shares")),
+        ] = None,
         methods: Annotated[
             CommaList[str] | None,
-            list_option(help=f"Methods to compare: {', '.join(MODES)}.", choices=MODES),
+            list_option(
+                help=f"Methods to compare: {', '.join(MODES)}.", choices=MODES, default="all"
+            ),
         ] = None,
         repeats: Annotated[
             int | None,
@@ -136,18 +152,22 @@ def _figure_command(names: tuple[str, ...], text: str) -> Callable[..., None]:
                 min=1,
                 help="Repeats of each run; medians are compared. A later run with more adds the "
                 "missing ones.",
+                show_default=_default("rounds"),
             ),
         ] = None,
         side_by_side: SideBySide = None,
         sample_every: Annotated[
             float | None,
-            duration_option(help="Time between samples (3s in the paper).", minimum="1ms"),
+            duration_option(
+                help="Time between samples (default: 1s; 3s in the paper).", minimum="1ms"
+            ),
         ] = None,
         token_time_multiple: Annotated[
             float | None,
             typer.Option(
                 help="Time per token that the adaptive policy keeps to, in steps of sequential "
-                "decoding."
+                "decoding.",
+                show_default=_default("token_time_multiple"),
             ),
         ] = None,
         seed: Seed = 0,
@@ -278,11 +298,17 @@ def peers(
     answers: Answers = 96,
     repeats: Repeats = 2,
     side_by_side: SideBySide = None,
-    kv_shares: KvShares = None,
+    kv_shares: Annotated[
+        CommaList[float] | None,
+        list_option(help=_KV_SHARES_HELP, item=float, default="0.3,0.9"),
+    ] = None,
     kv_tokens: KvTokens = None,
     context_length: ContextLength = None,
     concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Requests under way at once (default: 4).")
+        int | None,
+        typer.Option(
+            min=1, help="Number of concurrent requests.", show_default=_default("max_requests")
+        ),
     ] = None,
     methods: Annotated[
         CommaList[str] | None,

@@ -97,7 +97,7 @@ def run(
     ] = None,
     concurrency: Annotated[
         int | None,
-        typer.Option(min=1, help="Requests under way at once."),
+        typer.Option(min=1, help="Number of concurrent requests."),
     ] = None,
     rate: Annotated[
         float | None,
@@ -265,7 +265,7 @@ def _arrivals(
     if rate is not None and not rate > 0:
         raise typer.BadParameter(f"--rate {rate:g} is not above 0")
     if concurrency is not None:
-        return ClosedLoop(concurrency), f"{concurrency} under way at once"
+        return ClosedLoop(concurrency), f"{concurrency} concurrent requests"
     if file is not None:
         at_rate = "" if rate is None else f", scaled to {rate:g} per second"
         return read_arrivals(file, rate), f"at the times in {file}{at_rate}"

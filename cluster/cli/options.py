@@ -24,6 +24,7 @@ MODEL_HELP = f"Preset ({', '.join(PRESETS)}), checkpoint folder or Hugging Face 
 DTYPE_HELP = "Data type of the weights, such as float32 or bfloat16, or auto."
 TRACE_HELP = "Recorded answers: JSON lines with `prompt` and `response`."
 BLOCK_SIZE_HELP = "Tokens per KV-cache block."
+CONTEXT_LENGTH_HELP = "Leave out answers longer than this with their prompt (tokens)."
 
 Model = Annotated[str, typer.Option(help=MODEL_HELP)]
 ModelName = Annotated[
@@ -58,14 +59,11 @@ Seed = Annotated[int, typer.Option(min=0, help="Random seed.")]
 MaxTokens = Annotated[
     int, typer.Option(min=1, help="Limit on generated tokens per answer, all threads together.")
 ]
-ContextLength = Annotated[
-    int | None,
-    typer.Option(min=1, help="Leave out answers longer than this with their prompt (tokens)."),
-]
+ContextLength = Annotated[int | None, typer.Option(min=1, help=CONTEXT_LENGTH_HELP)]
 BlockSize = Annotated[int | None, typer.Option(min=1, help=BLOCK_SIZE_HELP)]
 Device = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
 Dtype = Annotated[str, typer.Option(help=DTYPE_HELP)]
-Concurrency = Annotated[int, typer.Option(min=1, help="Requests under way at once.")]
+Concurrency = Annotated[int, typer.Option(min=1, help="Number of concurrent requests.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from cluster.loadtest.run_file import ClusterFigures, RepeatFacts, RequestRecord, Run
 from cluster.loadtest.statistics import (
     ITL,
-    LEAST_REPEATS,
+    MIN_REPEATS,
     TITLES,
     Estimate,
     Objectives,
@@ -75,7 +75,7 @@ class Figure:
         each = self.each(run)
         if not each:
             return None
-        if len(each) >= LEAST_REPEATS or self.values is None:
+        if len(each) >= MIN_REPEATS or self.values is None:
             return over_repeats(each)
         return within_run(self._pooled(run), self.statistic)
 
@@ -84,7 +84,7 @@ class Figure:
         these, those = self.each(run), self.each(base)
         if not these or not those or min(*these, *those) <= 0:
             return None
-        if min(len(these), len(those)) < LEAST_REPEATS and self.values is not None:
+        if min(len(these), len(those)) < MIN_REPEATS and self.values is not None:
             return ratio_within_runs(self._pooled(run), self._pooled(base), self.statistic)
         return ratio_over_repeats(these, those)
 

@@ -37,9 +37,6 @@ def run_in_loop(coroutine: Coroutine[Any, Any, None]) -> None:
         runner.run(coroutine)
 
 
-Take = Callable[[Answered], None]
-
-
 @dataclass(slots=True)
 class Stop:
     """Interrupts a run: no more requests are sent, and running ones are cancelled."""
@@ -80,7 +77,7 @@ class Drive:
     client: LoadClient
     repeat: int
     stop: Stop
-    take: Take
+    take: Callable[[Answered], None]
     longest_s: float = float("inf")
     _start_s: float = 0.0
 
@@ -256,7 +253,7 @@ class LoadRun:
 
 
 async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Wait for all of them; raise the first error but for those of tasks that never began."""
+    """Wait for all tasks and raise the first error, ignoring cancelled tasks."""
     for result in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
             raise result

@@ -37,8 +37,8 @@ from cluster.loadtest.figures import (
 from cluster.loadtest.run_file import ClusterMoment, Run
 from cluster.loadtest.statistics import (
     ITL,
-    LEAST_REPEATS,
-    LEAST_SAMPLES,
+    MIN_REPEATS,
+    MIN_SAMPLES,
     TITLES,
     Estimate,
     sampled,
@@ -62,7 +62,7 @@ def run_report(run: Run) -> Report:
         title=f"Load test: {run.name}",
         facts=facts_of(run),
         tables=[table for table in tables if table is not None],
-        figures=_figures([run]),
+        figures=_plots([run]),
         data={"settings": run.facts.settings.model_dump(mode="json"), "figures": summary(run)},
     )
 
@@ -83,7 +83,7 @@ def compared(runs: Sequence[Run]) -> Report:
         title=f"Load tests: {', '.join(names)}",
         facts=facts,
         tables=[ratio_table(runs), *map(_client_table_of, runs)],
-        figures=_figures(runs),
+        figures=_plots(runs),
         data={"runs": {run.name: summary(run) for run in runs}},
     )
 
@@ -119,8 +119,8 @@ def facts_of(run: Run) -> Mapping[str, str]:
     settings = run.facts.settings
     workload = settings.workload.spec + (" (without forks)" if settings.workload.flat else "")
     facts: dict[str, str] = {}
-    if marks := marks_of(run):
-        facts["Attention"] = "; ".join(marks)
+    if warnings := warnings_of(run):
+        facts["Attention"] = "; ".join(warnings)
     facts |= {
         "Target": f"{settings.target.url}, model {settings.model}",
         "Workload": workload,
@@ -136,32 +136,32 @@ def facts_of(run: Run) -> Mapping[str, str]:
     return facts
 
 
-def marks_of(run: Run) -> list[str]:
+def warnings_of(run: Run) -> list[str]:
     """Return warnings about a run."""
-    marks = [
-        f"repeat {facts.repeat + 1}: {mark}"
+    warnings = [
+        f"repeat {facts.repeat + 1}: {warning}"
         for facts in run.facts.repeats
-        for mark in facts.client.marks
+        for warning in facts.client.warnings
     ]
-    marks += [
+    warnings += [
         f"repeat {facts.repeat + 1} was interrupted after {len(run.of_repeat(facts.repeat))} of "
         f"{facts.planned} requests"
         for facts in run.facts.repeats
         if facts.interrupted
     ]
     if any(not record.counted for record in run.whole):
-        marks.append("the server reports no token counts: chunks of text are counted instead")
+        warnings.append("the server reports no token counts: chunks of text are counted instead")
     if left_out := run.facts.left_out:
-        marks.append(f"{left_out} recorded answers were skipped because they exceed the context")
+        warnings.append(f"{left_out} recorded answers were skipped because they exceed the context")
     if repeated := run.facts.repeated:
-        marks.append(
+        warnings.append(
             f"{repeated} requests per repeat are repetitions, which prefix caches speed up"
         )
     if unknown := unmeasured(run.records, run.facts.settings.slo):
-        marks.append(f"no goodput: no answer has the time of objective {', '.join(unknown)}")
+        warnings.append(f"no goodput: no answer has the time of objective {', '.join(unknown)}")
     if failed := len(run.records) - len(run.whole):
-        marks.append(f"{failed} of {len(run.records)} requests have no complete answer")
-    return marks
+        warnings.append(f"{failed} of {len(run.records)} requests have no complete answer")
+    return warnings
 
 
 def summary(run: Run) -> dict[str, Any]:
@@ -189,12 +189,12 @@ def _client_table_of(run: Run) -> ReportTable:
     return replace(table, name=name, title=f"{table.title}: {run.name}")
 
 
-def _figures(runs: Sequence[Run]) -> dict[str, Plot]:
-    figures = {"throughput": throughput_figure(runs), "times": times_figure(runs)}
-    servers = cluster_figure(runs)
+def _plots(runs: Sequence[Run]) -> dict[str, Plot]:
+    plots = {"throughput": throughput_plot(runs), "times": times_plot(runs)}
+    servers = cluster_plot(runs)
     if servers is not None:
-        figures["cluster"] = servers
-    return figures
+        plots["cluster"] = servers
+    return plots
 
 
 _INTERVAL = "95 % interval"
@@ -241,7 +241,7 @@ def times_table(run: Run) -> ReportTable:
         rows.append(tuple(row))
     source = (
         "over repeats (Student's t)"
-        if len(repeats_of(run)) >= LEAST_REPEATS
+        if len(repeats_of(run)) >= MIN_REPEATS
         else "by resampling the requests of all repeats"
     )
     return ReportTable(
@@ -328,7 +328,7 @@ def client_table(run: Run) -> ReportTable:
                 facts.client.lag_p50_s * 1000,
                 facts.client.lag_p99_s * 1000,
                 None if facts.client.late_p99_s is None else facts.client.late_p99_s * 1000,
-                "did not keep up" if facts.client.marks else "kept up",
+                "did not keep up" if facts.client.warnings else "kept up",
             )
             for facts in run.facts.repeats
         ),
@@ -355,7 +355,7 @@ def _throughput_note(run: Run) -> str:
     ]
     if not spreads:
         return (
-            f"Fewer than {LEAST_SAMPLES} samples of {seconds:g} s between warm-up and the first "
+            f"Fewer than {MIN_SAMPLES} samples of {seconds:g} s between warm-up and the first "
             "text of the last request: send more requests."
         )
     quartiles = "; ".join(f"{each.p25:,.1f} to {each.p75:,.1f}" for each in spreads)
@@ -371,7 +371,7 @@ _CURVE_POINTS = 400
 _LARGEST_SHOWN = 99.5
 
 
-def throughput_figure(runs: Sequence[Run]) -> Plot:
+def throughput_plot(runs: Sequence[Run]) -> Plot:
     """Plot tokens per second and running requests over time, for each repeat of each run.
 
     Samples that count for the mean are in full colour, warm-up and cool-down are pale.
@@ -396,7 +396,7 @@ def throughput_figure(runs: Sequence[Run]) -> Plot:
     return figure
 
 
-def times_figure(runs: Sequence[Run]) -> Plot:
+def times_plot(runs: Sequence[Run]) -> Plot:
     """Plot the cumulative distribution of every time."""
     names = [name for name in TITLES if any(values_of(name, run.records) for run in runs)]
     num_rows = -(-len(names) // 2) or 1
@@ -413,7 +413,7 @@ def times_figure(runs: Sequence[Run]) -> Plot:
     return figure
 
 
-def cluster_figure(runs: Sequence[Run]) -> Plot | None:
+def cluster_plot(runs: Sequence[Run]) -> Plot | None:
     """Plot KV usage and running threads over time; None if no metrics were read."""
     if not any(repeat.facts.cluster for run in runs for repeat in repeats_of(run)):
         return None

@@ -1,5 +1,4 @@
-"""Files of a run: `run.json` with settings and results per repeat, and `requests.jsonl` with one
-line per request."""
+"""Files of a run: settings and results (`run.json`), and requests (`requests.jsonl`)."""
 
 from __future__ import annotations
 
@@ -25,13 +24,15 @@ from apar_core.offline.data.records import ChatMessage
 from apar_core.workload.trace import TraceLine, TraceWriter
 from cluster.loadtest.jobs import Target, WorkloadSettings
 
+RUN_FILE, REQUESTS_FILE = "run.json", "requests.jsonl"
 SAMPLE_S = 3.0
 """Default length of a throughput sample, as in the paper."""
 SETTLE_S = 11.0
 """Longer than the report interval of metrics: `metrics.report_s`, or Ray's default of 10 s."""
-MOST_CPU_SHARE = 0.9
-MOST_LAG_S = 0.1
-MOST_LATE_S = 0.25
+MAX_CPU_SHARE = 0.9
+MAX_LAG_S = 0.1
+MAX_LATE_S = 0.25
+"""Above any of these limits, the client counts as a bottleneck."""
 CANCELLED = "cancelled"
 """Error kind of a request that was running when the user interrupted the run."""
 
@@ -100,9 +101,6 @@ class RequestRecord(BaseModel):
         return [(self.sent_s + time_s, length * per_character) for time_s, length in self.pieces]
 
 
-RUN_FILE, REQUESTS_FILE = "run.json", "requests.jsonl"
-
-
 @dataclass(frozen=True, slots=True)
 class Answered:
     """Record of a request with its messages and its answer."""
@@ -130,22 +128,24 @@ class ClientFigures(BaseModel):
     late_p99_s: float | None
 
     @property
-    def marks(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """Warnings that the client was a bottleneck; empty if it was not."""
-        marks = []
-        if self.cpu_share > MOST_CPU_SHARE:
-            marks.append(f"the client used {self.cpu_share:.2f} of a core (limit {MOST_CPU_SHARE})")
-        if self.lag_p99_s > MOST_LAG_S:
-            marks.append(
+        warnings = []
+        if self.cpu_share > MAX_CPU_SHARE:
+            warnings.append(
+                f"the client used {self.cpu_share:.2f} of a core (limit {MAX_CPU_SHARE})"
+            )
+        if self.lag_p99_s > MAX_LAG_S:
+            warnings.append(
                 f"the client's event loop lagged by {self.lag_p99_s * 1000:.0f} ms at the 99th "
-                f"percentile (limit {MOST_LAG_S * 1000:.0f} ms)"
+                f"percentile (limit {MAX_LAG_S * 1000:.0f} ms)"
             )
-        if self.late_p99_s is not None and self.late_p99_s > MOST_LATE_S:
-            marks.append(
+        if self.late_p99_s is not None and self.late_p99_s > MAX_LATE_S:
+            warnings.append(
                 f"requests were sent {self.late_p99_s * 1000:.0f} ms late at the 99th percentile "
-                f"(limit {MOST_LATE_S * 1000:.0f} ms)"
+                f"(limit {MAX_LATE_S * 1000:.0f} ms)"
             )
-        return marks
+        return warnings
 
 
 class ClusterMoment(BaseModel):

@@ -147,7 +147,7 @@ def unmeasured(records: Sequence[RequestRecord], objectives: Objectives) -> list
     ]
 
 
-LEAST_SAMPLES = 3
+MIN_SAMPLES = 3
 """Minimum for a steady state; with fewer, the run was too short."""
 
 
@@ -164,7 +164,7 @@ class Samples:
     def kept(self) -> tuple[float, ...]:
         """Samples between warm-up and cool-down; empty if there are too few."""
         found = self.tokens_per_s[self.first : self.end]
-        return found if len(found) >= LEAST_SAMPLES else ()
+        return found if len(found) >= MIN_SAMPLES else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ def spread(samples: Samples) -> Spread | None:
 
 
 CONFIDENCE = 0.95
-LEAST_REPEATS = 3
+MIN_REPEATS = 3
 """Minimum for an interval over repeats; for two, it is twelve times as wide as their difference."""
 _RESAMPLES = 1000
 # Limits the memory of resampling many requests.
@@ -250,7 +250,7 @@ def mean(values: NDArray[np.float64], axis: int = -1) -> NDArray[np.float64]:
 def over_repeats(values: Sequence[float]) -> Estimate:
     """Return the mean over repeats; with three or more, with Student's t interval."""
     centre = float(np.mean(values))
-    if len(values) < LEAST_REPEATS:
+    if len(values) < MIN_REPEATS:
         return Estimate(centre)
     half = _t_quantile(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
     return Estimate(centre, centre - half, centre + half)
@@ -273,7 +273,7 @@ def ratio_over_repeats(these: Sequence[float], those: Sequence[float]) -> Estima
     """
     first, second = np.log(these), np.log(those)
     difference = float(np.mean(first) - np.mean(second))
-    if min(len(these), len(those)) < LEAST_REPEATS:
+    if min(len(these), len(those)) < MIN_REPEATS:
         return Estimate(math.exp(difference))
     squares = [float(np.var(each, ddof=1)) / len(each) for each in (first, second)]
     if sum(squares) == 0:

@@ -78,7 +78,7 @@ class ClientWatch:
 
 _LOOK_S = 1.0
 # Other clients may keep a server busy.
-_MOST_SETTLES = 3
+_MAX_SETTLE_PERIODS = 3
 _COUNTED = frozenset(
     metric.exported
     for metric in (
@@ -142,7 +142,7 @@ class ClusterWatch:
                 stood_still = await asyncio.to_thread(self._read, None)
                 now_s = time.perf_counter()
                 still_s = still_s if stood_still else now_s
-                waited = now_s - began_s >= _MOST_SETTLES * self.settle_s
+                waited = now_s - began_s >= _MAX_SETTLE_PERIODS * self.settle_s
                 if waited or now_s - still_s >= self.settle_s:
                     return
                 await asyncio.sleep(min(_LOOK_S, self.settle_s / 4))

@@ -74,7 +74,7 @@ def _is_ours(line: str) -> bool:
 TIMEOUT_S = 3.0
 QUIET_S = 15.0
 """Longer than the interval between two reports, which is 10 s for Ray."""
-_MOST_AT_ONCE = 16
+_MAX_PARALLEL_READS = 16
 
 
 class Source(Protocol):
@@ -107,7 +107,7 @@ class PagesSource:
         """Read all pages in parallel; the snapshot names pages that fail."""
         answered: dict[str, dict[SeriesKey, float]] = {}
         failures: dict[str, str] = {}
-        with ThreadPoolExecutor(_MOST_AT_ONCE) as executor:
+        with ThreadPoolExecutor(_MAX_PARALLEL_READS) as executor:
             found = list(executor.map(self._read_address, self.addresses))
             listed = sorted({url for _, urls in found for url in urls})
             found += executor.map(lambda url: (self._read_page(url), []), listed)

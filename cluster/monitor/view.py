@@ -78,7 +78,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 _NARROW = 100
-_LEAST_REPLICA_ROWS = 3
+_MIN_REPLICA_ROWS = 3
 _KV_WARNING, _KV_ALARM = 0.75, 0.9
 
 
@@ -107,7 +107,7 @@ class Screen:
         height = options.height if options.height is not None else 10_000
         taken = len(console.render_lines(Group(*above, *below), options.update(height=None)))
         # Lines for the table's title and header, and for the number of hidden rows.
-        rows = max(height - taken - 4, _LEAST_REPLICA_ROWS)
+        rows = max(height - taken - 4, _MIN_REPLICA_ROWS)
         yield Group(*above, _replicas(self.overview.replicas, rows, narrow=narrow), *below)
 
     def _head(self, width: int) -> list[RenderableType]:

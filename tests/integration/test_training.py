@@ -158,14 +158,13 @@ def test_the_configuration_for_fsdp_loads_in_accelerate() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["apar_command", "sharded_command"])
+@pytest.mark.parametrize("command", ["cluster.cli.main", "tests.integration.sharded_command"])
 def test_two_processes_train_what_one_does(tmp_path: Path, command: str) -> None:
     data = corpus_data(tmp_path / "data")
     one = CliRunner().invoke(app, arguments(tmp_path, data, tmp_path / "one"))
     assert one.exit_code == 0, one.output
 
-    printed = launch("-m", f"tests.integration.{command}",
-                     *arguments(tmp_path, data, tmp_path / "two"))  # fmt: skip
+    printed = launch("-m", command, *arguments(tmp_path, data, tmp_path / "two"))  # fmt: skip
 
     assert printed.count("Checkpoint written") == 1
     assert validations(tmp_path / "two") == pytest.approx(validations(tmp_path / "one"), abs=1e-5)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.config.model import PRESETS
+from tests.fakes.apar_command import APAR
 
 GUIDELLM = "APAR_GUIDELLM"
 """Environment variable: a folder to import guidellm from, or none."""
@@ -26,7 +27,6 @@ if __name__ == "__main__":
     add_cli_args(parser)
     main(parser.parse_args(sys.argv[1:]))
 """
-_APAR = "from cluster.cli.main import app; app()"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def by_apar(load: Load, folder: Path) -> Seen:
     prompts.write_text("".join(f"{prompt}\n" for prompt in load.prompts))
     out = folder / "apar"
     _run(
-        [sys.executable, "-c", _APAR, "loadtest", "run",
+        [*APAR, "loadtest", "run",
          "--target", load.url, "--model-name", load.model,
          "--prompts", str(prompts), "--concurrency", str(load.concurrency),
          "--max-tokens", str(load.num_tokens), "--ignore-eos", "--warm-up", "1",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,12 @@ import pytest
 
 from apar_core.workload.trace import read_trace
 from cluster.local_ray import free_port
+from tests.fakes.apar_command import APAR
 from tests.integration.serving.apar_process import TINY, serving
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-COMMAND = (sys.executable, "-c", "from cluster.cli.main import app; app()", "loadtest", "run")
+COMMAND = (*APAR, "loadtest", "run")
 
 
 @dataclass(frozen=True)

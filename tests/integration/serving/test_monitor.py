@@ -3,7 +3,6 @@
 import asyncio
 import json
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,12 +13,12 @@ from typing import Any
 import pytest
 
 from cluster.local_ray import free_port
+from tests.fakes.apar_command import APAR
 from tests.integration.serving.apar_process import TINY, serving
 from tests.integration.serving.load_clients import under_load
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-COMMAND = (sys.executable, "-c", "from cluster.cli.main import app; app()")
 WAIT_S = 60.0
 
 
@@ -45,7 +44,7 @@ def loaded(url: str, num_clients: int) -> Iterator[None]:
 
 def run(*arguments: str) -> dict[str, Any]:
     """The last line of a command's output, which is JSON."""
-    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run([*APAR, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
@@ -61,7 +60,7 @@ def test_a_loaded_cluster_is_shown_as_it_is(tmp_path: Path) -> None:
             # At any one moment an engine may have nothing to do.
             readings = [shown, *(run(*once) for _ in range(4))]
         text = subprocess.run(
-            [*COMMAND, "monitor", "--metrics", page, "--once"], capture_output=True, text=True,
+            [*APAR, "monitor", "--metrics", page, "--once"], capture_output=True, text=True,
             check=True,
         ).stdout  # fmt: skip
 
@@ -92,7 +91,7 @@ def test_step_times_are_measured_on_the_running_cluster(tmp_path: Path) -> None:
     port = free_port()
     with serving(tmp_path, TINY, metrics={"port": port}) as server, loaded(server.url, 1):
         planning = subprocess.Popen(
-            [*COMMAND, "plan", "--rate", "3", "--model", "apar-tiny", "--measure-from",
+            [*APAR, "plan", "--rate", "3", "--model", "apar-tiny", "--measure-from",
              f"127.0.0.1:{port}", "--measure-for", "30s", "--json"],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
@@ -125,7 +124,7 @@ def test_a_watch_goes_on_through_a_restart_of_the_server(tmp_path: Path) -> None
 
     with serving(first, TINY, metrics={"port": port}), log.open("w") as output:
         watching = subprocess.Popen(
-            [*COMMAND, "monitor", "--metrics", f"127.0.0.1:{port}", "--json", "--interval", "0.5s"],
+            [*APAR, "monitor", "--metrics", f"127.0.0.1:{port}", "--json", "--interval", "0.5s"],
             stdout=output,
         )
         before = wait_for(lambda shown: shown["replicas"])

@@ -63,7 +63,7 @@ def test_only_adopted_zombies_are_reaped() -> None:
     own.wait()
 
 
-def test_haproxy_gets_its_configuration_put_right(tmp_path: Path) -> None:
+def test_the_wrapper_corrects_haproxys_configuration(tmp_path: Path) -> None:
     config, wrapper = tmp_path / "c.cfg", tmp_path / "haproxy"
     config.write_text(
         "    option splice-request\n    option splice-response\n"
@@ -80,7 +80,7 @@ def test_haproxy_gets_its_configuration_put_right(tmp_path: Path) -> None:
     )
 
 
-def test_haproxy_listens_on_all_addresses_where_the_server_shall(tmp_path: Path) -> None:
+def test_only_the_servers_address_may_be_public(tmp_path: Path) -> None:
     config, wrapper = tmp_path / "c.cfg", tmp_path / "haproxy"
     # Ray Serve's sections, with `host: 0.0.0.0`.
     config.write_text(
@@ -133,7 +133,7 @@ def assert_not_ready(answer: httpx.Response) -> None:
         ),
     ],
 )
-def test_haproxys_own_errors_have_openais_form(tmp_path: Path, backend: str) -> None:
+def test_haproxys_own_errors_are_in_openais_format(tmp_path: Path, backend: str) -> None:
     assert_not_ready(answer_through_haproxy(tmp_path, backend.format(dead=free_port())))
 
 
@@ -160,7 +160,7 @@ def answering(status: int, content_type: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("status", [500, 503])
-def test_errors_of_ray_serves_proxy_have_openais_form(tmp_path: Path, status: int) -> None:
+def test_errors_of_ray_serves_proxy_are_in_openais_format(tmp_path: Path, status: int) -> None:
     with answering(status, "text/plain; charset=utf-8") as address:
         assert_not_ready(answer_through_haproxy(tmp_path, f"    server one {address}\n"))
 
@@ -187,7 +187,7 @@ def test_haproxys_files_stay_in_the_private_folder(tmp_path: Path) -> None:
     assert serve_environment(tmp_path).items() >= SERVE_FLAGS.items()
 
 
-def test_a_free_port_is_not_one_of_those_that_outgoing_connections_get() -> None:
+def test_a_free_port_is_not_an_ephemeral_one() -> None:
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     if first < 30_000:
         pytest.skip(f"this machine gives outgoing connections ports from {first} on")
@@ -195,13 +195,13 @@ def test_a_free_port_is_not_one_of_those_that_outgoing_connections_get() -> None
     assert all(20_000 <= free_port() < first for _ in range(100))
 
 
-def test_a_free_port_is_found_where_the_usual_ones_are_taken(
+def test_a_free_port_is_found_if_the_stable_ones_are_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        monkeypatch.setattr("cluster.local_ray._LASTING_PORTS", [port])
+        monkeypatch.setattr("cluster.local_ray._STABLE_PORTS", [port])
 
         found = free_port()
 
@@ -224,7 +224,7 @@ def test_ray_that_does_not_start_is_an_error_that_leaves_nothing(
     monkeypatch.setattr("cluster.local_ray.tempfile.mkdtemp", lambda **_: str(folder))
 
     with (
-        pytest.raises(StartError, match="Ray could not be started: TimeoutError: no raylet"),
+        pytest.raises(StartError, match="Ray did not start: TimeoutError: no raylet"),
         local_ray(num_cpus=1),
     ):
         pass

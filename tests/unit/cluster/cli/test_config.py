@@ -1,13 +1,14 @@
+"""`apar config`."""
+
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from cluster.cli.main import app
 from cluster.config import load_config
+from tests.fakes.apar_command import apar
 
 FILE = """\
 port: 9000
@@ -27,7 +28,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_check_names_the_models_of_a_good_file(file: Path) -> None:
-    result = CliRunner().invoke(app, ["config", "check", str(file)])
+    result = apar("config", "check", file)
 
     assert result.exit_code == 0
     assert "apar-tiny, plain" in result.output
@@ -36,7 +37,7 @@ def test_check_names_the_models_of_a_good_file(file: Path) -> None:
 def test_check_takes_the_engine_arguments_of_vllm(file: Path) -> None:
     file.write_text("models: [{engine: {max_num_seqs: 4, enable_auto_tool_choice: true}}]")
 
-    assert CliRunner().invoke(app, ["config", "check", str(file)]).exit_code == 0
+    assert apar("config", "check", file).exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_check_takes_the_engine_arguments_of_vllm(file: Path) -> None:
 def test_check_names_what_is_wrong(file: Path, text: str, named: str) -> None:
     file.write_text(text)
 
-    result = CliRunner().invoke(app, ["config", "check", str(file)])
+    result = apar("config", "check", file)
 
     assert result.exit_code == 1
     assert named in result.output
@@ -68,7 +69,7 @@ def test_brackets_in_names_are_shown_as_they_are(
 ) -> None:
     file.write_text(text)
 
-    result = CliRunner().invoke(app, ["config", "check", str(file)])
+    result = apar("config", "check", file)
 
     assert (result.exit_code, result.exception is None) == (exit_code, exit_code == 0)
     assert named in result.output
@@ -77,13 +78,13 @@ def test_brackets_in_names_are_shown_as_they_are(
 def test_show_fills_in_what_the_preset_gives(file: Path) -> None:
     file.write_text("models: [{checkpoint: apar-7b, engine: {seed: 1}}]")
 
-    shown = CliRunner().invoke(app, ["config", "show", str(file)]).output
+    shown = apar("config", "show", file).output
 
     assert yaml.safe_load(shown)["models"][0]["engine"] == {"max_model_len": 2048, "seed": 1}
 
 
 def test_show_prints_a_file_that_means_the_same(file: Path, tmp_path: Path) -> None:
-    shown = CliRunner().invoke(app, ["config", "show", str(file)]).output
+    shown = apar("config", "show", file).output
     again = tmp_path / "again.yaml"
     again.write_text(shown)
 
@@ -97,7 +98,7 @@ def test_show_prints_a_file_that_means_the_same(file: Path, tmp_path: Path) -> N
 
 
 def test_the_schema_describes_every_field() -> None:
-    schema = json.loads(CliRunner().invoke(app, ["config", "schema"]).output)
+    schema = json.loads(apar("config", "schema").output)
 
     defined = (each for each in schema["$defs"].values() if "enum" not in each)
     objects: list[dict[str, Any]] = [schema, *defined]

@@ -1,16 +1,16 @@
+"""`apar data prepare`."""
+
 from __future__ import annotations
 
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.data.example_file import read_examples
@@ -18,7 +18,7 @@ from apar_core.offline.evaluation.answer_files import read_answer_set
 from apar_core.offline.evaluation.prompt_sets import read_question_file
 from apar_core.offline.training.example_encoder import ExampleEncoder
 from apar_core.workload.trace import read_trace
-from cluster.cli.main import app
+from tests.fakes.apar_command import APAR, apar
 
 LIST = "\n".join(f"{n}. Point {n}: with some content." for n in (1, 2, 3))
 
@@ -29,10 +29,7 @@ def chat(answer: str) -> str:
 
 
 def run(*arguments: str | Path) -> tuple[int, str]:
-    result = CliRunner().invoke(
-        app, ["data", "prepare", *map(str, arguments)], env={"COLUMNS": "200", "TERM": "dumb"}
-    )
-    assert not isinstance(result.exception, Exception) or isinstance(result.exception, SystemExit)
+    result = apar("data", "prepare", *arguments)
     return result.exit_code, result.output
 
 
@@ -63,7 +60,7 @@ def test_the_report_shows_kinds_refusals_and_samples(source: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("text", "words"), [("[]", "contain no chats"), ("{", "No answer could be used")]
 )
-def test_a_run_without_a_use_says_so(tmp_path: Path, text: str, words: str) -> None:
+def test_a_run_without_usable_chats_says_so(tmp_path: Path, text: str, words: str) -> None:
     source = tmp_path / "chats.json"
     source.write_text(text)
 
@@ -109,7 +106,7 @@ def test_with_a_model_examples_fit_its_context_and_none_is_lost_in_training(
     assert len(list(read_trace(held))) == 2
 
 
-def test_a_model_that_cannot_be_trained_is_told_before_anything_is_read(
+def test_an_unusable_model_is_an_error_before_anything_is_read(
     source: Path, tmp_path: Path
 ) -> None:
     exit_code, output = run(source, "--out", tmp_path / "out", "--model", "/nowhere/model")
@@ -119,7 +116,7 @@ def test_a_model_that_cannot_be_trained_is_told_before_anything_is_read(
     assert not (tmp_path / "out").exists()
 
 
-def test_strict_ends_with_one_and_the_place(source: Path, tmp_path: Path) -> None:
+def test_strict_exits_with_1_and_names_the_line(source: Path, tmp_path: Path) -> None:
     exit_code, output = run(source, "--out", tmp_path / "out", "--strict")
 
     assert exit_code == 1
@@ -149,9 +146,8 @@ def test_ctrl_c_leaves_nothing_and_no_traceback(tmp_path: Path, workers: str) ->
     # A pipe that nobody closes: the command waits for more while it is interrupted.
     source, out = tmp_path / "chats.jsonl", tmp_path / "out"
     os.mkfifo(source)
-    command = [sys.executable, "-c", "from cluster.cli.main import app; app()", "data", "prepare"]
     process = subprocess.Popen(
-        [*command, str(source), "--out", str(out), "--workers", workers],
+        [*APAR, "data", "prepare", str(source), "--out", str(out), "--workers", workers],
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from typer.testing import CliRunner
-
 from apar_core.engine.checkpoint import CheckpointReport
 from cluster.cli.doctor import (
     TESTED_VERSIONS,
@@ -19,7 +17,7 @@ from cluster.cli.doctor import (
     diagnose,
     installed_versions,
 )
-from cluster.cli.main import app
+from tests.fakes.apar_command import apar
 
 GIB = 2**30
 
@@ -41,7 +39,7 @@ def test_a_folder_without_a_checkpoint_is_a_problem(tmp_path: Path) -> None:
 
 
 def test_the_command_exits_with_1_if_something_is_wrong(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["doctor", "--model", str(tmp_path)], env={"COLUMNS": "200"})
+    result = apar("doctor", "--model", tmp_path)
 
     assert result.exit_code == 1
     assert "no model configuration" in result.output
@@ -70,7 +68,7 @@ def test_an_ordinary_model_is_no_problem() -> None:
     assert findings[-1] == Finding("forks", "no: an ordinary model, served without forks")
 
 
-def test_tested_versions_raise_no_problem_and_builds_of_them_neither() -> None:
+def test_tested_versions_and_their_builds_are_no_problem() -> None:
     findings = check_versions({**TESTED_VERSIONS, "torch": "2.13.0+cpu"})
 
     assert [finding.problem for finding in findings] == [None] * 4

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from cluster.cli.main import app
+from tests.fakes import apar_command
 from tests.fakes.judge_server import Reply, judge_server
 from tests.integration.random_checkpoint import write_checkpoint
 
@@ -18,9 +17,7 @@ needs_fastchat = pytest.mark.skipif(not FASTCHAT.is_dir(), reason=f"{FASTCHAT} i
 
 
 def run(*arguments: str | Path) -> tuple[int, str]:
-    """Exit code and all that is printed, in one line."""
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["evaluate", *map(str, arguments)])
-    return result.exit_code, " ".join(result.output.split())
+    return apar_command.run("evaluate", *arguments)
 
 
 def answer_file(folder: Path) -> Path:
@@ -74,7 +71,7 @@ def test_answers_are_judged_and_reported(tmp_path: Path) -> None:
         (("--max-judgment-tokens", "0", "--judge-temperature", "none"), {}),
     ],
 )
-def test_a_judge_gets_the_limit_and_temperature_that_it_takes(
+def test_token_limit_and_temperature_are_sent_as_the_judge_accepts_them(
     tmp_path: Path, options: tuple[str, ...], sent: dict[str, float]
 ) -> None:
     def reasoning_judge(body: dict[str, Any], _number: int) -> Reply:
@@ -93,7 +90,7 @@ def test_a_judge_gets_the_limit_and_temperature_that_it_takes(
 
 
 @needs_fastchat
-def test_a_further_attempt_at_a_rating_is_not_greedy(tmp_path: Path) -> None:
+def test_a_retry_for_a_rating_is_not_greedy(tmp_path: Path) -> None:
     def shy(body: dict[str, Any], _number: int) -> Reply:
         return Reply(text="[[7]]" if body.get("temperature") == 0.7 else "Hm.")
 
@@ -108,7 +105,7 @@ def test_a_further_attempt_at_a_rating_is_not_greedy(tmp_path: Path) -> None:
 
 
 @needs_fastchat
-def test_a_judge_that_fails_leaves_exit_code_1_and_the_way_on(tmp_path: Path) -> None:
+def test_a_failing_judge_exits_with_1_and_says_how_to_continue(tmp_path: Path) -> None:
     with judge_server(lambda _body, _number: Reply(400, "no [thing]")) as server:
         code, output = run(
             *("quality", "--judge", server.url, "--judge-model", "judge", "--out", tmp_path / "o"),
@@ -148,7 +145,7 @@ def test_a_judge_that_fails_leaves_exit_code_1_and_the_way_on(tmp_path: Path) ->
     ],
 )
 @needs_fastchat
-def test_options_that_cannot_be_used_are_told_in_one_line(
+def test_unusable_options_are_reported_in_one_line(
     tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     code, output = run("quality", *arguments, "--out", tmp_path, "--benchmark-files", FASTCHAT)
@@ -265,7 +262,7 @@ def test_a_checkpoint_without_control_tokens_cannot_fork(
         ),
     ],
 )
-def test_wishes_that_cannot_be_measured_are_told_in_one_line(
+def test_refused_combinations_of_options_are_reported_in_one_line(
     tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     code, output = run("speed", *arguments, "--out", tmp_path)

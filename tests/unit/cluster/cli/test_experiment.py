@@ -5,22 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from apar_core.errors import EvaluationError
-from cluster.cli.main import app
 from cluster.experiments.peers.methods import METHODS
 from cluster.experiments.peers.runs import PeerSettings
 from cluster.experiments.scale_out import ReplicasRun
 from cluster.experiments.settings import ExperimentSettings
+from tests.fakes import apar_command
 
 TRACE = '{"id": "a", "prompt": "How?", "response": "Ten."}\n'
 
 
-def run(*arguments: str) -> tuple[int, str]:
-    environment = {"COLUMNS": "300", "TERM": "dumb"}
-    result = CliRunner().invoke(app, ["experiment", *arguments], env=environment)
-    return result.exit_code, " ".join(result.output.split())
+def run(*arguments: str | Path) -> tuple[int, str]:
+    return apar_command.run("experiment", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +80,7 @@ def test_the_concurrency_is_the_points_of_figure_5b_and_the_limit_of_the_others(
     assert made[1].max_requests == ExperimentSettings(trace=Path("t")).max_requests
 
 
-def test_a_trace_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_trace_of_a_figure_is_named(tmp_path: Path) -> None:
     missing = tmp_path / "none.jsonl"
 
     code, output = run("fig5a", "--trace", str(missing), "--out", str(tmp_path / "o"))
@@ -119,7 +116,7 @@ def test_rows_of_the_step_curve_are_two_numbers_or_more(
         (("--kv-shares", "0.3,x"), "Invalid value for '--kv-shares': 'x' is not a number"),
     ],
 )
-def test_a_comparison_that_cannot_be_made_is_refused(
+def test_methods_and_shares_of_peers_are_checked(
     tmp_path: Path, options: tuple[str, ...], message: str
 ) -> None:
     trace = tmp_path / "trace.jsonl"
@@ -132,7 +129,7 @@ def test_a_comparison_that_cannot_be_made_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_options_that_are_not_given_leave_the_settings_as_they_are(
+def test_unset_options_keep_the_defaults_of_the_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[PeerSettings] = []
@@ -150,21 +147,21 @@ def test_options_that_are_not_given_leave_the_settings_as_they_are(
     assert made[0].max_requests == PeerSettings(trace=tmp_path / "t").max_requests
 
 
-def test_a_missing_trace_is_named(tmp_path: Path) -> None:
+def test_a_missing_trace_of_peers_is_named(tmp_path: Path) -> None:
     code, output = run("peers", "--trace", str(tmp_path / "none"), "--out", str(tmp_path / "out"))
 
     assert code == 1
     assert "none cannot be read" in output
 
 
-def test_threads_that_do_not_make_whole_requests_are_refused() -> None:
+def test_threads_must_be_a_multiple_of_those_per_request() -> None:
     code, output = run("scheduler-cost", "--threads", "2001", "--threads-per-request", "8")
 
     assert code == 2
     assert "--threads 2001 is not a multiple of --threads-per-request 8" in output
 
 
-def test_a_simulated_model_that_is_not_there_is_named_before_anything_is_served(
+def test_an_unknown_simulated_model_is_named_before_anything_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served: list[object] = []

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.apar_tiny_medusa import heads_path
 from apar_core.tree import ROOT_THREAD, ParagraphTree, ThreadId, TreeStatistics
 from cluster.cli.generate import statistics_line, thread_view
-from cluster.cli.main import app
+from tests.fakes.apar_command import apar
 from tests.integration.random_checkpoint import write_checkpoint
 
 LIST_PROMPT = "Give me 5 tips for learning guitar."
@@ -22,9 +21,7 @@ DECODERS = ("plain", "vanilla_apar", "medusa_apar")
 
 
 def generate(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(
-        app, ["generate", *arguments], env={"COLUMNS": "200", "TERM": "dumb"}
-    )
+    result = apar("generate", *arguments)
     return result.exit_code, result.stdout, result.stderr
 
 
@@ -46,7 +43,7 @@ def test_forking_decoders_print_the_same_list() -> None:
     assert "[Fork]" not in vanilla[1]
 
 
-def test_threads_are_shown_with_the_passes_that_they_took() -> None:
+def test_threads_are_shown_with_their_forward_passes() -> None:
     shown = {name: generate(LIST_PROMPT, "--decoder", name, "--show-threads") for name in DECODERS}
 
     for name, (exit_code, output, error) in shown.items():
@@ -125,7 +122,7 @@ def test_medusa_without_heads_on_another_model_is_an_error() -> None:
         ("--decoder", "medusa_apar", "--no-fork"),
     ],
 )
-def test_heads_for_what_has_none_are_an_error(arguments: tuple[str, ...]) -> None:
+def test_heads_for_another_decoder_are_an_error(arguments: tuple[str, ...]) -> None:
     exit_code, output, error = generate("Hi", *arguments, "--medusa-heads", "my-heads")
 
     assert (exit_code, output) == (1, "")
@@ -140,9 +137,7 @@ def test_heads_for_what_has_none_are_an_error(arguments: tuple[str, ...]) -> Non
         (("--decoder", "medusa_apar", "--medusa-heads", "{folder}"), "no configuration of Medusa"),
     ],
 )
-def test_what_cannot_be_is_an_error_without_a_traceback(
-    tmp_path: Path, arguments: tuple[str, ...], message: str
-) -> None:
+def test_errors_have_no_traceback(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     exit_code, output, error = generate(
         "Hi", *(argument.format(folder=tmp_path) for argument in arguments)
     )
@@ -169,7 +164,7 @@ def render(tree: ParagraphTree[str]) -> str:
     return capture.get()
 
 
-def test_threads_stand_where_they_forked_with_their_tokens_and_steps() -> None:
+def test_threads_are_shown_where_they_forked_with_tokens_and_steps() -> None:
     tree: ParagraphTree[str] = ParagraphTree()
     first, second, nested = ThreadId("first"), ThreadId("second"), ThreadId("nested")
     tree.append(ROOT_THREAD, ["1.", "Tune:"])
@@ -206,7 +201,7 @@ def test_a_thread_that_never_ran_says_so() -> None:
     assert "late  0 tokens, no step, cut off" in render(tree)
 
 
-def test_savings_are_told_in_percent_of_sequential_decoding() -> None:
+def test_savings_are_percentages_of_sequential_decoding() -> None:
     statistics = TreeStatistics(
         threads=3,
         forks=2,

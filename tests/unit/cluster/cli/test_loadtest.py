@@ -6,23 +6,21 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from apar_core.workload.trace import read_trace
-from cluster.cli.main import app
 from cluster.local_ray import free_port
 from cluster.metrics import catalogue
+from tests.fakes import apar_command
+from tests.fakes.apar_command import APAR
 from tests.fakes.chat_server import Reply, chat_server
 from tests.fakes.metrics_page import busy_page, served
 
-COMMAND = [sys.executable, "-c", "from cluster.cli.main import app; app()", "loadtest", "run"]
 DEADLINE_S = 60.0
 
 
@@ -36,15 +34,8 @@ def lines(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "requests.jsonl").read_text().splitlines()]
 
 
-def loadtest(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(
-        app, ["loadtest", *arguments], env={"COLUMNS": "250", "TERM": "dumb"}
-    )
-    return result.exit_code, " ".join(result.output.split())
-
-
 def run(*arguments: str) -> tuple[int, str]:
-    return loadtest("run", *arguments)
+    return apar_command.run("loadtest", "run", *arguments)
 
 
 def reply(body: dict[str, Any], number: int) -> Reply:
@@ -64,8 +55,13 @@ def test_a_run_is_written_shown_and_compared(tmp_path: Path) -> None:
                 "--sample-every", "100ms", "--slo", "ttft=1s", "--out", str(tmp_path / name), *more,
             )  # fmt: skip
             assert code == 0, output
-    code, compared = loadtest(
-        "compare", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "both")
+    code, compared = apar_command.run(
+        "loadtest",
+        "compare",
+        str(tmp_path / "one"),
+        str(tmp_path / "two"),
+        "--out",
+        str(tmp_path / "both"),
     )
 
     requests = lines(tmp_path / "one")
@@ -100,7 +96,7 @@ def test_saved_answers_are_a_trace_that_can_be_read_again(tmp_path: Path) -> Non
     assert found["2"].response == "Answer to Question 1?\nmore"
 
 
-def test_what_the_servers_tell_late_of_the_warm_up_is_not_the_first_repeats(tmp_path: Path) -> None:
+def test_late_counters_of_the_warm_up_do_not_count_for_the_first_repeat(tmp_path: Path) -> None:
     page, lock = busy_page(), threading.Lock()
     with served(page.text()) as pages:
 
@@ -145,7 +141,7 @@ def test_errors_are_counted_by_kind_and_the_rest_goes_on(tmp_path: Path) -> None
         assert kind in output
 
 
-def test_a_run_in_which_nothing_succeeds_ends_with_code_1(tmp_path: Path) -> None:
+def test_a_run_without_a_success_exits_with_1(tmp_path: Path) -> None:
     with chat_server(lambda body, number: Reply(status=503)) as server:
         code, output = run(
             "--target",
@@ -207,7 +203,7 @@ def test_workload_and_load_are_given_once(options: tuple[str, ...], problem: str
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--concurrency", "2"), "2 under way at once"),
+        (("--concurrency", "2"), "2 concurrent requests"),
         (("--rate", "1000"), "1000 per second"),
         (("--rate", "1000", "--cv", "2"), "1000 per second, coefficient of variation 2"),
         (("--rate", "inf"), "all at once"),
@@ -282,13 +278,13 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_cannot_be_compared(tmp_path: Path) -> None:
-    code, output = loadtest("compare", str(tmp_path), str(tmp_path))
+    code, output = apar_command.run("loadtest", "compare", str(tmp_path), str(tmp_path))
 
     assert code == 1
     assert "contains no run of apar loadtest" in output
 
 
-def test_ctrl_c_writes_what_there_is(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_run_early_and_reports_it(tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     def script(body: dict[str, Any], number: int) -> Reply:
@@ -296,8 +292,8 @@ def test_ctrl_c_writes_what_there_is(tmp_path: Path) -> None:
 
     with chat_server(script) as server:
         process = subprocess.Popen(
-            [*COMMAND, "--target", server.url, "--prompts", prompts(tmp_path, 9), "--out",
-             str(out), "--concurrency", "3", "--warm-up", "0"],
+            [*APAR, "loadtest", "run", "--target", server.url, "--prompts",
+             prompts(tmp_path, 9), "--out", str(out), "--concurrency", "3", "--warm-up", "0"],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         deadline = time.monotonic() + DEADLINE_S

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 from typer.main import get_command
-from typer.testing import CliRunner
 
 from cluster.cli.main import app
+from tests.fakes.apar_command import apar
 
 HEAVY_MODULES = ("ray", "torch", "transformers", "vllm")
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "TERM": "dumb"})
+    result = apar(*arguments)
     return result.exit_code, result.output
 
 

@@ -8,7 +8,6 @@ import pty
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,17 +15,15 @@ from pathlib import Path
 from threading import Event, Thread
 
 import pytest
-from typer.testing import CliRunner
 
-from cluster.cli.main import app
 from cluster.cli.monitor import history_for
 from cluster.local_ray import free_port
 from cluster.metrics import catalogue
 from cluster.monitor.series import Snapshot
 from cluster.monitor.sources import PagesSource, parse_page
+from tests.fakes.apar_command import APAR, apar
 from tests.fakes.metrics_page import MetricsPage, PageServer, busy_page, served
 
-COMMAND = [sys.executable, "-c", "from cluster.cli.main import app; app()", "monitor"]
 DEADLINE_S = 60.0
 
 
@@ -58,9 +55,7 @@ def counting(page: MetricsPage, server: PageServer, report_s: float) -> Iterator
 def test_once_waits_for_two_reports_and_gives_their_rate() -> None:
     page = busy_page()
     with served(page.text()) as server, counting(page, server, 1.0):
-        result = CliRunner().invoke(
-            app, ["monitor", "--metrics", server.url, "--once", "--json", "--interval", "0.1s"]
-        )
+        result = apar("monitor", "--metrics", server.url, "--once", "--json", "--interval", "0.1s")
 
     assert result.exit_code == 0, result.output
     (model,) = json.loads(result.output)["models"]
@@ -86,7 +81,7 @@ def test_rates_are_right_however_often_pages_are_read(interval_s: float) -> None
 @pytest.mark.parametrize("option", ["--interval", "--window"])
 @pytest.mark.parametrize("value", ["inf", "nan"])
 def test_what_is_no_number_is_refused(option: str, value: str) -> None:
-    result = CliRunner().invoke(app, ["monitor", "--once", option, value], env={"COLUMNS": "200"})
+    result = apar("monitor", "--once", option, value)
 
     assert result.exit_code == 2
     assert f"Invalid value for '{option}'" in result.output
@@ -95,10 +90,7 @@ def test_what_is_no_number_is_refused(option: str, value: str) -> None:
 @pytest.mark.usefixtures("soon_quiet")
 def test_once_as_json_is_for_scripts() -> None:
     with served(busy_page().text()) as server:
-        result = CliRunner().invoke(
-            app,
-            ["monitor", "--metrics", server.url, "--once", "--json", "--interval", "0.1s"],
-        )
+        result = apar("monitor", "--metrics", server.url, "--once", "--json", "--interval", "0.1s")
 
     assert result.exit_code == 0, result.output
     content = json.loads(result.output)
@@ -111,9 +103,7 @@ def test_once_as_json_is_for_scripts() -> None:
 @pytest.mark.usefixtures("soon_quiet")
 def test_once_on_no_terminal_is_plain_text_of_any_length() -> None:
     with served("".join(busy_page(f"r{n}", worker=f"w{n}").text() for n in range(60))) as server:
-        result = CliRunner().invoke(
-            app, ["monitor", "--metrics", server.url, "--once", "--interval", "0.1s"]
-        )
+        result = apar("monitor", "--metrics", server.url, "--once", "--interval", "0.1s")
 
     assert result.exit_code == 0, result.output
     assert "12/2/1" in result.output
@@ -121,9 +111,9 @@ def test_once_on_no_terminal_is_plain_text_of_any_length() -> None:
     assert "\x1b" not in result.output
 
 
-def test_a_wrong_address_is_told_in_one_line() -> None:
+def test_a_wrong_address_is_reported_in_one_line() -> None:
     url = f"http://127.0.0.1:{free_port()}/metrics"
-    result = CliRunner().invoke(app, ["monitor", "--metrics", url, "--once"])
+    result = apar("monitor", "--metrics", url, "--once")
 
     assert result.exit_code == 1
     assert f"Error: {url} no answer" in result.output
@@ -133,7 +123,7 @@ def test_a_wrong_address_is_told_in_one_line() -> None:
 def test_an_outage_during_once_is_an_error() -> None:
     with served(busy_page().text()) as server:
         process = subprocess.Popen(
-            [*COMMAND, "--metrics", server.url, "--once", "--json", "--interval", "3s"],
+            [*APAR, "monitor", "--metrics", server.url, "--once", "--json", "--interval", "3s"],
             stdout=subprocess.PIPE,
         )
         # The first reading succeeds; rates need a second one.
@@ -146,7 +136,7 @@ def test_an_outage_during_once_is_an_error() -> None:
 
 
 def test_pages_and_prometheus_exclude_each_other() -> None:
-    result = CliRunner().invoke(app, ["monitor", "--metrics", "a:1", "--prometheus", "b:2"])
+    result = apar("monitor", "--metrics", "a:1", "--prometheus", "b:2")
 
     assert result.exit_code == 2
 
@@ -156,7 +146,7 @@ def test_ctrl_c_ends_it_cleanly_and_gives_the_screen_back(tmp_path: Path) -> Non
         leader, follower = pty.openpty()
         errors = (tmp_path / "errors").open("wb")
         process = subprocess.Popen(
-            [*COMMAND, "--metrics", server.url, "--interval", "0.2s"],
+            [*APAR, "monitor", "--metrics", server.url, "--interval", "0.2s"],
             stdin=follower,
             stdout=follower,
             stderr=errors,

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from cluster.cli.main import app
 from cluster.config import ClusterConfig, load_config
 from cluster.metrics import catalogue
+from tests.fakes.apar_command import apar
 from tests.fakes.metrics_page import MetricsPage, served
 
 LOAD = ("--rate", "20", "--token", "50ms")
@@ -20,8 +19,7 @@ BUDGET = "PodDisruptionBudget apar-engines minAvailable"
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "200"})
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    result = apar("plan", *arguments)
     return result.exit_code, result.output
 
 
@@ -43,7 +41,7 @@ def test_the_table_gives_each_figure_with_its_reason() -> None:
         assert words in output, words
 
 
-def test_the_yaml_is_a_configuration_of_ours_that_means_the_plan(tmp_path: Path) -> None:
+def test_the_yaml_configures_the_plan(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
 
     plan = content(*LOAD, "--out", str(file), "--max-model-len", "1024", "--tensor-parallel", "2")
@@ -75,7 +73,7 @@ def test_a_plan_for_the_autoscaler_has_its_targets() -> None:
 
 
 @pytest.mark.parametrize(("rate", "spare"), [("1", "0"), ("20", "0"), ("20", "2")])
-def test_some_pod_may_go_if_there_are_several(rate: str, spare: str) -> None:
+def test_one_of_several_pods_may_be_evicted(rate: str, spare: str) -> None:
     plan = content("--rate", rate, "--spare", spare)
 
     left = plan["serving_replicas"] - (spare == "0")
@@ -120,7 +118,7 @@ def test_measured_constants_are_taken_as_they_are() -> None:
 
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
 @pytest.mark.parametrize("option", ["--rate", "--headroom", "--token", "--measure-for"])
-def test_what_is_no_number_is_refused_by_its_option(option: str, value: str) -> None:
+def test_values_that_are_not_finite_are_refused_by_their_option(option: str, value: str) -> None:
     exit_code, output = run(*LOAD, option, value)
 
     assert exit_code == 2
@@ -173,7 +171,7 @@ def test_step_times_are_measured_on_a_running_cluster() -> None:
         (("--rate", "1", "--out", "/no/such/folder/x"), "No such file or directory"),
     ],
 )
-def test_what_cannot_be_planned_is_told_in_one_line(arguments: tuple[str, ...], named: str) -> None:
+def test_impossible_plans_are_reported_in_one_line(arguments: tuple[str, ...], named: str) -> None:
     exit_code, output = run(*arguments)
 
     assert exit_code == 1

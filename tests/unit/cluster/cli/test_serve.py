@@ -7,10 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from cluster.cli import serve
-from cluster.cli.main import app
 from cluster.cli.serve import (
     RolloutOutcome,
     ServerState,
@@ -21,6 +19,7 @@ from cluster.cli.serve import (
     write_state,
 )
 from cluster.config import ClusterConfig, ConfigError
+from tests.fakes.apar_command import apar
 
 PORT = 8123
 
@@ -49,16 +48,16 @@ def server(*, succeeded: bool) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("succeeded", "code"), [(True, 0), (False, 1)])
-def test_the_servers_answer_and_how_it_ended_are_told(succeeded: bool, code: int) -> None:
+def test_the_outcome_of_a_rollout_is_printed(succeeded: bool, code: int) -> None:
     with server(succeeded=succeeded):
-        result = CliRunner().invoke(app, ["rollout", "--port", str(PORT)])
+        result = apar("rollout", "--port", str(PORT))
 
     assert result.exit_code == code
     assert "as it ended" in result.output
 
 
 def test_without_a_server_there_is_nothing_to_roll_out() -> None:
-    result = CliRunner().invoke(app, ["rollout", "--port", str(PORT)])
+    result = apar("rollout", "--port", str(PORT))
 
     assert result.exit_code == 1
     assert f"port {PORT}" in result.output
@@ -83,7 +82,7 @@ def test_each_hang_up_is_one_rollout(signals: ServeSignals) -> None:
     assert not signals.take_rollout()
 
 
-def test_while_serving_the_first_stop_leaves_room_for_a_second_and_that_is_the_last(
+def test_while_serving_the_second_stop_is_the_last(
     signals: ServeSignals,
 ) -> None:
     signals.serves = True
@@ -112,7 +111,7 @@ def broken(_: ClusterConfig) -> Iterator[None]:
     yield
 
 
-def test_signal_that_comes_back_as_a_system_error_is_an_ordinary_stop(
+def test_a_stop_signal_raised_as_a_system_error_is_an_ordinary_stop(
     monkeypatch: pytest.MonkeyPatch, signals: ServeSignals
 ) -> None:
     monkeypatch.setattr(serve, "_cluster", signalled_in_c_code)
@@ -122,7 +121,7 @@ def test_signal_that_comes_back_as_a_system_error_is_an_ordinary_stop(
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 
 
-def test_error_without_a_signal_is_raised(
+def test_an_error_without_a_signal_is_raised(
     monkeypatch: pytest.MonkeyPatch, signals: ServeSignals
 ) -> None:
     monkeypatch.setattr(serve, "_cluster", broken)
@@ -150,7 +149,7 @@ def test_a_running_server_is_found_by_its_port(
     assert sorted(path.parent.iterdir()) == [path]
 
 
-def test_a_server_that_has_gone_is_not_found(tmp_path: Path) -> None:
+def test_a_stopped_server_is_not_found(tmp_path: Path) -> None:
     state = ServerState.of_this_process(None)
     for gone in ({"pid": 2**22 + 1}, {"started": state.started - 60}):
         write_state(tmp_path / "s.json", state.model_copy(update=gone))

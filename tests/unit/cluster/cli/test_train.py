@@ -11,14 +11,14 @@ import yaml
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.data.records import ChatMessage, ExampleRecord, ParagraphRecord, chain
 from apar_core.offline.speculation.medusa_heads import load_medusa_heads
 from apar_core.offline.training.tree_trainer import StepReport
-from cluster.cli.main import app
 from cluster.cli.train import StepLines, step_progress
+from tests.fakes.apar_command import apar
 from tests.fakes.example_files import write_examples
 
 RECIPE = {
@@ -43,13 +43,10 @@ def files(tmp_path: Path) -> Path:
 
 
 def run(command: str, files: Path, *options: str) -> Result:
-    return CliRunner().invoke(
-        app,
-        [
+    return apar(
             command, "--model", str(checkpoint_path()), "--data", str(files),
             "--out", str(files / "out"), "--recipe", str(files / "recipe.yaml"), *options,
-        ],
-    )  # fmt: skip
+        )  # fmt: skip
 
 
 def test_without_a_terminal_steps_are_plain_lines_and_the_checkpoint_loads(files: Path) -> None:
@@ -82,9 +79,7 @@ def test_medusa_heads_are_trained_and_load(files: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["train", "train-medusa"])
-def test_a_resumed_run_has_to_have_the_model_and_the_data_that_it_began_with(
-    files: Path, command: str
-) -> None:
+def test_a_run_is_resumed_only_with_the_same_model_and_data(files: Path, command: str) -> None:
     assert run(command, files, "--steps", "1").exit_code == 0
     data, model = files / "structured.jsonl", files / "model"
     whole = data.read_text()
@@ -123,7 +118,7 @@ def test_a_resumed_run_has_to_have_the_model_and_the_data_that_it_began_with(
     ],
 )
 @pytest.mark.parametrize("command", ["train", "train-medusa"])
-def test_bad_input_ends_in_one_clear_line(
+def test_bad_input_is_reported_in_one_line(
     files: Path, command: str, options: tuple[str, ...], message: str
 ) -> None:
     result = run(command, files, *options)
@@ -134,14 +129,14 @@ def test_bad_input_ends_in_one_clear_line(
 
 
 def test_options_are_required(files: Path) -> None:
-    assert CliRunner().invoke(app, ["train", "--model", "x"]).exit_code == 2
+    assert apar("train", "--model", "x").exit_code == 2
 
 
 def test_train_tiny_writes_a_checkpoint_that_loads(tmp_path: Path) -> None:
     out = tmp_path / "tiny"
 
-    result = CliRunner().invoke(
-        app, ["train-tiny", "--out", str(out), "--steps", "2", "--seed", "3", "--cpu-threads", "1"]
+    result = apar(
+        "train-tiny", "--out", str(out), "--steps", "2", "--seed", "3", "--cpu-threads", "1"
     )
 
     assert result.exit_code == 0, result.output
@@ -154,7 +149,7 @@ def test_train_tiny_writes_a_checkpoint_that_loads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", [("--steps", "0"), ("--seed", "-1"), ("--cpu-threads", "0")])
 def test_numbers_out_of_range_are_refused(option: tuple[str, str]) -> None:
-    result = CliRunner().invoke(app, ["train-tiny", *option])
+    result = apar("train-tiny", *option)
 
     assert result.exit_code == 2
 
@@ -194,7 +189,7 @@ def test_the_first_the_last_and_validated_steps_always_get_a_line() -> None:
     assert "validation 0.250" in shown[1]
 
 
-def test_other_steps_get_one_when_some_time_has_passed() -> None:
+def test_other_steps_get_a_line_after_an_interval() -> None:
     target = console()
     lines = StepLines(target, interval_s=0)
 

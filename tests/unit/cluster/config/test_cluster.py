@@ -1,3 +1,5 @@
+"""The configuration file and the command line's values over it."""
+
 from pathlib import Path
 
 import pytest
@@ -66,7 +68,9 @@ def test_the_command_line_cannot_change_one_of_several_models(tmp_path: Path) ->
         ("models: [{name: a, name: b}]", "'name' is given twice"),
     ],
 )
-def test_a_wrong_file_is_refused_with_the_place(tmp_path: Path, text: str, named: str) -> None:
+def test_an_invalid_file_is_refused_and_the_field_named(
+    tmp_path: Path, text: str, named: str
+) -> None:
     with pytest.raises(ConfigError, match=named):
         load_config(written(tmp_path, text), {}, {})
 
@@ -78,7 +82,7 @@ def test_a_wrong_model_is_named_once(tmp_path: Path) -> None:
     assert "at least 1 item" not in str(error.value)
 
 
-def test_a_mapping_may_take_over_another(tmp_path: Path) -> None:
+def test_a_mapping_may_merge_another(tmp_path: Path) -> None:
     text = "models: [&a {name: a, replicas: 2}, &b {<<: *a, name: b}, {<<: *b, name: c}]"
 
     config = load_config(written(tmp_path, text), {}, {})

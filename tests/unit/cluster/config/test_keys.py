@@ -1,16 +1,15 @@
-"""Keys, their hashes and their file; who may call an address that others can reach."""
+"""API keys, their hashes and file; which addresses need keys; secrets are not shown."""
 
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from typer.testing import CliRunner
 
-from cluster.cli.main import app
 from cluster.config import ClusterConfig, ConfigError, load_config
 from cluster.config.keys import KeyConfig, hash_of, is_loopback, load_keys, new_token
 from cluster.config.limits import LimitsConfig, open_storage
 from cluster.config.secret import SecretReference
+from tests.fakes.apar_command import apar
 
 HASH_OF_ABC = "sha256:ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
 
@@ -53,7 +52,7 @@ def written(folder: Path, text: str, name: str = "serve.yaml") -> Path:
     return file
 
 
-def test_an_address_for_others_asks_who_may_call(tmp_path: Path) -> None:
+def test_an_address_for_other_machines_needs_keys(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"`keys` or `keys_file`.*`allow_anonymous: true`"):
         load_config(written(tmp_path, "host: 0.0.0.0"), {}, {})
 
@@ -88,7 +87,7 @@ def test_an_address_for_others_asks_who_may_call(tmp_path: Path) -> None:
         ("models: [{max_queue_s: 0}]", r"models\.0\.max_queue_s"),
     ],
 )
-def test_wrong_access_settings_are_refused(tmp_path: Path, text: str, named: str) -> None:
+def test_invalid_access_settings_are_refused(tmp_path: Path, text: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         load_config(written(tmp_path, text), {}, {})
 
@@ -153,14 +152,14 @@ def test_keys_and_their_file_must_not_contradict_each_other(tmp_path: Path) -> N
 def test_apar_config_check_reads_the_keys_file(tmp_path: Path) -> None:
     config = written(tmp_path, f"keys_file: {tmp_path}/gone.yaml")
 
-    result = CliRunner().invoke(app, ["config", "check", str(config)])
+    result = apar("config", "check", config)
 
     assert result.exit_code == 1
     assert "gone.yaml" in result.output
 
 
-def test_apar_keys_new_prints_a_record_that_lets_the_key_in(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["keys", "new", "alice"])
+def test_apar_keys_new_prints_the_keys_record(tmp_path: Path) -> None:
+    result = apar("keys", "new", "alice")
 
     token = next(line for line in result.output.splitlines() if "apar-" in line).split()[-1]
     record = written(tmp_path, result.output[result.output.index("- name") :], "keys.yaml")
@@ -168,22 +167,20 @@ def test_apar_keys_new_prints_a_record_that_lets_the_key_in(tmp_path: Path) -> N
 
 
 def test_apar_keys_hash_takes_the_key_from_standard_input() -> None:
-    result = CliRunner().invoke(app, ["keys", "hash", "alice"], input="abc\n")
+    result = apar("keys", "hash", "alice", stdin="abc\n")
 
     assert HASH_OF_ABC in result.output
-    assert CliRunner().invoke(app, ["keys", "hash", "alice"], input="\n").exit_code == 1
-    assert CliRunner().invoke(app, ["keys", "new", "two words"]).exit_code == 1
+    assert apar("keys", "hash", "alice", stdin="\n").exit_code == 1
+    assert apar("keys", "new", "two words").exit_code == 1
 
 
-def test_a_configuration_is_checked_for_secrets_that_can_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_config_check_reads_the_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = written(tmp_path, "limits: {cache_secret: {env: APAR_TEST_SECRET}}")
     checked = []
     for secret in (None, "short", "0123456789abcdef"):
         if secret is not None:
             monkeypatch.setenv("APAR_TEST_SECRET", secret)
-        result = CliRunner().invoke(app, ["config", "check", str(file)])
+        result = apar("config", "check", file)
         checked.append(result.exit_code)
         assert secret is None or secret not in result.output
         assert result.exit_code == 0 or "limits.cache_secret" in result.output
@@ -191,7 +188,7 @@ def test_a_configuration_is_checked_for_secrets_that_can_be_read(
     assert checked == [1, 1, 0]
 
 
-def test_a_password_is_put_into_the_uri_where_it_is_used(tmp_path: Path) -> None:
+def test_the_password_is_added_to_the_storage_uri(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text("a/b@c\n")
     limits = LimitsConfig(

@@ -45,7 +45,7 @@ def test_a_configured_port_is_taken_or_refused_by_name(taken_port: int) -> None:
         metrics_port(MetricsConfig(port=taken_port))
 
 
-def test_the_usual_port_gives_way_where_it_is_taken(
+def test_a_free_port_is_used_if_the_default_is_taken(
     taken_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cluster.local_ray.DEFAULT_PORT", taken_port)
@@ -61,12 +61,12 @@ def test_a_running_ray_cluster_has_a_port_of_its_own() -> None:
     assert ClusterConfig(ray_address="auto", metrics=MetricsConfig(enabled=False)).ray_address
 
 
-def test_metrics_change_with_a_restart_only() -> None:
+def test_metrics_change_only_with_a_restart() -> None:
     with pytest.raises(ConfigError, match="metrics: cannot be changed"):
         check_change(ClusterConfig(), ClusterConfig(metrics=MetricsConfig(report_s=3)))
 
 
 @pytest.mark.parametrize("fields", [{"port": 70000}, {"report_s": 0.5}, {"interval": 1}])
-def test_what_cannot_be_is_refused(fields: dict[str, float]) -> None:
+def test_invalid_settings_are_refused(fields: dict[str, float]) -> None:
     with pytest.raises(ValidationError):
         MetricsConfig.model_validate(fields)

@@ -1,18 +1,21 @@
+"""Models, presets and fork limits."""
+
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from apar_core.scheduler.fork_settings import ForkSettings
 from cluster.config.autoscaling import AutoscalingConfig
-from cluster.config.model import MAX_THREADS, ModelConfig
+from cluster.config.model import MAX_THREADS, ForkLimits, ModelConfig
 
 
 @pytest.mark.parametrize(
     ("checkpoint", "requests", "threads"),
     [("apar-tiny", 64, 256), ("apar-7b", 350, MAX_THREADS), ("apar-13b", 180, 720)],
 )
-def test_presets_bound_requests_and_size_threads_from_them(
+def test_presets_limit_requests_and_size_threads(
     checkpoint: str, requests: int, threads: int
 ) -> None:
     model = ModelConfig(checkpoint=checkpoint)
@@ -90,16 +93,40 @@ def test_engine_arguments_cannot_contradict_a_field(engine: dict[str, Any], mess
         ModelConfig(engine=engine)
 
 
-def test_the_fewest_replicas_are_those_configured_or_the_autoscalers_least() -> None:
+def test_min_replicas_are_those_configured_or_the_autoscalers() -> None:
     scaled = AutoscalingConfig(min_replicas=2, max_replicas=5)
 
     assert ModelConfig(replicas=3).min_replicas == 3
     assert ModelConfig(autoscaling=scaled).min_replicas == 2
 
 
-def test_speculation_and_replay_are_not_for_one_engine() -> None:
+def test_replay_excludes_speculative_decoding() -> None:
     speculation = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
 
     assert not ModelConfig(engine=speculation).replay
     with pytest.raises(ValidationError, match=r"replay: not possible with .*speculative_config"):
         ModelConfig(replay=True, engine=speculation)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"enabled": False},
+        {"max_threads": 3},
+        {"max_forks": 5},
+        {"max_replica_threads": 100},
+        {"policy": "adaptive"},
+        {"policy": "adaptive", "token_time_ms": 20.0},
+    ],
+)
+def test_each_limit_reaches_the_engine(values: dict[str, Any]) -> None:
+    limits = ForkLimits(**values)
+
+    settings = ForkSettings.model_validate(limits.model_dump(exclude_none=True))
+
+    assert settings.model_dump() == ForkSettings().model_dump() | values
+
+
+def test_a_token_time_without_the_adaptive_policy_is_refused() -> None:
+    with pytest.raises(ValidationError, match="has no effect without `policy: adaptive`"):
+        ForkLimits(token_time_ms=20.0)

@@ -1,4 +1,4 @@
-"""Which tracing configurations are taken, and that none shows a secret."""
+"""Validation of `tracing`; secrets are not shown."""
 
 import json
 from pathlib import Path
@@ -37,13 +37,13 @@ def test_endpoint_is_a_url_without_secrets(endpoint: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["a b", ""])
-def test_names_of_headers_can_be_sent(name: str) -> None:
+def test_header_names_must_be_valid(name: str) -> None:
     with pytest.raises(ValidationError, match="header"):
         TracingConfig(endpoint=HERE, headers={name: SecretReference(env="X")})
 
 
 @pytest.mark.parametrize("value", ["x\ny", "ä", ""])
-def test_values_of_headers_can_be_sent(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_header_values_must_be_valid(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("X", value)
 
     with pytest.raises(SecretError, match=r"tracing\.headers\.a: ") as raised:

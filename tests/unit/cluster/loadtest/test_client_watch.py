@@ -29,7 +29,7 @@ async def test_a_busy_client_is_marked() -> None:
     figures = watch.figures([])
     assert figures.lag_max_s > 0.1
     assert figures.late_p99_s is None
-    assert any("event loop" in mark for mark in figures.marks)
+    assert any("event loop" in mark for mark in figures.warnings)
 
 
 async def test_late_requests_are_marked() -> None:
@@ -38,4 +38,4 @@ async def test_late_requests_are_marked() -> None:
         await asyncio.sleep(0.05)
 
     figures = watch.figures([record(planned_s=1.0, sent_s=1.5)])
-    assert [mark for mark in figures.marks if "sent 500 ms late" in mark]
+    assert [mark for mark in figures.warnings if "sent 500 ms late" in mark]

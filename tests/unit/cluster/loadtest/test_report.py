@@ -11,7 +11,7 @@ import pytest
 from apar_core.errors import EvaluationError
 from apar_core.reporting import write_report
 from cluster.loadtest.figures import ALL_FIGURES
-from cluster.loadtest.report import compared, marks_of, run_report, summary
+from cluster.loadtest.report import compared, run_report, summary, warnings_of
 from cluster.loadtest.run_file import ClusterFigures, ClusterMoment, RequestRecord, Run
 from tests.unit.cluster.loadtest.load_records import KEPT_UP, record, run_of
 
@@ -80,10 +80,10 @@ def test_goodput_needs_the_times_of_its_objectives() -> None:
     run = run_of([record(), record()], slo=slo)
 
     assert not {"goodput", "good_share"} & summary(run).keys()
-    assert "no answer has the time of objective path" in marks_of(run)[0]
+    assert "no answer has the time of objective path" in warnings_of(run)[0]
     measured = run_of([record(), record(apar={"decode_steps": 3})], slo=slo)
     assert value(measured, "good_share") == pytest.approx(50.0)
-    assert marks_of(measured) == []
+    assert warnings_of(measured) == []
     failed = run_of([record(error="cut")], slo=slo)
     assert value(failed, "goodput") == 0.0
 
@@ -129,17 +129,17 @@ def test_forking_comes_from_the_answers_own_statistics() -> None:
 def test_a_client_that_did_not_keep_up_marks_the_run() -> None:
     late = KEPT_UP.model_copy(update={"cpu_share": 0.97, "lag_p99_s": 0.4, "late_p99_s": 0.5})
 
-    marks = marks_of(run_of(answers(3), client=late))
+    warnings = warnings_of(run_of(answers(3), client=late))
 
-    assert len(marks) == 3
-    assert "used 0.97 of a core" in marks[0]
-    assert "lagged by 400 ms" in marks[1]
-    assert "sent 500 ms late" in marks[2]
-    assert marks_of(run_of(answers(3))) == []
+    assert len(warnings) == 3
+    assert "used 0.97 of a core" in warnings[0]
+    assert "lagged by 400 ms" in warnings[1]
+    assert "sent 500 ms late" in warnings[2]
+    assert warnings_of(run_of(answers(3))) == []
 
 
 def test_failures_and_uncounted_tokens_are_marked() -> None:
-    (mark, other) = marks_of(run_of([record(counted=False), record(error="cut")]))
+    (mark, other) = warnings_of(run_of([record(counted=False), record(error="cut")]))
 
     assert "reports no token counts" in mark
     assert "1 of 2 requests have no complete answer" in other
@@ -149,10 +149,10 @@ def test_skipped_and_repeated_answers_are_marked() -> None:
     run = run_of(answers(3))
     facts = run.facts.model_copy(update={"left_out": 7, "repeated": 2})
 
-    left_out, repeated = marks_of(replace(run, facts=facts))
+    left_out, repeated = warnings_of(replace(run, facts=facts))
 
     assert "7 recorded answers were skipped" in left_out
-    assert "2 requests of a repeat came before in it" in repeated
+    assert "2 requests per repeat are repetitions" in repeated
 
 
 def test_the_report_is_a_page_with_everything_in_it(tmp_path: Path) -> None:

@@ -155,5 +155,5 @@ def test_another_server_is_not_accepted_as_prometheus() -> None:
         url = server.url.removesuffix("/metrics")
         with pytest.raises(PageError, match="is not a Prometheus server"):
             PrometheusSource(url).read()
-    with pytest.raises(PageError, match="gave no answer"):
+    with pytest.raises(PageError, match="did not answer"):
         PrometheusSource(url.removeprefix("http://")).read()

@@ -44,20 +44,3 @@ def test_dashboards_come_from_files_and_are_read_only() -> None:
     assert provider["type"] == "file"
     assert Path(provider["options"]["path"]).is_absolute()
     assert not provider["allowUiUpdates"]
-
-
-def test_compose_mounts_the_dashboards_at_the_provisioned_path() -> None:
-    [provider] = read("dashboards/apar.yaml")["providers"]
-    root = Path(__file__).resolve().parents[4]
-    grafana = yaml.safe_load((root / "compose.yaml").read_text())["services"]["grafana"]
-    mounts = {
-        volume.split(":")[1]: root / volume.split(":")[0]
-        for volume in grafana["volumes"]
-        if volume.startswith("./")
-    }
-
-    assert mounts[provider["options"]["path"]].samefile(generate.FOLDER)
-    assert mounts["/etc/grafana/provisioning"].samefile(FOLDER)
-    [source] = read("datasources/prometheus.yaml")["datasources"]
-    assert source["url"] == "${PROMETHEUS_URL}"
-    assert "PROMETHEUS_URL" in grafana["environment"]
