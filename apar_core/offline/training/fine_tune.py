@@ -109,7 +109,6 @@ class TrainingResult:
 
     counts: EncodingCounts
     padding: Padding
-    num_training: int
     num_validation: int
     validation_loss: float | None
 
@@ -160,9 +159,7 @@ def fine_tune(
     train_from(last, trainer, out, inputs)
     loss = trainer.final_validation_loss() if validation.all_rows else None
     _save(trainer, tokenizer, out)
-    return TrainingResult(
-        encoder.counts, plan.padding, len(training.all_rows), len(validation.all_rows), loss
-    )
+    return TrainingResult(encoder.counts, plan.padding, len(validation.all_rows), loss)
 
 
 def read_groups(data: Path, encoder: ExampleEncoder) -> TreeGroups:
