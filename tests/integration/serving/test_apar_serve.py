@@ -1,4 +1,4 @@
-"""`apar serve` as a user runs it: starts, answers, and leaves no process behind."""
+"""`apar serve` starts, answers, and leaves no process behind."""
 
 import os
 import re
