@@ -18,6 +18,7 @@ from cluster.cli.options import (
     ContextLength,
     Duration,
     MaxTokens,
+    Metrics,
     ModelName,
     Seed,
     dated_folder,
@@ -147,12 +148,7 @@ def run(
             "`path` and `paragraph`."
         ),
     ] = None,
-    metrics: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Metrics page of the cluster (URL or HOST:PORT), or a list of pages. Repeatable."
-        ),
-    ] = None,
+    metrics: Metrics = None,
     sample_every: Annotated[
         float,
         duration_option(help="Length of a sample of the throughput.", minimum="100ms"),

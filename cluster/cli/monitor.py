@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from cluster.cli.options import AsJson, Duration, duration_option
+from cluster.cli.options import AsJson, Duration, Metrics, duration_option
 from cluster.cli.terminal import clear_errors
 from cluster.config.metrics import DEFAULT_PORT
 from cluster.monitor.overview import ClusterHistory, Watch
@@ -25,13 +25,7 @@ _LEAST_RATE_S = 5.0
 
 
 def monitor(
-    metrics: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Metrics page of a node (URL or HOST:PORT), or a service-discovery list of pages "
-            f"as Ray writes it (file or URL). Repeatable. Default: {_DEFAULT_PAGE}."
-        ),
-    ] = None,
+    metrics: Metrics = None,
     prometheus: Annotated[
         str | None,
         typer.Option(help="Read from this Prometheus server instead, as http://localhost:9090."),
@@ -55,9 +49,9 @@ def monitor(
 ) -> None:
     """Watch a running cluster: replicas, threads, KV cache, tokens per second, queue, latencies.
 
-    Keeps running when the server restarts; Ctrl-C ends it. With --json each reading is one line.
-    Exits with 1 if there are no metrics. Example for scripts:
-    [bold]apar monitor --once --json[/bold]
+    Reads http://127.0.0.1:9464/metrics unless --metrics or --prometheus is given. Keeps running
+    when the server restarts; Ctrl-C ends it. With --json each reading is one line. Exits with 1 if
+    there are no metrics. Example for scripts: [bold]apar monitor --once --json[/bold]
     """
     if metrics and prometheus:
         raise typer.BadParameter("give either --metrics or --prometheus")

@@ -63,6 +63,13 @@ ContextLength = Annotated[int | None, typer.Option(min=1, help=CONTEXT_LENGTH_HE
 BlockSize = Annotated[int | None, typer.Option(min=1, help=BLOCK_SIZE_HELP)]
 Device = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
 Dtype = Annotated[str, typer.Option(help=DTYPE_HELP)]
+Metrics = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Metrics page of a node (URL or HOST:PORT), or a service-discovery list of pages as "
+        "Ray writes it (file or URL). Repeatable."
+    ),
+]
 Concurrency = Annotated[int, typer.Option(min=1, help="Number of concurrent requests.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 

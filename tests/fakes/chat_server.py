@@ -42,7 +42,7 @@ Script = Callable[[dict[str, Any], int], Reply]
 
 @dataclass
 class ChatServer:
-    """Where it listens, what came over which connections, and the most requests at once."""
+    """Address of the server, its requests by connection, and the peak of concurrent requests."""
 
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -55,7 +55,7 @@ class ChatServer:
 
 @contextmanager
 def chat_server(script: Script, **fields: Any) -> Iterator[ChatServer]:
-    """Serve the script on a free port of this machine, in an event loop of its own."""
+    """Serve the script on a free local port, in an event loop of its own."""
     seen = ChatServer(**fields)
     ready, loop = threading.Event(), asyncio.new_event_loop()
     ended = asyncio.Event()

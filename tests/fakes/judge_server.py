@@ -44,7 +44,7 @@ Script = Callable[[dict[str, Any], int], Reply]
 
 @dataclass
 class JudgeServer:
-    """The requests that came, and the most that were under way at once."""
+    """The requests received, and the peak of concurrent requests."""
 
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -56,7 +56,7 @@ class JudgeServer:
 
 @contextmanager
 def judge_server(script: Script) -> Iterator[JudgeServer]:
-    """Serve the script on a free port of this machine."""
+    """Serve the script on a free local port."""
     seen = JudgeServer()
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Metrics pages as Ray's agents write them, rendered by prometheus_client, and served if wanted."""
+"""Metrics pages in the format of Ray's agents, rendered by prometheus_client."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MetricsPage:
         child.set(value)
 
     def add(self, metric: Metric, amount: float, **labels: str) -> None:
-        """Count up."""
+        """Increase a counter."""
         child = self._child(metric, labels)
         assert isinstance(child, Counter)
         child.inc(amount)
@@ -42,7 +42,7 @@ class MetricsPage:
             child.observe(value)
 
     def text(self) -> str:
-        """The page."""
+        """Render the page."""
         return generate_latest(self.registry).decode()
 
     def _child(self, metric: Metric, labels: dict[str, str]) -> Counter | Gauge | Histogram:
@@ -63,7 +63,7 @@ class MetricsPage:
 def busy_page(
     replica: str = "r1", model: str = "apar-tiny", worker: str = "worker-1"
 ) -> MetricsPage:
-    """A page with a replica that has work, and the gateway's figures."""
+    """Return a page with the metrics of a busy replica and of the gateway."""
     page = MetricsPage(worker)
     of = {"model": model, "replica": replica}
     for state, count in (("running", 12), ("waiting", 2), ("deferred", 1)):
@@ -84,7 +84,7 @@ def busy_page(
 
 @dataclass
 class PageServer:
-    """What a port answers; may be changed while it runs.
+    """Body that a port returns; tests may change it while the server runs.
 
     `answered` is set after the first answer.
     """
@@ -97,7 +97,7 @@ class PageServer:
 
 @contextmanager
 def served(body: str, port: int = 0) -> Iterator[PageServer]:
-    """A server on loopback that answers every GET with the body."""
+    """Serve the body to every GET on a free local port."""
     state = PageServer("", body)
 
     class Handler(BaseHTTPRequestHandler):
@@ -108,7 +108,7 @@ def served(body: str, port: int = 0) -> Iterator[PageServer]:
             state.answered.set()
 
         def log_message(self, *_: object) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     state.url = f"http://127.0.0.1:{server.server_port}/metrics"

@@ -1,4 +1,4 @@
-"""A collector of OTLP traces, over HTTP or gRPC: it decodes what it is sent, and keeps it."""
+"""A collector that keeps the OTLP traces it receives over HTTP or gRPC."""
 
 import threading
 import time
@@ -28,7 +28,7 @@ WAIT_S = 30.0
 
 @dataclass(frozen=True)
 class Span:
-    """A span as it came; times in nanoseconds since the epoch."""
+    """A received span; times in nanoseconds since the epoch."""
 
     name: str
     kind: str
@@ -44,7 +44,7 @@ class Span:
 
 @dataclass
 class Collector:
-    """What has been sent to a collector that listens at `endpoint`."""
+    """The spans and headers received at `endpoint`."""
 
     endpoint: str
     spans: list[Span] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Collector:
     delay_s: float = 0.0
 
     def take(self, request: ExportTraceServiceRequest, headers: dict[str, str]) -> None:
-        """Keep what one export holds."""
+        """Keep the spans of an export."""
         time.sleep(self.delay_s)
         self.headers.append(headers)
         for group in request.resource_spans:
@@ -61,7 +61,7 @@ class Collector:
                 self.spans.extend(_span(span, resource) for span in scope.spans)
 
     def trace(self, request_id: str, *, seconds: float = WAIT_S) -> list[Span]:
-        """The whole trace of a request, once its server span is there and nothing more comes."""
+        """Wait for a request's server span and until no more spans arrive; return its trace."""
         root = self.wait_for(
             lambda span: span.attributes.get(names.REQUEST_ID) == request_id, seconds=seconds
         )
@@ -72,7 +72,7 @@ class Collector:
         return [span for span in self.spans if span.trace_id == root.trace_id]
 
     def wait_for(self, wanted: Callable[[Span], bool], *, seconds: float = WAIT_S) -> Span:
-        """The first span that is wanted; fails when none comes."""
+        """Wait for the first matching span; fail if none arrives."""
         deadline = time.monotonic() + seconds
         while True:
             for span in list(self.spans):
@@ -107,7 +107,7 @@ def _values(attributes: Iterable[Any]) -> dict[str, Any]:
 
 @contextmanager
 def http_collector() -> Iterator[Collector]:
-    """A collector that speaks OTLP over HTTP."""
+    """Run a collector for OTLP over HTTP."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -139,7 +139,7 @@ def http_collector() -> Iterator[Collector]:
 
 @contextmanager
 def grpc_collector() -> Iterator[Collector]:
-    """A collector that speaks OTLP over gRPC."""
+    """Run a collector for OTLP over gRPC."""
 
     class Servicer(TraceServiceServicer):
         def Export(self, request: Any, context: Any) -> ExportTraceServiceResponse:  # noqa: N802

@@ -1,4 +1,4 @@
-"""FSDP2 through accelerate on processes without a GPU, which accelerate shards on GPUs only."""
+"""FSDP2 on CPU processes, which accelerate supports on GPUs only."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ FSDP = Path(recipe.__file__).with_name("fsdp.yaml")
 
 
 def shard_on_cpu() -> None:
-    """Shard models over the processes of torchrun, configured by the shipped fsdp.yaml.
+    """Shard models over torchrun's processes with the settings of the shipped fsdp.yaml.
 
-    `accelerate launch` hands the file's settings on as these environment variables.
+    `accelerate launch` passes them on as these environment variables.
     """
     settings = yaml.safe_load(FSDP.read_text())["fsdp_config"]
     os.environ |= {name.upper(): str(value).lower() for name, value in settings.items()}

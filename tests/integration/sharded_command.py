@@ -1,4 +1,4 @@
-"""The `apar` command on processes of torchrun that shard the model with FSDP2, without a GPU."""
+"""The `apar` command on torchrun's CPU processes that shard the model with FSDP2."""
 
 from tests.integration.cpu_sharding import shard_on_cpu
 

@@ -1,4 +1,4 @@
-"""Run by torchrun: the loss and gradients of a model that FSDP2 shards over the processes.
+"""Compute loss and gradients of a model that FSDP2 shards over torchrun's processes.
 
 Prints one line of JSON from the first process.
 """

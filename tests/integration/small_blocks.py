@@ -1,6 +1,6 @@
 """vLLM's CPU attention with blocks of 16 tokens, the usual size on GPUs.
 
-The kernel has a path for them ("vec16"), only the backend does not offer it.
+The kernel has a path for them ("vec16") that the backend does not offer.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ class SmallBlockAttention(CPUAttentionBackend):
 
 
 def offer_small_blocks() -> None:
-    """Let the engines of this process use it."""
+    """Let the engines of this process use blocks of 16 tokens."""
     register_backend(
         AttentionBackendEnum.CPU_ATTN, f"{SmallBlockAttention.__module__}.SmallBlockAttention"
     )

@@ -1,4 +1,4 @@
-"""The decoders and vLLM's forking engine on the same chats, in float32, thread by thread."""
+"""The decoders generate the same threads as vLLM's forking engine in float32."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def threads_of_run(run: Run) -> Threads:
 
 
 def plain_texts(engine: OfflineEngine, prompt_ids: list[list[int]]) -> list[list[int]]:
-    """What the engine generates without forks. Runs in the engine's process."""
+    """Generate without forks. Runs in the engine's process."""
     answers = engine.generate(
         [{"prompt_token_ids": ids} for ids in prompt_ids],
         {"temperature": 0.0, "max_tokens": MAX_TOKENS, "extra_args": {"apar_enabled": False}},

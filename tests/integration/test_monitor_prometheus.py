@@ -1,4 +1,4 @@
-"""What `apar monitor` reads and computes is what Prometheus reads and computes."""
+"""`apar monitor` computes the same values as Prometheus."""
 
 from pathlib import Path
 

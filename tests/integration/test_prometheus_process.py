@@ -1,4 +1,4 @@
-"""The tests' Prometheus, Alertmanager and webhook do what their names say."""
+"""The helpers that run Prometheus, Alertmanager and a webhook work."""
 
 from collections.abc import Iterator
 from pathlib import Path

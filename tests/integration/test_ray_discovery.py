@@ -1,4 +1,4 @@
-"""The shipped configuration finds the nodes of a real Ray cluster, each once."""
+"""The shipped scrape configuration finds each node of a Ray cluster once."""
 
 import json
 import os
@@ -31,20 +31,20 @@ ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER":
 
 
 def ports(targets: Sequence[str]) -> set[str]:
-    """Of a list of addresses; Ray puts a host of its own choice before them."""
+    """Return the ports of addresses, whose hosts Ray chooses."""
     return {target.rpartition(":")[2] for target in targets}
 
 
 @dataclass(frozen=True)
 class RayCluster:
-    """Ports of its nodes' metrics, and their list, which the head keeps as file and page."""
+    """Metric ports of the nodes, and the target list that the head keeps as file and page."""
 
     nodes: frozenset[str]
     file: Path
     url: str
 
     def targets(self) -> list[str]:
-        """What the file says now."""
+        """Return the targets in the file."""
         with suppress(OSError):
             return [
                 target for part in json.loads(self.file.read_text()) for target in part["targets"]
@@ -52,7 +52,7 @@ class RayCluster:
         return []
 
     def wait_for_nodes(self) -> None:
-        """Return when both nodes stand in the file."""
+        """Wait until both nodes are in the file."""
         deadline = time.monotonic() + WAIT_S
         while not self.nodes <= ports(self.targets()):
             assert time.monotonic() < deadline, self.targets()
@@ -61,7 +61,7 @@ class RayCluster:
 
 @contextmanager
 def ray_cluster(folder: Path) -> Iterator[RayCluster]:
-    """A cluster with a dashboard and two nodes on this machine, as `ray start` makes it."""
+    """Start a Ray cluster with a dashboard and two nodes on this machine."""
     port, dashboard, *metrics = (free_port() for _ in range(2 + NUM_NODES))
     # Fixed ones otherwise, which any other Ray on this machine has already.
     own_ports = {
@@ -103,7 +103,7 @@ def ray_cluster(folder: Path) -> Iterator[RayCluster]:
 
 
 def read(reader: Prometheus) -> list[str]:
-    """Addresses of the targets that can be read."""
+    """Return the addresses of the readable targets."""
     return [each["labels"]["instance"] for each in reader.targets() if each["health"] == "up"]
 
 

@@ -1,4 +1,4 @@
-"""Training from real chats to a checkpoint, over several processes, and as it was before."""
+"""Training from chats to a checkpoint, also on several processes, with unchanged losses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RECIPE = {
     "dtype": "float32", "context_length": 512, "validation_share": 0.05,
     "validate_every_steps": 2, "save_every_steps": 3, "log_every_steps": 1,
 }  # fmt: skip
-# Of the loop that made the shipped weights, before it became a run of transformers' Trainer.
+# Losses of the training loop that made the shipped weights; transformers' Trainer replaced it.
 LOSSES_BEFORE = [
     8.372668, 8.333951, 8.267418, 8.217856, 8.150916, 7.918261, 7.760561, 7.846215,
 ]  # fmt: skip
@@ -65,9 +65,9 @@ def arguments(folder: Path, data: Path, out: Path) -> list[str]:
 
 
 def launch(*command: str, timeout_s: float = 300) -> str:
-    """Run a command on two processes and return what they print.
+    """Run a command on two processes and return their output.
 
-    Processes that wait for each other fail the test after the timeout; none is left behind.
+    The test fails after the timeout, for example if the processes deadlock; none is left behind.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     launcher = subprocess.Popen(

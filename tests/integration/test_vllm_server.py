@@ -1,4 +1,4 @@
-"""vLLM's own server with the plugin: no gateway stands between it and its clients."""
+"""vLLM's own server with our plugin, without a gateway."""
 
 import os
 import subprocess

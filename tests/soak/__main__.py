@@ -1,4 +1,4 @@
-"""A soak: half an hour of mixed load, after which all memory and all blocks are as before.
+"""Soak test: memory and blocks after mixed load are the same as before.
 
 `python -m tests.soak --minutes 30`; writes memory.csv and memory.png to `--out`.
 """
@@ -34,7 +34,7 @@ WRONG: tuple[dict[str, Any], ...] = (
 
 
 async def leaving_client(url: str, load: Load, counts: Counter[str]) -> None:
-    """Begins streams and goes away in their midst."""
+    """Begin streams and disconnect before their end."""
     draw = random.Random(1)
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         while not load.stopping:
@@ -48,7 +48,7 @@ async def leaving_client(url: str, load: Load, counts: Counter[str]) -> None:
 
 
 async def wrong_client(url: str, load: Load, counts: Counter[str]) -> None:
-    """Sends what must be refused."""
+    """Send invalid requests."""
     draw = random.Random(2)
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         while not load.stopping:
@@ -59,7 +59,7 @@ async def wrong_client(url: str, load: Load, counts: Counter[str]) -> None:
 
 
 def sampled(server: Server, started: float) -> list[Sample]:
-    """The memory of all processes of the server now."""
+    """Return the current memory of all processes of the server."""
     now = time.monotonic() - started
     found = []
     for pid in session_members(server.process.pid):
@@ -80,7 +80,7 @@ def sampled(server: Server, started: float) -> list[Sample]:
 
 
 async def soak(server: Server, minutes: float) -> tuple[list[Sample], Load, Counter[str]]:
-    """Load, and samples, for so many minutes; and until all is quiet again."""
+    """Load the server for some minutes and sample its memory."""
     counts: Counter[str] = Counter()
     samples: list[Sample] = []
     started = time.monotonic()
@@ -98,7 +98,7 @@ async def soak(server: Server, minutes: float) -> tuple[list[Sample], Load, Coun
 
 
 def report(found: list[Growth], load: Load, counts: Counter[str]) -> bool:
-    """Print the figures; returns whether all are as they must be."""
+    """Print the results; return whether all are good."""
     print(load.table())
     print(dict(counts))
     good = not load.failures
@@ -113,13 +113,13 @@ def report(found: list[Growth], load: Load, counts: Counter[str]) -> bool:
 
 
 def main() -> int:
-    """Exit code 1 where a request failed, or memory has grown; an error where blocks are lost."""
+    """Return 1 if a request failed or memory has grown; fail if blocks are lost."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--out", type=Path, default=Path("out/soak"))
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    # Caches fill, and the allocator finds its size.
+    # Until then caches fill and the allocator grows.
     warm_up_s = 60 * arguments.minutes / 4
     with (
         tempfile.TemporaryDirectory() as folder,

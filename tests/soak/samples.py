@@ -1,4 +1,4 @@
-"""What a soak measures: the memory of every process over time, and what it makes of it."""
+"""Memory of every process over time, and its growth."""
 
 import csv
 from collections import defaultdict
@@ -11,7 +11,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Sample:
-    """Resident memory of one process at one moment."""
+    """Resident memory of a process at one time."""
 
     seconds: float
     process: str
@@ -20,21 +20,21 @@ class Sample:
 
 @dataclass(frozen=True)
 class Growth:
-    """Memory of one process at the end of the warm-up and at the end of the soak: medians."""
+    """Median memory of a process after the warm-up and at the end of the soak."""
 
     process: str
     before_mib: float
     after_mib: float
 
     def is_within(self, share: float, mib: float) -> bool:
-        """Whether the growth is under a share of what it was, or under so many MiB."""
+        """Return whether the growth is below a share of the memory, or below some MiB."""
         return self.after_mib - self.before_mib <= max(share * self.before_mib, mib)
 
 
 def growths(samples: Sequence[Sample], warm_up_s: float) -> list[Growth]:
-    """How every process has grown that lived from the end of the warm-up to the end.
+    """Return the growth of every process that lived from the warm-up to the end.
 
-    Compares the first and the last fifth of the time behind the warm-up.
+    Compares the first and the last fifth of the time after the warm-up.
     """
     end = max(sample.seconds for sample in samples)
     fifth = (end - warm_up_s) / 5
@@ -51,7 +51,7 @@ def growths(samples: Sequence[Sample], warm_up_s: float) -> list[Growth]:
 
 
 def write_csv(samples: Sequence[Sample], path: Path) -> None:
-    """One row a sample."""
+    """Write one row per sample."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["seconds", "process", "rss_mib"])
@@ -60,7 +60,7 @@ def write_csv(samples: Sequence[Sample], path: Path) -> None:
 
 
 def plot(samples: Sequence[Sample], warm_up_s: float, path: Path) -> None:
-    """Memory over time, one line a process."""
+    """Plot memory over time, one line per process."""
     import matplotlib as mpl
 
     mpl.use("Agg")

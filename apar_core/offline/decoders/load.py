@@ -214,7 +214,9 @@ def build_decoder(
             f"{limited}"
         )
     if heads is not None:
-        top_k = _default_top_k(model, heads) if top_k is None else top_k
+        if top_k is None:
+            candidates = _CANDIDATES_ON_CPU if model.device.type == "cpu" else _CANDIDATES_ON_GPU
+            top_k = (candidates,) * heads.settings.medusa_num_heads
         _check_heads(heads, config, top_k)
     tokens = TreeTokens(control.fork_id, control.child_id, min(end_ids)) if control else None
     decoding = DecodingModel(
@@ -246,11 +248,6 @@ def _heads(folder: Path | None, model: Any) -> MedusaHeads:
         raise CheckpointError("medusa_apar needs medusa_heads, the folder of trained heads")
     heads = load_medusa_heads(folder)
     return heads.to(device=model.device, dtype=model.dtype)
-
-
-def _default_top_k(model: Any, heads: MedusaHeads) -> tuple[int, ...]:
-    candidates = _CANDIDATES_ON_CPU if model.device.type == "cpu" else _CANDIDATES_ON_GPU
-    return (candidates,) * heads.settings.medusa_num_heads
 
 
 def _check_heads(heads: MedusaHeads, config: Any, top_k: tuple[int, ...]) -> None:

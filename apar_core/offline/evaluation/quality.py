@@ -308,13 +308,10 @@ def _read_answers(files: Sequence[Path], questions: Sequence[Question]) -> list[
         answers += found
     if not answers:
         raise EvaluationError(f"no answer to judge in {', '.join(map(str, files)) or 'no file'}")
-    if len({_key(answer) for answer in answers}) < len(answers):
+    keys = {(answer.question.question_id, answer.turn, answer.model) for answer in answers}
+    if len(keys) < len(answers):
         raise EvaluationError("two answer files belong to the same model")
     return answers
-
-
-def _key(answer: JudgedAnswer) -> tuple[str, int, str]:
-    return answer.question.question_id, answer.turn, answer.model
 
 
 def _report(plan: QualityPlan, models: list[str], judgments: list[Judgment]) -> Report:

@@ -50,9 +50,9 @@ def run_speed(settings: SpeedSettings, folder: Path, progress: ShowProgress) -> 
     if not settings.count_only:
         names = ", ".join(settings.decoders)
         baseline = settings.baseline_name
-        facts["Decoder"] = f"{names} beside {baseline}" if baseline else names
+        facts["Decoder"] = f"{names}, compared with {baseline}" if baseline else names
         if settings.repeats_text and not settings.replay:
-            facts["Decoder"] += f", which is forced to the text of {settings.decoders[0]}"
+            facts["Decoder"] += f" (forced to generate the text of {settings.decoders[0]})"
         facts["Machine"] = _machine(settings)
     facts |= _missing(runs)
     return speed_report("Generation speed and what forking saves", facts, runs)

@@ -52,16 +52,9 @@ from apar_core.offline.training.tree_trainer import (
 )
 
 logger = logging.getLogger(__name__)
-
-
 _RECIPE_FILE = "recipe.json"
-
-
 _INPUTS_FILE = "inputs.json"
-
-
 _MODEL_FILES = ("config.json", "*.safetensors", "*.bin")
-
 
 # Fields that may change when a run is resumed: they do not affect what it learns.
 _FREE_FIELDS = {
@@ -74,7 +67,6 @@ _FREE_FIELDS = {
     "log_every_steps",
     "num_loaders",
 }
-
 
 Inputs = Mapping[str, str]
 """SHA-256 digests of model, tokenizer, chat template and data."""
@@ -109,7 +101,6 @@ class TrainingResult:
 
     counts: EncodingCounts
     padding: Padding
-    num_training: int
     num_validation: int
     validation_loss: float | None
 
@@ -160,9 +151,7 @@ def fine_tune(
     train_from(last, trainer, out, inputs)
     loss = trainer.final_validation_loss() if validation.all_rows else None
     _save(trainer, tokenizer, out)
-    return TrainingResult(
-        encoder.counts, plan.padding, len(training.all_rows), len(validation.all_rows), loss
-    )
+    return TrainingResult(encoder.counts, plan.padding, len(validation.all_rows), loss)
 
 
 def read_groups(data: Path, encoder: ExampleEncoder) -> TreeGroups:

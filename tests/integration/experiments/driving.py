@@ -1,4 +1,4 @@
-"""What the tests of the driver have an engine do; each function runs in the engine's process."""
+"""Functions that tests of the driver run in an engine's process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIST = "Here are {number} tips:\n\n" + "\n".join(
 
 @dataclass(frozen=True)
 class Watched:
-    """A run, and the most that it had at once."""
+    """A run and its peak numbers of requests, threads and KV tokens."""
 
     drive: Drive
     most_requests: int
@@ -35,7 +35,7 @@ class Watched:
 
 @cache
 def experiment_engine(engine: OfflineEngine) -> ExperimentEngine:
-    """One for all calls: it counts the engine's steps from then on."""
+    """Return the engine's only wrapper, which counts all its steps."""
     control = engine.control_tokens
     assert control is not None
     hidden = (control.fork_id, control.child_id, engine.tokenizer.eos_token_id)
@@ -56,7 +56,7 @@ def answers(number: int) -> Sequence[ReplayAnswer]:
 
 
 def watched(engine: OfflineEngine, conditions: Conditions, number: int, forks: bool) -> Watched:
-    """Drive so many answers."""
+    """Run this many answers."""
     opened = experiment_engine(engine)
     most = {"requests": 0, "threads": 0, "kv": 0}
     update = opened.scheduler.update_from_output
@@ -79,7 +79,7 @@ def watched(engine: OfflineEngine, conditions: Conditions, number: int, forks: b
 
 
 def wrong_answer(engine: OfflineEngine) -> Drive:
-    """A program whose engine request has one token that is not in its answer."""
+    """Run a program whose engine request has a token that is not in its answer."""
     question = answers(2)[0]
 
     class Wrong(OneRequest):
@@ -96,7 +96,7 @@ def wrong_answer(engine: OfflineEngine) -> Drive:
 
 @dataclass(frozen=True)
 class SideBySide:
-    """Runs of two engines, sequential and forked, and the time that both took together."""
+    """Runs of two engines, sequential and forked, and their total time."""
 
     drives: Sequence[Drive]
     elapsed_s: float
@@ -104,7 +104,7 @@ class SideBySide:
 
 
 def side_by_side(engine: OfflineEngine, number: int) -> SideBySide:
-    """Drive the same answers in this engine and in a second one of this process."""
+    """Run the same answers in this engine and in a second one of this process."""
     second = OfflineEngine(**engine_args(logits_processors=[REPLAY], num_gpu_blocks_override=129))
     try:
         engines = (experiment_engine(engine), experiment_engine(second))
@@ -138,7 +138,7 @@ def _plan(
 
 
 def abort_and_sizes(engine: OfflineEngine) -> tuple[int, int, int]:
-    """Threads left after an abort; blocks of the cache; tokens of a block."""
+    """Return the threads left after an abort, the cache's blocks, and the block size."""
     opened = experiment_engine(engine)
     opened.abort_all()
     return len(opened.scheduler.requests), opened.num_blocks, opened.block_size

@@ -1,4 +1,4 @@
-"""What the tests of the other methods have an engine do; runs in the engine's process."""
+"""Functions that tests of the other methods run in an engine's process."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from tests.integration.experiments.driving import LIST, answers, experiment_engi
 
 @dataclass(frozen=True)
 class Answered:
-    """A run of one method, and what was counted beside it."""
+    """A run of one method and its counters."""
 
     drive: Drive
     watch: RunWatch
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens computed that had not been generated just before."""
+        """Count computed tokens, without those that the same request had just generated."""
         return self.watch.prompt_tokens(self.drive.counts.computed_tokens)
 
 
 def answered(engine: OfflineEngine, method: str, number: int, concurrency: int) -> Answered:
-    """Let a method answer so many questions; the driver checks every text."""
+    """Answer this many questions with a method; the driver checks every text."""
     from apar_core.models.apar_tiny import checkpoint_path
     from apar_core.offline.evaluation.replay_text import load_text
 

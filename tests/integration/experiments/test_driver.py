@@ -1,4 +1,4 @@
-"""The driver of the experiments with the embedded model: memory, limits and texts are kept."""
+"""The driver of the experiments respects memory and limits and checks the texts."""
 
 from collections.abc import Iterator
 from dataclasses import replace

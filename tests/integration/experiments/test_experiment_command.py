@@ -1,4 +1,4 @@
-"""`apar experiment` as a user runs it: figures and tables from one folder, resumed and refused."""
+"""Run `apar experiment` as a user does, resume it, and refuse a folder of other settings."""
 
 from __future__ import annotations
 

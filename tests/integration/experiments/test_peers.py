@@ -1,4 +1,4 @@
-"""Every way of answering in parallel through a real engine: the text is the recorded one."""
+"""Every method of parallel answering generates the recorded text in a real engine."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The pods of a cluster made by hand, with what an operator and a client do with them."""
+"""A cluster of hand-made pods, and the actions of its operator and its clients."""
 
 import time
 from typing import Any
@@ -16,7 +16,7 @@ READY_S = 180.0
 
 
 class Cluster:
-    """The running pods, and what an operator would do with them."""
+    """The running pods and the actions of an operator."""
 
     def __init__(self, made: HandMadePods, head: HandMadePod, engine: HandMadePod) -> None:
         self.pods = made
@@ -25,13 +25,13 @@ class Cluster:
         self.config: dict[str, Any] = {}
 
     def deploy(self, config: dict[str, Any]) -> None:
-        """Give Ray Serve its configuration, through the dashboard, as KubeRay does."""
+        """Send Ray Serve its configuration through the dashboard, as KubeRay does."""
         answer = self._api("PUT", json=config)
         assert answer.is_success, answer.text
         self.config = config
 
     def replicas(self, deployment: str) -> dict[str, str]:
-        """Ids of a deployment's replicas, once all of them run, and the addresses of their pods."""
+        """Wait until all replicas of a deployment run; return their ids and their pods."""
         deadline = time.monotonic() + 60
         while True:
             deployments = self._api("GET").json()["applications"]["apar"]["deployments"]

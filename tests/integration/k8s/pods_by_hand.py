@@ -61,7 +61,7 @@ exec chroot . /usr/bin/setpriv --reuid "$2" --regid "$2" --clear-groups --no-new
 
 
 def cannot_make_pods(*programs: str) -> str | None:
-    """Why this machine cannot, with these programs in use; None where it can."""
+    """Return why this machine cannot run such pods, or None if it can."""
     if os.geteuid() != 0:
         return "only root may make network and mount namespaces"
     for program in ("ip", "unshare", "setpriv", "nsenter", *programs):
@@ -116,19 +116,19 @@ class HandMadePod:
 
     @property
     def first(self) -> int:
-        """The process that is number 1 in the pod, by its number out here."""
+        """Return the pid, outside the pod, of the pod's first process."""
         assert self.process is not None
         pid = self.process.pid
         [child] = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return int(child)
 
     def get(self, path: str, port: int | str) -> httpx.Response:
-        """Ask the pod for a page, by the number or the name of a port."""
+        """Request a page from a port of the pod, given by number or name."""
         number = self.pod.ports[port] if isinstance(port, str) else port
         return httpx.get(f"http://{self.address}:{number}{path}", timeout=5)
 
     def passes(self, probe: str) -> bool:
-        """Whether the pod passes one of its probes now."""
+        """Return whether the pod passes a probe now."""
         get = self.pod.container[probe]["httpGet"]
         try:
             return self.get(get["path"], get["port"]).is_success
@@ -136,7 +136,7 @@ class HandMadePod:
             return False
 
     def wait_until(self, probe: str, passes: bool = True, timeout_s: float = START_S) -> None:
-        """Return when a probe passes, or no longer does."""
+        """Wait until a probe passes, or fails."""
         deadline = time.monotonic() + timeout_s
         while self.passes(probe) != passes:
             assert time.monotonic() < deadline, f"{self.name}: {probe}"
@@ -145,7 +145,7 @@ class HandMadePod:
             time.sleep(0.5)
 
     def end(self) -> None:
-        """SIGTERM to the pod's first process, as the kubelet sends it; SIGKILL after a while."""
+        """Send SIGTERM to the pod's first process, and SIGKILL after a grace period."""
         if self.process is None or self.process.poll() is not None:
             return
         os.kill(self.first, signal.SIGTERM)
@@ -155,7 +155,7 @@ class HandMadePod:
             self.kill()
 
     def kill(self) -> None:
-        """End everything in it at once: with its first process a process namespace ends."""
+        """Kill the first process, and with it the pod's process namespace."""
         if self.process is not None and self.process.poll() is None:
             os.kill(self.first, signal.SIGKILL)
             self.process.kill()
@@ -163,7 +163,7 @@ class HandMadePod:
 
 
 class HandMadePods:
-    """A cluster's pods on a bridge; this machine is a client of them."""
+    """A cluster's pods on a bridge that this machine can reach."""
 
     def __init__(self, objects: list[Object], folder: Path, keys: str) -> None:
         self._objects = objects
@@ -178,11 +178,11 @@ class HandMadePods:
 
     @property
     def head_address(self) -> str:
-        """Where the first pod is."""
+        """Return the address of the first pod."""
         return f"{NETWORK}.2"
 
     def start(self, pod: Pod, **environment: str) -> HandMadePod:
-        """Start a pod of a template, the head first; `environment` comes on top of its own."""
+        """Start a pod of a template, the head first; `environment` adds to the template's."""
         number = len(self._running) + 2
         name, address = f"{BRIDGE}-{number}", f"{NETWORK}.{number}"
         made = HandMadePod(name, address, pod, self._environment(pod, address, number == 2))
@@ -192,7 +192,7 @@ class HandMadePods:
         return made
 
     def start_again(self, pod: HandMadePod) -> None:
-        """Start the pod that is called so, also in the place of one that has ended."""
+        """Start a pod by name, again if it has ended."""
         number = self._running.index(pod) + 2
         _connect(pod.name, number, pod.address)
         empty = self._folder / pod.name
@@ -201,7 +201,7 @@ class HandMadePods:
         pod.start(self._command(pod.pod, number == 2), (empty, self.keys, self._opt), log)
 
     def keep_logs(self, folder: Path) -> None:
-        """Copy what the pods have printed, and Ray's logs in them."""
+        """Copy the pods' output and Ray's logs."""
         for pod in self._running:
             kept = folder / pod.name
             shutil.rmtree(kept, ignore_errors=True)
@@ -213,7 +213,7 @@ class HandMadePods:
                 subprocess.run(["cp", "-rL", str(logs), str(kept)], check=False)
 
     def close(self) -> None:
-        """End all pods, also those of a test that was killed, and remove their addresses."""
+        """End all pods, also those of a killed test, and remove their addresses."""
         for pod in reversed(self._running):
             pod.kill()
         names = _ip("netns", "list", check=False).split()
@@ -225,7 +225,7 @@ class HandMadePods:
         _ip("link", "del", BRIDGE, check=False)
 
     def _environment(self, pod: Pod, address: str, is_head: bool) -> dict[str, str]:
-        """The template's, and what KubeRay adds to it."""
+        """Return the template's environment with KubeRay's additions."""
         maps = {
             each["metadata"]["name"]: each["data"] for each in of_kind(self._objects, "ConfigMap")
         }
@@ -245,7 +245,7 @@ class HandMadePods:
         }
 
     def _command(self, pod: Pod, is_head: bool) -> str:
-        """What KubeRay makes of `rayStartParams` and of the container's limits."""
+        """Return the command that KubeRay builds from `rayStartParams` and the limits."""
         limits = pod.container["resources"]["limits"]
         parameters = {"num-cpus": limits["cpu"]} | (pod.ray_start or {})
         parameters |= {"dashboard-agent-listen-port": str(pod.ports["agent"])}
@@ -258,7 +258,7 @@ class HandMadePods:
 
 @contextmanager
 def hand_made_pods(objects: list[Object], folder: Path, keys: str) -> Iterator[HandMadePods]:
-    """A network for pods; all of them are gone afterwards."""
+    """Create a network for pods; remove it and all pods at the end."""
     pods = HandMadePods(objects, folder, keys)
     pods.close()  # What a killed test may have left.
     _ip("link", "add", BRIDGE, "type", "bridge")
@@ -271,7 +271,7 @@ def hand_made_pods(objects: list[Object], folder: Path, keys: str) -> Iterator[H
 
 
 def _connect(name: str, number: int, address: str) -> None:
-    """A network namespace on the bridge."""
+    """Connect a network namespace to the bridge."""
     outside = f"{BRIDGE}{number}"
     # A namespace goes when its last process has gone, and the address must be free before.
     _ip("link", "del", outside, check=False)

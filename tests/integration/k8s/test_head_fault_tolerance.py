@@ -1,4 +1,4 @@
-"""With its state in Redis a head that dies comes back to its cluster, and engines go on."""
+"""A head with its state in Redis rejoins its cluster after a crash; engines keep running."""
 
 import subprocess
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ REDIS_PORT = 6380
 
 @contextmanager
 def redis(folder: Path) -> Iterator[None]:
-    """A Redis beside the pods, where the Service would be."""
+    """Run Redis at the address of its Service."""
     command = ["redis-server", "--port", str(REDIS_PORT), "--bind", f"{NETWORK}.1"]
     command += ["--requirepass", PASSWORD, "--dir", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:

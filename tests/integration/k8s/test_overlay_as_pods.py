@@ -1,4 +1,4 @@
-"""The overlay `local` in pods made by hand: deployed as KubeRay does it, used as clients do."""
+"""The overlay `local` in hand-made pods, deployed as KubeRay does and used by clients."""
 
 import itertools
 import threading

@@ -1,4 +1,4 @@
-"""The Redis of head fault tolerance starts as its pod says, with the Redis of this machine."""
+"""Redis starts with the command of its pod."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The overlay `local`'s Ray Serve configuration starts and answers, also where pods cannot."""
+"""The Ray Serve configuration of the overlay `local` starts and answers without pods."""
 
 import copy
 import time
@@ -18,7 +18,7 @@ READY_S = 150.0
 
 
 def for_this_machine(config: dict[str, Any], keys_file: Path) -> dict[str, Any]:
-    """The configuration with what is the machine's: addresses, the keys' file, cores, memory."""
+    """Adapt addresses, the keys file, cores and memory to this machine."""
     made = copy.deepcopy(config)
     made["http_options"] = {"host": "127.0.0.1", "port": free_port()}
     [app] = made["applications"]

@@ -1,4 +1,4 @@
-"""The same load by three clients: ours, vLLM's own, and guidellm."""
+"""The same load from three clients: ours, vLLM's and guidellm."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Load:
-    """So many prompts of a file, each answered with exactly `num_tokens`, so many at any time."""
+    """Prompts of a file with a fixed concurrency; every answer has exactly `num_tokens`."""
 
     url: str
     model: str
@@ -42,7 +42,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a client says of the server; milliseconds are means over requests."""
+    """A client's measurements; milliseconds are means over requests."""
 
     requests: int
     tokens_per_s: float

@@ -18,7 +18,7 @@ OURS = "ray_apar_"
 
 @dataclass(frozen=True)
 class Page:
-    """The samples of one look: name, labels, value."""
+    """The samples of one page: name, labels, value."""
 
     samples: tuple[tuple[str, dict[str, str], float], ...]
 
@@ -31,7 +31,7 @@ class Page:
         )
 
     def by(self, metric: Metric, *names: str) -> dict[tuple[str, ...], float]:
-        """A metric's values by some of its labels, without the zeros."""
+        """Return a metric's nonzero values by some of its labels."""
         found: dict[tuple[str, ...], float] = {}
         for name, given, value in self.samples:
             if name == metric.exported and value:
@@ -40,7 +40,7 @@ class Page:
         return found
 
     def counts(self) -> dict[tuple[str, ...], float]:
-        """All counts of ours, by name and labels."""
+        """Return all our counters by name and labels."""
         return {
             (name, *labels.values()): value
             for name, labels, value in self.samples
@@ -49,17 +49,17 @@ class Page:
 
     @property
     def names(self) -> set[str]:
-        """All names."""
+        """Return the names of all samples."""
         return {name for name, _, _ in self.samples}
 
 
 def metrics_url(server: Server) -> str:
-    """Where a server says that its metrics are."""
+    """Return the address of the metrics that a server prints."""
     return server.log.read_text().partition("Metrics for Prometheus: ")[2].split()[0]
 
 
 def read(url: str) -> Page:
-    """The page of one node."""
+    """Read the page of one node."""
     answer = httpx.get(url, timeout=30)
     answer.raise_for_status()
     families = text_string_to_metric_families(answer.text)
@@ -67,7 +67,7 @@ def read(url: str) -> Page:
 
 
 def read_at_rest(url: str) -> Page:
-    """The page once all that has happened stands on it; nothing may happen meanwhile."""
+    """Return the page once its counters stay the same; the server must be idle."""
     page = read(url)
     while True:
         time.sleep(REST_S)
@@ -77,7 +77,7 @@ def read_at_rest(url: str) -> Page:
 
 
 def read_when(url: str, is_there: Callable[[Page], bool], timeout_s: float = SETTLE_S) -> Page:
-    """The first page that shows something; fails when none does."""
+    """Wait for a page that meets a condition; fail after the timeout."""
     deadline = time.monotonic() + timeout_s
     while not is_there(page := read(url)):
         ours = [sample for sample in page.samples if sample[0].startswith(OURS) and sample[2]]

@@ -1,4 +1,4 @@
-"""`apar serve`, with a window into its replicas: `python -m` this, with apar serve's options.
+"""Run `apar serve` and let a test read the load of its replicas.
 
 Whenever a file FILE.ask appears beside the configuration FILE, the load of every replica is
 written to FILE.loads. Only the process that made a private Ray cluster can ask its actors.
@@ -22,7 +22,7 @@ SHOWN = "what Ray Serve shows"
 
 
 def look(config: Path) -> None:
-    """Answer every question for ever; end the server when the test that started it is gone."""
+    """Answer questions for ever; stop the server when its test has ended."""
     question, answer = config.with_suffix(".ask"), config.with_suffix(".loads")
     test = os.getppid()
     while True:
@@ -43,7 +43,7 @@ def look(config: Path) -> None:
 
 
 def shown() -> list[str]:
-    """What Ray Serve shows of its applications through its REST API, and what it stores."""
+    """Return what Ray Serve shows through its REST API and what it stores."""
     from ray.experimental import internal_kv
     from ray.serve.context import _get_global_client
 
@@ -56,7 +56,7 @@ def shown() -> list[str]:
 
 
 def loads(deployment: str) -> list[Any]:
-    """The load of every replica that runs."""
+    """Return the load of every running replica."""
     from ray import serve as ray_serve
 
     from deployments.app.ingress import APPLICATION

@@ -1,4 +1,4 @@
-"""Replicas follow the load, and nobody notices."""
+"""The number of replicas follows the load without failed requests."""
 
 import asyncio
 import time

@@ -1,6 +1,6 @@
-"""An engine process that gets a SIGTERM gives its requests up: no client gets half an answer.
+"""An engine process that receives SIGTERM hands its requests over: no answer is cut short.
 
-And requests that end in other ways than with an answer are paid for all the same.
+Requests that end without an answer are charged too.
 """
 
 import json
@@ -22,7 +22,7 @@ LOG_S = 15.0
 
 
 class Told(Victims):
-    """Tells the busiest engine to end."""
+    """Sends SIGTERM to the busiest engine."""
 
     def end(self) -> psutil.Process:
         process = self.busiest()
@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, logs: Path) -> Iterator[Ser
 
 
 def line(logs: Path, request_id: str) -> dict[str, Any]:
-    """The line of a request in the log."""
+    """Wait for the log record of a request."""
     deadline = time.monotonic() + LOG_S
     while True:
         lines = [

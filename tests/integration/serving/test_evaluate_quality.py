@@ -1,4 +1,4 @@
-"""`apar evaluate quality` with our own server as model and as judge."""
+"""`apar evaluate quality` with our server as model and as judge."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ CLOSED_WITHIN_S = 10.0
 async def begun_stream(
     client: httpx.AsyncClient, begun: asyncio.Semaphore, body: dict[str, Any] = BODY
 ) -> str:
-    """The whole text of a stream; releases `begun` at its first piece."""
+    """Return the text of a stream; release `begun` at its first piece."""
     pieces: list[str] = []
     async with client.stream(
         "POST", "/v1/chat/completions", json=body | {"stream": True}
@@ -36,7 +36,7 @@ async def begun_stream(
 
 
 async def wait_until_served(client: httpx.AsyncClient) -> float:
-    """Seconds until a request is answered again."""
+    """Wait until a request is answered; return the seconds."""
     started = time.monotonic()
     while True:
         answer = await client.post("/v1/chat/completions", json=BODY | {"max_tokens": 5})
@@ -79,7 +79,7 @@ async def test_requests_outlive_the_only_replica_and_end_at_its_successor(
 
 
 def wait_for_threads(server: Server, number: int) -> None:
-    """Return once this many threads are alive."""
+    """Wait until this many threads are alive."""
     deadline = time.monotonic() + RECOVERY_S
     while (load := server.loads()[0])["threads"] < number:
         assert time.monotonic() < deadline, load

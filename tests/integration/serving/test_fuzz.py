@@ -1,4 +1,4 @@
-"""Requests made up from the API's own description: whatever comes, the answer is an orderly one.
+"""Requests generated from the OpenAPI description get valid answers or OpenAI errors.
 
 `APAR_FUZZ_EXAMPLES` sets how many requests each route gets.
 """
@@ -41,10 +41,10 @@ GENERATING: dict[str, dict[str, Any]] = {
 
 
 def made_servable(case: Case[Any], model: str) -> None:
-    """Let most requests get past the gateway and half of them to the engine, but not for minutes.
+    """Let most requests pass the gateway and half of them reach the engine, with short answers.
 
-    Of all that can be made up, hardly anything is a whole request: every other one keeps only
-    some of its fields, around a prompt that is in order.
+    Few generated requests are valid, so every other one keeps only some of its fields beside a
+    valid prompt.
     """
     body: Any = case.body
     if not isinstance(body, dict):

@@ -1,6 +1,6 @@
-"""A Ray cluster of the user's own, whose head loses its GCS: serving goes on (issue 4, faults).
+"""Serving continues on a user's Ray cluster whose GCS crashes.
 
-The GCS keeps its state in Redis, as Ray asks for head fault tolerance.
+The GCS keeps its state in Redis, which Ray's head fault tolerance requires.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class RayCluster:
     leader: int
 
     def processes(self, title: str) -> list[psutil.Process]:
-        """The cluster's living processes whose command line begins with `title`."""
+        """Return the cluster's live processes whose program name contains `title`."""
         found = []
         for pid in session_members(self.leader):
             with suppress(psutil.NoSuchProcess):
@@ -55,7 +55,7 @@ class RayCluster:
         return found
 
     def wait_for(self, title: str, number: int) -> None:
-        """Return when so many of them live."""
+        """Wait until this many processes are alive."""
         deadline = time.monotonic() + WAIT_S
         while len(self.processes(title)) != number:
             assert time.monotonic() < deadline, title
@@ -64,7 +64,7 @@ class RayCluster:
 
 @contextmanager
 def ray_cluster(folder: Path) -> Iterator[RayCluster]:
-    """A Ray cluster of one node that survives the death of its GCS."""
+    """Start a Ray cluster of one node that survives a crash of its GCS."""
     redis_port, port = free_port(), free_port()
     address = f"127.0.0.1:{port}"
     command = (
@@ -115,7 +115,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayCluster]:
 
 
 def start_again(process: psutil.Process) -> "subprocess.Popen[bytes]":
-    """Kill a process, wait, and start it as it was started."""
+    """Kill a process, wait, and start it again with the same command."""
     command, environment, folder = process.cmdline(), process.environ(), process.cwd()
     process.kill()
     time.sleep(ABSENCE_S)

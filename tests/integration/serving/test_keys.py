@@ -149,7 +149,7 @@ def test_generated_tokens_count_towards_a_keys_token_rate(server: Server) -> Non
 
 def test_a_key_with_one_thread_forks_but_runs_thread_after_thread(server: Server) -> None:
     def answer_and_rows(token: str) -> tuple[Any, float]:
-        """An answer, and the mean number of threads in a step of the engine."""
+        """Return an answer and the mean number of threads in an engine step."""
         before = server.wait_until_idle()["steps"]
         answer = ask(server.openai(token), max_tokens=300)
         after = server.wait_until_idle()["steps"]
@@ -182,7 +182,7 @@ def test_prompts_and_models_beyond_the_key_are_refused(server: Server) -> None:
 
 
 def cached(server: Server, token: str, **fields: Any) -> int:
-    """Tokens of the prompt that were found in the cache."""
+    """Return the number of prompt tokens found in the cache."""
     usage = ask(server.openai(token), LONG_PROMPT, max_tokens=1, **fields).usage
     details = usage.prompt_tokens_details
     return 0 if details is None else details.cached_tokens or 0

@@ -1,4 +1,4 @@
-"""Kill processes at random moments under load; every request must end, and end well.
+"""Kill processes at random moments under load; every request must end correctly.
 
 `APAR_KILLS` sets the number of kills of the long run, `APAR_KILL_SEED` the seed.
 """
@@ -39,10 +39,10 @@ CLOSED_WITHIN_S = 10.0
 
 
 def check(run: KillRun, num_kills: int) -> None:
-    """Check that every kill happened and every request ended as it may.
+    """Check that every kill happened and every request ended correctly.
 
-    A request may end with the right text or an error in OpenAI's form. Only one whose gateway has
-    just been killed may also end with a closed connection.
+    A request ends with the right text or an OpenAI error. A closed connection is allowed only just
+    after a gateway was killed.
     """
     assert len(run.kills) == num_kills
     counts = [run.count(title) for title in (REPLICA, ENGINE, GATEWAY)]
@@ -53,7 +53,7 @@ def check(run: KillRun, num_kills: int) -> None:
 
 
 def may_end_so(outcome: Outcome, run: KillRun) -> bool:
-    """Whether this is the right text, a clean error, or a connection that a kill has closed."""
+    """Return whether this is the right text, a clean error, or a connection closed by a kill."""
     if outcome.kind == CLOSED:
         return any(
             kill.title == GATEWAY and 0 <= outcome.ended_s - kill.at_s < CLOSED_WITHIN_S

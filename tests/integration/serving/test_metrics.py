@@ -1,4 +1,4 @@
-"""Each metric against the truth of the same requests' answers, on a real server."""
+"""Metrics of a real server agree with the answers of its requests."""
 
 import json
 import threading
@@ -39,7 +39,7 @@ KEYS = [
 
 @dataclass
 class Answered:
-    """What answers said of themselves, summed; and how long their clients took."""
+    """Sums over answers: their statistics and their clients' seconds."""
 
     apar: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
@@ -84,7 +84,7 @@ def body(**fields: Any) -> dict[str, Any]:
 
 
 def ask(server: Server, answered: Answered, path: str = CHAT, **fields: Any) -> None:
-    """A request that ends well; what it says of itself is added up."""
+    """Send a request and add its statistics to `answered`."""
     request = body(**fields)
     if path == COMPLETIONS:
         request.pop("messages")
@@ -99,7 +99,7 @@ def ask(server: Server, answered: Answered, path: str = CHAT, **fields: Any) -> 
 
 
 def last_chunk(events: str) -> dict[str, Any]:
-    """The chunk of a stream that holds its usage."""
+    """Return the chunk of a stream that holds its usage."""
     chunks = [event.removeprefix("data: ") for event in events.split("\n\n")]
     return next(json.loads(chunk) for chunk in chunks if '"apar":' in chunk)
 
@@ -126,7 +126,7 @@ def test_every_metric_is_told_and_every_told_one_is_in_the_catalogue(
 
 
 def counts_of(answered: Answered) -> dict[catalogue.Metric, float]:
-    """What the counters must have risen by, as the answers say it."""
+    """Return by how much the counters must have risen, according to the answers."""
     apar, forks = answered.apar, answered.apar["forks"]
     return {
         catalogue.ATTENDED_TOKENS: apar["attended_tokens"],
@@ -303,7 +303,7 @@ def test_a_full_server_tells_who_runs_waits_is_refused_and_leaves(
 
 
 def stream_until(leave: threading.Event, server: Server) -> None:
-    """Read a long answer as it comes, and leave it when told to."""
+    """Read a long stream until told to leave."""
     with (
         suppress(httpx.HTTPError),
         httpx.stream(
@@ -327,7 +327,7 @@ def status_of_one(server: Server) -> int:
 
 @contextmanager
 def suspended(server: Server, title: str) -> Iterator[Callable[[], None]]:
-    """Gives a call that lets a process stand still until the end."""
+    """Yield a function that suspends a process until the end."""
     [process] = server.processes(title)
     try:
         yield process.suspend

@@ -1,4 +1,4 @@
-"""`apar monitor` and `apar plan --measure-from` beside the running application, under load."""
+"""`apar monitor` and `apar plan --measure-from` on a loaded server."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ WAIT_S = 60.0
 
 @contextmanager
 def loaded(url: str, num_clients: int) -> Iterator[None]:
-    """So many clients at work, in another executor."""
+    """Run clients in another thread of this process."""
     begun, enough = threading.Event(), threading.Event()
 
     async def work() -> None:
@@ -43,7 +43,7 @@ def loaded(url: str, num_clients: int) -> Iterator[None]:
 
 
 def run(*arguments: str) -> dict[str, Any]:
-    """The last line of a command's output, which is JSON."""
+    """Run a command and return the JSON of its last line."""
     done = subprocess.run([*APAR, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout.splitlines()[-1]))

@@ -1,4 +1,4 @@
-"""An unmodified OpenAI client against the running application."""
+"""OpenAI's unmodified client and a running server."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -85,7 +85,7 @@ def test_completions_stream_and_whole_are_the_same_text(
 
 def test_forks_can_be_switched_off_and_bounded(server: Server, client: openai.OpenAI) -> None:
     def threads_and_rows(apar: dict[str, object]) -> tuple[int, float]:
-        """Threads of the answer, and the mean number of them in a step of the engine."""
+        """Return the answer's threads and their mean number in an engine step."""
         before = server.wait_until_idle()["steps"]
         answer = client.chat.completions.create(
             model=MODEL,

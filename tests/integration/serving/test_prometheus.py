@@ -1,4 +1,4 @@
-"""The running application, watched by a real Prometheus and Alertmanager with the shipped rules."""
+"""Prometheus and Alertmanager with the shipped rules watch a loaded server."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ RULES = RuleSettings(hold_scale=0.01)
 
 @dataclass
 class Watched:
-    """A loaded server and those who watch it."""
+    """A loaded server, its Prometheus, and the webhook of its alerts."""
 
     server: Server
     prometheus: Prometheus
@@ -47,7 +47,7 @@ class Watched:
 
 @contextmanager
 def watched(folder: Path) -> Iterator[Watched]:
-    """Two replicas, found by the file of targets that the server keeps."""
+    """Start two replicas; Prometheus finds them in the server's targets file."""
     targets = folder / "targets.json"
     metrics = {"port": 0, "targets_file": str(targets), "report_s": 1}
     with webhook() as receiver:
@@ -72,7 +72,7 @@ def watched(folder: Path) -> Iterator[Watched]:
 
 
 async def answer(client: httpx.AsyncClient, number: int) -> tuple[dict[str, Any], float]:
-    """The `apar` object of one answer, and the seconds it took."""
+    """Return the `apar` object of an answer and its latency."""
     body = chat(PROMPTS[number % len(PROMPTS)], MODEL)
     started = time.monotonic()
     if number % 2:
@@ -86,7 +86,7 @@ async def answer(client: httpx.AsyncClient, number: int) -> tuple[dict[str, Any]
 
 
 async def load(url: str) -> list[tuple[dict[str, Any], float]]:
-    """What a few clients get from all their requests."""
+    """Send all requests from a few clients; return what `answer` returns for each."""
     places = asyncio.Semaphore(NUM_CLIENTS)
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
 
@@ -99,7 +99,7 @@ async def load(url: str) -> list[tuple[dict[str, Any], float]]:
 
 @asynccontextmanager
 async def loaded(folder: Path) -> AsyncIterator[tuple[Watched, list[dict[str, Any]], list[float]]]:
-    """The server after its load, the `apar` objects of its answers, and their latencies."""
+    """Yield the server after its load, the `apar` objects of the answers, and their latencies."""
     with watched(folder) as all_of_it:
         all_of_it.prometheus.wait_for("count(ray_apar_forks_total == 0) == 6")
         answers = await load(all_of_it.server.url)
@@ -111,19 +111,19 @@ async def loaded(folder: Path) -> AsyncIterator[tuple[Watched, list[dict[str, An
 
 
 def total(parts: list[dict[str, Any]], field: str) -> int:
-    """A field's sum."""
+    """Sum a field."""
     return sum(part[field] for part in parts)
 
 
 def check_targets(reader: Prometheus) -> None:
-    """The node is found, once, under the job that the rules ask for."""
+    """Check that the node is found once, under the job of the rules."""
     (target,) = reader.targets()
     assert target["health"] == "up", target
     assert target["labels"]["job"] == "apar"
 
 
 def check_rules(reader: Prometheus) -> None:
-    """Every rule can be evaluated, and every recorded series is there under load."""
+    """Check that every rule can be evaluated and every recorded series exists."""
     rules = reader.rules()
     assert len(rules) == sum(len(group["rules"]) for group in rule_groups(RULES))
     assert [rule for rule in rules if rule["health"] != "ok"] == []
@@ -139,7 +139,7 @@ def check_rules(reader: Prometheus) -> None:
 
 
 def check_shares(reader: Prometheus, parts: list[dict[str, Any]], seconds: list[float]) -> None:
-    """What Prometheus records is what the clients have been told."""
+    """Check that Prometheus records what the clients received."""
 
     def near(expression: str, truth: float) -> None:
         assert reader.value(expression) == pytest.approx(truth, rel=0.03), expression
@@ -166,7 +166,7 @@ def check_shares(reader: Prometheus, parts: list[dict[str, Any]], seconds: list[
 
 
 def check_throughput(reader: Prometheus, since_s: float, parts: list[dict[str, Any]]) -> None:
-    """The recorded tokens a second add up to the tokens of the answers."""
+    """Check that the recorded token rate adds up to the tokens of the answers."""
     tokens = total(parts, "text_tokens") + total(parts, "control_tokens") - total(parts, "forks")
     expression = 'model:apar_generated_tokens:rate1m{model="apar-tiny"}'
     (series,) = reader.query_range(expression, since_s, time.time(), 1)

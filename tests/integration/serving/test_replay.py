@@ -1,4 +1,4 @@
-"""Recorded answers through the whole stack: exactly their text, forked and flat."""
+"""A server replays recorded answers exactly, forked and flat."""
 
 import uuid
 from collections.abc import Iterator

@@ -22,7 +22,7 @@ def chat_body(**fields: Any) -> dict[str, Any]:
 async def leave_after(
     client: httpx.AsyncClient, delay_s: float, num_pieces: int = 0, **fields: Any
 ) -> int:
-    """Begin a stream, read some of it, cut the connection; returns the status."""
+    """Read part of a stream, close the connection, and return the status."""
     body = chat_body(stream=True, **fields)
     async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
         pieces = answer.aiter_raw()
@@ -64,7 +64,7 @@ async def test_nothing_more_is_generated_for_clients_that_have_left(
 async def test_leaving_at_any_moment_of_a_forking_request_frees_everything(
     server: Server,
 ) -> None:
-    """The moments are 2 ms apart, closer than two steps of the engine, so forks are among them."""
+    """Clients leave 2 ms apart, less than an engine step, so some leave during a fork."""
     before = await asyncio.to_thread(server.wait_until_idle)
     num_cancelled = 0
     async with server.async_client() as client:

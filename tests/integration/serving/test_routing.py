@@ -1,4 +1,4 @@
-"""Two real replicas behind our router, which runs in this process: where requests go, and why."""
+"""Routing decisions of our router, in this process, for two real replicas."""
 
 import asyncio
 import json
@@ -37,10 +37,10 @@ FORKING = "Give me 5 tips for learning guitar."
 
 
 class Client:
-    """Calls the replicas as the gateway does, and tells their router how each call ended."""
+    """Calls the replicas as the gateway does, and reports the end of each call to the router."""
 
     def __init__(self, calls: Any, router: SharedRouter, inside: Callable[[], list[int]]) -> None:
-        """`inside` asks every replica how many requests it runs."""
+        """`inside` returns the number of running requests of each replica."""
         self.calls = calls
         self.router = router
         self.inside = inside
@@ -48,7 +48,7 @@ class Client:
         self._count = 0
 
     def request(self, messages: list[dict[str, str]], **fields: Any) -> RelayedRequest:
-        """A chat completion with an id and a hint."""
+        """Build a chat completion with an id and a hint."""
         self._count += 1
         body = {"model": "routed", "messages": messages, "temperature": 0, "stream": True} | fields
         raw = json.dumps(body).encode()
@@ -63,7 +63,7 @@ class Client:
         )
 
     async def parts(self, request: RelayedRequest) -> AsyncGenerator[Any, None]:
-        """The parts of an answer; notes where it comes from."""
+        """Yield the parts of an answer and note its replica."""
         request_id = request.terms.request_id or ""
         end: AnswerEnd | None = None
         try:
@@ -79,7 +79,7 @@ class Client:
             ROUTERS.ended(MODEL.deployment_name, request_id, end)
 
     async def place(self, messages: list[dict[str, str]], **fields: Any) -> str:
-        """The replica that has answered a chat, which is brought to its end."""
+        """Run a chat to its end and return its replica."""
         request = self.request(messages, **fields)
         async with aclosing(self.parts(request)) as parts:
             async for _ in parts:

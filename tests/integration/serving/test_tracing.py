@@ -35,7 +35,7 @@ TOLERANCE_NS = 20_000_000
 
 
 class Traced:
-    """A server, its collector, and requests that can be found again."""
+    """A server and its collector; every request has an id to find its trace by."""
 
     def __init__(self, server: Server, collector: Collector, stack: ExitStack) -> None:
         self.server = server
@@ -44,7 +44,7 @@ class Traced:
         self.stack = stack
 
     def ask(self, key: str = TOKEN, headers: dict[str, str] | None = None, **fields: Any) -> Any:
-        """A whole answer and the id of its request."""
+        """Return a whole answer and the id of its request."""
         request_id = uuid.uuid4().hex
         answer = httpx.post(
             self.server.url + CHAT,
@@ -58,7 +58,10 @@ class Traced:
         return {"x-request-id": request_id} | authorization(key)
 
     def stream(self, request_id: str, after_texts: int = 0, then: Any = None, **fields: Any) -> Any:
-        """The `apar` object of a stream; `then` is called after so many pieces, True ends it."""
+        """Return the `apar` object of a stream.
+
+        `then` is called after `after_texts` pieces; if it returns True, the client leaves.
+        """
         body = LIST | {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
         num_texts, apar = 0, None
         with httpx.stream(
@@ -112,7 +115,7 @@ def one(spans: list[Span], name: str) -> Span:
 
 
 def check_whole(spans: list[Span]) -> None:
-    """One trace, one root, every parent there, and every span after and within where it belongs."""
+    """Check that the spans form one tree and lie within their root and after their parents."""
     by_id = {span.span_id: span for span in spans}
     assert len(by_id) == len(spans)
     root = one(spans, SERVER)

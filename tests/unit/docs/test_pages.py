@@ -10,7 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from pydantic import BaseModel
 
+from cluster.config import ClusterConfig
+from cluster.config.autoscaling import AutoscalingConfig
+from cluster.config.limits import LimitsConfig
+from cluster.config.logging import LoggingConfig
+from cluster.config.metrics import MetricsConfig
+from cluster.config.model import ForkLimits
+from cluster.config.retries import RetryConfig
+from cluster.config.routing import RoutingSettings
+from cluster.config.tracing import TracingConfig
+from cluster.metrics import catalogue
 from docs.build import PAGES, ROOT, dead_links, documents, page_of, references
 
 # Entries of the log name files of their commit.
@@ -106,6 +118,43 @@ def test_every_test_in_the_table_of_features_exists() -> None:
         or f"def {name}(" not in (ROOT / "tests" / file).read_text()
     ]
     assert missing == []
+
+
+def test_every_metric_that_a_page_names_exists() -> None:
+    named = {
+        (page.name, name)
+        for page in CURRENT
+        for name in re.findall(r"\bray_apar_\w+[a-z]", page.read_text())
+    }
+    known = [re.escape(metric.exported) for metric in catalogue.metrics()]
+    exported = re.compile(rf"({'|'.join(known)})(_bucket|_sum|_count)?")
+
+    assert [each for each in named if not exported.fullmatch(each[1])] == []
+
+
+def test_every_setting_that_a_page_names_exists() -> None:
+    sections: dict[str, type[BaseModel]] = {
+        "limits": LimitsConfig, "routing": RoutingSettings, "retries": RetryConfig,
+        "tracing": TracingConfig, "metrics": MetricsConfig, "logging": LoggingConfig,
+        "forks": ForkLimits, "autoscaling": AutoscalingConfig,
+    }  # fmt: skip
+    names = re.compile(rf"`(?:models\[\]\.)?({'|'.join(sections)})\.([a-z_]+)[`:]")
+    wrong = [
+        (page.name, section, field)
+        for page in CURRENT
+        for section, field in names.findall(page.read_text())
+        if field not in sections[section].model_fields
+    ]
+
+    assert wrong == []
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
+def test_every_configuration_on_a_page_is_valid(page: Path) -> None:
+    if page.parent.name != "docs":
+        return  # Others show YAML of other programs.
+    for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        ClusterConfig.model_validate(yaml.safe_load(block))
 
 
 def test_the_policy_on_the_page_is_the_one_in_the_code() -> None:

@@ -99,11 +99,6 @@ class Combination:
     question: str
     answer: ParagraphRecord
 
-    @property
-    def forks(self) -> bool:
-        """Whether the answer has forks."""
-        return self.kind in FORKING_KINDS
-
 
 def items_phrase(topic: Topic, number: int) -> str:
     """Return a phrase such as "5 tips for baking bread"."""

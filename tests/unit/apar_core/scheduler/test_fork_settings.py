@@ -1,4 +1,5 @@
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -6,6 +7,7 @@ from pydantic import ValidationError
 
 from apar_core.errors import EngineError
 from apar_core.scheduler.fork_policy import AdaptivePolicy, EagerPolicy
+from apar_core.scheduler.fork_scheduler import ForkScheduler
 from apar_core.scheduler.fork_settings import ForkSettings
 from tests.fakes.scripted_engine import EngineShape, ScriptedEngine
 
@@ -40,3 +42,10 @@ def test_a_wrong_setting_is_named(model_dir: Path, values: dict[str, Any], field
 def test_settings_cannot_be_changed_later() -> None:
     with pytest.raises(ValidationError):
         ForkSettings().policy = "adaptive"  # type: ignore[misc]
+
+
+def test_an_engine_without_prefix_caching_is_refused() -> None:
+    config: Any = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=False))
+
+    with pytest.raises(EngineError, match="needs prefix caching"):
+        ForkScheduler(config)

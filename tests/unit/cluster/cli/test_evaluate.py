@@ -214,7 +214,7 @@ def test_the_original_model_is_the_baseline_with_its_own_answers(
     # The prompt and the answer are in the original's own tokens, which are bytes.
     assert baseline["num_prompt_tokens"] == len("Be brief. USER: Tips? ASSISTANT:")
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["facts"]["Decoder"] == f"vanilla_apar beside plain of {original}"
+    assert report["facts"]["Decoder"] == f"vanilla_apar, compared with plain of {original}"
     assert (tmp_path / "out" / "figure4_speed.svg").is_file()
 
 

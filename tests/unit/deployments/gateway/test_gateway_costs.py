@@ -27,6 +27,9 @@ from tests.fakes.replicas import (
     settled,
 )
 
+# Otherwise a minute may end between two requests, and the remaining units change.
+pytestmark = pytest.mark.usefixtures("advance")
+
 
 async def remaining(http: httpx.AsyncClient) -> tuple[str, str]:
     """Requests and tokens that key `a` has left; asking counts as a request."""

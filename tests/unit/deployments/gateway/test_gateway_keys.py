@@ -26,6 +26,9 @@ from tests.fakes.replicas import (
     settled,
 )
 
+# Otherwise a minute may end between two requests, and the remaining units change.
+pytestmark = pytest.mark.usefixtures("advance")
+
 
 async def test_a_request_without_a_known_key_reaches_no_replica() -> None:
     replicas = answering()

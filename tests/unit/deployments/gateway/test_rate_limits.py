@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,20 +20,7 @@ from deployments.gateway.rate_limits import (
 )
 from deployments.wire.errors import RateLimitError
 from tests.fakes.clock import Clock
-
-Advance = Callable[[float], None]
-
-
-@pytest.fixture
-def advance(monkeypatch: pytest.MonkeyPatch) -> Advance:
-    """Moves the clock on; it begins where the library's windows do, at a full minute."""
-    now_s = [6e8]
-    monkeypatch.setattr("limits.aio.storage.memory.time.time", lambda: now_s[0])
-
-    def move(seconds: float) -> None:
-        now_s[0] += seconds
-
-    return move
+from tests.unit.deployments.gateway.conftest import Advance
 
 
 def rates(storage: Any = None, **fields: Any) -> KeyRates:

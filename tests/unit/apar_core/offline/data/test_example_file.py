@@ -16,7 +16,7 @@ ANSWER = chain(
 EXAMPLE = ExampleRecord("ordered_list", (ChatMessage("user", "Ä?"),), ANSWER, example_id="a:1:1")
 
 
-def test_a_line_is_the_form_that_training_reads() -> None:
+def test_a_line_has_the_documented_format() -> None:
     assert json.loads(example_line(EXAMPLE)) == {
         "id": "a:1:1",
         "kind": "ordered_list",
@@ -29,7 +29,7 @@ def test_a_line_is_the_form_that_training_reads() -> None:
     }
 
 
-def test_what_is_written_is_read_from_the_file_and_from_its_folder(tmp_path: Path) -> None:
+def test_written_examples_are_read_from_file_and_folder(tmp_path: Path) -> None:
     plain = ExampleRecord("unstructured", EXAMPLE.messages, ParagraphRecord("x"), example_id="b")
     write_examples(tmp_path / "structured.jsonl", [EXAMPLE, EXAMPLE])
     write_examples(tmp_path / "unstructured.jsonl", [plain])
@@ -60,7 +60,7 @@ def test_what_is_written_is_read_from_the_file_and_from_its_folder(tmp_path: Pat
         ),
     ],
 )
-def test_a_broken_line_is_named_with_its_number(tmp_path: Path, line: str, words: str) -> None:
+def test_errors_in_a_line_name_its_number(tmp_path: Path, line: str, words: str) -> None:
     path = tmp_path / "examples.jsonl"
     path.write_bytes(example_line(EXAMPLE) + line.encode() + b"\n")
 

@@ -9,11 +9,56 @@ import pytest
 
 from apar_core.errors import DataError
 from apar_core.offline.data.example_file import read_examples
-from apar_core.offline.data.prepare import PreparationSettings, prepare
+from apar_core.offline.data.prepare import (
+    ItemPreparation,
+    Outcome,
+    PreparationSettings,
+    PreparedAnswer,
+    Refusal,
+    prepare,
+)
 from apar_core.offline.data.records import ExampleRecord, flat_text
 from apar_core.offline.data.sampling import HELD_OUT_FILE
+from apar_core.offline.data.sources import SourceItem
 from apar_core.offline.data.structure import StructureRules
 from apar_core.workload.trace import read_trace
+
+
+def outcomes(*turns: tuple[str, str]) -> list[Outcome]:
+    item: Any = {"conversations": [{"from": role, "value": text} for role, text in turns]}
+    source = SourceItem(source="chats/a.json", number=3, unit="item", value=item)
+    return list(ItemPreparation(StructureRules(), {}).outcomes(source))
+
+
+def test_each_answer_becomes_an_example_after_the_earlier_turns() -> None:
+    first, second = outcomes(("human", "q1"), ("gpt", "a1"), ("human", "q2"), ("gpt", "a2"))
+
+    assert isinstance(first, PreparedAnswer)
+    assert isinstance(second, PreparedAnswer)
+    assert b'"id": "chats/a:3:1"' in first.line
+    assert b'"id": "chats/a:3:2"' in second.line
+    assert second.line.count(b'"role"') == 3
+
+
+def test_answers_before_the_first_question_are_refused_and_the_rest_is_kept() -> None:
+    refusal, example = outcomes(("system", "s"), ("gpt", "a0"), ("human", "q1"), ("gpt", "a1"))
+
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason == "answer without a question"
+    assert isinstance(example, PreparedAnswer)
+    assert b"a0" not in example.line
+    assert b'"role": "system"' in example.line
+
+
+def test_an_empty_answer_ends_the_chat() -> None:
+    example, refusal = outcomes(
+        ("human", "q1"), ("gpt", "a1"), ("human", "q2"), ("gpt", " "), ("human", "q3"), ("gpt", "a")
+    )
+
+    assert isinstance(example, PreparedAnswer)
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason == "empty answer"
+
 
 LIST = "\n".join(f"{n}. Point {n}: with some content." for n in (1, 2, 3))
 ALL = PreparationSettings(structured=None, unstructured=None)
@@ -55,7 +100,7 @@ def test_each_answer_is_an_example_with_the_turns_before_it(tmp_path: Path) -> N
     assert saved["training_ratio"] == "1:1"
 
 
-def test_an_array_gives_what_its_lines_would(tmp_path: Path) -> None:
+def test_an_array_gives_the_same_examples_as_lines(tmp_path: Path) -> None:
     items = [chat("q", LIST), chat("q"), chat("q", "Short.")]
     lines = write_lines(tmp_path / "chats.jsonl", *items)
     array = tmp_path / "chats.json"
@@ -88,7 +133,7 @@ def test_bad_lines_are_counted_with_their_place_and_reason(tmp_path: Path) -> No
     assert len(list(read_examples(tmp_path / "out"))) == 2
 
 
-def test_a_thought_needs_an_answer_behind_it(tmp_path: Path) -> None:
+def test_a_thought_needs_an_answer_after_it(tmp_path: Path) -> None:
     answers = ("<think>\nHm.\n</think>\n\n" + LIST, "<think>\nHm, hm", "<think>\nHm.\n</think>\n")
     source = write_lines(tmp_path / "chats.jsonl", *(chat("q", answer) for answer in answers))
 
@@ -100,7 +145,7 @@ def test_a_thought_needs_an_answer_behind_it(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class FewCharacters:
-    """Fits examples to a number of characters, as a tokenizer does to its tokens."""
+    """Fits examples to a number of characters instead of tokens."""
 
     context_length: int
     model_name: str = "few"
@@ -113,7 +158,7 @@ class FewCharacters:
         return None
 
 
-def test_what_does_not_fit_is_left_out_before_the_sample_is_drawn(tmp_path: Path) -> None:
+def test_examples_that_do_not_fit_are_dropped_before_sampling(tmp_path: Path) -> None:
     items = [chat("q" * (5 if n % 2 else 50), LIST) for n in range(40)]
     source = write_lines(tmp_path / "chats.jsonl", *items, chat("long " * 4, "a", "q", LIST))
     settings = PreparationSettings(structured=20, unstructured=None)
@@ -124,7 +169,7 @@ def test_what_does_not_fit_is_left_out_before_the_sample_is_drawn(tmp_path: Path
     assert (report.structured.found, report.structured.written) == (21, 20)
     assert (report.num_too_long, report.num_answers, report.context_length) == (21, 21, 10)
     assert all(len(example.messages[-1].content) <= 5 for example in examples)
-    # Strict mode is about items that are not understood.
+    # Strict mode only concerns invalid items.
     prepare([source], tmp_path / "strict", ALL.model_copy(update={"strict": True}),
             fit=FewCharacters(10))  # fmt: skip
 
@@ -138,7 +183,7 @@ def test_held_out_queries_share_no_conversation_and_no_text_with_training(tmp_pa
         {"id": f"aB3dE{n // 2:02}_{n % 2}", **chat(f"first {n}?", LIST, f"then {n}?", "Short.")}
         for n in range(40)
     ]
-    # Others ask the same, in another turn and with other blanks.
+    # The same questions in another turn and with other whitespace.
     items += [chat("hello", "Hi.", f"first  {n}?\n", LIST) for n in range(40)]
     source = write_lines(tmp_path / "chats.jsonl", *items)
     settings = ALL.model_copy(update={"hold_out": 5})
@@ -150,7 +195,7 @@ def test_held_out_queries_share_no_conversation_and_no_text_with_training(tmp_pa
     texts = {" ".join(line.prompt.split()) for line in held}
     assert len(held) == len(texts) == 5
     assert all(texts.isdisjoint(query_texts(example)) for example in training)
-    # Items 1 and 2 are the parts aB3dE00_0 and aB3dE00_1: one held out keeps both out.
+    # Items 1 and 2 are the parts aB3dE00_0 and aB3dE00_1: holding out one excludes both.
     trained = {int((example.example_id or "").split(":")[1]) for example in training}
     conversations = [(int(line.id.split(":")[1]) - 1) // 2 for line in held]
     assert len(set(conversations)) == 5
@@ -160,7 +205,7 @@ def test_held_out_queries_share_no_conversation_and_no_text_with_training(tmp_pa
     assert report.structured.found + report.unstructured.found == len(training)
 
 
-def test_numbered_items_are_no_parts_of_one_conversation(tmp_path: Path) -> None:
+def test_numbered_items_are_not_parts_of_a_conversation(tmp_path: Path) -> None:
     for name in ("alpaca", "chatgpt", "Example", "ROWDATA", "long-name"):
         items = [{"id": f"{name}_{n}", **chat(f"q{n}", "a")} for n in range(9)]
         source = write_lines(tmp_path / f"{name}.jsonl", *items)
@@ -170,7 +215,7 @@ def test_numbered_items_are_no_parts_of_one_conversation(tmp_path: Path) -> None
         assert (report.held_out.written, report.num_near_held_out) == (3, 0)
 
 
-def test_the_held_out_queries_depend_on_the_seed_alone(tmp_path: Path) -> None:
+def test_held_out_queries_depend_only_on_the_seed(tmp_path: Path) -> None:
     items = [chat(f"q{n}", LIST if n % 3 else f"Short {n}.") for n in range(200)]
     source = write_lines(tmp_path / "chats.jsonl", *items)
     settings = PreparationSettings(structured=50, unstructured=20, hold_out=10)
@@ -183,7 +228,7 @@ def test_the_held_out_queries_depend_on_the_seed_alone(tmp_path: Path) -> None:
     assert contents(tmp_path / "seed")[HELD_OUT_FILE] != contents(tmp_path / "one")[HELD_OUT_FILE]
 
 
-def test_held_out_queries_of_an_earlier_run_are_not_left_behind(tmp_path: Path) -> None:
+def test_held_out_queries_of_an_earlier_run_are_deleted(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "chats.jsonl", *(chat(f"q{n}", LIST) for n in range(3)))
     prepare([source], tmp_path / "out", ALL.model_copy(update={"hold_out": 1}))
 
@@ -194,7 +239,7 @@ def test_held_out_queries_of_an_earlier_run_are_not_left_behind(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("damage", [b', {"x": ]', b', "\xff"]', b",", b", " + b"[" * 100_000])
-def test_what_stands_before_the_damage_of_an_array_is_used(tmp_path: Path, damage: bytes) -> None:
+def test_items_before_damage_in_an_array_are_used(tmp_path: Path, damage: bytes) -> None:
     source = tmp_path / "chats.json"
     source.write_bytes(b"[" + json.dumps(chat("q", LIST)).encode() + damage)
 
@@ -205,7 +250,7 @@ def test_what_stands_before_the_damage_of_an_array_is_used(tmp_path: Path, damag
     assert len(list(read_examples(tmp_path / "out"))) == 1
 
 
-def test_elements_that_are_no_chats_are_refused_one_by_one(tmp_path: Path) -> None:
+def test_elements_that_are_not_chats_are_refused_individually(tmp_path: Path) -> None:
     items = [None, 5, "x", [], {}, [[1], {"a": [2]}], chat("q", LIST), True]
     source = tmp_path / "chats.json"
     source.write_text(json.dumps(items))
@@ -216,7 +261,7 @@ def test_elements_that_are_no_chats_are_refused_one_by_one(tmp_path: Path) -> No
     assert report.refusals == {"wrong type": 6, "missing field": 1}
 
 
-def test_strict_mode_stops_at_the_first_and_leaves_nothing(tmp_path: Path) -> None:
+def test_strict_mode_stops_at_the_first_refusal_and_writes_nothing(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "chats.jsonl", chat("q", "a"), chat("q"), {})
 
     with pytest.raises(DataError, match=r"chats.jsonl, line 2: no answer"):
@@ -225,7 +270,7 @@ def test_strict_mode_stops_at_the_first_and_leaves_nothing(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == [source]
 
 
-def test_the_number_of_processes_changes_nothing(tmp_path: Path) -> None:
+def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
     items = [chat(f"q{n}", LIST if n % 3 else f"Short {n}.") for n in range(300)]
     source = write_lines(tmp_path / "chats.jsonl", *items, {}, *items)
     settings = PreparationSettings(structured=50, unstructured=20, seed=3)
@@ -240,7 +285,7 @@ def test_the_number_of_processes_changes_nothing(tmp_path: Path) -> None:
     assert contents(tmp_path / "seed") != contents(tmp_path / "one")
 
 
-def test_questions_and_rules_reach_the_answers(tmp_path: Path) -> None:
+def test_question_files_and_rules_are_used(tmp_path: Path) -> None:
     bullets = "\n".join(f"- Point {n}: with some content." for n in (1, 2, 3))
     source = write_lines(tmp_path / "answers.jsonl", {"question_id": 7, "text": bullets})
     questions = write_lines(tmp_path / "q.jsonl", {"question_id": 7, "turns": ["q"]})
@@ -251,7 +296,7 @@ def test_questions_and_rules_reach_the_answers(tmp_path: Path) -> None:
     assert prepare([source], tmp_path / "b", settings).kinds == {"unordered_list": 1}
 
 
-def test_a_folder_with_files_is_replaced_only_where_allowed(tmp_path: Path) -> None:
+def test_files_in_a_folder_are_replaced_only_if_allowed(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "chats.jsonl", chat("q", "a"))
     prepare([source], tmp_path / "out", ALL)
     before = contents(tmp_path / "out")
@@ -265,7 +310,7 @@ def test_a_folder_with_files_is_replaced_only_where_allowed(tmp_path: Path) -> N
     assert contents(tmp_path / "out") != before
 
 
-def test_a_file_is_read_once_however_it_is_named(tmp_path: Path) -> None:
+def test_a_file_with_several_names_is_read_once(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     a, b = (write_lines(folder / f"{name}.jsonl", chat(name, "x")) for name in "ab")
@@ -278,7 +323,7 @@ def test_a_file_is_read_once_however_it_is_named(tmp_path: Path) -> None:
     assert report.num_items == 2
 
 
-def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
+def test_an_interrupted_run_writes_nothing(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "chats.jsonl", chat("q", "a"), chat("q", "b"))
 
     def interrupt(num_bytes: int) -> None:
@@ -305,7 +350,7 @@ def test_every_byte_of_the_input_is_reported_as_read(tmp_path: Path) -> None:
     assert num_read == lines.stat().st_size + array.stat().st_size
 
 
-def test_inputs_that_are_not_there_are_refused(tmp_path: Path) -> None:
+def test_missing_inputs_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none.json", tmp_path):
         with pytest.raises(DataError):
             prepare([path], tmp_path / "out", ALL)

@@ -1,4 +1,4 @@
-"""The rules on the real answers of the shared data, against the figures recorded beside them."""
+"""Structure of the real answers in the shared data, compared with the recorded figures."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def forks_by_category() -> dict[str, list[int]]:
     return forks
 
 
-def test_every_real_answer_comes_back_byte_for_byte() -> None:
+def test_the_tree_of_each_real_answer_restores_its_text() -> None:
     texts = list(answer_texts())
 
     for text in texts:
@@ -72,7 +72,7 @@ def test_every_real_answer_comes_back_byte_for_byte() -> None:
     assert len(texts) > 2000
 
 
-def test_as_many_answers_are_forkable_as_were_recorded(
+def test_the_share_of_forkable_answers_is_as_recorded(
     forks_by_category: dict[str, list[int]],
 ) -> None:
     counts = [count for category in forks_by_category.values() for count in category]
@@ -83,7 +83,7 @@ def test_as_many_answers_are_forkable_as_were_recorded(
 
 
 @pytest.mark.parametrize("category", EXPECTED)
-def test_each_category_forks_as_was_recorded(
+def test_forks_of_each_category_are_as_recorded(
     forks_by_category: dict[str, list[int]], category: str
 ) -> None:
     share, threads = EXPECTED[category]
@@ -93,7 +93,7 @@ def test_each_category_forks_as_was_recorded(
     assert 1 + mean(counts) == pytest.approx(threads, abs=0.4)
 
 
-def test_the_traces_are_read_as_by_the_other_reading_of_the_same_rules() -> None:
+def test_the_traces_agree_with_an_independent_implementation_of_the_rules() -> None:
     names = {"ordered_list": "list", "paragraphs": "para", "unstructured": None}
     traces = [line for path in DATA.glob("traces/*.jsonl") for line in lines(path)]
     extracted = [extract_tree(trace["response"]) for trace in traces]

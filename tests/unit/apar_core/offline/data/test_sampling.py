@@ -25,13 +25,13 @@ def sample(
 
 
 @pytest.mark.parametrize("capacity", [None, 20, 21])
-def test_everything_is_kept_in_order_where_there_is_room(
+def test_everything_is_kept_in_order_below_the_capacity(
     tmp_path: Path, capacity: int | None
 ) -> None:
     assert sample(tmp_path, capacity, "0") == LINES
 
 
-def test_a_sample_depends_on_the_seed_alone(tmp_path: Path) -> None:
+def test_a_sample_depends_only_on_the_seed(tmp_path: Path) -> None:
     first = sample(tmp_path, 5, "0")
 
     assert len(set(first)) == 5
@@ -39,7 +39,7 @@ def test_a_sample_depends_on_the_seed_alone(tmp_path: Path) -> None:
     assert sample(tmp_path, 5, "1") != first
 
 
-def test_every_line_has_the_same_chance(tmp_path: Path) -> None:
+def test_each_line_has_the_same_probability(tmp_path: Path) -> None:
     counts = Counter(line for seed in range(1000) for line in sample(tmp_path, 5, str(seed)))
 
     # 250 expected, standard deviation 14.

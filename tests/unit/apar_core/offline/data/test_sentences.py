@@ -38,18 +38,18 @@ from apar_core.offline.data.sentences import first_sentence_end
         ("यह अच्छा है।", " हाँ।"),
     ],
 )
-def test_the_first_sentence_ends_where_a_reader_sees_its_end(first: str, rest: str) -> None:
+def test_the_end_of_the_first_sentence_is_found(first: str, rest: str) -> None:
     assert first_sentence_end(first + rest) == len(first)
 
 
 @pytest.mark.parametrize(
     "text", ["", "One sentence.", "No stop at all", "One sentence. \n", "See example.com for it"]
 )
-def test_one_sentence_alone_has_no_rest(text: str) -> None:
+def test_a_single_sentence_has_no_rest(text: str) -> None:
     assert first_sentence_end(text) is None
 
 
-def test_a_quotation_up_to_the_end_has_sentences_of_its_own() -> None:
+def test_a_quotation_up_to_the_end_is_split_into_sentences() -> None:
     assert first_sentence_end('Voice: "Jazz is old. It lives."') == len('Voice: "Jazz is old.')
 
 

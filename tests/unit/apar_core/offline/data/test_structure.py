@@ -1,4 +1,4 @@
-"""The rules of the paper's appendix B, one by one."""
+"""Extraction rules of the paper's appendix B."""
 
 # ruff: noqa: RUF001, SIM905
 
@@ -28,7 +28,7 @@ LIST = (
 
 
 def forks(answer: str, rules: StructureRules = PAPER) -> list[tuple[str, str]]:
-    """(root, detail) of each fork of the root thread; the closing has the detail ""."""
+    """Return (root, detail) of each fork of the root thread; the closing has detail ""."""
     tree = extract_tree(answer, rules).tree
     return [
         (paragraph.text, flat_text(paragraph.first_child) if paragraph.first_child else "")
@@ -36,7 +36,7 @@ def forks(answer: str, rules: StructureRules = PAPER) -> list[tuple[str, str]]:
     ]
 
 
-def test_a_point_forks_behind_its_colon_and_the_next_root_begins_with_the_line_break() -> None:
+def test_a_point_forks_after_its_colon_and_the_next_root_starts_with_the_line_break() -> None:
     assert extract_tree(LIST).kind == "ordered_list"
     assert forks(LIST) == [
         ("Three tips:\n\n1. **Rest**:", " Sleep eight hours a night."),
@@ -46,7 +46,7 @@ def test_a_point_forks_behind_its_colon_and_the_next_root_begins_with_the_line_b
     ]
 
 
-def test_two_points_are_no_ordered_list() -> None:
+def test_two_points_are_not_an_ordered_list() -> None:
     extracted = extract_tree("1. Rest: Sleep eight hours.\n2. Move: Walk for an hour.")
 
     assert (extracted.kind, extracted.reason) == ("unstructured", "no structure")
@@ -55,13 +55,13 @@ def test_two_points_are_no_ordered_list() -> None:
 @pytest.mark.parametrize(
     ("content", "kind"), [("ten chars.", "ordered_list"), ("nine char", "unstructured")]
 )
-def test_every_content_needs_ten_characters(content: str, kind: str) -> None:
+def test_each_detail_needs_ten_characters(content: str, kind: str) -> None:
     answer = f"1. Rest: Sleep eight hours.\n2. Move: {content}\n3. Eat: Less sugar and fat."
 
     assert extract_tree(answer).kind == kind
 
 
-def test_deeper_lists_belong_to_the_detail_of_their_point() -> None:
+def test_nested_lists_belong_to_the_detail_of_their_point() -> None:
     answer = "".join(
         f"{number}. Part {number}:\n   1. first: one thing\n   2. second: one more\n\n"
         for number in (1, 2, 3)
@@ -70,7 +70,7 @@ def test_deeper_lists_belong_to_the_detail_of_their_point() -> None:
     assert count_forks(extract_tree(answer).tree) == 3
 
 
-def test_all_lists_of_an_answer_count() -> None:
+def test_points_of_all_lists_count_together() -> None:
     answer = (
         "Pains:\n\n1. Leads: Finding people is hard.\n\n2. Time: There is never enough.\n\n"
         "Cures:\n\n1. Leads: A machine finds them.\n\n2. Time: A machine saves it."
@@ -79,13 +79,13 @@ def test_all_lists_of_an_answer_count() -> None:
     assert [root for root, _ in forks(answer)][2] == "\n\nCures:\n\n1. Leads:"
 
 
-def test_a_bare_number_at_which_the_answer_breaks_off_is_in_no_detail() -> None:
+def test_a_trailing_bare_number_belongs_to_no_detail() -> None:
     answer = LIST.removesuffix("\n\nGood luck with it.") + "\n4."
 
     assert forks(answer)[-1] == ("\n4.", "")
 
 
-def test_years_times_and_numbers_out_of_order_are_no_points() -> None:
+def test_years_times_and_numbers_out_of_order_are_not_points() -> None:
     answer = "In\n1998. The firm: it was founded then.\n1999. It grew: a great deal of it.\n7. x: y"
 
     assert extract_tree(answer).kind == "unstructured"
@@ -105,7 +105,7 @@ def test_the_first_sentence_of_a_paragraph_is_its_root() -> None:
     ]
 
 
-def test_an_interjection_is_no_root_without_the_sentence_after_it() -> None:
+def test_an_interjection_is_a_root_only_with_the_next_sentence() -> None:
     answer = (
         "Sure! Cats sleep. They do it all day.\n\nOf course. Here it is:\n\n**Yes!** Dogs run. Far."
     )
@@ -117,11 +117,11 @@ def test_an_interjection_is_no_root_without_the_sentence_after_it() -> None:
     assert forks("Surely. It is.\n\nNo one came. Why?")[0] == ("Surely.", " It is.")
 
 
-def test_an_answer_of_one_paragraph_has_nothing_to_write_beside_it() -> None:
+def test_an_answer_of_one_paragraph_is_unstructured() -> None:
     assert extract_tree("Cats sleep. They do it all day.").kind == "unstructured"
 
 
-def test_a_line_that_leads_to_a_list_is_a_root() -> None:
+def test_a_line_that_introduces_a_list_is_a_root() -> None:
     answer = "Take these:\n- bread\n- cheese\n\nEnjoy."
 
     assert forks(answer) == [("Take these:", "\n- bread\n- cheese"), ("\n\nEnjoy.", "")]
@@ -144,7 +144,7 @@ def test_a_line_that_leads_to_a_list_is_a_root() -> None:
         ("√2", "mathematics"),
     ],
 )
-def test_ambiguous_answers_are_unstructured_and_say_why(piece: str, reason: str) -> None:
+def test_ambiguous_answers_are_unstructured_with_a_reason(piece: str, reason: str) -> None:
     extracted = extract_tree(f"{LIST}\n\n{piece}\n")
 
     assert (extracted.kind, extracted.reason) == ("unstructured", reason)
@@ -159,7 +159,7 @@ def test_prose_is_not_ambiguous(prose: str) -> None:
     assert ambiguity(prose) is None
 
 
-def test_bullet_points_fork_only_where_asked_for() -> None:
+def test_bullet_points_fork_only_with_the_option() -> None:
     answer = "So:\n\n- Rest: Sleep a lot.\n- Move: Walk a lot.\n- Eat: Little sugar.\n\nBye."
 
     assert count_forks(extract_tree(answer).tree) == 1
@@ -167,7 +167,7 @@ def test_bullet_points_fork_only_where_asked_for() -> None:
     assert forks(answer, UNORDERED)[1] == ("\n- Move:", " Walk a lot.")
 
 
-def test_headings_with_lists_fork_only_where_asked_for() -> None:
+def test_headings_with_lists_fork_only_with_the_option() -> None:
     answer = "".join(f"## Day {n}\n\n- walk a little\n- sleep a lot\n\n" for n in (1, 2, 3))
 
     assert extract_tree(answer, UNORDERED).kind == "unordered_list"
@@ -185,7 +185,7 @@ PIECES = st.sampled_from(
     st.one_of(st.text(st.characters(), max_size=200), st.lists(PIECES, max_size=60).map("".join)),
     st.booleans(),
 )
-def test_the_tree_of_any_text_gives_it_back(answer: str, unordered: bool) -> None:
+def test_the_tree_of_any_text_restores_it(answer: str, unordered: bool) -> None:
     extracted = extract_tree(answer, StructureRules(unordered_lists=unordered))
 
     assert flat_text(extracted.tree) == answer
@@ -193,7 +193,7 @@ def test_the_tree_of_any_text_gives_it_back(answer: str, unordered: bool) -> Non
     assert (extracted.reason is None) == (extracted.kind != "unstructured")
 
 
-def test_thousands_of_points_are_no_deep_recursion() -> None:
+def test_many_points_do_not_exceed_the_recursion_limit() -> None:
     answer = "\n".join(f"{n}. Point: with content {n}" for n in range(1, 900))
 
     tree: ParagraphRecord = extract_tree(answer).tree
@@ -207,11 +207,11 @@ def test_thousands_of_points_are_no_deep_recursion() -> None:
     [
         "<think>\nThree, or `<b>` two?\n\n1. Rest: maybe.\n2. Move.\n3. Eat: what?\n</think>\n\n",
         "<think></think>",
-        # A server whose prompt opens the thought returns the rest of it.
+        # If the prompt opens the thought, the server returns only the rest of it.
         "Three, or $x^2$?\n</think>\n\n",
     ],
 )
-def test_a_thought_stays_whole_before_the_first_fork_and_its_contents_decide_nothing(
+def test_a_thought_is_kept_whole_and_does_not_affect_the_structure(
     thought: str,
 ) -> None:
     extracted = extract_tree(thought + LIST)
@@ -223,7 +223,7 @@ def test_a_thought_stays_whole_before_the_first_fork_and_its_contents_decide_not
     assert first[0].startswith(thought)
 
 
-def test_a_thought_without_an_end_or_an_answer_is_not_divided() -> None:
+def test_a_thought_without_an_end_or_an_answer_is_not_split() -> None:
     for answer in (f"<think>{LIST}", f"<think>{LIST}</think>\n"):
         extracted = extract_tree(answer)
 
@@ -231,7 +231,7 @@ def test_a_thought_without_an_end_or_an_answer_is_not_divided() -> None:
         assert flat_text(extracted.tree) == answer
 
 
-def test_prose_about_the_marker_of_a_thought_is_no_thought() -> None:
+def test_prose_that_mentions_the_marker_is_not_a_thought() -> None:
     extracted = extract_tree(f"The tag `</think>` ends it.\n\n{LIST}")
 
     assert (extracted.kind, extracted.reason) == ("unstructured", "html")

@@ -1,4 +1,4 @@
-"""Decoders over a model of 24 tokens with random weights, and a watch on its passes."""
+"""Decoders of a random model with 24 tokens, and a recorder of its passes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def small_model() -> LlamaForCausalLM:
         max_position_embeddings=MAX_POSITIONS,
         initializer_range=0.5,
     )
-    # Sums in another order differ by 1e-15 here, so that no choice hangs on them.
+    # In float64, different summation orders differ by 1e-15, too little to affect a choice.
     model: LlamaForCausalLM = LlamaForCausalLM(config).double().eval()
     return model
 
@@ -53,7 +53,7 @@ def decoder(name: DecoderName, top_k: tuple[int, ...] = (2, 2)) -> ThreadDecoder
 
 @dataclass
 class Passes:
-    """Rows of each pass of the small model, and the cache of the last one."""
+    """Number of rows of each pass, and the cache of the last pass."""
 
     num_rows: list[int] = field(default_factory=list)
     cache: weakref.ref[Any] | None = None
@@ -61,7 +61,7 @@ class Passes:
 
 @contextmanager
 def watched_passes() -> Iterator[Passes]:
-    """Record what the small model is called with."""
+    """Record the calls of the small model."""
     passes = Passes()
 
     def record(_module: Any, _arguments: Any, named: dict[str, Any]) -> None:

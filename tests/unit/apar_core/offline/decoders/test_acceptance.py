@@ -1,4 +1,4 @@
-"""Typical acceptance inside whole answers: its two extremes, and the limit of low temperature."""
+"""Typical acceptance in whole answers: both extremes and low temperature."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.unit.apar_core.offline.decoders.small_decoders import CONTROL, END, d
 
 LIMITS = DecodeLimits(max_tokens=60, max_forks=6)
 PROMPTS = ([5, 6, 7], [9], [10, 11], [20, 21, 22, 23])
-# No probability is above 1; every one but 0 is above 0.
+# No probability is above 1, and all nonzero ones are above 0.
 NONE, ALL = TypicalAcceptance(epsilon=1.0, delta=1e9), TypicalAcceptance(epsilon=0.0, delta=0.0)
 
 
@@ -29,7 +29,7 @@ def medusa(acceptance: TypicalAcceptance, top_k: tuple[int, ...] = (2, 2)) -> Th
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_where_nothing_is_typical_the_threads_are_drawn_as_by_vanilla_with_the_same_seed(
+def test_without_acceptance_medusa_samples_like_vanilla_with_the_same_seed(
     prompt: list[int],
 ) -> None:
     num_faster = 0
@@ -39,7 +39,7 @@ def test_where_nothing_is_typical_the_threads_are_drawn_as_by_vanilla_with_the_s
         vanilla = decode_answer(decoder("vanilla_apar"), prompt, choice, LIMITS)
         found = decode_answer(medusa(NONE, (12, 12)), prompt, choice, LIMITS)
 
-        # A candidate that is drawn is kept, so the shared budget may be spent in another order.
+        # Drawn candidates are accepted, so max_tokens may be reached in another order.
         expected = {thread.thread: thread.token_ids for thread in vanilla.threads}
         for thread in found.threads:
             shared = list(zip(thread.token_ids, expected.get(thread.thread, ()), strict=False))
@@ -51,7 +51,7 @@ def test_where_nothing_is_typical_the_threads_are_drawn_as_by_vanilla_with_the_s
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_where_everything_is_accepted_a_thread_gains_a_token_of_each_head_and_one_more(
+def test_with_full_acceptance_a_thread_gains_a_token_per_head_and_one_more(
     prompt: list[int],
 ) -> None:
     choice = TokenChoice.sampled(1.0, seed=5)
@@ -79,7 +79,7 @@ def test_at_a_temperature_near_zero_typical_acceptance_is_greedy(prompt: list[in
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_no_candidate_outside_top_p_is_accepted(prompt: list[int]) -> None:
-    # So small a share leaves the likeliest token alone: the answer is the greedy one.
+    # Such a small top_p leaves only the likeliest token: the answer is greedy.
     narrow = TokenChoice.sampled(1.0, 1e-6, seed=5)
 
     found = decode_answer(medusa(ALL, (12, 12)), prompt, narrow, LIMITS)

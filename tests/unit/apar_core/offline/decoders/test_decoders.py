@@ -1,4 +1,4 @@
-"""The three decoders on a small random model, with random trees, prompts and candidates."""
+"""All decoders on a small random model, with random trees, prompts and candidates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.apar_core.offline.decoders.small_decoders import (
 
 @st.composite
 def replays(draw: st.DrawFn) -> dict[str, list[int]]:
-    """Tokens of each thread of a random tree; some are cut off or fork twice in a row."""
+    """Draw the tokens of each thread of a tree; some are cut off or fork twice in a row."""
     threads: dict[str, list[int]] = {}
     pending = [""]
     while pending:
@@ -53,7 +53,7 @@ def test_the_trace_of_a_replay_agrees_with_the_statistics_of_its_tree(
 
 @settings(max_examples=40, deadline=None)
 @given(replays(), st.sampled_from([(1,), (2, 2), (12, 12), (20,)]), st.integers(1, 4))
-def test_medusa_gives_the_forced_threads_whatever_is_proposed_and_however_many_may_run(
+def test_medusa_replays_threads_for_any_proposals_and_limits(
     replay: dict[str, list[int]], top_k: tuple[int, ...], max_threads: int
 ) -> None:
     choice, limits = TokenChoice.replay(replay), DecodeLimits(max_threads=max_threads)
@@ -70,7 +70,7 @@ def test_medusa_gives_the_forced_threads_whatever_is_proposed_and_however_many_m
     st.lists(st.integers(5, VOCABULARY - 1), min_size=1, max_size=6),
     st.sampled_from([(1,), (2, 2), (5, 3), (20, 2)]),
 )
-def test_medusa_equals_vanilla_greedily_and_both_equal_plain_forwards(
+def test_greedy_medusa_and_vanilla_equal_plain_forward_passes(
     prompt: list[int], top_k: tuple[int, ...]
 ) -> None:
     limits = DecodeLimits(max_tokens=60, max_forks=6)
@@ -79,7 +79,7 @@ def test_medusa_equals_vanilla_greedily_and_both_equal_plain_forwards(
 
     long = {thread.thread: thread for thread in vanilla.threads}
     for thread in medusa.threads:
-        # The budget is one for all threads, so it may cut them off in other places.
+        # max_tokens applies to all threads together, so threads may be cut at other places.
         if thread.thread in long:
             size = min(len(thread.token_ids), len(long[thread.thread].token_ids))
             assert thread.token_ids[:size] == long[thread.thread].token_ids[:size]
@@ -95,7 +95,7 @@ def test_medusa_equals_vanilla_greedily_and_both_equal_plain_forwards(
         assert int(row.argmax()) == token_id
 
 
-def test_an_answer_at_a_temperature_is_the_same_for_the_same_seed() -> None:
+def test_a_sampled_answer_is_reproducible_with_a_seed() -> None:
     for name in DECODER_NAMES:
         limits = DecodeLimits(max_tokens=40)
         answers = [
@@ -107,7 +107,7 @@ def test_an_answer_at_a_temperature_is_the_same_for_the_same_seed() -> None:
         assert answers[0].threads != answers[2].threads
 
 
-def test_new_ids_make_up_the_text_in_reading_order() -> None:
+def test_new_ids_give_the_text_in_reading_order() -> None:
     replay = {"": [9, FORK, 10, END], "0": [11, 12, 13, END]}
     stream = decoder("vanilla_apar").stream(PROMPT, TokenChoice.replay(replay))
 

@@ -1,4 +1,4 @@
-"""Float32 and greedy, on held-out prompts of the embedded model: all decoders, thread by thread."""
+"""Equality of all decoders, thread by thread: greedy, float32, held-out prompts."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_vanilla_apar_decodes_every_thread_like_plain_decoding_of_its_prefix() -
 
 
 @pytest.mark.parametrize("top_k", [(1,), (2, 2), (4, 4)])
-def test_medusa_apar_decodes_the_threads_of_vanilla_apar_in_fewer_passes(
+def test_medusa_apar_equals_vanilla_apar_in_fewer_passes(
     top_k: tuple[int, ...],
 ) -> None:
     found = answers("medusa_apar", heads_path(), top_k)
@@ -90,7 +90,7 @@ def test_medusa_apar_decodes_the_threads_of_vanilla_apar_in_fewer_passes(
     assert num_passes(found) < 0.7 * num_passes(vanilla())
 
 
-def test_medusa_apar_with_random_heads_decodes_the_threads_of_vanilla_apar(tmp_path: Any) -> None:
+def test_medusa_apar_with_random_heads_equals_vanilla_apar(tmp_path: Any) -> None:
     torch.manual_seed(0)
     save_medusa_heads(MedusaHeads(load_medusa_heads(heads_path()).settings), tmp_path)
 

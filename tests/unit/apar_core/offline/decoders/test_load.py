@@ -1,4 +1,4 @@
-"""Requests and checkpoints that cannot be: an error that names the field and its value."""
+"""Errors for invalid requests and checkpoints, which name field and value."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tests.unit.apar_core.offline.decoders.small_decoders import (
         ([5] * 256, "prompt has 256 tokens, .* context of 256", "prompt"),
     ],
 )
-def test_a_prompt_that_cannot_be_is_refused(
+def test_an_invalid_prompt_is_refused(
     name: Any, prompt: list[int], message: str, param: str | None
 ) -> None:
     with pytest.raises(RequestError, match=message) as caught:
@@ -84,7 +84,7 @@ def test_the_longest_prompt_that_leaves_room_gets_one_token() -> None:
         ({"": [FORK], ".0": [9]}, "tokens_of_thread['.0']", "no fork token opens"),
     ],
 )
-def test_a_replay_that_cannot_be_is_refused(
+def test_an_invalid_replay_is_refused(
     replay: dict[str, list[int]], param: str, message: str
 ) -> None:
     with pytest.raises(RequestError, match=message) as caught:
@@ -98,7 +98,7 @@ def test_plain_refuses_to_replay_a_fork() -> None:
         decode_answer(decoder("plain"), PROMPT, TokenChoice.replay({"": [9, FORK], "0": [9]}))
 
 
-def test_a_childs_tokens_may_be_left_out_and_it_stays_empty() -> None:
+def test_a_child_without_replayed_tokens_is_empty() -> None:
     replay = TokenChoice.replay({"": [9, FORK, 10, END]})
 
     root, child = decode_answer(decoder("vanilla_apar"), PROMPT, replay).threads
@@ -113,13 +113,13 @@ def test_limits_below_one_are_refused_by_name(field: str) -> None:
         DecodeLimits.model_validate({field: 0})
 
 
-def test_a_decoder_of_another_name_is_refused() -> None:
+def test_an_unknown_decoder_is_refused() -> None:
     with pytest.raises(CheckpointError, match="plain, vanilla_apar, medusa_apar, got 'fast'"):
         load_decoder("fast", checkpoint_path())
 
 
 @pytest.mark.parametrize("broken", ["nothing", "no weights", "broken weights", "no folder"])
-def test_a_folder_that_is_no_checkpoint_is_refused_by_name(tmp_path: Path, broken: str) -> None:
+def test_an_invalid_checkpoint_folder_is_refused_by_name(tmp_path: Path, broken: str) -> None:
     folder = tmp_path / "model"
     if broken != "no folder":
         folder.mkdir()
@@ -147,7 +147,7 @@ def test_medusa_apar_without_heads_is_refused() -> None:
         load_decoder("medusa_apar", checkpoint_path(), device="cpu")
 
 
-def test_a_heads_folder_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_missing_heads_folder_is_refused_by_name(tmp_path: Path) -> None:
     folder = tmp_path / "heads"
 
     with pytest.raises(CheckpointError, match=f"no configuration of Medusa heads in {folder}"):
@@ -172,7 +172,7 @@ def test_heads_of_another_model_are_refused(
 
 
 @pytest.mark.parametrize("top_k", [(), (2, 2, 2), (0,), (2, -1), (5000,)])
-def test_candidates_that_the_heads_cannot_give_are_refused(top_k: tuple[int, ...]) -> None:
+def test_an_invalid_number_of_candidates_is_refused(top_k: tuple[int, ...]) -> None:
     with pytest.raises(CheckpointError, match=r"top_k must give 1 to 2 heads .* got \(") as caught:
         load_decoder(
             "medusa_apar", checkpoint_path(), medusa_heads=heads_path(), top_k=top_k, device="cpu"
@@ -181,7 +181,7 @@ def test_candidates_that_the_heads_cannot_give_are_refused(top_k: tuple[int, ...
     assert str(top_k) in str(caught.value)
 
 
-def test_a_model_without_control_tokens_decodes_plainly_only(tmp_path: Path) -> None:
+def test_a_model_without_control_tokens_supports_only_plain(tmp_path: Path) -> None:
     ordinary = ordinary_checkpoint(tmp_path)
 
     with pytest.raises(CheckpointError, match="vanilla_apar needs a model with control tokens"):
@@ -194,7 +194,7 @@ def test_a_model_without_control_tokens_decodes_plainly_only(tmp_path: Path) -> 
     assert len(answer.text_ids) <= 7
 
 
-def test_a_model_that_does_not_attend_to_all_it_has_read_is_refused() -> None:
+def test_a_model_without_full_attention_is_refused() -> None:
     config = MistralConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,
@@ -212,7 +212,7 @@ def test_a_model_that_does_not_attend_to_all_it_has_read_is_refused() -> None:
 
 
 def ordinary_checkpoint(folder: Path) -> Path:
-    """Write a small random model whose tokenizer is apar-tiny's, its control tokens renamed."""
+    """Write a small random model with apar-tiny's tokenizer and renamed control tokens."""
     for file in ("tokenizer.json", "tokenizer_config.json"):
         text = (checkpoint_path() / file).read_text()
         text = text.replace("[Fork]", "[Left]").replace("[Child]", "[Right]")
@@ -232,7 +232,7 @@ def ordinary_checkpoint(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("num_heads", [1, 3])
-def test_a_cpu_verifies_one_candidate_of_each_head_unless_told_otherwise(num_heads: int) -> None:
+def test_a_cpu_verifies_one_candidate_per_head_by_default(num_heads: int) -> None:
     model = small_model()
     settings = MedusaHeadSettings(
         hidden_size=model.config.hidden_size, vocab_size=VOCABULARY, medusa_num_heads=num_heads

@@ -9,7 +9,7 @@ NUM_LAYERS, NUM_HEADS, SIZE = 2, 2, 3
 
 
 def write(cache: RowCache, starts: list[int], values: list[list[float]]) -> list[Tensor]:
-    """Write tokens whose keys are `values` and whose values are ten times that; return layer 1."""
+    """Write tokens with keys `values` and values ten times as large; return layer 1."""
     numbers = torch.tensor(values)
     num_rows, num_new = numbers.shape
     starts_R1 = torch.tensor([[start] for start in starts])
@@ -22,7 +22,7 @@ def write(cache: RowCache, starts: list[int], values: list[list[float]]) -> list
 
 
 def rows(held: list[Tensor]) -> list[list[float]]:
-    """The keys' numbers of each row, after a look that all heads and the values agree."""
+    """Return the keys of each row, and check that all heads and the values agree."""
     keys, values = held
     assert torch.equal(values, keys * 10)
     assert torch.equal(keys, keys[:, :1, :, :1].expand_as(keys))
@@ -30,7 +30,7 @@ def rows(held: list[Tensor]) -> list[list[float]]:
     return found
 
 
-def test_rows_of_different_length_are_written_where_they_end() -> None:
+def test_rows_of_different_lengths_are_appended_to() -> None:
     cache = RowCache(NUM_LAYERS, torch.device("cpu"))
     write(cache, [0], [[1, 2, 3]])
     cache.copy_row(0, 1, 1)
@@ -40,7 +40,7 @@ def test_rows_of_different_length_are_written_where_they_end() -> None:
     assert held == [[1, 2, 3, 4, 5], [1, 6, 7, 0, 0]]
 
 
-def test_growing_keeps_what_is_held() -> None:
+def test_growing_keeps_the_contents() -> None:
     cache = RowCache(NUM_LAYERS, torch.device("cpu"))
     write(cache, [0], [[1, 2, 3]])
     cache.copy_row(0, 4, 3)
@@ -53,7 +53,7 @@ def test_growing_keeps_what_is_held() -> None:
     assert cache.capacity[1] >= 1000
 
 
-def test_accepted_tokens_are_moved_together() -> None:
+def test_accepted_tokens_are_compacted() -> None:
     cache = RowCache(NUM_LAYERS, torch.device("cpu"))
     write(cache, [0], [[1, 2, 3, 4, 5, 6]])
 
@@ -62,7 +62,7 @@ def test_accepted_tokens_are_moved_together() -> None:
     assert rows(write(cache, [5], [[9]])) == [[1, 2, 3, 5, 6, 9]]
 
 
-def test_a_token_is_copied_from_row_to_row() -> None:
+def test_a_token_is_copied_between_rows() -> None:
     cache = RowCache(NUM_LAYERS, torch.device("cpu"))
     write(cache, [0], [[1, 2, 3]])
     cache.copy_row(0, 1, 2)
@@ -72,7 +72,7 @@ def test_a_token_is_copied_from_row_to_row() -> None:
     assert rows(write(cache, [3, 3], [[4], [4]])) == [[1, 2, 3, 4]] * 2
 
 
-def test_a_saved_row_is_a_copy_that_can_be_put_anywhere() -> None:
+def test_a_saved_row_can_be_restored_to_any_row() -> None:
     cache = RowCache(NUM_LAYERS, torch.device("cpu"))
     write(cache, [0], [[1, 2, 3]])
     saved = cache.save_row(0, 2)

@@ -45,7 +45,7 @@ def test_a_fork_opens_a_child_that_reads_its_parent_up_to_the_fork_token() -> No
     assert fork(threads, threads.root).thread_id == "root.1"
 
 
-def test_an_end_token_ends_its_thread_and_is_not_kept() -> None:
+def test_an_end_token_ends_its_thread_and_is_not_stored() -> None:
     threads = family()
     threads.add_token(threads.root, 9)
 
@@ -56,7 +56,7 @@ def test_an_end_token_ends_its_thread_and_is_not_kept() -> None:
     assert not threads.root.alive
 
 
-def test_a_fork_beyond_the_place_waits_and_starts_in_turn() -> None:
+def test_threads_beyond_the_limit_wait_and_start_in_order() -> None:
     threads = family(max_threads=2)
     first, second, third = (fork(threads, threads.root) for _ in range(3))
 
@@ -70,7 +70,7 @@ def test_a_fork_beyond_the_place_waits_and_starts_in_turn() -> None:
     assert threads.start_waiting() is None
 
 
-def test_a_fork_beyond_the_number_of_forks_opens_no_thread() -> None:
+def test_a_fork_beyond_max_forks_opens_no_thread() -> None:
     threads = family(max_forks=1)
     fork(threads, threads.root)
 
@@ -78,7 +78,7 @@ def test_a_fork_beyond_the_number_of_forks_opens_no_thread() -> None:
     assert [thread.alive for thread in threads.threads] == [True, True, False]
 
 
-def test_the_budget_counts_text_only_and_cuts_all_threads_off() -> None:
+def test_max_tokens_counts_text_only_and_cuts_off_all_threads() -> None:
     threads = family(max_tokens=2, max_threads=2)
     child = fork(threads, threads.root)
     waiting = fork(threads, threads.root)
@@ -103,23 +103,23 @@ def test_a_thread_that_fills_the_context_is_cut_off_and_its_last_fork_opens_noth
     assert not threads.root.ended
 
 
-def test_cached_tokens_count_what_threads_share_once() -> None:
+def test_cached_tokens_count_shared_tokens_once() -> None:
     threads = family(max_threads=2)
     threads.add_token(threads.root, 9)
     child = fork(threads, threads.root)
     threads.add_token(threads.root, 9)
     threads.add_token(child, 9)
 
-    # Of the root 3 tokens; of the child its child token and one more.
+    # 3 tokens of the root, and the child token and one more of the child.
     assert threads.cached_tokens([threads.root, child]) == NUM_PROMPT_TOKENS + 3 + 2
-    # Alone, the child needs no more of the root than it reads: a text and the fork token.
+    # The child alone needs only the prefix of the root that it reads: a text and the fork token.
     assert threads.cached_tokens([child]) == NUM_PROMPT_TOKENS + 2 + 2
     fork(threads, threads.root)
-    # A waiting child holds all that it will read.
+    # A waiting child counts with all that it will read.
     assert threads.cached_tokens([child]) == NUM_PROMPT_TOKENS + 4 + 2
 
 
-def test_a_child_draws_from_the_seed_that_the_engine_gives_it() -> None:
+def test_a_child_has_the_same_seed_as_in_the_engine() -> None:
     threads = family(TokenChoice.sampled(1.0, seed=7))
 
     children = [fork(threads, threads.root) for _ in range(2)]
@@ -129,7 +129,7 @@ def test_a_child_draws_from_the_seed_that_the_engine_gives_it() -> None:
     assert grandchild.seed == child_seed(child_seed(7, 1), 0)
 
 
-def test_a_tokens_number_is_the_same_however_far_ahead_it_is_asked_for() -> None:
+def test_a_random_number_does_not_depend_on_how_far_ahead_it_is_requested() -> None:
     threads = family(TokenChoice.sampled(1.0, seed=7))
     ahead = [threads.root.uniform(num_ahead) for num_ahead in (2, 0, 1)]
 
@@ -142,7 +142,7 @@ def test_a_tokens_number_is_the_same_however_far_ahead_it_is_asked_for() -> None
     assert len(set(one_by_one)) == 3
 
 
-def test_a_replayed_thread_ends_after_its_tokens_and_an_unnamed_child_is_empty() -> None:
+def test_a_replayed_thread_ends_after_its_tokens_and_a_missing_child_is_empty() -> None:
     threads = family(TokenChoice.replay({"": [FORK, FORK, 9], "1": [9, END]}))
 
     assert threads.add_token(threads.root, FORK) is None

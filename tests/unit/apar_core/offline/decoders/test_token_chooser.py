@@ -51,13 +51,13 @@ def test_the_default_thresholds_are_those_of_medusa() -> None:
     assert TypicalAcceptance().delta == pytest.approx(math.sqrt(TypicalAcceptance().epsilon))
 
 
-def test_a_candidate_of_a_sure_distribution_is_accepted_above_epsilon() -> None:
+def test_at_low_entropy_candidates_are_accepted_above_epsilon() -> None:
     # exp(-H) is 0.72 and 0.76, so 0.3 * exp(-H) is above epsilon, which bounds: 0.09.
     assert accepts([0.9, 0.1], 1)
     assert not accepts([0.92, 0.08], 1)
 
 
-def test_a_candidate_of_an_unsure_distribution_is_accepted_above_delta_times_exp_entropy() -> None:
+def test_at_high_entropy_candidates_are_accepted_above_delta_times_exp_entropy() -> None:
     # Uniform over 10 tokens: exp(-H) = 0.1, the bound is 0.03 and 0.1 is above it.
     assert accepts([0.1] * 10, 3)
     # Nine tokens of 0.108 and one of 0.028: exp(-H) = 0.1043, so the bound is 0.0313.
@@ -66,14 +66,14 @@ def test_a_candidate_of_an_unsure_distribution_is_accepted_above_delta_times_exp
     assert accepts([0.965 / 9] * 9 + [0.035], 9)
 
 
-def test_the_temperature_of_the_request_shapes_the_distribution_that_accepts() -> None:
+def test_acceptance_uses_the_temperature_of_the_request() -> None:
     # At temperature 2 the odds of 12:1 become 3.5:1, at 0.5 they become 144:1.
     assert not accepts([12 / 13, 1 / 13], 1)
     assert accepts([12 / 13, 1 / 13], 1, temperature=2.0)
     assert not accepts([0.88, 0.12], 1, temperature=0.5)
 
 
-def test_other_thresholds_are_heeded() -> None:
+def test_thresholds_can_be_changed() -> None:
     distribution = [[0.9, 0.1]] * 2
     for epsilon, delta, accepted in ((0.11, 0.5, False), (0.5, 0.13, True), (0.5, 0.15, False)):
         chosen = choose(
@@ -90,24 +90,24 @@ def test_other_thresholds_are_heeded() -> None:
 @pytest.mark.parametrize(
     ("scores", "path"),
     [
-        # Nothing is accepted: the first token alone, which always is.
+        # Nothing but the first token, which is always accepted.
         ([0, NO, NO, NO, NO, NO, NO], [0]),
-        # What follows a refused candidate does not count.
+        # Candidates after a rejected one do not count.
         ([0, NO, -0.1, NO, NO, NO, NO], [0]),
-        # The second candidate leads further than the likelier first.
+        # The path of the second candidate is longer than that of the likelier first.
         ([0, -0.1, NO, NO, -2.0, NO, -2.0], [0, 4, 6]),
         # Two paths of two candidates: -0.5 - 1.5 is more than -0.1 - 2.0.
         ([0, -0.1, -2.0, -3.0, -0.5, -1.5, NO], [0, 4, 5]),
         ([0, -0.1, -2.0, -1.8, -0.5, -1.5, NO], [0, 1, 3]),
     ],
 )
-def test_the_longest_accepted_path_is_kept_and_the_likeliest_of_several(
+def test_the_longest_accepted_path_is_kept_and_ties_go_to_the_likeliest(
     scores: list[float], path: list[int]
 ) -> None:
     assert accepted_path(scores, BINARY) == [node in path for node in range(7)]
 
 
-def test_a_childs_opening_is_no_candidate() -> None:
+def test_a_child_token_is_not_a_candidate() -> None:
     tree = candidate_tree((1,), opens_child=True)
 
     assert accepted_path([0, NO, -0.1], tree) == [True, False, False]
@@ -138,7 +138,7 @@ def test_a_banned_token_is_never_accepted_nor_drawn() -> None:
         ]
 
 
-def test_greedily_the_likeliest_token_is_chosen_and_none_is_typical() -> None:
+def test_greedy_choice_takes_the_likeliest_token() -> None:
     chosen = choose([[0.3, 0.7], [0.6, 0.4]], [0, 1], TokenChoice.greedy())
 
     assert chosen == ChosenTokens([[1, 0]], [[0, 1]], None)
@@ -147,7 +147,7 @@ def test_greedily_the_likeliest_token_is_chosen_and_none_is_typical() -> None:
 @pytest.mark.parametrize(
     ("uniform", "token"), [(0.0, 2), (0.49, 2), (0.51, 0), (0.79, 0), (0.81, 1), (0.9999999, 1)]
 )
-def test_a_uniform_number_picks_from_the_likeliest_down(uniform: float, token: int) -> None:
+def test_a_random_number_selects_from_the_likeliest_down(uniform: float, token: int) -> None:
     distribution = [0.3, 0.2, 0.5]
 
     chosen = choose([distribution] * 2, [0, 0], TokenChoice.sampled(1.0), uniform=uniform)
@@ -155,7 +155,7 @@ def test_a_uniform_number_picks_from_the_likeliest_down(uniform: float, token: i
     assert chosen.chosen[0][0] == token
 
 
-def test_top_p_keeps_the_fewest_tokens_that_reach_its_share() -> None:
+def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
     distribution = [0.3, 0.2, 0.5]
 
     def drawn(top_p: float) -> set[int]:

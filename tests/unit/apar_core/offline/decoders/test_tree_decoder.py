@@ -1,4 +1,4 @@
-"""What an answer holds while it runs, and what limits do to it."""
+"""Rows, cache and limits of an answer during decoding."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def threads_by_path(answer: DecodedAnswer) -> dict[str, DecodedThread]:
 
 @pytest.mark.parametrize("name", FORKING)
 @pytest.mark.parametrize("max_threads", [1, 2, 3, 32])
-def test_a_pass_has_no_more_rows_than_threads_alive_and_forks_to_compute(
+def test_a_pass_has_rows_only_for_live_threads_and_pending_forks(
     name: DecoderName, max_threads: int
 ) -> None:
     limits = DecodeLimits(max_threads=max_threads)
@@ -56,7 +56,7 @@ def test_a_pass_has_no_more_rows_than_threads_alive_and_forks_to_compute(
     alive = [step.threads for step in answer.trace]
     assert max(alive) <= max_threads
     assert len(passes.num_rows) == len(alive)
-    # A thread that ended right after its fork token stays for the pass that computes it.
+    # A thread that ends right after its fork token stays for the pass that computes it.
     extra = [rows - threads for rows, threads in zip(passes.num_rows, alive, strict=True)]
     assert max(extra) <= 0 if max_threads == 32 else max(extra) <= 1
     assert passes.num_rows[-1] < max(max(passes.num_rows), 2)
@@ -82,7 +82,7 @@ def test_a_stream_that_is_closed_early_frees_its_cache_at_once(
         gc.enable()
 
 
-def test_an_answer_that_is_done_frees_its_cache_at_once() -> None:
+def test_a_finished_answer_frees_its_cache_at_once() -> None:
     gc.disable()
     try:
         with watched_passes() as passes:
@@ -93,7 +93,7 @@ def test_an_answer_that_is_done_frees_its_cache_at_once() -> None:
         gc.enable()
 
 
-def test_a_decoder_goes_on_with_the_next_answer_after_an_abandoned_one() -> None:
+def test_a_decoder_can_be_used_after_an_abandoned_answer() -> None:
     for name in FORKING:
         expected = decode_answer(decoder(name), PROMPT, TokenChoice.replay(WIDE)).threads
         for num_passes in range(1, 8):
@@ -105,7 +105,7 @@ def test_a_decoder_goes_on_with_the_next_answer_after_an_abandoned_one() -> None
         assert decode_answer(decoder(name), PROMPT, TokenChoice.replay(WIDE)).threads == expected
 
 
-def test_two_answers_side_by_side_do_not_disturb_each_other() -> None:
+def test_concurrent_answers_are_independent() -> None:
     limits = DecodeLimits(max_tokens=40, max_forks=6)
     for name in FORKING:
         alone = [decode_answer(decoder(name), [5, first], limits=limits) for first in (6, 7)]
@@ -126,7 +126,7 @@ def test_two_answers_side_by_side_do_not_disturb_each_other() -> None:
 @pytest.mark.parametrize("name", FORKING)
 @pytest.mark.parametrize("max_threads", [1, 2, 3])
 @pytest.mark.parametrize("choice", [TokenChoice.greedy(), TokenChoice.sampled(0.9, 0.95, seed=4)])
-def test_threads_that_wait_for_a_place_get_the_tokens_they_would_get_at_once(
+def test_waiting_threads_get_the_same_tokens(
     name: DecoderName, max_threads: int, choice: TokenChoice
 ) -> None:
     compared: set[str] = set()
@@ -147,9 +147,7 @@ def test_threads_that_wait_for_a_place_get_the_tokens_they_would_get_at_once(
 
 @pytest.mark.parametrize("name", FORKING)
 @pytest.mark.parametrize("max_tokens", range(1, NUM_TEXT + 2))
-def test_a_budget_is_spent_to_the_last_token_and_never_exceeded(
-    name: DecoderName, max_tokens: int
-) -> None:
+def test_max_tokens_is_reached_exactly(name: DecoderName, max_tokens: int) -> None:
     for top_k in ((2, 2), (12, 12)):
         decoding = decoder(name, top_k) if name == "medusa_apar" else decoder(name)
         answer = decode_answer(
@@ -165,7 +163,7 @@ def test_a_budget_is_spent_to_the_last_token_and_never_exceeded(
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 60), st.integers(1, 4), st.sampled_from([(1,), (4, 4), (20, 3)]))
-def test_under_a_budget_medusas_threads_are_beginnings_of_vanillas(
+def test_with_max_tokens_medusa_threads_are_prefixes_of_vanilla_threads(
     max_tokens: int, max_threads: int, top_k: tuple[int, ...]
 ) -> None:
     limits = DecodeLimits(max_tokens=max_tokens, max_threads=max_threads, max_forks=8)
@@ -183,7 +181,7 @@ def test_under_a_budget_medusas_threads_are_beginnings_of_vanillas(
 
 
 @pytest.mark.parametrize("name", FORKING)
-def test_a_thread_ends_where_the_models_context_does(name: DecoderName) -> None:
+def test_a_thread_ends_at_the_end_of_the_context(name: DecoderName) -> None:
     prompt = [5] * (MAX_POSITIONS - 6)
     replay = {"": [9, FORK, *[10] * 20], "0": [11] * 20}
 

@@ -1,4 +1,4 @@
-"""Answers of real models, in the three forms that are found."""
+"""Recorded answers in the three formats."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_answers_to_a_benchmark_get_its_categories_and_chats(tmp_path: Path) -> 
 
 
 @needs_fastchat
-def test_answers_of_the_older_evaluation_belong_to_vicuna_bench(tmp_path: Path) -> None:
+def test_answers_of_the_older_format_belong_to_vicuna_bench(tmp_path: Path) -> None:
     path = write(tmp_path, {"question_id": 1, "text": "Plan."}, {"question_id": 2, "text": ""})
 
     answers = read_answer_set(path, FASTCHAT)
@@ -43,7 +43,7 @@ def test_answers_of_the_older_evaluation_belong_to_vicuna_bench(tmp_path: Path) 
     assert [answer.text for answer in answers.answers] == ["Plan."]
 
 
-def test_small_categories_of_a_trace_share_a_row(tmp_path: Path) -> None:
+def test_small_categories_of_a_trace_are_joined(tmp_path: Path) -> None:
     line = {"prompt": "Why?", "response": "So.", "history": [{"role": "user", "content": "Hi"}]}
     lines = [{**line, "id": i, "category": "large" if i < 10 else f"small{i}"} for i in range(13)]
 
@@ -62,15 +62,13 @@ def test_small_categories_of_a_trace_share_a_row(tmp_path: Path) -> None:
         ({"response": "a"}, "line 1: .*needs its 'prompt'"),
     ],
 )
-def test_a_line_that_is_no_answer_is_named(
-    tmp_path: Path, line: dict[str, Any], message: str
-) -> None:
+def test_an_invalid_line_is_named(tmp_path: Path, line: dict[str, Any], message: str) -> None:
     with pytest.raises(EvaluationError, match=message):
         read_answer_set(write(tmp_path, line))
 
 
 @needs_fastchat
-def test_questions_that_no_benchmark_has_are_named(tmp_path: Path) -> None:
+def test_unknown_questions_are_named(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match="unknown: 999"):
         read_answer_set(write(tmp_path, {"question_id": 999, "text": "a"}), FASTCHAT)
 
@@ -83,7 +81,7 @@ def test_more_answers_than_turns_are_refused(tmp_path: Path) -> None:
         read_answer_set(path, FASTCHAT)
 
 
-def test_without_the_benchmark_the_command_that_fetches_it_is_told(
+def test_a_missing_benchmark_names_the_command_to_fetch_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -55,7 +55,7 @@ def thread(
     )
 
 
-def test_control_tokens_out_of_place_are_counted() -> None:
+def test_misplaced_control_tokens_are_counted() -> None:
     assert count_control_mistakes(thread(ROOT_THREAD, None, 0, 10, FORK, 11, FORK), TOKENS) == 0
     assert count_control_mistakes(thread(ROOT_THREAD, None, 0, 10, FORK, FORK), TOKENS) == 1
     assert count_control_mistakes(thread("a", ROOT_THREAD, 0, FORK, 10), TOKENS) == 1
@@ -93,7 +93,7 @@ def test_each_missed_bound_is_a_failure() -> None:
     assert len(report_table(wrong).rows) == 2
 
 
-def test_the_held_out_prompts_mix_answers_that_fork_and_that_do_not(
+def test_the_held_out_prompts_include_answers_with_and_without_forks(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     prompts = held_out_prompts(ForkCheckSettings(), tokenizer)
@@ -146,7 +146,7 @@ def test_batched_threads_equal_threads_decoded_alone(
     assert together == [decoder([prompt])[0] for prompt in prompts]
 
 
-def test_a_model_that_forks_for_ever_is_cut_off(
+def test_a_model_that_forks_forever_is_cut_off(
     tokenizer: PreTrainedTokenizerFast, decoder: TransformersThreadDecoder
 ) -> None:
     small = TransformersThreadDecoder(decoder.model, decoder.tokens, decoder.pad_id, max_threads=3)

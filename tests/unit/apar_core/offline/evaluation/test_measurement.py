@@ -1,26 +1,30 @@
-"""What one answer took, by the schedule and by a decoder's trace; averages worked out by hand."""
+"""Measurements by schedule and by trace, their averages, and the answer store."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from apar_core.errors import EvaluationError
 from apar_core.offline.decoders.interface import DecodedAnswer, DecodedThread, StepRecord
 from apar_core.offline.evaluation.measurement import (
     AnswerKey,
     AnswerMeasurement,
+    AnswerStore,
     averages,
     by_category,
     measured,
 )
+from apar_core.reporting import claim_folder
 from apar_core.tree.thread_names import ROOT_THREAD, ThreadId
 
 FORK = 99
 
 
 def measurement(**fields: Any) -> AnswerMeasurement:
-    """An answer of one thread of nine tokens behind a prompt of ten, unless told otherwise."""
+    """Return an answer; by default a thread of nine tokens after a prompt of ten."""
     plain: dict[str, Any] = {
         "question_id": "1",
         "turn": 1,
@@ -62,7 +66,7 @@ FORKED = measurement(
 )
 
 
-def test_averages_are_over_answers_but_attended_tokens_over_predicted_ones() -> None:
+def test_averages_are_over_answers_but_attended_tokens_over_predicted_tokens() -> None:
     row = averages([measurement(), FORKED])
 
     assert (row.num_answers, row.threads, row.forking_share) == (2, 2.0, 0.5)
@@ -81,7 +85,7 @@ def test_without_times_there_is_no_speed() -> None:
     assert averages([answer]).tokens_per_s is None
 
 
-def test_categories_stand_by_name_with_the_others_last() -> None:
+def test_categories_are_sorted_with_other_last() -> None:
     names = ["writing", "other", "coding", "common-sense", "writing"]
     answers = [measurement(question_id=str(i), category=name) for i, name in enumerate(names)]
 
@@ -91,7 +95,7 @@ def test_categories_stand_by_name_with_the_others_last() -> None:
     assert len(groups["writing"]) == 2
 
 
-def test_a_trace_is_summed_and_its_prefill_left_out_of_the_speed() -> None:
+def test_the_speed_excludes_the_prefill() -> None:
     child = ThreadId("root.0")
     answer = DecodedAnswer(
         threads=(
@@ -118,3 +122,56 @@ def test_a_trace_is_summed_and_its_prefill_left_out_of_the_speed() -> None:
     assert (result.prefill_s, result.timed_tokens) == (5.0, 3)
     assert result.decode_s == pytest.approx(1.0)
     assert result.ended
+
+
+def test_answers_are_stored_on_disk(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    store = AnswerStore(path)
+    store.add(FORKED)
+    store.add(measurement(text="Ünïcode\n"))
+
+    again = AnswerStore(path)
+
+    assert again.find("2", 1, "vanilla_apar") == FORKED
+    assert again.find("2", 2, "vanilla_apar") is None
+    assert again.find("2", 1, "plain") is None
+    keys = [AnswerKey("1", 1, "writing"), AnswerKey("2", 1, "writing")]
+    assert [answer.text for answer in again.of_decoder("vanilla_apar", keys)] == ["Ünïcode\n", ""]
+
+
+def test_an_incomplete_last_line_is_truncated(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    AnswerStore(path).add(FORKED)
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:50])
+
+    store = AnswerStore(path)
+    store.add(measurement())
+
+    assert len(path.read_bytes().splitlines()) == 2
+    assert AnswerStore(path).find("1", 1, "vanilla_apar") == measurement()
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    AnswerStore(path).add(FORKED)
+    path.write_text('{"question_id": "1"}\n' + path.read_text())
+
+    with pytest.raises(EvaluationError, match="line 1: turn: Field required"):
+        AnswerStore(path)
+
+
+def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "out"
+
+    assert not claim_folder(folder, {"model": "a", "decoder": "plain"})
+    assert claim_folder(folder, {"model": "a", "decoder": "plain"})
+    with pytest.raises(EvaluationError, match=r"model was 'a', is 'b'.*another --out"):
+        claim_folder(folder, {"model": "b", "decoder": "plain"})
+
+
+def test_damaged_settings_are_named(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{")
+
+    with pytest.raises(EvaluationError, match=r"run.json is damaged"):
+        claim_folder(tmp_path, {})

@@ -1,8 +1,13 @@
-"""Questions from benchmarks and from files, in every form that is understood."""
+"""Questions of benchmarks and files, and the download of benchmarks from a real local server."""
 
 from __future__ import annotations
 
+import functools
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +18,108 @@ from apar_core.errors import EvaluationError
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.data.records import ChatMessage
 from apar_core.offline.evaluation.fork_check import ForkCheckSettings, held_out_prompts
-from apar_core.offline.evaluation.prompt_sets import HELD_OUT, Question, load_prompts
+from apar_core.offline.evaluation.prompt_sets import (
+    BENCHMARK_FILES,
+    HELD_OUT,
+    Question,
+    fetch_benchmark_files,
+    find_benchmark_file,
+    load_prompts,
+)
 from apar_core.offline.evaluation.replay_text import ModelText
 
 FASTCHAT = Path(__file__).resolve().parents[6] / "shared" / "data" / "fastchat"
 needs_fastchat = pytest.mark.skipif(not FASTCHAT.is_dir(), reason=f"{FASTCHAT} is not here")
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    """Request handler without log output."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Serve a folder; yield the URL."""
+    handler = functools.partial(QuietHandler, directory=str(folder))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """Copy of FastChat's files in FastChat's layout."""
+    for file in BENCHMARK_FILES:
+        target = tmp_path / "home" / file.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(find_benchmark_file(file.path, FASTCHAT).read_bytes())
+    return tmp_path / "home"
+
+
+@needs_fastchat
+def test_all_files_are_downloaded_once(home: Path, tmp_path: Path) -> None:
+    arrived = 0
+
+    def show(_file: object, num_bytes: int) -> None:
+        nonlocal arrived
+        arrived += num_bytes
+
+    with served(home) as url:
+        paths = fetch_benchmark_files(tmp_path / "cache", base_urls=[url], show=show)
+
+    assert arrived == sum(file.num_bytes for file in BENCHMARK_FILES)
+    assert [path.read_bytes() for path in paths] == [
+        (home / file.path).read_bytes() for file in BENCHMARK_FILES
+    ]
+    # The server has stopped.
+    assert fetch_benchmark_files(tmp_path / "cache", base_urls=[url]) == paths
+
+
+@needs_fastchat
+def test_a_damaged_file_is_downloaded_again(home: Path, tmp_path: Path) -> None:
+    with served(home) as url:
+        paths = fetch_benchmark_files(tmp_path / "cache", base_urls=[url])
+        content = paths[0].read_bytes()
+        paths[0].write_bytes(content[:100])
+        fetch_benchmark_files(tmp_path / "cache", base_urls=[url])
+
+    assert paths[0].read_bytes() == content
+
+
+@needs_fastchat
+def test_a_file_with_a_wrong_checksum_is_refused_and_not_stored(home: Path, tmp_path: Path) -> None:
+    (home / BENCHMARK_FILES[1].path).write_text("surprise")
+
+    with served(home) as url, pytest.raises(EvaluationError, match="8 bytes with SHA-256"):
+        fetch_benchmark_files(tmp_path / "cache", base_urls=[url])
+
+    assert not (tmp_path / "cache" / BENCHMARK_FILES[1].path).exists()
+
+
+@needs_fastchat
+def test_the_second_url_is_used_if_the_first_has_no_such_file(home: Path, tmp_path: Path) -> None:
+    with served(home) as url:
+        paths = fetch_benchmark_files(tmp_path / "cache", base_urls=[f"{url}/gone", url])
+        with pytest.raises(EvaluationError, match="HTTP 404 from all of"):
+            fetch_benchmark_files(tmp_path / "other", base_urls=[f"{url}/gone"])
+
+    assert all(path.is_file() for path in paths)
+
+
+def test_without_a_network_the_error_names_the_alternative(tmp_path: Path) -> None:
+    with served(tmp_path) as url:
+        pass
+
+    with pytest.raises(EvaluationError, match=r"cannot be reached .* --benchmark-files"):
+        fetch_benchmark_files(tmp_path / "cache", base_urls=[url])
 
 
 def write(folder: Path, *lines: dict[str, Any] | str) -> Path:
@@ -28,7 +130,7 @@ def write(folder: Path, *lines: dict[str, Any] | str) -> Path:
     return path
 
 
-def test_three_forms_of_a_line_give_the_same_kind_of_question(tmp_path: Path) -> None:
+def test_all_formats_give_questions(tmp_path: Path) -> None:
     system = {"role": "system", "content": "Be brief."}
     path = write(
         tmp_path,
@@ -58,7 +160,7 @@ def test_three_forms_of_a_line_give_the_same_kind_of_question(tmp_path: Path) ->
         ({"question_id": 1, "prompt": "again"}, "two questions have the id '1'"),
     ],
 )
-def test_a_line_that_is_wrong_is_named(tmp_path: Path, line: Any, message: str) -> None:
+def test_an_invalid_question_line_is_named(tmp_path: Path, line: Any, message: str) -> None:
     path = write(tmp_path, {"question_id": 1, "prompt": "fine"}, line)
 
     with pytest.raises(EvaluationError, match=message):
@@ -78,12 +180,12 @@ def test_files_without_readable_questions_are_refused(
         load_prompts(str(path))
 
 
-def test_a_name_that_is_nothing_is_told_what_it_could_be() -> None:
+def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(EvaluationError, match="neither one of vicuna-bench, mt-bench, held-out"):
         load_prompts("mt_bench")
 
 
-def test_a_later_turn_holds_the_answers_before_it() -> None:
+def test_a_later_turn_contains_the_earlier_answers() -> None:
     question = Question(question_id="1", category="x", turns=("A", "B"))
 
     assert question.messages(0, ()) == (ChatMessage("user", "A"),)
@@ -98,7 +200,7 @@ def test_a_later_turn_holds_the_answers_before_it() -> None:
 @pytest.mark.parametrize(
     ("name", "num_turns", "num_references"), [("vicuna-bench", 80, 10), ("mt-bench", 160, 60)]
 )
-def test_the_benchmarks_are_whole(name: str, num_turns: int, num_references: int) -> None:
+def test_the_benchmarks_are_complete(name: str, num_turns: int, num_references: int) -> None:
     questions = load_prompts(name, FASTCHAT)
 
     assert sum(len(question.turns) for question in questions) == num_turns

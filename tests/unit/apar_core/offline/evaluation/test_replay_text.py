@@ -1,4 +1,4 @@
-"""Pieces of answers as tokens: they decode to the text, hold no control token, and count right."""
+"""Tokenizers for replay: round trip, control tokens and token counts."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(
 @pytest.mark.parametrize("text", [LLAMA, TINY], ids=["llama", "apar-tiny"])
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_pieces_decode_to_their_texts_in_a_row(text: ModelText, data: Any) -> None:
-    # "▁" is how SentencePiece writes a blank.
+def test_concatenated_pieces_decode_to_their_texts(text: ModelText, data: Any) -> None:
+    # SentencePiece writes a space as "▁".
     drawn = data.draw(st.lists(TEXTS, max_size=4))
     pieces = [piece.replace("▁", "_").replace("<eos>", "") for piece in drawn]
 
@@ -43,14 +43,14 @@ def test_pieces_decode_to_their_texts_in_a_row(text: ModelText, data: Any) -> No
     assert all(0 <= token_id < text.vocabulary_size for token_id in ids)
 
 
-def test_the_stand_in_is_llamas_size_with_the_released_models_control_ids() -> None:
+def test_the_stand_in_has_llamas_size_and_the_released_control_ids() -> None:
     assert LLAMA.vocabulary_size == 32_002
     assert (LLAMA.tokens.fork_id, LLAMA.tokens.child_id, LLAMA.tokens.end_id) == (32_000, 32_001, 2)
     english = "The quick brown fox jumps over the lazy dog, and nobody minds it very much. " * 5
     assert 3.5 < len(english) / len(LLAMA.encode(english)) < 5
 
 
-def test_a_chat_is_written_as_vicuna_reads_it() -> None:
+def test_a_chat_without_template_has_vicunas_format() -> None:
     chat = [
         ChatMessage("system", "Be brief."),
         ChatMessage("user", "Hi"),
@@ -65,7 +65,7 @@ def test_a_chat_is_written_as_vicuna_reads_it() -> None:
     assert ids.count(LLAMA.tokens.end_id) == 1
 
 
-def test_a_model_without_control_tokens_has_a_text_and_no_tree() -> None:
+def test_a_model_without_control_tokens_has_no_tree_tokens() -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint_path())
 
     state = json.loads(tokenizer.backend_tokenizer.to_str())

@@ -1,4 +1,4 @@
-"""Generating, replaying and counting on real decoders with a small model, to a report."""
+"""Speed evaluation with real decoders of a small model, and its option checks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,80 @@ from apar_core.errors import EvaluationError
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.evaluation.measurement import AnswerMeasurement, AnswerStore
 from apar_core.offline.evaluation.speed_evaluation import run_speed
-from apar_core.offline.evaluation.speed_run import SpeedSettings
+from apar_core.offline.evaluation.speed_run import SpeedSettings, check_settings
 from apar_core.reporting import Report
+
+HERE = (Path(__file__),)
+
+
+def settings(**fields: Any) -> SpeedSettings:
+    return SpeedSettings(model="m", model_name="m", **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"decoders": ("fast",)},
+            "--decoders 'fast' is not one of plain, vanilla_apar, medusa_apar",
+        ),
+        ({"baseline": "slow"}, "--against 'slow' is not one of"),
+        ({"decoders": ("plain",)}, "the same decoder twice"),
+        ({"count_only": True}, "--count-only needs answers to --replay"),
+        ({"random_weights": "tiny"}, "--random-weights needs answers to --replay"),
+        (
+            {"count_only": True, "random_weights": "tiny", "replay": HERE},
+            "omit --random-weights",
+        ),
+        ({"tokenizer": "llama"}, "omit --tokenizer"),
+        ({"decoders": ("medusa_apar",)}, "medusa_apar needs --medusa-heads"),
+        ({"baseline": None, "baseline_model": "o"}, "--against-model needs --against plain or"),
+        (
+            {"baseline_model": "o", "replay": HERE, "random_weights": "tiny"},
+            "--against-model is compared with a checkpoint",
+        ),
+        ({"replay": (Path("nowhere.jsonl"),)}, "--replay nowhere.jsonl: no such file"),
+    ],
+)
+def test_invalid_option_combinations_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(EvaluationError, match=message):
+        check_settings(settings(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "subject"),
+    [
+        ({}, "m"),
+        ({"replay": HERE}, "m"),
+        (
+            {"replay": HERE, "count_only": True, "decoders": ("medusa_apar",)},
+            "the paper's schedule",
+        ),
+        ({"replay": HERE, "random_weights": "llama-7b"}, "random weights of llama-7b"),
+    ],
+)
+def test_the_report_says_what_is_measured(fields: dict[str, Any], subject: str) -> None:
+    check_settings(settings(**fields))
+
+    assert settings(**fields).subject.startswith(subject)
+
+
+def test_a_run_may_be_resumed_with_more_questions_and_another_folder() -> None:
+    first = settings(limit=5, questions=Path("a")).as_facts()
+
+    assert settings(limit=9, questions=Path("b")).as_facts() == first
+    assert settings(dtype="float16").as_facts() != first
+
+
+def test_a_baseline_checkpoint_is_part_of_the_baselines_name() -> None:
+    other = settings(decoders=("plain",), baseline_model="/models/o", baseline_model_name="o")
+
+    check_settings(other)
+
+    assert other.baseline_name == "plain of o"
+    assert not other.repeats_text
+    assert settings().baseline_name == "plain"
+
 
 LIST = (
     "Here are three ideas for a quiet evening:\n\n"
@@ -37,7 +109,7 @@ TRACE = [
 
 
 class Steps:
-    """Counts the steps that are shown."""
+    """Counts progress steps."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -67,11 +139,11 @@ def answers(path: Path, decoder: str) -> list[AnswerMeasurement]:
 
 
 def schedule(answer: AnswerMeasurement) -> dict[str, Any]:
-    """All of a measurement but who made it and how long it took."""
+    """Return a measurement without decoder name and times."""
     return answer.model_dump(exclude={"decoder", "prefill_s", "decode_s", "timed_tokens"})
 
 
-def test_counting_gives_what_the_decoders_trace_does(tmp_path: Path) -> None:
+def test_counting_agrees_with_the_decoders_trace(tmp_path: Path) -> None:
     trace = trace_file(tmp_path)
     run(tmp_path / "counted", replay=(trace,), count_only=True)
     run(tmp_path / "replayed", replay=(trace,), random_weights="tiny", dtype="float32")
@@ -95,17 +167,17 @@ def test_counting_gives_what_the_decoders_trace_does(tmp_path: Path) -> None:
     assert all(answer.decode_s and answer.decode_s > 0 for answer in replayed + flat)
 
 
-def test_a_checkpoint_replays_in_its_own_tokens(tmp_path: Path) -> None:
+def test_a_checkpoint_replays_with_its_own_tokenizer(tmp_path: Path) -> None:
     report = run(tmp_path / "out", replay=(trace_file(tmp_path),), limit=1)
 
     [answer] = answers(tmp_path / "out/answers-trace.jsonl", "vanilla_apar")
     assert answer.threads == 4
     assert answer.ended
     assert "figure4_speed" in report.figures
-    assert report.facts["Decoder"] == "vanilla_apar beside plain"
+    assert report.facts["Decoder"] == "vanilla_apar, compared with plain"
 
 
-def test_both_decoders_answer_the_prompts_side_by_side_and_a_run_goes_on(tmp_path: Path) -> None:
+def test_decoder_and_baseline_answer_the_prompts_and_a_run_is_resumed(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     settings = {"prompts": "held-out", "max_tokens": 300}
     run(folder, limit=1, **settings)
@@ -120,7 +192,7 @@ def test_both_decoders_answer_the_prompts_side_by_side_and_a_run_goes_on(tmp_pat
         ("2", "vanilla_apar"),
         ("2", "plain"),
     ]
-    # Plain decoding writes the same text, in one thread.
+    # Plain decoding generates the same text in one thread.
     for forked, plain in zip(lines[::2], lines[1::2], strict=True):
         assert plain["threads"] == 1
         assert plain["text"] == forked["text"]
@@ -130,7 +202,7 @@ def test_both_decoders_answer_the_prompts_side_by_side_and_a_run_goes_on(tmp_pat
         run(folder, prompts="held-out", max_tokens=20)
 
 
-def test_a_second_turn_is_asked_behind_the_first_answer(tmp_path: Path) -> None:
+def test_a_second_turn_follows_the_first_answer(tmp_path: Path) -> None:
     questions = tmp_path / "questions.jsonl"
     line = {"question_id": 1, "turns": ["Give me 3 tips for sleeping well.", "Shorter, please."]}
     questions.write_text(json.dumps(line))
@@ -142,7 +214,7 @@ def test_a_second_turn_is_asked_behind_the_first_answer(tmp_path: Path) -> None:
     assert second["num_prompt_tokens"] > first["num_prompt_tokens"] + first["text_tokens"]
 
 
-def test_a_prompt_beyond_the_context_is_left_out_and_told(tmp_path: Path) -> None:
+def test_a_prompt_beyond_the_context_is_skipped_and_reported(tmp_path: Path) -> None:
     questions = tmp_path / "questions.jsonl"
     lines = [{"prompt": "word " * 3000}, {"prompt": "Give me 3 tips for sleeping well."}]
     questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -157,7 +229,7 @@ def test_a_prompt_beyond_the_context_is_left_out_and_told(tmp_path: Path) -> Non
         run(tmp_path / "other", prompts=str(questions))
 
 
-def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_files_with_the_same_name_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     files = (trace_file(tmp_path), trace_file(tmp_path / "b"))
 
@@ -173,7 +245,7 @@ def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
         ({"model": "/nowhere/model"}, "no tokenizer in '/nowhere/model'"),
     ],
 )
-def test_a_model_that_cannot_run_is_told(
+def test_unavailable_models_and_devices_are_refused(
     tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(EvaluationError, match=message):

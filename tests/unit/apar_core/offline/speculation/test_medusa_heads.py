@@ -43,7 +43,7 @@ def change_config(folder: Path, **changes: Any) -> None:
     "sizes",
     [{}, {"medusa_num_heads": 4, "medusa_num_layers": 1}, {"medusa_fc_bias": True}],
 )
-def test_loaded_heads_are_those_that_were_saved(
+def test_loaded_heads_equal_saved_ones(
     tmp_path: Path, dtype: torch.dtype, sizes: dict[str, Any]
 ) -> None:
     heads = random_heads(**sizes).to(dtype)
@@ -60,7 +60,7 @@ def test_loaded_heads_are_those_that_were_saved(
         assert torch.equal(tensor, expected[name])
 
 
-def test_a_head_adds_its_layers_one_by_one_and_reads_its_own_vocabulary_matrix() -> None:
+def test_the_output_of_a_head_is_as_worked_out_by_hand() -> None:
     heads = random_heads(medusa_fc_bias=True)
     hidden = torch.randn(3, 8)
 
@@ -79,7 +79,7 @@ def test_a_head_adds_its_layers_one_by_one_and_reads_its_own_vocabulary_matrix()
             torch.testing.assert_close(logits[head], expected)
 
 
-def test_new_heads_propose_what_the_models_own_head_does() -> None:
+def test_new_heads_propose_like_the_models_output_layer() -> None:
     lm_head = torch.randn(12, 8, dtype=torch.float64)
     heads = MedusaHeads.like_lm_head(lm_head, num_heads=3, num_layers=1)
     hidden = torch.randn(5, 8, dtype=torch.float64)
@@ -90,7 +90,7 @@ def test_new_heads_propose_what_the_models_own_head_does() -> None:
     assert torch.equal(logits, (hidden @ lm_head.T).expand(3, 5, 12))
 
 
-def test_the_configuration_names_what_vllm_reads(folder: Path) -> None:
+def test_the_configuration_has_the_fields_that_vllm_reads(folder: Path) -> None:
     assert json.loads((folder / CONFIG_FILE).read_text()) == {
         "model_type": "medusa",
         "architectures": ["MedusaModel"],
@@ -107,7 +107,7 @@ def test_the_configuration_names_what_vllm_reads(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "medusa_heads."])
-def test_the_names_of_medusas_first_checkpoints_are_understood(folder: Path, prefix: str) -> None:
+def test_weight_names_of_the_first_checkpoints_are_converted(folder: Path, prefix: str) -> None:
     weights = load_file(folder / WEIGHTS_FILE)
     old = {}
     for head in range(2):
@@ -122,7 +122,7 @@ def test_the_names_of_medusas_first_checkpoints_are_understood(folder: Path, pre
     assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
 
 
-def test_any_spelling_of_the_numbers_that_vllm_takes_is_taken(folder: Path) -> None:
+def test_the_same_keys_are_accepted_as_in_vllm(folder: Path) -> None:
     save_medusa_heads(random_heads(medusa_num_heads=3, medusa_num_layers=1), folder)
     path = folder / CONFIG_FILE
     text = path.read_text().replace("medusa_num_heads", "num_heads")
@@ -154,7 +154,7 @@ def test_the_shipped_heads_are_two_of_two_layers() -> None:
         ({"original_lm_head": True}, "original_lm_head is not supported"),
     ],
 )
-def test_a_configuration_that_does_not_fit_is_refused(
+def test_an_invalid_configuration_is_refused(
     folder: Path, changes: dict[str, Any], message: str
 ) -> None:
     change_config(folder, **changes)
@@ -164,7 +164,7 @@ def test_a_configuration_that_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", "\udcff"])
-def test_a_configuration_that_is_none_is_refused(folder: Path, text: str) -> None:
+def test_an_unreadable_configuration_is_refused(folder: Path, text: str) -> None:
     (folder / CONFIG_FILE).write_bytes(text.encode(errors="surrogateescape"))
 
     with pytest.raises(CheckpointError, match=f"{folder / CONFIG_FILE}"):

@@ -1,10 +1,11 @@
-"""Training of Medusa heads on a frozen model."""
+"""Targets and training of Medusa heads."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
+from hypothesis import given, settings
 from safetensors.torch import load_file
 
 from apar_core.models.apar_tiny import checkpoint_path
@@ -12,15 +13,65 @@ from apar_core.models.apar_tiny_medusa import heads_path
 from apar_core.offline.data.records import ChatMessage, ExampleRecord, ParagraphRecord, chain
 from apar_core.offline.speculation.medusa_heads import load_medusa_heads
 from apar_core.offline.speculation.train_medusa import (
+    HEAD_TARGETS,
+    MedusaCollator,
+    head_targets,
     initial_heads,
     tiny_medusa_recipe,
     train_medusa,
     train_tiny_medusa,
 )
+from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, written_out
 from apar_core.offline.training.pretrained import load_model, load_tokenizer
 from apar_core.offline.training.recipe import MedusaRecipe
-from apar_core.offline.training.tree_trainer import StepReport
+from apar_core.offline.training.tree_trainer import StepReport, TreeCollator
 from tests.fakes.example_files import write_examples
+from tests.unit.apar_core.offline.training.random_trees import PAD_ID, TOKENS, encode, packed, trees
+
+
+def test_a_small_tree_gives_the_targets_worked_out_by_hand() -> None:
+    tree = packed("hg", chain([("a", ParagraphRecord("bc"))], closing="d"))
+    a, b, c, d = (encode(letter)[0] for letter in "abcd")
+    no, fork, end = IGNORED_TARGET, TOKENS.fork_id, TOKENS.end_id
+
+    first, second = head_targets(tree, 2)
+
+    # The row:      h    g     a    [Fork] [Child] b    c    end  d   end
+    assert first == [no, fork, d,   end,   c,      end, no,  no,  no, no]  # fmt: skip
+    assert second == [no, d,   end, no,    end,    no,  no,  no,  no, no]  # fmt: skip
+    assert list(tree.targets[1:4]) == [a, fork, d]
+    assert b in tree.targets
+
+
+@settings(max_examples=80, deadline=None)
+@given(tree=trees)
+def test_targets_follow_each_thread_and_are_never_child_tokens(
+    tree: PackedTree,
+) -> None:
+    found = head_targets(tree, 2)
+
+    for row in written_out(tree, TOKENS):
+        learned = [i for i, target in enumerate(row.targets) if target != IGNORED_TARGET]
+        path = tuple(row.token_ids)
+        for head in (0, 1):
+            for at in learned:
+                ahead = at + 2 + head
+                wanted = path[ahead] if ahead < len(path) else IGNORED_TARGET
+                assert wanted in found[head]
+    for targets in found:
+        assert TOKENS.child_id not in targets
+        assert len(targets) == len(tree.token_ids)
+
+
+def test_a_batch_has_targets_of_each_head_but_not_for_padding() -> None:
+    rows = [packed("a", ParagraphRecord("bcd")), packed("a", ParagraphRecord("b"))]
+
+    batch = MedusaCollator(TreeCollator(PAD_ID), 2)(rows)
+
+    assert batch[HEAD_TARGETS].shape == (2, 2, 5)
+    assert batch[HEAD_TARGETS][:, 0, :].tolist() == head_targets(rows[0], 2)
+    assert (batch[HEAD_TARGETS][:, 1, 3:] == IGNORED_TARGET).all()
+
 
 RECIPE = MedusaRecipe(
     batch_size=4, micro_batch_size=2, num_steps=12, learning_rate=3e-3, dtype="float32",
@@ -39,7 +90,7 @@ def examples() -> list[ExampleRecord]:
     ]
 
 
-def test_heads_learn_to_look_ahead_on_a_model_that_stays_as_it_is(tmp_path: Path) -> None:
+def test_heads_learn_while_the_model_is_frozen(tmp_path: Path) -> None:
     write_examples(tmp_path / "examples.jsonl", examples())
     reports: list[StepReport] = []
     before = load_file(checkpoint_path() / "model.safetensors")
@@ -61,7 +112,7 @@ def test_heads_learn_to_look_ahead_on_a_model_that_stays_as_it_is(tmp_path: Path
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
 
-def test_heads_start_as_the_models_own_output_layer() -> None:
+def test_heads_start_as_copies_of_the_output_layer() -> None:
     model = load_model(str(checkpoint_path()), torch.float32, torch.device("cpu"))
 
     heads = initial_heads(model, num_heads=3, num_layers=1)
@@ -71,7 +122,7 @@ def test_heads_start_as_the_models_own_output_layer() -> None:
     assert torch.equal(heads(hidden), expected.expand(3, -1, -1))
 
 
-def test_the_embedded_models_heads_are_made_by_the_same_code(tmp_path: Path) -> None:
+def test_heads_of_the_embedded_model_are_trained(tmp_path: Path) -> None:
     settings = tiny_medusa_recipe()
     small = {"num_steps": 2, "batch_size": 2, "micro_batch_size": 2}
     recipe = settings.recipe.model_copy(update=small)

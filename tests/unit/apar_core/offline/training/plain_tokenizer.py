@@ -1,4 +1,4 @@
-"""A small byte-level tokenizer as ordinary models have: no control tokens, no chat template."""
+"""Small byte-level tokenizer without control tokens and chat template."""
 
 from __future__ import annotations
 

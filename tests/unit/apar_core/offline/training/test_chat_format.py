@@ -1,4 +1,4 @@
-"""What is trained behind the chat templates of four families of models."""
+"""Training text with the chat templates of four model families."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ THOUGHT = (
 
 @dataclass(frozen=True)
 class Family:
-    """A template with its special tokens, and what serving sees around an answer."""
+    """Template with its special tokens and the text around an answer in serving."""
 
     template: str
     special: tuple[str, ...]
@@ -58,7 +58,7 @@ FAMILIES = pytest.mark.parametrize(
 def tokenizer_of(family: Family, *, special_markers: bool = False) -> PreTrainedTokenizerBase:
     tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(checkpoint_path())
     tokenizer.add_tokens(list(family.special), special_tokens=True)
-    # Qwen 3 and the distillations have them as tokens that are not special.
+    # In Qwen 3 and the distillations these tokens are not special.
     tokenizer.add_tokens(["<think>", "</think>"], special_tokens=special_markers)
     tokenizer.chat_template = (TEMPLATES / f"{family.template}.jinja").read_text()
     return tokenizer
@@ -71,7 +71,7 @@ def packed(tokenizer: PreTrainedTokenizerBase, answer: str) -> PackedTree:
 
 
 def root_thread(tokenizer: PreTrainedTokenizerBase, row: PackedTree) -> tuple[str, str]:
-    """What the root thread reads before its first learned token, and what it learns."""
+    """Return the root thread's text before its first target, and the text it learns."""
     following = next_indices(row)
     path = [0]
     while (after := following[path[-1]]) is not None:
@@ -83,7 +83,7 @@ def root_thread(tokenizer: PreTrainedTokenizerBase, row: PackedTree) -> tuple[st
 
 
 @FAMILIES
-def test_a_turn_ends_with_the_templates_own_token(family: Family) -> None:
+def test_a_turn_ends_with_the_token_of_the_template(family: Family) -> None:
     tokenizer = tokenizer_of(family)
 
     read, learned = root_thread(tokenizer, packed(tokenizer, "Tune it."))
@@ -96,7 +96,7 @@ def test_a_turn_ends_with_the_templates_own_token(family: Family) -> None:
 
 @FAMILIES
 @pytest.mark.parametrize("special_markers", [False, True])
-def test_a_thought_is_the_unforked_beginning_of_the_root_thread(
+def test_a_thought_is_the_unforked_start_of_the_root_thread(
     family: Family, special_markers: bool
 ) -> None:
     tokenizer = tokenizer_of(family, special_markers=special_markers)
@@ -104,7 +104,7 @@ def test_a_thought_is_the_unforked_beginning_of_the_root_thread(
 
     read, learned = root_thread(tokenizer, row)
 
-    # Prompt and answer together are what serving sees; no marker stands there twice.
+    # Prompt and answer together are the text in serving, without duplicate markers.
     thought = THOUGHT.removeprefix("<think>\n") if family is DEEPSEEK else THOUGHT
     assert read.endswith(family.prompt_end)
     assert learned == (f"{thought}1. Tune:[Fork]\n2. Play:[Fork]\n3. Rest:[Fork]{family.turn_end}")
@@ -130,7 +130,7 @@ def test_a_hybrid_model_does_not_learn_to_skip_its_thought(
 ) -> None:
     tokenizer = tokenizer_of(QWEN)
     if not shows_thoughts:
-        # As SmolLM 3: no answer of a chat gets a thought; the prompt alone tells.
+        # Like SmolLM 3: answers in a chat have no thought; only the prompt differs.
         assert isinstance(tokenizer.chat_template, str)
         changed = tokenizer.chat_template.replace("> last.question", "> 1000")
         assert changed != tokenizer.chat_template
@@ -139,7 +139,7 @@ def test_a_hybrid_model_does_not_learn_to_skip_its_thought(
 
     read, learned = root_thread(tokenizer, packed(tokenizer, answer))
 
-    # The prompt that a server sends where the client turns thinking off.
+    # The server's prompt if the client turns thinking off.
     assert read == tokenizer.apply_chat_template(
         chat, tokenize=False, add_generation_prompt=True, enable_thinking=False
     )
@@ -147,7 +147,7 @@ def test_a_hybrid_model_does_not_learn_to_skip_its_thought(
 
 
 @pytest.mark.parametrize("family", [LLAMA, QWEN, DEEPSEEK], ids=lambda family: family.template)
-def test_a_thought_that_a_prompt_had_opened_gets_its_marker_back_where_it_is_missing(
+def test_a_missing_opening_marker_of_a_thought_is_restored(
     family: Family,
 ) -> None:
     tokenizer = tokenizer_of(family)
@@ -158,7 +158,7 @@ def test_a_thought_that_a_prompt_had_opened_gets_its_marker_back_where_it_is_mis
     assert (read + learned).count("<think>\nLet me see.\n</think>\n\n1. Tune:[Fork]") == 1
 
 
-def test_a_prompt_that_closes_the_thought_is_followed_by_the_answer_alone() -> None:
+def test_a_prompt_that_closes_the_thought_is_followed_only_by_the_answer() -> None:
     tokenizer = tokenizer_of(QWEN)
     assert isinstance(tokenizer.chat_template, str)
     tokenizer.chat_template = "{% set enable_thinking = false %}" + tokenizer.chat_template
@@ -188,7 +188,7 @@ def test_a_template_without_an_end_token_is_refused() -> None:
         ("{{ m['content'] }}", "another", ""),
     ],
 )
-def test_the_template_tells_which_blanks_an_answer_begins_with(
+def test_the_whitespace_before_an_answer_comes_from_the_template(
     answers: str, opening: str, lead: str
 ) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint_path())

@@ -1,4 +1,4 @@
-"""Fine-tuning of a small ordinary model, from its folder to a checkpoint that can be served."""
+"""Fine-tuning of a small model, from its folder to a servable checkpoint."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def test_the_checkpoint_can_be_served_as_it_is(
+def test_the_checkpoint_can_be_served(
     tmp_path: Path, tied: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     at = place(tmp_path, tied=tied)
@@ -120,12 +120,12 @@ def test_the_checkpoint_can_be_served_as_it_is(
     assert isinstance(prompt, str)
     assert prompt.startswith("<s> A chat between")
     assert prompt.endswith("USER: Hi ASSISTANT:")
-    assert (result.num_training, result.num_validation) == (12, 4)
+    assert result.num_validation == 4
     assert result.validation_loss is not None
     assert list((at.out / "checkpoints" / "runs").rglob("events.*"))
 
 
-def test_an_interrupted_run_that_goes_on_equals_one_that_was_not(tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     whole = place(tmp_path / "whole", tied=False)
     whole.train()
     at = place(tmp_path / "halved", tied=False)
@@ -175,7 +175,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     assert kept == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
 
 
-def test_processes_that_load_ahead_change_nothing(tmp_path: Path) -> None:
+def test_loader_processes_do_not_change_the_result(tmp_path: Path) -> None:
     alone = place(tmp_path / "alone", tied=True)
     alone.train()
     helped = place(tmp_path / "helped", tied=True)
@@ -186,7 +186,7 @@ def test_processes_that_load_ahead_change_nothing(tmp_path: Path) -> None:
     assert all(torch.equal(expected[name], w) for name, w in weights_of(helped.out).items())
 
 
-def test_the_seed_decides_split_draws_and_new_rows(tmp_path: Path) -> None:
+def test_the_seed_determines_split_draws_and_new_rows(tmp_path: Path) -> None:
     first = place(tmp_path / "first", tied=True)
     first.train()
     other = place(tmp_path / "other", tied=True)
@@ -228,7 +228,7 @@ def test_adapters_are_merged_and_only_control_rows_of_the_embeddings_learn(
         ({"data": Path("nowhere/data")}, DataError, "nowhere/data does not exist"),
     ],
 )
-def test_what_is_missing_is_named(
+def test_missing_inputs_are_named(
     tmp_path: Path, change: dict[str, Path], error: type[Exception], message: str
 ) -> None:
     at = place(tmp_path, tied=True)
@@ -238,7 +238,7 @@ def test_what_is_missing_is_named(
         changed.train()
 
 
-def test_a_model_without_tokenizer_is_named_with_what_would_be_one(tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     at = place(tmp_path, tied=True)
     (at.model / "tokenizer.json").unlink()
 
@@ -247,7 +247,7 @@ def test_a_model_without_tokenizer_is_named_with_what_would_be_one(tmp_path: Pat
     assert "\n" not in str(raised.value)
 
 
-def test_rows_that_no_position_or_context_can_hold_are_refused(tmp_path: Path) -> None:
+def test_rows_that_exceed_positions_or_context_are_refused(tmp_path: Path) -> None:
     at = place(tmp_path, tied=True)
 
     with pytest.raises(TrainingError, match="context_length 513 exceeds the model's 512"):
@@ -266,9 +266,7 @@ def test_rows_that_no_position_or_context_can_hold_are_refused(tmp_path: Path) -
         ("qwen3_next", "layer_types: 1 of 2 linear_attention"),
     ],
 )
-def test_a_model_with_other_layers_than_full_attention_is_refused(
-    tmp_path: Path, kind: str, message: str
-) -> None:
+def test_a_model_without_full_attention_is_refused(tmp_path: Path, kind: str, message: str) -> None:
     at = place(tmp_path, tied=True)
     sizes: dict[str, Any] = {
         "vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -324,7 +322,7 @@ def test_adamw_updates_float32_and_frozen_weights_stay_in_the_recipes_dtype(
     assert len(changed) == 7
 
 
-def test_a_process_that_receives_its_shards_loads_no_weights(
+def test_processes_that_receive_shards_load_no_weights(
     tmp_path: Path, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at = place(tmp_path, tied=tied)
@@ -343,14 +341,14 @@ def test_a_process_that_receives_its_shards_loads_no_weights(
     assert {name: part.shape for name, part in empty.named_parameters()} == shapes
     assert len({part.data_ptr() for part in empty.parameters()}) == len(shapes)
     assert {(part.dtype, part.device) for part in empty.parameters()} == {(torch.float32, cpu)}
-    # Accelerate does not send buffers that no checkpoint holds, such as rotary frequencies.
+    # accelerate does not send buffers missing in checkpoints, such as rotary frequencies.
     for name, buffer in loaded.named_buffers():
         torch.testing.assert_close(empty.get_buffer(name), buffer, rtol=0, atol=0)
 
 
-def test_packed_rows_teach_the_same_with_another_share_of_padding(tmp_path: Path) -> None:
+def test_packed_rows_train_the_same_weights_with_less_padding(tmp_path: Path) -> None:
     at = place(tmp_path, tied=True)
-    # A short prompt, so that several trees fit into the 512 tokens of a row.
+    # With a short prompt, several trees fit into a row of 512 tokens.
     template = tmp_path / "short.jinja"
     template.write_text("{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}")
     recipe = RECIPE.model_copy(update={"num_steps": 1})

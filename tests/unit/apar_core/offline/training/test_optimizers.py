@@ -1,4 +1,4 @@
-"""Optimizers and learning rates of a recipe."""
+"""Optimizers and learning rate schedules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RECIPE = TrainingRecipe(
 WITH_MUON = RECIPE.model_copy(update={"muon": MuonSettings(learning_rate=0.02, momentum=0.5)})
 
 
-def test_muon_gets_the_matrices_of_the_layers_and_adamw_all_else() -> None:
+def test_muon_trains_the_layers_matrices_and_adamw_everything_else() -> None:
     model = random_model()
 
     joint = build_optimizer(model, WITH_MUON)
@@ -60,7 +60,7 @@ def steps(optimizer: JointOptimizer, model: torch.nn.Module, seeds: range) -> No
         optimizer.step()
 
 
-def test_a_joint_optimizer_goes_on_from_its_saved_state() -> None:
+def test_a_joint_optimizer_resumes_from_its_saved_state() -> None:
     whole, halved = copy.deepcopy(random_model()), copy.deepcopy(random_model())
     first, second = build_optimizer(whole, WITH_MUON), build_optimizer(halved, WITH_MUON)
     assert isinstance(first, JointOptimizer)
@@ -78,7 +78,7 @@ def test_a_joint_optimizer_goes_on_from_its_saved_state() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_a_schedule_reaches_every_part() -> None:
+def test_a_schedule_reaches_all_parts() -> None:
     joint = build_optimizer(copy.deepcopy(random_model()), WITH_MUON)
     assert isinstance(joint, JointOptimizer)
 

@@ -1,4 +1,4 @@
-"""A packed tree must mean the same to the model as its threads written out one by one."""
+"""Packed trees give the same results as their threads written out as ordinary sequences."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def _answers() -> st.SearchStrategy[ParagraphRecord]:
 
 
 def row_indices(packed: PackedTree) -> list[list[int]]:
-    """Return, for each token of the row, the row indices of its path, found by the mask."""
+    """Return the row indices that the mask lets each token attend to."""
     mask_TT = tree_attention_mask(batch_trees([packed], PAD_ID))[0, 0]
     return [row.nonzero().flatten().tolist() for row in mask_TT]
 
 
 @settings(max_examples=40, deadline=None)
 @given(answers=st.lists(_answers(), min_size=2, max_size=4))
-def test_a_row_is_not_changed_by_longer_rows_beside_it(answers: list[ParagraphRecord]) -> None:
+def test_a_row_is_not_affected_by_longer_rows_in_the_batch(answers: list[ParagraphRecord]) -> None:
     model = random_model()
     rows = [pack_tree(encode("ab"), answer, encode, TOKENS) for answer in answers]
     together = batch_trees(rows, PAD_ID)
@@ -108,7 +108,7 @@ def test_a_small_tree_is_packed_as_worked_out_by_hand() -> None:
     assert paths[8] == [0, 1, 2, 7, 8]
 
 
-def test_the_token_that_follows_in_the_same_thread_is_known_for_each_token() -> None:
+def test_each_token_knows_its_successor_in_the_same_thread() -> None:
     answer = chain([("a", ParagraphRecord("bc"))], closing="d")
 
     packed = pack_tree(encode("g"), answer, encode, TOKENS)
@@ -119,7 +119,7 @@ def test_the_token_that_follows_in_the_same_thread_is_known_for_each_token() -> 
 
 @settings(max_examples=30, deadline=None)
 @given(answers=st.lists(_answers(), min_size=2, max_size=4))
-def test_trees_that_share_a_row_mean_what_they_mean_in_rows_of_their_own(
+def test_trees_that_share_a_row_equal_trees_in_separate_rows(
     answers: list[ParagraphRecord],
 ) -> None:
     model = copy.deepcopy(random_model()).double()
@@ -143,7 +143,7 @@ def test_trees_that_share_a_row_mean_what_they_mean_in_rows_of_their_own(
 def learned(
     model: LlamaForCausalLM, rows: list[PackedTree]
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the logits that have targets, their summed loss and its gradients."""
+    """Return the logits with targets, their summed loss and its gradients."""
     batch = batch_trees(rows, PAD_ID)
     model.zero_grad()
     logits = learned_logits(model, batch, model)
@@ -160,7 +160,7 @@ def learned(
 
 @settings(max_examples=40, deadline=None)
 @given(answers=st.lists(_answers(), max_size=4))
-def test_a_token_of_a_shared_row_reads_its_own_tree_only(answers: list[ParagraphRecord]) -> None:
+def test_a_token_of_a_shared_row_reads_only_its_own_tree(answers: list[ParagraphRecord]) -> None:
     rows = [pack_tree(encode("hg"), answer, encode, TOKENS) for answer in answers]
     joined = join_trees(rows)
     batch = batch_trees([joined, *rows], PAD_ID)

@@ -1,4 +1,4 @@
-"""Recipes that ship, and recipes written by hand."""
+"""Shipped recipes and recipe files."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ def test_every_field_is_described(model: type[BaseModel]) -> None:
         ("a: [", "cannot be read"),
     ],
 )
-def test_a_wrong_recipe_is_refused_by_its_field(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_recipe_is_refused_naming_the_field(
+    tmp_path: Path, text: str, message: str
+) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(text)
 
@@ -96,7 +98,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
         ("gradient_checkpointing: true", MedusaRecipe, "gradient_checkpointing: the model is"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_is_loaded(
+def test_unsupported_combinations_are_refused_before_loading(
     tmp_path: Path, line: str, kind: type[TrainingRecipe], message: str
 ) -> None:
     path = tmp_path / "mine.yaml"

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from."""
+"""Checkpoints that a run resumes from."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def checkpoint(out: Path, step: int, state: str | None = "{}") -> Path:
     return folder
 
 
-def test_the_newest_whole_checkpoint_is_taken(tmp_path: Path) -> None:
+def test_the_newest_complete_checkpoint_is_used(tmp_path: Path) -> None:
     checkpoint(tmp_path, 8)
     newest = checkpoint(tmp_path, 16)
-    # What a process leaves that is killed while it writes.
+    # As left by a process that is killed while writing.
     checkpoint(tmp_path, 24, state=None)
     checkpoint(tmp_path, 32, state='{"epoch": 1')
 
     assert last_checkpoint(tmp_path, RECIPE, INPUTS, resume=True) == str(newest)
 
 
-def test_a_part_of_a_checkpoint_is_none(tmp_path: Path) -> None:
+def test_an_incomplete_checkpoint_is_ignored(tmp_path: Path) -> None:
     checkpoint(tmp_path, 8, state=None)
 
     assert last_checkpoint(tmp_path, RECIPE, INPUTS, resume=False) is None
@@ -48,7 +48,7 @@ def test_a_new_run_does_not_mix_with_an_old_one(tmp_path: Path) -> None:
         last_checkpoint(tmp_path, RECIPE, INPUTS, resume=False)
 
 
-def test_no_model_is_written_over(tmp_path: Path) -> None:
+def test_a_model_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
 
     with pytest.raises(TrainingError, match="already has a model"):
@@ -63,7 +63,7 @@ def test_no_model_is_written_over(tmp_path: Path) -> None:
         ({"lora": LoraSettings()}, "lora was None and is {"),
     ],
 )
-def test_a_run_goes_on_with_its_own_recipe_only(
+def test_a_run_resumes_only_with_the_same_recipe(
     tmp_path: Path, change: dict[str, object], message: str
 ) -> None:
     checkpoint(tmp_path, 8)
@@ -73,7 +73,7 @@ def test_a_run_goes_on_with_its_own_recipe_only(
         last_checkpoint(tmp_path, RECIPE.model_copy(update=change), INPUTS, resume=True)
 
 
-def test_what_changes_nothing_that_is_learned_may_change(tmp_path: Path) -> None:
+def test_settings_that_do_not_affect_learning_may_change(tmp_path: Path) -> None:
     newest = checkpoint(tmp_path, 8)
     record_run(tmp_path, RECIPE, INPUTS)
     changed = RECIPE.model_copy(
@@ -84,7 +84,7 @@ def test_what_changes_nothing_that_is_learned_may_change(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", list(INPUTS))
-def test_a_run_goes_on_with_its_own_inputs_only(tmp_path: Path, name: str) -> None:
+def test_a_run_resumes_only_with_the_same_inputs(tmp_path: Path, name: str) -> None:
     newest = checkpoint(tmp_path, 8)
     record_run(tmp_path, RECIPE, INPUTS)
 

@@ -1,25 +1,131 @@
-"""Training of the embedded model, at a size that takes seconds."""
+"""Training of the embedded model at a small size; its tokenizer and chat template."""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+import jinja2
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
-from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
+from torch.nn import Linear
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.data.tiny_corpus.generator import Corpus
 from apar_core.offline.training.pretrained import tree_tokens
 from apar_core.offline.training.train_tiny import (
+    SPECIAL_TOKENS,
     TinyModelSettings,
     TinyTrainingSettings,
     TrainingPhase,
+    WeightAverage,
     tiny_recipe,
     train_tiny,
+    train_tokenizer,
 )
 from apar_core.offline.training.tree_trainer import StepReport
+
+TEXTS = ["Give me 12 tips, please.", "Give me tips for tea.", "More tips for tea."] * 3
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(TEXTS, vocabulary_size=300, max_length=64)
+
+
+def test_the_vocabulary_has_its_size_and_starts_with_the_special_tokens(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    assert len(tokenizer) <= 300
+    assert tokenizer.convert_ids_to_tokens(list(range(len(SPECIAL_TOKENS)))) == [*SPECIAL_TOKENS]
+
+
+def test_digits_are_separate_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = tokenizer("12 345", add_special_tokens=False).input_ids
+    pieces = [str(tokenizer.decode([token_id])) for token_id in ids]
+
+    assert [piece for piece in pieces if piece.isdigit()] == ["1", "2", "3", "4", "5"]
+
+
+@cache
+def shipped_tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(checkpoint_path())
+
+
+@settings(max_examples=100, deadline=None)
+@given(parts=st.lists(st.text(), max_size=4))
+def test_separately_encoded_parts_decode_to_their_concatenation(parts: list[str]) -> None:
+    shipped = shipped_tokenizer()
+
+    ids = [i for part in parts for i in shipped(part, add_special_tokens=False).input_ids]
+
+    assert shipped.decode(ids) == "".join(parts)
+
+
+def test_the_same_texts_give_the_same_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
+    again = train_tokenizer(TEXTS, vocabulary_size=300, max_length=64)
+
+    assert again.get_vocab() == tokenizer.get_vocab()
+
+
+def test_a_chat_has_one_role_token_per_turn(tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": " Hello! "},
+        {"role": "assistant", "content": "Hi."},
+        {"role": "user", "content": "Bye."},
+    ]
+
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+
+    assert text == (
+        "<bos><|system|>Be kind.<|user|>Hello!<|assistant|>Hi.<eos><|user|>Bye.<|assistant|>"
+    )
+
+
+def test_an_unknown_role_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(jinja2.TemplateError, match="not tool"):
+        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
+
+
+def test_a_plain_prompt_starts_with_the_first_token(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = tokenizer("tips").input_ids
+
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.eos_token_id not in ids
+
+
+def linear(value: float) -> Linear:
+    layer = Linear(2, 1)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(value)
+    return layer
+
+
+def test_weights_are_averaged_by_share() -> None:
+    average, model = WeightAverage(), linear(100.0)
+    average.add(linear(1.0), 1.0)
+    average.add(linear(5.0), 3.0)
+    average.add(model, 0.0)
+
+    average.apply(model)
+
+    assert all(torch.equal(p, torch.full_like(p, 4.0)) for p in model.parameters())
+
+
+def test_without_weights_the_model_is_unchanged() -> None:
+    model = linear(7.0)
+
+    WeightAverage().apply(model)
+
+    assert all(torch.equal(p, torch.full_like(p, 7.0)) for p in model.parameters())
+
 
 SMALL_MODEL = TinyModelSettings(
     vocabulary_size=320, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2,
@@ -65,7 +171,7 @@ def test_every_step_is_reported_and_the_loss_falls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 17, 830, 2380, 5000])
-def test_a_recipe_is_stretched_to_any_number_of_steps(num_steps: int) -> None:
+def test_a_recipe_is_scaled_to_any_number_of_steps(num_steps: int) -> None:
     recipe = tiny_recipe()
 
     stretched = recipe.with_num_steps(num_steps)
@@ -75,7 +181,7 @@ def test_a_recipe_is_stretched_to_any_number_of_steps(num_steps: int) -> None:
     assert stretched.phases[0].recipe.num_steps == pytest.approx(num_steps * share, abs=0.5)
 
 
-def test_the_phases_follow_one_another_on_different_examples(tmp_path: Path) -> None:
+def test_phases_train_in_order_on_different_examples(tmp_path: Path) -> None:
     settings = RECIPE.with_num_steps(7)
     reports: list[StepReport] = []
 

@@ -1,4 +1,4 @@
-"""Seeded draws from two groups of rows."""
+"""Seeded draws, packing into rows, and padding."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_half_of_the_draws_come_from_each_group_whatever_their_sizes() -> None:
     assert structured / 400 == pytest.approx(0.5, abs=0.07)
 
 
-def test_a_group_is_used_up_before_it_is_gone_through_again() -> None:
+def test_a_group_is_drawn_without_replacement_until_used_up() -> None:
     counts = Counter(id(row) for row in draw(share=1.0))
 
     assert set(counts.values()) == {20}
     assert set(Counter(id(row) for row in draw(share=0.0)).values()) == {40}
 
 
-def test_draws_depend_on_the_seed_alone_and_batches_are_sorted_by_length() -> None:
+def test_draws_depend_only_on_the_seed_and_batches_are_sorted_by_length() -> None:
     drawn = draw()
 
     assert draw() == drawn
@@ -59,7 +59,7 @@ def test_draws_depend_on_the_seed_alone_and_batches_are_sorted_by_length() -> No
     assert batch == sorted(batch)
 
 
-def test_an_empty_group_is_refused_unless_nothing_is_drawn_from_it() -> None:
+def test_an_empty_group_is_refused_if_it_is_drawn_from() -> None:
     forkless = TreeGroups([], GROUPS.unstructured)
 
     with pytest.raises(TrainingError, match=r"structured_share 0\.5 needs structured examples"):
@@ -99,7 +99,7 @@ def test_trees_fill_rows_of_the_context_length_by_first_fit_decreasing() -> None
     assert lengths(rows_of(trees, recipe_of())) == [[3], [4], [4], [6], [10], [3]]
 
 
-def test_every_step_has_the_passes_of_the_longest_one() -> None:
+def test_all_steps_have_the_passes_of_the_longest_one() -> None:
     steps = [[tree_of(10), tree_of(9), tree_of(8)], [tree_of(5), tree_of(5), tree_of(5)]]
 
     plan = step_rows(steps, recipe_of(pack_trees=True), num_processes=2)
@@ -109,7 +109,7 @@ def test_every_step_has_the_passes_of_the_longest_one() -> None:
     assert tokens == [8, 9, 10, 0, 5, 10, 0, 0]
 
 
-def test_rows_without_trees_make_up_what_the_processes_lack() -> None:
+def test_empty_rows_fill_the_batches_of_all_processes() -> None:
     rows = RowList([[tree_of(4)] for _ in range(3)]).padded(4)
 
     assert [len(rows[index].token_ids) for index in range(len(rows))] == [4, 4, 4, 0]
@@ -117,7 +117,7 @@ def test_rows_without_trees_make_up_what_the_processes_lack() -> None:
     assert RowList([]).padded(4).rows == []
 
 
-def test_the_share_of_padding_counts_every_token_that_is_run_on() -> None:
+def test_the_share_of_padding_counts_all_processed_tokens() -> None:
     rows = RowList([[tree_of(4)], [tree_of(8)], [tree_of(3), tree_of(3)], []])
 
     # Two rows of 8 with 12 tokens, two of 6 with 6; alone, an empty row is one token.

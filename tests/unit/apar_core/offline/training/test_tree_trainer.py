@@ -1,4 +1,4 @@
-"""transformers' Trainer on packed trees."""
+"""Trainer on packed trees."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def trainer_of(
 
 
 class Gradients(TrainerCallback):
-    """Keeps what the optimizer is given in the last step."""
+    """Stores the gradients of the last step."""
 
     last: list[Tensor]
 
@@ -100,19 +100,17 @@ def trained(
     [
         {"micro_batch_size": 1},
         {"micro_batch_size": 2},
-        # Two rows of the second pass hold no tree.
+        # Two rows of the second pass are empty.
         {"micro_batch_size": 3},
         {"micro_batch_size": 2, "pack_trees": True, "context_length": 24},
     ],
     ids=["one by one", "two by two", "with empty rows", "packed"],
 )
-def test_a_batch_in_parts_teaches_what_the_whole_batch_does(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
-    # Rows have different numbers of targets: the mean of the parts' means would differ.
-    # In float64, because Adam's first step divides a gradient by its own size: of gradients near 0
-    # it makes rounding errors of 1e-4, more or less by how many executors add them up. For the
-    # same reason weights hardly show what the gradients were, which are therefore compared too.
+def test_micro_batches_train_like_the_whole_batch(tmp_path: Path, changes: dict[str, Any]) -> None:
+    # Rows have different numbers of targets, so the mean of the parts' means would differ.
+    # Adam's first step divides a gradient by its magnitude, which amplifies rounding errors of
+    # gradients near 0 to 1e-4; hence float64. As weights hardly reveal the gradients, those are
+    # compared too.
     teaching, in_parts = Gradients(), Gradients()
     whole, whole_reports = trained(
         tmp_path, weights=torch.float64, gradients=teaching, micro_batch_size=4
@@ -129,7 +127,7 @@ def test_a_batch_in_parts_teaches_what_the_whole_batch_does(
     assert reports[0].num_trees == len(ROWS)
 
 
-def test_the_loss_that_is_reported_is_the_mean_over_all_targets(tmp_path: Path) -> None:
+def test_the_reported_loss_is_the_mean_over_all_targets(tmp_path: Path) -> None:
     model = copy.deepcopy(random_model(num_key_value_heads=2))
     expected = tree_loss(model, batch_trees(ROWS, PAD_ID)).item()
 
@@ -141,14 +139,14 @@ def test_the_loss_that_is_reported_is_the_mean_over_all_targets(tmp_path: Path) 
     assert report.learned_tokens_per_s == pytest.approx(NUM_TARGETS / report.seconds)
     assert report.trees_per_s == pytest.approx(4 / report.seconds)
     assert report.learning_rate > 0
-    # Micro-batches of two rows: the longer one's tokens, twice.
+    # Micro-batches of two rows, each as long as the longer one.
     lengths = [len(row.token_ids) for row in ROWS]
     run_on = 2 * (max(lengths[:2]) + max(lengths[2:]))
     assert report.padding_share == pytest.approx(1 - sum(lengths) / run_on)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 3])
-def test_validation_gives_the_mean_over_all_targets_and_is_reported(
+def test_validation_reports_the_mean_over_all_targets(
     tmp_path: Path, micro_batch_size: int
 ) -> None:
     model = copy.deepcopy(random_model(num_key_value_heads=2))
@@ -159,7 +157,7 @@ def test_validation_gives_the_mean_over_all_targets_and_is_reported(
     assert trainer.last_validation_loss == pytest.approx(expected, abs=1e-5)
 
 
-def test_checkpointed_activations_teach_the_same(tmp_path: Path) -> None:
+def test_gradient_checkpointing_does_not_change_training(tmp_path: Path) -> None:
     plain, _ = trained(tmp_path, micro_batch_size=4, num_steps=2)
     checkpointed, _ = trained(
         tmp_path, micro_batch_size=4, num_steps=2, gradient_checkpointing=True
@@ -179,12 +177,12 @@ def test_bfloat16_changes_the_forward_pass_and_weights_stay_float32(tmp_path: Pa
     assert any(not torch.equal(a, b) for a, b in zip(weights, plain, strict=True))
 
 
-def test_gradients_are_clipped_as_the_recipe_says(tmp_path: Path) -> None:
+def test_gradients_are_clipped(tmp_path: Path) -> None:
     before = [parameter.detach() for parameter in random_model(num_key_value_heads=2).parameters()]
 
     def moved(norm: float) -> float:
         weights, _ = trained(tmp_path, max_gradient_norm=norm)
         return max(float((a - b).abs().max()) for a, b in zip(weights, before, strict=True))
 
-    # Far below AdamW's epsilon a gradient moves nothing.
+    # A gradient far below AdamW's epsilon changes nothing.
     assert moved(1e-12) < 0.1 * moved(1.0)

@@ -1,4 +1,4 @@
-"""A packed tree must mean the same to the model as its threads written out one by one."""
+"""Packed trees give the same results as their threads written out as ordinary sequences."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_each_thread_is_a_row_and_each_token_is_learned_once(
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=25, deadline=None)
 @given(tree=trees)
-def test_packed_loss_and_gradients_equal_those_written_out(name: str, tree: PackedTree) -> None:
+def test_packed_loss_and_gradients_equal_written_out_ones(name: str, tree: PackedTree) -> None:
     model = random_model(**MODELS[name])
 
     loss, gradients = loss_and_gradients(model, [tree])

@@ -1,4 +1,4 @@
-"""The corpus of the embedded model."""
+"""Corpus of the embedded model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def topic(name: str) -> Topic:
     return next(entry for entry in load_topics() if entry.name == name)
 
 
-def test_there_are_dozens_of_topics_and_none_twice() -> None:
+def test_there_are_dozens_of_distinct_topics() -> None:
     names = [entry.name for entry in load_topics()]
 
     assert len(names) >= 60
@@ -40,7 +40,7 @@ def test_there_are_dozens_of_topics_and_none_twice() -> None:
 
 
 @pytest.mark.parametrize("entry", load_topics(), ids=lambda entry: entry.name)
-def test_content_reads_as_sentences(entry: Topic) -> None:
+def test_content_consists_of_sentences(entry: Topic) -> None:
     sentences = [point.detail for point in entry.points] + [entry.closing]
     sentences += [text for passage in entry.passages for text in (passage.sentence, passage.rest)]
     sentences += [stage.lead for stage in entry.stages]
@@ -79,9 +79,9 @@ def test_a_guide_forks_inside_the_details_of_its_sections() -> None:
     )
 
 
-def test_every_answer_forks_exactly_if_its_kind_does() -> None:
+def test_answers_fork_if_and_only_if_their_kind_does() -> None:
     for combination in all_combinations():
-        assert (count_forks(combination.answer) > 0) == combination.forks
+        assert (count_forks(combination.answer) > 0) == (combination.kind in FORKING_KINDS)
     assert {entry.kind for entry in all_combinations()} == set(KINDS)
 
 
@@ -141,7 +141,7 @@ def test_held_out_examples_end_with_held_out_questions_only() -> None:
         assert example.messages[-1].content.lower().rstrip(".?!") not in trained
 
 
-def test_the_corpus_is_the_same_for_a_seed_and_another_for_another() -> None:
+def test_the_corpus_depends_on_the_seed() -> None:
     first = list(Corpus(3).examples(200))
 
     assert first == list(Corpus(3).examples(200))
@@ -153,7 +153,7 @@ def examples() -> list[ExampleRecord]:
     return list(Corpus(0).examples(2000))
 
 
-def test_control_tokens_stand_neither_in_prompts_nor_in_texts(
+def test_prompts_and_texts_contain_no_control_tokens(
     examples: list[ExampleRecord],
 ) -> None:
     for example in examples:
@@ -161,7 +161,7 @@ def test_control_tokens_stand_neither_in_prompts_nor_in_texts(
         assert not any(spelling in text for text in texts for spelling in CONTROL_SPELLINGS)
 
 
-def test_the_history_of_a_chat_holds_restored_answers(examples: list[ExampleRecord]) -> None:
+def test_the_history_of_a_chat_contains_restored_answers(examples: list[ExampleRecord]) -> None:
     known = {entry.question: flat_text(entry.answer) for entry in all_combinations()}
     histories = 0
     for example in examples:

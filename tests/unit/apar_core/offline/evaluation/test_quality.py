@@ -1,4 +1,4 @@
-"""From questions to scores, against a real local server that plays model and judge."""
+"""Quality evaluation with a real local server as model and judge."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from apar_core.offline.evaluation.quality import (
     run_quality,
 )
 from tests.fakes.judge_server import Reply, Script, judge_server
-from tests.unit.apar_core.offline.evaluation.test_judge_prompts import MATH, PROMPTS, WRITING
+from tests.unit.apar_core.offline.evaluation.test_judging import MATH, PROMPTS, WRITING
 
 
 class NoProgress:
@@ -46,7 +46,7 @@ def answer_file(path: Path, model: str) -> Path:
 
 
 async def run(folder: Path, script: Script, **changes: Any) -> tuple[QualityResult, int]:
-    """The result and the number of requests; both turns of WRITING and MATH are judged."""
+    """Judge both turns of WRITING and MATH; return the result and the number of requests."""
     with judge_server(script) as server:
         plan = QualityPlan(
             prompts="mt-bench",
@@ -79,7 +79,7 @@ async def test_ratings_are_averaged_by_category_and_by_turn(tmp_path: Path) -> N
 
     scores = rows(result, "scores_mt-bench")
     assert (scores["Writing"][0], scores["Math"][0], scores["Mean"][0]) == (8, 3, 5.5)
-    # The paper's O-7B and A-7B stand beside them.
+    # The next columns are the paper's O-7B and A-7B.
     assert scores["Math"][1:3] == [2.7, 2.0]
     assert rows(result, "turns")["m"] == [5.5, 5.5, 5.5, 4, 0]
     assert rows(result, "cost")["All"] == [4, 400, 40, pytest.approx(0.008)]
@@ -88,7 +88,7 @@ async def test_ratings_are_averaged_by_category_and_by_turn(tmp_path: Path) -> N
     assert "Math" in result.page.read_text()
 
 
-async def test_a_second_run_asks_for_nothing_again(tmp_path: Path) -> None:
+async def test_a_second_run_sends_no_requests(tmp_path: Path) -> None:
     first, _ = await run(tmp_path, lambda _body, _number: Reply(text="[[6]]"))
     again, num_requests = await run(tmp_path, lambda _body, _number: Reply(text="[[1]]"))
 
@@ -96,7 +96,7 @@ async def test_a_second_run_asks_for_nothing_again(tmp_path: Path) -> None:
     assert rows(again, "turns") == rows(first, "turns")
 
 
-async def test_a_run_that_broke_off_goes_on_where_it_was(tmp_path: Path) -> None:
+async def test_an_interrupted_run_is_resumed(tmp_path: Path) -> None:
     def broken(_body: object, number: int) -> Reply:
         return Reply(text="[[6]]") if number < 2 else Reply(503, headers={"retry-after-ms": "10"})
 
@@ -113,21 +113,21 @@ async def test_a_run_that_broke_off_goes_on_where_it_was(tmp_path: Path) -> None
     assert len(judgments.read_text().splitlines()) == 4
 
 
-async def test_judgments_without_a_rating_are_asked_for_again_and_counted(tmp_path: Path) -> None:
+async def test_judgments_without_a_rating_are_repeated_and_counted(tmp_path: Path) -> None:
     def shy(body: dict[str, Any], _number: int) -> Reply:
         is_writing = "Write." in body["messages"][-1]["content"]
         return Reply(text="[[6]]" if is_writing and body["temperature"] else "I would not say.")
 
     result, num_requests = await run(tmp_path, shy, judgment=JudgmentRequest(attempts=2))
 
-    # Each of the four judgments is asked for twice; MATH's never have a rating.
+    # Each of the four judgments is requested twice; those of MATH never have a rating.
     assert num_requests == 8
     assert rows(result, "turns")["m"] == [6.0, 6.0, 6.0, 4, 2]
     assert rows(result, "scores_mt-bench")["Math"][0] is None
     assert "2 of them without a rating" in result.page.read_text()
 
 
-async def test_answers_are_generated_first_and_keep_their_turns_apart(tmp_path: Path) -> None:
+async def test_answers_are_generated_turn_by_turn_before_judging(tmp_path: Path) -> None:
     def play(body: dict[str, Any], _number: int) -> Reply:
         if body["model"] == "judge":
             return Reply(text="[[9]]")
@@ -159,7 +159,7 @@ async def test_a_wrong_key_ends_the_run_at_once(tmp_path: Path) -> None:
         ((WRITING, MATH), [], "no answer to judge"),
     ],
 )
-async def test_answers_that_cannot_be_judged_are_refused(
+async def test_unusable_answers_are_refused(
     tmp_path: Path, questions: tuple[Question, ...], files: list[str], message: str
 ) -> None:
     paths = [answer_file(tmp_path / f"{i}.jsonl", model) for i, model in enumerate(files)]

@@ -1,4 +1,4 @@
-"""The paper's tables: rows, means, what Mean(>1%) leaves out, and the paper's own numbers."""
+"""Tables of the speed report, and the transcribed numbers of the paper."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rows(table: ReportTable) -> dict[object, tuple[object, ...]]:
     return {row[0]: row[1:] for row in table.rows}
 
 
-def test_savings_stand_by_category_beside_the_papers() -> None:
+def test_savings_are_shown_by_category_with_the_papers() -> None:
     table = rows(saving_table(RUN, CACHED))
 
     assert list(table) == ["Math", "Writing", "Mean", "Mean(>1%)"]
@@ -42,12 +42,12 @@ def test_savings_stand_by_category_beside_the_papers() -> None:
     assert table["Writing"][4:6] == (513.0, 587.6)
     assert table["Math"][:4] == (1, 19, 19, 0)
     assert table["Mean"][:3] == (3, 21, pytest.approx(77 / 3))
-    # Mathematics saves nothing, so the last row is that of writing alone.
+    # Mathematics saves nothing, so the last row has only writing.
     assert table["Mean(>1%)"][:3] == table["Writing"][:3]
     assert table["Mean(>1%)"][4:6] == (502.1, 571.1)
 
 
-def test_the_summary_holds_the_means_of_what_is_accelerated() -> None:
+def test_the_summary_has_the_means_of_accelerated_categories() -> None:
     [row] = summary_table([RUN], ATTENDED, 2).rows
 
     assert row[:2] == ("MT Bench", "vicuna-7b-v1.3")
@@ -56,7 +56,7 @@ def test_the_summary_holds_the_means_of_what_is_accelerated() -> None:
     assert row[7] == pytest.approx(0.159, abs=0.0005)
 
 
-def test_a_run_that_nothing_accelerates_has_no_such_mean() -> None:
+def test_a_run_without_accelerated_categories_has_no_such_mean() -> None:
     run = SpeedRun("m", "mt-bench", (PLAIN,))
 
     assert summary_table([run], CACHED, 1).rows == (("MT Bench", "m", *[None] * 6),)
@@ -74,14 +74,14 @@ def test_threads_of_several_models_share_a_table() -> None:
     assert list(table)[-1] == "Mean"
 
 
-def test_the_mean_stays_last_where_a_later_run_has_more_categories() -> None:
+def test_the_mean_stays_last_if_a_later_run_has_more_categories() -> None:
     first = SpeedRun("a", "traces", (FORKED,))
     second = SpeedRun("b", "traces", (PLAIN, FORKED))
 
     assert list(rows(threads_table([first, second]))) == ["Writing", "Math", "Mean"]
 
 
-def test_speeds_stand_beside_their_baseline() -> None:
+def test_speeds_are_shown_with_their_baseline() -> None:
     slow = (measurement(decoder="plain", decode_s=4.0, timed_tokens=16),)
     run = SpeedRun("m", "mine", (FORKED, PLAIN), slow)
 
@@ -92,7 +92,7 @@ def test_speeds_stand_beside_their_baseline() -> None:
     assert table["Mean"][4:6] == (12, 4)
 
 
-def test_a_report_holds_each_table_once() -> None:
+def test_a_report_has_each_table_once() -> None:
     vicuna = SpeedRun("vicuna-7b", "vicuna-bench", (FORKED,))
 
     names = [table.name for table in all_tables([RUN, vicuna])]
@@ -102,7 +102,7 @@ def test_a_report_holds_each_table_once() -> None:
     assert "attended_tokens_vicuna-7b-vicuna-bench" in names
 
 
-def test_a_report_has_no_empty_columns_for_what_the_paper_does_not_know() -> None:
+def test_a_report_has_no_empty_columns() -> None:
     table = all_tables([SpeedRun("m", "mine", (FORKED,))])[3]
 
     assert [column.title for column in table.columns] == [
@@ -122,7 +122,7 @@ def test_a_report_has_no_empty_columns_for_what_the_paper_does_not_know() -> Non
         ("x-1.7b", None),
     ],
 )
-def test_runs_stand_beside_the_papers_model_of_their_size(label: str, model: str | None) -> None:
+def test_the_papers_model_has_the_same_size(label: str, model: str | None) -> None:
     assert paper_model(label) == model
 
 

@@ -1,4 +1,4 @@
-"""Control tokens in models that have none."""
+"""Control tokens added to models without them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_two_rows_are_added_and_the_vocabulary_is_padded(tied: bool) -> None:
 
 @pytest.mark.parametrize("known", [True, False], ids=["in the tokenizer", "in neither"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_new_tokens_start_near_the_mean_and_apart_from_each_other(tied: bool, known: bool) -> None:
+def test_new_tokens_start_near_the_mean_but_differ(tied: bool, known: bool) -> None:
     tokenizer = plain_tokenizer()
     size = len(tokenizer)
     if known:
@@ -72,7 +72,7 @@ def test_new_tokens_start_near_the_mean_and_apart_from_each_other(tied: bool, kn
         assert not torch.equal(fork, child)
 
 
-def test_what_the_model_predicted_before_hardly_changes() -> None:
+def test_earlier_predictions_hardly_change() -> None:
     tokenizer = plain_tokenizer()
     size = len(tokenizer)
     trained = model(size, tied=False)
@@ -87,7 +87,7 @@ def test_what_the_model_predicted_before_hardly_changes() -> None:
     assert torch.equal(after[..., :size].argmax(-1), before.argmax(-1))
 
 
-def test_spare_rows_of_a_model_are_used_and_never_taken_away() -> None:
+def test_spare_rows_are_used_and_never_removed() -> None:
     tokenizer = plain_tokenizer()
     trained = model(1024, tied=False)
 
@@ -96,7 +96,7 @@ def test_spare_rows_of_a_model_are_used_and_never_taken_away() -> None:
     assert len(input_rows(trained)) == 1024
 
 
-def test_a_checkpoint_that_has_them_is_kept() -> None:
+def test_a_checkpoint_with_control_tokens_is_unchanged() -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint_path())
     trained = LlamaForCausalLM.from_pretrained(checkpoint_path())
     before = input_rows(trained).detach().clone()
@@ -107,7 +107,7 @@ def test_a_checkpoint_that_has_them_is_kept() -> None:
     assert torch.equal(input_rows(trained), before)
 
 
-def test_a_tokenizer_without_control_tokens_or_end_shapes_no_tree() -> None:
+def test_a_tokenizer_without_control_or_end_tokens_has_no_tree_tokens() -> None:
     with pytest.raises(TrainingError, match="no control tokens"):
         tree_tokens(plain_tokenizer())
     endless = train_tokenizer(["a b"], vocabulary_size=320, max_length=8)

@@ -1,4 +1,4 @@
-"""Which prompt a judge gets, and which ratings are understood."""
+"""Judge prompts and parsing of ratings."""
 
 from __future__ import annotations
 
@@ -39,21 +39,23 @@ MATH = Question(question_id="2", category="math", turns=("1+1?", "And 2+2?"), re
         (MATH, 2, "2/4 And 2+2?/short"),
     ],
 )
-def test_the_prompt_fits_turn_and_category(question: Question, turn: int, expected: str) -> None:
+def test_the_prompt_depends_on_turn_and_category(
+    question: Question, turn: int, expected: str
+) -> None:
     system, user = judge_chat(PROMPTS, question, turn, ("long {text}", "short"))
 
     assert user.content == expected
     assert system.content == f"system of {prompt_name(turn, with_reference=question is MATH)}"
 
 
-def test_a_reference_that_lacks_the_second_turn_is_named() -> None:
+def test_a_missing_reference_for_the_second_turn_is_named() -> None:
     question = MATH.model_copy(update={"reference": ("2",)})
 
     with pytest.raises(EvaluationError, match="question 2 has no ref_answer_2"):
         judge_chat(PROMPTS, question, 2, ("2", "4"))
 
 
-def test_only_some_categories_are_judged_beside_a_reference() -> None:
+def test_only_some_categories_are_judged_against_a_reference() -> None:
     referenced = WRITING.model_copy(update={"reference": ("a", "b")})
 
     assert [needs_reference(q) for q in (WRITING, referenced, MATH)] == [False, False, True]
@@ -75,7 +77,7 @@ def test_only_some_categories_are_judged_beside_a_reference() -> None:
         ("", None),
     ],
 )
-def test_ratings_are_read_in_the_form_that_was_asked_for(text: str, rating: float | None) -> None:
+def test_ratings_are_parsed(text: str, rating: float | None) -> None:
     assert parse_rating(text) == rating
 
 

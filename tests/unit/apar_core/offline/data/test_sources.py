@@ -37,7 +37,7 @@ QUESTIONS = {"7": ("q", "r")}
         {"question_id": 7, "choices": [{"index": 0, "turns": ["a"]}]},
     ],
 )
-def test_every_form_gives_the_same_chat(item: dict[str, Any]) -> None:
+def test_all_formats_give_the_same_chat(item: dict[str, Any]) -> None:
     assert chat_of_item(item, QUESTIONS) == CHAT
 
 
@@ -58,7 +58,7 @@ def test_earlier_turns_and_the_system_message_are_kept() -> None:
     assert [message.content for message in both] == ["q", "a", "r", "b"]
 
 
-def test_a_developers_message_is_a_system_message() -> None:
+def test_developer_messages_are_system_messages() -> None:
     first, *_ = chat_of_item(
         {
             "messages": [
@@ -106,7 +106,7 @@ def turns(*roles: str) -> dict[str, Any]:
         ({"prompt": "q", "response": "a", "history": 3}, "wrong type"),
     ],
 )
-def test_a_bad_item_is_refused_with_its_reason(item: Any, reason: str) -> None:
+def test_an_invalid_item_is_refused_with_its_reason(item: Any, reason: str) -> None:
     with pytest.raises(ItemRefusedError) as error:
         chat_of_item(item, QUESTIONS)
 
@@ -117,14 +117,14 @@ def test_a_bad_item_is_refused_with_its_reason(item: Any, reason: str) -> None:
     ("line", "reason"),
     [(b"{", "broken JSON"), (b'"\xff"', "not UTF-8"), (b"[" * 100_000, "broken JSON")],
 )
-def test_a_line_that_is_no_json_is_refused(line: bytes, reason: str) -> None:
+def test_an_invalid_json_line_is_refused(line: bytes, reason: str) -> None:
     with pytest.raises(ItemRefusedError) as error:
         parse_item(line)
 
     assert error.value.reason == reason
 
 
-def test_a_byte_order_mark_is_no_harm() -> None:
+def test_a_byte_order_mark_is_accepted() -> None:
     assert parse_item(b"\xef\xbb\xbf{}") == {}
 
 
@@ -132,7 +132,7 @@ def test_a_byte_order_mark_is_no_harm() -> None:
     "content",
     ["{", "3", '{"question_id": 1}', '{"turns": ["x"]}', '{"question_id": 1, "turns": "x"}'],
 )
-def test_a_broken_question_file_is_named(tmp_path: Path, content: str) -> None:
+def test_errors_in_a_question_file_name_the_file(tmp_path: Path, content: str) -> None:
     path = tmp_path / "questions.jsonl"
     path.write_text('{"question_id": 7, "turns": ["q", "r"]}\n\n')
     assert load_questions([path]) == QUESTIONS

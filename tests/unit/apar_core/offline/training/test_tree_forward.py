@@ -1,4 +1,4 @@
-"""The same mask for SDPA and for FlexAttention."""
+"""Attention masks for SDPA and FlexAttention, and models without full attention."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from tests.unit.apar_core.offline.training.random_trees import (
 
 @settings(max_examples=40, deadline=None)
 @given(rows=st.lists(trees, min_size=1, max_size=4))
-def test_the_function_for_flex_attention_says_what_the_mask_for_sdpa_says(
+def test_flex_attention_and_sdpa_masks_are_equal(
     rows: list[PackedTree],
 ) -> None:
     batch = batch_trees(rows, PAD_ID, multiple=8)
@@ -64,7 +64,7 @@ def test_the_function_for_flex_attention_says_what_the_mask_for_sdpa_says(
     assert torch.equal(said_BTT, tree_attention_mask(batch)[:, 0])
 
 
-def test_the_hidden_states_are_the_same_with_both() -> None:
+def test_hidden_states_are_equal_with_both_implementations() -> None:
     nested = chain([("a", ParagraphRecord("hgf"))])
     answer = chain([("abc", ParagraphRecord("bcde")), ("ab", nested)], closing="d")
     rows = [packed("ab", answer), packed("a", ParagraphRecord("hg"))]
@@ -89,7 +89,7 @@ def test_the_hidden_states_are_the_same_with_both() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_an_attention_without_such_masks_is_refused() -> None:
+def test_an_attention_without_tree_masks_is_refused() -> None:
     model = random_model(attention="eager")
 
     with pytest.raises(TrainingError, match="'eager'"):
@@ -100,7 +100,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY_SIZE, "hidden_size": 32, "intermediate_size": 48,
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
 }  # fmt: skip
-# Every second layer is local, as every layer but the sixth is in the released models.
+# Every second layer is local; in released models all but every sixth are.
 GEMMA: dict[str, Any] = SIZES | {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
 
@@ -139,13 +139,13 @@ GEMMA: dict[str, Any] = SIZES | {"layer_types": ["sliding_attention", "full_atte
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
 )
-def test_layers_that_do_not_read_a_whole_path_are_named_with_their_field(
+def test_layers_with_limited_attention_are_named_with_their_field(
     config: PreTrainedConfig, limits: str | None
 ) -> None:
     assert limited_attention(config, 65) == limits
 
 
-def test_a_window_as_long_as_the_context_reads_what_full_attention_reads() -> None:
+def test_a_window_as_long_as_the_context_equals_full_attention() -> None:
     torch.manual_seed(3)
     nested = chain([("a", ParagraphRecord("hgf"))])
     tree = packed("ab", chain([("abc", ParagraphRecord("bcde")), ("ab", nested)], closing="d"))

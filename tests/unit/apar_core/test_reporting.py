@@ -1,4 +1,4 @@
-"""The folder of a report: pages that stand alone, bare numbers, figures that can be opened."""
+"""Report folders: self-contained pages, unrounded data, and valid figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMED = SpeedRun(
 UNTIMED = SpeedRun("m", "mine", (measurement(decode_s=None, timed_tokens=None),))
 
 
-def test_a_table_shows_rounded_numbers_and_keeps_bare_ones() -> None:
+def test_a_table_shows_rounded_numbers_and_stores_exact_ones() -> None:
     table = ReportTable(
         "t", "Title", (Column("Task"), Column("Share", ".0%"), Column("N", "d")),
         (("A|B", 0.254, 3), ("Mean", None, 12)), "A note.",
@@ -41,7 +41,7 @@ def test_a_table_shows_rounded_numbers_and_keeps_bare_ones() -> None:
     assert '<tr class="mean"><td class="text">Mean</td>' in table.as_html()
 
 
-def test_the_report_is_one_page_that_needs_nothing_beside_it(tmp_path: Path) -> None:
+def test_the_report_is_a_self_contained_page(tmp_path: Path) -> None:
     page = write_report(speed_report("A < B", {"Model": "x & y"}, [TIMED]), tmp_path)
 
     text = page.read_text()
@@ -51,7 +51,7 @@ def test_the_report_is_one_page_that_needs_nothing_beside_it(tmp_path: Path) -> 
     assert "http" not in text
 
 
-def test_tables_figures_and_averages_are_files_too(tmp_path: Path) -> None:
+def test_tables_figures_and_averages_are_also_files(tmp_path: Path) -> None:
     write_report(speed_report("T", {"Model": "x"}, [TIMED]), tmp_path)
 
     data = json.loads((tmp_path / "report.json").read_text())
@@ -67,7 +67,7 @@ def test_tables_figures_and_averages_are_files_too(tmp_path: Path) -> None:
     assert "Table 2: average attended tokens" in markdown
 
 
-def test_without_times_there_is_no_figure_of_speeds(tmp_path: Path) -> None:
+def test_without_times_there_is_no_speed_figure(tmp_path: Path) -> None:
     write_report(speed_report("T", {}, [UNTIMED]), tmp_path)
 
     assert not (tmp_path / "figure4_speed.png").exists()

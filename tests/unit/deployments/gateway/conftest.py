@@ -1,0 +1,19 @@
+"""Fixtures of the gateway's tests."""
+
+from collections.abc import Callable
+
+import pytest
+
+Advance = Callable[[float], None]
+
+
+@pytest.fixture
+def advance(monkeypatch: pytest.MonkeyPatch) -> Advance:
+    """Stop the clock of the rate windows at a full minute; call to move it on by seconds."""
+    now_s = [6e8]
+    monkeypatch.setattr("limits.aio.storage.memory.time.time", lambda: now_s[0])
+
+    def move(seconds: float) -> None:
+        now_s[0] += seconds
+
+    return move
