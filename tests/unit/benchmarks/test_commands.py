@@ -19,7 +19,7 @@ def test_results_go_to_a_dated_folder(name: str) -> None:
     [out] = [option for option in command.params if option.name == "out"]
 
     assert out.opts == ["--out"]
-    assert out.show_default == f"out/{name}-DATE"  # type: ignore[attr-defined]
+    assert out.show_default == f"out/{name}-DATE"
 
 
 def test_a_missing_trace_is_an_error() -> None:
