@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from cluster.cli.main import app
 from tests.integration.serving.apar_process import TOKEN, Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("server")]
+pytestmark = pytest.mark.cluster
 FASTCHAT = Path(__file__).resolve().parents[4] / "shared" / "data" / "fastchat"
 
 
