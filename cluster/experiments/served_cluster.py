@@ -20,7 +20,7 @@ import yaml
 from apar_core.errors import EngineError
 from cluster.local_ray import free_port
 
-APAR = ("-m", "cluster.cli.main")
+APAR = ("-c", "from cluster.cli.main import app; app()")
 """Arguments of Python that run the `apar` command of this installation."""
 _START_S = 300.0
 _STOP_S = 120.0

@@ -52,16 +52,9 @@ from apar_core.offline.training.tree_trainer import (
 )
 
 logger = logging.getLogger(__name__)
-
-
 _RECIPE_FILE = "recipe.json"
-
-
 _INPUTS_FILE = "inputs.json"
-
-
 _MODEL_FILES = ("config.json", "*.safetensors", "*.bin")
-
 
 # Fields that may change when a run is resumed: they do not affect what it learns.
 _FREE_FIELDS = {
@@ -74,7 +67,6 @@ _FREE_FIELDS = {
     "log_every_steps",
     "num_loaders",
 }
-
 
 Inputs = Mapping[str, str]
 """SHA-256 digests of model, tokenizer, chat template and data."""

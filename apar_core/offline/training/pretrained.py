@@ -34,10 +34,7 @@ from apar_core.offline.training.recipe import TrainingRecipe
 from apar_core.offline.training.tree_forward import FLEX, SDPA, limited_attention
 
 logger = logging.getLogger(__name__)
-
-
 VICUNA_TEMPLATE = Path(__file__).with_name("vicuna_template.jinja")
-
 
 # Share of the other rows' spread: enough to distinguish the two tokens, otherwise negligible.
 _NOISE_SHARE = 0.1

@@ -44,23 +44,13 @@ from apar_core.offline.training.tree_trainer import (
 )
 
 BOS, EOS, PAD = "<bos>", "<eos>", "<pad>"
-
-
 FORK, CHILD = "[Fork]", "[Child]"
-
-
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
-
-
 SPECIAL_TOKENS = (PAD, BOS, EOS, FORK, CHILD, *ROLES)
-
-
 _CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
-
 
 # Batches that are drawn at once and sorted, so that a batch has rows of similar length.
 _BATCHES_PER_DRAW = 20
-
 
 _MIXTURES = {
     "broad": BROAD_WEIGHTS,

@@ -26,8 +26,6 @@ from apar_core.offline.training.tree_dataset import RowList
 from apar_core.offline.training.tree_forward import FLEX, FLEX_BLOCK_TOKENS, summed_tree_loss
 
 CHECKPOINTS = "checkpoints"
-
-
 Batch = dict[str, Tensor]
 
 

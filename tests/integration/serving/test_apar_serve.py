@@ -48,8 +48,11 @@ def test_the_default_model_is_served_until_ctrl_c_stops_everything(tmp_path: Pat
         command = next(line for line in said.splitlines() if line.startswith("curl "))
         answer = subprocess.run(command, shell=True, capture_output=True, timeout=60, check=True)
         logged = wait_for(log, '"event": "request"', process)
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
-        with pytest.raises(openai.BadRequestError, match="configured without `replay: true`"):
+        # Closed before the server stops: its side of an open connection would keep the port.
+        with (
+            openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client,
+            pytest.raises(openai.BadRequestError, match="configured without `replay: true`"),
+        ):
             client.completions.create(
                 model="apar-tiny", prompt="Hi", extra_body={"apar": {"replay": {"": [5, 2]}}}
             )

@@ -18,7 +18,7 @@ from deployments.routing.shared_router import ROUTERS
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.errors import NoReplicaError, ReplicaLostError
 from deployments.wire.request import RelayedRequest
-from tests.fakes.played_instruments import PlayedInstruments
+from tests.fakes.instruments import FakeInstruments
 from tests.fakes.replicas import (
     CHAT,
     EVENTS,
@@ -38,7 +38,7 @@ class ExportedMetrics:
     """A gateway and the metrics it exports."""
 
     def __init__(self, *replicas: FakeReplicas, keys: tuple[KeyConfig, ...] = ()) -> None:
-        self.instruments = PlayedInstruments()
+        self.instruments = FakeInstruments()
         self.gateway: Gateway = gateway_of(*replicas, keys=keys)
         self.gateway.metrics = GatewayMetrics(self.instruments)
         self.http = client_of(self.gateway)

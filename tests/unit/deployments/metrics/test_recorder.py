@@ -7,7 +7,7 @@ import pytest
 
 from cluster.metrics.catalogue import Kind, Metric
 from deployments.metrics.recorder import Counter, FlushTimer, Gauge, Histogram, Recorder
-from tests.fakes.played_instruments import PlayedInstruments
+from tests.fakes.instruments import FakeInstruments
 
 LABELS = {"model": "a model", "reason": "why"}
 COUNT = Metric("apar_c_total", Kind.COUNTER, "things", "Things.", LABELS)
@@ -17,7 +17,7 @@ M = ("m",)
 
 
 def test_a_counter_emits_each_increase_once() -> None:
-    exported = PlayedInstruments()
+    exported = FakeInstruments()
     counter = Counter(exported, "c", "text", ("model",))
 
     counter.inc(M)
@@ -32,7 +32,7 @@ def test_a_counter_emits_each_increase_once() -> None:
 
 
 def test_a_counter_increased_by_zero_is_exported() -> None:
-    exported = PlayedInstruments()
+    exported = FakeInstruments()
     counter = Counter(exported, "c", "text", ("model",))
 
     counter.inc(M, 0)
@@ -43,7 +43,7 @@ def test_a_counter_increased_by_zero_is_exported() -> None:
 
 
 def test_a_counter_set_to_a_lower_total_does_not_decrease() -> None:
-    exported = PlayedInstruments()
+    exported = FakeInstruments()
     counter = Counter(exported, "c", "text", ("model",))
 
     for total in (3, 2, 8):
@@ -54,7 +54,7 @@ def test_a_counter_set_to_a_lower_total_does_not_decrease() -> None:
 
 
 def test_a_gauge_is_emitted_at_each_flush_until_it_is_cleared() -> None:
-    exported = PlayedInstruments()
+    exported = FakeInstruments()
     gauge = Gauge(exported, "g", "text", ("model",))
 
     gauge.set(M, 3)
@@ -68,7 +68,7 @@ def test_a_gauge_is_emitted_at_each_flush_until_it_is_cleared() -> None:
 
 
 def test_a_histogram_emits_cumulative_buckets_sum_and_count() -> None:
-    exported = PlayedInstruments()
+    exported = FakeInstruments()
     histogram = Histogram(exported, "h", "text", ("model",), (0.5, 1, 2))
 
     for value in (0.5, 0.75, 1, 1.25, 7):
@@ -85,7 +85,7 @@ def test_a_histogram_emits_cumulative_buckets_sum_and_count() -> None:
 
 
 def test_a_declared_histogram_is_exported_empty() -> None:
-    exported = PlayedInstruments()
+    exported = FakeInstruments()
     histogram = Histogram(exported, "h", "text", ("model",), (1,))
 
     histogram.declare(M)
@@ -96,7 +96,7 @@ def test_a_declared_histogram_is_exported_empty() -> None:
 
 
 def test_labels_of_the_process_and_of_the_call_are_combined() -> None:
-    exported = PlayedInstruments()
+    exported = FakeInstruments()
     recorder = Recorder(exported, model="m", replica="r")
 
     recorder.inc(COUNT, 2, reason="x")
@@ -110,11 +110,11 @@ def test_labels_of_the_process_and_of_the_call_are_combined() -> None:
 
 def test_a_label_without_a_value_is_an_error() -> None:
     with pytest.raises(KeyError, match="reason"):
-        Recorder(PlayedInstruments(), model="m").inc(COUNT)
+        Recorder(FakeInstruments(), model="m").inc(COUNT)
 
 
 def test_the_recorder_emits_a_gauge_only_after_it_was_set() -> None:
-    exported = PlayedInstruments()
+    exported = FakeInstruments()
     recorder = Recorder(exported)
 
     recorder.set(VALUE, 1, model="gone")

@@ -11,7 +11,7 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 from apar_core.engine.output_processor import ForkOutputProcessor
 from apar_core.fork_parameters import EXTRA_ARG
 from deployments.metrics.vllm_stats import VllmStats
-from tests.fakes.played_instruments import PlayedInstruments
+from tests.fakes.instruments import FakeInstruments
 from tests.fakes.scripted_engine import (
     END,
     FORK,
@@ -25,15 +25,15 @@ from tests.fakes.scripted_engine import (
 @pytest.fixture(scope="module")
 def given(
     tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[VllmStats, PrometheusStatLogger, PlayedInstruments]:
+) -> tuple[VllmStats, PrometheusStatLogger, FakeInstruments]:
     folder: Path = write_model_config(tmp_path_factory.mktemp("model"))
     config = ScriptedEngine(EngineShape(), folder).scheduler.vllm_config
-    exported = PlayedInstruments()
+    exported = FakeInstruments()
     stats = VllmStats(exported, "r1")
     return stats, stats.stat_logger(config, [0]), exported
 
 
-Given = tuple[VllmStats, PrometheusStatLogger, PlayedInstruments]
+Given = tuple[VllmStats, PrometheusStatLogger, FakeInstruments]
 
 
 def test_vllm_accepts_it_as_a_prometheus_logger_and_makes_no_other(given: Given) -> None:
@@ -84,7 +84,7 @@ def test_recording_makes_no_call_to_ray(given: Given) -> None:
 def test_preemptions_of_children_are_counted(tmp_path: Path) -> None:
     script = {"": [10, FORK, *range(20, 50), END], "0": [*range(60, 90), END]}
     engine = ScriptedEngine(EngineShape(num_blocks=24), write_model_config(tmp_path))
-    exported = PlayedInstruments()
+    exported = FakeInstruments()
     stats = VllmStats(exported, "r1")
     logger = stats.stat_logger(engine.scheduler.vllm_config, [0])
     processor = ForkOutputProcessor(None, log_stats=True)

@@ -23,7 +23,7 @@ REQUEST = RelayedRequest(
 )
 
 
-class PlayedEngine:
+class FakeEngine:
     """An engine with scripted outputs."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class PlayedEngine:
         self.follower.add(EngineCoreOutput("r", list(token_ids), finish_reason=finish))
 
 
-class PlayedApp:
+class FakeApp:
     """Answers in pieces, each after an event in the engine."""
 
     def __init__(self, *steps: tuple[Callable[[], None], bytes]) -> None:
@@ -76,34 +76,34 @@ class PlayedApp:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def give_up(engine: PlayedEngine) -> None:
+def give_up(engine: FakeEngine) -> None:
     """Abort the request, as an engine core does when it shuts down."""
     engine.put(finish=FinishReason.ABORT)
 
 
-def die(engine: PlayedEngine) -> None:
+def die(engine: FakeEngine) -> None:
     engine.errored = True
 
 
 def answering_with(
-    *steps: Callable[[PlayedEngine], None],
-) -> tuple[Answering, PlayedApp, PlayedEngine]:
-    engine = PlayedEngine()
-    app = PlayedApp(
+    *steps: Callable[[FakeEngine], None],
+) -> tuple[Answering, FakeApp, FakeEngine]:
+    engine = FakeEngine()
+    app = FakeApp(
         *((lambda step=step: step(engine), b"%d" % number) for number, step in enumerate(steps))
     )
     return Answering(engine, app, "replica-1"), app, engine
 
 
-def put(*token_ids: int) -> Callable[[PlayedEngine], None]:
+def put(*token_ids: int) -> Callable[[FakeEngine], None]:
     return lambda engine: engine.put(*token_ids)
 
 
 @pytest.mark.parametrize("lose", [give_up, die])
 async def test_a_stream_breaks_off_before_the_output_of_a_lost_engine(
-    lose: Callable[[PlayedEngine], None],
+    lose: Callable[[FakeEngine], None],
 ) -> None:
-    def generate_and_lose(engine: PlayedEngine) -> None:
+    def generate_and_lose(engine: FakeEngine) -> None:
         engine.put(12)
         lose(engine)
 
@@ -124,7 +124,7 @@ async def test_a_stream_breaks_off_before_the_output_of_a_lost_engine(
 
 @pytest.mark.parametrize("lose", [give_up, die])
 async def test_a_whole_answer_of_a_lost_engine_is_broken(
-    lose: Callable[[PlayedEngine], None],
+    lose: Callable[[FakeEngine], None],
 ) -> None:
     replica, _, _ = answering_with(put(10, 11), lose)
 
@@ -200,7 +200,7 @@ async def test_an_error_in_the_application_does_not_lose_the_engine() -> None:
     async def failing(scope: Scope, receive: Receive, send: Send) -> None:
         raise RuntimeError("broken app")
 
-    failed = Answering(PlayedEngine(), failing, "replica-1")
+    failed = Answering(FakeEngine(), failing, "replica-1")
     for call in (failed.stream, failed.whole):
         with pytest.raises(RuntimeError, match="broken app"):
             _ = [part async for part in call(REQUEST)]

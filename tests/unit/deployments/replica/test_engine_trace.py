@@ -31,7 +31,7 @@ TRACE = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
-class Played:
+class FakeRequest:
     """One traced request in a replica, and the fake engine that it runs in."""
 
     errored = False
@@ -101,17 +101,17 @@ def test_the_values_of_vllms_events_and_finish_reasons() -> None:
 
 
 def test_every_thread_has_a_span_under_its_parents(kept: KeptSpans) -> None:
-    played = Played(kept)
-    threads = played.begin()
+    fake = FakeRequest(kept)
+    threads = fake.begin()
     threads.feed(output("r", [10, FORK, 11]))
     threads.feed(output("r~0", [20, FORK]))
     threads.feed(output("r~0~0", [30, END], STOP))
     threads.feed(output("r", [FORK, END], STOP))
     threads.feed(output("r~0", [END], STOP))
     threads.feed(output("r~1", [40], LENGTH))
-    played.request.close()
+    fake.request.close()
 
-    spans = played.threads()
+    spans = fake.threads()
     assert set(spans) == {"root", "root.0", "root.0.0", "root.1"}
     assert {name: facts(span)[names.THREAD_TOKENS] for name, span in spans.items()} == {
         "root": 5,
@@ -132,12 +132,12 @@ def test_every_thread_has_a_span_under_its_parents(kept: KeptSpans) -> None:
 
 
 def test_phases_follow_each_other(kept: KeptSpans) -> None:
-    played = Played(kept)
-    threads = played.begin()
+    fake = FakeRequest(kept)
+    threads = fake.begin()
     events = [event(EngineCoreEventType.QUEUED), event(EngineCoreEventType.SCHEDULED)]
     threads.feed(output("r", [10], events=events))
     threads.feed(output("r", [END], STOP))
-    played.request.close()
+    fake.request.close()
 
     engine = kept.one(names.ENGINE)
     phases = [kept.one(name) for name in (names.ENGINE_QUEUE, names.PREFILL, names.DECODE)]
@@ -157,51 +157,51 @@ def test_phases_follow_each_other(kept: KeptSpans) -> None:
 def test_timestamps_of_another_machines_clock_are_ignored(
     kept: KeptSpans, timestamp: float
 ) -> None:
-    played = Played(kept)
-    threads = played.begin()
+    fake = FakeRequest(kept)
+    threads = fake.begin()
     threads.feed(output("r", [END], STOP, events=[event(EngineCoreEventType.SCHEDULED, timestamp)]))
-    played.request.close()
+    fake.request.close()
 
     assert kept.named(names.ENGINE_QUEUE) == []
     assert start(kept.one(names.PREFILL)) < end(kept.one(names.PREFILL))
 
 
 def test_the_span_of_a_thread_has_its_delay_and_preemptions(kept: KeptSpans) -> None:
-    played = Played(kept)
-    threads = played.begin()
+    fake = FakeRequest(kept)
+    threads = fake.begin()
     threads.feed(output("r", [FORK, 10]))
     time.sleep(0.02)
     threads.feed(output("r~0", [20], events=[event(EngineCoreEventType.SCHEDULED)]))
     preempted = [event(EngineCoreEventType.PREEMPTED), event(EngineCoreEventType.SCHEDULED)]
     threads.feed(output("r~0", [END], STOP, events=preempted))
-    played.request.close()
+    fake.request.close()
 
-    child = facts(played.threads()["root.0"])
+    child = facts(fake.threads()["root.0"])
     assert 0.02 <= child[names.THREAD_WAIT_S] < 10
     assert child[names.THREAD_PREEMPTIONS] == 1
 
 
 def test_threads_beyond_the_span_limit_are_counted() -> None:
     kept = KeptSpans(max_thread_spans=3)
-    played = Played(kept)
-    threads = played.begin()
+    fake = FakeRequest(kept)
+    threads = fake.begin()
     threads.feed(output("r", [FORK] * 4 + [END], STOP))
     threads.feed(output("r~3", [FORK, END], STOP))
     for child in ("r~0", "r~1", "r~2", "r~3~0"):
         threads.feed(output(child, [END], STOP))
-    played.request.close()
+    fake.request.close()
 
-    assert set(played.threads()) == {"root", "root.0", "root.1"}
+    assert set(fake.threads()) == {"root", "root.0", "root.1"}
     assert facts(kept.one(names.ENGINE))[names.THREADS_DROPPED] == 3
 
 
 def test_each_choice_has_its_own_tree_of_spans(kept: KeptSpans) -> None:
-    played = Played(kept)
+    fake = FakeRequest(kept)
     for choice in range(2):
-        threads = played.begin(f"{choice}_r", choice)
+        threads = fake.begin(f"{choice}_r", choice)
         threads.feed(output(f"{choice}_r", [FORK, END], STOP))
         threads.feed(output(f"{choice}_r~0", [END], STOP))
-    played.request.close()
+    fake.request.close()
 
     found = [
         (facts(span)[names.THREAD_ID], facts(span)[names.THREAD_CHOICE])
@@ -223,19 +223,19 @@ def test_a_continued_request_has_spans_of_the_threads_that_run_here(kept: KeptSp
         ThreadDelta((0,), (20, FORK)),
         ThreadDelta((0, 0), (30,)),
     )
-    played = Played(kept, journal)
-    threads = played.begin()
-    played.follower.replay(begins=True)
+    fake = FakeRequest(kept, journal)
+    threads = fake.begin()
+    fake.follower.replay(begins=True)
     threads.feed(EngineCoreOutput("r", [FORK, 10], finish_reason=LENGTH))
     threads.feed(EngineCoreOutput("r~0", [20, FORK]))
     threads.feed(EngineCoreOutput("r~0~0", [30]))
-    played.follower.replay(begins=False)
+    fake.follower.replay(begins=False)
     threads.feed(output("r~0~0", [31, END], STOP))
     threads.feed(output("r~0", [FORK, END], STOP))
     threads.feed(output("r~0~1", [END], STOP))
-    played.request.close()
+    fake.request.close()
 
-    spans = played.threads()
+    spans = fake.threads()
     assert set(spans) == {"root.0", "root.0.0", "root.0.1"}
     assert facts(kept.one(names.ENGINE))[names.THREADS_ELSEWHERE] == 1
     assert parent_of(spans["root.0"], kept.all()) is kept.one(names.DECODE)
@@ -247,13 +247,13 @@ def test_a_continued_request_has_spans_of_the_threads_that_run_here(kept: KeptSp
 
 
 def test_a_disconnect_cuts_the_running_threads(kept: KeptSpans) -> None:
-    played = Played(kept)
-    threads = played.begin()
+    fake = FakeRequest(kept)
+    threads = fake.begin()
     threads.feed(output("r", [FORK, 10]))
     threads.feed(output("r~0", [END], STOP))
-    played.request.close()
+    fake.request.close()
 
-    spans = played.threads()
+    spans = fake.threads()
     assert facts(spans["root"])[names.FINISH_REASON] == "cut"
     assert spans["root"].status.is_unset
     assert end(spans["root.0"]) < end(spans["root"])
@@ -267,14 +267,14 @@ def give_up(threads: RequestThreads) -> None:
 def test_threads_of_a_lost_engine_are_lost(
     kept: KeptSpans, lose: Callable[[RequestThreads], None]
 ) -> None:
-    played = Played(kept)
-    threads = played.begin()
+    fake = FakeRequest(kept)
+    threads = fake.begin()
     threads.feed(output("r", [FORK, 10]))
     threads.feed(output("r~0", [END], STOP))
     lose(threads)
-    played.request.close(broken=True)
+    fake.request.close(broken=True)
 
-    spans = played.threads()
+    spans = fake.threads()
     assert facts(spans["root"])[names.FINISH_REASON] == "lost"
     assert not spans["root"].status.is_ok
     assert not spans["root"].status.is_unset
@@ -283,10 +283,10 @@ def test_threads_of_a_lost_engine_are_lost(
 
 
 def test_a_request_that_is_never_scheduled_waits_until_its_end(kept: KeptSpans) -> None:
-    played = Played(kept)
-    played.begin()
+    fake = FakeRequest(kept)
+    fake.begin()
     time.sleep(0.002)
-    played.request.close()
+    fake.request.close()
 
     assert {span.name for span in kept.all()} == {names.ENGINE, names.ENGINE_QUEUE}
     assert end(kept.one(names.ENGINE_QUEUE)) == end(kept.one(names.ENGINE))
@@ -294,7 +294,7 @@ def test_a_request_that_is_never_scheduled_waits_until_its_end(kept: KeptSpans) 
 
 def test_a_request_that_never_reaches_the_engine_is_one_span(kept: KeptSpans) -> None:
     trace = start_engine_trace(kept.tracing, TRACE, "replica-1")
-    FollowedRequest(Played(kept), RequestTerms(), trace).close()
+    FollowedRequest(FakeRequest(kept), RequestTerms(), trace).close()
 
     assert [span.name for span in kept.all()] == [names.ENGINE]
 

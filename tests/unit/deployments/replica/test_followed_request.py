@@ -14,7 +14,7 @@ from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.request import RequestTerms
 
 
-class PlayedEngine:
+class FakeEngine:
     """Records the followers and their terms."""
 
     errored = False
@@ -37,7 +37,7 @@ class PlayedEngine:
 
 
 def followed(terms: RequestTerms) -> tuple[FollowedRequest, RequestFollower]:
-    engine = PlayedEngine()
+    engine = FakeEngine()
     request = FollowedRequest(engine, terms)
     request.begin("chatcmpl-1")
     follower = engine.followers["chatcmpl-1"]
@@ -59,7 +59,7 @@ def followed(terms: RequestTerms) -> tuple[FollowedRequest, RequestFollower]:
 def test_the_engine_gets_the_terms_of_the_key(
     terms: RequestTerms, expected: KeyTerms | None
 ) -> None:
-    engine = PlayedEngine()
+    engine = FakeEngine()
 
     FollowedRequest(engine, terms).begin("chatcmpl-1")
 
@@ -102,7 +102,7 @@ def test_a_continued_request_charges_new_tokens_and_reports_the_whole_cost() -> 
 
 
 def test_a_beam_search_costs_the_tokens_of_all_beams_and_its_prompt_once() -> None:
-    engine = PlayedEngine()
+    engine = FakeEngine()
     request = FollowedRequest(engine, RequestTerms())
     request.begin("chatcmpl-1")
     follower = engine.followers["chatcmpl-1"]
@@ -115,7 +115,7 @@ def test_a_beam_search_costs_the_tokens_of_all_beams_and_its_prompt_once() -> No
 
 
 def test_a_request_that_never_reached_the_engine_costs_nothing() -> None:
-    engine = PlayedEngine()
+    engine = FakeEngine()
     request = FollowedRequest(engine, RequestTerms())
 
     request.close()
@@ -124,7 +124,7 @@ def test_a_request_that_never_reached_the_engine_costs_nothing() -> None:
 
 
 def test_a_closed_request_is_no_longer_followed() -> None:
-    engine = PlayedEngine()
+    engine = FakeEngine()
     request = FollowedRequest(engine, RequestTerms())
     request.begin("chatcmpl-1")
 

@@ -8,7 +8,7 @@ import pytest
 from deployments.replica.replica_metrics import LastState
 
 
-class PlayedCore:
+class FakeCore:
     """An engine core that answers with numbers, while its gate is open."""
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class PlayedCore:
 
 
 async def test_during_a_long_step_the_last_state_is_repeated_without_another_call() -> None:
-    core = PlayedCore()
+    core = FakeCore()
     last = LastState(core.state, timeout_s=0.01)
 
     first = await last.get()
@@ -40,7 +40,7 @@ async def test_during_a_long_step_the_last_state_is_repeated_without_another_cal
 
 
 async def test_an_old_state_is_dropped() -> None:
-    core = PlayedCore()
+    core = FakeCore()
     last = LastState(core.state, timeout_s=0.01, max_age_s=0.03)
 
     await last.get()

@@ -10,7 +10,7 @@ from apar_core.tree.statistics import TreeStatistics
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Metric
 from deployments.replica.replica_metrics import ReplicaMetrics
-from tests.fakes.played_instruments import PlayedInstruments
+from tests.fakes.instruments import FakeInstruments
 
 IDLE: dict[str, Any] = {
     "threads": 0,
@@ -52,7 +52,7 @@ class ExportedMetrics:
     """A replica's metrics and what they export."""
 
     def __init__(self) -> None:
-        self.instruments = PlayedInstruments()
+        self.instruments = FakeInstruments()
         self.metrics = ReplicaMetrics(self.instruments, model="m", replica="r")
 
     def value(self, metric: Metric, part: str = "", **labels: str) -> float | None:

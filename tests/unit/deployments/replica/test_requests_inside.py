@@ -12,7 +12,7 @@ from deployments.replica.replica import LoadReporter, Replica
 from deployments.wire.request import RelayedRequest
 
 
-class PlayedEngine:
+class FakeEngine:
     """An engine that runs eight choices of each of three calls."""
 
     errored = False
@@ -38,11 +38,11 @@ class PlayedEngine:
         raise AssertionError("nothing was followed")
 
 
-class PlayedReplica(Replica):
+class FakeReplica(Replica):
     """A replica with a fake engine and application."""
 
     def __init__(self) -> None:
-        self._engine: Any = PlayedEngine()
+        self._engine: Any = FakeEngine()
         self._load_reporter = LoadReporter(block_size=16)
         Answering.__init__(self, self._engine, self._run, "a")
         self.may_end = asyncio.Event()
@@ -76,7 +76,7 @@ async def reported(replica: Replica) -> tuple[float, float]:
 
 
 async def test_a_request_with_eight_choices_is_one() -> None:
-    replica = PlayedReplica()
+    replica = FakeReplica()
     streams = [replica.stream(request()) for _ in range(2)]
     for stream in streams:
         await anext(stream)
@@ -94,7 +94,7 @@ async def test_a_request_with_eight_choices_is_one() -> None:
 
 
 async def test_a_cancelled_or_failed_request_is_no_longer_inside() -> None:
-    replica = PlayedReplica()
+    replica = FakeReplica()
     stream = replica.stream(request("/left"))
     await anext(stream)
     assert await reported(replica) == (1, 1)

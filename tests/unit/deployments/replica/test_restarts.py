@@ -6,7 +6,7 @@ from deployments.replica.replica_metrics import NoteStore, ReplicaNote
 
 
 @dataclass
-class PlayedNotes(NoteStore):
+class FakeNotes(NoteStore):
     """A store of notes, and the actors that are alive."""
 
     notes: dict[str, str] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class PlayedNotes(NoteStore):
         return actor in self.alive
 
 
-def start(notes: PlayedNotes, replica: str, deployment: str = "d") -> tuple[ReplicaNote, bool]:
+def start(notes: FakeNotes, replica: str, deployment: str = "d") -> tuple[ReplicaNote, bool]:
     actor = f"{deployment}#{replica}"
     notes.alive.add(actor)
     note = ReplicaNote(notes, deployment, replica, actor)
@@ -36,13 +36,13 @@ def start(notes: PlayedNotes, replica: str, deployment: str = "d") -> tuple[Repl
 
 
 def test_the_first_replicas_replace_none() -> None:
-    notes = PlayedNotes()
+    notes = FakeNotes()
 
     assert [start(notes, name)[1] for name in ("a", "b")] == [False, False]
 
 
 def test_each_lost_replica_has_one_replacement() -> None:
-    notes = PlayedNotes()
+    notes = FakeNotes()
     for name in ("a", "b", "c"):
         start(notes, name)
     notes.alive -= {"d#a", "d#b"}
@@ -51,7 +51,7 @@ def test_each_lost_replica_has_one_replacement() -> None:
 
 
 def test_orderly_shutdowns_and_other_models_are_not_losses() -> None:
-    notes = PlayedNotes()
+    notes = FakeNotes()
     peaceful, _ = start(notes, "a")
     start(notes, "b", deployment="other")
     peaceful.remove()

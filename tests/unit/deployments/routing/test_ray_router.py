@@ -24,7 +24,7 @@ from tests.unit.deployments.routing.loads import FORKED
 DEPLOYMENT = DeploymentID(name="Replica-x", app_name="apar")
 
 
-class PlayedReplica:
+class FakeReplica:
     """The part of Ray Serve's `RunningReplica` used by routing."""
 
     def __init__(self, name: str, *, hangs: bool = False) -> None:
@@ -50,7 +50,7 @@ def own_routers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_router, "ROUTERS", Routers())
 
 
-def ray_router(*replicas: PlayedReplica) -> Any:
+def ray_router(*replicas: FakeReplica) -> Any:
     make: Any = ThreadRequestRouter  # Ray Serve's constructor has no types.
     router = make(
         DEPLOYMENT,
@@ -84,7 +84,7 @@ def shared() -> SharedRouter:
 
 
 async def test_a_request_goes_elsewhere_if_the_cheapest_replica_does_not_answer() -> None:
-    hung, busy = PlayedReplica("hung", hangs=True), PlayedReplica("busy")
+    hung, busy = FakeReplica("hung", hangs=True), FakeReplica("busy")
     router = ray_router(hung, busy)
     for index in range(4):
         shared().moved(f"before-{index}", "busy", RelayedRequest("POST", "/", b"", [], b"").hint)
@@ -101,7 +101,7 @@ async def test_a_request_goes_elsewhere_if_the_cheapest_replica_does_not_answer(
 
 
 async def test_a_request_placed_after_all_seemed_full_is_counted() -> None:
-    replica = PlayedReplica("a")
+    replica = FakeReplica("a")
     replica.max_ongoing_requests = 1
     router = ray_router(replica)
     await asyncio.sleep(0.01)
@@ -120,7 +120,7 @@ async def test_a_request_placed_after_all_seemed_full_is_counted() -> None:
 
 
 async def test_a_refused_request_that_gets_a_place_found_for_another_is_counted() -> None:
-    replica = PlayedReplica("a")
+    replica = FakeReplica("a")
     replica.max_ongoing_requests = 1
     router = ray_router(replica)
     refused = pending("1")
@@ -147,7 +147,7 @@ async def test_a_refused_request_that_gets_a_place_found_for_another_is_counted(
 
 
 async def test_the_late_end_of_a_refused_call_keeps_the_next_one_counted() -> None:
-    replica = PlayedReplica("a")
+    replica = FakeReplica("a")
     router = ray_router(replica)
     request = pending("1")
     await router._choose_replica_for_request(request)
@@ -162,7 +162,7 @@ async def test_the_late_end_of_a_refused_call_keeps_the_next_one_counted() -> No
 
 
 async def test_the_end_of_a_refused_call_keeps_a_new_pick() -> None:
-    replica = PlayedReplica("a")
+    replica = FakeReplica("a")
     router = ray_router(replica)
     request = pending("1")
     await router._choose_replica_for_request(request)
@@ -179,7 +179,7 @@ async def test_the_end_of_a_refused_call_keeps_a_new_pick() -> None:
 
 
 async def test_all_replicas_are_tried_in_turn_until_one_answers() -> None:
-    replicas = [PlayedReplica(name, hangs=True) for name in "abc"]
+    replicas = [FakeReplica(name, hangs=True) for name in "abc"]
     router = ray_router(*replicas)
     call = asyncio.ensure_future(route(router, "1"))
     while min(replica.num_asked for replica in replicas) < 4:  # noqa: ASYNC110
@@ -194,7 +194,7 @@ async def test_all_replicas_are_tried_in_turn_until_one_answers() -> None:
 
 
 async def test_requests_are_spread_and_leave_no_state() -> None:
-    replicas = [PlayedReplica(name) for name in "ab"]
+    replicas = [FakeReplica(name) for name in "ab"]
     router = ray_router(*replicas)
 
     places = Counter(await asyncio.gather(*(route(router, str(index)) for index in range(8))))
@@ -209,14 +209,14 @@ async def test_requests_are_spread_and_leave_no_state() -> None:
 async def test_a_model_that_is_removed_and_added_again_is_routed() -> None:
     heard: list[int] = []
     shared_router.ROUTERS.listen(DEPLOYMENT.name, heard.append)
-    router = ray_router(PlayedReplica("old"))
+    router = ray_router(FakeReplica("old"))
     await route(router, "1")
 
     del router
     await asyncio.sleep(0.05)
     gc.collect()
     assert shared_router.ROUTERS.capacity(DEPLOYMENT.name) == 0
-    router = ray_router(PlayedReplica("new"))
+    router = ray_router(FakeReplica("new"))
 
     assert await asyncio.wait_for(route(router, "2"), 5.0) == "new"
     assert shared_router.ROUTERS.capacity(DEPLOYMENT.name) == 1

@@ -29,8 +29,6 @@ from apar_core.offline.evaluation.prompt_sets import (
 from apar_core.offline.evaluation.replay_text import ModelText
 
 FASTCHAT = Path(__file__).resolve().parents[6] / "shared" / "data" / "fastchat"
-
-
 needs_fastchat = pytest.mark.skipif(not FASTCHAT.is_dir(), reason=f"{FASTCHAT} is not here")
 
 

@@ -5,7 +5,7 @@ from deployments.metrics.recorder import Emit
 Series = tuple[str, tuple[tuple[str, str], ...]]
 
 
-class PlayedInstruments:
+class FakeInstruments:
     """Counters add up, gauges keep the last value; `num_calls` counts the calls."""
 
     def __init__(self) -> None:
