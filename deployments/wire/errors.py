@@ -20,7 +20,7 @@
           EnginesDiedError           500 engine_lost_twice
           NoReplicaError             503 replica_unavailable
 
-`answer_for` turns them into answers.
+`answer_for` turns refusals and lost replicas into answers; the rest becomes `INTERNAL_ERROR`.
 """
 
 import json
@@ -244,13 +244,8 @@ INTERNAL_ERROR = ErrorAnswer(
 """Answer to a request that failed unexpectedly; the reason belongs in the log."""
 
 
-def answer_for(error: AparError) -> ErrorAnswer:
-    """Return the answer to a request that was refused, or whose replica was lost.
-
-    Any other error becomes `INTERNAL_ERROR`.
-    """
-    if not isinstance(error, RequestError | CapacityError | ReplicaLostError):
-        return INTERNAL_ERROR
+def answer_for(error: RequestError | CapacityError | ReplicaLostError) -> ErrorAnswer:
+    """Return the answer to a request that was refused, or whose replica was lost."""
     message = error.client_message if isinstance(error, ReplicaLostError) else str(error)
     kind: str | None = None
     extra_headers: tuple[tuple[bytes, bytes], ...] = ()
