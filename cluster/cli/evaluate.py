@@ -25,6 +25,8 @@ from cluster.cli.options import (
     Model,
     ModelName,
     Prompts,
+    TargetKeyEnv,
+    finite,
     list_option,
     out_option,
 )
@@ -172,9 +174,7 @@ def quality(
     judge_key_env: Annotated[
         str, typer.Option(help="Environment variable with the judge's API key.")
     ] = "OPENAI_API_KEY",
-    target_key_env: Annotated[
-        str, typer.Option(help="Environment variable with the target's API key.")
-    ] = "APAR_API_KEY",
+    target_key_env: TargetKeyEnv = "APAR_API_KEY",
     concurrency: Concurrency = 8,
     retries: Annotated[
         int, typer.Option(min=0, help="Retries of a failed request, with backoff.")
@@ -203,7 +203,9 @@ def quality(
     temperature: Annotated[
         float | None,
         typer.Option(
-            min=0.0, help="Sampling temperature of the answers (default: FastChat's per category)."
+            min=0.0,
+            help="Sampling temperature of the answers (default: FastChat's per category).",
+            callback=finite,
         ),
     ] = None,
     prompt_price: Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +27,7 @@ from cluster.cli.options import (
     duration_option,
     list_option,
     out_option,
+    wrong_value,
 )
 from cluster.cli.terminal import StageProgress, clear_errors, show_report, stage_progress
 from cluster.experiments.settings import MODES, ExperimentSettings
@@ -223,7 +225,10 @@ def _bad_option(error: ValidationError) -> typer.BadParameter:
     field = str(first["loc"][0])
     option = _OPTIONS.get(field, field.replace("_", "-"))
     message = first["msg"].removeprefix("Value error, ")
-    return typer.BadParameter(f"--{option}: {message} (got {first['input']!r})")
+    # Messages of this project's own checks contain the value.
+    if first["type"] != "value_error":
+        message += f" (got {first['input']!r})"
+    return wrong_value(f"--{option}", message)
 
 
 def _engine_arguments(text: str | None) -> dict[str, Any] | None:
@@ -232,9 +237,16 @@ def _engine_arguments(text: str | None) -> dict[str, Any] | None:
     try:
         arguments = json.loads(text)
     except ValueError as error:
-        raise typer.BadParameter(f"--engine: {text!r} is not JSON: {error}") from error
+        raise wrong_value("--engine", f"{text!r} is not JSON: {error}") from error
     if not isinstance(arguments, dict):
-        raise typer.BadParameter(f"--engine: {text!r} is not a JSON object")
+        raise wrong_value("--engine", f"{text!r} is not a JSON object")
+    # Importing vLLM takes seconds.
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {field.name for field in fields(EngineArgs)}
+    for name in arguments:
+        if name not in known:
+            raise wrong_value("--engine", f"vLLM has no engine argument {name!r}")
     return arguments
 
 
@@ -283,7 +295,7 @@ def step_curve(
 
     counts = tuple(sorted(set(rows)))
     if len(counts) < 2:
-        raise typer.BadParameter("--rows needs two different numbers for a line")
+        raise wrong_value("--rows", "give two different numbers or more")
     load = CurveLoad(counts, prompt_tokens, steps)
     settings = curve_settings(model=model, load=load, engine=_engine_arguments(engine))
     with clear_errors(), stage_progress() as progress:
@@ -469,6 +481,8 @@ def scale_out(
     from cluster.experiments.scale_out_report import report_scale_out
     from cluster.experiments.simulated_scale_out import can_simulate, check_model, find_repository
 
+    if not trace.is_file():
+        raise wrong_value("--trace", f"no file {trace}")
     find_repository()
     simulates = simulated > 0 and can_simulate(simulation_data)
     settings = ScaleOutSettings(

@@ -23,7 +23,7 @@ from apar_core.tree import (
     TreeStatistics,
     thread_spans,
 )
-from cluster.cli.options import MaxTokens, MedusaHeads, Model
+from cluster.cli.options import MaxTokens, MedusaHeads, Model, finite
 from cluster.cli.terminal import fail
 from cluster.config.model import DEFAULT_MODEL, ModelConfig
 
@@ -54,7 +54,8 @@ def generate(
     ] = False,
     max_tokens: MaxTokens = 1024,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.")
+        float,
+        typer.Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.", callback=finite),
     ] = 0.0,
     seed: Annotated[
         int | None, typer.Option(help="Random seed (default: a new one each time).")

@@ -21,9 +21,12 @@ from cluster.cli.options import (
     Metrics,
     ModelName,
     Seed,
+    TargetKeyEnv,
     dated_folder,
     duration_option,
+    finite,
     out_option,
+    wrong_value,
 )
 from cluster.cli.terminal import clear_errors, fail, rich_table
 
@@ -45,10 +48,7 @@ def run(
         typer.Option(help="URL of the server, with or without /v1."),
     ],
     model_name: ModelName = None,
-    api_key_env: Annotated[
-        str,
-        typer.Option(help="Environment variable with the target's API key."),
-    ] = "OPENAI_API_KEY",
+    target_key_env: TargetKeyEnv = "APAR_API_KEY",
     timeout: Annotated[
         float,
         duration_option(help="Timeout of a request.", minimum="100ms"),
@@ -84,7 +84,7 @@ def run(
     max_tokens: MaxTokens = 512,
     temperature: Annotated[
         float,
-        typer.Option(min=0.0, help="With --prompts: sampling temperature."),
+        typer.Option(min=0.0, help="With --prompts: sampling temperature.", callback=finite),
     ] = 0.0,
     ignore_eos: Annotated[
         bool,
@@ -118,6 +118,7 @@ def run(
         float | None,
         typer.Option(
             min=1e-9,
+            callback=finite,
             help="With --rate: coefficient of variation of the gaps between requests; more than 1 "
             "(Poisson) gives bursts.",
         ),
@@ -210,7 +211,7 @@ def run(
             extra_body=_json_object(extra_body),
         )
         objectives = parse_slo(slo) if slo else {}
-        server = Target(url=target, api_key=os.environ.get(api_key_env))
+        server = Target(url=target, api_key=os.environ.get(target_key_env))
         card = find_model(server, model_name)
         settings = LoadSettings(
             target=server,
@@ -259,7 +260,9 @@ def _arrivals(
     if cv is not None and (rate is None or file is not None):
         raise typer.BadParameter("--cv is only for --rate")
     if rate is not None and not rate > 0:
-        raise typer.BadParameter(f"--rate {rate:g} is not above 0")
+        raise wrong_value("--rate", f"{rate:g} is not above 0")
+    if rate == float("inf") and (cv is not None or file is not None):
+        raise wrong_value("--rate", "inf cannot be combined with --cv or --arrivals")
     if concurrency is not None:
         return ClosedLoop(concurrency), f"{concurrency} concurrent requests"
     if file is not None:

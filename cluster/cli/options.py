@@ -6,6 +6,7 @@ writes a folder has a default for `--out` made of its name and the date.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from datetime import date
 from functools import partial
@@ -26,11 +27,25 @@ TRACE_HELP = "Recorded answers: JSON lines with `prompt` and `response`."
 BLOCK_SIZE_HELP = "Tokens per KV-cache block."
 CONTEXT_LENGTH_HELP = "Leave out answers longer than this with their prompt (tokens)."
 
+
+def wrong_value(option: str, problem: str) -> typer.BadParameter:
+    """Return the error for an option whose value has a problem."""
+    return typer.BadParameter(problem, param_hint=f"'{option}'")
+
+
+def finite(value: float | None) -> float | None:
+    """Refuse an infinite value; a callback for options."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number.")
+    return value
+
+
 Model = Annotated[str, typer.Option(help=MODEL_HELP)]
 ModelName = Annotated[
     str | None,
     typer.Option(help="Name of the model at --target."),
 ]
+TargetKeyEnv = Annotated[str, typer.Option(help="Environment variable with the target's API key.")]
 Trace = Annotated[
     Path,
     typer.Option(help=TRACE_HELP, dir_okay=False),

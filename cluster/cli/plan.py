@@ -22,6 +22,7 @@ from cluster.cli.options import (
     AsJson,
     Duration,
     duration_option,
+    wrong_value,
 )
 from cluster.cli.terminal import clear_errors
 from cluster.config.model import DEFAULT_MODEL, ModelConfig
@@ -245,8 +246,11 @@ def plan(
     values = {name: each for name, each in context.params.items() if name not in ("out", "as_json")}
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
-            hint = f"'--{name.replace('_', '-')}'"
-            raise typer.BadParameter(f"{value} is not a finite number.", param_hint=hint)
+            raise wrong_value(f"--{name.replace('_', '-')}", f"{value} is not a finite number.")
+    if (rate is None) == (users is None):
+        raise typer.BadParameter("give either --rate or --users")
+    if forks not in PROFILES:
+        raise wrong_value("--forks", f"{forks!r} is not one of {', '.join(PROFILES)}")
     with clear_errors():
         _plan(PlanRequest.model_validate(values), out, as_json=as_json)
 

@@ -52,7 +52,8 @@ Load = Callable[[], ClusterConfig]
 def serve(
     model: Annotated[str | None, typer.Option(help=MODEL_HELP, show_default=DEFAULT_MODEL)] = None,
     port: Annotated[
-        int | None, typer.Option(help="Port to listen on.", show_default="8000")
+        int | None,
+        typer.Option(min=1, max=65535, help="Port to listen on.", show_default="8000"),
     ] = None,
     host: Annotated[
         str | None,
@@ -61,11 +62,12 @@ def serve(
         ),
     ] = None,
     replicas: Annotated[
-        int | None, typer.Option(help="Number of replicas.", show_default="1")
+        int | None, typer.Option(min=1, help="Number of replicas.", show_default="1")
     ] = None,
     max_concurrency: Annotated[
         int | None,
         typer.Option(
+            min=1,
             help="Limit on the running requests of a replica; more wait.",
             show_default="the preset's",
         ),
@@ -336,9 +338,9 @@ def _has_terminal() -> bool:
 
 
 def rollout(
-    port: Annotated[int, typer.Option(help="Port of the server.")] = 8000,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the server.")] = 8000,
     timeout: Annotated[
-        float, duration_option(help="Timeout for the end of the rollout.")
+        float, duration_option(help="How long to wait for the end of the rollout.")
     ] = Duration.of("30m"),
 ) -> None:
     """Reload the configuration file of a running [bold]apar serve --config FILE[/bold].

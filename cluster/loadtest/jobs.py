@@ -71,7 +71,7 @@ def find_model(target: Target, wanted: str | None) -> ModelCard:
     if answer.status_code in (401, 403):
         raise EvaluationError(
             f"--target {target.url} rejects the API key (HTTP {answer.status_code}); set "
-            "the variable that --api-key-env names"
+            "the variable that --target-key-env names"
         )
     try:
         answer.raise_for_status()

@@ -263,7 +263,7 @@ def prepare(
     if out.exists() and not out.is_dir():
         raise DataError(f"{out} is a file, not a folder")
     if out.is_dir() and not settings.overwrite and any(out.iterdir()):
-        raise DataError(f"{out} is not empty: choose another folder or allow overwriting")
+        raise DataError(f"{out} is not empty: choose another folder or set --overwrite")
     preparation = ItemPreparation(settings.rules, load_questions(settings.questions), fit)
     report = PreparationReport(
         inputs=[str(path) for path in files],

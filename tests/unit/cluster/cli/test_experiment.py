@@ -38,6 +38,8 @@ def test_each_command_explains_itself(command: str) -> None:
     ("option", "value", "message"),
     [
         ("--kv-shares", "0.5,1.5", "a share of the KV cache is at most 1, not 1.5"),
+        ("--kv-shares", "0,0.5", "Input should be greater than 0 (got 0.0)"),
+        ("--token-time-multiple", "-1", "Input should be greater than 0 (got -1.0)"),
         ("--methods", "sequential,greedy", "'greedy' is not one of sequential, eager, adaptive"),
         (
             "--concurrency",
@@ -47,7 +49,8 @@ def test_each_command_explains_itself(command: str) -> None:
         ("--concurrency", "1,0", "0 is less than 1"),
         ("--sample-every", "3", "'3' is not a duration: write a number and a unit, such as 2s"),
         ("--engine", "{enforce_eager", "'{enforce_eager' is not JSON"),
-        ("--engine", "[1]", "is not a JSON object"),
+        ("--engine", "[1]", "'[1]' is not a JSON object"),
+        ("--engine", '{"enforce": true}', "vLLM has no engine argument 'enforce'"),
     ],
 )
 def test_a_wrong_option_is_named_with_its_value(
@@ -57,7 +60,9 @@ def test_a_wrong_option_is_named_with_its_value(
     code, output = run("fig5a", *given)
 
     assert code == 2
+    assert f"Invalid value for '{option}': " in output
     assert message in output
+    assert output.count(value) <= 1
 
 
 def test_the_concurrency_is_the_points_of_figure_5b_and_the_limit_of_the_others(
@@ -95,7 +100,7 @@ def test_a_missing_trace_of_a_figure_is_named(tmp_path: Path) -> None:
         ("1,x", "'x' is not a whole number"),
         ("1,", "'' is not a whole number"),
         ("0,2", "0 is less than 1"),
-        ("8,8", "--rows needs two different numbers"),
+        ("8,8", "Invalid value for '--rows': give two different numbers or more"),
     ],
 )
 def test_rows_of_the_step_curve_are_two_numbers_or_more(
@@ -112,7 +117,10 @@ def test_rows_of_the_step_curve_are_two_numbers_or_more(
     [
         (("--methods", "sequential,magic"), "no method magic"),
         (("--methods", "eager"), "sequential must be among the methods"),
-        (("--kv-shares", "0.3,1.5"), "--kv-shares: a share of the KV cache is at most 1, not 1.5"),
+        (
+            ("--kv-shares", "0.3,1.5"),
+            "'--kv-shares': a share of the KV cache is at most 1, not 1.5",
+        ),
         (("--kv-shares", "0.3,x"), "Invalid value for '--kv-shares': 'x' is not a number"),
     ],
 )
@@ -173,13 +181,25 @@ def test_an_unknown_simulated_model_is_named_before_anything_is_served(
     monkeypatch.setattr("cluster.experiments.scale_out.run_replicas", serve)
     for name in ("traces", "arrivals"):
         (tmp_path / name).mkdir()
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(TRACE)
     options = ("--simulation-data", str(tmp_path), "--simulated-model", "70b-roofline")
 
-    code, output = run("scale-out", "--trace", "t", "--out", str(tmp_path / "out"), *options)
+    code, output = run("scale-out", "--trace", str(trace), "--out", str(tmp_path / "out"), *options)
 
     assert code == 1
     assert "--simulated-model '70b-roofline': there are 7b-roofline, tiny-measured" in output
     assert not served
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_trace_of_scale_out_is_named_before_anything_is_served(tmp_path: Path) -> None:
+    missing = tmp_path / "none.jsonl"
+
+    code, output = run("scale-out", "--trace", str(missing), "--out", str(tmp_path / "out"))
+
+    assert code == 2
+    assert f"Invalid value for '--trace': no file {missing}" in output
     assert not (tmp_path / "out").exists()
 
 
@@ -195,9 +215,17 @@ def test_without_recordings_the_report_says_what_the_simulation_needs(
 
     monkeypatch.setattr("cluster.experiments.scale_out.run_replicas", serve)
     out = tmp_path / "out"
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(TRACE)
 
     code, output = run(
-        "scale-out", "--trace", "t", "--out", str(out), "--simulation-data", str(tmp_path / "none")
+        "scale-out",
+        "--trace",
+        str(trace),
+        "--out",
+        str(out),
+        "--simulation-data",
+        str(tmp_path / "none"),
     )
 
     assert code == 0

@@ -220,3 +220,10 @@ def test_savings_are_percentages_of_sequential_decoding() -> None:
         "3 threads, 40 tokens in 20 steps instead of 41; "
         "attended tokens -25 %, max cached tokens +10 %"
     )
+
+
+def test_an_infinite_temperature_is_refused() -> None:
+    exit_code, _, error = generate(LIST_PROMPT, "--temperature", "inf")
+
+    assert exit_code == 2
+    assert "Invalid value for '--temperature': inf is not a finite number" in error

@@ -185,9 +185,28 @@ def test_wrong_options_are_named_before_anything_is_sent(tmp_path: Path) -> None
     [
         (("--prompts", "held-out"), "give one of --concurrency, --rate and --arrivals"),
         (("--prompts", "held-out", "--rate", "1", "--concurrency", "1"), "give one of"),
-        (("--prompts", "held-out", "--rate", "0"), "--rate 0 is not above 0"),
-        (("--prompts", "held-out", "--rate", "nan"), "--rate nan is not above 0"),
+        (("--prompts", "held-out", "--rate", "0"), "Invalid value for '--rate': 0 is not above 0"),
+        (
+            ("--prompts", "held-out", "--rate", "nan"),
+            "Invalid value for '--rate': nan is not above 0",
+        ),
         (("--prompts", "held-out", "--concurrency", "1", "--cv", "2"), "--cv is only for --rate"),
+        (
+            ("--prompts", "held-out", "--rate", "inf", "--cv", "2"),
+            "Invalid value for '--rate': inf cannot be combined with --cv or --arrivals",
+        ),
+        (
+            ("--prompts", "held-out", "--rate", "inf", "--arrivals", "a"),
+            "Invalid value for '--rate': inf cannot be combined with --cv or --arrivals",
+        ),
+        (
+            ("--prompts", "held-out", "--rate", "1", "--cv", "inf"),
+            "Invalid value for '--cv': inf is not a finite number",
+        ),
+        (
+            ("--prompts", "held-out", "--rate", "1", "--temperature", "inf"),
+            "Invalid value for '--temperature': inf is not a finite number",
+        ),
         (("--rate", "1"), "give either --prompts or --replay"),
         (("--rate", "1", "--prompts", "p", "--replay", "r"), "give either --prompts or --replay"),
         (("--rate", "1", "--timeout", "5"), "'5' is not a duration: write a number and a unit"),

@@ -150,7 +150,6 @@ def test_step_times_are_measured_on_a_running_cluster() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ((), "either requests per second or users"),
         (("--rate", "1", "--model", "gone/away"), "no model 'gone/away'"),
         (("--rate", "1", "--layers", "3"), "give all of --parameters"),
         (("--rate", "1", "--gpu", "abacus"), "unknown GPU 'abacus'"),
@@ -160,7 +159,6 @@ def test_step_times_are_measured_on_a_running_cluster() -> None:
             ("--rate", "1", "--step-time-base", "0s", "--step-time-per-thread", "0s"),
             "takes no time",
         ),
-        (("--rate", "1", "--forks", "wild"), "unknown fork profile"),
         (("--rate", "1", "--model", "apar-13b", "--gpu", "l4"), "does not fit"),
         (("--rate", "1", "--answer-tokens", "3000"), "longer than the context of 2,048"),
         (
@@ -177,3 +175,21 @@ def test_impossible_plans_are_reported_in_one_line(arguments: tuple[str, ...], n
     assert exit_code == 1
     assert named in output
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ((), "give either --rate or --users"),
+        (("--rate", "1", "--users", "5"), "give either --rate or --users"),
+        (
+            ("--rate", "1", "--forks", "wild"),
+            "Invalid value for '--forks': 'wild' is not one of none, mixed, structured",
+        ),
+    ],
+)
+def test_wrong_options_are_named(arguments: tuple[str, ...], problem: str) -> None:
+    exit_code, output = run(*arguments)
+
+    assert exit_code == 2
+    assert problem in " ".join(output.split())

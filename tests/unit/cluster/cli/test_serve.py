@@ -63,6 +63,23 @@ def test_without_a_server_there_is_nothing_to_roll_out() -> None:
     assert f"port {PORT}" in result.output
 
 
+@pytest.mark.parametrize(
+    ("command", "option", "value"),
+    [
+        ("serve", "--port", "0"),
+        ("serve", "--port", "65536"),
+        ("serve", "--replicas", "0"),
+        ("serve", "--max-concurrency", "-1"),
+        ("rollout", "--port", "-1"),
+    ],
+)
+def test_a_wrong_number_is_refused_by_its_option(command: str, option: str, value: str) -> None:
+    result = apar(command, option, value)
+
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option}'" in result.output
+
+
 @pytest.fixture
 def signals() -> Iterator[ServeSignals]:
     names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
