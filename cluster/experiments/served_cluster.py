@@ -73,7 +73,8 @@ def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> 
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline and process.poll() is None:
         with suppress(httpx.HTTPError):
-            if httpx.get(f"{url}/v1/models", timeout=5).status_code == 200:
+            # /v1/models answers before a replica runs, without the model's folder and context.
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                 return
         time.sleep(_POLL_S)
     last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
