@@ -80,7 +80,7 @@ class FollowedRequest:
         self._engine = engine
         self._trace = trace
         self._engine_request_id: str | None = None
-        self._came_s = time.monotonic()
+        self._arrived_s = time.monotonic()
 
     def begin(self, engine_request_id: str) -> None:
         """Follow the request that the engine is about to receive under this id."""
@@ -134,7 +134,7 @@ class FollowedRequest:
         return replace(
             self.end(),
             replica=replica,
-            replica_s=round(time.monotonic() - self._came_s, 6),
+            replica_s=round(time.monotonic() - self._arrived_s, 6),
             engine_s=round(max(follower.last_output_s - follower.began_s, 0.0), 6),
         )
 
