@@ -9,8 +9,6 @@ KILLS ?= 50
 SEED ?= 0
 SOAK_MINUTES ?= 30
 FUZZ_EXAMPLES ?= 150
-# Tests that share a server or an engine stay on one worker: see tests/conftest.py.
-PARALLEL := --numprocesses auto --dist loadgroup --no-loadscope-reorder
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -29,7 +27,7 @@ serve: $(INSTALLED) ## Serve the embedded model on http://127.0.0.1:8000/v1
 	$(BIN)/apar serve
 
 test: $(INSTALLED) ## Run every test that needs no GPU and is not slow (10 minutes on 2 cores)
-	$(BIN)/python -m pytest -m "not slow and not gpu and not kills" $(PARALLEL)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not kills" --numprocesses auto
 
 test-slow: $(INSTALLED) ## Run the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu and not kills" tests

@@ -5,6 +5,7 @@ No test reaches another machine, and the tests share its cores.
 
 import gc
 import os
+from typing import Any
 
 import pytest
 
@@ -19,19 +20,62 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 for name, value in SERVE_FLAGS.items():
     os.environ.setdefault(name, value)
 
-# Groups of tests that share a server or an engine run on one worker each, the longest first.
-LONG_GROUPS = ("server", "engine")
+SERVING = "tests/integration/serving/"
+OWN_SERVERS = f"{SERVING}test_apar_serve.py"
+# Tests that share a server or an engine run on one worker of pytest-xdist, the longest group first.
+GROUPS = {
+    "server": (SERVING,),
+    "engine": (
+        "tests/integration/sampling/",
+        "tests/integration/experiments/",
+        "tests/integration/test_decoders.py",
+        "tests/integration/test_equality.py",
+    ),
+}
 # Modules whose tests need the shared server as it was started (-1), or change it.
 PLACES = {"test_first_requests": -1, "test_rollout": 1, "test_continuation": 2, "test_shutdown": 3}
 
 
+def group_of(nodeid: str) -> str:
+    """Return the group that a test belongs to; by default, its module."""
+    module = nodeid.partition("::")[0]
+    if module != OWN_SERVERS:
+        for group, prefixes in GROUPS.items():
+            if module.startswith(prefixes):
+                return group
+    return module
+
+
+def place_of(item: pytest.Item) -> tuple[int, int]:
+    """Return where a test comes in the order of all tests."""
+    group = group_of(item.nodeid)
+    if group in GROUPS:
+        return list(GROUPS).index(group), PLACES.get(item.path.stem, 0)
+    return len(GROUPS) + ("integration" not in item.path.parts), 0
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the tests, and let each module run on one worker of pytest-xdist."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
-    items.sort(key=_place)
+    """Sort the tests: groups that take long first."""
+    items.sort(key=place_of)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Run each group on one worker, in the order of the tests.
+
+    pytest-xdist's `--dist loadgroup` would do it, but 3.8 ignores groups under pytest 9.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # untyped
+        """Distributes groups."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
 
 
 def pytest_collection_finish() -> None:
@@ -46,11 +90,3 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish() -> None:
     """Let the interpreter free everything when it ends: nanobind reports leaks otherwise."""
     gc.unfreeze()
-
-
-def _place(item: pytest.Item) -> tuple[int, int]:
-    marker = item.get_closest_marker("xdist_group")
-    group = None if marker is None else marker.args[0]
-    if group in LONG_GROUPS:
-        return LONG_GROUPS.index(group), PLACES.get(item.path.stem, 0)
-    return len(LONG_GROUPS) + ("integration" not in item.path.parts), 0

@@ -6,7 +6,6 @@ from typing import Any
 import yaml
 
 from dashboards.prometheus import alerts, objectives, recording
-from dashboards.prometheus.rule import AlertRule, RecordingRule
 from dashboards.prometheus.settings import (
     CLUSTER,
     ONE_MACHINE,
@@ -45,9 +44,14 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-def recording_groups(settings: RuleSettings) -> dict[str, list[RecordingRule]]:
-    """Recording rules by group."""
-    return {
+def rule_groups(settings: RuleSettings | None = None) -> list[dict[str, Any]]:
+    """Return all groups as in a rule file, which is also the `spec.groups` of a PrometheusRule."""
+    settings = settings or RuleSettings()
+    return [*_recording_groups(settings), *_alert_groups(settings)]
+
+
+def _recording_groups(settings: RuleSettings) -> list[dict[str, Any]]:
+    groups = {
         "apar-throughput": recording.throughput(),
         "apar-savings": recording.savings(),
         "apar-kv-cache": recording.kv_cache(),
@@ -56,47 +60,27 @@ def recording_groups(settings: RuleSettings) -> dict[str, list[RecordingRule]]:
         "apar-faults": recording.faults(),
         "apar-objectives": objectives.recording_rules(settings),
     }
+    return [
+        {"name": name, "rules": [rule.as_dict() for rule in rules]}
+        for name, rules in groups.items()
+    ]
 
 
-def alert_groups(settings: RuleSettings) -> dict[str, list[AlertRule]]:
-    """Alert rules by group."""
-    return {
+def _alert_groups(settings: RuleSettings) -> list[dict[str, Any]]:
+    groups = {
         "apar-replica-alerts": alerts.replicas(settings),
         "apar-serving-alerts": alerts.serving(settings) + alerts.refusals(settings),
         "apar-engine-alerts": alerts.engine(settings),
         "apar-objective-alerts": objectives.alert_rules(settings),
         "apar-monitoring-alerts": alerts.processes() + alerts.monitoring(),
     }
-
-
-def recording_file(settings: RuleSettings) -> dict[str, Any]:
-    """Return the content of `rules/recording.yml`."""
-    groups = recording_groups(settings)
-    return {
-        "groups": [
-            {"name": name, "rules": [rule.as_dict() for rule in rules]}
-            for name, rules in groups.items()
-        ]
-    }
-
-
-def alerts_file(settings: RuleSettings) -> dict[str, Any]:
-    """Return the content of `rules/alerts.yml`."""
-    return {
-        "groups": [
-            {
-                "name": name,
-                "rules": [rule.as_dict(settings.runbook, settings.hold_scale) for rule in rules],
-            }
-            for name, rules in alert_groups(settings).items()
-        ]
-    }
-
-
-def rule_groups(settings: RuleSettings | None = None) -> list[dict[str, Any]]:
-    """All groups as in a rule file, which is also the `spec.groups` of a PrometheusRule."""
-    settings = settings or RuleSettings()
-    return [*recording_file(settings)["groups"], *alerts_file(settings)["groups"]]
+    return [
+        {
+            "name": name,
+            "rules": [rule.as_dict(settings.runbook, settings.hold_scale) for rule in rules],
+        }
+        for name, rules in groups.items()
+    ]
 
 
 def dump_yaml(content: dict[str, Any]) -> str:
@@ -112,8 +96,8 @@ def as_yaml(content: dict[str, Any], about: str = "") -> str:
 def rule_files(rules: RuleSettings) -> dict[str, str]:
     """Map relative paths of the rule files to their texts."""
     return {
-        "rules/recording.yml": as_yaml(recording_file(rules)),
-        "rules/alerts.yml": as_yaml(alerts_file(rules)),
+        "rules/recording.yml": as_yaml({"groups": _recording_groups(rules)}),
+        "rules/alerts.yml": as_yaml({"groups": _alert_groups(rules)}),
     }
 
 

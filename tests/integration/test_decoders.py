@@ -21,7 +21,7 @@ from apar_core.tree.threads import thread_prefix, thread_texts
 from tests.integration.engine_process import EngineProcess
 from tests.integration.plain_decoding import Run, chats, generate_threads
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("engine")]
+pytestmark = pytest.mark.engine
 
 NUM_CHATS = 12
 # More than any answer has: a budget of all threads would cut speculating ones elsewhere.

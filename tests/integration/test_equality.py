@@ -14,7 +14,7 @@ from tests.integration.plain_decoding import FLOAT_NOISE, chats, generate_thread
 
 logger = logging.getLogger(__name__)
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("engine")]
+pytestmark = pytest.mark.engine
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 # name: (engine arguments, number of chats, events that must happen)

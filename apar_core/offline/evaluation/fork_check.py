@@ -323,7 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     decoder = TransformersThreadDecoder(model, tree_tokens(tokenizer), tokenizer.pad_token_id)
     report = check_forks(settings, tokenizer, decoder)
     console = Console()
-    console.print(report_table(report).as_markdown(), markup=False, highlight=False)
+    console.print(report_table(report).as_markdown(), markup=False, soft_wrap=True)
     console.print(f"forks where it should: {report.forking_share:.1%}")
     console.print(f"forks where it should not: {report.wrong_fork_share:.1%}")
     failures = report.failures(settings)

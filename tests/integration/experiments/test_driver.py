@@ -17,7 +17,7 @@ from tests.integration.experiments.driving import (
     wrong_answer,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("engine")]
+pytestmark = pytest.mark.engine
 NUM_ANSWERS = 12
 
 

@@ -10,11 +10,7 @@ from tests.integration.engine_process import EngineProcess
 from tests.integration.experiments.driving import answers
 from tests.integration.experiments.peer_driving import Answered, answered
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.slow,
-    pytest.mark.xdist_group("engine"),
-]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 NUM_ANSWERS = 8
 FORKS = 4 * NUM_ANSWERS

@@ -21,7 +21,7 @@ from tests.integration.sampling.asking import (
 )
 from tests.integration.sampling.conftest import Ask
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("engine")]
+pytestmark = pytest.mark.engine
 
 # Threads that write nothing, and what is read of them in the end.
 EMPTY_THREADS: dict[str, tuple[dict[str, list[Any]], str]] = {

@@ -19,7 +19,7 @@ from tests.integration.sampling.asking import (
 )
 from tests.integration.sampling.conftest import Ask
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("engine")]
+pytestmark = pytest.mark.engine
 
 # Two ways of adding up the same float32 numbers differ by less.
 FLOAT_NOISE = 1e-4

@@ -11,7 +11,7 @@ from apar_core.errors import CheckpointError
 from tests.integration.engine_process import EngineProcess
 from tests.integration.random_checkpoint import write_checkpoint
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("engine")]
+pytestmark = pytest.mark.engine
 
 PROMPTS = ["Give me 5 tips.", "What does [Fork] mean?", "Hi"]
 

@@ -23,7 +23,7 @@ from tests.integration.sampling.asking import (
 )
 from tests.integration.sampling.conftest import Ask, assert_nothing_is_left
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("engine")]
+pytestmark = pytest.mark.engine
 
 ITEMS = {"": ["1. A", FORK, "\n2. A", FORK, "\n3. A", FORK]}
 

@@ -17,7 +17,7 @@ from tests.integration.sampling.asking import (
 )
 from tests.integration.sampling.conftest import Ask
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("engine")]
+pytestmark = pytest.mark.engine
 
 CONTROL_IDS = {token_id("[Fork]"), token_id("[Child]")}
 ATTACKS = (

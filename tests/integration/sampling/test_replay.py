@@ -19,7 +19,7 @@ from tests.integration.sampling.asking import (
 )
 from tests.integration.sampling.conftest import Ask
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("engine")]
+pytestmark = pytest.mark.engine
 
 
 def asked_for(scripts: dict[str, list[int]], **settings: Any) -> dict[str, Any]:

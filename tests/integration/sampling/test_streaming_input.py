@@ -11,7 +11,7 @@ from apar_core.tree.statistics import TreeStatistics
 from tests.integration.engine_process import EngineProcess
 from tests.integration.sampling.asking import encode
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("engine")]
+pytestmark = pytest.mark.engine
 
 PARTS = ("Give me tips", " for sleeping", " well.")
 MAX_TOKENS = 5

@@ -7,7 +7,7 @@ import pytest
 
 from tests.integration.serving.apar_process import Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("server")]
+pytestmark = pytest.mark.cluster
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}

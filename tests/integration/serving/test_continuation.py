@@ -9,7 +9,7 @@ import pytest
 from tests.integration.serving.apar_process import Server, authorization
 from tests.integration.serving.killed_streams import BODIES, TIMEOUT_S, Victims, stream
 
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("server")]
+pytestmark = pytest.mark.cluster
 
 KILL_AFTER = {
     "chat": 1,

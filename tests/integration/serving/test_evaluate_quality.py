@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from cluster.cli.main import app
 from tests.integration.serving.apar_process import TOKEN, Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("server")]
+pytestmark = pytest.mark.cluster
 FASTCHAT = Path(__file__).resolve().parents[4] / "shared" / "data" / "fastchat"
 
 
@@ -40,5 +40,5 @@ def test_a_judge_that_gives_no_ratings_is_counted_and_not_waited_for(
     answers = [json.loads(line) for line in (out / "answers_apar-tiny.jsonl").open()]
     assert len(answers) == 3
     assert all(answer["choices"][0]["turns"][0] for answer in answers)
-    assert "3, of them 3 without a rating" in (out / "report.md").read_text()
+    assert "3, 3 of them without a rating" in (out / "report.md").read_text()
     server.wait_until_idle()

@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.serving.apar_process import ENGINE, GATEWAY, REPLICA, Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("server")]
+pytestmark = pytest.mark.cluster
 BODY: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Give me 5 tips for sleeping well."}],
     "max_tokens": 800,

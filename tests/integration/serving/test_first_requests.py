@@ -11,7 +11,7 @@ import pytest
 from tests.integration.serving.apar_process import TINY, Server, authorization, serving
 
 # Runs before the other tests of the shared server, so that the requests are the first.
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("server")]
+pytestmark = pytest.mark.cluster
 
 LONGEST_STALL_S = 1.0
 KINDS: dict[str, dict[str, Any]] = {

@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import (
 
 from tests.integration.serving.apar_process import Server, authorization
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.xdist_group("server")]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 EXAMPLES = int(os.environ.get("APAR_FUZZ_EXAMPLES", "25"))
 SEED = int(os.environ.get("APAR_FUZZ_SEED", "0"))
 CHECKS = (

@@ -21,7 +21,7 @@ from tests.integration.serving.shared_server import (
     key,
 )
 
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("server")]
+pytestmark = pytest.mark.cluster
 # Rates are counted by the minute; the requests of a test must fall into one.
 MINUTE_LEFT_S = 5.0
 LIST_PROMPT = "Give me 5 tips for sleeping well."

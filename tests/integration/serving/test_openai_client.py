@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.serving.apar_process import ENGINE, Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("server")]
+pytestmark = pytest.mark.cluster
 MODEL = "apar-tiny"
 PROMPT = "Give me 5 tips for sleeping well."
 

@@ -11,7 +11,7 @@ import pytest
 from tests.fakes.quick_start import commands, program
 from tests.integration.serving.apar_process import REQUEST_S, TOKEN, Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("server")]
+pytestmark = pytest.mark.cluster
 ADDRESS = "http://127.0.0.1:8000"
 # The last one asks an APAR checkpoint in another server.
 REQUESTS = [line for line in commands() if line.startswith("curl ") and "apar-tiny" in line]

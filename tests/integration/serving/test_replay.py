@@ -19,7 +19,7 @@ from apar_core.workload.trace import read_trace
 from tests.integration.serving.apar_process import TINY, Server, serving
 from tests.integration.serving.killed_streams import Victims
 
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("server")]
+pytestmark = pytest.mark.cluster
 ANSWERS = Path(__file__).resolve().parents[2] / "data" / "recorded_answers.jsonl"
 TEXT = load_text(str(checkpoint_path()))
 KILL_AFTER = 10  # pieces of text

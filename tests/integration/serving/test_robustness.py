@@ -9,7 +9,7 @@ import pytest
 from tests.integration.serving.apar_process import Server
 from tests.integration.serving.shared_server import MAX_CONCURRENCY, MAX_QUEUED
 
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("server")]
+pytestmark = pytest.mark.cluster
 IDLE_S = 20.0
 LIST_PROMPT = "Give me 5 tips for sleeping well."
 

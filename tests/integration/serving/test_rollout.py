@@ -11,7 +11,7 @@ from tests.integration.serving.apar_process import ENGINE, TINY, Server, serving
 from tests.integration.serving.load_clients import under_load
 from tests.integration.serving.shared_server import MODEL, REPLICATED, SharedServer
 
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("server")]
+pytestmark = pytest.mark.cluster
 
 
 def engines(server: Server) -> list[int]:

@@ -18,7 +18,7 @@ from tests.integration.serving.load_clients import chat
 from tests.integration.serving.shared_server import SharedServer
 
 # The last tests of the shared server.
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("server")]
+pytestmark = pytest.mark.cluster
 LONG = chat("Give me 5 tips for sleeping well.", "apar-tiny") | {
     "max_tokens": 1900,
     "ignore_eos": True,

@@ -26,7 +26,7 @@ from tests.integration.serving.apar_process import (
 from tests.integration.serving.killed_streams import BODIES, TIMEOUT_S, Victims
 from tests.integration.serving.shared_server import SharedServer
 
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("server")]
+pytestmark = pytest.mark.cluster
 
 CHAT, LIST = BODIES["chat"]
 SERVER = f"POST {CHAT}"

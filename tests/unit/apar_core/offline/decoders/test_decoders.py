@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from apar_core.offline.decoders.interface import DecodeLimits, TokenChoice, decode_answer
 from apar_core.offline.decoders.load import DECODER_NAMES
 from apar_core.tree.statistics import tree_statistics
+from apar_core.tree.thread_names import replay_key
 from tests.unit.apar_core.offline.decoders.small_decoders import (
     CHILD,
     END,
@@ -47,7 +48,7 @@ def test_the_trace_of_a_replay_agrees_with_the_statistics_of_its_tree(
     assert max(step.cached_tokens for step in answer.trace) == expected.max_cached_tokens
     assert sum(step.attended_tokens for step in answer.trace) == expected.attended_tokens
     for thread in answer.threads:
-        path = thread.thread.removeprefix("root").removeprefix(".")
+        path = replay_key(thread.thread)
         assert [*thread.token_ids, *([END] if thread.ended else [])] == replay[path]
 
 

@@ -17,6 +17,7 @@ from apar_core.offline.decoders.interface import (
     decode_answer,
 )
 from apar_core.offline.decoders.load import DecoderName
+from apar_core.tree.thread_names import replay_key
 from tests.unit.apar_core.offline.decoders.small_decoders import (
     END,
     FORK,
@@ -156,7 +157,7 @@ def test_max_tokens_is_reached_exactly(name: DecoderName, max_tokens: int) -> No
 
         assert len(answer.text_ids) == min(max_tokens, NUM_TEXT)
         for thread in answer.threads:
-            path = thread.thread.removeprefix("root").removeprefix(".")
+            path = replay_key(thread.thread)
             assert list(thread.token_ids) == list(WIDE[path])[: len(thread.token_ids)]
         assert answer.tree.finished
 
