@@ -1,4 +1,4 @@
-"""A request's body: received within limits, parsed once, and all that the gateway reads from it."""
+"""Request bodies: received within limits, parsed once, and the fields that the gateway reads."""
 
 import asyncio
 import hashlib
@@ -15,6 +15,8 @@ from apar_core.errors import CapacityError, RequestError
 from deployments.wire.errors import BodyTimeoutError, BodyTooLargeError, PromptTooLongError
 from deployments.wire.request import RequestHint
 
+COMPLETION_PATHS = ("/v1/chat/completions", "/v1/completions")
+COMPLETION_PATHS = ("/v1/chat/completions", "/v1/completions")
 # Parsing blocks every stream of the gateway, and later those of a replica. A body of 16 MiB may
 # hold millions of values, each of which is larger in memory than in JSON.
 MAX_VALUES = 2**18
@@ -22,6 +24,39 @@ MAX_CONTAINERS = 10_000
 # Parsing an integer takes time quadratic in its digits.
 MAX_NUMBER_CHARS = 40
 _RETRY_AFTER_S = 1.0
+_CHARS_PER_TOKEN = 4
+# A chat template's own tokens around each message.
+_TOKENS_PER_MESSAGE = 4
+# Long pieces are also hashed up to these characters: requests may share only a document's start.
+_CUTS = (1024, 4096, 16384, 65536)
+# Of more hashes than this, the first and the last ones are kept.
+_MAX_HASHES = 16
+_MAX_HASHED_IDS = 4096
+_MAX_CHOICES = 128
+_MAX_TOKENS = 2**31
+_SALT_CHARS = 32
+# Fields with text: of a message, besides its content, and of a part of its content.
+_MESSAGE_FIELDS = ("tool_calls", "reasoning", "reasoning_content")
+_PART_FIELDS = ("text", "refusal", "thinking")
+# Fields that make an answer a single sequence of tokens.
+_UNFORKED_FIELDS = ("structured_outputs", "ignore_eos", "min_tokens")
+_CHARS_PER_TOKEN = 4
+# A chat template's own tokens around each message.
+_TOKENS_PER_MESSAGE = 4
+# Long pieces are also hashed up to these characters: requests may share only a document's start.
+_CUTS = (1024, 4096, 16384, 65536)
+# Of more hashes than this, the first and the last ones are kept.
+_MAX_HASHES = 16
+_MAX_HASHED_IDS = 4096
+_MAX_CHOICES = 128
+_MAX_TOKENS = 2**31
+_SALT_CHARS = 32
+# Fields with text: of a message, besides its content, and of a part of its content.
+_MESSAGE_FIELDS = ("tool_calls", "reasoning", "reasoning_content")
+_PART_FIELDS = ("text", "refusal", "thinking")
+# Fields that make an answer a single sequence of tokens.
+_UNFORKED_FIELDS = ("structured_outputs", "ignore_eos", "min_tokens")
+_UNCONTINUED_FIELDS = ("echo", "return_token_ids", "use_beam_search")
 
 
 class BodyBudget:
@@ -165,29 +200,10 @@ def _count_values(text: bytes) -> tuple[int, int]:
     return num_containers, num_containers + text.count(b",")
 
 
-_CHARS_PER_TOKEN = 4
-# A chat template's own tokens around each message.
-_TOKENS_PER_MESSAGE = 4
-# Long pieces are also hashed up to here: requests may share the start of a document, for example.
-_CUTS = (1024, 4096, 16384, 65536)
-# Of more hashes than this, the first and the last ones are kept.
-_MAX_HASHES = 16
-_MAX_HASHED_IDS = 4096
-_MAX_CHOICES = 128
-_MAX_TOKENS = 2**31
-_SALT_CHARS = 32
-# Fields of a message besides its content, and of a part of a message's content, that hold text.
-_MESSAGE_FIELDS = ("tool_calls", "reasoning", "reasoning_content")
-_PART_FIELDS = ("text", "refusal", "thinking")
-# Fields that make an answer a single sequence of tokens.
-_UNFORKED_FIELDS = ("structured_outputs", "ignore_eos", "min_tokens")
-COMPLETION_PATHS = ("/v1/chat/completions", "/v1/completions")
-
-
 class _Piece(NamedTuple):
-    """A piece of the prompt; `text` of token ids only identifies them.
+    """A piece of the prompt, from the field `field` of the body.
 
-    `field` is the field of the body that holds it, `role` that of a message.
+    `role` is the message's. For token ids, `text` is a hash that only identifies them.
     """
 
     field: str
@@ -197,15 +213,14 @@ class _Piece(NamedTuple):
 
 
 class RequestBody:
-    """A parsed request body; the one place that reads its fields for the gateway.
+    """A parsed request body; only this class interprets its fields.
 
-    Nothing of a parsed body's form can be relied on: vLLM checks it later, on the replica. Parsed
-    bodies take several times their bytes, so no station keeps one while the request runs.
+    Fields may have any type: vLLM validates them later, on the replica. A parsed body takes several
+    times its size in bytes, so it is not kept while the request runs, unless its content is logged.
     """
 
     def __init__(self, raw: bytes) -> None:
         """Parse a body. Raises RequestError, and BodyTooLargeError for too many values."""
-        self.raw = raw
         self.fields = _parse_fields(raw)
 
     @property
@@ -254,26 +269,24 @@ class RequestBody:
     def can_continue(self, path: str) -> bool:
         """Whether another replica can continue the request's stream, as far as HTTP is concerned.
 
-        The client's stream is cut by characters, which works for one choice of text. It does not
-        work for token ids, tool calls (their arguments come in pieces of JSON), an echoed prompt,
-        or several prompts. What the engine cannot continue, the replica says at the start of its
-        answer: see `apar_core/engine/request_follower.py`.
+        Continuing skips the characters that the client has, which works for one choice of text. It
+        does not work for token ids, tool calls (their arguments come in pieces of JSON), an echoed
+        prompt, or several prompts. Whether the engine can continue, the replica reports at the
+        start of its answer: see `apar_core/engine/request_follower.py`.
         """
-        return not (
-            path not in COMPLETION_PATHS
-            or any(
-                self.fields.get(name) for name in ("echo", "return_token_ids", "use_beam_search")
-            )
-            or self._calls_tools
-            or len(self._prompts) > 1
+        return (
+            path in COMPLETION_PATHS
+            and not any(self.fields.get(name) for name in _UNCONTINUED_FIELDS)
+            and not self._calls_tools
+            and len(self._prompts) <= 1
         )
 
     def cache_salt(self, key_salt: str | None) -> str | None:
-        """Return the cache salt to write into the body for a caller's salt.
+        """Return the cache salt to write into the body, given the salt of the caller's key.
 
         A client's own salt is combined with its key's, so it cannot reach another key's cache.
-        None leaves the body as it is: for a caller without a salt, and for vLLM to refuse an
-        invalid one.
+        None leaves the body unchanged: the caller has no key, or vLLM will refuse the client's salt
+        as invalid.
         """
         given = self.fields.get("cache_salt")
         if key_salt is None or given is None:

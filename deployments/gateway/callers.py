@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 _SCHEME = b"bearer "
 # A change of the file, for example a revoked key, takes effect after at most this time.
 _FILE_AGE_S = 1.0
-
 _SALT_CHARS = 32
 
 _Version = tuple[int, int, int]
@@ -83,9 +82,9 @@ class Callers:
     async def reconfigure(
         self, keys: tuple[KeyConfig, ...], keys_file: Path | None, limits: LimitsConfig
     ) -> None:
-        """Take new keys and limits. Unusable keys are logged, and the old ones stay in force.
+        """Apply new keys and limits; if the keys are unusable, the old ones stay in force.
 
-        Raises SecretError if a secret of the limits cannot be read; the old limits stay then.
+        Raises SecretError if a secret of the limits cannot be read. The old limits then stay.
         """
         await self._ring.reconfigure(keys, keys_file)
         storage_uri = await asyncio.to_thread(limits.read_storage_uri)
@@ -125,10 +124,10 @@ def _limits_of(key: KeyConfig) -> KeyConfig:
 
 
 class KeyRing:
-    """The API keys of the configuration and of a mounted file, which is followed.
+    """The API keys of the configuration and of a mounted file, which is reread when it changes.
 
-    Without any, no key is required. Once built, it never fails: unusable keys are logged, and those
-    in force stay.
+    Without both, no key is required. After construction nothing fails: unusable keys are logged,
+    and those in force stay.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class KeyRing:
         file: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raise ConfigError if the file cannot be read: nobody could call."""
+        """Raise ConfigError if the file cannot be read: no caller would have access."""
         self._keys = tuple(keys)
         self._file = file
         self._clock = clock
@@ -154,7 +153,7 @@ class KeyRing:
         return self._problem is not None
 
     async def reconfigure(self, keys: Sequence[KeyConfig], file: Path | None) -> None:
-        """Take other keys or another file; parses it in a thread, because it may be large.
+        """Apply other keys or another file, which is parsed in a thread: it may be large.
 
         If the file cannot be read, the keys that were last read from a file stay in force.
         """
@@ -175,8 +174,8 @@ class KeyRing:
         await self._look_at_file()
         digest = hash_of(token)
         key = self._by_hash.get(digest)
-        # The time of the lookup depends only on digests, which a caller cannot choose; that of the
-        # comparison is constant.
+        # No timing leak: a caller cannot choose the digest that is looked up, and the comparison
+        # takes constant time.
         if key is None or not hmac.compare_digest(key.hash, digest):
             raise UnknownKeyError("Unknown API key.")
         return key
@@ -193,7 +192,7 @@ class KeyRing:
         try:
             is_same = _version_of(file) == self._version
         except OSError:
-            is_same = False  # Reading the file fails, too, and reports why.
+            is_same = False  # Reading the file will fail too, and report why.
         if not is_same:
             self._read()
 
@@ -203,13 +202,13 @@ class KeyRing:
         problem: Exception | None = None
         reported = self._problem
         try:
-            # First, so that a broken file is reported once and read again when it changes.
+            # Before reading, so that a broken file is reported once and reread when it changes.
             self._version = None if self._file is None else _version_of(self._file)
             from_file = () if self._file is None else load_keys(self._file)
         except (AparError, OSError, ValueError) as error:
             problem = error
             if isinstance(error, OSError) or isinstance(error.__cause__, OSError):
-                # It can become readable without a change of its version.
+                # The file may become readable without a change of its version.
                 self._version = None
         try:
             self._by_hash = _by_hash(self._keys, from_file)

@@ -1,4 +1,4 @@
-"""One HTTP request in the gateway: its id, record and answer, and what it is charged."""
+"""One HTTP request in the gateway: its id, log record, answer and token charge."""
 
 import re
 import time
@@ -25,7 +25,7 @@ _SANE_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 
 class Exchange:
-    """A request and its answer; sends the answer on with the request's id and rate headers."""
+    """A request and its answer, which is sent with the request's id and rate headers."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class Exchange:
         given = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
         sane = _SANE_ID.fullmatch(given) is not None
         self.request_id = given.decode() if sane else unique
-        # A client may reuse an id while the first request still runs.
+        # A client may reuse an id while an earlier request with it still runs.
         self.unique_id = f"{self.request_id}-{unique[:8]}" if sane else unique
-        # A server in front of the gateway may send a sane id back by itself.
+        # A server in front of the gateway may return a sane id itself.
         self._sends_id = sends_id or not sane
         self.record = RequestRecord(self.request_id, scope["method"], scope["path"])
         self._trace = trace
@@ -161,7 +161,7 @@ class Charge:
             if status < HTTPStatus.INTERNAL_SERVER_ERROR:
                 end = AnswerEnd()  # Refused before it reached the engine.
             else:
-                # Lost with its replica: the prompt of an answer that never came is free.
+                # Refund the prompt: the request was lost with its replica before any token.
                 self._use_tokens(-self._prompt_tokens)
         self.end = end
         if end is None:

@@ -18,12 +18,12 @@ from deployments.wire.errors import QueueTimeoutError, RateLimitError
 
 # Weight of the newest answer in a mean.
 _NEWEST = 0.1
-# Least cost of a place: about one step of the engine.
-_LEAST_TOKENS = 1
+# Minimum cost of a place: about one step of the engine.
+_MIN_TOKENS = 1
 # Requests over which the drain rate is measured.
 _NUM_ENDS = 64
-_LEAST_RETRY_S = 1.0
-_MOST_RETRY_S = 60.0
+_MIN_RETRY_S = 1.0
+_MAX_RETRY_S = 60.0
 
 
 @dataclass(slots=True, eq=False)
@@ -91,12 +91,10 @@ class DrainRate:
     def time_for(self, num_requests: int) -> float:
         """Return the seconds in which requests will end, from 1 to 60; 1 if the rate is unknown."""
         if len(self._ends) < 2:
-            return _LEAST_RETRY_S
+            return _MIN_RETRY_S
         # Until now, not until the last end: a stopped queue must not look fast.
         span_s = self._clock() - self._ends[0]
-        return min(
-            max(span_s / (len(self._ends) - 1) * num_requests, _LEAST_RETRY_S), _MOST_RETRY_S
-        )
+        return min(max(span_s / (len(self._ends) - 1) * num_requests, _MIN_RETRY_S), _MAX_RETRY_S)
 
 
 class Ticket:
@@ -111,7 +109,7 @@ class Ticket:
         self._weight = account.weight
         self.queued_s = queued_s
         self.num_tokens = 0
-        # Otherwise a burst would get every free place before its first token is charged.
+        # Without this advance, a burst would take every free place before any token is charged.
         self._expected = queue._guess(account)
         self._prepaid = self._expected
         account.virtual_time += self._prepaid / self._weight
@@ -126,14 +124,14 @@ class Ticket:
     def leave(self, *, cost_is_known: bool = True) -> None:
         """Give the place back, once, after all known tokens have been charged.
 
-        A place costs at least `_LEAST_TOKENS`, even if nothing was generated (`/tokenize`, or a
-        request that the replica refuses): a key with free places would go first forever. The cost
-        is unknown if the client or the replica is gone. The advance charge then stays: a key whose
-        clients give up early must not gain from it.
+        A place costs at least `_MIN_TOKENS`, even if nothing was generated (`/tokenize`, or a
+        request that the replica refuses): a key whose requests cost nothing would always go first.
+        The cost is unknown if the client or the replica is gone. The advance charge then stays: a
+        key whose clients give up early must not gain from it.
         """
         account = self._account
         if cost_is_known:
-            refund = self._prepaid - max(0, _LEAST_TOKENS - self.num_tokens)
+            refund = self._prepaid - max(0, _MIN_TOKENS - self.num_tokens)
             account.virtual_time -= refund / self._weight
             self._queue._learn(account, self.num_tokens)
         else:
@@ -318,7 +316,7 @@ class FairQueue:
 
     def _guess(self, account: Account) -> float:
         """Return the expected tokens of an answer of unknown length, at least 1."""
-        return account.mean_tokens or self._mean_tokens or _LEAST_TOKENS
+        return account.mean_tokens or self._mean_tokens or _MIN_TOKENS
 
     def _leave(self, account: Account) -> None:
         self._running -= 1

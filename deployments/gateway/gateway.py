@@ -28,6 +28,7 @@ from deployments.routing.shared_router import ROUTERS
 from deployments.tracing.tracing import GATEWAY, open_tracing, reopened
 from deployments.wire.answer import AnswerStart
 from deployments.wire.errors import (
+    INTERNAL_ERROR,
     JSON_TYPE,
     NotReadyError,
     UnknownRouteError,
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 HEALTH_PATH = "/health"
 MODELS_PATH = "/v1/models"
-# vLLM's other routes take token ids or control the engine.
+# Other routes of vLLM are not relayed: they take token ids or control the engine.
 ROUTES = {
     "/v1/chat/completions": "POST",
     "/v1/completions": "POST",
@@ -89,7 +90,7 @@ class Gateway:
     async def reconfigure(
         self, settings: GatewaySettings, replicas: Sequence[ReplicaCalls]
     ) -> None:
-        """Take new settings; running and waiting requests go on.
+        """Apply new settings; running and waiting requests continue.
 
         The models change first: removed ones must not be offered, even if the rest fails.
         """
@@ -114,7 +115,7 @@ class Gateway:
         return {model.settings.deployment: model.state for model in self._models.values()}
 
     async def flush_metrics(self) -> None:
-        """Flush the metrics."""
+        """Emit the metrics, including whether the keys file is in force."""
         self.metrics.settings_refused("keys_file", refused=self._callers.keys_are_outdated)
         self.metrics.flush(self._models.values(), self._settings.keys)
 
@@ -143,13 +144,13 @@ class Gateway:
                 raise
             except Exception as error:
                 if exchange.record.status is not None:
-                    raise  # An answer that has begun cannot become another.
+                    raise  # The client already has the start of an answer.
                 logger.exception(
                     "request failed in the gateway",
                     exc_info=error,
                     extra={"path": scope["path"], "request_id": exchange.unique_id},
                 )
-                await send_error(exchange.send, answer_for(error))
+                await send_error(exchange.send, INTERNAL_ERROR)
             finally:
                 exchange.close()
                 self.metrics.ended(exchange.record, exchange.caller)
@@ -186,10 +187,10 @@ class Gateway:
         admission: Admission,
         exchange: Exchange,
     ) -> None:
-        """Admit a request in its turn and relay its answer. Raises RequestError, CapacityError.
+        """Queue a request and relay its answer. Raises RequestError and CapacityError.
 
-        A request that is refused for its content still counts in its key's rates, because checking
-        it costs as much as admitting it.
+        A request refused for its content still counts in its key's rates: checking it costs as much
+        as admitting it.
         """
         try:
             limits = self._settings.limits
@@ -263,7 +264,7 @@ class Gateway:
         return model, request, max(request.hint.prompt_tokens, body.prompt_tokens)
 
     async def _describe(self, caller: Caller, scope: Scope, exchange: Exchange) -> None:
-        """Answer a question about the server, without a place at the replicas."""
+        """Answer a GET request about the server, which does not wait in a model's queue."""
         wait_s = self._settings.models_wait_s
         method, path, query = scope["method"], scope["path"], scope["query_string"]
         request = RelayedRequest(method, path, query, _headers(scope, exchange), b"")
@@ -304,7 +305,7 @@ class Gateway:
 def _call_in(
     loop: asyncio.AbstractEventLoop, function: Callable[[str, int], None], name: str, count: int
 ) -> None:
-    """Call a function in the gateway's event loop, from any executor."""
+    """Schedule a function on the gateway's event loop, from any executor."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(function, name, count)
 

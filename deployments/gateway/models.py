@@ -1,4 +1,4 @@
-"""The served models: their replicas and queues, and what the replicas say about themselves."""
+"""The served models: their replicas, queues and model cards."""
 
 import asyncio
 import json
@@ -21,8 +21,8 @@ from deployments.wire.request import RelayedRequest
 class Description:
     """An answer that a replica gives once and the gateway then repeats.
 
-    At most one request for it is at a replica at a time, so these requests cannot take the places
-    of those that generate. `answer` is the latest one, None before the first.
+    At most one request for it is at a replica at a time, so these requests cannot crowd out those
+    that generate. `answer` is the latest answer, None before the first.
     """
 
     def __init__(self, outdated: AnswerStart | None = None) -> None:
@@ -61,10 +61,10 @@ class Model:
         )
 
     def reconfigure(self, settings: ServedModel, replicas: ReplicaCalls) -> None:
-        """Take new settings; running and waiting requests go on."""
+        """Apply new settings; running and waiting requests continue."""
         self.settings = settings
         self.replicas = replicas
-        # An answer on its way to the old card is of the model before the change.
+        # An answer still on its way to the old card describes the model before the change.
         self.card = Description(self.card.answer)
         self._queue.configure(
             capacity=self._capacity,
@@ -132,9 +132,9 @@ def find_model(models: Mapping[str, Model], name: object, caller: Caller, *, nee
 async def list_models(
     models: Mapping[str, Model], request: RelayedRequest, wait_s: float, *, created_s: int
 ) -> AnswerStart:
-    """Return the list of models with the cards that their replicas describe them by.
+    """Return the list of models, with the model cards that their replicas return.
 
-    A model whose card is unknown, because no replica answers within `wait_s`, gets the fields that
+    If no replica answers within `wait_s` and no card is known, the model gets only the fields that
     OpenAI's API requires. Only running replicas are asked: a call to a sleeping model would start
     one.
     """

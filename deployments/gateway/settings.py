@@ -1,4 +1,4 @@
-"""The part of the cluster's configuration that a running gateway can take over."""
+"""The gateway's settings, and the part that can change while it runs."""
 
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ class GatewaySettings(BaseModel):
     retries: RetryConfig = RetryConfig()
     tracing: TracingConfig = TracingConfig()
     metrics: bool = True
-    # Without it, a question to a model without replicas would wait until there is one again.
+    # Timeout of GET requests: a call to a model without replicas would wait until there is one.
     models_wait_s: PositiveFloat = 5.0
 
 
@@ -88,7 +88,7 @@ def gateway_settings(config: ClusterConfig) -> GatewaySettings:
 
 
 class InPlaceSettings(BaseModel):
-    """The gateway's `user_config` as a person writes it; absent parts stay as deployed."""
+    """A hand-written `user_config` of the gateway; absent parts stay as deployed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -14,13 +14,14 @@ from typing import Protocol
 
 from starlette.types import Send
 
-from apar_core.errors import RequestError
 from apar_core.journal import Journal, JournalBook
 from cluster.config.retries import RetryConfig
 from deployments.relay.continuation import ClientStream
 from deployments.wire.answer import AnswerEnd, AnswerStart, Headers, Piece
 from deployments.wire.errors import (
     DONE_EVENT,
+    INTERNAL_ERROR,
+    BodyTooLargeError,
     EnginesDiedError,
     ErrorAnswer,
     NoReplicaError,
@@ -65,12 +66,12 @@ class ReplicaCalls(Protocol):
     ) -> tuple[AnswerStart, AnswerEnd]:
         """Return the whole answer and its cost; cancelling the call cancels the request.
 
-        `progress` gets token counts now and then; only the cost is complete.
+        `progress` is called now and then; only the cost counts all tokens.
         """
 
 
 class AnswerObserver(Protocol):
-    """Is told how an answer proceeds."""
+    """Receives the progress, retries and cost of one answer."""
 
     def progress(self, num_tokens: int) -> None:
         """Count tokens that all threads of the request have generated since the last call.
@@ -80,10 +81,10 @@ class AnswerObserver(Protocol):
         """
 
     def retried(self, *, continued: bool) -> None:
-        """Note the loss of a replica; the request is sent again from the start, or continued."""
+        """Note the loss of a replica, and whether the stream continues or starts again."""
 
     def ended(self, end: AnswerEnd | None) -> None:
-        """Take the cost of the answer, None if it is unknown; called once, last."""
+        """Take the cost of the answer, None if unknown; the last call, made exactly once."""
 
 
 class Retries:
@@ -139,7 +140,7 @@ async def relay_answer(
             await send_whole(send, answer)
         else:
             await stream.run(replicas)
-    except Exception as error:  # noqa: BLE001  # the boundary: logged, and answered
+    except Exception as error:  # noqa: BLE001  # boundary: the error is logged and answered
         failure = _logged_answer(error, request)
         if stream is not None and stream.begun:
             await stream.end_with(failure)
@@ -153,18 +154,21 @@ async def whole_answer(replicas: ReplicaCalls, request: RelayedRequest) -> Answe
     """Return a replica's answer, or the error that a client gets instead."""
     try:
         return (await replicas.whole(request))[0]
-    except Exception as error:  # noqa: BLE001  # the boundary: logged, and answered
+    except Exception as error:  # noqa: BLE001  # boundary: the error is logged and answered
         answer = _logged_answer(error, request)
         return AnswerStart(answer.status, answer.headers, answer.body)
 
 
 def _logged_answer(error: Exception, request: RelayedRequest) -> ErrorAnswer:
     facts = {"path": request.path, "request_id": request.terms.request_id}
+    if isinstance(error, BodyTooLargeError):
+        return answer_for(error)
     if isinstance(error, ReplicaLostError):
         logger.warning("replica lost under a request", extra=facts | {"reason": str(error)})
-    elif not isinstance(error, RequestError):
-        logger.error("request failed", extra=facts, exc_info=error)
-    return answer_for(error)
+        return answer_for(error)
+    # Of any class: Ray raises a replica's exception as a subclass whose text is the traceback.
+    logger.error("request failed", extra=facts, exc_info=error)
+    return INTERNAL_ERROR
 
 
 async def _whole(
@@ -216,8 +220,7 @@ class _StreamRelay:
     async def run(self, replicas: ReplicaCalls) -> None:
         """Relay the answer to its end.
 
-        Raises the error that no retry can help with. If the stream has begun, the caller must then
-        call `end_with`.
+        Raises an error that cannot be retried. If `begun`, the caller must then call `end_with`.
         """
         while True:
             try:
@@ -273,7 +276,7 @@ class _StreamRelay:
         await send_whole(self._send, AnswerStart(start.status, start.headers, body))
 
     async def _forward(self, body: bytes, journal: Journal, num_tokens: int) -> None:
-        # First, because the client must never have more text than the journal covers.
+        # Before sending: the client must never have more text than the journal covers.
         if journal:
             self._journal.add(journal)
         if num_tokens:

@@ -20,7 +20,7 @@
           EnginesDiedError           500 engine_lost_twice
           NoReplicaError             503 replica_unavailable
 
-`answer_for` turns them into answers.
+`answer_for` turns refusals and lost replicas into answers; the rest becomes `INTERNAL_ERROR`.
 """
 
 import json
@@ -130,7 +130,7 @@ class RateLimitError(RequestError):
 
 
 class QueueTimeoutError(CapacityError):
-    """The request has waited in the queue for as long as it may."""
+    """The request has waited in the queue for the longest time allowed."""
 
     reason = "queue_timeout"
 
@@ -238,19 +238,19 @@ class ErrorAnswer:
         return b"data: " + self.body + b"\n\n" + DONE_EVENT
 
 
-def answer_for(error: Exception) -> ErrorAnswer:
-    """Return the answer to a request that ends with an error.
+INTERNAL_ERROR = ErrorAnswer(
+    AparError.status, "The server failed to answer this request.", code=AparError.code
+)
+"""Answer to a request that failed unexpectedly; the reason belongs in the log."""
 
-    The text of an error that is not the client's concern belongs into the log, not into the answer.
-    """
-    if not isinstance(error, RequestError | CapacityError | ReplicaLostError):
-        message = "The server failed to answer this request."
-        return ErrorAnswer(AparError.status, message, code=AparError.code)
+
+def answer_for(error: RequestError | CapacityError | ReplicaLostError) -> ErrorAnswer:
+    """Return the answer to a request that was refused, or whose replica was lost."""
     message = error.client_message if isinstance(error, ReplicaLostError) else str(error)
     kind: str | None = None
     extra_headers: tuple[tuple[bytes, bytes], ...] = ()
     if isinstance(error, EnginesDiedError):
-        # OpenAI's clients would otherwise retry by themselves.
+        # Without this header, OpenAI's clients would retry by themselves.
         extra_headers = ((b"x-should-retry", b"false"),)
     elif isinstance(error, UnknownKeyError):
         extra_headers = ((b"www-authenticate", b'Bearer realm="apar"'),)

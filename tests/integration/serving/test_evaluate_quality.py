@@ -40,5 +40,5 @@ def test_a_judge_that_gives_no_ratings_is_counted_and_not_waited_for(
     answers = [json.loads(line) for line in (out / "answers_apar-tiny.jsonl").open()]
     assert len(answers) == 3
     assert all(answer["choices"][0]["turns"][0] for answer in answers)
-    assert "3, of them 3 without a rating" in (out / "report.md").read_text()
+    assert "3, 3 of them without a rating" in (out / "report.md").read_text()
     server.wait_until_idle()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from apar_core.errors import CapacityError
 from cluster.config.limits import LimitsConfig
 from deployments.wire.answer import AnswerStart, Piece
 from deployments.wire.errors import BodyTooLargeError, ReplicaLostError
@@ -78,9 +79,12 @@ async def test_a_replica_that_dies_before_it_answers_is_a_503(streaming: bool) -
     assert answer.json()["error"]["code"] == "engine_lost"
 
 
+@pytest.mark.parametrize("error", [AttributeError("a bug"), CapacityError("a bug")])
 @pytest.mark.parametrize("streaming", [True, False])
-async def test_an_unexpected_failure_is_a_500_with_an_error_body(streaming: bool) -> None:
-    replicas = FakeReplicas(AttributeError("a bug"))
+async def test_an_unexpected_failure_is_a_500_with_an_error_body(
+    streaming: bool, error: Exception
+) -> None:
+    replicas = FakeReplicas(error)
 
     answer = await client(replicas).post(CHAT, json={"stream": streaming})
 
