@@ -313,7 +313,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, default=checkpoint_path(), help="checkpoint folder")
     parser.add_argument("--prompts", type=int, default=defaults.num_prompts, help="sample size")
     parser.add_argument("--seed", type=int, default=defaults.seed, help="training seed")
-    parser.add_argument("--stream", default="", help="name of the sample; each name gives a different one")
+    parser.add_argument(
+        "--stream", default="", help="name of the sample; each name gives a different one"
+    )
     options = parser.parse_args(arguments)
     settings = ForkCheckSettings(
         num_prompts=options.prompts, seed=options.seed, stream=options.stream

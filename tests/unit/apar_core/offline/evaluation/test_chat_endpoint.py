@@ -135,7 +135,7 @@ async def test_a_slow_answer_fails_alone() -> None:
     with judge_server(slowly) as server:
         settings = EndpointSettings(url=server.url, model="m", retries=0, timeout_s=0.1)
         async with ChatEndpoint(settings) as endpoint:
-            with pytest.raises(RequestFailedError, match="did not answer within 0.1 s"):
+            with pytest.raises(RequestFailedError, match=r"did not answer within 0\.1 s"):
                 await endpoint.complete(QUESTION, max_tokens=5, temperature=0.0)
 
 
