@@ -288,6 +288,8 @@ def test_an_autoscaling_policy_gets_the_reports_and_keeps_its_state() -> None:
 
 def test_gcs_drains_nodes_and_knows_their_addresses() -> None:
     assert {"drain_node", "get_all_node_info"} <= set(dir(RAYLET.InnerGcsClient))
+    assert callable(RAYLET.GcsClient)
+    assert GCS.GcsNodeInfo.GcsNodeState.Value("ALIVE") == 0
     assert {"node_id", "node_manager_address", "state"} <= set(
         GCS.GcsNodeInfo.DESCRIPTOR.fields_by_name
     )
