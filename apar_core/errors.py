@@ -1,13 +1,19 @@
 """Exceptions that this project raises on purpose."""
 
-from pydantic import ValidationError
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+# Paragraph trees and fork parameters need no library, and they import this module.
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class AparError(Exception):
     """Base of every error that this project raises on purpose.
 
-    `status` (HTTP) and `code` (of OpenAI's error body) are what a client gets whose request ends
-    with the error.
+    A client whose request ends with the error gets `status` (HTTP) and `code` (in OpenAI's error
+    body).
     """
 
     status: int = 500

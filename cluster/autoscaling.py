@@ -35,9 +35,9 @@ class ReplicaReport:
 class ModelLoad:
     """Load of a model.
 
-    `waiting_requests` have no replica yet. Each is expected to have `default_threads` threads as
-    long as no running request tells more. `running` counts the replicas that serve, `target` those
-    last asked for. Starting replicas have no report.
+    `waiting_requests` have no replica yet. Each is expected to have as many threads as a running
+    request on average, or `default_threads` if none runs. `running` counts the replicas that serve,
+    `target` those last asked for. Starting replicas have no report.
     """
 
     replicas: Sequence[ReplicaReport]
@@ -70,7 +70,7 @@ class LoadTrend:
     def clears(self, worth: float, within_s: float) -> bool:
         """Whether the backlog will be gone within `within_s` if the trend continues.
 
-        `worth` is the load in replicas that carry their targets.
+        `worth` is the load in replicas at their target.
         """
         if worth <= self.running:
             return False
@@ -143,14 +143,13 @@ def _decide(
     # Starting a replica takes long; the backlog of that time must not count as additional load.
     growth = max(1, math.ceil(load.running * settings.max_growth))
     wanted = min(_bounded(worth, lowest, highest), max(growth, lowest))
-    # Steps get faster with fewer threads per replica, so that among many replicas, few seem to be
-    # enough. Remove some, then measure again.
+    # With many replicas each has few threads and short steps, so that few replicas seem enough.
+    # Remove some, then measure again.
     shrunk = math.ceil(load.running / settings.max_growth) if worth > 0 else 0
     enough = max(_bounded(worth / (1 - settings.downscale_headroom), lowest, highest), shrunk)
     if wanted > load.target:
         since = now_s if state.over_since_s is None else state.over_since_s
-        # A full replica is worth several at their target, even while it works off a backlog that
-        # will not come again.
+        # A full replica is worth several at their target, even while it only works off a backlog.
         catches_up = settings.catch_up_s > 0 and state.trend.clears(worth, settings.catch_up_s)
         long_enough = now_s - since >= settings.upscale_delay_s
         if load.target == 0 or (long_enough and not catches_up):

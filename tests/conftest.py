@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from cluster.local_ray import SERVE_FLAGS
 
@@ -19,6 +20,10 @@ os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 for name, value in SERVE_FLAGS.items():
     os.environ.setdefault(name, value)
+
+# By default an example fails after 0.2 s, which a busy machine cannot promise.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 SERVING = "tests/integration/serving/"
 OWN_SERVERS = f"{SERVING}test_apar_serve.py"

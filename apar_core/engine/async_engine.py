@@ -34,12 +34,11 @@ plugin.register()
 SCHEDULER_CLS = "apar_core.scheduler.fork_scheduler.ForkScheduler"
 """Value of vLLM's `scheduler_cls` for an engine that forks."""
 
-
-_PROMPT = "Hello"
+_WARM_UP_PROMPT = "Hello"
 # One token from the prompt's step, one from a decoding step.
-_MAX_TOKENS = 2
-
-_TOGETHER: dict[str, Any] = {
+_WARM_UP_TOKENS = 2
+# Sampling parameters that are warmed up alone and then together.
+_WARM_UP_PARAMS: dict[str, Any] = {
     "temperature": 0.8,
     "seed": 1,
     "top_p": 0.9,
@@ -49,10 +48,10 @@ _TOGETHER: dict[str, Any] = {
     "frequency_penalty": 0.1,
     "repetition_penalty": 1.1,
     "logit_bias": {0: 1.0},
-    "bad_words": [_PROMPT],
+    "bad_words": [_WARM_UP_PROMPT],
     "logprobs": 2,
 }
-_STRUCTURED: dict[str, dict[str, Any]] = {
+_WARM_UP_CONSTRAINTS: dict[str, dict[str, Any]] = {
     "json": {"json": {"type": "object", "properties": {"a": {"type": "string"}}}},
     "regex": {"regex": "[a-z]+"},
     "choice": {"choice": ["yes", "no"]},
@@ -116,7 +115,7 @@ class AparAsyncLLM(AsyncLLM):
 
     async def _warm_up_with(self, name: str, params: SamplingParams, rank: int | None) -> None:
         tokenizer: Any = self._input.tokenizer
-        token_ids = [0] if tokenizer is None else tokenizer.encode(_PROMPT)
+        token_ids = [0] if tokenizer is None else tokenizer.encode(_WARM_UP_PROMPT)
         prompt = TokensPrompt(prompt_token_ids=token_ids)
         request_id = f"warm-up-{name}"
         try:
@@ -167,16 +166,16 @@ class AparAsyncLLM(AsyncLLM):
 def _warm_up_params() -> Iterator[tuple[str, SamplingParams]]:
     """Yield names and parameters of requests with each parameter alone, then most of them."""
     yield "greedy", _params(temperature=0.0)
-    for name, value in _TOGETHER.items():
+    for name, value in _WARM_UP_PARAMS.items():
         yield name, _params(**{name: value})
     yield "greedy_logprobs", _params(temperature=0.0, logprobs=1)
     yield "prompt_logprobs", _params(prompt_logprobs=1)
     yield "min_tokens", _params(min_tokens=1)
     yield "allowed_token_ids", _params(allowed_token_ids=[0, 1, 2])
-    for name, constraint in _STRUCTURED.items():
+    for name, constraint in _WARM_UP_CONSTRAINTS.items():
         yield name, _params(structured_outputs=StructuredOutputsParams(**constraint))
-    yield "together", _params(**_TOGETHER)
+    yield "together", _params(**_WARM_UP_PARAMS)
 
 
 def _params(**values: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=_MAX_TOKENS, **values)
+    return SamplingParams(max_tokens=_WARM_UP_TOKENS, **values)

@@ -62,8 +62,8 @@ def forks(vllm_config: VllmConfig) -> bool:
 def bans_by_logits_processor(vllm_config: VllmConfig) -> bool:
     """Return whether control tokens are banned by our logits processor, not as bad words.
 
-    vLLM accepts no custom logits processor with speculative decoding or in its V2 model runner.
-    Bad words work everywhere, but take time per row.
+    vLLM accepts no custom logits processor with speculative decoding, and its V2 model runner does
+    not run those of the V1 interface. Bad words work everywhere, but take time per row.
     """
     return vllm_config.speculative_config is None and not vllm_config.use_v2_model_runner
 
@@ -268,7 +268,7 @@ def _control_tokens(vllm_config: VllmConfig, tokenizer: Any) -> ControlTokens | 
 
 
 def _check_bad_words(params: SamplingParams) -> None:
-    """Refuse more bad words than the worker accepts beside ours."""
+    """Refuse more bad words than the worker accepts in addition to ours."""
     words = params._bad_words_token_ids or []
     parameters = ForkParameters.from_extra_args(params.extra_args)
     ours = [] if parameters is None else bad_words(parameters)

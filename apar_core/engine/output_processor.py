@@ -217,7 +217,8 @@ def _without_control_tokens(logprobs: LogprobsLists, parameters: ForkParameters)
     vLLM computes them before the bans, and beam search would follow them.
     """
     token_ids = logprobs.logprob_token_ids
-    banned = np.isin(token_ids, (parameters.fork_id, parameters.child_id))
+    # Faster than `np.isin`; this runs for every output.
+    banned = (token_ids == parameters.fork_id) | (token_ids == parameters.child_id)
     return logprobs._replace(logprobs=np.where(banned, -np.inf, logprobs.logprobs))
 
 

@@ -26,7 +26,7 @@ class OutputQueue(Protocol):
 
 
 class PacedQueue:
-    """Passes the first output, the last one and errors at once, and all others merged.
+    """Passes on the first output, the last one and errors at once, and merges all others.
 
     Merged outputs pass when the event loop's clock is at a multiple of the interval. So the outputs
     of all streams travel together and wake each process on their way once, not once per stream.

@@ -183,7 +183,7 @@ class RequestFollower:
         )
 
     def replay(self, *, begins: bool) -> None:
-        """Mark the begin or end of replayed outputs."""
+        """Mark the start or end of replayed outputs."""
         self._replaying = begins
 
 

@@ -1,4 +1,4 @@
-"""Resume, in the API process, a request that another engine was lost with.
+"""Resume, in the API process, a request whose engine was lost.
 
 The output processor gets the outputs of the journal once more, so that the answer starts with
 everything known of it. The scheduler gets the same journal and resumes the unfinished threads

@@ -67,7 +67,7 @@ class BlockSharing:
         self._allocate = manager.allocate_slots
 
     def share(self, parent: Request, child: Request) -> None:
-        """Reference the parent's blocks with the child's prompt until the child takes them."""
+        """Reference the parent's blocks of the child's prompt until the child takes them."""
         # The last prompt token is the child token, which the parent does not have.
         num_tokens = min(child.num_prompt_tokens - 1, parent.num_computed_tokens)
         self.counters.forks += 1

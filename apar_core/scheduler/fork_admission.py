@@ -3,7 +3,8 @@
 `ForkMixin` (in `fork_scheduler.py`) decides whether a fork opens a thread at all, and queues the
 child here. At the end of each step it takes the children that may start:
 
-- Requests are asked in order of priority, then arrival; the children of one request, oldest first.
+- Requests are considered in order of priority, then arrival; the children of one request, oldest
+  first.
 - A request at its `max_threads`, or whose key is at its limit, does not block other requests.
 - The replica's limit and the policy (`fork_policy.py`) block all requests.
 """
@@ -36,7 +37,7 @@ class AdmissionCounters:
     """Forks since the engine started.
 
     accepted: started in the step of their fork.
-    delayed: waited, by the reason at first; they start later unless their request ends before.
+    delayed: had to wait, by their first reason; they start later unless their request ends before.
     refused: opened no thread, as their request had used up its forks or its tokens, or the context
         was full.
     """
@@ -70,7 +71,7 @@ class ForkAdmission(Generic[Child]):
         self._new: Counter[ThreadGroup[Child]] = Counter()
 
     def wait(self, group: ThreadGroup[Child], child: Child) -> None:
-        """Queue a child behind the others of its request."""
+        """Queue a child after the others of its request."""
         group.deferred.append(child)
         self._new[group] += 1
         self.queue.offer(group)

@@ -2,7 +2,7 @@
 
 The policy is the last of the checks in `fork_admission.py`, and the only one that looks at time.
 Policies are pure functions of batches and step times, so the simulation of a cluster uses the same
-code. No policy can block a request: a child whose request has no live thread starts without asking.
+code. No policy can block a request: a child whose request has no live thread skips the policy.
 To add a policy, implement `ForkPolicy` and name it in `PolicyName` and `build_policy`.
 """
 

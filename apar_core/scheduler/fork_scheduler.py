@@ -256,7 +256,7 @@ class ForkMixin(Scheduler):
         )
         group.num_forks += 1
         self.block_sharing.share(parent, child)
-        # Forks start at the end of the step: first those of the oldest request, not the first row.
+        # Forks start at the end of the step, in order of their requests' age, not of the rows.
         self.admission.wait(group, child)
 
     def _start(self, group: ThreadGroup[Request], child: Request) -> None:

@@ -1,9 +1,9 @@
 """Build the vLLM request of a thread: of a child at a fork, and of a thread that is resumed.
 
 A thread is a prompt: the tokens on its path so far. A child's prompt is its parent's sequence up to
-the fork token, then the child token. A request that another engine was lost with is resumed from
-its journal in the same way: each unfinished thread becomes a request whose prompt is the client's
-prompt and all that the thread has read and generated. No token is generated again, and common
+the fork token, then the child token. A request whose engine was lost is resumed from its journal in
+the same way: each unfinished thread becomes a request whose prompt is the client's prompt and all
+that the thread has read and generated. No token is generated again, and common
 prefixes are computed once, through the prefix cache.
 """
 
@@ -91,7 +91,7 @@ def forget_journal(params: SamplingParams | None) -> None:
 
 
 def resumed_alone(request: Request, journal: Journal) -> Request:
-    """Return a request that may not fork, continued behind its journal."""
+    """Return a request that may not fork, continued after its journal."""
     (root,) = journal
     tokens = [*_prompt(request), *root.token_ids]
     return _resumed_thread(request, root, tokens, request.max_tokens - len(root.token_ids))
@@ -193,7 +193,7 @@ def _prompt(request: Request) -> list[int]:
 
 
 def _behind(parent_arrival_time: float) -> float:
-    """Return the next larger time: behind the parent, ahead of every later request."""
+    """Return the next larger time, which is after the parent and before every later request."""
     return math.nextafter(parent_arrival_time, math.inf)
 
 

@@ -95,7 +95,7 @@ def model_autoscaling(model: ModelConfig) -> ServeAutoscalingConfig | None:
 
 
 def gateway_autoscaling() -> ServeAutoscalingConfig:
-    """Ray Serve's configuration of the one gateway, whose queue lengths are to be reported."""
+    """Ray Serve's autoscaling configuration of the one gateway, so that it reports its queues."""
     return _serve_config(1, 1, AutoscalingPolicy(policy_function=GatewayPolicy))
 
 

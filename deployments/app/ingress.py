@@ -42,7 +42,7 @@ _WHOLE = "settings"
 class IngressSettings(BaseModel):
     """The gateway's settings, and the deployments of its models in the same order.
 
-    `may_sleep` tells that a model may be scaled to no replica.
+    `may_sleep` is set if a model may be scaled to zero replicas.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -94,7 +94,7 @@ class GatewayIngress:
         # Routers start with the default routing; the first `reconfigure` changes it.
         self._settings = built.model_copy(update={"routing": RoutingSettings()})
         self._is_configured = False
-        # Whether all settings have been applied; if not, even the same are applied again.
+        # Whether the last settings were applied completely; if not, equal ones are applied again.
         self._is_applied = True
         calls = [self._replicas[name] for name in self._settings.deployments]
         metrics = GatewayMetrics(RayInstruments() if settings.metrics else NoInstruments())

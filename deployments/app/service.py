@@ -31,8 +31,8 @@ _POLL_S = 0.1
 _LAST_WORDS_S = 0.5
 # Settings that only a restart can change.
 _FIXED = ("host", "port", "ray_address", "metrics")
-# Settings of a model that its running processes do not depend on.
-_NOT_OF_A_PROCESS = {"replicas", "autoscaling", "max_queued_requests", "max_queue_s"}
+# Settings of a model that change without a restart of its processes.
+_WITHOUT_RESTART = {"replicas", "autoscaling", "max_queued_requests", "max_queue_s"}
 
 
 class Service:
@@ -206,7 +206,7 @@ def core_shares(
 ) -> dict[str, int]:
     """Return, per deployment, the number of replicas that share the cores with its own.
 
-    A model whose processes need not change keeps its number: another one would restart them.
+    A model whose processes need not change keeps its number; a new one would restart them.
     """
     known = [] if old is None else [_process_settings(model) for model in old.models]
     return {
@@ -219,7 +219,7 @@ def core_shares(
 
 def _process_settings(model: ModelConfig) -> dict[str, Any]:
     """Settings that running replicas of a model depend on."""
-    settings = model.model_dump(exclude=_NOT_OF_A_PROCESS)
+    settings = model.model_dump(exclude=_WITHOUT_RESTART)
     return settings | {"name": model.public_name}
 
 

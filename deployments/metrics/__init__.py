@@ -1,8 +1,8 @@
 """Metrics on their way from a process to Prometheus.
 
-Each process keeps plain numbers (`recorder.py`) and passes them to Ray's metrics once a second. Ray
-collects those of all processes of a node in its agent, which Prometheus scrapes at `/metrics`. What
-is counted stands in `gateway/gateway_metrics.py` and `replica/replica_metrics.py`;
+Each process keeps plain numbers (`recorder.py`) and passes them to Ray's metrics once a second. The
+Ray agent of a node collects them from all its processes, and Prometheus scrapes the agent at
+`/metrics`. `gateway/gateway_metrics.py` and `replica/replica_metrics.py` do the counting;
 `cluster/metrics/catalogue.py` declares every metric.
 
 How Prometheus finds the agents:
@@ -13,6 +13,6 @@ How Prometheus finds the agents:
 - Your own Ray cluster lists its nodes at `http://HEAD:8265/api/prometheus/sd`, for
   `http_sd_configs`, and in `/tmp/ray/prom_metrics_service_discovery.json` on its head. The port of
   each node is set by `ray start --metrics-export-port`; without it, each node takes a free one,
-  which both lists contain.
+  and both lists name it.
 - On Kubernetes the operator's PodMonitors select the pods, whose containers name the port.
 """

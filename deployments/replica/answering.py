@@ -80,7 +80,7 @@ class FollowedRequest:
         self._engine = engine
         self._trace = trace
         self._engine_request_id: str | None = None
-        self._came_s = time.monotonic()
+        self._arrived_s = time.monotonic()
 
     def begin(self, engine_request_id: str) -> None:
         """Follow the request that the engine is about to receive under this id."""
@@ -128,13 +128,13 @@ class FollowedRequest:
             trees.decode_steps,
         )
 
-    def signed_end(self, replica: str) -> AnswerEnd:
-        """Cost of the answer, with the replica's id and the time spent in it."""
+    def end_from(self, replica: str) -> AnswerEnd:
+        """Cost of the answer, with the replica's id and the time spent there."""
         follower = self.follower
         return replace(
             self.end(),
             replica=replica,
-            replica_s=round(time.monotonic() - self._came_s, 6),
+            replica_s=round(time.monotonic() - self._arrived_s, 6),
             engine_s=round(max(follower.last_output_s - follower.began_s, 0.0), 6),
         )
 
@@ -270,7 +270,7 @@ class Answering:
         self._num_unanswered = 0
 
     async def stream(self, request: RelayedRequest) -> AsyncIterator[AnswerPart]:
-        """Answer piece by piece."""
+        """Yield the answer piece by piece."""
         followed = self._follow(request)
         begun = False
         async with aclosing(self._answer(request, followed)) as parts:
@@ -284,10 +284,10 @@ class Answering:
         if broken is not None and begun:
             # Another replica need not regenerate the tokens since the last piece.
             yield followed.piece(b"").to_wire()
-        yield broken or followed.signed_end(self._replica_id)
+        yield broken or followed.end_from(self._replica_id)
 
     async def whole(self, request: RelayedRequest) -> AsyncIterator[WholeAnswer]:
-        """Answer in one part, with the cost; before it, now and then, the number of new tokens."""
+        """Yield numbers of new tokens now and then, and last the whole answer with its cost."""
         followed = self._follow(request)
         answer = asyncio.create_task(self._joined(request, followed))
         try:
@@ -302,7 +302,7 @@ class Answering:
         broken = self._broken(followed)
         if broken is not None and (num_tokens := followed.follower.take_num_tokens()):
             yield num_tokens
-        yield broken or (start, followed.signed_end(self._replica_id))
+        yield broken or (start, followed.end_from(self._replica_id))
 
     def _follow(self, request: RelayedRequest) -> FollowedRequest:
         terms = request.terms

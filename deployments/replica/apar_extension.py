@@ -113,7 +113,7 @@ def fit_replay(
 
 
 def _token_ids(value: object, *, texts: bool) -> Iterable[int]:
-    """Yield all token ids in a value, parsed as leniently as by vLLM.
+    """Yield all token ids in a value, which is parsed as leniently as vLLM does.
 
     With `texts`, strings are texts and not ids, as in a list of prompts.
     """

@@ -38,7 +38,7 @@ class EngineTrace:
         self._parent = tracing.context_of(headers)
         self._replica_id = replica_id
         self._clock = WallClock()
-        self._came_s = time.monotonic()
+        self._arrived_s = time.monotonic()
         self._threads: dict[str, ThreadTimes] = {}
         self._num_dropped = 0
         self._replaying = False
@@ -105,7 +105,7 @@ class EngineTrace:
         """Make the spans; `broken` means that the replica cannot continue the request."""
         end_s = time.monotonic()
         engine = self._span(
-            names.ENGINE, self._parent, self._came_s, self._engine_facts(cost), SpanKind.SERVER
+            names.ENGINE, self._parent, self._arrived_s, self._engine_facts(cost), SpanKind.SERVER
         )
         if broken:
             engine.set_attribute(names.OUTCOME, LOST)

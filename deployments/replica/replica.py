@@ -79,7 +79,7 @@ class Replica(Answering):
 
     async def _build(self, settings: ReplicaSettings, replica_id: str) -> ASGIApp:
         """Build the engine and the application on top of it."""
-        # vLLM takes seconds to import; the process that composes the application need not.
+        # vLLM takes seconds to import; the process that builds the application does not need it.
         from deployments.metrics.vllm_stats import VllmStats
         from deployments.replica.engine_factory import (
             build_engine,
@@ -236,7 +236,7 @@ async def watch(
 
 
 def end_with_children(status: int) -> None:
-    """End this process after killing its children: an engine that hangs would stay."""
+    """Kill this process's children, then end it: a hung engine would survive its replica."""
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             child.kill()

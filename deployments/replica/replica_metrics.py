@@ -147,7 +147,7 @@ class LastState:
         self._max_age_s = max_age_s
         self._asked: asyncio.Future[dict[str, Any]] | None = None
         self._state: dict[str, Any] | None = None
-        self._came_s = time.monotonic()
+        self._received_s = time.monotonic()
 
     async def get(self) -> dict[str, Any] | None:
         """Return the current state, or the last one, or None if that is too old.
@@ -160,8 +160,8 @@ class LastState:
         now_s = time.monotonic()
         if asked.done():
             self._asked, self._state = None, None
-            self._state, self._came_s = asked.result(), now_s
-        elif now_s - self._came_s > self._max_age_s:
+            self._state, self._received_s = asked.result(), now_s
+        elif now_s - self._received_s > self._max_age_s:
             self._state = None
         return self._state
 

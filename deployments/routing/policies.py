@@ -33,7 +33,7 @@ _MAX_RELEASED = 8192
 _LOST_AFTER_S = 30.0
 # Cost of a prompt token in a step, relative to a decoding thread, which also reads its context.
 # Rooflines and CPU measurements give a fifth to a quarter. A prefix computed twice also takes
-# cache space twice, and in the simulation anything from a fifth to two worked as well.
+# cache space twice, and in the simulation all values from a fifth to two worked equally well.
 _PREFILL_SHARE = 0.5
 # Only the longest known prefixes of a prompt are looked up: shorter ones are on the same replicas.
 _MAX_LOOKUPS = 3
@@ -225,7 +225,7 @@ class PowerOfTwo(Router):
 
 
 class ThreadRouter(Router):
-    """Take the replica where the request costs the least time, its own and that of the others.
+    """Take the replica where the request costs the least time, for itself and the others there.
 
     The request runs `steps` engine steps, whose length grows with the threads at the replica, its
     own included. Its threads lengthen the steps of the other requests there. Its prompt, less the

@@ -62,10 +62,9 @@ class SharedRouter:
         self._notify()
 
     def left(self, source: object) -> None:
-        """Forget one of Ray's routers, called when it is garbage-collected.
+        """Forget one of Ray's routers; called when it is garbage-collected.
 
-        That may happen in any executor, even in one that holds the lock; then the next call
-        applies the change.
+        That may happen in any executor. If it holds the lock, the next call applies the change.
         """
         self._gone.append(source)
         if self._lock.acquire(blocking=False):

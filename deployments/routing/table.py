@@ -172,7 +172,7 @@ class StepTime:
 
 
 class SilenceDetector:
-    """Detects replicas that have stopped reporting while others go on.
+    """Detects replicas that have stopped reporting while others continue.
 
     A hung process looks idle, because its last report never changes. Report times are compared
     with the latest report of any replica: if the Serve controller hangs, which carries all of
@@ -399,7 +399,7 @@ class ReplicaTable:
 
 
 def _by_own_clock(row: _Row, load: ReplicaLoad, now_s: float) -> float:
-    """Time of a report by the router's clock; if the clocks differ, less the smallest lag seen."""
+    """Convert the time of a report to the router's clock, which may differ from the replica's."""
     lag_s = now_s - load.taken_at_s
     row.least_lag_s = min(row.least_lag_s, lag_s)
     if row.least_lag_s < 0.0 or row.least_lag_s > _MAX_LAG_S:

@@ -32,7 +32,7 @@ CLOSE_S = 3.0
 _BATCH_SPANS = 512
 _TRACES_PATH = "/v1/traces"
 _WARNING_PERIOD_S = 60.0
-# These log every attempt, and one per second while a collector is down.
+# They log every failed export; while a collector is down, that is a line per second.
 _LIBRARY_LOGGERS = ("opentelemetry.exporter.otlp", "opentelemetry.sdk._shared_internal")
 
 
@@ -119,7 +119,7 @@ def build_exporter(config: TracingConfig) -> SpanExporter:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     endpoint = config.endpoint or ""
     url = urlsplit(endpoint)
-    # Imported late: gRPC, which few use, takes long to import.
+    # Imported late: gRPC takes long to import, and few use it.
     if config.protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
             OTLPSpanExporter as GrpcExporter,
@@ -158,7 +158,7 @@ class ReportedExporter(SpanExporter):
         """Export the spans; never raises."""
         try:
             result = self._exporter.export(spans)
-        except Exception:  # noqa: BLE001  # The exporting executor must go on.
+        except Exception:  # noqa: BLE001  # The exporting executor must continue.
             result = SpanExportResult.FAILURE
         if result is not SpanExportResult.SUCCESS:
             self._num_lost += len(spans)

@@ -13,7 +13,7 @@ class ReplicaLoad:
     choices. `threads` are alive, running or waiting in the engine. `waiting_forks` are children
     held back by a cap or by the fork policy. `blocks` and `free_blocks` count KV cache blocks of
     `block_size` tokens. `tokens_per_s` is the decode rate of all threads together over the last
-    seconds, idle time left out. `step_s` is the mean time of an engine step, 0 while unknown. So
+    seconds, idle time excluded. `step_s` is the mean time of an engine step, 0 while unknown. So
     `tokens_per_s * step_s` is the mean number of threads in a step.
     """
 

@@ -29,6 +29,7 @@ from ray.serve._private.constants import (
     SERVE_MULTIPLEXED_MODEL_ID,
     SERVE_SESSION_ID,
 )
+from ray.serve._private.handle_options import InitHandleOptionsBase
 from ray.serve._private.logging_utils import get_serve_logs_dir
 from ray.serve._private.replica import UserCallableWrapper
 from ray.serve._private.request_router.common import PendingRequest, RequestRoutingContext
@@ -169,7 +170,11 @@ def test_a_handle_has_serialization_options() -> None:
     parameters = inspect.signature(DeploymentHandle.options).parameters
 
     assert {"request_serialization", "response_serialization"} <= set(parameters)
-    assert hasattr(DeploymentHandle, "_init")  # the integration tests' handle
+
+
+def test_a_handle_can_be_used_without_an_event_loop() -> None:
+    assert list(inspect.signature(DeploymentHandle._init).parameters) == ["self", "kwargs"]
+    assert "_run_router_in_separate_loop" in InitHandleOptionsBase.__dataclass_fields__
 
 
 def test_our_router_overrides_the_methods_that_ray_serve_calls() -> None:
@@ -283,6 +288,8 @@ def test_an_autoscaling_policy_gets_the_reports_and_keeps_its_state() -> None:
 
 def test_gcs_drains_nodes_and_knows_their_addresses() -> None:
     assert {"drain_node", "get_all_node_info"} <= set(dir(RAYLET.InnerGcsClient))
+    assert callable(RAYLET.GcsClient)
+    assert GCS.GcsNodeInfo.GcsNodeState.Value("ALIVE") == 0
     assert {"node_id", "node_manager_address", "state"} <= set(
         GCS.GcsNodeInfo.DESCRIPTOR.fields_by_name
     )

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from vllm import envs
+from vllm.config import SchedulerConfig, VllmConfig
+from vllm.config.aux_output import AuxOutputConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -33,7 +36,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import PriorityRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import check_stop
@@ -218,6 +223,13 @@ ATTRIBUTES = (
     Attributes(KVCacheCoordinator, "single_type_managers", "one per attention type"),
     Attributes(SingleTypeKVCacheManager, "block_size", "tokens per block"),
     Attributes(BlockPool, "num_gpu_blocks", "number of blocks"),
+    Attributes(KVCacheBlock, "ref_cnt is_null", "blocks that an ended thread frees"),
+    Attributes(
+        SchedulerOutput, "num_scheduled_tokens total_num_scheduled_tokens", "a step's batch"
+    ),
+    Attributes(SchedulerConfig, "get_scheduler_cls async_scheduling policy", "our scheduler"),
+    Attributes(VllmConfig, "use_v2_model_runner aux_output_config", "how tokens are banned"),
+    Attributes(AuxOutputConfig, "enable_return_routed_experts", "such engines do not fork"),
     Attributes(
         Request,
         "_block_hasher block_hashes num_computed_tokens num_prompt_tokens num_tokens max_tokens "
@@ -231,8 +243,8 @@ ATTRIBUTES = (
     Attributes(OutputProcessor, "request_states tokenizer", "states of aborted requests"),
     Attributes(
         RequestState,
-        "request_id external_req_id prompt_len queue output_kind",
-        "records, pacing",
+        "request_id external_req_id prompt_len queue output_kind parent_req request_index",
+        "records, pacing, choices of one prompt",
     ),
     Attributes(EngineCore, "scheduler", "core_state reads it"),
     # Timed or called by cluster/experiments.
@@ -466,6 +478,8 @@ def test_named_fields_and_values() -> None:
     }
     for status in ("RUNNING", "FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"):
         assert status in RequestStatus.__members__
+    # The limits on bad words in the V2 worker.
+    assert {"VLLM_MAX_NUM_BAD_WORDS", "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS"} <= set(dir(envs))
     # Merges the outputs of a paced stream.
     assert parameters(RequestOutput.add) == "self, next_output, aggregate"
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -197,6 +199,22 @@ def test_imports_inside_a_package_point_down(package: str) -> None:
         for violation in layer_violations(package, path.relative_to(ROOT), path.read_text())
     ]
     assert found == []
+
+
+def test_trees_and_parameters_of_requests_need_no_library() -> None:
+    names = ("tree", "tree.threads", "formats.control_tokens", "fork_parameters", "journal")
+    imports = ", ".join(f"apar_core.{name}" for name in names)
+    program = (
+        f"import sys; known = set(sys.modules); import {imports};"
+        "print(*{name.partition('.')[0] for name in set(sys.modules) - known})"
+    )
+
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+
+    loaded = set(found.stdout.split())
+    assert loaded - sys.stdlib_module_names == {"apar_core"}
 
 
 def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:

@@ -179,15 +179,11 @@ Outcome = PreparedAnswer | Refusal | TooLong
 
 @dataclass(frozen=True, slots=True)
 class ItemPreparation:
-    """Converts items to examples; pickled for the worker processes."""
+    """Converts items to examples; pickled once for each worker process."""
 
     rules: StructureRules
     questions: Questions
     fit: FitExample | None = None
-
-    def outcomes_of_items(self, items: Sequence[SourceItem]) -> list[list[Outcome]]:
-        """Return the outcomes of each item."""
-        return [list(self.outcomes(item)) for item in items]
 
     def outcomes(self, item: SourceItem) -> Iterator[Outcome]:
         """Yield an example for each answer of the item, with the earlier turns as its messages.
@@ -373,19 +369,18 @@ def _outcomes(
         for item in items:
             yield list(preparation.outcomes(item))
         return
-    # Forked processes would inherit the locks of progress bars. Ctrl-C reaches the whole process
-    # group: workers ignore it, and the parent shuts them down.
+    # Forked processes would inherit the locks of progress bars.
     pool = ProcessPoolExecutor(
         num_workers,
         mp_context=multiprocessing.get_context("spawn"),
-        initializer=signal.signal,
-        initargs=(signal.SIGINT, signal.SIG_IGN),
+        initializer=_start_worker,
+        initargs=(preparation,),
     )
     pending: deque[Future[list[list[Outcome]]]] = deque()
     try:
         for chunk in _chunks(items):
             with _interrupts_held():
-                pending.append(pool.submit(preparation.outcomes_of_items, chunk))
+                pending.append(pool.submit(_work, chunk))
             if len(pending) > num_workers * _CHUNKS_IN_FLIGHT:
                 yield from pending.popleft().result()
         while pending:
@@ -394,6 +389,21 @@ def _outcomes(
         raise DataError("a process of data preparation was killed (out of memory?)") from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+# Set in worker processes only. Sent with each chunk, it would repeat all questions every time.
+_worker_preparation: ItemPreparation
+
+
+def _start_worker(preparation: ItemPreparation) -> None:
+    global _worker_preparation
+    # Ctrl-C reaches the whole process group: workers ignore it, and the parent shuts them down.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _worker_preparation = preparation
+
+
+def _work(items: Sequence[SourceItem]) -> list[list[Outcome]]:
+    return [list(_worker_preparation.outcomes(item)) for item in items]
 
 
 @contextlib.contextmanager

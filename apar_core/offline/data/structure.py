@@ -64,10 +64,10 @@ def extract_tree(answer: str, rules: StructureRules = _PAPER_RULES) -> Extracted
     """
     thought, rest = split_thought(answer)
     extracted = _extract_answer(rest, rules)
-    tree = extracted.tree
-    return (
-        extracted._replace(tree=replace(tree, text=thought + tree.text)) if thought else extracted
-    )
+    if not thought:
+        return extracted
+    tree = replace(extracted.tree, text=thought + extracted.tree.text)
+    return extracted._replace(tree=tree)
 
 
 def _extract_answer(answer: str, rules: StructureRules) -> ExtractedAnswer:
@@ -245,10 +245,10 @@ def _lists(answer: str) -> Iterator[list[_Point]]:
         if points and indent > list_indent + 1:
             continue
         previous = points[-1].number if points else None
-        goes_on = previous is not None and (number == previous + 1 or number == previous == 1)
-        if not goes_on and number > 1:
+        continues = previous is not None and (number == previous + 1 or number == previous == 1)
+        if not continues and number > 1:
             continue
-        if points and not goes_on:
+        if points and not continues:
             yield points
             points = []
         if not points:

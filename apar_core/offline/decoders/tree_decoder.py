@@ -202,7 +202,7 @@ class AnswerRun:
             logits_RQV[..., tokens.fork_id] = -torch.inf
 
     def _uniforms(self, tree: CandidateTree) -> list[list[float]] | None:
-        """One number for each token that a thread may gain, whatever pass it comes in."""
+        """Return a random number for each token that a thread may gain; None if none is needed."""
         if self._choice.temperature == 0 or self._choice.tokens_of_thread is not None:
             return None
         uniforms = []
@@ -214,7 +214,7 @@ class AnswerRun:
         return uniforms
 
     def _hand_out(self, tree: CandidateTree, chosen: ChosenTokens) -> None:
-        """Give every thread its tokens; then let forked rows in and ended rows out."""
+        """Give each thread its tokens, then add forked rows and remove finished ones."""
         opened: list[Row] = []
         num_nodes = len(tree.parents)
         for index, row in enumerate(list(self.rows)):

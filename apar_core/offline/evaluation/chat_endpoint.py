@@ -14,6 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 from apar_core.errors import EvaluationError
 from apar_core.offline.data.records import ChatMessage
 
+# An unreachable address is reported in about a minute, with all retries.
+_CONNECT_TIMEOUT_S = 10.0
+
 TokenLimitField = Literal["max_tokens", "max_completion_tokens"]
 
 
@@ -57,7 +60,9 @@ class ChatEndpoint:
             base_url=settings.url,
             api_key=settings.api_key,
             max_retries=settings.retries,
-            timeout=settings.timeout_s,
+            timeout=openai.Timeout(
+                settings.timeout_s, connect=min(settings.timeout_s, _CONNECT_TIMEOUT_S)
+            ),
         )
 
     async def __aenter__(self) -> ChatEndpoint:
@@ -108,7 +113,9 @@ class ChatEndpoint:
             return EvaluationError(f"{url} refuses the API key: {_reason(error)}")
         if isinstance(error, openai.NotFoundError):
             return EvaluationError(f"{url} has no model {model!r}: {_reason(error)}")
-        if isinstance(error, openai.APITimeoutError):
+        # The cause is an exception of openai's HTTP library, which differs between versions.
+        connected = type(error.__cause__).__name__ != "ConnectTimeout"
+        if isinstance(error, openai.APITimeoutError) and connected:
             return RequestFailedError(
                 f"{url} did not answer within {self.settings.timeout_s:g} s ({retries} retries)"
             )

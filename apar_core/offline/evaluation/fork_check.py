@@ -1,8 +1,8 @@
 """Check on held-out prompts that the embedded model forks where it should and nowhere else.
 
 `python -m apar_core.offline.evaluation.fork_check` prints a table and exits with 1 if a bound is
-missed. It decodes with plain transformers, one row per thread, each reading only its own path. This
-reference decoder is also what tests compare the faster decoders with.
+missed. It decodes with plain transformers, one row per thread, each reading only its own path.
+Tests compare the faster decoders with this reference decoder.
 """
 
 from __future__ import annotations
@@ -312,8 +312,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=checkpoint_path(), help="checkpoint folder")
     parser.add_argument("--prompts", type=int, default=defaults.num_prompts, help="sample size")
-    parser.add_argument("--seed", type=int, default=defaults.seed, help="seed of the training")
-    parser.add_argument("--stream", default="", help="name of the sample; each name gives another")
+    parser.add_argument("--seed", type=int, default=defaults.seed, help="training seed")
+    parser.add_argument(
+        "--stream", default="", help="name of the sample; each name gives a different one"
+    )
     options = parser.parse_args(arguments)
     settings = ForkCheckSettings(
         num_prompts=options.prompts, seed=options.seed, stream=options.stream

@@ -122,8 +122,8 @@ def measured(
 class CategoryAverages(BaseModel):
     """Averages over answers of one or several categories.
 
-    Attended tokens are averaged over predicted tokens, everything else over answers. Only in this
-    way do the rows of the paper's tables give their means. Speed is total tokens by total seconds.
+    Attended tokens are averaged over predicted tokens, everything else over answers. Only these
+    averages reproduce the means in the paper's tables. Speed is total tokens / total seconds.
     """
 
     model_config = ConfigDict(frozen=True)

@@ -143,7 +143,7 @@ def _missing(runs: Sequence[SpeedRun]) -> dict[str, str]:
         facts["Left out"] = f"{len(left_out)} questions; {next(iter(left_out))}"
     cut = sum(not answer.ended for run in runs for answer in (*run.answers, *run.baseline))
     if cut:
-        facts["Cut off"] = f"{cut} answers, by the limit of tokens or the model's context"
+        facts["Cut off"] = f"{cut} answers, by the token limit or the model's context"
     return facts
 
 

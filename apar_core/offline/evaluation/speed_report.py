@@ -43,7 +43,7 @@ _BENCHMARK_NAMES = {"vicuna-bench": "Vicuna Bench", "mt-bench": "MT Bench"}
 
 _BASELINE_COLOUR = "#9aa5b1"
 _GROUP_WIDTH = 0.8
-_MOST_CHARACTERS_ON_AN_AXIS = 90
+_MAX_AXIS_CHARACTERS = 90
 _NUM_LENGTH_BINS = 18
 
 _SAVING_COLUMNS = (
@@ -358,7 +358,7 @@ def _draw_speeds(panel: Axes, runs: Sequence[SpeedRun]) -> None:
 
 
 def _tilt_long_names(panel: Axes, names: Sequence[str]) -> None:
-    if max(map(len, names)) * len(names) > _MOST_CHARACTERS_ON_AN_AXIS:
+    if max(map(len, names)) * len(names) > _MAX_AXIS_CHARACTERS:
         panel.tick_params(axis="x", rotation=30)
         for tick in panel.get_xticklabels():
             tick.set_horizontalalignment("right")

@@ -54,7 +54,7 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHeads(nn.Module):
-    """All heads of a model; the input is that of the model's own output layer."""
+    """All heads of a model; they read the input of the model's output layer."""
 
     def __init__(self, settings: MedusaHeadSettings) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def _read_settings(path: Path) -> MedusaHeadSettings:
 
 
 def _renamed_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename keys like vLLM: one with "num" and "heads" (or "layers") in it is the number."""
+    """Rename keys as vLLM does: any with "num" and "heads" (or "layers") gives their number."""
     named: dict[str, Any] = {}
     for key, value in config.items():
         if "num" in key and "heads" in key:

@@ -41,7 +41,7 @@ from apar_core.offline.training.chat_format import (
 from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, next_indices, pack_tree
 from apar_core.offline.training.pretrained import load_tokenizer, tree_tokens, with_control_tokens
 
-# Text with what tokenizers change: whitespace at both ends, line breaks, several scripts.
+# Text that tokenizers tend to change: whitespace at both ends, line breaks, several scripts.
 _PROBE = ("a b", " c\n\n", "1. d:", "  e ", "\n", "é漢🙂", "f")
 
 

@@ -160,8 +160,8 @@ def padding_share(rows: RowList, recipe: TrainingRecipe, multiple: int) -> float
     lengths = [_num_tokens(row) for row in rows.rows]
     size = recipe.micro_batch_size
     batches = [lengths[start : start + size] for start in range(0, len(lengths), size)]
-    run_on = sum(len(batch) * padded_width(batch, multiple) for batch in batches)
-    return 1 - sum(lengths) / run_on
+    num_processed = sum(len(batch) * padded_width(batch, multiple) for batch in batches)
+    return 1 - sum(lengths) / num_processed
 
 
 def _num_tokens(row: Sequence[PackedTree]) -> int:

@@ -166,7 +166,7 @@ class _Progress:
     num_targets: int = 0
     num_trees: int = 0
     num_tokens: int = 0
-    num_tokens_run_on: int = 0
+    num_processed_tokens: int = 0
     started: float = field(default_factory=time.perf_counter)
 
 
@@ -298,7 +298,7 @@ class TreeTrainer(Trainer):
         self.progress.num_targets += int(total[0])
         self.progress.num_trees += int(total[1])
         self.progress.num_tokens += int(total[2])
-        self.progress.num_tokens_run_on += int(total[3])
+        self.progress.num_processed_tokens += int(total[3])
         return batches, total[0]
 
     def get_eval_dataloader(
@@ -390,7 +390,7 @@ class TreeTrainer(Trainer):
             loss=logs["loss"],
             num_targets=self.progress.num_targets,
             num_trees=self.progress.num_trees,
-            padding_share=1 - self.progress.num_tokens / self.progress.num_tokens_run_on,
+            padding_share=1 - self.progress.num_tokens / self.progress.num_processed_tokens,
             seconds=time.perf_counter() - self.progress.started,
             learning_rate=logs["learning_rate"],
             validation_loss=self.last_validation_loss,

@@ -140,7 +140,7 @@ def test_the_first_stop_token_in_reading_order_is_the_stop_reason(ask_chat: Ask)
 
 @pytest.mark.parametrize("name", ["[Fork]", "[Child]"])
 def test_a_control_token_is_refused_as_stop_token(ask_chat: Ask, name: str) -> None:
-    with pytest.raises(VLLMValidationError, match="stop_token_ids may not hold"):
+    with pytest.raises(VLLMValidationError, match="stop_token_ids may not contain"):
         ask_chat(replayed(stop_token_ids=[token_id(name)]))
 
 

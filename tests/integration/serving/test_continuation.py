@@ -2,6 +2,7 @@
 
 import threading
 import uuid
+from functools import partial
 
 import httpx
 import pytest
@@ -11,6 +12,7 @@ from tests.integration.serving.killed_streams import BODIES, TIMEOUT_S, Victims,
 
 pytestmark = pytest.mark.cluster
 
+NUM_ATTEMPTS = 3
 KILL_AFTER = {
     "chat": 1,
     "unforked chat": 45,
@@ -33,9 +35,16 @@ def test_a_stream_whose_replica_is_killed_equals_the_uninterrupted_one(
     replicated: Server, name: str, kills_replica: bool
 ) -> None:
     expected = stream(replicated, name)
-    victims = Victims(replicated)
 
-    answer = stream(replicated, name, KILL_AFTER[name], lambda: victims.kill(replica=kills_replica))
+    # On a busy machine an answer may be complete before its replica is killed.
+    for _ in range(NUM_ATTEMPTS):
+        replicated.wait_for_replicas(2)
+        victims = Victims(replicated)
+        kill = partial(victims.kill, replica=kills_replica)
+        answer = stream(replicated, name, KILL_AFTER[name], kill)
+        continued = replicated.record(answer.request_id)["continued"]
+        if continued:
+            break
 
     assert answer.errors == []
     assert answer.text == expected.text
@@ -43,7 +52,7 @@ def test_a_stream_whose_replica_is_killed_equals_the_uninterrupted_one(
     assert answer.apar == expected.apar
     assert len(answer.ids) == 1
     assert answer.roles == expected.roles
-    assert replicated.record(answer.request_id)["continued"] >= 1
+    assert continued >= 1
 
 
 @pytest.mark.slow

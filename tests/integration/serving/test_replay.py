@@ -174,7 +174,7 @@ def test_a_replay_continues_where_a_lost_replica_stopped(
         ({"replay": {"": [5, 2], "7": [2]}}, {}, "'7'"),
         ({"replay": {"0": [5]}}, {}, "replay"),
         ({"replay": {"": "text"}}, {}, "valid list"),
-        ({"replay": {"": [5] * 400}}, {"max_tokens": 3}, "max_tokens"),
+        ({"replay": {"": [5] * 400}}, {"max_tokens": 3}, "end token"),
     ],
 )
 def test_an_invalid_replay_gets_a_400_that_names_it(

@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -190,3 +192,16 @@ def test_an_eager_engine_on_cpu_does_not_compile_the_sampler() -> None:
 @pytest.mark.parametrize("field", ["enable_access_log", "log_level"])
 def test_ray_serve_has_the_logging_settings_we_set(field: str) -> None:
     assert field in LoggingConfig.model_fields
+
+
+def test_the_application_is_built_and_the_gateway_runs_without_vllm_and_pytorch() -> None:
+    program = (
+        "import sys, deployments.app.kuberay, deployments.app.service;"
+        "print([name for name in ('vllm', 'torch', 'transformers') if name in sys.modules])"
+    )
+
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+
+    assert found.stdout == "[]\n"

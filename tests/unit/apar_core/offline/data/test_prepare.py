@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import functools
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -283,6 +285,33 @@ def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path: Path) -
     assert (report.unstructured.found, report.unstructured.written) == (200, 20)
     prepare([source], tmp_path / "seed", settings.model_copy(update={"seed": 4}))
     assert contents(tmp_path / "seed") != contents(tmp_path / "one")
+
+
+@dataclass
+class CountedFit:
+    """Fit that keeps every example and counts how often it is pickled."""
+
+    model_name: str = "model"
+    context_length: int = 100
+    num_pickled: int = 0
+
+    def __call__(self, example: ExampleRecord) -> ExampleRecord:
+        return example
+
+    def __reduce__(self) -> Any:
+        self.num_pickled += 1
+        return functools.partial, (copy.copy,)
+
+
+def test_questions_and_fit_are_sent_once_per_process(tmp_path: Path) -> None:
+    items = [chat(f"q{n}", "a") for n in range(600)]
+    source = write_lines(tmp_path / "chats.jsonl", *items)
+    fit = CountedFit()
+
+    report = prepare([source], tmp_path / "out", ALL, num_workers=2, fit=fit)
+
+    assert report.num_answers == 600
+    assert fit.num_pickled <= 2
 
 
 def test_question_files_and_rules_are_used(tmp_path: Path) -> None:

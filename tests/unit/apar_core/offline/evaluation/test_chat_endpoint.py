@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 
 import pytest
@@ -105,6 +106,37 @@ async def test_an_unreachable_address_ends_the_run() -> None:
         await ask(server, retries=0)
 
     assert not isinstance(caught.value, RequestFailedError)
+
+
+async def test_an_address_that_drops_connections_ends_the_run() -> None:
+    with socket.socket() as listener, socket.socket() as queued:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        # The only place in the queue is taken, so further connections are not accepted.
+        queued.connect(listener.getsockname())
+        settings = EndpointSettings(
+            url=f"http://127.0.0.1:{listener.getsockname()[1]}/v1",
+            model="m",
+            retries=0,
+            timeout_s=0.2,
+        )
+        async with ChatEndpoint(settings) as endpoint:
+            with pytest.raises(EvaluationError, match="cannot be reached") as caught:
+                await endpoint.complete(QUESTION, max_tokens=5, temperature=0.0)
+
+    assert not isinstance(caught.value, RequestFailedError)
+
+
+async def test_a_slow_answer_fails_alone() -> None:
+    def slowly(_body: object, _number: int) -> Reply:
+        time.sleep(0.3)
+        return Reply(text="ok")
+
+    with judge_server(slowly) as server:
+        settings = EndpointSettings(url=server.url, model="m", retries=0, timeout_s=0.1)
+        async with ChatEndpoint(settings) as endpoint:
+            with pytest.raises(RequestFailedError, match=r"did not answer within 0\.1 s"):
+                await endpoint.complete(QUESTION, max_tokens=5, temperature=0.0)
 
 
 async def test_concurrent_requests_are_limited() -> None:

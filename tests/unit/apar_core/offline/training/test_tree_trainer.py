@@ -141,8 +141,8 @@ def test_the_reported_loss_is_the_mean_over_all_targets(tmp_path: Path) -> None:
     assert report.learning_rate > 0
     # Micro-batches of two rows, each as long as the longer one.
     lengths = [len(row.token_ids) for row in ROWS]
-    run_on = 2 * (max(lengths[:2]) + max(lengths[2:]))
-    assert report.padding_share == pytest.approx(1 - sum(lengths) / run_on)
+    num_processed = 2 * (max(lengths[:2]) + max(lengths[2:]))
+    assert report.padding_share == pytest.approx(1 - sum(lengths) / num_processed)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 3])
