@@ -130,6 +130,8 @@ def _references(pod: Pod) -> Iterator[tuple[str, str]]:
     for volume in pod.spec.get("volumes", []):
         if secret := volume.get("secret"):
             yield "Secret", secret["secretName"]
+        if config_map := volume.get("configMap"):
+            yield "ConfigMap", config_map["name"]
         if claim := volume.get("persistentVolumeClaim"):
             yield "PersistentVolumeClaim", claim["claimName"]
     for source in pod.container.get("envFrom", []):
@@ -234,9 +236,8 @@ def test_pods_have_resources_a_pinned_image_and_probes(overlay: str) -> None:
         for bound in ("requests", "limits"):
             resources = pod.container["resources"][bound]
             assert {"cpu", "memory", "ephemeral-storage"} <= resources.keys(), pod.owner
-        tag = pod.container["image"].rpartition(":")[2]
-        assert "/" not in tag
-        assert tag != "latest"
+        tag = pod.container["image"].rpartition("/")[2].partition(":")[2]
+        assert tag not in ("", "latest"), pod.owner
         for name in ("livenessProbe", "readinessProbe"):
             probe = pod.container[name]
             port = (probe.get("httpGet") or probe.get("tcpSocket") or {}).get("port")
