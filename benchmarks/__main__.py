@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from apar_core.engine.offline_engine import OfflineEngine
 
 app = typer.Typer(
-    no_args_is_help=False,
+    add_completion=False,
     help="Measure on this machine. Every figure is a ratio of two alternatives, measured in turn.",
     pretty_exceptions_show_locals=False,
 )
@@ -69,15 +69,15 @@ def decoding(
 def decoders(
     out: Annotated[Path, out_option("decoders")],
     repeats: Repeats = 5,
-    answers: Annotated[int, typer.Option(min=1, help="Answers per repeat.")] = 12,
-    executors: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    answers: Annotated[int, typer.Option(min=1, help="Number of answers per repeat.")] = 12,
+    cpu_threads: Annotated[int, typer.Option(min=1, help="Number of CPU threads.")] = 1,
 ) -> None:
     """Compare the decoders plain, vanilla_apar and medusa_apar on the same answers."""
     import torch
 
     from benchmarks import decoders
 
-    torch.set_num_threads(executors)
+    torch.set_num_threads(cpu_threads)
     _write(out, decoders.run(console, repeats=repeats, num_answers=answers))
 
 
@@ -101,7 +101,7 @@ def serving(
     out: Annotated[Path, out_option("serving")],
     model: Annotated[str, typer.Option(help="Checkpoint or preset.")] = "apar-tiny",
     concurrency: Concurrency = 32,
-    requests: Annotated[int, typer.Option(min=1, help="Requests per repeat.")] = 160,
+    answers: Annotated[int, typer.Option(min=1, help="Number of answers per repeat.")] = 160,
     repeats: Repeats = 5,
     coalesce: Annotated[
         Duration,
@@ -117,7 +117,7 @@ def serving(
         console,
         checkpoint=model,
         concurrency=concurrency,
-        requests=requests,
+        requests=answers,
         repeats=repeats,
         coalesce_s=coalesce,
         compiled=compiled,
