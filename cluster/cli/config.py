@@ -25,7 +25,7 @@ ConfigFile = Annotated[Path, typer.Argument(help="YAML file for `apar serve --co
 def check(file: ConfigFile) -> None:
     """Check a file as `apar serve` would; exits with 1 and names the field if it is invalid.
 
-    With [i]engine[/i] arguments this takes seconds, because vLLM checks them. Example:
+    With [i]engine[/i] arguments this takes seconds, because vLLM checks their names. Example:
     [bold]apar config check serve.yaml[/bold]
     """
     config = _load(file, check_engine_arguments=True)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _NUM_SUMMARY_TABLES = 3
 _SHOWN_FAILURES = 5
+_DECODERS = ("plain", "vanilla_apar", "medusa_apar")
 
 evaluate = typer.Typer(
     no_args_is_help=True, help="Measure speed and quality as the APAR paper does."
@@ -56,7 +57,9 @@ def speed(
     decoders: Annotated[
         CommaList[str],
         list_option(
-            help="Decoders to measure: plain, vanilla_apar, medusa_apar.", default="vanilla_apar"
+            help=f"Decoders to measure: {', '.join(_DECODERS)}.",
+            choices=_DECODERS,
+            default="vanilla_apar",
         ),
     ] = CommaList(("vanilla_apar",)),
     against: Annotated[

@@ -114,7 +114,10 @@ class ClusterConfig(BaseModel):
         """Raise ConfigError if the `keys_file` is invalid or contradicts the `keys`."""
         if self.keys_file is None:
             return
-        loaded = load_keys(self.keys_file.expanduser())
+        try:
+            loaded = load_keys(self.keys_file.expanduser())
+        except ConfigError as error:
+            raise ConfigError(f"keys_file: {error}") from error
         try:
             check_keys([*self.keys, *loaded])
         except ValueError as error:

@@ -196,7 +196,7 @@ class ModelConfig(BaseModel):
         """Raise ConfigError if the checkpoint is a path and there is no such folder."""
         path = Path(self.checkpoint).expanduser()
         if self.checkpoint.startswith(("/", ".", "~")) and not path.is_dir():
-            raise ConfigError(f"no such folder: {path}")
+            raise ConfigError(f"checkpoint: no such folder: {path}")
 
     @property
     def public_name(self) -> str:
