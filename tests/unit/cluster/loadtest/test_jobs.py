@@ -139,7 +139,7 @@ def test_a_workload_is_repeated_to_the_requested_number(tmp_path: Path) -> None:
         ("prompts:nothing-here", False, "'nothing-here' is neither"),
         ("prompts:nothing.txt", False, "nothing.txt cannot be read"),
         ("replay:nothing.jsonl", False, "nothing.jsonl cannot be read"),
-        ("prompts:held-out", True, "--no-fork: 'prompts:held-out' is not a replay"),
+        ("prompts:held-out", True, "--no-fork is only for --replay"),
     ],
 )
 def test_an_invalid_workload_is_an_error(spec: str, flat: bool, problem: str) -> None:
