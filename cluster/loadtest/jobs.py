@@ -157,7 +157,7 @@ def build_jobs(settings: WorkloadSettings, card: ModelCard) -> PlannedJobs:
     if not colon or not name or kind not in (REPLAY, PROMPTS):
         raise EvaluationError(f"workload {settings.spec!r}: expected {FORMS}")
     if settings.flat and kind != REPLAY:
-        raise EvaluationError(f"--no-fork: {settings.spec!r} is not a replay workload")
+        raise EvaluationError("--no-fork is only for --replay")
     if kind == REPLAY:
         jobs, left_out = _replay_jobs(name, settings, card)
     else:
