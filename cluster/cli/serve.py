@@ -258,22 +258,25 @@ def _wait_until_healthy(url: str) -> None:
     raise StartError(f"{url}/health did not answer within {READY_S:.0f} s")
 
 
-def _print_ready(settings: ClusterConfig, url: str, seconds: float) -> None:
+def example_command(settings: ClusterConfig, url: str) -> str:
+    """Return a `curl` command that asks the first model a question."""
     body = {
         "model": settings.models[0].public_name,
         "messages": [{"role": "user", "content": "Give me 3 tips for sleeping well."}],
     }
+    authorization = '-H "Authorization: Bearer $APAR_API_KEY" ' if settings.asks_for_keys else ""
+    return (
+        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' {authorization}"
+        f"-d '{json.dumps(body)}'"
+    )
+
+
+def _print_ready(settings: ClusterConfig, url: str, seconds: float) -> None:
     console.print(
         f"[bold green]Ready[/bold green] after {seconds:.0f} s: {url}/v1", highlight=False
     )
     console.print("Try it:")
-    console.print(
-        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
-        f"-d '{json.dumps(body)}'",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
+    console.print(example_command(settings, url), highlight=False, markup=False, soft_wrap=True)
     if settings.metrics.enabled:
         urls = ", ".join(f"http://{target}/metrics" for target in node_targets())
         console.print(f"Metrics for Prometheus: {urls}", highlight=False, soft_wrap=True)

@@ -14,6 +14,7 @@ from cluster.cli.serve import (
     ServerState,
     ServeSignals,
     StopSignal,
+    example_command,
     read_state,
     state_path,
     write_state,
@@ -181,3 +182,15 @@ def test_a_folder_that_others_can_write_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="must belong to this user"):
         state_path(8000)
+
+
+@pytest.mark.parametrize("keys_file", [None, "keys.yaml"])
+def test_the_example_command_sends_a_key_where_the_server_needs_one(
+    keys_file: str | None,
+) -> None:
+    models = [{"checkpoint": "apar-tiny"}]
+    settings = ClusterConfig.model_validate({"models": models, "keys_file": keys_file})
+
+    command = example_command(settings, "http://127.0.0.1:8000")
+
+    assert ("Authorization: Bearer $APAR_API_KEY" in command) == (keys_file is not None)
