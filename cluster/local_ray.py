@@ -100,11 +100,16 @@ _ERROR_HEADERS = (
 )
 
 
+# Names in Linux's abstract namespace, which the kernel frees when this process ends.
+_reservations: list[socket.socket] = []
+
+
 def free_port() -> int:
     """Return a TCP port of the loopback interface that is free now.
 
     It is outside the range of ephemeral ports if possible: one of Ray's many outgoing connections
-    could otherwise take it before the caller listens on it.
+    could otherwise take it before the caller listens on it. While this process runs, `free_port`
+    returns the port to no other process: servers that start at once would otherwise collide.
     """
     ports = list(_STABLE_PORTS)
     random.SystemRandom().shuffle(ports)
@@ -112,6 +117,13 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             found: int = probe.getsockname()[1]
+            reservation = socket.socket(socket.AF_UNIX)
+            try:
+                reservation.bind(f"\0apar-port-{found}")
+            except OSError:
+                reservation.close()
+                continue
+            _reservations.append(reservation)
             return found
     raise OSError("no TCP port of 127.0.0.1 is free")
 

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from pydantic import BaseModel
 from ray import serve
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -120,13 +120,18 @@ class Service:
 
 @contextmanager
 def running_service(config: ClusterConfig) -> Iterator[Service]:
-    """Run the application; raises StartError if a replica cannot start."""
+    """Run the application; raises StartError if Ray Serve or a replica cannot start."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    serve.start(
-        proxy_location=ProxyLocation.HeadOnly,
-        http_options=HTTPOptions(host=config.host, port=config.port),
-        logging_config=_QUIET,
-    )
+    try:
+        serve.start(
+            proxy_location=ProxyLocation.HeadOnly,
+            http_options=HTTPOptions(host=config.host, port=config.port),
+            logging_config=_QUIET,
+        )
+    except RayError as error:
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        serve.shutdown()
+        raise StartError(f"Ray Serve could not start: {cause}") from error
     service = Service(config)
     try:
         service.start()

@@ -195,6 +195,20 @@ def test_a_free_port_is_not_an_ephemeral_one() -> None:
     assert all(20_000 <= free_port() < first for _ in range(100))
 
 
+def test_processes_get_different_free_ports() -> None:
+    port = free_port()
+    code = (
+        "from cluster import local_ray; "
+        f"local_ray._STABLE_PORTS = range({port}, {port + 1}); print(local_ray.free_port())"
+    )
+
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+
+    assert int(elsewhere.stdout) != port
+
+
 def test_a_free_port_is_found_if_the_stable_ones_are_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -218,10 +232,11 @@ def test_ray_that_does_not_start_is_an_error_that_leaves_nothing(
 
     folder = tmp_path / "ray"
     folder.mkdir()
-    environment = dict(os.environ)
     monkeypatch.delitem(sys.modules, "ray.serve", raising=False)
+    # The first import of Ray changes the environment.
     monkeypatch.setattr("ray.init", init)
     monkeypatch.setattr("cluster.local_ray.tempfile.mkdtemp", lambda **_: str(folder))
+    environment = dict(os.environ)
 
     with (
         pytest.raises(StartError, match="Ray did not start: TimeoutError: no raylet"),
