@@ -20,7 +20,7 @@ def test_ray_serve_that_does_not_start_is_reported_and_shut_down(
     monkeypatch.setattr("ray.serve.shutdown", lambda: shutdowns.append(True))
 
     with (
-        pytest.raises(StartError, match="Ray Serve could not start: .*HAProxy crashed"),
+        pytest.raises(StartError, match=r"Ray Serve could not start: .*HAProxy crashed"),
         running_service(ClusterConfig(models=(ModelConfig(name="a"),))),
     ):
         pass
