@@ -148,6 +148,11 @@ def serve_environment(folder: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        # While the gateway does not answer, HAProxy sends requests to this port of Ray Serve's own
+        # proxy. That proxy sets SO_REUSEPORT, so with the fixed default port, two servers on one
+        # machine would answer each other's requests.
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "a.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "m.sock"),

@@ -256,3 +256,11 @@ def test_ray_serve_must_not_have_been_imported_with_other_settings(
 
     with pytest.raises(RuntimeError, match=r"ray\.serve"), local_ray(num_cpus=1):
         pass
+
+
+def test_two_servers_on_one_machine_share_no_fallback_port(tmp_path: Path) -> None:
+    names = ("RAY_SERVE_FALLBACK_PROXY_HTTP_PORT", "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT")
+
+    ports = [serve_environment(tmp_path)[name] for name in names for _ in range(2)]
+
+    assert len(set(ports)) == 4
