@@ -16,7 +16,6 @@ from deployments.wire.errors import BodyTimeoutError, BodyTooLargeError, PromptT
 from deployments.wire.request import RequestHint
 
 COMPLETION_PATHS = ("/v1/chat/completions", "/v1/completions")
-COMPLETION_PATHS = ("/v1/chat/completions", "/v1/completions")
 # Parsing blocks every stream of the gateway, and later those of a replica. A body of 16 MiB may
 # hold millions of values, each of which is larger in memory than in JSON.
 MAX_VALUES = 2**18
@@ -24,22 +23,6 @@ MAX_CONTAINERS = 10_000
 # Parsing an integer takes time quadratic in its digits.
 MAX_NUMBER_CHARS = 40
 _RETRY_AFTER_S = 1.0
-_CHARS_PER_TOKEN = 4
-# A chat template's own tokens around each message.
-_TOKENS_PER_MESSAGE = 4
-# Long pieces are also hashed up to these characters: requests may share only a document's start.
-_CUTS = (1024, 4096, 16384, 65536)
-# Of more hashes than this, the first and the last ones are kept.
-_MAX_HASHES = 16
-_MAX_HASHED_IDS = 4096
-_MAX_CHOICES = 128
-_MAX_TOKENS = 2**31
-_SALT_CHARS = 32
-# Fields with text: of a message, besides its content, and of a part of its content.
-_MESSAGE_FIELDS = ("tool_calls", "reasoning", "reasoning_content")
-_PART_FIELDS = ("text", "refusal", "thinking")
-# Fields that make an answer a single sequence of tokens.
-_UNFORKED_FIELDS = ("structured_outputs", "ignore_eos", "min_tokens")
 _CHARS_PER_TOKEN = 4
 # A chat template's own tokens around each message.
 _TOKENS_PER_MESSAGE = 4
@@ -118,8 +101,8 @@ class HeldBody:
 async def read_body(receive: Receive, max_bytes: int, held: HeldBody, *, timeout_s: float) -> bytes:
     """Receive the whole body and count it in `held`.
 
-    Raises BodyTooLargeError as soon as the body exceeds `max_bytes`, BodyTimeoutError if it has not
-    arrived within `timeout_s`, and CapacityError if the bodies of all requests take too much.
+    Raises BodyTooLargeError as soon as the body exceeds `max_bytes`, and BodyTimeoutError if it has
+    not arrived within `timeout_s`. Raises CapacityError if the budget of all bodies is used up.
     """
     try:
         async with asyncio.timeout(timeout_s):
