@@ -271,9 +271,9 @@ def _own_process_groups() -> Iterator[None]:
 def local_ray(*, num_cpus: int, metrics: MetricsConfig = _ANY_METRICS_PORT) -> Iterator[None]:
     """Run a Ray cluster on loopback, without a dashboard and with only the metrics port fixed.
 
-    Raises ConfigError if the metrics port is taken, StartError if Ray does not start (another
-    server may have taken a port meanwhile), and RuntimeError if `ray.serve` was imported without
-    SERVE_FLAGS: it reads them on import, and without them handles are several times slower. The
+    Raises ConfigError if the metrics port is taken, and StartError if Ray does not start, for
+    example because another server has taken a port meanwhile. Raises RuntimeError if `ray.serve`
+    was imported without SERVE_FLAGS, which it reads on import; handles would be much slower. The
     temporary folder has a short path because Ray's socket paths are limited to 107 characters.
     """
     if "ray.serve" in sys.modules and SERVE_FLAGS.items() - os.environ.items():

@@ -58,8 +58,8 @@ class ForkOutputProcessor(OutputProcessor):
     def add_request(self, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
         """Register a request; a request that may fork gets a paragraph tree.
 
-        A streaming-input session adds the same request for each part of its input, and once more to
-        end it, which may remove its state at once.
+        A streaming-input session adds the same request once for each part of its input. It adds
+        the request once more to end the session, which may remove its state at once.
         """
         forget_journal(request.sampling_params)
         is_new = request.request_id not in self.request_states

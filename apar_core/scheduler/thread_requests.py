@@ -40,9 +40,9 @@ def build_child_request(
 ) -> Request:
     """Return a request that continues the parent's first `fork_index + 1` tokens.
 
-    `fork_index` is the position of the fork token in the parent's sequence, `ordinal` the number
-    of the fork within the parent, `child_id` the child token, `max_tokens` what is left of the
-    request's budget.
+    `fork_index` is the position of the fork token in the parent's sequence. `ordinal` counts the
+    parent's forks from 0, `child_id` is the child token, and `max_tokens` the rest of the request's
+    budget.
     """
     if parent.sampling_params is None:
         raise TreeError(f"request {parent.request_id!r} forked, but does not sample tokens")

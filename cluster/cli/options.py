@@ -1,7 +1,7 @@
 """Options that several commands share, so that a name has one meaning and one format.
 
-Durations carry a unit (`2s`, `50ms`), lists of values are comma-separated, and every command that
-writes a folder has a default for `--out` made of its name and the date.
+Durations carry a unit (`2s`, `50ms`), and lists of values are comma-separated. `--out` defaults to
+a folder named after the command and the date.
 """
 
 from __future__ import annotations

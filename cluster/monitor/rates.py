@@ -132,10 +132,10 @@ class Rates:
 class Reports:
     """Reports of each process, and the increases of its counters with each.
 
-    A page changes only with the reports of its processes (every 5 s on a private cluster, 10 s on
-    others), and Prometheus only with its scrapes. Over shorter times, a rate alternates between 0
-    and several times its true value. Rates are therefore taken between reports, over as many as fit
-    into `span_s`. A process without change for `quiet_s` is idle.
+    A page changes only with the reports of its processes: every 5 s on a private cluster, every
+    10 s on others. Prometheus changes only with its scrapes. Over shorter times, a rate alternates
+    between 0 and several times its true value. Rates are therefore taken between reports, over as
+    many as fit into `span_s`. A process without change for `quiet_s` is idle.
     """
 
     def __init__(self, span_s: float, quiet_s: float) -> None:

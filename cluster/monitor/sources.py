@@ -92,8 +92,8 @@ class Source(Protocol):
 class PagesSource:
     """Metrics pages of one or more nodes.
 
-    An address is the URL of a page (`HOST:PORT` is enough) or of a service-discovery list, or the
-    path of such a list, as written by Ray. Lists are read again each time, so nodes may come and
+    An address is the URL of a page (`HOST:PORT` is enough), or the URL or path of a
+    service-discovery list as Ray writes it. Lists are read again each time, so nodes may come and
     go.
     """
 

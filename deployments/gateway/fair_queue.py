@@ -1,8 +1,8 @@
 """Weighted fair queue in front of one model's replicas.
 
 Requests are served by priority class, then by the virtual time of their key, then by arrival. A
-key's virtual time advances by the tokens that all threads of its requests generate, divided by its
-weight, so forking buys no place in the queue. Source: the virtual token counter (VTC) of Sheng et
+key's virtual time advances by the tokens of all its requests' threads, divided by its weight.
+Forking therefore buys no place in the queue. Source: the virtual token counter (VTC) of Sheng et
 al., "Fairness in Serving Large Language Models" (arXiv 2401.00588), in its variant with predicted
 lengths: the cost is thread steps, and the key's mean answer is charged in advance.
 """
@@ -207,8 +207,8 @@ class FairQueue:
     async def enter(self, account: Account) -> Ticket:
         """Return a place, at once or when the key's turn comes.
 
-        Raises CapacityError if the queue is full, QueueTimeoutError if the wait takes too long, and
-        RateLimitError in both cases if the key is at its own cap. Cancelling leaves the queue.
+        Raises CapacityError if the queue is full, and QueueTimeoutError if the wait takes too long.
+        A key at its own cap gets RateLimitError instead of both. Cancelling leaves the queue.
         """
         if account in self._backlogged:
             self._grant()  # The key's cap may have been raised.

@@ -1,7 +1,7 @@
 """Adapter between Ray Serve's request router and the deployment's shared router.
 
-Ray Serve makes a `ThreadRequestRouter` for each handle, passes it every request with its
-arguments, and tells it which replicas run and which requests have ended.
+Ray Serve makes a `ThreadRequestRouter` for each handle and passes it every request with its
+arguments. Ray Serve also tells it which replicas run and which requests have ended.
 """
 
 import weakref

@@ -57,7 +57,7 @@ class RequestHint:
 
     `prompt_tokens` is an estimate from the prompt's length. `max_tokens` is the client's limit,
     None without one. `prefix_hashes[i]` covers all text up to the end of the prompt's i-th piece
-    (system prompt, then each turn), so two prompts share as many leading hashes as leading pieces.
+    (system prompt, then each turn). Two prompts share as many leading hashes as leading pieces.
     `prefix_tokens[i]` estimates the tokens that hash i covers. `may_fork` is false if the request
     rules forks out. `num_choices` counts the requested answers, each with its own root thread.
     """

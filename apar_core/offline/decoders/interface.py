@@ -111,8 +111,8 @@ class DecodeLimits(BaseModel):
 class TokenChoice:
     """How tokens are chosen; create it with `greedy`, `sampled` or `replay`.
 
-    `tokens_of_thread` maps replay keys ("" for the root thread, "0.2" for the third child of its
-    first child) to all tokens of the thread, including fork and end tokens. A thread whose tokens
+    `tokens_of_thread` maps replay keys to all tokens of the thread, including fork and end tokens.
+    The key "" is the root thread, "0.2" the third child of its first child. A thread whose tokens
     lack the end token is cut off after them.
 
     Raises RequestError for a temperature below 0 and for a `top_p` outside (0, 1].

@@ -251,8 +251,8 @@ def last_checkpoint(
 ) -> str | None:
     """Return the newest complete checkpoint to resume from, or None for a new run.
 
-    Raises TrainingError if there is no checkpoint to resume from, if recipe or inputs have changed,
-    or if a new run would mix with old checkpoints or overwrite a model.
+    Raises TrainingError for a resumed run without a checkpoint or with another recipe or inputs.
+    Raises it for a new run that would mix with old checkpoints or overwrite a model.
     """
     folder = out / CHECKPOINTS
     whole = [path for path in folder.glob("checkpoint-*") if _is_whole(path)]
