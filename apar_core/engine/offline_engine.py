@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from apar_core.engine.thread_outputs import RequestRecord
 from apar_core.formats.control_tokens import ControlTokens
+
+IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +29,28 @@ class Answer:
     record: RequestRecord | None
 
 
+@contextmanager
+def _engine_core_in_this_process() -> Iterator[None]:
+    """Set the variable that vLLM reads when it builds an engine; restore it afterwards.
+
+    Programs that this process starts later inherit its environment and choose for themselves.
+    """
+    before = os.environ.get(IN_PROCESS)
+    os.environ[IN_PROCESS] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(IN_PROCESS, None)
+        else:
+            os.environ[IN_PROCESS] = before
+
+
 class OfflineEngine:
     """vLLM's `LLM` with the forking scheduler; engine core and model run in this process."""
 
     def __init__(self, model: str | Path, **engine_args: Any) -> None:
         """Load a checkpoint; `engine_args` are arguments of `vllm.LLM`, which override defaults."""
-        # vLLM reads it when it builds the engine. In one process, the engine core can be inspected.
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm import LLM
 
         from apar_core.engine.async_engine import SCHEDULER_CLS
@@ -43,7 +61,8 @@ class OfflineEngine:
             "enable_prefix_caching": True,
             "distributed_executor_backend": "uni",
         }
-        self.llm = LLM(**{**defaults, **engine_args})
+        with _engine_core_in_this_process():
+            self.llm = LLM(**{**defaults, **engine_args})
         # Any: the processors are ours, and the engine core is in this process.
         self._engine: Any = cast(Any, self.llm.llm_engine)
         self._engine.output_processor.records.keep_trees = True

@@ -74,7 +74,12 @@ def test_plain_vllm_forks_when_given_our_scheduler(tmp_path: Path) -> None:
     answer = subprocess.run(
         [sys.executable, script],
         cwd=ROOT,
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
+        env={
+            **os.environ,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        },
         capture_output=True,
         text=True,
         timeout=300,

@@ -1,6 +1,7 @@
 """Checkpoints that cannot fork, under the forking scheduler."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ def greedy(engine: OfflineEngine) -> tuple[list[tuple[str, tuple[int, ...]]], bo
     settings: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24}
     answers = engine.generate(PROMPTS, settings)
     has_tree = any(answer.record is not None for answer in answers)
+    # Programs that this process starts choose for themselves where their engine core runs.
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ
     return [(answer.text, answer.token_ids) for answer in answers], has_tree
 
 
