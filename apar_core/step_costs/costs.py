@@ -1,0 +1,130 @@
+"""The duration of an engine step as a function of its batch.
+
+One model for everything that predicts time: the virtual engine, the cluster simulation, `apar plan`
+and the adaptive fork policy. The duration of a step on the device is
+
+    launch_s + matrix_s(tokens) + attended_token_s * attended tokens + copied_block_s * copied blocks
+
+where `matrix_s` is piecewise linear in the tokens of the step: matrix products take as long for one
+token as for dozens, until arithmetic takes longer than reading the weights. The engine core's own
+Python time per step is `host_base_s + host_row_s * rows`. With async scheduling it overlaps the
+device's time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+Kind = Literal["measured", "predicted"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """What one engine step computes.
+
+    rows: sequences that are scheduled, each with at least one token.
+    attended_tokens: tokens of KV cache that all rows read, summed over the rows.
+    prefill_tokens: tokens computed beyond one per row.
+    copied_blocks: KV blocks copied for forked threads.
+    """
+
+    rows: int
+    attended_tokens: int
+    prefill_tokens: int = 0
+    copied_blocks: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that go through the model's matrices."""
+        return self.rows + self.prefill_tokens
+
+    def grown(self, *, rows: int, attended_tokens: int) -> StepBatch:
+        """Return the batch with more decoding rows."""
+        return StepBatch(
+            self.rows + rows,
+            self.attended_tokens + attended_tokens,
+            self.prefill_tokens,
+            self.copied_blocks,
+        )
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds per part of an engine step, for one model on one device.
+
+    matrix_s: (tokens, seconds) with increasing tokens; interpolated linearly between them, constant
+        below the first, and proportional to the tokens beyond the last.
+    largest_graph: rows of the largest captured CUDA graph; a larger step launches its kernels one
+        by one, which takes `eager_launch_s` instead of `launch_s`. None: no such limit.
+    kind, source: whether the numbers were measured, and where they come from, for reports.
+    """
+
+    name: str
+    kind: Kind
+    source: str
+    matrix_s: tuple[tuple[int, float], ...]
+    attended_token_s: float
+    launch_s: float = 0.0
+    copied_block_s: float = 0.0
+    host_base_s: float = 0.0
+    host_row_s: float = 0.0
+    largest_graph: int | None = None
+    eager_launch_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        tokens = [number for number, _ in self.matrix_s]
+        if not tokens or tokens != sorted(set(tokens)) or tokens[0] < 1:
+            raise ValueError(f"matrix_s needs increasing numbers of tokens from 1 on, not {tokens}")
+
+    @cached_property
+    def _tokens(self) -> list[int]:
+        return [number for number, _ in self.matrix_s]
+
+    def matrix_time_s(self, tokens: int) -> float:
+        """Return the seconds of all matrix products of a step with so many tokens."""
+        table = self.matrix_s
+        index = bisect_left(self._tokens, tokens)
+        if index == 0:
+            return table[0][1]
+        if index == len(table):
+            last, seconds = table[-1]
+            return seconds * tokens / last
+        (low, low_s), (high, high_s) = table[index - 1], table[index]
+        return low_s + (high_s - low_s) * (tokens - low) / (high - low)
+
+    def device_s(self, batch: StepBatch) -> float:
+        """Return the seconds that the device is busy with a step."""
+        is_captured = self.largest_graph is None or batch.tokens <= self.largest_graph
+        return (
+            (self.launch_s if is_captured else self.eager_launch_s)
+            + self.matrix_time_s(batch.tokens)
+            + self.attended_token_s * batch.attended_tokens
+            + self.copied_block_s * batch.copied_blocks
+        )
+
+    def host_s(self, rows: int) -> float:
+        """Return the seconds of Python that the engine core spends on a step."""
+        return self.host_base_s + self.host_row_s * rows
+
+    def step_s(self, batch: StepBatch, *, overlapped: bool = False) -> float:
+        """Return the seconds from one step to the next in a busy engine.
+
+        `overlapped`: with async scheduling the engine core's time runs beside the device's.
+        """
+        device_s, host_s = self.device_s(batch), self.host_s(batch.rows)
+        return max(device_s, host_s) if overlapped else device_s + host_s
+
+    def slower(self, factor: float) -> StepCosts:
+        """Return the costs of a device that takes `factor` times as long."""
+        return replace(
+            self,
+            name=f"{self.name}, {factor:g}x slower",
+            matrix_s=tuple((tokens, factor * seconds) for tokens, seconds in self.matrix_s),
+            attended_token_s=factor * self.attended_token_s,
+            launch_s=factor * self.launch_s,
+            eager_launch_s=factor * self.eager_launch_s,
+            copied_block_s=factor * self.copied_block_s,
+        )

@@ -1,0 +1,299 @@
+"""An executor that computes no model: it replays tokens and advances a virtual clock.
+
+The scheduler, the KV-cache manager, forks and output processing of the engine are the real ones.
+Nothing that takes real time influences the clock, so that two runs are identical.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.sampling_params import SamplingParams
+
+from apar_core.engine.replay import REPLAY_ARG, thread_script
+from apar_core.fork_parameters import ForkParameters
+from apar_core.step_costs.costs import StepBatch, StepCosts
+from apar_core.tree.thread_names import replay_key_of_path
+
+# What a sequence without a replay generates; any ordinary token.
+_UNSCRIPTED_TOKEN = 100
+_ENOUGH_BYTES = 1 << 50
+
+
+class VirtualClock:
+    """Seconds of virtual time since the start of a run; moved only by virtual engines."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        """Return the time in seconds."""
+        return self.now_s
+
+    def advance_to(self, time_s: float) -> None:
+        """Move forward to a time; a time in the past changes nothing."""
+        self.now_s = max(self.now_s, time_s)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step: when the device began and ended it, and what it read.
+
+    blocks: KV blocks read, summed over the rows.
+    distinct_blocks: the same, with each block counted once.
+    """
+
+    begin_s: float
+    end_s: float
+    batch: StepBatch
+    blocks: int
+    distinct_blocks: int
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """Sums over the steps since the totals were last reset."""
+
+    steps: int = 0
+    rows: int = 0
+    computed_tokens: int = 0
+    attended_tokens: int = 0
+    blocks: int = 0
+    distinct_blocks: int = 0
+    copied_blocks: int = 0
+    device_s: float = 0.0
+    host_s: float = 0.0
+    largest_rows: int = 0
+    largest_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Row:
+    """A sequence in the worker's batch. `generated` are the tokens sampled so far."""
+
+    prompt_length: int
+    script: list[int]
+    blocks: list[int]
+    generated: int = 0
+
+
+class VirtualFuture(Future[ModelRunnerOutput]):
+    """The output of a step; waiting for it moves the clock to the end of the step."""
+
+    def __init__(self, clock: VirtualClock, end_s: float, output: ModelRunnerOutput) -> None:
+        super().__init__()
+        self._clock = clock
+        self._end_s = end_s
+        self.set_result(output)
+
+    def done(self) -> bool:
+        """Return whether the device has finished the step at the clock's present time."""
+        return self._clock.now_s >= self._end_s
+
+    def result(self, timeout: float | None = None) -> ModelRunnerOutput:
+        """Return the output at the end of the step."""
+        self._clock.advance_to(self._end_s)
+        return super().result(timeout)
+
+
+@dataclass(slots=True)
+class VirtualDevice:
+    """The time and the counts of one virtual engine; the owner sets costs and clock.
+
+    on_step is called for each step with its record, for traces.
+    """
+
+    costs: StepCosts
+    clock: VirtualClock = field(default_factory=VirtualClock)
+    totals: StepTotals = field(default_factory=StepTotals)
+    counts_blocks: bool = False
+    on_step: Callable[[StepRecord], None] | None = None
+    free_at_s: float = 0.0
+
+
+class VirtualExecutor(Executor):
+    """Answers vLLM's engine core without workers. `device` is set after the engine is built."""
+
+    is_async = False
+
+    device: VirtualDevice
+
+    @classmethod
+    def supports_async_scheduling(cls) -> bool:
+        """Return True: outputs are futures."""
+        return True
+
+    def _init_executor(self) -> None:
+        # The CPU platform turns asynchronous scheduling off, which GPUs have on; our plugin chose
+        # the scheduler by it.
+        self.scheduler_config.async_scheduling = self.is_async
+        name = "ForkAsyncScheduler" if self.is_async else "ForkScheduler"
+        self.scheduler_config.scheduler_cls = f"apar_core.scheduler.fork_scheduler.{name}"
+        self._rows: dict[str, _Row] = {}
+        self._output: ModelRunnerOutput = EMPTY_MODEL_RUNNER_OUTPUT
+        self._end_s = 0.0
+
+    def get_kv_cache_specs(self) -> list[dict[str, Any]]:
+        """Return one full-attention layer per layer of the model."""
+        model, config = self.model_config, self.vllm_config
+        spec = FullAttentionSpec(
+            block_size=self.cache_config.block_size,
+            num_kv_heads=model.get_num_kv_heads(self.parallel_config),
+            head_size=model.get_head_size(),
+            dtype=torch.bfloat16,
+        )
+        layers = model.get_num_layers(config.parallel_config)
+        return [{f"layer.{number}": spec for number in range(layers)}]
+
+    def determine_available_memory(self) -> list[int]:
+        """Return more than any cache takes: `num_gpu_blocks_override` sets its size."""
+        return [_ENOUGH_BYTES]
+
+    def get_supported_kv_cache_layouts(self) -> list[list[str]]:
+        """Return the layouts that vLLM's attention backends have."""
+        return [["NHD", "HND"]]
+
+    def set_kv_cache_layout(self, layout_name: str) -> None:
+        """Ignore the layout."""
+
+    def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
+        """Allocate nothing."""
+
+    def compile_or_warm_up_model(self) -> None:
+        """Compile nothing."""
+
+    def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:  # type: ignore[override]
+        """Answer the questions that the engine core asks its workers."""
+        return [("generate",)] if method == "get_supported_tasks" else [None]
+
+    def check_health(self) -> None:
+        """Return: there is nothing that can fail."""
+
+    def shutdown(self) -> None:
+        """Release nothing."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:  # type: ignore[override]
+        """Do a step: charge its time and sample the tokens of the replays."""
+        for name in scheduler_output.finished_req_ids:
+            self._rows.pop(name, None)
+        for name in scheduler_output.preempted_req_ids or ():
+            self._rows[name].blocks = []
+        if scheduler_output.total_num_scheduled_tokens == 0:
+            return _done(EMPTY_MODEL_RUNNER_OUTPUT) if non_block else EMPTY_MODEL_RUNNER_OUTPUT
+        attended = self._take_rows(scheduler_output)
+        self._charge(scheduler_output, attended)
+        # As with vLLM's model runners, the output comes from `sample_tokens`.
+        return _done(None) if non_block else None
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        """Return the output of the step that `execute_model` did."""
+        future = VirtualFuture(self.device.clock, self._end_s, self._output)
+        return future if non_block else future.result()
+
+    def _take_rows(self, step: SchedulerOutput) -> int:
+        """Update the rows, sample their tokens, and return the attended tokens."""
+        rows, scheduled = self._rows, step.num_scheduled_tokens
+        names: list[str] = []
+        sampled: list[list[int]] = []
+        attended = 0
+        for new in step.scheduled_new_reqs:
+            assert new.prompt_token_ids is not None
+            row = _Row(
+                len(new.prompt_token_ids), _script(new.sampling_params), list(new.block_ids[0])
+            )
+            rows[new.req_id] = row
+            end = new.num_computed_tokens + scheduled[new.req_id]
+            attended += end
+            names.append(new.req_id)
+            sampled.append(_sample(row, end))
+        cached = step.scheduled_cached_reqs
+        for index, name in enumerate(cached.req_ids):
+            row = rows[name]
+            new_blocks = cached.new_block_ids[index]
+            if name in cached.resumed_req_ids:
+                assert new_blocks is not None
+                row.blocks = list(new_blocks[0])
+                # A token in flight at the preemption was dropped.
+                row.generated = cached.num_output_tokens[index]
+            elif new_blocks is not None:
+                row.blocks.extend(new_blocks[0])
+            end = cached.num_computed_tokens[index] + scheduled[name]
+            attended += end
+            names.append(name)
+            sampled.append(_sample(row, end))
+        self._output = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=sampled,
+        )
+        return attended
+
+    def _charge(self, step: SchedulerOutput, attended: int) -> None:
+        device = self.device
+        num_rows = len(step.num_scheduled_tokens)
+        copied = len(step.kv_cache_block_copies or ())
+        num_tokens = step.total_num_scheduled_tokens
+        batch = StepBatch(num_rows, attended, num_tokens - num_rows, copied)
+        host_s, device_s = device.costs.host_s(num_rows), device.costs.device_s(batch)
+        device.clock.now_s += host_s
+        begin_s = max(device.clock.now_s, device.free_at_s)
+        self._end_s = device.free_at_s = begin_s + device_s
+        totals = device.totals
+        totals.steps += 1
+        totals.rows += num_rows
+        totals.computed_tokens += num_tokens
+        totals.attended_tokens += attended
+        totals.copied_blocks += copied
+        totals.device_s += device_s
+        totals.host_s += host_s
+        totals.largest_rows = max(totals.largest_rows, num_rows)
+        totals.largest_tokens = max(totals.largest_tokens, num_tokens)
+        blocks = distinct = 0
+        if device.counts_blocks:
+            tables = [self._rows[name].blocks for name in step.num_scheduled_tokens]
+            blocks = sum(map(len, tables))
+            distinct = len(set().union(*tables))
+            totals.blocks += blocks
+            totals.distinct_blocks += distinct
+        if device.on_step is not None:
+            device.on_step(StepRecord(begin_s, self._end_s, batch, blocks, distinct))
+
+
+class AsyncVirtualExecutor(VirtualExecutor):
+    """A virtual executor whose engine schedules ahead, as vLLM does on GPUs."""
+
+    is_async = True
+
+
+def _sample(row: _Row, end: int) -> list[int]:
+    """Return the token that a row samples when it is computed up to `end`, if it samples."""
+    if end != row.prompt_length + row.generated:
+        return []
+    position = row.generated
+    row.generated += 1
+    # With asynchronous scheduling, one token is computed beyond the end of a thread.
+    return [row.script[position] if position < len(row.script) else _UNSCRIPTED_TOKEN]
+
+
+def _script(params: SamplingParams | None) -> list[int]:
+    extra_args = None if params is None else params.extra_args
+    if not extra_args or REPLAY_ARG not in extra_args:
+        return []
+    parameters = ForkParameters.from_extra_args(extra_args)
+    path = parameters.thread_path if parameters else ()
+    return thread_script(extra_args[REPLAY_ARG], replay_key_of_path(path))
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
