@@ -104,6 +104,6 @@ def virtual_engine(spec: VirtualSpec, folder: Path) -> Any:
     arguments = engine_arguments(spec, write_model_folder(spec.config, folder))
     engine = OfflineEngine(arguments.pop("model"), **arguments)
     device = VirtualDevice(spec.costs)
-    core = engine.llm.llm_engine.engine_core.engine_core
-    core.model_executor.device = device
+    client: Any = engine.llm.llm_engine.engine_core
+    client.engine_core.model_executor.device = device
     return engine, device

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
-from vllm.sampling_params import SamplingParams
 
 from apar_core.engine.replay import REPLAY_ARG, thread_script
 from apar_core.fork_parameters import ForkParameters
@@ -180,7 +180,7 @@ class VirtualExecutor(Executor):
     def shutdown(self) -> None:
         """Release nothing."""
 
-    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:  # type: ignore[override]
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         """Do a step: charge its time and sample the tokens of the replays."""
         for name in scheduler_output.finished_req_ids:
             self._rows.pop(name, None)
