@@ -213,7 +213,7 @@ class VirtualExecutor(Executor):
     def shutdown(self) -> None:
         """Release nothing."""
 
-    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:  # type: ignore[override]
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         """Do a step: charge its time and sample the tokens of the replays."""
         for name in scheduler_output.finished_req_ids:
             self._rows.pop(name, None)
