@@ -47,6 +47,7 @@ ALLOWED_IN = {
 # The subpackages that a subpackage may import.
 LAYERS = {
     "apar_core": {
+        "step_costs": set(),
         "tree": set(),
         "formats": set(),
         "models": set(),
