@@ -51,7 +51,6 @@ LAYERS = {
         "tree": set(),
         "formats": set(),
         "models": set(),
-        "step_costs": set(),
         "scheduler": {"step_costs", "tree"},
         "engine": {"formats", "scheduler", "tree"},
         "virtual": {"engine", "models", "scheduler", "step_costs", "tree"},
