@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
-from vllm.sampling_params import SamplingParams
 
 from apar_core.engine.replay import REPLAY_ARG, thread_script
 from apar_core.fork_parameters import ForkParameters
@@ -296,4 +296,3 @@ def _done(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(value)
     return future
-

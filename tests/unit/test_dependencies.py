@@ -38,7 +38,7 @@ FORBIDDEN_IN_WORKLOAD = {
 }
 # Of apar_core's subpackages, those that may import a library.
 ALLOWED_IN = {
-    "vllm": {"engine", "scheduler"},
+    "vllm": {"engine", "scheduler", "virtual"},
     "transformers": {"offline"},
 }
 # The subpackages that a subpackage may import.
@@ -47,8 +47,10 @@ LAYERS = {
         "tree": set(),
         "formats": set(),
         "models": set(),
+        "step_costs": {"models"},
         "scheduler": {"tree"},
         "engine": {"formats", "scheduler", "tree"},
+        "virtual": {"engine", "models", "scheduler", "step_costs", "tree"},
         "offline": {"formats", "models", "tree"},
         "workload": {"formats", "offline", "tree"},
     },
