@@ -296,4 +296,3 @@ def _done(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(value)
     return future
-

@@ -38,7 +38,7 @@ FORBIDDEN_IN_WORKLOAD = {
 }
 # Of apar_core's subpackages, those that may import a library.
 ALLOWED_IN = {
-    "vllm": {"engine", "scheduler"},
+    "vllm": {"engine", "scheduler", "virtual"},
     "transformers": {"offline"},
 }
 # The subpackages that a subpackage may import.
@@ -50,6 +50,8 @@ LAYERS = {
         "scheduler": {"tree"},
         "engine": {"formats", "scheduler", "tree"},
         "offline": {"formats", "models", "tree"},
+        "step_costs": set(),
+        "virtual": {"engine", "formats", "models", "scheduler", "step_costs", "tree"},
         "workload": {"formats", "offline", "tree"},
     },
     "apar_core.offline": {
