@@ -53,7 +53,6 @@ LAYERS = {
         "models": set(),
         "scheduler": {"step_costs", "tree"},
         "engine": {"formats", "scheduler", "tree"},
-        "virtual": {"engine", "models", "scheduler", "step_costs", "tree"},
         "offline": {"formats", "models", "tree"},
         "step_costs": set(),
         "virtual": {"engine", "formats", "models", "scheduler", "step_costs", "tree"},

@@ -241,8 +241,7 @@ def test_a_request_that_never_fits_is_reported(core: VirtualCore) -> None:
     core.add(VirtualRequest("long", list(range(300, 500)), {"": [TOKENS.end_id]}, 1))
 
     with pytest.raises(EngineError, match="none of 1 threads fits"):
-        while core.has_work:
-            core.step()
+        run_open_loop(core, [])
 
 
 def test_a_prompt_as_long_as_the_context_is_refused(core: VirtualCore) -> None:
