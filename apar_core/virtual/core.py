@@ -2,7 +2,7 @@
 
 A `VirtualCore` is vLLM's `EngineCore` with our scheduler and the virtual executor. It has no
 tokenizer, output processor or detokenizer, so a request comes as token ids and reports only its
-first token and its end. Given the same requests, it takes the same steps as `virtual_engine`.
+first token and its end. Given the same requests, it takes the same steps as `VirtualEngine`.
 
 A core advances its own clock. A caller with several of them steps the one whose `next_event_s` is
 the smallest, and delivers the events that it returns at their own times:
@@ -41,7 +41,6 @@ from apar_core.formats.control_tokens import TreeTokens, find_control_tokens
 from apar_core.journal import Journal, ThreadDelta
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.scheduler.fork_settings import ForkSettings
-from apar_core.scheduler.step_time import StepClock
 from apar_core.step_costs.costs import StepCosts
 from apar_core.tree.thread_names import (
     ThreadPath,
@@ -54,7 +53,7 @@ from apar_core.virtual.executor import StepTotals, VirtualClock, VirtualDevice
 
 # Ties in arrival time would be broken by request id, and a child, whose arrival follows its
 # parent's by the smallest step of a float, would rank behind every tied request.
-_LEAST_GAP_S = 1e-9
+_LEAST_GAP_S = 1e-6
 # More steps than this without a token, and nothing will ever change.
 _MAX_IDLE_STEPS = 8
 
@@ -136,11 +135,10 @@ class VirtualCore:
         # an `OfflineEngine` that is built later would start a process.
         with engine_core_in_this_process():
             self._core: Any = EngineCore(cores.vllm_config, cores.executor_class, log_stats=False)
-        self._core.model_executor.device = self.device
         # The configuration and the folder live as long as one of the cores.
         self._cores = cores
         self.scheduler: Any = self._core.scheduler
-        self.scheduler.step_clock = StepClock(self.device.clock)
+        self._core.model_executor.attach(self.device, self.scheduler)
         self._count_preemptions()
         settings = ForkSettings.model_validate(dict(spec.forks or {}))
         self._parameters = ForkParameters(

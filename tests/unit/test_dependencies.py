@@ -54,7 +54,6 @@ LAYERS = {
         "scheduler": {"step_costs", "tree"},
         "engine": {"formats", "scheduler", "tree"},
         "offline": {"formats", "models", "tree"},
-        "step_costs": set(),
         "virtual": {"engine", "formats", "models", "scheduler", "step_costs", "tree"},
         "workload": {"formats", "offline", "tree"},
     },

@@ -3,7 +3,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from apar_core.virtual.core import (
     checkpoint_tokens,
     run_open_loop,
 )
-from apar_core.virtual.engine import VirtualSpec, virtual_engine
+from apar_core.virtual.engine import VirtualEngine, VirtualSpec
 from apar_core.virtual.executor import StepRecord
 
 TOKENS = checkpoint_tokens()
@@ -77,21 +76,16 @@ def recorded(core: VirtualCore) -> list[StepRecord]:
     return records
 
 
-def test_takes_the_steps_of_an_engine_with_its_front_end(
-    cores: VirtualCores, tmp_path: Path
-) -> None:
+def test_takes_the_steps_of_an_engine_with_its_front_end(cores: VirtualCores) -> None:
     requests = [*arrivals(30), *(request(100 + n, arrival_s=2.0, forked=False) for n in range(4))]
     core = cores.build()
     expected = recorded(core)
     run_open_loop(core, requests)
 
-    engine, device = virtual_engine(cores.spec, tmp_path)
-    try:
+    with VirtualEngine(cores.spec) as engine:
         found: list[StepRecord] = []
-        device.on_step = found.append
-        _serve(engine.llm.llm_engine, device.clock, requests)
-    finally:
-        engine.shutdown()
+        engine.device.on_step = found.append
+        _serve(engine.llm.llm_engine, engine.device.clock, requests)
 
     assert core.preemptions > 0
     assert core.num_forks > 60
