@@ -47,14 +47,14 @@ ALLOWED_IN = {
 # The subpackages that a subpackage may import.
 LAYERS = {
     "apar_core": {
-        "step_costs": set(),
+        "step_costs": {"models"},
         "tree": set(),
         "formats": set(),
         "models": set(),
         "scheduler": {"step_costs", "tree"},
         "engine": {"formats", "scheduler", "tree"},
-        "virtual": {"engine", "models", "scheduler", "step_costs", "tree"},
         "offline": {"formats", "models", "tree"},
+        "virtual": {"engine", "formats", "models", "scheduler", "step_costs", "tree"},
         "workload": {"formats", "offline", "tree"},
     },
     "apar_core.offline": {
