@@ -3,7 +3,8 @@
 One model for everything that predicts time: the virtual engine, the cluster simulation, `apar plan`
 and the adaptive fork policy. The duration of a step on the device is
 
-    launch_s + matrix_s(tokens) + attended_token_s * attended tokens + copied_block_s * copied blocks
+    launch_s + matrix_s(tokens) + attended_token_s * attended tokens
+        + copied_block_s * copied blocks
 
 where `matrix_s` is piecewise linear in the tokens of the step: matrix products take as long for one
 token as for dozens, until arithmetic takes longer than reading the weights. The engine core's own

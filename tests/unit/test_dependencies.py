@@ -38,17 +38,19 @@ FORBIDDEN_IN_WORKLOAD = {
 }
 # Of apar_core's subpackages, those that may import a library.
 ALLOWED_IN = {
-    "vllm": {"engine", "scheduler"},
+    "vllm": {"engine", "scheduler", "virtual"},
     "transformers": {"offline"},
 }
 # The subpackages that a subpackage may import.
 LAYERS = {
     "apar_core": {
+        "step_costs": set(),
         "tree": set(),
         "formats": set(),
         "models": set(),
-        "scheduler": {"tree"},
+        "scheduler": {"step_costs", "tree"},
         "engine": {"formats", "scheduler", "tree"},
+        "virtual": {"engine", "models", "scheduler", "step_costs", "tree"},
         "offline": {"formats", "models", "tree"},
         "workload": {"formats", "offline", "tree"},
     },
