@@ -7,28 +7,31 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from apar_core.errors import EngineError, EvaluationError
 from apar_core.scheduler.fork_admission import AdmissionCounters
 from apar_core.scheduler.fork_policy import build_policy
 from apar_core.scheduler.step_time import StepClock
-from apar_core.step_costs.costs import StepCosts
+from apar_core.step_costs.files import read_costs
+from apar_core.step_costs.gpus import find_gpu
+from apar_core.step_costs.models import find_model
+from apar_core.step_costs.predict import kv_tokens, step_costs
+from apar_core.virtual.engine import VirtualEngine, VirtualSpec
 from cluster.config.model import PRESETS
-from cluster.experiments.methods import Policy
-from cluster.experiments.program import Submission
-from cluster.experiments.settings import ExperimentSettings
+from cluster.experiments.methods import Policy, Workload, load_workload, marker_id
 
 if TYPE_CHECKING:
     from apar_core.engine.offline_engine import OfflineEngine
-    from apar_core.virtual.executor import VirtualDevice
+    from apar_core.step_costs.costs import StepCosts
+    from cluster.experiments.program import Submission
+    from cluster.experiments.settings import ExperimentSettings
 
 _MAX_ROWS = 1024
+# Other methods' prompts are longer than the answer's own.
+_LENGTH_MARGIN = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +75,25 @@ class ExperimentEngine:
     """An `OfflineEngine` whose steps are counted, and whose KV cache can be made smaller.
 
     hidden_ids: control and end tokens, which are not text.
-    device: the virtual device of an engine in virtual time, None for a real engine.
-    clock: seconds, virtual or real; also the clock of the fork policy.
+    device: the device of an engine in virtual time, None for a real engine.
     """
 
-    def __init__(
-        self, engine: OfflineEngine, hidden_ids: Sequence[int], device: VirtualDevice | None = None
-    ) -> None:
+    def __init__(self, engine: OfflineEngine, hidden_ids: Sequence[int]) -> None:
         self.engine = engine
-        self.device = device
+        self.device = engine.device if isinstance(engine, VirtualEngine) else None
         self.llm_engine: Any = engine.llm.llm_engine
         self.scheduler: Any = engine.scheduler
         self.counts = StepCounts()
-        self.clock = time.perf_counter if device is None else device.clock
         self._hidden = frozenset(hidden_ids)
         self._ballast: list[Any] = []
         self._watermark = self.scheduler.scheduler_config.watermark
         self._before = (0, 0)
         self._count_steps()
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Seconds, virtual or real; also the clock of the fork policy."""
+        return time.perf_counter if self.device is None else self.device.clock
 
     @property
     def block_size(self) -> int:
@@ -156,10 +160,10 @@ class ExperimentEngine:
         # Only a policy that learns pays for counting attended tokens.
         scheduler._learns = conditions.policy == "adaptive"
         if self.device is not None:
-            from apar_core.virtual.executor import StepTotals
+            from apar_core.virtual.executor import StepTotals, VirtualClock
 
-            # Times of a run start at zero: floating-point sums then do not depend on earlier runs.
-            self.device.clock.now_s = self.device.free_at_s = 0.0
+            # Time starts at zero: floating-point sums then do not depend on earlier runs.
+            self.device.clock, self.device.free_at_s = VirtualClock(), 0.0
             self.device.totals = StepTotals()
             self.device.costs = costs or self.device.costs
         scheduler.step_clock = StepClock(self.clock)
@@ -244,3 +248,92 @@ class ExperimentEngine:
         scheduler.schedule = counted_schedule
         scheduler.update_from_output = counted_update
         scheduler._preempt_request = counted_preempt
+
+
+def open_engine(settings: ExperimentSettings, model: str) -> ExperimentEngine:
+    """Return an engine for a model, whose KV cache is as large as any run of it needs.
+
+    Raises EvaluationError if the model has no control tokens.
+    """
+    engine = _virtual_engine(settings, model) if settings.is_virtual else _real(settings, model)
+    control = engine.control_tokens
+    if control is None:
+        engine.shutdown()
+        raise EvaluationError(f"{model} has no control tokens: it cannot fork")
+    return ExperimentEngine(
+        engine, (control.fork_id, control.child_id, engine.tokenizer.eos_token_id)
+    )
+
+
+def virtual_device(settings: ExperimentSettings, model: str, gpu: str) -> tuple[StepCosts, int]:
+    """Return the step costs of a model on a GPU, and the KV blocks of the whole cache."""
+    size, device = find_model(model), find_gpu(gpu)
+    if settings.costs is not None:
+        costs = read_costs(settings.costs)
+    else:
+        costs = step_costs(size, device, settings.tensor_parallel)
+    if not settings.has_host_time:
+        costs = replace(costs, host_base_s=0.0, host_row_s=0.0)
+    num_tokens = settings.kv_tokens or kv_tokens(
+        size, device, settings.tensor_parallel, block_size=settings.block_size
+    )
+    return costs, num_tokens // settings.block_size
+
+
+def load_questions(settings: ExperimentSettings, trace: str, engine: ExperimentEngine) -> Workload:
+    """Return the questions of a trace by name, as tokens of an engine."""
+    # These import transformers, which takes seconds.
+    from apar_core.offline.evaluation.replay_text import load_text
+    from apar_core.virtual.text import virtual_text
+
+    offline = engine.engine
+    tokenizer = offline.tokenizer
+    text = virtual_text() if settings.is_virtual else load_text(tokenizer.name_or_path)
+    tokens = text.tokens
+    return load_workload(
+        settings.traces[trace],
+        text,
+        tokens,
+        marker_id(tokenizer, (tokens.fork_id, tokens.child_id, tokens.end_id)),
+        number=settings.answers,
+        max_tokens=settings.max_tokens,
+        seed=settings.seed,
+    )
+
+
+def _virtual_engine(settings: ExperimentSettings, model: str) -> VirtualEngine:
+    devices = [virtual_device(settings, model, gpu) for gpu in settings.gpus]
+    return VirtualEngine(
+        VirtualSpec(
+            find_model(model).config,
+            devices[0][0],
+            settings.block_size * max(num_blocks for _, num_blocks in devices),
+            block_size=settings.block_size,
+            max_model_len=_LENGTH_MARGIN * settings.max_tokens,
+            is_async=settings.is_async,
+        )
+    )
+
+
+def _real(settings: ExperimentSettings, model: str) -> OfflineEngine:
+    # Several engines of a machine would otherwise bind themselves to the same cores.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    # These import vLLM, which takes seconds.
+    from apar_core.engine.offline_engine import OfflineEngine
+    from apar_core.engine.replay import REPLAY
+
+    preset = PRESETS.get(model)
+    arguments: dict[str, Any] = {
+        "block_size": settings.block_size,
+        "max_model_len": _LENGTH_MARGIN * settings.max_tokens,
+        "max_num_seqs": _MAX_ROWS,
+        "max_num_batched_tokens": 2 * _MAX_ROWS,
+    }
+    if settings.kv_tokens is not None:
+        # One block is vLLM's null block.
+        arguments["num_gpu_blocks_override"] = settings.kv_tokens // settings.block_size + 1
+    return OfflineEngine(
+        model if preset is None else preset.path,
+        logits_processors=[REPLAY],
+        **{**arguments, **settings.engine_args},
+    )
