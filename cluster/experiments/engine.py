@@ -8,17 +8,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from apar_core.errors import EngineError, EvaluationError
 from apar_core.scheduler.fork_admission import AdmissionCounters
 from apar_core.scheduler.fork_policy import build_policy
 from apar_core.scheduler.step_time import StepClock
-from apar_core.step_costs.files import read_costs
-from apar_core.step_costs.gpus import find_gpu
 from apar_core.step_costs.models import find_model
-from apar_core.step_costs.predict import kv_tokens, step_costs
 from apar_core.virtual.engine import VirtualEngine, VirtualSpec
 from cluster.config.model import PRESETS
 from cluster.experiments.methods import Policy, Workload, load_workload, marker_id
@@ -265,21 +262,6 @@ def open_engine(settings: ExperimentSettings, model: str) -> ExperimentEngine:
     )
 
 
-def virtual_device(settings: ExperimentSettings, model: str, gpu: str) -> tuple[StepCosts, int]:
-    """Return the step costs of a model on a GPU, and the KV blocks of the whole cache."""
-    size, device = find_model(model), find_gpu(gpu)
-    if settings.costs is not None:
-        costs = read_costs(settings.costs)
-    else:
-        costs = step_costs(size, device, settings.tensor_parallel)
-    if not settings.has_host_time:
-        costs = replace(costs, host_base_s=0.0, host_row_s=0.0)
-    num_tokens = settings.kv_tokens or kv_tokens(
-        size, device, settings.tensor_parallel, block_size=settings.block_size
-    )
-    return costs, num_tokens // settings.block_size
-
-
 def load_questions(settings: ExperimentSettings, trace: str, engine: ExperimentEngine) -> Workload:
     """Return the questions of a trace by name, as tokens of an engine."""
     # These import transformers, which takes seconds.
@@ -302,7 +284,7 @@ def load_questions(settings: ExperimentSettings, trace: str, engine: ExperimentE
 
 
 def _virtual_engine(settings: ExperimentSettings, model: str) -> VirtualEngine:
-    devices = [virtual_device(settings, model, gpu) for gpu in settings.gpus]
+    devices = [settings.virtual_device(model, gpu) for gpu in settings.gpus]
     return VirtualEngine(
         VirtualSpec(
             find_model(model).config,

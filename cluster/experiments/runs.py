@@ -211,14 +211,14 @@ class Worker:
         the questions, and an answer that is not the recorded one.
         """
         from cluster.experiments.driver import RunPlan, drive
-        from cluster.experiments.engine import Conditions, virtual_device
+        from cluster.experiments.engine import Conditions
 
         settings, method = self._settings, METHODS[key.method]
         engine = self._engine_of(key.model)
         workload = self._workload(key.trace, engine)
         costs, capacity_blocks = None, engine.num_blocks
         if settings.is_virtual:
-            costs, capacity_blocks = virtual_device(settings, key.model, key.device)
+            costs, capacity_blocks = settings.virtual_device(key.model, key.device)
         num_blocks = round(key.kv_share * capacity_blocks)
         room = num_blocks * engine.block_size
         if room < workload.longest_tokens:

@@ -9,7 +9,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
 
+from apar_core.errors import StepCostsError
 from apar_core.step_costs.costs import StepCosts
+from apar_core.step_costs.files import read_costs
+from apar_core.step_costs.gpus import find_gpu
+from apar_core.step_costs.models import find_model
+from apar_core.step_costs.predict import kv_tokens, step_costs
 from cluster.experiments.methods import METHODS, SEQUENTIAL
 
 Engine = Literal["virtual", "real"]
@@ -89,8 +94,15 @@ class ExperimentSettings(BaseModel):
         description="Time per token of the adaptive policy, in mean steps of sequential decoding.",
     )
     is_async: bool = Field(True, description="Schedule ahead, as vLLM does on GPUs.")
-    has_host_time: bool = Field(True, description="Charge the engine core's own time.")
     engine_args: Mapping[str, Any] = Field({}, description="Arguments of a real vLLM engine.")
+
+    @field_validator("gpus")
+    @classmethod
+    def _check_gpus(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            return tuple(dict.fromkeys(find_gpu(name).name for name in names))
+        except StepCostsError as error:
+            raise ValueError(str(error)) from error
 
     @field_validator("kv_shares", "peer_shares")
     @classmethod
@@ -127,16 +139,30 @@ class ExperimentSettings(BaseModel):
         """Names of the GPUs, or of this machine."""
         return self.gpus if self.is_virtual else (machine_name(),)
 
+    def origin(self, device: str) -> str:
+        """Say what times are: a prediction for a device, or measured on it."""
+        return f"predicted for {device}" if self.is_virtual else f"measured on {device}"
+
     def limit(self, model: str) -> int:
         """Return how many requests of a model run at once at most."""
         if self.max_requests is not None:
             return self.max_requests
         if not self.is_virtual:
             return _SMALL_MODEL_REQUESTS
-        from apar_core.step_costs.models import find_model
-
         is_large = find_model(model).parameters > _LARGE_MODEL_PARAMETERS
         return _LARGE_MODEL_REQUESTS if is_large else _SMALL_MODEL_REQUESTS
+
+    def virtual_device(self, model: str, gpu: str) -> tuple[StepCosts, int]:
+        """Return the step costs of a model on a GPU, and the KV blocks of its whole cache."""
+        size, device = find_model(model), find_gpu(gpu)
+        if self.costs is not None:
+            costs = read_costs(self.costs)
+        else:
+            costs = step_costs(size, device, self.tensor_parallel, self.block_size)
+        num_tokens = self.kv_tokens or kv_tokens(
+            size, device, self.tensor_parallel, block_size=self.block_size
+        )
+        return costs, num_tokens // self.block_size
 
     def as_text(self) -> dict[str, str]:
         """Return what all runs of a folder share, to compare with an earlier run's settings.
