@@ -47,7 +47,7 @@ class StepSeen:
     rows: tuple[tuple[str, int, int], ...]
     preempted: tuple[str, ...]
     copied_blocks: int
-    forks: tuple[int, int, int]
+    forks: tuple[int, ...]
     free_blocks: int
 
 
@@ -99,7 +99,7 @@ def run(engine: OfflineEngine, asked: Sequence[Asked], *, kv_blocks: int | None 
                     ),
                     preempted=tuple(sorted(map(_plain, step.preempted_req_ids or ()))),
                     copied_blocks=len(step.kv_cache_block_copies or ()),
-                    forks=tuple(new - old for new, old in zip(now, before, strict=True)),  # type: ignore[arg-type]
+                    forks=tuple(new - old for new, old in zip(now, before, strict=True)),
                     free_blocks=pool.get_num_free_blocks(),
                 )
             )

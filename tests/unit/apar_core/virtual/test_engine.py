@@ -161,7 +161,7 @@ def test_arrival_times_increase_while_the_clock_stands_still() -> None:
 
 def test_requests_at_one_instant_are_served_in_order(engine: VirtualEngine) -> None:
     # "r10" sorts before "r2", and a child's arrival time follows its parent's.
-    first_steps = {}
+    first_steps: dict[str, int] = {}
     for index, step in enumerate(run(engine, [Asked(20, TREE) for _ in range(12)]).steps):
         for name, _, _ in step.rows:
             first_steps.setdefault(name, index)
@@ -184,4 +184,3 @@ def test_limits_that_hold_back_forked_threads_are_counted(engine: VirtualEngine)
     assert totals.row_limited_steps > 0
     assert (totals.token_limited_steps > 0) == (not engine.spec.is_async)
     assert totals.largest_rows == 24
-    assert totals.largest_tokens == 32
