@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from apar_core.step_costs.models import ModelSize
 from cluster.sizing.errors import SizingError
-from cluster.sizing.model_size import ModelSize
 from cluster.sizing.request_shape import RequestShape
 from cluster.sizing.step_costs import kv_shards
 

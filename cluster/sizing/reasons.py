@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from apar_core.step_costs.models import ModelSize
 from cluster.config.model import MAX_THREADS
 from cluster.sizing.memory import GIB
-from cluster.sizing.model_size import ModelSize
 from cluster.sizing.plan import Plan
 
 PAPER_CAPS = {"apar-7b": 350, "apar-13b": 180}

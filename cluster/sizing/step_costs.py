@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.sizing.gpus import Gpu
-from cluster.sizing.model_size import ModelSize
+from apar_core.step_costs.gpus import Gpu
+from apar_core.step_costs.models import ModelSize
 
 BANDWIDTH_SHARE = 0.8
 """Of a GPU's memory bandwidth, what weights and KV cache are read with."""

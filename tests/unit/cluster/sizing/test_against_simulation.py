@@ -12,6 +12,8 @@ from statistics import fmean
 
 import pytest
 
+from apar_core.step_costs.gpus import find_gpu
+from apar_core.step_costs.models import find_model
 from apar_core.tree import ROOT_THREAD, ParagraphTree, ThreadId
 from benchmarks.cluster_simulation.choosers import build_choosers
 from benchmarks.cluster_simulation.cluster import ClusterSettings, Run, SimCluster
@@ -20,9 +22,7 @@ from benchmarks.cluster_simulation.scenarios import RecordedData
 from benchmarks.cluster_simulation.step_times import ROOFLINE_7B, ReplicaModel, StepTimes
 from benchmarks.cluster_simulation.threads import SimRequest
 from benchmarks.cluster_simulation.trees import AnswerTree
-from cluster.sizing.gpus import find_gpu
 from cluster.sizing.memory import gpu_memory
-from cluster.sizing.model_size import find_model
 from cluster.sizing.plan import Goals, Plan, make_plan
 from cluster.sizing.request_shape import shape_of
 from cluster.sizing.step_costs import roofline

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from apar_core.step_costs.gpus import find_gpu
+from apar_core.step_costs.models import ModelSize, find_model
 from cluster.sizing.errors import SizingError
 from cluster.sizing.fork_profiles import find_profile
-from cluster.sizing.gpus import GPUS, find_gpu
 from cluster.sizing.memory import (
     ReplicaMemory,
     cpu_memory,
@@ -21,7 +22,6 @@ from cluster.sizing.memory import (
     requests_that_fit,
     threads_of,
 )
-from cluster.sizing.model_size import ModelSize, find_model
 from cluster.sizing.queueing import replica_model
 from cluster.sizing.step_costs import kv_shards, roofline
 
@@ -116,14 +116,6 @@ def test_threads_and_requests_bound_each_other(requests: int) -> None:
     assert requests_of_threads(threads, SHAPE) >= requests
     assert requests_of_threads(threads - 1, SHAPE) <= requests
     assert threads_of(requests, find_profile("none").shape(100, 300)) == requests
-
-
-def test_a_gpu_may_be_given_by_figures() -> None:
-    assert find_gpu("h200", memory_gib=100.0).memory_gib == 100.0
-    assert find_gpu("own", 48.0, 900.0, 200.0).bandwidth == 900e9
-    with pytest.raises(SizingError, match="unknown GPU 'own'"):
-        find_gpu("own", 48.0)
-    assert all(gpu.memory_gib > 20 and gpu.flops > 1e14 for gpu in GPUS.values())
 
 
 def test_several_gpus_read_faster_and_talk_to_each_other() -> None:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from apar_core.step_costs.gpus import find_gpu
+from apar_core.step_costs.models import find_model
 from cluster.sizing.errors import SizingError
 from cluster.sizing.fork_profiles import find_profile
-from cluster.sizing.gpus import find_gpu
 from cluster.sizing.memory import ReplicaMemory, gpu_memory
-from cluster.sizing.model_size import find_model
 from cluster.sizing.plan import Goals, Plan, make_plan
 from cluster.sizing.step_costs import StepCosts, roofline
 
