@@ -88,15 +88,15 @@ METHODS = {
     for method in (
         Method(SEQUENTIAL, "sequential (vLLM)", _sequential, is_one_request=True),
         Method(EAGER, "ours, eager", _forked, is_ours=True, is_one_request=True),
-        Method(
-            ADAPTIVE, "ours, adaptive", _forked, "adaptive", is_ours=True, is_one_request=True
-        ),
+        Method(ADAPTIVE, "ours, adaptive", _forked, "adaptive", is_ours=True, is_one_request=True),
         Method("client-forking", "client-side forking (PaDoc, ThreadWeaver)", _client_forking),
         Method("skeleton", "skeleton-of-thought", _skeleton),
         Method("parent-stops", "parent stops, resubmitted", _parent_stops),
-        Method("parent-stops-free", "parent stops, free merge (Multiverse, NPR)", _parent_stops_free),
+        Method(
+            "parent-stops-free", "parent stops, free merge (Multiverse, NPR)", _parent_stops_free
+        ),
     )
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)

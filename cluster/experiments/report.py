@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from apar_core.reporting import ReportTable
-    from cluster.experiments.plots import Panels
 
 TABLE_1: Literal["table1"] = "table1"
 TABLE_2: Literal["table2"] = "table2"
@@ -79,9 +78,7 @@ def run_experiment(
 _RUNS_OF = {TABLE_1: FIGURE_5A, TABLE_2: FIGURE_5A}
 
 
-def build_report(
-    name: str, settings: ExperimentSettings, runs: Mapping[RunKey, Run]
-) -> Report:
+def build_report(name: str, settings: ExperimentSettings, runs: Mapping[RunKey, Run]) -> Report:
     """Return the report of an experiment whose runs have been done."""
     parts = EXPERIMENTS if name == ALL else (name,)
     found = {

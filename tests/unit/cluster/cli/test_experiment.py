@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from apar_core.errors import EvaluationError
 from cluster.experiments.peers.methods import METHODS
 from cluster.experiments.peers.runs import PeerSettings
+
+from apar_core.errors import EvaluationError
 from cluster.experiments.scale_out import ReplicasRun
 from cluster.experiments.settings import ExperimentSettings
 from tests.fakes import apar_command

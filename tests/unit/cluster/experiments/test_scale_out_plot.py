@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.unit.cluster.experiments.played_cells import replicas_run
 
 from cluster.experiments.scale_out import ScaleOutSettings
 from cluster.experiments.scale_out_plot import scale_out_figure
@@ -15,7 +16,6 @@ from cluster.experiments.simulated_scale_out import (
     SimulatedClusters,
     simulated_table,
 )
-from tests.unit.cluster.experiments.played_cells import replicas_run
 
 RUNS = [
     replicas_run(2, forked=True, tokens=9000),
