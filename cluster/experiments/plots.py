@@ -109,7 +109,7 @@ def _draw_latency(panel: Axes, found: Sequence[Comparison]) -> None:
     for method, chosen in _by_method(found).items():
         panel.plot(
             [each.key.concurrency for each in chosen],
-            [each.median(lambda run: run.latency_s.mean) for each in chosen],
+            [each.pairs[0][0].latency_s.mean for each in chosen],
             "o-",
             color=METHOD_COLOURS[method],
             label=method,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from apar_core.errors import EvaluationError
 from apar_core.reporting import Report
+from apar_core.workload.trace import read_trace
 from cluster.experiments.methods import EAGER, SEQUENTIAL
 from cluster.experiments.parts import StartStage
 from cluster.experiments.runs import Run, RunStore, do_runs
@@ -68,6 +69,9 @@ def run_experiment(
             f"--methods {','.join(settings.methods)} has no {EAGER}: tables 1 and 2 are counted "
             "in its runs"
         )
+    for path in settings.traces.values():
+        # Before engines are started.
+        read_trace(path, limit=1)
     keys = keys_of(tuple(dict.fromkeys(_RUNS_OF.get(part, part) for part in parts)), settings)
     store = RunStore(folder, settings)
     do_runs(keys, settings, store, start_stage, workers=workers)
