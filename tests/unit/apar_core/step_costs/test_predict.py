@@ -102,7 +102,7 @@ def test_the_roofline_is_the_larger_bound_and_grows(
     assert seconds >= arithmetic_s * (0.98 if model.num_experts > 1 else 1 - 1e-9)
     assert seconds <= costs.matrix_time_s(tokens + 1)
     # Continuous: no token adds more than its share and what its experts take to read.
-    assert costs.matrix_time_s(tokens + 1) <= seconds * (1 + 1 / tokens)
+    assert costs.matrix_time_s(tokens + 1) <= seconds * (1 + 1 / tokens + 1e-9)
     if model.num_experts == 1 and tensor_parallel == 1:
         read_s = 2 * model.matrix_parameters / (0.72 * gpu.bandwidth)
         assert seconds == pytest.approx(max(read_s, arithmetic_s))
@@ -143,7 +143,7 @@ def test_a_mixture_of_experts_reads_the_experts_that_its_tokens_use() -> None:
     dense = MIXTRAL.matrix_parameters - MIXTRAL.expert_parameters
     one_s = 2 * (dense + 2 * expert) / (0.72 * gpu.bandwidth)
 
-    assert costs.matrix_s[0] == (1, pytest.approx(one_s))
+    assert costs.matrix_time_s(1) == pytest.approx(one_s)
     # 32 tokens leave no expert out.
     assert costs.matrix_time_s(32) == pytest.approx(
         2 * MIXTRAL.matrix_parameters / (0.72 * gpu.bandwidth), rel=1e-3
