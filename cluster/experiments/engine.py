@@ -285,7 +285,7 @@ def load_questions(settings: ExperimentSettings, trace: str, engine: ExperimentE
 
 def _virtual_engine(settings: ExperimentSettings, model: str) -> VirtualEngine:
     devices = [settings.virtual_device(model, gpu) for gpu in settings.gpus]
-    return VirtualEngine(
+    engine = VirtualEngine(
         VirtualSpec(
             find_model(model).config,
             devices[0][0],
@@ -295,6 +295,8 @@ def _virtual_engine(settings: ExperimentSettings, model: str) -> VirtualEngine:
             is_async=settings.is_async,
         )
     )
+    engine.device.counts_blocks = True
+    return engine
 
 
 def _real(settings: ExperimentSettings, model: str) -> OfflineEngine:

@@ -57,7 +57,10 @@ def worker(settings: ExperimentSettings) -> Iterator[Worker]:
 
 @pytest.fixture(scope="module")
 def runs(worker: Worker) -> dict[str, Run]:
-    return {name: worker.run(KEY.of_method(name), 0.05) for name in METHODS}
+    return {
+        name: worker.run(KEY.of_method(name), 0.05 if name == "adaptive" else None)
+        for name in METHODS
+    }
 
 
 @pytest.fixture(scope="module")
@@ -98,14 +101,14 @@ def test_each_method_submits_as_many_sequences_as_it_should(runs: dict[str, Run]
     }
 
 
-def test_a_fork_in_the_engine_recomputes_its_two_control_tokens_and_others_more(
+def test_a_fork_in_the_engine_recomputes_its_control_tokens_and_others_more(
     runs: dict[str, Run],
 ) -> None:
     sequential = runs["sequential"].prompt_tokens
     again = {name: run.prompt_tokens - sequential for name, run in runs.items()}
 
-    # A step late with asynchronous scheduling, the child computes its own token only.
-    assert again["eager"] <= 2 * FORKS
+    # Fork token, child token, and with asynchronous scheduling the token past a thread's end.
+    assert 2 * FORKS <= again["eager"] <= 3 * FORKS
     assert again["eager"] < again["client-forking"] < again["skeleton"]
     assert again["eager"] < again["parent-stops-free"] < again["parent-stops"]
 
@@ -165,11 +168,11 @@ def test_clients_that_keep_the_limit_do_what_the_engine_does_with_its_own(
 
 
 def test_a_smaller_cache_is_kept_to_and_takes_longer(worker: Worker, runs: dict[str, Run]) -> None:
-    small = worker.run(KEY.model_copy(update={"kv_share": 0.2}))
+    small = worker.run(KEY.model_copy(update={"kv_share": 0.08}))
 
-    assert small.peak_kv_tokens <= small.capacity_tokens == 102 * 16
+    assert small.peak_kv_tokens <= small.capacity_tokens == 41 * 16
     assert small.duration_s > runs["sequential"].duration_s
-    assert small.largest_rows < runs["sequential"].largest_rows
+    assert small.preemptions > 0
 
 
 def test_a_closed_loop_keeps_its_concurrency_and_measures_each_answer_once(
