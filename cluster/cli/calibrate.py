@@ -28,7 +28,7 @@ def calibrate(
             minimum=1,
             default="1,2,4,...,128",
         ),
-    ] = CommaList(2**power for power in range(8)),
+    ] = CommaList((1, 2, 4, 8, 16, 32, 64, 128)),
     contexts: Annotated[
         CommaList[int],
         list_option(
