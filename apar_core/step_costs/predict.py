@@ -294,12 +294,12 @@ _TABLE_MODELS = {
     (32, 4096, 14_336, 8): "Llama-3-8B",
 }
 _H100_CAVEAT = (
-    "Vidur's profile of Llama-2-7B on an H100 is 40 to 50% above this at 256 tokens and more, 20 "
-    "to 30% without its element-wise kernels"
+    "Vidur's profile of Llama-2-7B on an H100 is 40 to 50% above this at 256 tokens and more, and "
+    "20 to 30% above at 1,024 and more"
 )
 _ROOFLINE_CAVEAT = (
-    "against the published tables of Llama-7B, -13B and -3-8B it errs by -4 to +19% at 1 token, "
-    "-37 to +2% at 128 to 192, -13 to +6% at 256, and +13 to +39% at 512 and more"
+    "against the published tables of Llama-7B, -13B and -3-8B it errs by -8 to +19% up to 64 "
+    "tokens, -37 to +1% at 96 to 192, -13 to +6% at 256, and +9 to +41% at 384 and more"
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -51,6 +52,21 @@ def test_published_tables_agree_with_the_design(model: str, gpu: str) -> None:
     assert costs.kind == "predicted"
     assert "AIConfigurator" in costs.source
     assert ("Vidur" in costs.source) == (gpu == "h100")
+
+
+def test_the_source_of_a_roofline_states_its_signed_errors_against_the_tables() -> None:
+    source = step_costs(SEVEN, find_gpu("l4")).source
+    stated = [(int(low), int(high)) for low, high in re.findall(r"(-?\+?\d+) to \+(\d+)%", source)]
+    errors: list[list[float]] = [[], [], [], []]
+    for name in ("llama-7b", "llama-13b", "llama-3-8b"):
+        for gpu in map(find_gpu, ("a100-80gb", "h100", "h200")):
+            model = find_model(name)
+            bound = StepCosts("", "predicted", "", roofline(model, gpu), 0.0)
+            for tokens, seconds in step_costs(model, gpu).matrix_s:
+                part = sum(tokens > limit for limit in (64, 192, 256))
+                errors[part].append(100 * (bound.matrix_time_s(tokens) / seconds - 1))
+
+    assert [(round(min(each)), round(max(each))) for each in errors] == stated
 
 
 def test_tables_are_for_dimensions_and_gpus_as_they_are() -> None:
