@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import ValidationError
 
+from cluster.cli.calibrate import calibrate
 from cluster.cli.options import (
     RESUMABLE,
     BlockSize,
@@ -43,6 +44,8 @@ experiment = typer.Typer(
     "[bold]apar experiment fig5a --trace ANSWERS.jsonl --quick[/bold]",
     rich_markup_mode="rich",
 )
+
+experiment.command()(calibrate)
 
 # Two minutes on two cores.
 _QUICK: dict[str, Any] = {
