@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.markdown import Markdown
 
+from cluster.cli.calibrate import calibrate
 from cluster.cli.options import (
     MODEL_HELP,
     RESUMABLE,
@@ -44,6 +45,8 @@ experiment = typer.Typer(
     "[bold]apar experiment fig5a --trace ANSWERS.jsonl --quick[/bold]",
     rich_markup_mode="rich",
 )
+
+experiment.command()(calibrate)
 
 _CPU_MODEL = "cpu-7b"
 _KV_SHARES_HELP = "Shares of the KV cache to run with."
