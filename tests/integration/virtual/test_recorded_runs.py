@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from cluster.experiments.cpu_model import FoldedText
 
 from apar_core.engine.replay import replay_args
 from apar_core.offline.evaluation.replay_text import LLAMA_TOKENIZER, load_text
@@ -16,7 +17,6 @@ from apar_core.step_costs.costs import StepCosts
 from apar_core.virtual.engine import VirtualEngine, VirtualSpec
 from apar_core.workload.replay_answers import ReplayAnswer, replay_answers
 from apar_core.workload.trace import read_trace
-from cluster.experiments.cpu_model import FoldedText
 
 TRACE = Path("../shared/data/traces/structured.jsonl")
 pytestmark = [
