@@ -259,8 +259,9 @@ class _MeasuredEngine:
     def __init__(self, way: Way, settings: SchedulerCostSettings, folder: Path) -> None:
         engine = _engine(way, settings, folder)
         self._llm_engine: Any = engine.llm.llm_engine
+        processor: Any = engine.llm.llm_engine.output_processor
         # As in a server.
-        self._llm_engine.output_processor.records.keep_trees = False
+        processor.records.keep_trees = False
         self._scheduler: Any = engine.scheduler
         self._forked = way == "ours, forked"
         self._streams = settings.streams
