@@ -1,4 +1,4 @@
-"""The engine's own CPU time per row, in virtual time: vLLM's scheduler, and ours with and without forks.
+"""The engine's own CPU time per row in virtual time: vLLM's scheduler, ours, and ours with forks.
 
 Each way of scheduling has an engine in a process of its own. The processes take turns of a few
 steps, so that changes of the machine's speed affect all of them alike, and one process never pays
@@ -258,9 +258,10 @@ class _MeasuredEngine:
 
     def __init__(self, way: Way, settings: SchedulerCostSettings, folder: Path) -> None:
         engine = _engine(way, settings, folder)
-        # As in a server.
-        engine.llm.llm_engine.output_processor.records.keep_trees = False
         self._llm_engine: Any = engine.llm.llm_engine
+        processor: Any = engine.llm.llm_engine.output_processor
+        # As in a server.
+        processor.records.keep_trees = False
         self._scheduler: Any = engine.scheduler
         self._forked = way == "ours, forked"
         self._streams = settings.streams
@@ -404,20 +405,39 @@ def _spec(settings: SchedulerCostSettings) -> VirtualSpec:
     from apar_core.step_costs.costs import StepCosts
     from apar_core.virtual.engine import VirtualSpec
 
-    costs = StepCosts("7B A100","predicted","AIC", ((1,9.3e-3),(64,9.75e-3),(128,11.1e-3),(192,16.6e-3),(256,16.6e-3),(384,22.1e-3),(512,28.8e-3)), 524288/(0.8*2.039e12), launch_s=1e-3)
-    cfg=dict(hidden_size=4096,intermediate_size=11008,num_hidden_layers=32,num_attention_heads=32)
-    return VirtualSpec(cfg, costs, round(settings.kv_share*108304), forks={"max_requests": settings.max_requests})
+    costs = StepCosts(
+        "7B A100",
+        "predicted",
+        "AIC",
+        (
+            (1, 9.3e-3),
+            (64, 9.75e-3),
+            (128, 11.1e-3),
+            (192, 16.6e-3),
+            (256, 16.6e-3),
+            (384, 22.1e-3),
+            (512, 28.8e-3),
+        ),
+        524288 / (0.8 * 2.039e12),
+        launch_s=1e-3,
+    )
+    cfg = dict(
+        hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32
+    )
+    return VirtualSpec(
+        cfg, costs, round(settings.kv_share * 108304), forks={"max_requests": settings.max_requests}
+    )
 
 
 def _answers(settings: SchedulerCostSettings, folder: Path) -> list[ReplayAnswer]:
     """Return as many answers as wanted; the trace is repeated if it has fewer."""
     from itertools import cycle, islice
-    from apar_core.offline.evaluation.replay_text import LLAMA_TOKENIZER, load_text
+
+    from apar_core.virtual.text import virtual_text
     from apar_core.workload.replay_answers import replay_answers
     from apar_core.workload.trace import read_trace
-    from cluster.experiments.cpu_model import FoldedText
 
-    text = FoldedText(load_text(LLAMA_TOKENIZER), load_text(str(folder)))
+    text = virtual_text()
     lines = read_trace(settings.trace)
     answers, _ = replay_answers(lines, text, text.tokens, max_tokens=2048)
     return list(islice(cycle(answers), settings.answers))
