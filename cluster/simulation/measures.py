@@ -107,7 +107,7 @@ def _quantiles(values: npt.NDArray[np.float64]) -> tuple[float, float]:
 def _imbalance(run: ClusterRun, begin_s: float, end_s: float) -> tuple[float, float]:
     variations, fullest = [], []
     for sample in run.samples:
-        if begin_s <= sample.at_s <= end_s and sum(sample.threads):
+        if begin_s <= sample.at_s <= end_s and any(sample.threads):
             threads = _array(sample.threads)
             variations.append(threads.std() / threads.mean())
             fullest.append(threads.max() / threads.mean())

@@ -24,8 +24,8 @@ CONFIG = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
 def answer(category: str, *details: int) -> Answer:
     """A list with one item per detail of so many tokens; without details one thread."""
     if not details:
-        flat = [*range(300, 340), TOKENS.end_id]
-        return Answer(category, {"": flat}, flat, 30, len(flat))
+        single = [*range(300, 340), TOKENS.end_id]
+        return Answer(category, {"": single}, single, 30, len(single))
     item = [200, 201, 202]
     root = [token for _ in details for token in (*item, TOKENS.fork_id)] + [TOKENS.end_id]
     threads = {"": root}
