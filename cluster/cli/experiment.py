@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.markdown import Markdown
 
-from cluster.cli.calibrate import calibrate
+from cluster.cli.calibrate import calibrate, validate
 from cluster.cli.options import (
     MODEL_HELP,
     RESUMABLE,
@@ -47,6 +47,7 @@ experiment = typer.Typer(
 )
 
 experiment.command()(calibrate)
+experiment.command(no_args_is_help=True)(validate)
 
 _CPU_MODEL = "cpu-7b"
 _KV_SHARES_HELP = "Shares of the KV cache to run with."

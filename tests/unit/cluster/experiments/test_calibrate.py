@@ -57,7 +57,7 @@ def test_the_fit_finds_the_costs_of_the_device(
 ) -> None:
     fit = fit_samples(samples, name="found", source="a test")
 
-    assert abs(fit.total_error) < 0.02
+    assert abs(fit.total_error) < 0.03
     assert fit.median_error < 0.005
     for batch in (StepBatch(1, 40), StepBatch(24, 24 * 100), StepBatch(8, 8 * 70, 60, 2)):
         assert fit.costs.device_s(batch) == pytest.approx(COSTS.device_s(batch), rel=0.03)
