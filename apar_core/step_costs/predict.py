@@ -31,8 +31,9 @@ KERNEL_LAUNCH_S = 4e-6
 LARGEST_GRAPH = 512
 """Tokens of vLLM 0.32's largest CUDA graph with 256 or more `max_num_seqs` (config/vllm.py)."""
 ALL_REDUCE_S, LINK_BANDWIDTH = 6e-6, 110e9
-"""Latency of an all-reduce in a CUDA graph, and bytes per second out of a GPU with NVLink. Within
-35% of AIConfigurator's table of vLLM's all-reduce for 2, 4 and 8 GPUs and 4 KB to 16 MB."""
+"""Latency of an all-reduce in a CUDA graph, and bytes per second out of a GPU with NVLink. Against
+AIConfigurator's tables of vLLM's all-reduce over 2 to 8 GPUs, 4 KB to 16 MB, this errs by -53 to
++18% on an A100 and -25 to +65% on H100 and H200."""
 COPY_BANDWIDTH_SHARE = 0.8
 """Share of the memory bandwidth for copied blocks and the sampler's logits: an assumption."""
 LOGIT_BYTES = 10
@@ -46,8 +47,8 @@ OVERHEAD_BYTES = 2e9
 BLOCK_SIZE = 16
 
 # The engine core's Python: CPU time of vLLM 0.32's `schedule` and `update_from_output` with this
-# project's scheduler in virtual time, 13,000 steps of 8 to 350 rows of the structured trace, with
-# forks. Without forks it is 33 us and 12.0 us per row. Output processing is in another process.
+# project's scheduler in virtual time, 17,000 steps with forks of the structured trace with 8 to 350
+# requests at once. Without forks 33 us and 12.0 us per row. Output processing runs elsewhere.
 HOST_BASE_S, HOST_ROW_S = 35e-6, 15.7e-6
 HOST_SOURCE = "vLLM 0.32 and Python 3.11 on one core of an AMD EPYC (2026-11-22)"
 
@@ -76,217 +77,50 @@ _ATTENTION = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedTable:
-    """Milliseconds of all matrix products of a step by tokens, `lm_head` included."""
-
-    model: str
-    gpu: str
-    milliseconds: dict[int, float]
-
-    @property
-    def matrix_s(self) -> tuple[tuple[int, float], ...]:
-        """The table in seconds, as `StepCosts` takes it."""
-        return tuple((tokens, each / 1000) for tokens, each in self.milliseconds.items())
-
-
-# Source: NVIDIA AIConfigurator at 095f58a5, tables of bfloat16 matrix products in vLLM 0.14 (A100)
-# and 0.24 (H100, H200), added up over the layers. Shapes between those of the tables are
-# interpolated. Where the sum falls with more tokens, by up to 11%, the larger one is kept.
-_TABLES = (
-    PublishedTable(
-        "Llama-7B",
-        "a100-80gb",
-        {
-            1: 9.275,
-            16: 9.455,
-            32: 9.591,
-            64: 9.752,
-            96: 11.12,
-            128: 11.13,
-            160: 15.63,
-            192: 16.52,
-            256: 16.62,
-            384: 22.13,
-            512: 28.75,
-            768: 39.43,
-            1024: 54.06,
-            2048: 102.6,
-            4096: 204.8,
-            8192: 408.5,
-        },
+# Milliseconds of all matrix products of a step by tokens, `lm_head` included. Source: NVIDIA
+# AIConfigurator at 095f58a5, tables of bfloat16 matrix products in vLLM 0.14 (A100) and 0.24 (H100,
+# H200), added up over the layers. Shapes between those of the tables are interpolated. Where the
+# sum falls with more tokens, by up to 11%, the larger one is kept.
+_A100_TOKENS = (1, 16, 32, 64, 96, 128, 160, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
+_HOPPER_TOKENS = tuple(tokens for tokens in _A100_TOKENS if tokens != 384)
+_MILLISECONDS: dict[tuple[str, str], tuple[float, ...]] = {
+    ("Llama-7B", "a100-80gb"): (
+        9.275, 9.455, 9.591, 9.752, 11.12, 11.13, 15.63, 16.52, 16.62,
+        22.13, 28.75, 39.43, 54.06, 102.6, 204.8, 408.5,
     ),
-    PublishedTable(
-        "Llama-7B",
-        "h100",
-        {
-            1: 4.748,
-            16: 5.448,
-            32: 5.448,
-            64: 5.448,
-            96: 5.448,
-            128: 5.448,
-            160: 5.648,
-            192: 5.925,
-            256: 6.301,
-            512: 8.659,
-            768: 12.34,
-            1024: 16.64,
-            2048: 33.83,
-            4096: 68.47,
-            8192: 145.3,
-        },
+    ("Llama-7B", "h100"): (
+        4.748, 5.448, 5.448, 5.448, 5.448, 5.448, 5.648, 5.925, 6.301,
+        8.659, 12.34, 16.64, 33.83, 68.47, 145.3,
     ),
-    PublishedTable(
-        "Llama-7B",
-        "h200",
-        {
-            1: 3.722,
-            16: 3.994,
-            32: 4.032,
-            64: 4.033,
-            96: 4.135,
-            128: 4.135,
-            160: 4.576,
-            192: 5.286,
-            256: 5.286,
-            512: 8.545,
-            768: 12.73,
-            1024: 16.86,
-            2048: 34.66,
-            4096: 71.62,
-            8192: 149.3,
-        },
+    ("Llama-7B", "h200"): (
+        3.722, 3.994, 4.032, 4.033, 4.135, 4.135, 4.576, 5.286, 5.286,
+        8.545, 12.73, 16.86, 34.66, 71.62, 149.3,
     ),
-    PublishedTable(
-        "Llama-13B",
-        "a100-80gb",
-        {
-            1: 18.28,
-            16: 18.28,
-            32: 18.33,
-            64: 19.02,
-            96: 20.79,
-            128: 21.28,
-            160: 32.26,
-            192: 32.28,
-            256: 32.83,
-            384: 41.52,
-            512: 53.82,
-            768: 80.95,
-            1024: 97.13,
-            2048: 187.0,
-            4096: 373.8,
-            8192: 736.3,
-        },
+    ("Llama-13B", "a100-80gb"): (
+        18.28, 18.28, 18.33, 19.02, 20.79, 21.28, 32.26, 32.28, 32.83,
+        41.52, 53.82, 80.95, 97.13, 187, 373.8, 736.3,
     ),
-    PublishedTable(
-        "Llama-13B",
-        "h100",
-        {
-            1: 8.954,
-            16: 10.26,
-            32: 10.38,
-            64: 10.7,
-            96: 10.7,
-            128: 10.78,
-            160: 10.78,
-            192: 10.78,
-            256: 11.72,
-            512: 16.67,
-            768: 24.01,
-            1024: 32.43,
-            2048: 64.57,
-            4096: 139.5,
-            8192: 290.7,
-        },
+    ("Llama-13B", "h100"): (
+        8.954, 10.26, 10.38, 10.7, 10.7, 10.78, 10.78, 10.78, 11.72,
+        16.67, 24.01, 32.43, 64.57, 139.5, 290.7,
     ),
-    PublishedTable(
-        "Llama-13B",
-        "h200",
-        {
-            1: 6.766,
-            16: 7.433,
-            32: 7.495,
-            64: 7.623,
-            96: 7.623,
-            128: 7.905,
-            160: 8.337,
-            192: 8.968,
-            256: 9.858,
-            512: 16.62,
-            768: 23.65,
-            1024: 32.58,
-            2048: 65.08,
-            4096: 141.5,
-            8192: 301.0,
-        },
+    ("Llama-13B", "h200"): (
+        6.766, 7.433, 7.495, 7.623, 7.623, 7.905, 8.337, 8.968, 9.858,
+        16.62, 23.65, 32.58, 65.08, 141.5, 301,
     ),
-    PublishedTable(
-        "Llama-3-8B",
-        "a100-80gb",
-        {
-            1: 10.39,
-            16: 10.39,
-            32: 10.52,
-            64: 10.52,
-            96: 12.01,
-            128: 12.36,
-            160: 16.84,
-            192: 17.76,
-            256: 17.88,
-            384: 23.73,
-            512: 31.57,
-            768: 45.73,
-            1024: 59.39,
-            2048: 113.6,
-            4096: 226.7,
-            8192: 458.9,
-        },
+    ("Llama-3-8B", "a100-80gb"): (
+        10.39, 10.39, 10.52, 10.52, 12.01, 12.36, 16.84, 17.76, 17.88,
+        23.73, 31.57, 45.73, 59.39, 113.6, 226.7, 458.9,
     ),
-    PublishedTable(
-        "Llama-3-8B",
-        "h100",
-        {
-            1: 5.569,
-            16: 6.122,
-            32: 6.175,
-            64: 6.322,
-            96: 6.322,
-            128: 6.322,
-            160: 6.322,
-            192: 6.56,
-            256: 6.984,
-            512: 9.857,
-            768: 14.05,
-            1024: 19.13,
-            2048: 38.24,
-            4096: 76.01,
-            8192: 165.0,
-        },
+    ("Llama-3-8B", "h100"): (
+        5.569, 6.122, 6.175, 6.322, 6.322, 6.322, 6.322, 6.56, 6.984,
+        9.857, 14.05, 19.13, 38.24, 76.01, 165,
     ),
-    PublishedTable(
-        "Llama-3-8B",
-        "h200",
-        {
-            1: 4.118,
-            16: 4.473,
-            32: 4.535,
-            64: 4.678,
-            96: 4.678,
-            128: 4.708,
-            160: 5.073,
-            192: 5.617,
-            256: 5.855,
-            512: 9.746,
-            768: 14.6,
-            1024: 19.5,
-            2048: 42.24,
-            4096: 83.89,
-            8192: 167.6,
-        },
+    ("Llama-3-8B", "h200"): (
+        4.118, 4.473, 4.535, 4.678, 4.678, 4.708, 5.073, 5.617, 5.855,
+        9.746, 14.6, 19.5, 42.24, 83.89, 167.6,
     ),
-)
+}  # fmt: skip
 # (layers, hidden size, intermediate size, KV heads) of the models in the tables.
 _TABLE_MODELS = {
     (32, 4096, 11_008, 32): "Llama-7B",
@@ -314,7 +148,7 @@ def step_costs(
     """
     _check_tensor_parallel(tensor_parallel)
     table = published_table(model, gpu) if tensor_parallel == 1 else None
-    matrix_s = roofline(model, gpu, tensor_parallel) if table is None else table.matrix_s
+    matrix_s = roofline(model, gpu, tensor_parallel) if table is None else table
     attention = _ATTENTION.get(gpu.name, _A100_ATTENTION)
     kv_shards = model.kv_shards(tensor_parallel)
     kv_bytes = model.kv_bytes_per_token / kv_shards
@@ -327,7 +161,7 @@ def step_costs(
     return StepCosts(
         name=name if tensor_parallel == 1 else f"{name} x {tensor_parallel}",
         kind="predicted",
-        source=_source(model, gpu, tensor_parallel, table),
+        source=_source(model, gpu, tensor_parallel, is_roofline=table is None),
         matrix_s=matrix_s,
         attended_token_s=kv_bytes / (gpu.bandwidth * attention.bandwidth_share),
         row_s=attention_row_s + LOGIT_BYTES * model.vocab_size / tensor_parallel * copied_s,
@@ -340,19 +174,28 @@ def step_costs(
     )
 
 
-def published_table(model: ModelSize, gpu: Gpu) -> PublishedTable | None:
-    """Return the published table for a model's dimensions in 16 bits on a GPU, if there is one."""
-    config = model.config
-    dimensions = (
-        model.layers, model.hidden_size, config["intermediate_size"], model.kv_heads
-    )  # fmt: skip
-    name = _TABLE_MODELS.get(dimensions)
-    if name is None or model.num_experts > 1 or DTYPE_BYTES[model.dtype] != 2:
-        return None
+def published_table(model: ModelSize, gpu: Gpu) -> tuple[tuple[int, float], ...] | None:
+    """Return the published seconds of a step's matrix products by tokens, None without a table.
+
+    There are tables for some models' dimensions with 16-bit weights, and for some GPUs with their
+    own bandwidth and arithmetic.
+    """
+    milliseconds = _MILLISECONDS.get((_table_model(model), gpu.name))
     known = GPUS.get(gpu.name)
-    if known is None or (gpu.bandwidth, gpu.flops) != (known.bandwidth, known.flops):
+    if milliseconds is None or known is None:
         return None
-    return next((each for each in _TABLES if (each.model, each.gpu) == (name, gpu.name)), None)
+    if (gpu.bandwidth, gpu.flops) != (known.bandwidth, known.flops):
+        return None
+    numbers = _A100_TOKENS if gpu.name == "a100-80gb" else _HOPPER_TOKENS
+    return tuple((tokens, each / 1000) for tokens, each in zip(numbers, milliseconds, strict=True))
+
+
+def _table_model(model: ModelSize) -> str:
+    """Return the model whose tables hold for a model's dimensions, "" without any."""
+    if model.num_experts > 1 or DTYPE_BYTES[model.dtype] != 2:
+        return ""
+    inner = int(model.config["intermediate_size"])
+    return _TABLE_MODELS.get((model.layers, model.hidden_size, inner, model.kv_heads), "")
 
 
 def roofline(model: ModelSize, gpu: Gpu, tensor_parallel: int = 1) -> tuple[tuple[int, float], ...]:
@@ -409,21 +252,21 @@ def kv_tokens(
     return blocks * block_size
 
 
-def _source(model: ModelSize, gpu: Gpu, tensor_parallel: int, table: PublishedTable | None) -> str:
+def _source(model: ModelSize, gpu: Gpu, tensor_parallel: int, *, is_roofline: bool) -> str:
     parts = ["predicted, not measured"]
-    if table is not None:
-        parts.append(
-            f"matrix products of {table.model} on {gpu.name} from NVIDIA AIConfigurator's tables "
-            "per operator, added up"
-        )
-        if gpu.name == "h100":
-            parts.append(_H100_CAVEAT)
-    else:
+    if is_roofline:
         parts.append(
             f"matrix products from a roofline of {gpu.name}: the larger of the weights at "
             f"{WEIGHTS_BANDWIDTH_SHARE:.0%} of {gpu.bandwidth / 1e9:,.0f} GB/s and the arithmetic "
             f"at {FLOPS_SHARE:.0%} of {gpu.flops / 1e12:,.0f} TFLOP/s; {_ROOFLINE_CAVEAT}"
         )
+    else:
+        parts.append(
+            f"matrix products of {_table_model(model)} on {gpu.name} from NVIDIA AIConfigurator's "
+            "tables per operator, added up"
+        )
+        if gpu.name == "h100":
+            parts.append(_H100_CAVEAT)
     if model.num_experts > 1:
         parts.append("each expert is taken to be equally likely")
     if DTYPE_BYTES[model.dtype] == 1:

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from apar_core.engine.replay import replay_args
-from apar_core.offline.evaluation.replay_text import LLAMA_TOKENIZER, load_text
 from apar_core.step_costs.costs import StepCosts
 from apar_core.virtual.engine import VirtualEngine, VirtualSpec
+from apar_core.virtual.text import virtual_text
 from apar_core.workload.replay_answers import ReplayAnswer, replay_answers
 from apar_core.workload.trace import read_trace
-from cluster.experiments.cpu_model import FoldedText
 
 TRACE = Path("../shared/data/traces/structured.jsonl")
 pytestmark = [
@@ -46,7 +45,7 @@ def engine() -> Iterator[VirtualEngine]:
 
 @pytest.fixture(scope="module")
 def answers(engine: VirtualEngine) -> Sequence[ReplayAnswer]:
-    text = FoldedText(load_text(LLAMA_TOKENIZER), load_text(str(engine.folder)))
+    text = virtual_text()
     fitting, _ = replay_answers(read_trace(TRACE), text, text.tokens, max_tokens=MAX_TOKENS)
     return random.Random(0).sample(fitting, 48)
 

@@ -192,7 +192,7 @@ def test_kv_memory_is_what_weights_leave(
 
 
 def test_a_model_that_does_not_fit_is_told_with_figures() -> None:
-    with pytest.raises(StepCostsError, match=r"25\.7 GB of weights .* of 1 l4, .* 21\.6 GB may"):
+    with pytest.raises(StepCostsError, match=r"25\.7 GB of weights .* of 1 l4, .* 21\.2 GB may"):
         kv_tokens(find_model("llama-13b"), find_gpu("l4"))
 
 

@@ -1,78 +1,91 @@
+"""The engine's own time per row: what is compared, and that the compared engines do the same."""
+
 from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from apar_core.models.apar_tiny import checkpoint_path
-from cluster.experiments.driven_scheduler import StepCost
 from cluster.experiments.scheduler_cost import (
-    ADAPTIVE,
-    EAGER,
-    PLAIN,
-    WAYS,
+    RunCost,
     SchedulerCosts,
-    SchedulerLoad,
-    WayCost,
-    _runs,
-    measure_round,
-    way_cost,
+    SchedulerCostSettings,
+    Way,
+    _MeasuredEngine,
+    core_us_per_row,
+    cost_table,
+    report_scheduler_cost,
 )
 
-SMALL = SchedulerLoad(num_threads=40, threads_per_request=8, steps=20)
+NUM_ANSWERS, NUM_TIPS = 6, 4
+TIPS = "\n".join(
+    f"{i}. Tip {i}: do this and that, and then do it again." for i in range(1, NUM_TIPS + 1)
+)
 
 
-def test_only_steps_with_all_threads_are_compared() -> None:
-    costs = [
-        StepCost(1, 9.0, 9.0),
-        StepCost(4, 1.0, 2.0),
-        StepCost(4, 2.0, 4.0),
-        StepCost(4, 3.0, 9.0),
-        StepCost(2, 9.0, 9.0),
+@pytest.fixture
+def settings(tmp_path: Path) -> SchedulerCostSettings:
+    trace = tmp_path / "answers.jsonl"
+    lines = [
+        {"id": i, "category": "c", "prompt": f"Give me {i} tips.", "response": f"Tips:\n\n{TIPS}"}
+        for i in range(NUM_ANSWERS)
     ]
-
-    cost = way_cost(costs, num_threads=4)
-
-    assert (cost.schedule_s, cost.update_s, cost.step_s) == (2.0, 4.0, 6.0)
-    assert cost.num_steps == 3
-    assert cost.run_s_per_kilotoken == 1000 * (18 + 3 + 6 + 12 + 18) / 15
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    return SchedulerCostSettings(trace=trace, answers=NUM_ANSWERS, max_requests=4, rounds=1)
 
 
-def test_a_run_that_never_had_all_threads_is_refused() -> None:
-    with pytest.raises(ValueError, match="no step had all 4 threads: 3 at most"):
-        way_cost([StepCost(3, 1.0, 1.0)], num_threads=4)
+@pytest.fixture
+def _unfrozen() -> Iterator[None]:
+    yield
+    gc.unfreeze()
 
 
-def test_ratios_are_taken_within_a_round() -> None:
-    def cost(step_s: float) -> WayCost:
-        return WayCost(step_s, 0.0, step_s, 10, 2 * step_s)
-
-    costs = SchedulerCosts(SMALL)
-    costs.rounds.append({PLAIN: cost(1.0), EAGER: cost(1.1), ADAPTIVE: cost(1.5)})
-    costs.rounds.append({PLAIN: cost(10.0), EAGER: cost(12.0), ADAPTIVE: cost(20.0)})
-
-    assert costs.ratios(EAGER) == pytest.approx([1.1, 1.2])
-    assert costs.run_ratios(ADAPTIVE) == pytest.approx([1.5, 2.0])
+def run_cost(way: Way, settings: SchedulerCostSettings, folder: Path) -> RunCost:
+    return next(cost for cost in _MeasuredEngine(way, settings, folder).run() if cost is not None)
 
 
-def test_all_threads_decode_at_once_in_each_way_and_everything_ends() -> None:
-    round_costs = measure_round(SMALL, str(checkpoint_path()))
+@pytest.mark.engine
+@pytest.mark.usefixtures("_unfrozen")
+def test_without_forks_our_scheduler_schedules_exactly_the_steps_of_vllms(
+    settings: SchedulerCostSettings, tmp_path: Path
+) -> None:
+    vllm = run_cost("vLLM", settings, tmp_path / "vllm")
+    ours = run_cost("ours, sequential", settings, tmp_path / "ours")
 
-    assert list(round_costs) == list(WAYS)
-    for cost in round_costs.values():
-        assert cost.num_steps >= SMALL.steps
-        assert cost.step_s > 0
+    assert ours.digest == vllm.digest
+    assert (ours.steps, ours.rows, ours.forks) == (vllm.steps, vllm.rows, 0)
 
 
-def test_forked_and_plain_sequences_have_the_same_lengths() -> None:
-    runs = dict(_runs(SMALL, str(checkpoint_path())))
-    lengths = {}
-    for way, run in runs.items():
-        while max((cost.rows for cost in run.costs), default=0) < SMALL.num_threads:
-            run.step()
-        for _ in range(SMALL.steps // 2):
-            run.step()
-        lengths[way] = sorted(request.num_tokens for request in run.scheduler.requests.values())
+@pytest.mark.engine
+@pytest.mark.slow
+def test_each_way_runs_in_a_process_of_its_own_and_every_answer_forks(
+    settings: SchedulerCostSettings, tmp_path: Path
+) -> None:
+    report = report_scheduler_cost(settings, tmp_path / "out", lambda *_: lambda: None)
 
-    mean = {way: sum(tokens) / len(tokens) for way, tokens in lengths.items()}
-    assert {way: len(tokens) for way, tokens in lengths.items()} == dict.fromkeys(WAYS, 40)
-    assert mean[EAGER] == mean[ADAPTIVE]
-    assert mean[PLAIN] == pytest.approx(mean[EAGER], rel=0.15)
+    (costs,) = report.data["rounds"]
+    assert costs["ours, forked"]["forks"] == NUM_ANSWERS * NUM_TIPS
+    assert costs["ours, sequential"]["digest"] == costs["vLLM"]["digest"]
+    assert all(cost["schedule_s"] > 0 and cost["outputs_s"] > 0 for cost in costs.values())
+
+
+def test_costs_are_per_row_and_ratios_are_taken_within_a_round() -> None:
+    def cost(core_s: float) -> RunCost:
+        return RunCost(
+            steps=10, rows=100, tokens=50, schedule_s=core_s / 2, update_s=core_s / 2, digest="d"
+        )
+
+    costs = SchedulerCosts(
+        [
+            {"vLLM": cost(1e-3), "ours, sequential": cost(1e-3), "ours, forked": cost(1.2e-3)},
+            {"vLLM": cost(4e-3), "ours, sequential": cost(4e-3), "ours, forked": cost(5.6e-3)},
+        ]
+    )
+
+    assert costs.ratio("ours, forked", core_us_per_row) == pytest.approx(1.3)
+    by_way = {row[0]: row for row in cost_table(costs).rows}
+    assert by_way["ours, forked"][1:6] == pytest.approx((10, 17, 17, 34, 1.3))
+    assert by_way["vLLM"][7] == pytest.approx(50)
