@@ -13,7 +13,6 @@ engine core's time is what is left of it after waiting for the output.
 from __future__ import annotations
 
 import os
-import platform
 import statistics
 import time
 from collections import defaultdict
@@ -34,6 +33,7 @@ from apar_core.step_costs.fit import StepFit, fit_costs
 from apar_core.step_costs.models import find_model
 from cluster.config.model import PRESETS
 from cluster.experiments.parts import PartStore, StartStage
+from cluster.experiments.settings import machine_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -183,18 +183,6 @@ def calibrate(grid: Grid, folder: Path, start_stage: StartStage) -> Report:
     fit = fit_samples(samples, name=name, source=f"apar experiment calibrate, {name}")
     write_costs(fit.costs, folder / COSTS_FILE)
     return _report(grid, fit, points, folder, schedules_ahead=bool(store.find("forks")["is_async"]))
-
-
-def machine_name() -> str:
-    """Return the GPU of this machine, or its processor and number of cores."""
-    # Takes seconds to import.
-    import torch
-
-    if torch.cuda.is_available():
-        return str(torch.cuda.get_device_name(0))
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{os.cpu_count()} cores of {names[0] if names else platform.machine()}"
 
 
 def fit_samples(samples: Sequence[StepSample], *, name: str, source: str) -> StepFit:

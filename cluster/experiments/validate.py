@@ -38,7 +38,6 @@ from cluster.experiments.calibrate import (
     Grid,
     StepTimer,
     fit_samples,
-    machine_name,
     measure_forks,
     measure_point,
     open_replaying_engine,
@@ -46,6 +45,7 @@ from cluster.experiments.calibrate import (
     read_sample,
 )
 from cluster.experiments.parts import PartStore, StartStage
+from cluster.experiments.settings import machine_name
 
 if TYPE_CHECKING:
     from apar_core.engine.offline_engine import OfflineEngine
