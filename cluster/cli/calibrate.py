@@ -21,8 +21,9 @@ from cluster.cli.options import (
 )
 from cluster.cli.terminal import clear_errors, show_report, stage_progress
 
-EngineArguments = Annotated[
-    str | None, typer.Option("--engine", help="Further vLLM engine arguments, as a JSON object.")
+EngineArgs = Annotated[
+    str | None,
+    typer.Option(help="Further vLLM arguments of a real engine, as a JSON object."),
 ]
 
 
@@ -59,7 +60,7 @@ def calibrate(
     repeats: Annotated[
         int, typer.Option(min=1, help="Passes over the grid; a later run with more adds them.")
     ] = 3,
-    engine: EngineArguments = None,
+    engine_args: EngineArgs = None,
 ) -> None:
     """Measure how long the steps of an engine take, and write them to step-costs.json.
 
@@ -80,7 +81,7 @@ def calibrate(
         prefill=tuple(sorted(set(prefill))),
         steps=steps,
         repeats=repeats,
-        engine=engine_arguments(engine),
+        engine=engine_arguments(engine_args),
     )
     with clear_errors(), stage_progress() as progress:
         show_report(measure(grid, out, progress.start), out)
@@ -111,7 +112,7 @@ def validate(
             "OMP_NUM_THREADS=1.",
         ),
     ] = False,
-    engine: EngineArguments = None,
+    engine_args: EngineArgs = None,
 ) -> None:
     """Compare the measured duration of whole runs with predictions in virtual time.
 
@@ -133,7 +134,7 @@ def validate(
         kv_shares=tuple(kv_shares),
         repeats=repeats,
         cpu_time=cpu_time,
-        engine=engine_arguments(engine),
+        engine=engine_arguments(engine_args),
     )
     with clear_errors(), stage_progress() as progress:
         show_report(run(settings, out, progress.start), out)
@@ -146,14 +147,14 @@ def engine_arguments(text: str | None) -> dict[str, Any]:
     try:
         arguments = json.loads(text)
     except ValueError as error:
-        raise wrong_value("--engine", f"{text!r} is not JSON: {error}") from error
+        raise wrong_value("--engine-args", f"{text!r} is not JSON: {error}") from error
     if not isinstance(arguments, dict):
-        raise wrong_value("--engine", f"{text!r} is not a JSON object")
+        raise wrong_value("--engine-args", f"{text!r} is not a JSON object")
     # Importing vLLM takes seconds.
     from vllm.engine.arg_utils import EngineArgs
 
     known = {field.name for field in fields(EngineArgs)}
     for name in arguments:
         if name not in known:
-            raise wrong_value("--engine", f"vLLM has no engine argument {name!r}")
+            raise wrong_value("--engine-args", f"vLLM has no engine argument {name!r}")
     return arguments

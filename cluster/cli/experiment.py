@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from cluster.cli.calibrate import calibrate, engine_arguments, validate
+from cluster.cli.calibrate import EngineArgs, calibrate, engine_arguments, validate
 from cluster.cli.options import (
     RESUMABLE,
     BlockSize,
@@ -88,10 +88,6 @@ EngineKind = Annotated[
         help="virtual: predict the times on --gpu; real: run --model on this machine.",
         metavar="virtual|real",
     ),
-]
-EngineArgs = Annotated[
-    str | None,
-    typer.Option(help="Further vLLM arguments of a real engine, as a JSON object."),
 ]
 Models = Annotated[
     CommaList[str] | None,

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 COSTS_FILE = "step-costs.json"
 _FIRST_TEXT_ID = 300
 _WARM_UP_STEPS = 2
+_PREFILLS = 2
 # Below what a clock can tell.
 _LEAST_S = 1e-9
 # Requests that fork, and their forks, for the time of copied blocks.
@@ -66,6 +67,11 @@ class Grid(BaseModel):
     steps: PositiveInt = 12
     repeats: PositiveInt = 3
     engine: Mapping[str, Any] = Field({}, description="Further arguments of vLLM's engine.")
+
+    @property
+    def knots(self) -> list[int]:
+        """Tokens of a step at which the grid measures the time of matrix products."""
+        return sorted({*self.rows, *self.prefill})
 
     def as_text(self) -> dict[str, str]:
         """Return the settings to compare with those of an earlier run; it may get more repeats."""
@@ -180,18 +186,25 @@ def calibrate(grid: Grid, folder: Path, start_stage: StartStage) -> Report:
     forked = [read_sample(values) for values in store.find("forks")["samples"]]
     samples = [sample for found in points.values() for sample in found] + forked
     name = f"{grid.model} on {machine_name()}"
-    fit = fit_samples(samples, name=name, source=f"apar experiment calibrate, {name}")
+    fit = fit_samples(
+        samples, name=name, source=f"apar experiment calibrate, {name}", knots=grid.knots
+    )
     write_costs(fit.costs, folder / COSTS_FILE)
     return _report(grid, fit, points, folder, schedules_ahead=bool(store.find("forks")["is_async"]))
 
 
-def fit_samples(samples: Sequence[StepSample], *, name: str, source: str) -> StepFit:
+def fit_samples(
+    samples: Sequence[StepSample], *, name: str, source: str, knots: Sequence[int] | None = None
+) -> StepFit:
     """Fit step costs to samples, the engine core's own time included.
 
     Raises StepCostsError if the samples do not determine the costs.
     """
     fit = fit_costs(
-        [(sample.batch, sample.device_s) for sample in samples], name=name, source=source
+        [(sample.batch, sample.device_s) for sample in samples],
+        name=name,
+        source=source,
+        knots=knots,
     )
     base_s, row_s = _host_line(samples)
     return replace(fit, costs=replace(fit.costs, host_base_s=base_s, host_row_s=row_s))
@@ -264,7 +277,7 @@ def _room_tokens(grid: Grid) -> int:
     """Return how many tokens a row may generate while a point is measured."""
     # While the prompts of all rows are computed, the first rows generate already.
     prompts = max(grid.rows) * max(grid.contexts) // 2048 + max(grid.rows)
-    return min(prompts, 256) + grid.steps + _WARM_UP_STEPS + 3 * len(grid.prefill) + 8
+    return min(prompts, 256) + grid.steps + _WARM_UP_STEPS + 3 * _PREFILLS * len(grid.prefill) + 8
 
 
 def _measure(
@@ -326,9 +339,9 @@ def measure_point(
     # Warm-up steps come after the prompts, whose own steps are samples too.
     for _ in range(_WARM_UP_STEPS + grid.steps):
         llm_engine.step()
-    for index, tokens in enumerate(grid.prefill):
+    for index, tokens in enumerate(grid.prefill * _PREFILLS):
         timer.pause()
-        _add(engine, f"prompt-{tokens}", _prompt(rows + index, tokens), 1)
+        _add(engine, f"prompt-{index}", _prompt(rows + index, tokens), 1)
         for _ in range(3):
             llm_engine.step()
     _end_all(engine)

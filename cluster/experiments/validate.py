@@ -126,7 +126,8 @@ def validate(settings: ValidationSettings, folder: Path, start_stage: StartStage
     settings_text = {**settings.as_text(), "machine": machine_name()}
     store = PartStore(folder, settings_text)
     points = list(_points(settings))
-    wanted = [(number, point) for number in range(settings.repeats) for point in [_GRID, *points]]
+    sources: list[str | RunPoint] = [_GRID, *points]
+    wanted = [(number, point) for number in range(settings.repeats) for point in sources]
     missing = [(number, point) for number, point in wanted if not store.has(_part(number, point))]
     if missing or not store.has("engine"):
         _measure(missing, settings, store, start_stage)
@@ -136,7 +137,7 @@ def validate(settings: ValidationSettings, folder: Path, start_stage: StartStage
             for number in range(settings.repeats)
             for values in store.find(_part(number, point))["samples"]
         ]
-        for point in [_GRID, *points]
+        for point in sources
     }
     measured = {
         point: [
@@ -152,6 +153,7 @@ def validate(settings: ValidationSettings, folder: Path, start_stage: StartStage
             [each for source in _sources(fit, points) for each in samples[source]],
             name=f"{name}, fitted to {fit}",
             source="apar experiment validate",
+            knots=settings.grid.knots if fit == _GRID else None,
         ).costs
         for fit in _FITS
     }
