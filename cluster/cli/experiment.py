@@ -348,23 +348,38 @@ def fork_cost(
 def scheduler_cost(
     trace: Trace,
     out: Annotated[Path, out_option("experiment-scheduler-cost", help=RESUMABLE)],
-    answers: Annotated[int, typer.Option(min=1, help="Number of answers.")] = 948,
-    max_requests: Concurrency = 350,
-    kv_share: Annotated[float, typer.Option(min=0, max=1, help="Share of the KV cache.")] = 0.9,
-    streams: Annotated[bool, typer.Option("--streams", help="Stream text to the clients.")] = False,
+    model: Annotated[str, typer.Option(help="Model whose KV cache the engines have.")] = "llama-7b",
+    gpu: Annotated[str, typer.Option(help="GPU whose memory they have.")] = "a100-80gb",
+    answers: Annotated[
+        int, typer.Option(min=1, help="Number of answers; a shorter trace is repeated.")
+    ] = 948,
+    concurrency: Concurrency = 350,
+    kv_share: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Share of the KV cache to run with.")
+    ] = 0.9,
+    streams: Annotated[
+        bool,
+        typer.Option(
+            "--streams",
+            help="Stream text and count statistics as a server does, instead of returning token "
+            "ids at the end.",
+        ),
+    ] = False,
     repeats: Repeats = 3,
 ) -> None:
-    """Time the engine core's own Python per row, compared with vLLM's scheduler.
+    """Time the engine's own Python per row: vLLM's scheduler, and ours with and without forks.
 
-    No model runs: engines are in virtual time. Example:
-    [bold]apar experiment scheduler-cost --trace TRACE.jsonl --answers 200 --repeats 1[/bold]
+    Engines run in virtual time, so nothing but the scheduler and the output processor takes time.
+    Example: [bold]apar experiment scheduler-cost --trace TRACE.jsonl --repeats 1[/bold]
     """
     from cluster.experiments.scheduler_cost import SchedulerCostSettings, report_scheduler_cost
 
     settings = SchedulerCostSettings(
         trace=trace,
+        model=model,
+        gpu=gpu,
         answers=answers,
-        max_requests=max_requests,
+        max_requests=concurrency,
         kv_share=kv_share,
         streams=streams,
         rounds=repeats,
