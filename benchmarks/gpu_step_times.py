@@ -135,9 +135,10 @@ class Llama:
     def make_cache(self, rows: int, positions: int) -> None:
         """Allocate the KV cache of the decoding rows, with random content."""
         size = (rows, self.shape.kv_heads, positions, self.shape.head_dim)
-        make = lambda: torch.randn(size, device=self.device, dtype=self.dtype)  # noqa: E731
-        self.keys = [make() for _ in self.layers]
-        self.values = [make() for _ in self.layers]
+        self.keys, self.values = (
+            [torch.randn(size, device=self.device, dtype=self.dtype) for _ in self.layers]
+            for _ in range(2)
+        )
 
     def step(
         self, token_ids_T: Tensor, *, rows: int, context: int, has_attention: bool = True
@@ -199,8 +200,10 @@ class Llama:
             )
             found.append(decoded.flatten(1))
         if len(query) > rows:
-            prompt = [each[rows:].transpose(0, 1)[None] for each in (query, key, value)]
-            own = attend(*prompt, is_causal=True, enable_gqa=is_grouped)
+            asked, keys, values = (
+                each[rows:].transpose(0, 1)[None] for each in (query, key, value)
+            )
+            own = attend(asked, keys, values, is_causal=True, enable_gqa=is_grouped)
             found.append(own[0].transpose(0, 1).flatten(1))
         return torch.cat(found)
 
@@ -281,7 +284,7 @@ def _median_s(function: Callable[[], Any], on_gpu: bool, repeats: int) -> float:
             function()
             end.record()
             end.synchronize()
-            times.append(begin.elapsed_time(end) / 1000)
+            times.append(float(begin.elapsed_time(end)) / 1000)
         else:
             began_s = time.perf_counter()
             function()

@@ -1,6 +1,7 @@
 """The forward pass whose steps `gpu_step_times` measures is a Llama's."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ def reference(request: pytest.FixtureRequest) -> LlamaForCausalLM:
         num_key_value_heads=request.param,
         vocab_size=50,
     )
-    return LlamaForCausalLM(config).eval()
+    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
+    return model
 
 
 def copied(reference: LlamaForCausalLM, folder: Path) -> Llama:
@@ -53,7 +55,8 @@ def test_a_step_computes_what_transformers_computes(
     cache = DynamicCache(config=reference.config)
     reference(before, past_key_values=cache)
     llama.make_cache(ROWS, CONTEXT + 1)
-    for index, layer in enumerate(cache.layers):
+    layers: list[Any] = list(cache.layers)
+    for index, layer in enumerate(layers):
         llama.keys[index][:, :, :CONTEXT] = layer.keys
         llama.values[index][:, :, :CONTEXT] = layer.values
 
