@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
 
-from cluster.cli.calibrate import calibrate
+from cluster.cli.calibrate import EngineArgs, calibrate, engine_arguments, validate
 from cluster.cli.options import (
     RESUMABLE,
     BlockSize,
@@ -44,6 +42,7 @@ experiment = typer.Typer(
 )
 
 experiment.command()(calibrate)
+experiment.command(no_args_is_help=True)(validate)
 
 # Two minutes on two cores.
 _QUICK: dict[str, Any] = {
@@ -86,10 +85,6 @@ EngineKind = Annotated[
         help="virtual: predict the times on --gpu; real: run --model on this machine.",
         metavar="virtual|real",
     ),
-]
-EngineArgs = Annotated[
-    str | None,
-    typer.Option(help="Further vLLM arguments of a real engine, as a JSON object."),
 ]
 Models = Annotated[
     CommaList[str] | None,
@@ -236,7 +231,7 @@ def _figure_command(name: str, text: str) -> Callable[..., None]:
             "token_time_multiple": token_time_multiple,
             "is_async": async_scheduling,
             "seed": seed,
-            "engine_args": _engine_arguments(engine_args),
+            "engine_args": engine_arguments(engine_args),
         }
         settings = _settings(values, quick=quick)
         from cluster.experiments.report import run_experiment
@@ -269,25 +264,6 @@ def _bad_option(error: ValidationError) -> typer.BadParameter:
     if first["type"] != "value_error":
         message += f" (got {first['input']!r})"
     return wrong_value(f"--{option}", message)
-
-
-def _engine_arguments(text: str | None) -> dict[str, Any] | None:
-    if text is None:
-        return None
-    try:
-        arguments = json.loads(text)
-    except ValueError as error:
-        raise wrong_value("--engine-args", f"{text!r} is not JSON: {error}") from error
-    if not isinstance(arguments, dict):
-        raise wrong_value("--engine-args", f"{text!r} is not a JSON object")
-    # Importing vLLM takes seconds.
-    from vllm.engine.arg_utils import EngineArgs as VllmEngineArgs
-
-    known = {field.name for field in fields(VllmEngineArgs)}
-    for name in arguments:
-        if name not in known:
-            raise wrong_value("--engine-args", f"vLLM has no engine argument {name!r}")
-    return arguments
 
 
 for _name, _what in (
@@ -334,7 +310,7 @@ def fork_cost(
             "trace": trace,
             "answers": answers,
             "block_size": block_size,
-            "engine_args": _engine_arguments(engine_args),
+            "engine_args": engine_arguments(engine_args),
         }
     )
     with clear_errors(), stage_progress() as progress:
