@@ -14,8 +14,8 @@ from heapq import heappop, heappush
 from apar_core.fork_parameters import ForkParameters
 from apar_core.scheduler.fork_admission import ForkAdmission
 from apar_core.scheduler.fork_policy import ForkPolicy
-from apar_core.scheduler.step_time import BatchView
 from apar_core.scheduler.thread_table import ThreadGroup
+from apar_core.step_costs.costs import StepBatch
 from benchmarks.cluster_simulation.blocks import BlockPool, Segment
 from benchmarks.cluster_simulation.decode_batch import DecodeBatch
 from benchmarks.cluster_simulation.prefix_cache import PrefixCache
@@ -169,7 +169,7 @@ class SimEngine:
         # As ForkScheduler does it.
         if self.admission.queue.first() is not None:
             rows = min(self.num_threads, self.model.max_threads)
-            view = BatchView(rows, self.batch.attended(self.step))
+            view = StepBatch(rows, self.batch.attended(self.step))
             while taken := self.admission.next(self.num_threads, view):
                 self._queue_child(*taken)
                 view = view.grown(rows=1, attended_tokens=taken[1].length)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import simpy
 
 from apar_core.scheduler.fork_policy import ForkPolicy
-from apar_core.scheduler.step_time import BatchView
+from apar_core.step_costs.costs import StepBatch
 from benchmarks.cluster_simulation.engine import SimEngine, StepPlan
 from benchmarks.cluster_simulation.step_times import ReplicaModel
 from benchmarks.cluster_simulation.threads import Outcome
@@ -139,7 +139,7 @@ class SimReplica:
         seconds = self._seconds(num_steps)
         self.busy_s += seconds
         middle = plan.attended + len(self.engine.batch) * (num_steps - 1) // 2
-        view = BatchView(plan.rows, middle, plan.prefill_tokens)
+        view = StepBatch(plan.rows, middle, plan.prefill_tokens)
         self.engine.admission.policy.observe(view, seconds / num_steps)
         self.step_weights[round(seconds / num_steps, 4)] += plan.rows * num_steps
         # A request that comes in there finds no plan to cut.

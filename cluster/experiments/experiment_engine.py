@@ -120,7 +120,7 @@ class ExperimentEngine:
             raise EngineError(f"{len(self.scheduler.requests)} threads run: no run may begin")
         self._set_kv_share(conditions.kv_share)
         self.scheduler.gate.max_requests = conditions.max_requests
-        learned = self._adaptive.model if conditions.keeps_learned else None
+        learned = self._adaptive.learned if conditions.keeps_learned else None
         self._adaptive = AdaptivePolicy(conditions.token_time_s, learned)
         is_adaptive = conditions.policy == "adaptive"
         self.scheduler.admission.policy = self._adaptive if is_adaptive else EagerPolicy()
