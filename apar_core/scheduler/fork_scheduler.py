@@ -79,11 +79,14 @@ class ForkMixin(Scheduler):
         self._least_watermark_blocks = self.kv_cache_manager.watermark_blocks
         self.step_clock = StepClock()
         self.num_generated_tokens = 0
-        # Only a policy that learns needs the number of tokens that a step attends to.
-        self._counts_attended = isinstance(policy, AdaptivePolicy)
         self._exhausted: list[ThreadGroup[Request]] = []
         # (client index, request id) of threads that end by length without an output from vLLM.
         self._unopened: list[tuple[int, str]] = []
+
+    @property
+    def _counts_attended(self) -> bool:
+        # Only a policy that learns needs the number of tokens that a step attends to.
+        return isinstance(self.admission.policy, AdaptivePolicy)
 
     def add_request(self, request: Request) -> None:
         """Add a client's request; a request that may fork becomes the root thread of a group."""
