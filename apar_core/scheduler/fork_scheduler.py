@@ -67,7 +67,11 @@ class ForkMixin(Scheduler):
         vllm_config.scheduler_config.policy = "priority"
         super().__init__(vllm_config, *args, **kwargs)
         self.threads: ThreadTable[Request] = ThreadTable()
-        self.block_sharing = BlockSharing(self.kv_cache_manager, lambda: len(self.running))
+        self.block_sharing = BlockSharing(
+            self.kv_cache_manager,
+            lambda: len(self.running),
+            row_tokens=1 + self.num_spec_tokens + self.num_lookahead_tokens,
+        )
         settings = fork_settings(vllm_config)
         self.waiting = self.gate = GatedQueue(settings.max_requests)
         known = None if settings.step_costs is None else read_costs(settings.step_costs)
@@ -161,7 +165,9 @@ class ForkMixin(Scheduler):
         reserve_blocks = cdiv(len(self.running) * self.growth_reserve_tokens, self.block_size)
         watermark_blocks = max(self._least_watermark_blocks, reserve_blocks)
         self.kv_cache_manager.watermark_blocks = watermark_blocks
+        self.block_sharing.begin_step(self.running)
         step = super().schedule(throttle_prefills)
+        self.block_sharing.end_step()
         self.gate.scheduled()
         if step.total_num_scheduled_tokens > 0:
             self.step_clock.begin(step, self._scheduled_batch(step))
