@@ -59,7 +59,7 @@ class ForkSettings(BaseModel):
         "starts; without it, the policy is eager for the first steps.",
     )
     growth_reserve_tokens: NonNegativeInt = Field(
-        16,
+        8,
         description="KV cache kept free for each running thread when a waiting request starts "
         "(tokens). Without it, threads that grow preempt each other and are computed again. 0: as "
         "in vLLM.",

@@ -89,7 +89,7 @@ class ForkLimits(BaseModel):
     growth_reserve_tokens: NonNegativeInt | None = Field(
         None,
         description="KV cache kept free for each running thread when a waiting request starts "
-        "(tokens); by default 16. Without it, threads that grow preempt each other and are "
+        "(tokens); by default 8. Without it, threads that grow preempt each other and are "
         "computed again. 0: as in vLLM.",
     )
 
