@@ -74,6 +74,10 @@ class DataError(AparError):
     """Invalid data file, or an invalid line in one."""
 
 
+class StepCostsError(AparError):
+    """Unknown GPU or model, a model that a GPU cannot hold, or an invalid file of step costs."""
+
+
 def validation_summary(error: ValidationError) -> str:
     """Return the first problem that pydantic reports, as "field: problem"."""
     first = error.errors()[0]

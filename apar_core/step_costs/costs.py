@@ -3,12 +3,13 @@
 One model for everything that predicts time: the virtual engine, the cluster simulation, `apar plan`
 and the adaptive fork policy. The duration of a step on the device is
 
-    launch_s + matrix_s(tokens) + attended_token_s * attended tokens + copied_block_s * copied blocks
+    launch_s + matrix_s(tokens) + row_s * rows + attended_token_s * attended tokens
+        + copied_block_s * copied blocks
 
 where `matrix_s` is piecewise linear in the tokens of the step: matrix products take as long for one
-token as for dozens, until arithmetic takes longer than reading the weights. The engine core's own
-Python time per step is `host_base_s + host_row_s * rows`. With async scheduling it overlaps the
-device's time.
+token as for dozens, until arithmetic takes longer than reading the weights. `row_s` is sampling.
+The engine core's own Python time per step is `host_base_s + host_row_s * rows`. With async
+scheduling it overlaps the device's time.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class StepCosts:
 
     matrix_s: (tokens, seconds) with increasing tokens; interpolated linearly between them, constant
         below the first, and proportional to the tokens beyond the last.
-    largest_graph: rows of the largest captured CUDA graph; a larger step launches its kernels one
+    row_s: sampling of one row.
+    largest_graph: tokens of the largest captured CUDA graph; a larger step launches its kernels one
         by one, which takes `eager_launch_s` instead of `launch_s`. None: no such limit.
     kind, source: whether the numbers were measured, and where they come from, for reports.
     """
@@ -69,6 +71,7 @@ class StepCosts:
     attended_token_s: float
     launch_s: float = 0.0
     copied_block_s: float = 0.0
+    row_s: float = 0.0
     host_base_s: float = 0.0
     host_row_s: float = 0.0
     largest_graph: int | None = None
@@ -101,6 +104,7 @@ class StepCosts:
         return (
             (self.launch_s if is_captured else self.eager_launch_s)
             + self.matrix_time_s(batch.tokens)
+            + self.row_s * batch.rows
             + self.attended_token_s * batch.attended_tokens
             + self.copied_block_s * batch.copied_blocks
         )
@@ -124,6 +128,7 @@ class StepCosts:
             name=f"{self.name}, {factor:g}x slower",
             matrix_s=tuple((tokens, factor * seconds) for tokens, seconds in self.matrix_s),
             attended_token_s=factor * self.attended_token_s,
+            row_s=factor * self.row_s,
             launch_s=factor * self.launch_s,
             eager_launch_s=factor * self.eager_launch_s,
             copied_block_s=factor * self.copied_block_s,

@@ -1,4 +1,14 @@
-"""Builds engines in virtual time: with vLLM's front end, or the engine core alone."""
+"""vLLM engines in virtual time: their specification, their arguments, and the whole engine.
+
+```python
+with VirtualEngine(VirtualSpec(config, costs, kv_tokens=108_304)) as engine:
+    engine.generate(prompts, sampling)
+    engine.device.clock.now_s  # seconds on the device that the costs describe
+```
+
+A run is a function of its requests: two processes give the same bytes. Requests that are added
+without an arrival time get a strictly increasing one from the virtual clock.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import copyfile
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Self
 
+from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.step_costs.costs import StepCosts
 
@@ -18,6 +30,14 @@ _TOKENIZER_FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
     "generation_config.json",
+)
+_DIMENSIONS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
 )
 # vLLM's defaults for its OpenAI server on a GPU with 70 GiB or more (vllm 0.32,
 # engine/arg_utils.py): tokens per step. Rows are limited far above any experiment.
@@ -31,6 +51,9 @@ class VirtualSpec:
 
     config: the model's Hugging Face configuration; only its dimensions matter.
     kv_tokens: tokens of KV cache, rounded down to blocks.
+    max_rows, max_step_tokens: vLLM's `max_num_seqs` and `max_num_batched_tokens`.
+    is_async: schedule ahead, as vLLM does on GPUs; False is as on a CPU.
+    forks: the server's fork settings, for example `{"max_threads": 4}`.
     """
 
     config: Mapping[str, Any]
@@ -53,18 +76,12 @@ def write_model_folder(config: Mapping[str, Any], folder: Path) -> Path:
     """Write a model's configuration with a small vocabulary and tokenizer, without weights."""
     source = checkpoint_path()
     folder.mkdir(parents=True, exist_ok=True)
-    base = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    names = (
-        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim",
-    )  # fmt: skip
-    base.pop("head_dim", None)
-    base.update({name: config[name] for name in names if config.get(name) is not None})
-    base.setdefault("num_key_value_heads", base["num_attention_heads"])
-    if config.get("num_key_value_heads") is None:
-        base["num_key_value_heads"] = base["num_attention_heads"]
-    base.update(vocab_size=VOCABULARY_SIZE, max_position_embeddings=1 << 17)
-    (folder / "config.json").write_text(json.dumps(base, indent=1), encoding="utf-8")
+    model = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    given = {name: config[name] for name in _DIMENSIONS if config.get(name) is not None}
+    model.pop("head_dim", None)
+    model["num_key_value_heads"] = config["num_attention_heads"]
+    model.update(given, vocab_size=VOCABULARY_SIZE, max_position_embeddings=1 << 17)
+    (folder / "config.json").write_text(json.dumps(model, indent=1), encoding="utf-8")
     for name in _TOKENIZER_FILES:
         copyfile(source / name, folder / name)
     return folder
@@ -93,17 +110,51 @@ def engine_arguments(spec: VirtualSpec, folder: Path) -> dict[str, Any]:
     }
 
 
-def virtual_engine(spec: VirtualSpec, folder: Path) -> Any:
-    """Return an `OfflineEngine` in virtual time with its `VirtualDevice` as `device`.
+class VirtualEngine(OfflineEngine):
+    """An `OfflineEngine` without a model; `device` has its clock, costs and counts.
 
-    The scheduler's step clock is the virtual one.
+    It owns its model folder, and removes it with `shutdown` or at the end of a `with` block.
+    Several engines may live in one process, each with its own clock.
     """
-    from apar_core.engine.offline_engine import OfflineEngine
-    from apar_core.virtual.executor import VirtualDevice
 
-    arguments = engine_arguments(spec, write_model_folder(spec.config, folder))
-    engine = OfflineEngine(arguments.pop("model"), **arguments)
-    device = VirtualDevice(spec.costs)
-    core = engine.llm.llm_engine.engine_core.engine_core
-    core.model_executor.device = device
-    return engine, device
+    def __init__(self, spec: VirtualSpec) -> None:
+        """Start an engine, which takes about 2 seconds."""
+        # Imports vLLM, which takes seconds.
+        from apar_core.virtual.executor import VirtualDevice
+
+        self.spec = spec
+        self._temporary = TemporaryDirectory(prefix="apar-virtual-")
+        self.folder = write_model_folder(spec.config, Path(self._temporary.name))
+        arguments = engine_arguments(spec, self.folder)
+        super().__init__(arguments.pop("model"), **arguments)
+        self.device = VirtualDevice(spec.costs)
+        core = self._engine.engine_core.engine_core
+        core.model_executor.attach(self.device, core.scheduler)
+        self._add_request = self._engine.add_request
+        self._engine.add_request = self._add_with_virtual_arrival
+
+    def shutdown(self) -> None:
+        """Shut the engine down and remove its model folder; again has no effect."""
+        super().shutdown()
+        self._temporary.cleanup()
+
+    def __enter__(self) -> Self:
+        """Return the engine."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Shut the engine down."""
+        self.shutdown()
+
+    def _add_with_virtual_arrival(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: Any,
+        arrival_time: float | None = None,
+        **arguments: Any,
+    ) -> str:
+        if arrival_time is None:
+            arrival_time = self.device.clock.arrival_s()
+        name: str = self._add_request(request_id, prompt, params, arrival_time, **arguments)
+        return name

@@ -1,31 +1,38 @@
 """An executor that computes no model: it replays tokens and advances a virtual clock.
 
 The scheduler, the KV-cache manager, forks and output processing of the engine are the real ones.
-Nothing that takes real time influences the clock, so that two runs are identical.
+No real time influences the clock, so two runs are identical.
+
+With synchronous scheduling a step takes the host's time and then the device's. With asynchronous
+scheduling vLLM launches step n + 1 before it waits for step n, so the larger of the two counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
-from vllm.sampling_params import SamplingParams
 
 from apar_core.engine.replay import REPLAY_ARG, thread_script
 from apar_core.fork_parameters import ForkParameters
+from apar_core.scheduler.step_time import StepClock
 from apar_core.step_costs.costs import StepBatch, StepCosts
 from apar_core.tree.thread_names import replay_key_of_path
 
 # What a sequence without a replay generates; any ordinary token.
 _UNSCRIPTED_TOKEN = 100
 _ENOUGH_BYTES = 1 << 50
+# Far above the rounding of a clock of years, so that the threads of a request, whose arrival times
+# follow their parent's by one rounding step each, stay before the next request.
+_ARRIVAL_GAP_S = 1e-6
 
 
 class VirtualClock:
@@ -33,6 +40,7 @@ class VirtualClock:
 
     def __init__(self) -> None:
         self.now_s = 0.0
+        self._last_arrival_s = 0.0
 
     def __call__(self) -> float:
         """Return the time in seconds."""
@@ -41,6 +49,14 @@ class VirtualClock:
     def advance_to(self, time_s: float) -> None:
         """Move forward to a time; a time in the past changes nothing."""
         self.now_s = max(self.now_s, time_s)
+
+    def arrival_s(self) -> float:
+        """Return an arrival time for a new request: now, or just after the request before.
+
+        vLLM orders requests of the same arrival time by id, and children behind all of them.
+        """
+        self._last_arrival_s = max(self.now_s, self._last_arrival_s + _ARRIVAL_GAP_S)
+        return self._last_arrival_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +76,13 @@ class StepRecord:
 
 @dataclass(slots=True)
 class StepTotals:
-    """Sums over the steps since the totals were last reset."""
+    """Sums over the steps since the totals were last reset.
+
+    row_limited_steps, token_limited_steps: steps in which vLLM's `max_num_seqs`, or its token
+        budget of a step, held back a forked thread. Where they are not 0, these limits and not the
+        memory decide the result.
+    largest_rows, largest_tokens: rows and tokens of the largest steps.
+    """
 
     steps: int = 0
     rows: int = 0
@@ -73,6 +95,8 @@ class StepTotals:
     host_s: float = 0.0
     largest_rows: int = 0
     largest_tokens: int = 0
+    row_limited_steps: int = 0
+    token_limited_steps: int = 0
 
 
 @dataclass(slots=True)
@@ -108,7 +132,9 @@ class VirtualFuture(Future[ModelRunnerOutput]):
 class VirtualDevice:
     """The time and the counts of one virtual engine; the owner sets costs and clock.
 
-    on_step is called for each step with its record, for traces.
+    counts_blocks: count the KV blocks that each step reads, which costs time per block.
+    on_step: called for each step with its record, for traces.
+    free_at_s: when the device has finished all steps that were launched.
     """
 
     costs: StepCosts
@@ -120,11 +146,12 @@ class VirtualDevice:
 
 
 class VirtualExecutor(Executor):
-    """Answers vLLM's engine core without workers. `device` is set after the engine is built."""
+    """Answers vLLM's engine core without workers; `attach` gives it a device."""
 
     is_async = False
 
     device: VirtualDevice
+    _scheduler: Any
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:
@@ -140,6 +167,12 @@ class VirtualExecutor(Executor):
         self._rows: dict[str, _Row] = {}
         self._output: ModelRunnerOutput = EMPTY_MODEL_RUNNER_OUTPUT
         self._end_s = 0.0
+
+    def attach(self, device: VirtualDevice, scheduler: Any) -> None:
+        """Set the device and its engine core's scheduler, which times steps by its clock."""
+        self.device = device
+        self._scheduler = scheduler
+        scheduler.step_clock = StepClock(device.clock)
 
     def get_kv_cache_specs(self) -> list[dict[str, Any]]:
         """Return one full-attention layer per layer of the model."""
@@ -180,7 +213,7 @@ class VirtualExecutor(Executor):
     def shutdown(self) -> None:
         """Release nothing."""
 
-    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:  # type: ignore[override]
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         """Do a step: charge its time and sample the tokens of the replays."""
         for name in scheduler_output.finished_req_ids:
             self._rows.pop(name, None)
@@ -256,6 +289,13 @@ class VirtualExecutor(Executor):
         totals.host_s += host_s
         totals.largest_rows = max(totals.largest_rows, num_rows)
         totals.largest_tokens = max(totals.largest_tokens, num_tokens)
+        limits = self.scheduler_config
+        scheduler = self._scheduler
+        if num_rows >= limits.max_num_seqs:
+            totals.row_limited_steps += self._any_child_left_out(step, scheduler.waiting)
+        elif num_tokens >= limits.max_num_batched_tokens:
+            requests = (*scheduler.running, *scheduler.waiting)
+            totals.token_limited_steps += self._any_child_left_out(step, requests)
         blocks = distinct = 0
         if device.counts_blocks:
             tables = [self._rows[name].blocks for name in step.num_scheduled_tokens]
@@ -265,6 +305,16 @@ class VirtualExecutor(Executor):
             totals.distinct_blocks += distinct
         if device.on_step is not None:
             device.on_step(StepRecord(begin_s, self._end_s, batch, blocks, distinct))
+
+    def _any_child_left_out(self, step: SchedulerOutput, requests: Iterable[Any]) -> bool:
+        """Return whether one of these requests is a forked thread that is not in the step."""
+        threads, scheduled = self._scheduler.threads, step.num_scheduled_tokens
+        return any(
+            name not in scheduled
+            and threads.group(name) is not None
+            and threads.group_of_root(name) is None
+            for name in (request.request_id for request in requests)
+        )
 
 
 class AsyncVirtualExecutor(VirtualExecutor):
@@ -296,4 +346,3 @@ def _done(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(value)
     return future
-

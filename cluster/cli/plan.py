@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from apar_core.step_costs.gpus import GPUS, Gpu, find_gpu
+from apar_core.step_costs.models import ModelSize, checked_dtype, find_model
 from cluster.cli.options import (
     BLOCK_SIZE_HELP,
     DTYPE_HELP,
@@ -30,10 +32,8 @@ from cluster.monitor.sources import PagesSource
 from cluster.sizing.deployment import Served, cluster_yaml, overlay_values
 from cluster.sizing.errors import SizingError
 from cluster.sizing.fork_profiles import PROFILES, find_profile
-from cluster.sizing.gpus import GPUS, Gpu, find_gpu
 from cluster.sizing.measured_costs import fit_costs, step_points, watch
 from cluster.sizing.memory import ReplicaMemory, cpu_memory, gpu_memory
-from cluster.sizing.model_size import ModelSize, checked_dtype, find_model
 from cluster.sizing.plan import Goals, Plan, make_plan
 from cluster.sizing.reasons import Section, reasons
 from cluster.sizing.request_shape import RequestShape, shape_of

@@ -23,32 +23,37 @@ REPOSITORY_ONLY = {"benchmarks", "k8s", "tests"}
 
 FORBIDDEN = {
     "apar_core": {"cluster", "dashboards", "deployments", "ray", "fastapi", "starlette"},
-    "cluster": {"cluster.cli", "dashboards", "deployments"},
+    "cluster": {"cluster.cli", "cluster.simulation", "dashboards", "deployments"},
     # The dashboards are generated from the metric catalogue, without a running process.
     "dashboards": {"apar_core", "cluster.cli", "deployments", "ray", "vllm"},
-    "deployments": {"cluster.cli", "dashboards"},
+    "deployments": {"cluster.cli", "cluster.simulation", "dashboards"},
 }
 # The command line is the top layer although it lies in `cluster`: it starts the application, and
 # none of the packages may import it.
-COMMAND_LINE = Path("cluster/cli")
-FORBIDDEN_IN_COMMAND_LINE = {"dashboards"}
+# The cluster simulation lies beside it: it runs the application's own router and autoscaler.
+FORBIDDEN_ABOVE_ALL = {
+    Path("cluster/cli"): {"dashboards"},
+    Path("cluster/simulation"): {"cluster.cli", "dashboards"},
+}
 WORKLOAD = Path("apar_core/workload")
 FORBIDDEN_IN_WORKLOAD = {
     f"apar_core.offline.{name}" for name in ("decoders", "evaluation", "speculation", "training")
 }
 # Of apar_core's subpackages, those that may import a library.
 ALLOWED_IN = {
-    "vllm": {"engine", "scheduler"},
+    "vllm": {"engine", "scheduler", "virtual"},
     "transformers": {"offline"},
 }
 # The subpackages that a subpackage may import.
 LAYERS = {
     "apar_core": {
+        "step_costs": {"models"},
         "tree": set(),
         "formats": set(),
         "models": set(),
-        "scheduler": {"tree"},
+        "scheduler": {"step_costs", "tree"},
         "engine": {"formats", "scheduler", "tree"},
+        "virtual": {"engine", "models", "scheduler", "step_costs", "tree"},
         "offline": {"formats", "models", "tree"},
         "workload": {"formats", "offline", "tree"},
     },
@@ -139,8 +144,8 @@ def imported_modules(source: str) -> Iterator[tuple[int, str]]:
 def violations(package: str, path: Path, source: str) -> list[str]:
     """Describe the forbidden imports of a module; `path` is relative to the repository."""
     subpackage = path.parts[1] if len(path.parts) > 2 else ""
-    in_command_line = path.is_relative_to(COMMAND_LINE)
-    rules = FORBIDDEN_IN_COMMAND_LINE if in_command_line else FORBIDDEN[package]
+    above = [rules for folder, rules in FORBIDDEN_ABOVE_ALL.items() if path.is_relative_to(folder)]
+    rules = above[0] if above else FORBIDDEN[package]
     if path.is_relative_to(WORKLOAD):
         rules = rules | FORBIDDEN_IN_WORKLOAD
     found = []

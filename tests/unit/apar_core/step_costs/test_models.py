@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from apar_core.errors import StepCostsError
 from apar_core.models.apar_tiny import checkpoint_path
-from cluster.sizing.errors import SizingError
-from cluster.sizing.model_size import find_model, model_of_config
+from apar_core.step_costs.models import find_model, model_of_config
 
 TINY = Path(checkpoint_path())
 
@@ -88,11 +88,11 @@ def test_an_unusable_configuration_is_named(tmp_path: Path, content: str, named:
     file = tmp_path / "config.json"
     file.write_text(content)
 
-    with pytest.raises(SizingError, match=named):
+    with pytest.raises(StepCostsError, match=named):
         find_model(str(file))
 
 
 def test_an_unknown_model_is_named_with_what_may_be_given() -> None:
     for name in ("nobody/nothing", "no such name at all", "/no/such/folder"):
-        with pytest.raises(SizingError, match="--parameters"):
+        with pytest.raises(StepCostsError, match=r"a known one .*llama-7b"):
             find_model(name)
