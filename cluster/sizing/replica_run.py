@@ -25,6 +25,9 @@ _TURNOVERS = 1.5
 _WARM_UP = range(50, 1000)
 # More requests than may miss a limit are tolerated in the warm-up, which is longer at times.
 _WARM_UP_TOLERANCE = 3
+# A replica falls behind if, while the measured requests come, more than this share of them
+# remains in it.
+_UNSERVED = 0.08
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +66,13 @@ class ReplicaRun:
     """What a replica did under a rate of requests.
 
     times: by name as in `Slos.named`, over the measured requests.
-    broken: the limits that more than 1% of the requests missed. A run that breaks one ends early
-        unless it is to be complete, and its other figures are of the part that was run.
+    broken: the limits that more than 1% of the requests missed, and "throughput" if requests
+        came faster than they ended. A run that breaks a limit ends early unless it is to be
+        complete, and its other figures are of the part that was run.
     kv_use, kv_peak: mean share of the KV cache in use after the warm-up, and the largest.
     rows: mean sequences per step after the warm-up. peak_rows: the largest number.
     requests: mean requests in the replica after the warm-up, waiting ones included.
-    peak_waiting: the most requests that waited for a place under the cap.
+    peak_running, peak_waiting: the most requests within the cap, and the most that waited for it.
     """
 
     times: dict[str, Times]
@@ -79,6 +83,7 @@ class ReplicaRun:
     rows: float
     peak_rows: int
     requests: float
+    peak_running: int
     peak_waiting: int
     preemptions: int
     steps: int
@@ -160,11 +165,12 @@ class _Run:
         self._missed = _Missed(slos, load.measured)
         self._lines: list[_Timeline] = []
         self._first: int | None = None
+        self._first_waiting = self._grown = 0
         self._num_ended = 0
         self._num_left = load.measured
         self._window = _Window()
         self._kv_peak = 0.0
-        self._peak_waiting = 0
+        self._peak_running = self._peak_waiting = 0
 
     def result(self, *, is_complete: bool) -> ReplicaRun:
         """Run to the end, and return what was measured."""
@@ -183,18 +189,23 @@ class _Run:
                 "time per token": _times([line.token_s for line in lines]),
                 "latency": _times([line.end_s - line.arrival_s for line in lines]),
             },
-            broken=self._missed.names,
+            broken=self._broken(),
             mean_latency_s=_mean([line.end_s - line.arrival_s for line in lines]),
             kv_use=window.kv_s / seconds,
             kv_peak=self._kv_peak,
             rows=window.rows / max(window.steps, 1),
             peak_rows=core.totals.largest_rows,
             requests=window.requests_s / seconds,
+            peak_running=self._peak_running,
             peak_waiting=self._peak_waiting,
             preemptions=core.preemptions,
             steps=core.totals.steps,
             text_tokens_per_s=window.text_tokens / seconds,
         )
+
+    def _broken(self) -> tuple[str, ...]:
+        falls_behind = self._grown > _UNSERVED * self._load.measured
+        return (*self._missed.names, *(["throughput"] if falls_behind else []))
 
     def _submit_what_has_come(self) -> None:
         from apar_core.virtual.core import VirtualRequest
@@ -204,7 +215,7 @@ class _Run:
         while len(lines) < len(times_s) and times_s[len(lines)] <= now_s:
             index = len(lines)
             if self._first is None and self._is_warm(index):
-                self._first = index
+                self._first, self._first_waiting = index, core.num_requests
             answer = self._requests[index % len(self._requests)]
             core.add(
                 VirtualRequest(
@@ -213,6 +224,8 @@ class _Run:
                 )
             )  # fmt: skip
             lines.append(_Timeline(times_s[index]))
+            if self._first is not None and len(lines) == self._first + load.measured:
+                self._grown = core.num_requests - self._first_waiting
 
     def _is_warm(self, num_arrived: int) -> bool:
         if num_arrived not in _WARM_UP:
@@ -226,7 +239,9 @@ class _Run:
         events = core.step()
         kv_share = 1 - pool.get_num_free_blocks() / (pool.num_gpu_blocks - 1)
         self._kv_peak = max(self._kv_peak, kv_share)
-        self._peak_waiting = max(self._peak_waiting, core.scheduler.gate.num_held)
+        held = core.scheduler.gate.num_held
+        self._peak_waiting = max(self._peak_waiting, held)
+        self._peak_running = max(self._peak_running, core.num_requests - held)
         text_tokens = sum(self._take(event) for event in events)
         if self._first is not None:
             seconds = core.now_s - begin_s
