@@ -30,7 +30,7 @@ class Answer:
 
 
 @contextmanager
-def _engine_core_in_this_process() -> Iterator[None]:
+def engine_core_in_this_process() -> Iterator[None]:
     """Set the variable that vLLM reads when it builds an engine; restore it afterwards.
 
     Programs that this process starts later inherit its environment and choose for themselves.
@@ -61,7 +61,7 @@ class OfflineEngine:
             "enable_prefix_caching": True,
             "distributed_executor_backend": "uni",
         }
-        with _engine_core_in_this_process():
+        with engine_core_in_this_process():
             self.llm = LLM(**{**defaults, **engine_args})
         # Any: the processors are ours, and the engine core is in this process.
         self._engine: Any = cast(Any, self.llm.llm_engine)

@@ -53,8 +53,8 @@ LAYERS = {
         "models": set(),
         "scheduler": {"step_costs", "tree"},
         "engine": {"formats", "scheduler", "tree"},
-        "virtual": {"engine", "models", "scheduler", "step_costs", "tree"},
         "offline": {"formats", "models", "tree"},
+        "virtual": {"engine", "formats", "models", "scheduler", "step_costs", "tree"},
         "workload": {"formats", "offline", "tree"},
     },
     "apar_core.offline": {
