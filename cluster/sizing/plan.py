@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from cluster.sizing.errors import SizingError
 from cluster.sizing.replica_run import ReplicaRun
 from cluster.sizing.search import (
-    NEAR,
     Candidate,
     Conditions,
     Found,
@@ -17,17 +17,18 @@ from cluster.sizing.search import (
     Runner,
     all_at_once,
     bisect,
-    estimated_start,
+    find_cap,
     grid_rate,
-    largest_cap,
+    rate_place,
+    saturate,
 )
 
-# Caps that are tried after the largest one, as shares of the most requests that ran at once under
-# it. A cap above that number changes nothing.
-_CAP_SHARES = (0.85, 0.7)
+# Beside the cap found, so much of it is tried.
+_LOWER_CAP = 0.6
 # The confirming run has other arrivals, and more of them.
 _CONFIRMED_TIMES = 2.5
-_OPTIONS = {"first token": "--first-token", "time per token": "--token", "latency": "--latency"}
+OPTIONS = {"first token": "--first-token", "time per token": "--token", "latency": "--latency"}
+"""The option of `apar plan` for each limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +93,9 @@ class Choice:
 class Plan:
     """A recommendation, and what was tried for it.
 
-    best: the recommended candidate; its rate and run are those of the confirming run.
+    best: the recommended candidate with the rate and the run of the confirming run.
     searched: the same by the bisection alone, whose rate may be higher.
-    choices: all candidates with forks, by hardware and cap.
+    choices: all candidates, in the order of hardware, forks and cap.
     sequential: the best candidate without forks on the same hardware, None if nothing forks.
     expected_rate, expected: each replica at the load without headroom.
     """
@@ -126,12 +127,6 @@ class Plan:
         assert self.best.serving is not None
         return self.best.serving
 
-    @property
-    def num_runs(self) -> int:
-        """Simulated runs of all bisections."""
-        sequential = () if self.sequential is None else (self.sequential,)
-        return sum(choice.found.num_runs for choice in (*self.choices, *sequential))
-
 
 Started = Callable[[str, int], Callable[[], None]]
 """Begins a stage with a number of steps; the returned function is called after each."""
@@ -151,100 +146,71 @@ def make_plan(
     price if `prices` has one for each replica's GPU; ties go to fewer replicas, then to the
     hardware named first. Raises SizingError if no candidate keeps the limits.
     """
-    search = _Search(load, runs, tuple(caps), tuple(prices), started)
-    indices = range(len(runs.replicas))
-    choices = search.best_caps(indices, forked=True)
+    search = _Search(load, runs, tuple(caps), tuple(prices))
+    modes = (True, False) if runs.forks else (False,)
+    searches = [
+        (index, forked, cap)
+        for index in range(len(runs.replicas))
+        for forked in modes
+        for cap in (caps or (None,))
+    ]
+    done = started("candidates", len(searches))
+
+    def choices_of(index: int, forked: bool, cap: int | None) -> list[Choice]:
+        found = search.choices(index, cap, forked=forked)
+        done()
+        return found
+
+    choices = [
+        choice
+        for some in all_at_once([partial(choices_of, *each) for each in searches])
+        for choice in some
+    ]
     possible = [choice for choice in choices if choice.replicas is not None]
-    if not possible:
+    candidates = [choice for choice in possible if choice.found.candidate.forked == modes[0]]
+    if not candidates:
         raise SizingError(_impossible(choices, runs))
-    searched = min(possible, key=_cost)
-    forks = any(len(request.threads) > 1 for request in runs.requests())
-    hardware = searched.found.candidate.replica
-    done = started("confirm", 1)
+    searched = min(candidates, key=_cost)
+    done = started("confirmation", 1)
     best, expected_rate, expected = search.confirmed(searched)
     done()
-    sequential = None
-    if forks:
-        flat = [
-            choice
-            for choice in search.best_caps([hardware], forked=False)
-            if choice.replicas is not None
-        ]
-        sequential = min(flat, key=_cost) if flat else None
+    hardware = searched.found.candidate.replica
+    flat = [
+        choice
+        for choice in possible
+        if not choice.found.candidate.forked and choice.found.candidate.replica == hardware
+    ]
+    sequential = min(flat, key=_cost) if flat and runs.forks else None
     return Plan(
-        load, runs.conditions, tuple(runs.replicas), best, searched, tuple(choices), sequential,
+        load, runs.conditions, runs.replicas, best, searched, tuple(choices), sequential,
         expected_rate, expected,
     )  # fmt: skip
 
 
 class _Search:
-    """The bisections of one plan."""
+    """The searches of one plan."""
 
     def __init__(
-        self,
-        load: Load,
-        runs: Runner,
-        caps: tuple[int, ...],
-        prices: tuple[float, ...],
-        started: Started,
+        self, load: Load, runs: Runner, caps: tuple[int, ...], prices: tuple[float, ...]
     ) -> None:
         self._load = load
         self._runs = runs
         self._caps = caps
         self._prices = prices
-        self._started = started
 
-    def best_caps(self, indices: Sequence[int], *, forked: bool) -> list[Choice]:
-        """Return the candidates of replicas: the given caps, or those found to matter."""
+    def choices(self, index: int, cap: int | None, *, forked: bool) -> list[Choice]:
+        """Return a replica's candidates: with the given cap, or the best one and a lower one."""
         runs = self._runs
-        requests = runs.requests()
-        name = "forked" if forked else "sequential"
-        first: list[Candidate] = []
-        for index in indices:
-            largest = largest_cap(runs.replicas[index], requests, forked=forked)
-            first.extend(Candidate(index, cap, forked) for cap in self._caps or (largest,))
-        starts = [
-            estimated_start(
-                runs.replicas[each.replica], each.cap, requests, runs.conditions.slos,
-                forked=forked,
-            )
-            for each in first
-        ]  # fmt: skip
-        found = self._bisected(f"{name}, largest cap" if not self._caps else name, first, starts)
-        if not self._caps:
-            lower = [
-                (Candidate(each.candidate.replica, cap, forked), each.place)
-                for each in found
-                if each.run is not None
-                for cap in _lower_caps(each.run)
-            ]
-            found += self._bisected(
-                f"{name}, lower caps",
-                [candidate for candidate, _ in lower],
-                [place for _, place in lower],
-                NEAR,
-            )
-        found.sort(key=lambda each: (each.candidate.replica, -each.candidate.cap))
+        if cap is not None:
+            candidate = Candidate(index, cap, forked)
+            return [self.choice(bisect(runs, saturate(runs, candidate, is_complete=True)))]
+        found = [bisect(runs, find_cap(runs, index, forked=forked))]
+        lower = round(_LOWER_CAP * found[0].candidate.cap)
+        # Forks are compared with the best cap of sequential decoding.
+        if forked and lower > 0 and found[0].run is not None:
+            candidate = Candidate(index, lower, forked)
+            found.append(bisect(runs, saturate(runs, candidate, is_complete=True)))
         return [self.choice(each) for each in found]
-
-    def _bisected(
-        self, stage: str, candidates: list[Candidate], starts: list[int], *jump: int
-    ) -> list[Found]:
-        if not candidates:
-            return []
-        done = self._started(stage, len(candidates))
-
-        def search(candidate: Candidate, start: int) -> Found:
-            found = bisect(self._runs, candidate, start, *jump)
-            done()
-            return found
-
-        return all_at_once(
-            [
-                lambda candidate=candidate, start=start: search(candidate, start)
-                for candidate, start in zip(candidates, starts, strict=True)
-            ]
-        )
 
     def choice(self, found: Found) -> Choice:
         """Return a candidate with the replicas that the load needs of it."""
@@ -260,30 +226,33 @@ class _Search:
     def confirmed(self, searched: Choice) -> tuple[Choice, float, ReplicaRun]:
         """Return a candidate at the highest rate that a longer run with other arrivals confirms.
 
-        And the rate and the run of each replica at the load without headroom.
+        Also the rate and the run of each replica at the load without headroom.
         """
         runs, found = self._runs, searched.found
         seed = runs.conditions.seed + 1
         measured = round(_CONFIRMED_TIMES * runs.conditions.measured)
 
         def run(rate: float) -> ReplicaRun:
-            return runs.run(
-                found.candidate, rate, measured=measured, seed=seed, is_complete=True
-            )
+            return runs.run(found.candidate, rate, measured=measured, seed=seed, is_complete=True)
 
+        def expected_rate(choice: Choice) -> float:
+            # A lower rate has a lower latency, so that users send more; headroom covers it.
+            assert choice.serving is not None
+            rate = self._load.rate_each(choice.serving, choice.run.mean_latency_s)
+            return grid_rate(rate_place(rate) + 1)
+
+        rate = expected_rate(searched)
+        confirming, expected = all_at_once(
+            [partial(run, grid_rate(found.place)), partial(run, rate)]
+        )
         place = found.place
-        while (confirming := run(grid_rate(place))).broken:
+        while confirming.broken:
             place -= 1
+            confirming = run(grid_rate(place))
         best = self.choice(replace(found, place=place, run=confirming))
-        assert best.serving is not None
-        # A lower rate has a lower latency, and so users send a little more; headroom covers it.
-        rate = self._load.rate_each(best.serving, confirming.mean_latency_s)
-        return best, rate, run(rate)
-
-
-def _lower_caps(run: ReplicaRun) -> list[int]:
-    caps = {max(1, round(share * run.peak_running)) for share in _CAP_SHARES}
-    return sorted(caps - {run.peak_running})
+        if (final_rate := expected_rate(best)) != rate:
+            expected = run(final_rate)
+        return best, final_rate, expected
 
 
 def _cost(choice: Choice) -> tuple[float, int, int, int]:
@@ -304,7 +273,7 @@ def _impossible(choices: Sequence[Choice], runs: Runner) -> str:
         assert idle is not None
         hardware = runs.replicas[choice.found.candidate.replica].hardware
         reached = ", ".join(
-            f"{_OPTIONS[name]} {limits[name]:g}s (p99 {idle.times[name].p99_s:.3g}s)"
+            f"{OPTIONS[name]} {limits[name]:g}s (p99 {idle.times[name].p99_s:.3g}s)"
             for name in choice.found.broken
             if name in limits
         )

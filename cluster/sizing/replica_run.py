@@ -23,11 +23,8 @@ QUANTILE = 0.99
 # at the earliest, after so many arrivals.
 _TURNOVERS = 1.5
 _WARM_UP = range(50, 1000)
-# More requests than may miss a limit are tolerated in the warm-up, which is longer at times.
-_WARM_UP_TOLERANCE = 3
-# A replica falls behind if, while the measured requests come, more than this share of them
-# remains in it.
-_UNSERVED = 0.08
+# Requests that wait in a saturated replica, so that an ended one is replaced in the next step.
+_BACKLOG = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +62,11 @@ class Times:
 class ReplicaRun:
     """What a replica did under a rate of requests.
 
-    times: by name as in `Slos.named`, over the measured requests.
-    broken: the limits that more than 1% of the requests missed, and "throughput" if requests
-        came faster than they ended. A run that breaks a limit ends early unless it is to be
-        complete, and its other figures are of the part that was run.
+    times: by name as in `Slos.named`, of the requests that had their first token, or ended, after
+        the warm-up.
+    broken: the limits that more than 1% of the requests missed. A run that breaks one ends early
+        unless it is to be complete, and its other figures are of the part that was run.
+    rows_per_s: tokens generated per second after the warm-up, control and end tokens included.
     kv_use, kv_peak: mean share of the KV cache in use after the warm-up, and the largest.
     rows: mean sequences per step after the warm-up. peak_rows: the largest number.
     requests: mean requests in the replica after the warm-up, waiting ones included.
@@ -87,17 +85,21 @@ class ReplicaRun:
     peak_waiting: int
     preemptions: int
     steps: int
-    text_tokens_per_s: float
+    rows_per_s: float
 
 
-@dataclass(slots=True)
-class _Timeline:
-    """Times of a request, NaN before they are known; `token_s` as in `Slos`."""
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """A load on one replica.
 
-    arrival_s: float
-    first_s: float = math.nan
-    end_s: float = math.nan
-    token_s: float = math.nan
+    cap: most requests that run at once; further ones wait.
+    measured: requests that end after the warm-up.
+    """
+
+    cap: int
+    forked: bool
+    measured: int
+    seed: int
 
 
 @dataclass(slots=True)
@@ -109,27 +111,12 @@ class _Window:
     requests_s: float = 0.0
     rows: int = 0
     steps: int = 0
-    text_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaLoad:
-    """A load on one replica, without its rate.
-
-    cap: most requests that run at once; further ones wait.
-    measured: requests that are measured.
-    """
-
-    cap: int
-    forked: bool
-    measured: int
-    seed: int
 
 
 def run_replica(
     core: VirtualCore,
     requests: Sequence[ReplayAnswer],
-    arrivals: OpenLoop,
+    arrivals: OpenLoop | None,
     load: ReplicaLoad,
     slos: Slos,
     *,
@@ -137,9 +124,9 @@ def run_replica(
 ) -> ReplicaRun:
     """Run a new core under an open loop of requests, which come again and again.
 
-    After a warm-up, `load.measured` requests are measured; further ones keep the replica busy until
-    these have ended. Unless `is_complete`, the run ends early when more than 1% of the requests
-    have missed a limit.
+    Without `arrivals` the replica is saturated: a request comes when another has ended. After a
+    warm-up, the run goes on until `load.measured` requests have ended. Unless `is_complete`, it
+    ends early when more than 1% of so many requests have missed a limit.
     """
     return _Run(core, requests, arrivals, load, slos).result(is_complete=is_complete)
 
@@ -151,86 +138,82 @@ class _Run:
         self,
         core: VirtualCore,
         requests: Sequence[ReplayAnswer],
-        arrivals: OpenLoop,
+        arrivals: OpenLoop | None,
         load: ReplicaLoad,
         slos: Slos,
     ) -> None:
-        most = _WARM_UP.stop + load.measured
         self._core = core
         self._requests = requests
-        # Fillers behind the measured requests: as many at most.
-        self._times_s = arrivals.times_s(2 * most, load.seed)
         self._load = load
-        self._slos = slos
-        self._missed = _Missed(slos, load.measured)
-        self._lines: list[_Timeline] = []
-        self._first: int | None = None
-        self._first_waiting = self._grown = 0
-        self._num_ended = 0
-        self._num_left = load.measured
+        self._limits = slos.named()
+        number = 2 * (_WARM_UP.stop + load.measured)
+        self._times_s = None if arrivals is None else arrivals.times_s(number, load.seed)
+        # By index of the request.
+        self._arrivals_s: list[float] = []
+        self._first_tokens_s: dict[int, float] = {}
+        self._num_ended = self._num_measured = 0
+        self._is_warm = False
+        self._times: dict[str, list[float]] = {
+            "first token": [], "time per token": [], "latency": []
+        }  # fmt: skip
+        self._missed = dict.fromkeys(self._limits, 0)
         self._window = _Window()
         self._kv_peak = 0.0
         self._peak_running = self._peak_waiting = 0
 
     def result(self, *, is_complete: bool) -> ReplicaRun:
         """Run to the end, and return what was measured."""
-        core, load = self._core, self._load
+        core, load, window = self._core, self._load, self._window
         core.scheduler.gate.max_requests = load.cap
-        while self._num_left and (is_complete or not self._missed.too_many):
+        while self._num_measured < load.measured and (is_complete or not self._broken()):
             self._submit_what_has_come()
             self._step()
-        window, first = self._window, self._first or 0
-        measured = range(first, min(first + load.measured, len(self._lines)))
-        lines = [self._lines[index] for index in measured]
+        latencies = self._times["latency"]
         seconds = max(window.seconds, 1e-9)
         return ReplicaRun(
-            times={
-                "first token": _times([line.first_s - line.arrival_s for line in lines]),
-                "time per token": _times([line.token_s for line in lines]),
-                "latency": _times([line.end_s - line.arrival_s for line in lines]),
-            },
+            times={name: _times(seen) for name, seen in self._times.items()},
             broken=self._broken(),
-            mean_latency_s=_mean([line.end_s - line.arrival_s for line in lines]),
+            mean_latency_s=sum(latencies) / len(latencies) if latencies else math.nan,
             kv_use=window.kv_s / seconds,
             kv_peak=self._kv_peak,
             rows=window.rows / max(window.steps, 1),
+            rows_per_s=window.rows / seconds,
             peak_rows=core.totals.largest_rows,
             requests=window.requests_s / seconds,
             peak_running=self._peak_running,
             peak_waiting=self._peak_waiting,
             preemptions=core.preemptions,
             steps=core.totals.steps,
-            text_tokens_per_s=window.text_tokens / seconds,
         )
 
-    def _broken(self) -> tuple[str, ...]:
-        falls_behind = self._grown > _UNSERVED * self._load.measured
-        return (*self._missed.names, *(["throughput"] if falls_behind else []))
-
     def _submit_what_has_come(self) -> None:
+        core, times_s, arrivals_s = self._core, self._times_s, self._arrivals_s
+        if times_s is None:
+            while core.num_requests < self._load.cap + _BACKLOG:
+                self._submit(core.now_s)
+            return
+        now_s = core.now_s if core.has_work else times_s[len(arrivals_s)]
+        while len(arrivals_s) < len(times_s) and times_s[len(arrivals_s)] <= now_s:
+            self._submit(times_s[len(arrivals_s)])
+
+    def _submit(self, arrival_s: float) -> None:
         from apar_core.virtual.core import VirtualRequest
 
-        core, load, times_s, lines = self._core, self._load, self._times_s, self._lines
-        now_s = core.now_s if core.has_work else times_s[len(lines)]
-        while len(lines) < len(times_s) and times_s[len(lines)] <= now_s:
-            index = len(lines)
-            if self._first is None and self._is_warm(index):
-                self._first, self._first_waiting = index, core.num_requests
-            answer = self._requests[index % len(self._requests)]
-            core.add(
-                VirtualRequest(
-                    str(index), answer.prompt_ids, answer.scripts(forked=load.forked),
-                    max_tokens=answer.max_tokens, forked=load.forked, arrival_s=times_s[index],
-                )
-            )  # fmt: skip
-            lines.append(_Timeline(times_s[index]))
-            if self._first is not None and len(lines) == self._first + load.measured:
-                self._grown = core.num_requests - self._first_waiting
+        core, load, index = self._core, self._load, len(self._arrivals_s)
+        if not self._is_warm and index in _WARM_UP:
+            self._is_warm = self._num_ended >= _TURNOVERS * core.num_requests
+        self._is_warm |= index >= _WARM_UP.stop
+        answer = self._answer(index)
+        core.add(
+            VirtualRequest(
+                str(index), answer.prompt_ids, answer.scripts(forked=load.forked),
+                max_tokens=answer.max_tokens, forked=load.forked, arrival_s=arrival_s,
+            )
+        )  # fmt: skip
+        self._arrivals_s.append(arrival_s)
 
-    def _is_warm(self, num_arrived: int) -> bool:
-        if num_arrived not in _WARM_UP:
-            return num_arrived >= _WARM_UP.stop
-        return self._num_ended >= _TURNOVERS * self._core.num_requests
+    def _answer(self, index: int) -> ReplayAnswer:
+        return self._requests[index % len(self._requests)]
 
     def _step(self) -> None:
         core, window = self._core, self._window
@@ -242,84 +225,57 @@ class _Run:
         held = core.scheduler.gate.num_held
         self._peak_waiting = max(self._peak_waiting, held)
         self._peak_running = max(self._peak_running, core.num_requests - held)
-        text_tokens = sum(self._take(event) for event in events)
-        if self._first is not None:
+        for event in events:
+            self._take(event)
+        if self._is_warm:
             seconds = core.now_s - begin_s
             window.seconds += seconds
             window.kv_s += kv_share * seconds
             window.requests_s += core.num_requests * seconds
             window.rows += totals.rows - rows
             window.steps += 1
-            window.text_tokens += text_tokens
 
-    def _take(self, event: CoreEvent) -> int:
-        """Note an event, and return the text tokens of a request that has ended."""
+    def _take(self, event: CoreEvent) -> None:
         index = int(event.request_id)
-        line, answer = self._lines[index], self._requests[index % len(self._requests)]
-        seen: dict[str, float] = {}
+        since_arrival_s = event.time_s - self._arrivals_s[index]
         if not event.is_end:
-            line.first_s = event.time_s
-            seen["first token"] = line.first_s - line.arrival_s
-        else:
-            line.end_s = event.time_s
-            path = tree_statistics(answer.tree, 0).decode_steps
-            steps = path if self._load.forked else len(answer.flat)
-            line.token_s = (line.end_s - line.first_s) / max(steps - 1, 1)
-            seen = {"latency": line.end_s - line.arrival_s, "time per token": line.token_s}
-            self._num_ended += 1
-        if self._first is None or index < self._first:
-            self._missed.count(seen, is_measured=False)
-        elif index < self._first + self._load.measured:
-            self._missed.count(seen, is_measured=True)
-            self._num_left -= event.is_end
-        return answer.text_tokens if event.is_end else 0
+            self._first_tokens_s[index] = event.time_s
+            self._note("first token", since_arrival_s)
+            return
+        answer = self._answer(index)
+        path = tree_statistics(answer.tree, 0).decode_steps
+        steps = path if self._load.forked else len(answer.flat)
+        decoding_s = event.time_s - self._first_tokens_s.pop(index)
+        self._note("time per token", decoding_s / max(steps - 1, 1))
+        self._note("latency", since_arrival_s)
+        self._num_ended += 1
+        self._num_measured += self._is_warm
 
+    def _note(self, name: str, seconds: float) -> None:
+        if not self._is_warm:
+            return
+        self._times[name].append(seconds)
+        if seconds > self._limits.get(name, math.inf):
+            self._missed[name] += 1
 
-class _Missed:
-    """Counts the requests that missed each limit, in the warm-up and after it."""
-
-    def __init__(self, slos: Slos, measured: int) -> None:
-        self._limits = slos.named()
-        # The slowest of 100 may miss a limit.
-        self._allowed = math.floor((1 - QUANTILE) * measured + 1e-9)
-        self._measured = dict.fromkeys(self._limits, 0)
-        self._before = dict.fromkeys(self._limits, 0)
-
-    def count(self, seen: dict[str, float], *, is_measured: bool) -> None:
-        """Note times of a request."""
-        counts = self._measured if is_measured else self._before
-        for name, seconds in seen.items():
-            if seconds > self._limits.get(name, math.inf):
-                counts[name] += 1
-
-    @property
-    def too_many(self) -> bool:
-        """Whether more requests than allowed missed one of the limits."""
-        return bool(self.names)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The limits that more requests than allowed missed, the most missed first."""
-        # The empty replica at the start only makes requests faster.
-        before = _WARM_UP_TOLERANCE * self._allowed
+    def _broken(self) -> tuple[str, ...]:
+        """Return the limits that more than 1% of the requests missed, the most missed first."""
         broken = [
             name
-            for name in self._limits
-            if self._measured[name] > self._allowed or self._before[name] > before
+            for name, missed in self._missed.items()
+            if missed > _num_above(max(self._load.measured, len(self._times[name])))
         ]
-        return tuple(sorted(broken, key=lambda name: -self._measured[name] - self._before[name]))
+        return tuple(sorted(broken, key=lambda name: -self._missed[name]))
+
+
+def _num_above(number: int) -> int:
+    """Return how many of the slowest requests a quantile leaves out."""
+    return math.floor((1 - QUANTILE) * number + 1e-9)
 
 
 def _times(seconds: Sequence[float]) -> Times:
-    """Return median and 99% quantile of the times that are known, NaN without any."""
-    known = sorted(value for value in seconds if not math.isnan(value))
-    if not known:
+    """Return median and 99% quantile, NaN without any time."""
+    if not seconds:
         return Times(math.nan, math.nan)
-    # So many may lie above the quantile as may miss a limit.
-    above = math.floor((1 - QUANTILE) * len(known) + 1e-9)
-    return Times(known[(len(known) - 1) // 2], known[len(known) - 1 - above])
-
-
-def _mean(seconds: Sequence[float]) -> float:
-    known = [value for value in seconds if not math.isnan(value)]
-    return sum(known) / len(known) if known else math.nan
+    ordered = sorted(seconds)
+    return Times(ordered[(len(ordered) - 1) // 2], ordered[-1 - _num_above(len(ordered))])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
@@ -215,7 +215,7 @@ def _quantile(quantiles: Quantiles, level: float) -> float:
 def _mean(quantiles: Quantiles) -> float:
     return sum(
         (high - low) * (quantiles[index] + quantiles[index + 1]) / 2
-        for index, (low, high) in enumerate(zip(_LEVELS, _LEVELS[1:], strict=False))
+        for index, (low, high) in enumerate(pairwise(_LEVELS))
     )
 
 
