@@ -199,11 +199,13 @@ class ForkMixin(Scheduler):
         if len(new_token_ids) == 1 and group.takes_as_text(new_token_ids[0]):
             # The common case, for nearly every row in nearly every step.
             tokens, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
-            self.num_generated_tokens += len(tokens)
-            group.used_tokens += len(tokens)
+            self.num_generated_tokens += 1
+            group.used_tokens += 1
             if stopped:
                 has_stopped = request.status == RequestStatus.FINISHED_STOPPED
                 group.used_tokens -= group.parameters.ended_itself(tokens, stopped=has_stopped)
+            elif group.used_tokens < group.token_budget:
+                return tokens, False
         else:
             tokens, stopped = self._take_tokens(group, request, new_token_ids, is_stale)
         if group.exhausted and not group.closed:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import FinishReason
@@ -46,7 +47,8 @@ def build_child_request(
     """
     if parent.sampling_params is None:
         raise TreeError(f"request {parent.request_id!r} forked, but does not sample tokens")
-    params = parent.sampling_params.clone()
+    # Shallow: nobody changes what parameters hold, and a deep copy takes as long as a fork.
+    params = copy(parent.sampling_params)
     params.max_tokens = max_tokens
     params.min_tokens = 0
     # The root thread reports on the prompt.
@@ -161,7 +163,7 @@ def _resumed_thread(
     """Return the request of one thread; `request` is the client's, with the root's parameters."""
     if request.sampling_params is None:
         raise TreeError(f"request {request.request_id!r} does not sample tokens")
-    params = request.sampling_params.clone()
+    params = copy(request.sampling_params)
     params.max_tokens = max_tokens
     params.skip_reading_prefix_cache = False
     params.seed = _resumed_seed(params.seed, delta)

@@ -40,6 +40,10 @@ class ThreadGroup(Generic[Child]):
     live: set[str] = field(default_factory=set)
     deferred: deque[Child] = field(default_factory=deque)
     num_children: dict[str, int] = field(default_factory=dict)
+    _control_ids: tuple[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._control_ids = (self.parameters.fork_id, self.parameters.child_id)
 
     @property
     def remaining_tokens(self) -> int:
@@ -96,8 +100,13 @@ class ThreadGroup(Generic[Child]):
         return kept
 
     def takes_as_text(self, token_id: int) -> bool:
-        """Return whether a token is text that the budget allows."""
-        return self.used_tokens < self.token_budget and not self.parameters.is_control(token_id)
+        """Return whether a token is text that the request may still generate."""
+        # Called for every row of every step.
+        return (
+            token_id not in self._control_ids
+            and self.used_tokens < self.token_budget
+            and not self.closed
+        )
 
     def count_text(self, token_ids: Sequence[int], *, stopped: bool) -> None:
         """Charge a thread's new tokens to the budget; `stopped` as in `ForkParameters`."""

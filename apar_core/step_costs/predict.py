@@ -1,7 +1,8 @@
 """Predicted step costs of a model on a GPU: published tables for some, else a roofline.
 
 Nothing here was measured by this project on the GPU that it names. The `source` of the returned
-costs says where the numbers come from and how far other sources disagree.
+costs says where the numbers come from and how far other sources disagree; docs/step-costs.md has
+the comparison.
 """
 
 from __future__ import annotations
@@ -13,81 +14,127 @@ from apar_core.step_costs.costs import StepCosts
 from apar_core.step_costs.gpus import GPUS, Gpu
 from apar_core.step_costs.models import DTYPE_BYTES, ModelSize
 
-BANDWIDTH_SHARE = 0.8
-"""Share of the memory bandwidth at which weights and KV cache are read."""
-FLOPS_SHARE = 0.55
+# Roofline, calibrated to the published tables below.
+WEIGHTS_BANDWIDTH_SHARE = 0.72
+"""Share of the memory bandwidth at which a step with few tokens reads the weights."""
+FLOPS_SHARE = 0.65
 """Share of the arithmetic that large matrix products reach."""
-LAUNCH_S = 1e-3
-"""A step's time outside matrix products and attention: element-wise kernels and launches."""
+
+# Beside matrix products and attention.
+LAUNCH_LAYER_S = 1e-3 / 32
+"""Element-wise kernels and launches per layer: 1 ms for the 32 layers of Llama-7B, an assumption.
+Vidur's profile of Llama-2-7B has 0.8 ms of element-wise kernels on an A100, 0.6 ms on an H100."""
 KERNELS_PER_LAYER = 10
 """Two normalizations, four matrix products, rotary embedding, KV write, attention, activation."""
 KERNEL_LAUNCH_S = 4e-6
 """Launching one kernel outside a CUDA graph: an assumption, and as if nothing hid it."""
 LARGEST_GRAPH = 512
 """Tokens of vLLM 0.32's largest CUDA graph with 256 or more `max_num_seqs` (config/vllm.py)."""
-ALL_REDUCE_S = 15e-6
-"""Latency of one of the two all-reduces of a layer over several GPUs: an assumption."""
-LINK_BANDWIDTH = 150e9
-"""Bytes per second that an all-reduce moves out of a GPU with NVLink: an assumption."""
+ALL_REDUCE_S, LINK_BANDWIDTH = 6e-6, 110e9
+"""Latency of an all-reduce in a CUDA graph, and bytes per second out of a GPU with NVLink. Against
+AIConfigurator's tables of vLLM's all-reduce over 2 to 8 GPUs, 4 KB to 16 MB, this errs by -53 to
++18% on an A100 and -25 to +65% on H100 and H200."""
+COPY_BANDWIDTH_SHARE = 0.8
+"""Share of the memory bandwidth for copied blocks and the sampler's logits: an assumption."""
 LOGIT_BYTES = 10
 """Memory traffic per logit of greedy sampling: read 16 bits, write and read 32 bits."""
+
+# Memory.
 MEMORY_SHARE = 0.9
-"""Share of a GPU's memory for vLLM, its default `gpu_memory_utilization`."""
+"""Share of a GPU's memory for vLLM. vLLM calls it `gpu_memory_utilization`."""
 OVERHEAD_BYTES = 2e9
 """Activations, CUDA graphs, context and the input embedding on each GPU: an assumption."""
 BLOCK_SIZE = 16
-HOST_BASE_S = 0.0
-HOST_ROW_S = 21.5e-6
 
-_H100_CAVEAT = (
-    "Vidur's profile of the H100 is 40 to 50% above at 256 tokens and more with its element-wise "
-    "kernels, 20 to 30% without them"
-)
-_ROOFLINE_CAVEAT = (
-    "against the published tables of Llama-7B and -13B it errs by -17 to +7% up to 192 tokens, -1 "
-    "to +22% at 256, +21 to +34% at 384 and +37 to +46% at 512"
-)
+# The engine core's Python: CPU time of vLLM 0.32's `schedule` and `update_from_output` with this
+# project's scheduler in virtual time, 17,000 steps with forks of the structured trace with 8 to 350
+# requests at once. Without forks 33 us and 12.0 us per row. Output processing runs elsewhere.
+HOST_BASE_S, HOST_ROW_S = 35e-6, 15.7e-6
+HOST_SOURCE = "vLLM 0.32 and Python 3.11 on one core of an AMD EPYC (2026-11-22)"
 
 
 @dataclass(frozen=True, slots=True)
-class PublishedTable:
-    """Milliseconds of all matrix products of a step by tokens, `lm_head` included.
+class AttentionSpeed:
+    """How fast a GPU's decoding attention is.
 
-    Source: NVIDIA AIConfigurator's tables per operator, added up over the layers.
+    bandwidth_share: of the memory bandwidth, for reading the KV cache.
+    row_head_s: seconds per layer, row and KV head beside it.
     """
 
-    model: str
-    gpu: str
-    milliseconds: dict[int, float]
-
-    @property
-    def matrix_s(self) -> tuple[tuple[int, float], ...]:
-        """The table in seconds, as `StepCosts` takes it."""
-        return tuple((tokens, each / 1000) for tokens, each in self.milliseconds.items())
+    bandwidth_share: float
+    row_head_s: float
 
 
-_TABLES = (
-    PublishedTable(
-        "Llama-7B", "a100-80gb",
-        {1: 9.3, 64: 9.75, 128: 11.1, 192: 16.6, 256: 16.6, 384: 22.1, 512: 28.8},
+# Least squares of relative errors on AIConfigurator's tables of vLLM's FlashAttention: 64 to 1,100
+# rows of 8 KV heads (so 16 to 275 rows of Llama-7B) with contexts of 128 to 1,024 tokens. Median
+# error of single entries 6%, 6%, 5%. The constant part, 14 to 17 us per layer, is in
+# `LAUNCH_LAYER_S`.
+_A100_ATTENTION = AttentionSpeed(0.80, 0.0052e-6)
+_ATTENTION = {
+    "a100-80gb": _A100_ATTENTION,
+    "h100": AttentionSpeed(0.94, 0.0113e-6),
+    "h200": AttentionSpeed(0.94, 0.0147e-6),
+}
+
+
+# Milliseconds of all matrix products of a step by tokens, `lm_head` included. Source: NVIDIA
+# AIConfigurator at 095f58a5, tables of bfloat16 matrix products in vLLM 0.14 (A100) and 0.24 (H100,
+# H200), added up over the layers. Shapes between those of the tables are interpolated. Where the
+# sum falls with more tokens, by up to 11%, the larger one is kept.
+_A100_TOKENS = (1, 16, 32, 64, 96, 128, 160, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
+_HOPPER_TOKENS = tuple(tokens for tokens in _A100_TOKENS if tokens != 384)
+_MILLISECONDS: dict[tuple[str, str], tuple[float, ...]] = {
+    ("Llama-7B", "a100-80gb"): (
+        9.275, 9.455, 9.591, 9.752, 11.12, 11.13, 15.63, 16.52, 16.62,
+        22.13, 28.75, 39.43, 54.06, 102.6, 204.8, 408.5,
     ),
-    PublishedTable(
-        "Llama-7B", "h100", {1: 4.75, 64: 5.4, 128: 5.4, 192: 5.9, 256: 6.3, 384: 7.7, 512: 8.7}
+    ("Llama-7B", "h100"): (
+        4.748, 5.448, 5.448, 5.448, 5.448, 5.448, 5.648, 5.925, 6.301,
+        8.659, 12.34, 16.64, 33.83, 68.47, 145.3,
     ),
-    PublishedTable(
-        "Llama-7B", "h200", {1: 3.7, 64: 4.0, 128: 4.1, 192: 5.3, 256: 5.3, 384: 7.1, 512: 8.5}
+    ("Llama-7B", "h200"): (
+        3.722, 3.994, 4.032, 4.033, 4.135, 4.135, 4.576, 5.286, 5.286,
+        8.545, 12.73, 16.86, 34.66, 71.62, 149.3,
     ),
-    PublishedTable(
-        "Llama-13B", "a100-80gb", {1: 18.3, 64: 19.0, 128: 21.3, 192: 32.3, 256: 32.8, 512: 53.8}
+    ("Llama-13B", "a100-80gb"): (
+        18.28, 18.28, 18.33, 19.02, 20.79, 21.28, 32.26, 32.28, 32.83,
+        41.52, 53.82, 80.95, 97.13, 187, 373.8, 736.3,
     ),
-    PublishedTable("Llama-13B", "h100", {1: 9.0, 64: 10.7, 128: 10.8, 256: 11.7, 512: 16.7}),
-    PublishedTable("Llama-13B", "h200", {1: 6.8, 64: 7.6, 128: 7.9, 256: 9.9, 512: 16.6}),
-)  # fmt: skip
-# (layers, hidden size, intermediate size, KV heads) of the models that tables were published for.
+    ("Llama-13B", "h100"): (
+        8.954, 10.26, 10.38, 10.7, 10.7, 10.78, 10.78, 10.78, 11.72,
+        16.67, 24.01, 32.43, 64.57, 139.5, 290.7,
+    ),
+    ("Llama-13B", "h200"): (
+        6.766, 7.433, 7.495, 7.623, 7.623, 7.905, 8.337, 8.968, 9.858,
+        16.62, 23.65, 32.58, 65.08, 141.5, 301,
+    ),
+    ("Llama-3-8B", "a100-80gb"): (
+        10.39, 10.39, 10.52, 10.52, 12.01, 12.36, 16.84, 17.76, 17.88,
+        23.73, 31.57, 45.73, 59.39, 113.6, 226.7, 458.9,
+    ),
+    ("Llama-3-8B", "h100"): (
+        5.569, 6.122, 6.175, 6.322, 6.322, 6.322, 6.322, 6.56, 6.984,
+        9.857, 14.05, 19.13, 38.24, 76.01, 165,
+    ),
+    ("Llama-3-8B", "h200"): (
+        4.118, 4.473, 4.535, 4.678, 4.678, 4.708, 5.073, 5.617, 5.855,
+        9.746, 14.6, 19.5, 42.24, 83.89, 167.6,
+    ),
+}  # fmt: skip
+# (layers, hidden size, intermediate size, KV heads) of the models in the tables.
 _TABLE_MODELS = {
     (32, 4096, 11_008, 32): "Llama-7B",
     (40, 5120, 13_824, 40): "Llama-13B",
+    (32, 4096, 14_336, 8): "Llama-3-8B",
 }
+_H100_CAVEAT = (
+    "Vidur's profile of Llama-2-7B on an H100 is 40 to 50% above this at 256 tokens and more, and "
+    "20 to 30% above at 1,024 and more"
+)
+_ROOFLINE_CAVEAT = (
+    "against the published tables of Llama-7B, -13B and -3-8B it errs by -8 to +19% up to 64 "
+    "tokens, -37 to +1% at 96 to 192, -13 to +6% at 256, and +9 to +41% at 384 and more"
+)
 
 
 def step_costs(
@@ -100,23 +147,26 @@ def step_costs(
     `tensor_parallel` below 1.
     """
     _check_tensor_parallel(tensor_parallel)
-    bandwidth = gpu.bandwidth * BANDWIDTH_SHARE
     table = published_table(model, gpu) if tensor_parallel == 1 else None
-    matrix_s = roofline(model, gpu, tensor_parallel) if table is None else table.matrix_s
-    kv_bytes = model.kv_bytes_per_token / model.kv_shards(tensor_parallel)
-    launch_s = LAUNCH_S
+    matrix_s = roofline(model, gpu, tensor_parallel) if table is None else table
+    attention = _ATTENTION.get(gpu.name, _A100_ATTENTION)
+    kv_shards = model.kv_shards(tensor_parallel)
+    kv_bytes = model.kv_bytes_per_token / kv_shards
+    copied_s = 1 / (gpu.bandwidth * COPY_BANDWIDTH_SHARE)
+    launch_s = LAUNCH_LAYER_S * model.layers
     if tensor_parallel > 1:
         launch_s += 2 * model.layers * ALL_REDUCE_S
+    attention_row_s = attention.row_head_s * model.layers * model.kv_heads / kv_shards
     name = f"{model.name} on {gpu.name}"
     return StepCosts(
         name=name if tensor_parallel == 1 else f"{name} x {tensor_parallel}",
         kind="predicted",
-        source=_source(model, gpu, tensor_parallel, table),
+        source=_source(model, gpu, tensor_parallel, is_roofline=table is None),
         matrix_s=matrix_s,
-        attended_token_s=kv_bytes / bandwidth,
-        row_s=LOGIT_BYTES * model.vocab_size / tensor_parallel / bandwidth,
+        attended_token_s=kv_bytes / (gpu.bandwidth * attention.bandwidth_share),
+        row_s=attention_row_s + LOGIT_BYTES * model.vocab_size / tensor_parallel * copied_s,
         launch_s=launch_s,
-        copied_block_s=2 * block_size * kv_bytes / bandwidth,
+        copied_block_s=2 * block_size * kv_bytes * copied_s,
         host_base_s=HOST_BASE_S,
         host_row_s=HOST_ROW_S,
         largest_graph=LARGEST_GRAPH,
@@ -124,19 +174,28 @@ def step_costs(
     )
 
 
-def published_table(model: ModelSize, gpu: Gpu) -> PublishedTable | None:
-    """Return the published table for a model's dimensions in 16 bits on a GPU, if there is one."""
-    config = model.config
-    dimensions = (
-        model.layers, model.hidden_size, config["intermediate_size"], model.kv_heads
-    )  # fmt: skip
-    name = _TABLE_MODELS.get(dimensions)
-    if name is None or model.num_experts > 1 or DTYPE_BYTES[model.dtype] != 2:
-        return None
+def published_table(model: ModelSize, gpu: Gpu) -> tuple[tuple[int, float], ...] | None:
+    """Return the published seconds of a step's matrix products by tokens, None without a table.
+
+    There are tables for some models' dimensions with 16-bit weights, and for some GPUs with their
+    own bandwidth and arithmetic.
+    """
+    milliseconds = _MILLISECONDS.get((_table_model(model), gpu.name))
     known = GPUS.get(gpu.name)
-    if known is None or (gpu.bandwidth, gpu.flops) != (known.bandwidth, known.flops):
+    if milliseconds is None or known is None:
         return None
-    return next((each for each in _TABLES if (each.model, each.gpu) == (name, gpu.name)), None)
+    if (gpu.bandwidth, gpu.flops) != (known.bandwidth, known.flops):
+        return None
+    numbers = _A100_TOKENS if gpu.name == "a100-80gb" else _HOPPER_TOKENS
+    return tuple((tokens, each / 1000) for tokens, each in zip(numbers, milliseconds, strict=True))
+
+
+def _table_model(model: ModelSize) -> str:
+    """Return the model whose tables hold for a model's dimensions, "" without any."""
+    if model.num_experts > 1 or DTYPE_BYTES[model.dtype] != 2:
+        return ""
+    inner = int(model.config["intermediate_size"])
+    return _TABLE_MODELS.get((model.layers, model.hidden_size, inner, model.kv_heads), "")
 
 
 def roofline(model: ModelSize, gpu: Gpu, tensor_parallel: int = 1) -> tuple[tuple[int, float], ...]:
@@ -146,7 +205,7 @@ def roofline(model: ModelSize, gpu: Gpu, tensor_parallel: int = 1) -> tuple[tupl
     token's hidden state twice per layer. Arithmetic is in 16 bits also for narrower weights. A
     mixture of experts reads the experts that its tokens hit when each expert is equally likely.
     """
-    bandwidth = gpu.bandwidth * BANDWIDTH_SHARE * tensor_parallel
+    bandwidth = gpu.bandwidth * WEIGHTS_BANDWIDTH_SHARE * tensor_parallel
     flops = gpu.flops * FLOPS_SHARE * tensor_parallel
     element = DTYPE_BYTES[model.dtype]
     dense = model.matrix_parameters - model.expert_parameters
@@ -193,32 +252,36 @@ def kv_tokens(
     return blocks * block_size
 
 
-def _source(model: ModelSize, gpu: Gpu, tensor_parallel: int, table: PublishedTable | None) -> str:
+def _source(model: ModelSize, gpu: Gpu, tensor_parallel: int, *, is_roofline: bool) -> str:
     parts = ["predicted, not measured"]
-    if table is not None:
+    if is_roofline:
         parts.append(
-            f"matrix products of {table.model} on {gpu.name} from NVIDIA AIConfigurator's tables "
-            "per operator, added up"
+            f"matrix products from a roofline of {gpu.name}: the larger of the weights at "
+            f"{WEIGHTS_BANDWIDTH_SHARE:.0%} of {gpu.bandwidth / 1e9:,.0f} GB/s and the arithmetic "
+            f"at {FLOPS_SHARE:.0%} of {gpu.flops / 1e12:,.0f} TFLOP/s; {_ROOFLINE_CAVEAT}"
+        )
+    else:
+        parts.append(
+            f"matrix products of {_table_model(model)} on {gpu.name} from NVIDIA AIConfigurator's "
+            "tables per operator, added up"
         )
         if gpu.name == "h100":
             parts.append(_H100_CAVEAT)
-    else:
-        parts.append(
-            f"matrix products from a roofline of {gpu.name}: the larger of the weights at "
-            f"{BANDWIDTH_SHARE:.0%} of {gpu.bandwidth / 1e9:,.0f} GB/s and the arithmetic at "
-            f"{FLOPS_SHARE:.0%} of {gpu.flops / 1e12:,.0f} TFLOP/s; {_ROOFLINE_CAVEAT}"
-        )
     if model.num_experts > 1:
         parts.append("each expert is taken to be equally likely")
+    if DTYPE_BYTES[model.dtype] == 1:
+        parts.append("arithmetic in 16 bits")
     if tensor_parallel > 1:
         parts.append(
             f"two all-reduces per layer, each {1e6 * ALL_REDUCE_S:g} us and its data at "
-            f"{LINK_BANDWIDTH / 1e9:g} GB/s (assumed)"
+            f"{LINK_BANDWIDTH / 1e9:g} GB/s"
         )
+    attention = _ATTENTION.get(gpu.name)
     parts.append(
-        f"KV cache read at {BANDWIDTH_SHARE:.0%} of the bandwidth, {1000 * LAUNCH_S:g} ms a step "
-        "beside them (assumed)"
+        f"KV cache read at {(attention or _A100_ATTENTION).bandwidth_share:.0%} of the bandwidth "
+        + ("(fit to AIConfigurator's tables)" if attention else "(as on an A100)")
     )
+    parts.append(f"engine core's time per step and row measured with {HOST_SOURCE}")
     return "; ".join(parts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -10,11 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
-from rich.console import Console
-from rich.markdown import Markdown
 
+from cluster.cli.calibrate import calibrate
 from cluster.cli.options import (
-    MODEL_HELP,
     RESUMABLE,
     BlockSize,
     CommaList,
@@ -30,37 +29,39 @@ from cluster.cli.options import (
     wrong_value,
 )
 from cluster.cli.terminal import StageProgress, clear_errors, show_report, stage_progress
-from cluster.experiments.settings import MODES, ExperimentSettings
+from cluster.experiments.methods import METHODS
+from cluster.experiments.settings import ExperimentSettings
 
 if TYPE_CHECKING:
-    from cluster.experiments.peers.runs import PeerSettings
     from cluster.experiments.scale_out import ReplicasRun, ScaleOutSettings
     from cluster.experiments.simulated_scale_out import SimulatedClusters
 
 experiment = typer.Typer(
     no_args_is_help=True,
     help="Measure forking under load as section 3.4 of the APAR paper does: recorded answers are "
-    "replayed token by token, forked and sequentially, by engines in this process. Example: "
+    "replayed token by token, forked and sequentially, by vLLM's scheduler in virtual time, which "
+    "predicts a GPU's, or by a real engine. Example: "
     "[bold]apar experiment fig5a --trace ANSWERS.jsonl --quick[/bold]",
     rich_markup_mode="rich",
 )
 
-_CPU_MODEL = "cpu-7b"
-_KV_SHARES_HELP = "Shares of the KV cache to run with."
-# A figure in less than five minutes on two cores.
+experiment.command()(calibrate)
+
+# Two minutes on two cores.
 _QUICK: dict[str, Any] = {
-    "answers": 20,
-    "kv_shares": (0.2, 0.9),
-    "mixed_kv_shares": (0.5,),
-    "concurrencies": (1, 4),
-    "sample_s": 0.5,
+    "answers": 200,
+    "kv_shares": (0.1, 0.5, 0.9),
+    "concurrencies": (1, 8, 64),
+    "peer_shares": (0.5,),
 }
 _SIMULATED_REPLICAS = (1, 2, 4, 8, 16, 32)
 # Names of options for fields of settings that have other names.
 _OPTIONS = {
-    "max_requests": "concurrency",
+    "models": "model",
+    "gpus": "gpu",
     "concurrencies": "concurrency",
-    "modes": "methods",
+    "peer_shares": "kv-shares",
+    "peer_methods": "methods",
     "rounds": "repeats",
     "max_tokens": "context-length",
     "sample_s": "sample-every",
@@ -73,39 +74,84 @@ def _default(field: str) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-ExperimentModel = Annotated[
-    str,
-    typer.Option(help=f"{MODEL_HELP} Or cpu-7b or cpu-13b: random weights, sized for a CPU."),
+Answers = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Number of requests: a trace with fewer answers is repeated, one with more sampled.",
+        show_default=_default("answers"),
+    ),
 ]
-Answers = Annotated[int, typer.Option(min=1, help="Number of answers, drawn from the trace.")]
+EngineKind = Annotated[
+    str,
+    typer.Option(
+        "--engine",
+        help="virtual: predict the times on --gpu; real: run --model on this machine.",
+        metavar="virtual|real",
+    ),
+]
+EngineArgs = Annotated[
+    str | None,
+    typer.Option(help="Further vLLM arguments of a real engine, as a JSON object."),
+]
+Models = Annotated[
+    CommaList[str] | None,
+    list_option(
+        help="Models: llama-7b, llama-13b, llama-3-8b, llama-3-70b, a preset, a checkpoint folder "
+        "or a config.json.",
+        default=_default("models"),
+    ),
+]
+Gpus = Annotated[
+    CommaList[str] | None,
+    list_option(
+        help="GPUs to predict for, such as a100-80gb, h100, h200, l40s, l4.",
+        default=_default("gpus"),
+    ),
+]
+TensorParallel = Annotated[
+    int | None, typer.Option(min=1, help="GPUs per engine.", show_default="1")
+]
+Costs = Annotated[
+    Path | None,
+    typer.Option(
+        help="Step costs from `apar experiment calibrate`, in place of predicted ones.",
+        dir_okay=False,
+        exists=True,
+    ),
+]
 KvTokens = Annotated[
     int | None,
     typer.Option(
-        min=0,
-        help="Tokens of the whole KV cache; 0 lets vLLM size it by memory.",
-        show_default=_default("kv_tokens"),
+        min=1, help="Tokens of the whole KV cache.", show_default="what fits into the memory"
     ),
+]
+KvShares = Annotated[
+    CommaList[float] | None,
+    list_option(
+        help="Shares of the KV cache to run with.",
+        item=float,
+        default=f"{_default('kv_shares')}; peers {_default('peer_shares')}",
+    ),
+]
+Methods = Annotated[
+    CommaList[str] | None,
+    list_option(
+        help=f"Methods to compare: {', '.join(METHODS)}.",
+        choices=tuple(METHODS),
+        default=f"{_default('methods')}; peers all",
+    ),
+]
+Workers = Annotated[
+    int | None, typer.Option(min=1, help="Processes for virtual runs.", show_default="all cores")
 ]
 Repeats = Annotated[
     int,
     typer.Option(min=1, help="Repeats of each run; a later run with more adds the missing ones."),
 ]
-SideBySide = Annotated[
-    bool | None,
-    typer.Option(
-        "--side-by-side/--one-engine",
-        help="Run one engine per method, taking turns of a few steps, so that changes of the "
-        "machine's speed affect all alike. Needs the memory of all of them (default: with "
-        "cpu-7b and cpu-13b).",
-    ),
-]
-Engine = Annotated[
-    str | None, typer.Option(help="Further vLLM engine arguments, as a JSON object.")
-]
-Steps = Annotated[int, typer.Option(min=1, help="Number of timed steps.")]
 
 
-def _figure_command(names: tuple[str, ...], text: str) -> Callable[..., None]:
+def _figure_command(name: str, text: str) -> Callable[..., None]:
     def command(
         trace: Trace,
         out: Annotated[Path, out_option("experiment", help=RESUMABLE)],
@@ -113,107 +159,104 @@ def _figure_command(names: tuple[str, ...], text: str) -> Callable[..., None]:
             Path | None,
             typer.Option(help="Recorded answers in their natural mix.", dir_okay=False),
         ] = None,
-        model: ExperimentModel = _CPU_MODEL,
+        engine: EngineKind = "virtual",
+        model: Models = None,
+        gpu: Gpus = None,
+        tensor_parallel: TensorParallel = None,
+        costs: Costs = None,
         quick: Annotated[
-            bool, typer.Option("--quick", help="Few answers and points: takes minutes.")
+            bool, typer.Option("--quick", help="Few answers and points: takes two minutes.")
         ] = False,
-        answers: Annotated[
+        answers: Answers = None,
+        max_requests: Annotated[
             int | None,
             typer.Option(
                 min=1,
-                help="Number of answers, drawn from each trace.",
-                show_default=_default("answers"),
+                help="Limit on concurrent requests.",
+                show_default="350, and 180 for models of more than 10 billion parameters",
             ),
         ] = None,
-        context_length: ContextLength = None,
-        kv_tokens: KvTokens = None,
-        block_size: BlockSize = None,
+        kv_shares: KvShares = None,
         concurrency: Annotated[
             CommaList[int] | None,
             list_option(
-                help="Numbers of concurrent requests: the points of figure 5b. Figure 5a and the "
-                "tables use the largest (350 in the paper).",
+                help="Numbers of concurrent requests in figure 5b, up to --max-requests.",
                 default=_default("concurrencies"),
                 item=int,
                 minimum=1,
             ),
         ] = None,
-        kv_shares: Annotated[
-            CommaList[float] | None,
-            list_option(help=_KV_SHARES_HELP, item=float, default=_default("kv_shares")),
-        ] = None,
-        methods: Annotated[
-            CommaList[str] | None,
-            list_option(
-                help=f"Methods to compare: {', '.join(MODES)}.", choices=MODES, default="all"
-            ),
-        ] = None,
-        repeats: Annotated[
-            int | None,
-            typer.Option(
-                min=1,
-                help="Repeats of each run; medians are compared. A later run with more adds the "
-                "missing ones.",
-                show_default=_default("rounds"),
-            ),
-        ] = None,
-        side_by_side: SideBySide = None,
+        methods: Methods = None,
+        context_length: ContextLength = None,
+        kv_tokens: KvTokens = None,
+        block_size: BlockSize = None,
         sample_every: Annotated[
-            float | None,
-            duration_option(
-                help="Time between samples (default: 1s; 3s in the paper).", minimum="1ms"
-            ),
+            float | None, duration_option(help="Time between samples (default: 3s).", minimum="1ms")
         ] = None,
         token_time_multiple: Annotated[
             float | None,
             typer.Option(
-                help="Time per token that the adaptive policy keeps to, in steps of sequential "
-                "decoding.",
+                help="Time per token that the adaptive policy keeps to, in mean steps of "
+                "sequential decoding.",
                 show_default=_default("token_time_multiple"),
             ),
         ] = None,
+        async_scheduling: Annotated[
+            bool, typer.Option(help="Schedule ahead in virtual time, as vLLM does on GPUs.")
+        ] = True,
+        repeats: Annotated[
+            int | None,
+            typer.Option(
+                min=1,
+                help="Repeats of each run of a real engine; medians are compared.",
+                show_default=_default("rounds"),
+            ),
+        ] = None,
+        engine_args: EngineArgs = None,
         seed: Seed = 0,
-        engine: Engine = None,
+        workers: Workers = None,
     ) -> None:
         values = {
+            "engine": engine,
             "trace": trace,
             "mixed_trace": mixed_trace,
-            "model": model,
+            "models": model,
+            "gpus": gpu,
+            "tensor_parallel": tensor_parallel,
+            "costs": costs,
             "answers": answers,
             "max_tokens": context_length,
             "kv_tokens": kv_tokens,
             "block_size": block_size,
-            "max_requests": max(concurrency) if concurrency else None,
+            "max_requests": max_requests,
             "concurrencies": concurrency,
             "kv_shares": kv_shares,
-            "modes": methods,
+            "peer_shares": kv_shares,
+            "methods": methods,
+            "peer_methods": methods,
             "rounds": repeats,
-            "side_by_side": side_by_side,
             "sample_s": sample_every,
             "token_time_multiple": token_time_multiple,
+            "is_async": async_scheduling,
             "seed": seed,
-            "engine": _engine_arguments(engine),
+            "engine_args": _engine_arguments(engine_args),
         }
-        _run_figures(names, _settings(values, quick=quick), out)
+        settings = _settings(values, quick=quick)
+        from cluster.experiments.report import run_experiment
+
+        with clear_errors():
+            with stage_progress() as progress:
+                report = run_experiment(
+                    name, settings, out, progress.start, workers=workers or os.cpu_count() or 1
+                )
+            show_report(report, out / name, hidden=("runs",))
 
     command.__doc__ = text
     return command
 
 
-def _run_figures(names: tuple[str, ...], settings: ExperimentSettings, out: Path) -> None:
-    from cluster.experiments.run import run_experiments
-
-    with clear_errors(), stage_progress() as progress:
-        pages = run_experiments(names, settings, out, progress.start)
-    for page in pages:
-        Console().print(Markdown(page.read_text(encoding="utf-8")))
-        Console().print(f"Files beside [bold]{page}[/bold]", soft_wrap=True)
-
-
-def _settings(values: Mapping[str, Any], *, quick: bool) -> ExperimentSettings:
+def _settings(values: Mapping[str, Any], *, quick: bool = False) -> ExperimentSettings:
     given = {name: value for name, value in values.items() if value is not None}
-    if given.get("kv_tokens") == 0:
-        given["kv_tokens"] = None
     try:
         return ExperimentSettings.model_validate({**(_QUICK if quick else {}), **given})
     except ValidationError as error:
@@ -237,213 +280,94 @@ def _engine_arguments(text: str | None) -> dict[str, Any] | None:
     try:
         arguments = json.loads(text)
     except ValueError as error:
-        raise wrong_value("--engine", f"{text!r} is not JSON: {error}") from error
+        raise wrong_value("--engine-args", f"{text!r} is not JSON: {error}") from error
     if not isinstance(arguments, dict):
-        raise wrong_value("--engine", f"{text!r} is not a JSON object")
+        raise wrong_value("--engine-args", f"{text!r} is not a JSON object")
     # Importing vLLM takes seconds.
-    from vllm.engine.arg_utils import EngineArgs
+    from vllm.engine.arg_utils import EngineArgs as VllmEngineArgs
 
-    known = {field.name for field in fields(EngineArgs)}
+    known = {field.name for field in fields(VllmEngineArgs)}
     for name in arguments:
         if name not in known:
-            raise wrong_value("--engine", f"vLLM has no engine argument {name!r}")
+            raise wrong_value("--engine-args", f"vLLM has no engine argument {name!r}")
     return arguments
 
 
-for _name, _names, _what in (
-    ("fig5a", ("fig5a",), "Measure throughput at several sizes of the KV cache: figure 5a."),
-    ("fig5b", ("fig5b",), "Measure the mean latency at several concurrencies: figure 5b."),
-    ("table1", ("table1",), "Count the max cached tokens in the runs of figure 5a: table 1."),
-    ("table2", ("table2",), "Count the attended tokens in the runs of figure 5a: table 2."),
-    ("all", ("fig5a", "fig5b", "table1", "table2"), "Run figures 5a and 5b and tables 1 and 2."),
+for _name, _what in (
+    ("fig5a", "Predict or measure throughput at several sizes of the KV cache: figure 5a."),
+    ("fig5b", "Predict or measure the mean latency at several concurrencies: figure 5b."),
+    ("table1", "Count the max cached tokens in the runs of figure 5a: table 1."),
+    ("table2", "Count the attended tokens in the runs of figure 5a: table 2."),
+    (
+        "peers",
+        "Compare methods of parallel answering: sequential decoding, ours (eager and adaptive), "
+        "forking by the client, skeleton-of-thought, and a parent that stops for its children.",
+    ),
+    ("all", "Run figures 5a and 5b, tables 1 and 2 and the peers, for all --model and --gpu."),
 ):
     _text = f"""{_what}
 
-    The figures and tables share the runs in --out, and an interrupted run continues there. Example:
+    By default a GPU's times are predicted in virtual time. All experiments share the runs in
+    --out, and an interrupted run continues there. Example:
     [bold]apar experiment {_name} --trace ANSWERS.jsonl --quick[/bold]
     """
-    experiment.command(_name, no_args_is_help=True)(_figure_command(_names, _text))
-
-
-@experiment.command()
-def step_curve(
-    out: Annotated[Path, out_option("experiment-step-curve", help=RESUMABLE)],
-    model: ExperimentModel = _CPU_MODEL,
-    rows: Annotated[
-        CommaList[int],
-        list_option(
-            help="Numbers of rows (threads per step), two or more.",
-            item=int,
-            minimum=1,
-            default="1,2,4,...,1024",
-        ),
-    ] = CommaList(2**power for power in range(11)),
-    prompt_tokens: Annotated[
-        int, typer.Option(min=1, help="Prompt tokens that each row attends to.")
-    ] = 64,
-    steps: Annotated[
-        int, typer.Option(min=2, help="Number of timed steps at each number of rows.")
-    ] = 20,
-    engine: Engine = None,
-) -> None:
-    """Time decoding steps at several numbers of rows, and find the knee of the curve.
-
-    Example: [bold]apar experiment step-curve --model cpu-7b --rows 1,8,64[/bold]
-    """
-    from cluster.experiments.step_curve import CurveLoad
-    from cluster.experiments.step_curve_report import curve_settings, report_step_curve
-
-    counts = tuple(sorted(set(rows)))
-    if len(counts) < 2:
-        raise wrong_value("--rows", "give two different numbers or more")
-    load = CurveLoad(counts, prompt_tokens, steps)
-    settings = curve_settings(model=model, load=load, engine=_engine_arguments(engine))
-    with clear_errors(), stage_progress() as progress:
-        show_report(report_step_curve(settings, load, out, progress.start), out)
-
-
-@experiment.command(no_args_is_help=True)
-def peers(
-    trace: Trace,
-    out: Annotated[Path, out_option("experiment-peers", help=RESUMABLE)],
-    model: ExperimentModel = _CPU_MODEL,
-    answers: Answers = 96,
-    repeats: Repeats = 2,
-    side_by_side: SideBySide = None,
-    kv_shares: Annotated[
-        CommaList[float] | None,
-        list_option(help=_KV_SHARES_HELP, item=float, default="0.3,0.9"),
-    ] = None,
-    kv_tokens: KvTokens = None,
-    context_length: ContextLength = None,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Number of concurrent requests.", show_default=_default("max_requests")
-        ),
-    ] = None,
-    methods: Annotated[
-        CommaList[str] | None,
-        list_option(
-            help="Methods to compare: sequential, client-forking, skeleton, parent-stops, "
-            "parent-stops-free, eager, adaptive (default: all)."
-        ),
-    ] = None,
-) -> None:
-    """Compare methods of parallel answering on the same engine, answers and KV memory.
-
-    Methods: sequential decoding, forking by the client, skeleton-of-thought, a parent that stops
-    for its children, and ours, eager and adaptive. The report has throughput, latency, steps,
-    recomputed tokens and peak KV use. Takes about 50 minutes on 2 idle cores; an example of a few
-    minutes:
-
-    [bold]apar experiment peers --trace TRACE.jsonl --answers 16 --repeats 1 --kv-shares 0.9[/bold]
-    """
-    from cluster.experiments.peers.experiment import run_peers
-
-    given = {
-        "trace": trace,
-        "model": model,
-        "answers": answers,
-        "rounds": repeats,
-        "side_by_side": side_by_side,
-        "kv_shares": kv_shares,
-        "kv_tokens": kv_tokens,
-        "max_tokens": context_length,
-        "max_requests": concurrency,
-        "methods": methods,
-    }
-    settings = _peer_settings({name: each for name, each in given.items() if each is not None})
-    with clear_errors(), stage_progress() as progress:
-        show_report(run_peers(settings, out, progress.start), out)
-
-
-def _peer_settings(values: dict[str, Any]) -> PeerSettings:
-    from cluster.experiments.peers.runs import PeerSettings
-
-    if values.get("kv_tokens") == 0:
-        values["kv_tokens"] = None
-    try:
-        return PeerSettings(**values)
-    except ValidationError as error:
-        raise _bad_option(error) from error
+    experiment.command(_name, no_args_is_help=True)(_figure_command(_name, _text))
 
 
 @experiment.command(no_args_is_help=True)
 def fork_cost(
     trace: Trace,
     out: Annotated[Path, out_option("experiment-fork-cost", help=RESUMABLE)],
-    model: ExperimentModel = _CPU_MODEL,
-    answers: Answers = 32,
-    block_size: BlockSize = 32,
+    engine: EngineKind = "virtual",
+    model: Models = None,
+    answers: Annotated[int, typer.Option(min=1, help="Number of answers.")] = 200,
+    block_size: BlockSize = None,
+    engine_args: EngineArgs = None,
 ) -> None:
     """Count computed tokens and copied blocks per fork, compared with prefix caching.
 
     Example: [bold]apar experiment fork-cost --trace TRACE.jsonl --answers 16[/bold]
     """
-    from cluster.experiments.fork_cost_report import report_fork_cost
+    from cluster.experiments.fork_cost import report_fork_cost
 
-    settings = ExperimentSettings(
-        model=model,
-        trace=trace,
-        answers=answers,
-        block_size=block_size or 32,
-        kv_tokens=None,
-        kv_shares=(1.0,),
-        mixed_kv_shares=(1.0,),
+    settings = _settings(
+        {
+            "engine": engine,
+            "models": model,
+            "trace": trace,
+            "answers": answers,
+            "block_size": block_size,
+            "engine_args": _engine_arguments(engine_args),
+        }
     )
     with clear_errors(), stage_progress() as progress:
         show_report(report_fork_cost(settings, out, progress.start), out)
 
 
 @experiment.command(no_args_is_help=True)
-def profile(
-    trace: Trace,
-    out: Annotated[Path, out_option("experiment-profile", help=RESUMABLE)],
-    model: ExperimentModel = _CPU_MODEL,
-    concurrency: Concurrency = 350,
-    steps: Steps = 40,
-    warm_steps: Annotated[
-        int, typer.Option(min=0, help="Number of untimed steps before them.")
-    ] = 60,
-    answers: Answers = 350,
-) -> None:
-    """Time the parts of a step with many requests: sequential, eager and adaptive.
-
-    Parts: schedule, model inputs, model forward, logits, logits processors, sampling, sampled
-    tokens to lists, scheduler update, output processing, detokenizing. Example, in 2 minutes:
-    [bold]apar experiment profile --trace TRACE.jsonl --concurrency 50[/bold]
-    """
-    from cluster.experiments.profile_report import profile_settings, report_profile
-    from cluster.experiments.step_profile import ProfileLoad
-
-    load = ProfileLoad(num_requests=concurrency, warm_steps=warm_steps, steps=steps)
-    settings = profile_settings(trace=trace, model=model, answers=answers, load=load)
-    with clear_errors(), stage_progress() as progress:
-        show_report(report_profile(settings, load, out, progress.start), out)
-
-
-@experiment.command()
 def scheduler_cost(
+    trace: Trace,
     out: Annotated[Path, out_option("experiment-scheduler-cost", help=RESUMABLE)],
-    threads: Annotated[int, typer.Option(min=8, help="Number of live threads.")] = 2000,
-    threads_per_request: Annotated[int, typer.Option(min=2, help="Threads per request.")] = 8,
-    steps: Steps = 200,
+    answers: Annotated[int, typer.Option(min=1, help="Number of answers.")] = 948,
+    max_requests: Concurrency = 350,
+    kv_share: Annotated[float, typer.Option(min=0, max=1, help="Share of the KV cache.")] = 0.9,
+    streams: Annotated[bool, typer.Option("--streams", help="Stream text to the clients.")] = False,
     repeats: Repeats = 3,
 ) -> None:
-    """Time the scheduler's work per step, compared with vLLM's for as many plain requests.
+    """Time the engine core's own Python per row, compared with vLLM's scheduler.
 
-    No model runs: tokens are made up. Example, in a minute:
-    [bold]apar experiment scheduler-cost --threads 400 --repeats 1[/bold]
+    No model runs: engines are in virtual time. Example:
+    [bold]apar experiment scheduler-cost --trace TRACE.jsonl --answers 200 --repeats 1[/bold]
     """
-    from cluster.experiments.scheduler_report import SchedulerLoadSettings, report_scheduler_cost
+    from cluster.experiments.scheduler_cost import SchedulerCostSettings, report_scheduler_cost
 
-    if threads % threads_per_request:
-        raise typer.BadParameter(
-            f"--threads {threads} is not a multiple of --threads-per-request {threads_per_request}"
-        )
-    settings = SchedulerLoadSettings(
-        num_threads=threads, threads_per_request=threads_per_request, steps=steps, rounds=repeats
+    settings = SchedulerCostSettings(
+        trace=trace,
+        answers=answers,
+        max_requests=max_requests,
+        kv_share=kv_share,
+        streams=streams,
+        rounds=repeats,
     )
     with clear_errors(), stage_progress() as progress:
         show_report(report_scheduler_cost(settings, out, progress.start), out)

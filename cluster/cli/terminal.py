@@ -5,7 +5,7 @@ Progress is a bar on a terminal and plain lines elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -113,8 +113,8 @@ def rich_table(table: ReportTable) -> Table:
     return shown
 
 
-def show_report(report: Report, out: Path) -> None:
-    """Write a report's files to `out`, and print its facts and tables."""
+def show_report(report: Report, out: Path, *, hidden: Collection[str] = ()) -> None:
+    """Write a report's files to `out`, and print its facts and its tables that are not hidden."""
     from apar_core.reporting import write_report
 
     page = write_report(report, out)
@@ -122,5 +122,6 @@ def show_report(report: Report, out: Path) -> None:
     for name, fact in report.facts.items():
         console.print(f"[bold]{name}[/bold]: {escape(fact)}", highlight=False)
     for table in report.tables:
-        console.print(rich_table(table))
+        if table.name not in hidden:
+            console.print(rich_table(table))
     console.print(f"Report: [bold]{escape(str(page))}[/bold]", soft_wrap=True)

@@ -1,35 +1,52 @@
-"""Puts programs through engines in this process, and measures what becomes of them.
-
-Runs that are to be compared are done side by side, each in an engine of its own, in turns of a few
-steps: a machine whose speed changes from minute to minute is then the same to all of them.
-"""
+"""Puts questions through an engine in this process, and measures what becomes of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import chain, count, cycle, islice
 from typing import TYPE_CHECKING, Any
 
 from apar_core.errors import EvaluationError
-from cluster.experiments.experiment_engine import Conditions, ExperimentEngine, StepCounts
+from cluster.experiments.engine import Conditions, ExperimentEngine, StepCounts
 from cluster.experiments.program import Program, Submission
 from cluster.experiments.samples import Sample, Sampler
 
 if TYPE_CHECKING:
+    from apar_core.step_costs.costs import StepCosts
     from apar_core.tree.statistics import TreeStatistics
-
-_TURN_STEPS = 16
+    from apar_core.virtual.executor import StepTotals
 
 ProgramFactory = Callable[[int], Program]
 """Makes the program of the question at an index, anew for each run."""
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """One question of a run, from when it came to the end of its answer.
+class RunPlan:
+    """A run: its questions, conditions and load.
 
-    `latency_s` counts from its arrival. `statistics` are its tree's where it was one request.
+    clients: the most questions that their clients have under way at once, for methods whose
+        requests the engine cannot limit; None: all questions are submitted at the start.
+    is_closed_loop: each answer is followed by the next question, and further questions keep the
+        engine busy before and after the measured ones, so that all see the same concurrency.
+    costs: replace those of a virtual engine.
+    """
+
+    conditions: Conditions
+    make: ProgramFactory
+    num_questions: int
+    clients: int | None = None
+    is_closed_loop: bool = False
+    costs: StepCosts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One answered question of a run.
+
+    latency_s: from its arrival, with its time in the queue. All questions arrive at the start of a
+        run, but in a closed loop.
+    statistics: of its tree, for a question that is one request.
     """
 
     answer_id: str
@@ -41,86 +58,55 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """A run. `wall_s`, `counts` and `whole` are of all of it, warm-up and fillers included."""
+    """A run. Everything but `served` includes warm-up and fillers of a closed loop."""
 
-    wall_s: float
+    duration_s: float
     served: tuple[Served, ...]
     samples: tuple[Sample, ...]
     whole: Sample
     counts: StepCounts
-    kv_tokens: int
+    sequences: int
+    prompt_tokens: int
     forks: int
     forks_delayed: int
-
-
-@dataclass(frozen=True, slots=True)
-class RunPlan:
-    """A run to be done: which questions are put to which engine, and under which conditions."""
-
-    engine: ExperimentEngine
-    conditions: Conditions
-    make: ProgramFactory
-    num_questions: int
-    on_answer: Callable[[], None] = lambda: None
+    totals: StepTotals | None
 
 
 @dataclass(slots=True)
 class _Client:
-    """A program on its way; `alive` are the names of its submissions that run."""
+    """A question that is being answered; `alive` are the names of its running submissions."""
 
     program: Program
     is_measured: bool
-    came_s: float
+    arrival_s: float
     alive: set[str] = field(default_factory=set)
     statistics: TreeStatistics | None = None
 
 
-def drive(plan: RunPlan, *, sample_s: float) -> Drive:
-    """Answer every question once, and return what was measured.
+def drive(engine: ExperimentEngine, plan: RunPlan, *, sample_s: float) -> Drive:
+    """Answer every question once, and return the measurements.
 
-    In a closed loop others of the questions keep the engine busy before and after the measured
-    ones, which so all see the same concurrency. Raises EvaluationError if an answer is not the one
-    that was to be generated.
+    Raises EvaluationError if an answer is not the recorded one.
     """
-    return drive_side_by_side([plan], sample_s=sample_s)[0]
-
-
-def drive_side_by_side(plans: Sequence[RunPlan], *, sample_s: float) -> list[Drive]:
-    """Do runs in engines of their own, so that all of them begin and end at about the same time.
-
-    The next steps are those of the run of whose text the least is generated; a run's times are
-    those of its own steps. Raises EvaluationError as `drive` does.
-    """
-    clocks = [plan.engine.clock for plan in plans]
-    try:
-        for clock in clocks:
-            clock.pause()
-        runs = [_Run(plan, sample_s) for plan in plans]
-        while unfinished := [run for run in runs if not run.is_finished]:
-            min(unfinished, key=lambda run: run.progress).take_turn(_TURN_STEPS)
-        return [run.result() for run in runs]
-    finally:
-        for clock in clocks:
-            clock.resume()
+    run = _Run(engine, plan, sample_s)
+    while run.num_left:
+        run.submit()
+        run.step()
+    return run.result()
 
 
 class _Run:
-    """The state of one run; its time passes in its turns."""
+    """The state of one run."""
 
-    def __init__(self, plan: RunPlan, sample_s: float) -> None:
-        engine = plan.engine
-        engine.prepare(plan.conditions)
-        self.served: list[Served] = []
+    def __init__(self, engine: ExperimentEngine, plan: RunPlan, sample_s: float) -> None:
+        engine.prepare(plan.conditions, plan.costs)
         self.num_left = plan.num_questions
         self._plan = plan
         self._engine = engine
-        self._concurrency = plan.conditions.concurrency
-        self._is_endless = self._concurrency is not None and plan.conditions.keeps_busy
+        self._clock = engine.clock
+        self._served: list[Served] = []
         self._num_coming = plan.num_questions
-        self._text_tokens = sum(
-            plan.make(index).answer.text_tokens for index in range(plan.num_questions)
-        )
-        fillers = self._concurrency if self._is_endless else None
+        fillers = plan.clients if plan.is_closed_loop else None
         self._coming = question_order(plan.num_questions, fillers)
         self._num_clients = 0
         self._names = count()
@@ -128,69 +114,22 @@ class _Run:
         self._clients: dict[str, tuple[_Client, str]] = {}
         # Those of them that a question began with.
         self._first: set[str] = set()
-        self._start_s = engine.clock()
-        self._sampler = Sampler(sample_s, engine.clock, lambda: self.has_pending)
+        self._start_s = self._clock()
+        self._sampler = Sampler(sample_s, self._clock, self._has_pending)
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether all measured answers are there."""
-        return self.num_left == 0
-
-    @property
-    def progress(self) -> float:
-        """The part of the text that is generated; beyond 1 with what keeps a closed loop busy."""
-        return float(self._engine.counts.text_tokens / self._text_tokens)
-
-    def take_turn(self, steps: int) -> None:
-        """Go on for so many steps or to the end."""
-        self._engine.clock.resume()
-        for _ in range(steps):
-            self.submit_what_may_come()
-            self.step()
-            if self.is_finished:
-                break
-        self._engine.clock.pause()
-
-    def result(self) -> Drive:
-        """What was measured; whatever still keeps the engine busy is ended."""
-        engine = self._engine
-        wall_s, whole = engine.clock() - self._start_s, self._sampler.whole()
-        engine.abort_all()
-        counters = engine.scheduler.admission.counters
-        delayed = sum(counters.delayed.values())
-        return Drive(
-            wall_s=wall_s,
-            served=tuple(self.served),
-            samples=tuple(self._sampler.samples),
-            whole=whole,
-            counts=engine.counts,
-            kv_tokens=round(self._plan.conditions.kv_share * engine.num_blocks) * engine.block_size,
-            forks=counters.accepted + delayed,
-            forks_delayed=delayed,
-        )
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether a question waits that has not begun, outside the engine or in it.
-
-        What a question submits later is none, however it is answered: so all ways of answering are
-        measured over the same part of a run.
-        """
-        if self._is_endless or self._num_coming > 0:
-            return True
-        return not self._first.isdisjoint(self._engine.waiting_requests())
-
-    def submit_what_may_come(self) -> None:
-        """Let questions arrive: all at once, or as many as the closed loop keeps under way."""
-        room = None if self._concurrency is None else self._concurrency - self._num_clients
+    def submit(self) -> None:
+        """Submit as many questions as the clients may have under way."""
+        plan = self._plan
+        room = None if plan.clients is None else plan.clients - self._num_clients
         for index, is_measured in islice(self._coming, room):
-            client = _Client(self._plan.make(index), is_measured, self._engine.clock())
+            arrival_s = self._clock() if plan.is_closed_loop else self._start_s
+            client = _Client(plan.make(index), is_measured, arrival_s)
             self._num_clients += 1
             self._num_coming -= is_measured
             self._first.update(self._submit(client, client.program.start()))
 
     def step(self) -> None:
-        """One step of the engine, and what its outputs make the programs do."""
+        """Do one step of the engine, and let the programs act on its outputs."""
         engine = self._engine
         counts = engine.counts
         before = (counts.text_tokens, counts.rows)
@@ -203,20 +142,45 @@ class _Run:
         for output in outputs:
             self._take(output)
 
-    def _submit(self, client: _Client, submissions: Iterable[Submission]) -> list[str]:
-        from vllm import SamplingParams
+    def result(self) -> Drive:
+        """Return the measurements, and end whatever keeps the engine busy."""
+        engine = self._engine
+        counters = engine.scheduler.admission.counters
+        delayed = sum(counters.delayed.values())
+        # Copies: the steps that end the run do not count.
+        drive = Drive(
+            duration_s=self._clock() - self._start_s,
+            served=tuple(self._served),
+            samples=tuple(self._sampler.samples),
+            whole=self._sampler.whole(),
+            counts=replace(engine.counts),
+            sequences=engine.num_sequences,
+            prompt_tokens=engine.prompt_tokens,
+            forks=counters.accepted + delayed,
+            forks_delayed=delayed,
+            totals=None if engine.device is None else replace(engine.device.totals),
+        )
+        engine.finish()
+        return drive
 
+    def _has_pending(self) -> bool:
+        """Return whether a question waits that has not begun, in the engine or outside.
+
+        Later submissions of a question do not count, so that all methods are measured over the
+        same part of a run.
+        """
+        if self._plan.is_closed_loop or self._num_coming > 0:
+            return True
+        return not self._first.isdisjoint(self._engine.waiting_requests())
+
+    def _submit(self, client: _Client, submissions: Iterable[Submission]) -> list[str]:
         request_ids = []
         for submission in submissions:
             request_id = f"run-{next(self._names)}"
             request_ids.append(request_id)
             client.alive.add(submission.name)
             self._clients[request_id] = (client, submission.name)
-            self._engine.llm_engine.add_request(
-                request_id,
-                {"prompt_token_ids": submission.prompt_ids},
-                SamplingParams(**submission.sampling),
-            )
+            self._engine.submit(request_id, submission)
         return request_ids
 
     def _take(self, output: Any) -> None:
@@ -243,20 +207,22 @@ class _Run:
         if not client.is_measured:
             return
         self.num_left -= 1
-        self._plan.on_answer()
-        self.served.append(
+        self._served.append(
             Served(
                 answer_id=answer.answer_id,
                 category=answer.category,
                 text_tokens=answer.text_tokens,
-                latency_s=self._engine.clock() - client.came_s,
+                latency_s=self._clock() - client.arrival_s,
                 statistics=client.statistics,
             )
         )
 
 
 def question_order(number: int, concurrency: int | None) -> Iterator[tuple[int, bool]]:
-    """Return the indices of questions as they come, and whether each is measured."""
+    """Return the indices of questions in order, and whether each is measured.
+
+    With a concurrency, questions that are not measured come before and after.
+    """
     measured = ((index, True) for index in range(number))
     if concurrency is None:
         return measured

@@ -58,6 +58,14 @@ class LineStore(Generic[Key, Line]):
         append_line(self._path, line)
         self.lines[self._key_of(line)] = line
 
+    def sort(self) -> None:
+        """Rewrite the file in the order of the keys, whichever line was added first."""
+        ordered = sorted(self.lines.items(), key=lambda item: str(item[0]))
+        self.lines = dict(ordered)
+        copy = self._path.with_suffix(".new")
+        copy.write_text("".join(f"{line.model_dump_json()}\n" for _, line in ordered), "utf-8")
+        copy.replace(self._path)
+
 
 class PartStore:
     """Parts of one folder by their names."""

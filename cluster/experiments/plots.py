@@ -1,81 +1,86 @@
-"""Figures 5a and 5b of the paper, and the step time of a model against its rows."""
+"""Figures 5a and 5b of the paper, and the methods as bars."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import matplotlib as mpl
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from apar_core.reporting import PLOT_SETTINGS
-from cluster.experiments.cells import Cell
-from cluster.experiments.settings import MODES
+from cluster.experiments.methods import METHODS
+from cluster.experiments.tables import PAPER_LATENCY, PAPER_THROUGHPUT, Comparison
 
 if TYPE_CHECKING:
-    from cluster.experiments.step_curve import StepCurve
+    from matplotlib.axes import Axes
 
-MODE_COLOURS = {"sequential": "#9aa5b1", "eager": "#2f6f9f", "adaptive": "#d1602b"}
+METHOD_COLOURS = {
+    "sequential": "#9aa5b1",
+    "eager": "#2f6f9f",
+    "adaptive": "#d1602b",
+    "client-forking": "#4b8b3b",
+    "skeleton": "#8a5a9e",
+    "parent-stops": "#b08d1e",
+    "parent-stops-free": "#50707a",
+}
+
+Panels = Mapping[str, Sequence[Comparison]]
+"""Comparisons by the title of their panel, which names model, trace and device."""
+
+_PANEL_SIZE = (4.6, 3.3)
 
 
-def throughput_figure(cells_of_trace: Mapping[str, Sequence[Cell]]) -> Figure:
-    """Return figure 5a, a panel for each trace: means, and bars between the quartiles."""
+def throughput_figure(panels: Panels) -> Figure:
+    """Return figure 5a: throughput by share of the KV cache, above its ratio to sequential."""
+    return _figure(panels, _draw_throughput, _draw_throughput_ratio)
+
+
+def latency_figure(panels: Panels) -> Figure:
+    """Return figure 5b: mean latency by concurrency, above its ratio to sequential."""
+    return _figure(panels, _draw_latency, _draw_latency_ratio)
+
+
+def peers_figure(panels: Panels) -> Figure:
+    """Return throughput and latency of each method over sequential decoding's, as bars."""
     with mpl.rc_context(PLOT_SETTINGS):
-        number = len(cells_of_trace)
-        figure = Figure(figsize=(5.5 * number, 4), layout="constrained")
-        panels = figure.subplots(1, number, squeeze=False)[0]
-        for panel, (trace, cells) in zip(panels, cells_of_trace.items(), strict=True):
-            _draw(panel, cells, lambda cell: cell.key.kv_share, lambda cell: cell.throughput)
-            panel.set_title(f"Throughput, {trace} trace")
-            panel.set_xlabel("share of the KV cache")
-            panel.set_ylabel("text tokens / s")
-            panel.set_xlim(0, 1)
-            panel.set_ylim(bottom=0)
-        panels[0].legend(frameon=False)
+        number = max(len(found) for found in panels.values())
+        height = (0.9 + 0.3 * number) * len(panels)
+        figure = Figure(figsize=(12, height), layout="constrained")
+        axes = figure.subplots(len(panels), 2, squeeze=False, sharey="row")
+        for (throughput, latency), (title, found) in zip(axes, panels.items(), strict=True):
+            _draw_bars(throughput, found, lambda each: each.throughput)
+            throughput.set_title(f"Throughput x, {title}")
+            _draw_bars(latency, found, lambda each: each.latency)
+            latency.set_title("Mean latency x")
     return figure
 
 
-def latency_figure(cells: Sequence[Cell]) -> Figure:
-    """Return figure 5b: mean latency of an answer, and of a token of it."""
+def _figure(
+    panels: Panels,
+    draw: Callable[[Axes, Sequence[Comparison]], None],
+    draw_ratio: Callable[[Axes, Sequence[Comparison]], None],
+) -> Figure:
     with mpl.rc_context(PLOT_SETTINGS):
-        figure = Figure(figsize=(11, 4), layout="constrained")
-        whole, token = figure.subplots(1, 2)
-        _draw(whole, cells, lambda cell: cell.key.concurrency or 0, lambda cell: cell.latency_s)
-        whole.set_title("Mean latency of an answer")
-        whole.set_ylabel("s")
-        for mode in MODES:
-            chosen = [cell for cell in cells if cell.key.mode == mode]
-            if chosen:
-                token.plot(
-                    [cell.key.concurrency for cell in chosen],
-                    [1000 * cell.token_latency_s for cell in chosen],
-                    "o-",
-                    color=MODE_COLOURS[mode],
-                    label=mode,
-                )
-        token.set_title("Latency a text token")
-        token.set_ylabel("ms")
-        numbers = sorted({cell.key.concurrency or 0 for cell in cells})
-        for panel in (whole, token):
-            panel.set_xscale("log", base=2)
-            panel.set_xticks(numbers, [str(number) for number in numbers])
-            panel.set_xlabel("requests under way")
-            panel.set_ylim(bottom=0)
-        whole.legend(frameon=False)
+        width, height = _PANEL_SIZE
+        # A single panel needs room for its title.
+        size = (max(width * len(panels), 6.5), 2 * height)
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots(2, len(panels), squeeze=False)
+        for upper, lower, (title, found) in zip(axes[0], axes[1], panels.items(), strict=True):
+            draw(upper, found)
+            upper.set_title(title)
+            draw_ratio(lower, found)
+        axes[0][0].legend(frameon=False)
+        axes[1][0].legend(frameon=False)
     return figure
 
 
-def _draw(
-    panel: Axes, cells: Sequence[Cell], place: Callable[[Cell], float], value: Callable[[Cell], Any]
-) -> None:
-    for mode in MODES:
-        chosen = sorted((cell for cell in cells if cell.key.mode == mode), key=place)
-        if not chosen:
-            continue
-        spreads = [value(cell) for cell in chosen]
+def _draw_throughput(panel: Axes, found: Sequence[Comparison]) -> None:
+    for method, chosen in _by_method(found).items():
+        spreads = [each.pairs[0][0].throughput for each in chosen]
         panel.errorbar(
-            [place(cell) for cell in chosen],
+            [each.key.kv_share for each in chosen],
             [each.mean for each in spreads],
             # The mean of a skewed sample can lie beyond a percentile.
             yerr=[
@@ -84,38 +89,96 @@ def _draw(
             ],
             fmt="o-",
             capsize=3,
-            color=MODE_COLOURS[mode],
-            label=mode,
+            color=METHOD_COLOURS[method],
+            label=method,
         )
+    panel.set_ylabel("text tokens / s")
+    panel.set_ylim(bottom=0)
+    _share_axis(panel)
 
 
-def step_figure(curve: StepCurve) -> Figure:
-    """Return the time of a step against its rows, and the throughput that follows."""
-    with mpl.rc_context(PLOT_SETTINGS):
-        figure = Figure(figsize=(11, 4), layout="constrained")
-        time, throughput = figure.subplots(1, 2)
-        rows = [point.rows for point in curve.points]
-        seconds = [point.step_s for point in curve.points]
-        line = [curve.fixed_s + curve.row_s * each for each in rows]
-        formula = f"{1000 * curve.fixed_s:.2f} ms + {1000 * curve.row_s:.3f} ms a row"
-        colour, line_colour = MODE_COLOURS["eager"], MODE_COLOURS["sequential"]
-        time.plot(rows, [1000 * each for each in seconds], "o", color=colour, label="median")
-        time.plot(rows, [1000 * each for each in line], "-", color=line_colour, label=formula)
-        time.set_title("Time of a decoding step")
-        time.set_ylabel("ms")
-        time.set_yscale("log")
-        time.yaxis.set_major_formatter("{x:g}")
-        rates = [point.rows / point.step_s for point in curve.points]
-        throughput.plot(rows, rates, "o-", color=colour)
-        throughput.set_title("Throughput of decoding")
-        throughput.set_ylabel("tokens / s")
-        throughput.set_ylim(bottom=0)
-        for panel in (time, throughput):
-            panel.set_xscale("log", base=2)
-            panel.xaxis.set_major_formatter("{x:g}")
-            panel.set_xlabel("rows")
-            if (knee := curve.knee_rows) is not None:
-                label = f"knee: {knee:.0f} rows"
-                panel.axvline(knee, color=MODE_COLOURS["adaptive"], linestyle=":", label=label)
-        time.legend(frameon=False, loc="upper left")
-    return figure
+def _draw_throughput_ratio(panel: Axes, found: Sequence[Comparison]) -> None:
+    _draw_ratios(
+        panel, found, lambda each: each.key.kv_share, lambda each: each.throughput, PAPER_THROUGHPUT
+    )
+    panel.set_ylabel("throughput x sequential")
+    _share_axis(panel)
+
+
+def _draw_latency(panel: Axes, found: Sequence[Comparison]) -> None:
+    for method, chosen in _by_method(found).items():
+        panel.plot(
+            [each.key.concurrency for each in chosen],
+            [each.pairs[0][0].latency_s.mean for each in chosen],
+            "o-",
+            color=METHOD_COLOURS[method],
+            label=method,
+        )
+    panel.set_ylabel("mean latency, s")
+    panel.set_ylim(bottom=0)
+    _concurrency_axis(panel, found)
+
+
+def _draw_latency_ratio(panel: Axes, found: Sequence[Comparison]) -> None:
+    _draw_ratios(
+        panel, found, lambda each: each.key.concurrency, lambda each: each.latency, PAPER_LATENCY
+    )
+    panel.set_ylabel("mean latency x sequential")
+    _concurrency_axis(panel, found)
+
+
+def _draw_ratios(
+    panel: Axes,
+    found: Sequence[Comparison],
+    place: Callable[[Comparison], float],
+    value: Callable[[Comparison], float],
+    paper: tuple[float, float],
+) -> None:
+    panel.axhspan(*paper, color="#e4e7eb", label="range in the paper (A100, 7B and 13B)")
+    panel.axhline(1, color=METHOD_COLOURS["sequential"], linewidth=1)
+    for method, chosen in _by_method(found).items():
+        if METHODS[method].is_ours:
+            panel.plot(
+                [place(each) for each in chosen],
+                [value(each) for each in chosen],
+                "o-",
+                color=METHOD_COLOURS[method],
+            )
+    low, high = panel.get_ylim()
+    panel.set_ylim(min(low, 0.9), max(high, 1.1))
+
+
+def _draw_bars(
+    panel: Axes, found: Sequence[Comparison], value: Callable[[Comparison], float]
+) -> None:
+    chosen = list(reversed(found))
+    values = [value(each) for each in chosen]
+    colours = [
+        METHOD_COLOURS["eager" if METHODS[each.key.method].is_ours else "sequential"]
+        for each in chosen
+    ]
+    titles = [METHODS[each.key.method].title for each in chosen]
+    bars = panel.barh(titles, values, 0.75, color=colours)
+    panel.bar_label(bars, [f"{each:.2f}" for each in values], padding=3, fontsize=8)
+    panel.axvline(1, color="#52606d", linewidth=0.8, linestyle=":")
+    panel.set_xlim(0, 1.12 * max(values))
+
+
+def _by_method(found: Sequence[Comparison]) -> dict[str, list[Comparison]]:
+    methods: dict[str, list[Comparison]] = {}
+    for each in found:
+        methods.setdefault(each.key.method, []).append(each)
+    return methods
+
+
+def _share_axis(panel: Axes) -> None:
+    panel.set_xlabel("share of the KV cache")
+    panel.set_xlim(0, 1)
+
+
+def _concurrency_axis(panel: Axes, found: Sequence[Comparison]) -> None:
+    numbers = sorted({each.key.concurrency for each in found})
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(numbers, [str(number) for number in numbers], fontsize=8)
+    panel.minorticks_off()
+    panel.set_xlabel("concurrent requests")

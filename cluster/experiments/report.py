@@ -1,178 +1,173 @@
-"""Writes what an experiment has shown: data, tables, a plot and a paragraph of result."""
+"""An experiment from its settings to its report; runs that a folder has are not done again."""
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from apar_core.errors import EvaluationError
-from cluster.experiments.cells import Cell, CellStore, medians, write_data
-from cluster.experiments.figures import FIGURE_5A, FIGURE_5B, MIXED, STRUCTURED
-from cluster.experiments.goals import Goal, latency_goals, throughput_goals
-from cluster.experiments.samples import LEAST_SAMPLES
-from cluster.experiments.savings import attended_table, cached_table
-from cluster.experiments.settings import ExperimentSettings, Mode
+from apar_core.reporting import Report
+from apar_core.workload.trace import read_trace
+from cluster.experiments.methods import EAGER, SEQUENTIAL
+from cluster.experiments.parts import StartStage
+from cluster.experiments.runs import Run, RunStore, do_runs
+from cluster.experiments.settings import (
+    FIGURE_5A,
+    FIGURE_5B,
+    PEERS,
+    ExperimentSettings,
+    RunKey,
+    keys_of,
+)
+from cluster.experiments.tables import (
+    Comparison,
+    claim_table,
+    comparisons,
+    device_label,
+    ratio_table,
+    run_table,
+    saving_table,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from apar_core.reporting import ReportTable
 
-TABLE_1 = "table1"
-TABLE_2 = "table2"
-_TABLE_MODE: Mode = "eager"
-EXPERIMENTS = (FIGURE_5A, FIGURE_5B, TABLE_1, TABLE_2)
+TABLE_1: Literal["table1"] = "table1"
+TABLE_2: Literal["table2"] = "table2"
+ALL = "all"
+EXPERIMENTS = (FIGURE_5A, FIGURE_5B, TABLE_1, TABLE_2, PEERS)
 
-_COLUMNS = (
-    "kv_share", "concurrency", "mode", "tokens_per_s", "p25", "p75", "kept_samples",
-    "overall_tokens_per_s", "kv_tokens", "kv_capacity_tokens", "rows", "latency_s",
-    "token_latency_ms", "step_ms", "steps", "computed_tokens", "preemptions",
-    "forks", "forks_delayed", "wall_s",
-)  # fmt: skip
-
-
-def check_modes(experiments: Sequence[str], settings: ExperimentSettings) -> None:
-    """Raise EvaluationError if a table is asked for without the mode that it is counted in."""
-    tables = [name for name in experiments if name in (TABLE_1, TABLE_2)]
-    if tables and _TABLE_MODE not in settings.modes:
-        raise EvaluationError(
-            f"--methods {','.join(settings.modes)} has no {_TABLE_MODE}: "
-            f"{' and '.join(tables)} can only be counted in its runs"
-        )
+_TITLES = {
+    FIGURE_5A: "Figure 5a: throughput by KV memory",
+    FIGURE_5B: "Figure 5b: mean latency by concurrency",
+    TABLE_1: "Table 1: max cached tokens",
+    TABLE_2: "Table 2: attended tokens",
+    PEERS: "Methods of parallel answering",
+    ALL: "Forking against sequential decoding",
+}
 
 
-def write_experiment(
-    experiment: str, store: CellStore, settings: ExperimentSettings, folder: Path
-) -> Path:
-    """Write the files of one experiment from its finished runs; return the page of result."""
-    if experiment == FIGURE_5A:
-        return _write_5a(store, settings, folder)
-    if experiment == FIGURE_5B:
-        return _write_5b(store, settings, folder)
-    return _write_table(experiment, store, folder)
-
-
-def _write_5a(store: CellStore, settings: ExperimentSettings, folder: Path) -> Path:
-    from cluster.experiments.plots import throughput_figure
-
-    traces = {name: store.all(FIGURE_5A, name) for name in (STRUCTURED, MIXED)}
-    cells_of_trace = {name: cells for name, cells in traces.items() if cells}
-    goals = [
-        goal
-        for mode in _forking_modes(settings)
-        for goal in throughput_goals(traces[STRUCTURED], traces[MIXED], mode)
-    ]
-    return _write(
-        FIGURE_5A,
-        "Figure 5a: throughput against KV memory",
-        cells_of_trace,
-        throughput_figure({name: medians(cells) for name, cells in cells_of_trace.items()}),
-        goals,
-        settings,
-        folder,
-    )
-
-
-def _write_5b(store: CellStore, settings: ExperimentSettings, folder: Path) -> Path:
-    from cluster.experiments.plots import latency_figure
-
-    cells = store.all(FIGURE_5B, STRUCTURED)
-    goals = [goal for mode in _forking_modes(settings) for goal in latency_goals(cells, mode)]
-    title = "Figure 5b: mean latency against concurrency"
-    figure = latency_figure(medians(cells))
-    return _write(FIGURE_5B, title, {STRUCTURED: cells}, figure, goals, settings, folder)
-
-
-def _write(
+def run_experiment(
     name: str,
-    title: str,
-    cells_of_trace: Mapping[str, Sequence[Cell]],
-    figure: Figure,
-    goals: Sequence[Goal],
     settings: ExperimentSettings,
     folder: Path,
-) -> Path:
-    from apar_core.reporting import save_figure
+    start_stage: StartStage,
+    *,
+    workers: int = 1,
+) -> Report:
+    """Do the missing runs of an experiment and report all of them.
 
-    save_figure(figure, folder / name)
-    cells = [cell for each in cells_of_trace.values() for cell in each]
-    write_data(cells, folder / f"{name}.json")
-    _write_csv(cells, folder / f"{name}.csv")
-    parts = [f"# {title}", _setting_line(settings), f"![{title}]({name}.png)", _goal_lines(goals)]
-    parts += [_cell_table(trace, medians(each)) for trace, each in cells_of_trace.items()]
-    return _write_page(folder / f"{name}.md", parts)
+    Raises EvaluationError for a table without the method that it is counted in, a folder with
+    other settings, a trace that cannot be read, or an answer that is not the recorded one.
+    """
+    parts = EXPERIMENTS if name == ALL else (name,)
+    if {TABLE_1, TABLE_2} & set(parts) and EAGER not in settings.methods:
+        raise EvaluationError(
+            f"--methods {','.join(settings.methods)} has no {EAGER}: tables 1 and 2 are counted "
+            "in its runs"
+        )
+    for path in settings.traces.values():
+        # Before engines are started.
+        read_trace(path, limit=1)
+    keys = keys_of(tuple(dict.fromkeys(_RUNS_OF.get(part, part) for part in parts)), settings)
+    store = RunStore(folder, settings)
+    do_runs(keys, settings, store, start_stage, workers=workers)
+    return build_report(name, settings, store.lines)
 
 
-def _write_table(experiment: str, store: CellStore, folder: Path) -> Path:
-    make = cached_table if experiment == TABLE_1 else attended_table
+# The tables are counted in the runs of figure 5a.
+_RUNS_OF = {TABLE_1: FIGURE_5A, TABLE_2: FIGURE_5A}
+
+
+def build_report(name: str, settings: ExperimentSettings, runs: Mapping[RunKey, Run]) -> Report:
+    """Return the report of an experiment whose runs have been done."""
+    parts = EXPERIMENTS if name == ALL else (name,)
+    found = {
+        part: comparisons(keys_of((part,), settings), runs)
+        for part in (FIGURE_5A, FIGURE_5B, PEERS)
+        if part in parts
+    }
     tables: list[ReportTable] = []
-    for trace in (STRUCTURED, MIXED):
-        forked = [cell for cell in store.all(FIGURE_5A, trace) if cell.key.mode == _TABLE_MODE]
-        if forked:
-            # What is counted does not depend on the memory: any of the runs will do.
-            tables.append(make(forked[-1]))
-    for table in tables:
-        path = folder / f"{experiment}-{table.note.split()[0]}.csv"
-        path.write_text(table.as_csv(), encoding="utf-8")
-    parts = [f"# {tables[0].title}", *(table.as_markdown() for table in tables)]
-    return _write_page(folder / f"{experiment}.md", parts)
-
-
-def _write_page(path: Path, parts: Sequence[str]) -> Path:
-    path.write_text("\n\n".join(parts).rstrip() + "\n", encoding="utf-8")
-    return path
-
-
-def _setting_line(settings: ExperimentSettings) -> str:
-    return (
-        f"Model {settings.model}; up to {settings.answers} answers of at most "
-        f"{settings.max_tokens} tokens with their prompt; at most {settings.max_requests} "
-        f"requests at once; samples every {settings.sample_s:g} s, the first third and those with "
-        f"no request pending left out; where fewer than {LEAST_SAMPLES} are kept (kept_samples 0) "
-        "the figures are of the whole run. All modes in one process, "
-        f"{settings.order}; figures are medians over the rounds (column round of the CSV), a ratio "
-        "is the median of those of two runs of one round. Every answer was compared with the text "
-        "of the trace."
+    if found:
+        every = list({each.key: each for group in found.values() for each in group}.values())
+        if name != PEERS:
+            figures = [*found.get(FIGURE_5A, ()), *found.get(FIGURE_5B, ())]
+            tables.append(claim_table(figures, settings))
+        forking = [each for each in every if each.key.method != SEQUENTIAL]
+        tables += [ratio_table(forking, settings), run_table(every, settings)]
+    if TABLE_1 in parts:
+        tables += _saving_tables(TABLE_1, settings, runs)
+    if TABLE_2 in parts:
+        tables += _saving_tables(TABLE_2, settings, runs)
+    return Report(
+        f"{_TITLES[name]}, {settings.origin(', '.join(settings.devices))}",
+        _facts(settings),
+        tables,
+        _figures(found, settings),
+        {"settings": settings.as_text()},
     )
 
 
-def _goal_lines(goals: Sequence[Goal]) -> str:
-    return "\n".join(f"- {goal.line}" for goal in goals)
+def _facts(settings: ExperimentSettings) -> dict[str, str]:
+    limits = {model: settings.limit(model) for model in settings.models}
+    facts = {
+        "Model": ", ".join(f"{name} (at most {limit} requests)" for name, limit in limits.items()),
+        "Requests": f"{settings.answers} at once from {_names(settings)}, repeated if there are "
+        f"fewer, with answers of at most {settings.max_tokens} tokens with their prompt; every "
+        "answer was compared with the recorded one",
+    }
+    if not settings.is_virtual:
+        facts["Times"] = f"measured on {', '.join(settings.devices)}; methods ran one after another"
+        return facts
+    facts["Times"] = (
+        "predicted: vLLM's scheduler and KV-cache manager and the forks are real, and the duration "
+        "of each step is modeled"
+    )
+    for model in settings.models:
+        for gpu in settings.gpus:
+            costs, num_blocks = settings.virtual_device(model, gpu)
+            cache = f"{num_blocks * settings.block_size:,} KV tokens"
+            facts[f"{model} on {gpu}"] = f"{cache}; step times: {costs.source}"
+    return facts
 
 
-def _row(cell: Cell) -> tuple[object, ...]:
-    return (
-        cell.key.kv_share, cell.key.concurrency, cell.key.mode, cell.throughput.mean,
-        cell.throughput.p25, cell.throughput.p75, cell.kept_samples, cell.overall_tokens_per_s,
-        cell.kv_tokens, cell.kv_capacity_tokens, cell.rows, cell.latency_s.mean,
-        1000 * cell.token_latency_s, 1000 * cell.step_s, cell.steps, cell.computed_tokens,
-        cell.preemptions, cell.forks, cell.forks_delayed, cell.wall_s,
-    )  # fmt: skip
+def _names(settings: ExperimentSettings) -> str:
+    return " and ".join(f"{path.name} ({name})" for name, path in settings.traces.items())
 
 
-def _cell_table(trace: str, cells: Sequence[Cell]) -> str:
-    lines = [f"## {trace} trace", ""]
-    lines.append(f"| {' | '.join(_COLUMNS)} |")
-    lines.append("|" + " --: |" * len(_COLUMNS))
-    for cell in cells:
-        lines.append("| " + " | ".join(_shown(value) for value in _row(cell)) + " |")
-    return "\n".join(lines)
+def _saving_tables(
+    table: Literal["table1", "table2"], settings: ExperimentSettings, runs: Mapping[RunKey, Run]
+) -> list[ReportTable]:
+    """Return a table for each trace and model: nothing in it depends on GPU or memory."""
+    keys = [key for key in keys_of((FIGURE_5A,), settings) if key.method == EAGER]
+    chosen = {(key.trace, key.model): key for key in reversed(keys)}
+    return [saving_table(runs[key], table, settings) for key in reversed(chosen.values())]
 
 
-def _shown(value: object) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _figures(
+    found: Mapping[str, Sequence[Comparison]], settings: ExperimentSettings
+) -> dict[str, Figure]:
+    # matplotlib takes a second to import.
+    from cluster.experiments.plots import latency_figure, peers_figure, throughput_figure
+
+    draw = {FIGURE_5A: throughput_figure, FIGURE_5B: latency_figure, PEERS: peers_figure}
+    figures: dict[str, Figure] = {}
+    for part, group in found.items():
+        # A figure for each device, so that panels stay readable.
+        for device in settings.devices:
+            panels: dict[str, list[Comparison]] = {}
+            for each in group:
+                if each.key.device == device:
+                    panels.setdefault(_panel_title(each, part, settings), []).append(each)
+            name = part if len(settings.devices) == 1 else f"{part}-{device}"
+            figures[name] = draw[part](panels)
+    return figures
 
 
-def _write_csv(cells: Sequence[Cell], path: Path) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("trace", "round", *_COLUMNS))
-        writer.writerows((cell.key.trace, cell.key.round, *_row(cell)) for cell in cells)
-
-
-def _forking_modes(settings: ExperimentSettings) -> list[Mode]:
-    return [mode for mode in settings.modes if mode != "sequential"]
+def _panel_title(each: Comparison, part: str, settings: ExperimentSettings) -> str:
+    key = each.key
+    share = f", {key.kv_share:g} of KV" if part == PEERS else ""
+    return f"{key.model}, {key.trace}{share}\n{device_label(key, settings)}"

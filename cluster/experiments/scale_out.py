@@ -20,7 +20,7 @@ from apar_core.errors import EvaluationError
 from apar_core.reporting import Column, ReportTable
 from cluster.experiments.parts import PartStore
 from cluster.experiments.served_cluster import APAR, ServedCluster, served_cluster
-from cluster.experiments.settings import trace_digest
+from cluster.experiments.settings import file_digest
 
 
 class ScaleOutSettings(BaseModel):
@@ -50,7 +50,7 @@ class ScaleOutSettings(BaseModel):
     def as_text(self) -> dict[str, str]:
         """The settings as they are compared with those of an earlier run, the trace by content."""
         values = {name: str(value) for name, value in self.model_dump(mode="json").items()}
-        return {**values, "trace_sha256": trace_digest(self.trace)}
+        return {**values, "trace_sha256": file_digest(self.trace)}
 
 
 class ReplicasRun(BaseModel):

@@ -9,7 +9,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from apar_core.reporting import PLOT_SETTINGS, RUN_COLOURS
-from cluster.experiments.plots import MODE_COLOURS
+from cluster.experiments.plots import METHOD_COLOURS
 from cluster.experiments.simulated_scale_out import ROUTERS
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def _draw_measured(panel: Axes, runs: Sequence[ReplicasRun]) -> None:
             [numbers.index(run.replicas) + offset for run in alike],
             rates,
             _WIDTH,
-            color=MODE_COLOURS["eager" if forked else "sequential"],
+            color=METHOD_COLOURS["eager" if forked else "sequential"],
             label="forked" if forked else "sequential",
         )
         labels = [f"{rate:,.0f}\n{rate / rates[0]:.2f}x" for rate in rates]

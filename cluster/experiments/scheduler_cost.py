@@ -1,182 +1,443 @@
-"""The scheduler's own cost per step with many threads, beside vLLM's with as many plain requests.
+"""The engine's own CPU time per row in virtual time: vLLM's scheduler, ours, and ours with forks.
 
-Both run in lockstep, a step of one after a step of the other, so that whatever else the machine
-does meets both. Compared are the steps in which all threads decode: the forked ones belong to few
-requests, the plain ones stand alone, with sequences of the same lengths.
+Each way of scheduling has an engine in a process of its own. The processes take turns of a few
+steps, so that changes of the machine's speed affect all of them alike, and one process never pays
+for the memory of another. No model runs, so nothing else competes with what is measured. Times are
+CPU time of the engine's thread.
 """
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import statistics
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
-from zlib import crc32
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Literal
 
-from vllm import SamplingParams
-from vllm.utils.math_utils import cdiv
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 
-from apar_core.fork_parameters import EXTRA_ARG, ForkParameters
-from apar_core.scheduler.fork_scheduler import ForkScheduler
-from cluster.experiments.driven_scheduler import (
-    BLOCK_SIZE,
-    DrivenScheduler,
-    StepCost,
-    block_hasher,
-    build_scheduler,
-)
+from apar_core.errors import EngineError
+from apar_core.reporting import Column, Report, ReportTable
+from cluster.experiments.parts import PartStore, StartStage
 
-PLAIN, EAGER, ADAPTIVE = "vLLM, plain requests", "ours, eager", "ours, adaptive"
-WAYS = (PLAIN, EAGER, ADAPTIVE)
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
-_FORK_ID, _CHILD_ID, _END_ID, _TEXT_ID = 1, 2, 3, 7
-_FORK_EVERY_TOKENS = 4
-_END_SPREAD_TOKENS = 32
-# A limit that no step here reaches: all forks start at once, and the cost of the model is paid.
-_NO_LIMIT_MS = 1e6
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from apar_core.engine.offline_engine import OfflineEngine
+    from apar_core.virtual.engine import VirtualSpec
+    from apar_core.workload.replay_answers import ReplayAnswer
+
+Way = Literal["vLLM", "ours, sequential", "ours, forked"]
+WAYS: tuple[Way, ...] = ("vLLM", "ours, sequential", "ours, forked")
+
+COST_GOAL = 1.15
+"""Most that a row may cost the engine core with forks, over one of vLLM's scheduler."""
+
+_TURN_STEPS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerLoad:
-    """Threads alive at once, of requests with so many each; `steps` in which all of them decode."""
+class SchedulerCostSettings(BaseModel):
+    """Load of `apar experiment scheduler-cost`."""
 
-    num_threads: int = 2000
-    threads_per_request: int = 8
-    prompt_tokens: int = 64
-    steps: int = 200
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    trace: Path
+    answers: PositiveInt = 948
+    max_requests: PositiveInt = 350
+    kv_share: PositiveFloat = 0.9
+    streams: bool = False
+    rounds: PositiveInt = 3
+
+
+@dataclass(slots=True)
+class RunCost:
+    """One run: its counts, and the CPU seconds of each part.
+
+    rows: sequences scheduled, summed over the steps. tokens: text tokens of all answers.
+    schedule_s, update_s: the engine core's scheduler, before and after the model.
+    outputs_s: output processing, which a server does in another process.
+    digest: hash of every step's rows, computed tokens, blocks and block copies.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    tokens: int = 0
+    forks: int = 0
+    preemptions: int = 0
+    schedule_s: float = 0.0
+    update_s: float = 0.0
+    outputs_s: float = 0.0
+    digest: str = ""
 
     @property
-    def num_requests(self) -> int:
-        """Requests that fork."""
-        return self.num_threads // self.threads_per_request
-
-    @property
-    def final_tokens(self) -> int:
-        """Length of the shortest finished sequence: all threads have long begun by then."""
-        forking = _FORK_EVERY_TOKENS * self.threads_per_request
-        # Plain requests begin over more steps than forks do.
-        return self.prompt_tokens + forking + max(forking, self.prompt_tokens // 2) + self.steps
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that hold every sequence, shared or not."""
-        longest = self.final_tokens + _END_SPREAD_TOKENS
-        return self.num_threads * (cdiv(longest, BLOCK_SIZE) + 1) + 1
-
-
-@dataclass(frozen=True, slots=True)
-class WayCost:
-    """Medians of one way's steps with all threads, in seconds, and its cost over the whole run."""
-
-    schedule_s: float
-    update_s: float
-    step_s: float
-    num_steps: int
-    run_s_per_kilotoken: float
+    def core_s(self) -> float:
+        """CPU seconds of the engine core's scheduler."""
+        return self.schedule_s + self.update_s
 
 
 @dataclass(slots=True)
 class SchedulerCosts:
-    """All rounds of a load."""
+    """All rounds of a measurement."""
 
-    load: SchedulerLoad
-    rounds: list[dict[str, WayCost]] = field(default_factory=list)
+    rounds: list[dict[Way, RunCost]] = field(default_factory=list)
 
-    def ratios(self, way: str) -> list[float]:
-        """Each round's cost of a step over vLLM's in the same round."""
-        return [costs[way].step_s / costs[PLAIN].step_s for costs in self.rounds]
+    def median(self, way: Way, value: Callable[[RunCost], float]) -> float:
+        """Return the median of a value over the rounds."""
+        return statistics.median(value(each[way]) for each in self.rounds)
 
-    def run_ratios(self, way: str) -> list[float]:
-        """As `ratios`, of whole runs: with beginnings, forks and ends, per token."""
-        return [
-            costs[way].run_s_per_kilotoken / costs[PLAIN].run_s_per_kilotoken
-            for costs in self.rounds
+    def ratio(self, way: Way, value: Callable[[RunCost], float]) -> float:
+        """Return the median over the rounds of a value over vLLM's in the same round."""
+        return statistics.median(value(each[way]) / value(each["vLLM"]) for each in self.rounds)
+
+
+def core_us_per_row(cost: RunCost) -> float:
+    """Return the engine core's microseconds per row and step."""
+    return 1e6 * cost.core_s / cost.rows
+
+
+def report_scheduler_cost(
+    settings: SchedulerCostSettings, folder: Path, start_stage: StartStage
+) -> Report:
+    """Measure the rounds that the folder does not have, and report all of them."""
+    store = PartStore(folder, {name: str(value) for name, value in settings if name != "rounds"})
+    costs = SchedulerCosts()
+    done = start_stage("rounds", settings.rounds)
+    with ExitStack() as stack:
+        processes: list[_Process] = []
+        for number in range(settings.rounds):
+            name = f"round-{number}"
+            if not store.has(name):
+                if not processes:
+                    processes = [stack.enter_context(_process(way, settings)) for way in WAYS]
+                store.add(name, {way: asdict(cost) for way, cost in _round(processes).items()})
+            found = store.find(name)
+            costs.rounds.append({way: RunCost(**found[way]) for way in WAYS})
+            done()
+    return Report(
+        "The engine's own time per row",
+        {
+            "Load": f"{settings.answers} answers of {settings.trace.name}, at most "
+            f"{settings.max_requests} requests at once, {settings.kv_share:g} of the KV cache; "
+            f"{'text is streamed' if settings.streams else 'token ids at the end'}; virtual time",
+            "Engine core with forks over vLLM's": _goal(costs),
+        },
+        [cost_table(costs)],
+        {},
+        {"rounds": [{way: asdict(cost) for way, cost in each.items()} for each in costs.rounds]},
+    )
+
+
+def cost_table(costs: SchedulerCosts) -> ReportTable:
+    """Return the time per row and step by part, and per text token, a row for each way."""
+
+    def per_row(way: Way, seconds: Callable[[RunCost], float]) -> float:
+        return costs.median(way, lambda cost: 1e6 * seconds(cost) / cost.rows)
+
+    rows = tuple(
+        (
+            way,
+            costs.median(way, lambda cost: cost.rows / cost.steps),
+            per_row(way, lambda cost: cost.schedule_s),
+            per_row(way, lambda cost: cost.update_s),
+            per_row(way, lambda cost: cost.core_s),
+            costs.ratio(way, core_us_per_row),
+            per_row(way, lambda cost: cost.outputs_s),
+            costs.median(way, lambda cost: 1e6 * cost.core_s / cost.tokens),
+            costs.rounds[0][way].steps,
+            costs.rounds[0][way].forks,
+            costs.rounds[0][way].preemptions,
+            costs.rounds[0][way].digest[:12],
+        )
+        for way in WAYS
+    )
+    columns = (
+        Column("scheduler"),
+        Column("rows per step", ".0f"),
+        Column("schedule us", ".2f"),
+        Column("update us", ".2f"),
+        Column("both us", ".2f"),
+        Column("x vLLM", ".3f"),
+        Column("output processing us", ".2f"),
+        Column("core us per text token", ".2f"),
+        Column("steps", ".0f"),
+        Column("forks", ".0f"),
+        Column("preemptions", ".0f"),
+        Column("steps' hash"),
+    )
+    return ReportTable(
+        "scheduler-cost",
+        "CPU microseconds per row and step",
+        columns,
+        rows,
+        note=f"Medians of {len(costs.rounds)} rounds. Whole runs: prompts, forks and ends are "
+        "included. The engine core schedules and updates; a server processes outputs in another "
+        "process. Two versions with the same hash schedule the same steps.",
+    )
+
+
+def _goal(costs: SchedulerCosts) -> str:
+    ratio = costs.ratio("ours, forked", core_us_per_row)
+    verdict = "met" if ratio <= COST_GOAL else "missed"
+    return f"{ratio:.3f}x per row (goal {COST_GOAL}x: {verdict})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """A process with the engine of one way. It answers a number of steps with its state."""
+
+    way: Way
+    connection: Connection
+
+    def call(self, steps: int) -> tuple[float, RunCost | None]:
+        """Do so many steps; return the share of the text that is done, and the cost at the end."""
+        self.connection.send(steps)
+        answer = self.connection.recv()
+        if isinstance(answer, str):
+            raise EngineError(f"{self.way}: {answer}")
+        progress, cost = answer
+        return float(progress), cost
+
+
+def _round(processes: Sequence[_Process]) -> dict[Way, RunCost]:
+    """Run each way once, in turns: next is the one that has generated the least text."""
+    costs: dict[Way, RunCost] = {}
+    progress = {process: process.call(0)[0] for process in processes}
+    while progress:
+        process = min(progress, key=lambda each: progress[each])
+        progress[process], cost = process.call(_TURN_STEPS)
+        if cost is not None:
+            costs[process.way] = cost
+            del progress[process]
+    return costs
+
+
+@contextmanager
+def _process(way: Way, settings: SchedulerCostSettings) -> Iterator[_Process]:
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(way, settings, theirs), daemon=True)
+    process.start()
+    # With this copy open, the end of the process would go unnoticed.
+    theirs.close()
+    try:
+        yield _Process(way, ours)
+    finally:
+        ours.close()
+        process.join()
+
+
+def _serve(way: Way, settings: SchedulerCostSettings, connection: Connection) -> None:
+    """Run rounds, a few steps for each message, until the connection is closed."""
+    with TemporaryDirectory(prefix="apar-scheduler-cost-") as folder:
+        measured = _MeasuredEngine(way, settings, Path(folder))
+        while True:
+            run = measured.run()
+            cost: RunCost | None = None
+            while cost is None:
+                try:
+                    steps = connection.recv()
+                except EOFError:
+                    return
+                for _ in range(steps):
+                    cost = next(run)
+                    if cost is not None:
+                        break
+                connection.send((measured.progress, cost))
+
+
+class _MeasuredEngine:
+    """A virtual engine of one way, with timers around the parts of its steps."""
+
+    def __init__(self, way: Way, settings: SchedulerCostSettings, folder: Path) -> None:
+        engine = _engine(way, settings, folder)
+        self._llm_engine: Any = engine.llm.llm_engine
+        processor: Any = engine.llm.llm_engine.output_processor
+        # As in a server.
+        processor.records.keep_trees = False
+        self._scheduler: Any = engine.scheduler
+        self._forked = way == "ours, forked"
+        self._streams = settings.streams
+        self._answers = _answers(settings, folder)
+        self._num_tokens = sum(answer.text_tokens for answer in self._answers)
+        self._cost = RunCost()
+        self._num_generated = 0
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._time_parts()
+
+    @property
+    def progress(self) -> float:
+        """Share of the text that the run has generated."""
+        return self._num_generated / self._num_tokens
+
+    def run(self) -> Iterator[RunCost | None]:
+        """Submit all answers, then do a step for each item: None, and the cost after the last."""
+        self._scheduler.reset_prefix_cache()
+        self._cost = RunCost(tokens=self._num_tokens, forks=-self._num_forks)
+        self._num_generated = 0
+        self._digest = hashlib.blake2b(digest_size=16)
+        for number, answer in enumerate(self._answers):
+            self._submit(number, answer)
+        num_left = len(self._answers)
+        # As vLLM does in the engine core: what exists before a run is not looked through again.
+        gc.collect()
+        gc.freeze()
+        while True:
+            num_left -= sum(output.finished for output in self._llm_engine.step())
+            if num_left == 0 and not self._scheduler.requests:
+                break
+            yield None
+        self._cost.forks += self._num_forks
+        self._cost.digest = self._digest.hexdigest()
+        yield self._cost
+
+    @property
+    def _num_forks(self) -> int:
+        sharing = getattr(self._scheduler, "block_sharing", None)
+        return 0 if sharing is None else int(sharing.counters.forks)
+
+    def _submit(self, number: int, answer: ReplayAnswer) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        from apar_core.engine.replay import replay_args
+
+        scripts = answer.scripts(forked=self._forked)
+        extra_args = replay_args(scripts) | {"apar_enabled": self._forked}
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=answer.max_tokens,
+            detokenize=self._streams,
+            extra_args=extra_args,
+            output_kind=RequestOutputKind.DELTA if self._streams else RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = {"prompt_token_ids": list(answer.prompt_ids)}
+        self._llm_engine.add_request(f"{number}", prompt, sampling, arrival_time=float(number))
+
+    def _time_parts(self) -> None:
+        """Put timers around the scheduler and the output processor."""
+        schedule, update = self._scheduler.schedule, self._scheduler.update_from_output
+        process = self._llm_engine.output_processor.process_outputs
+
+        def timed_schedule(*args: Any, **kwargs: Any) -> Any:
+            began_s = time.thread_time()
+            step = schedule(*args, **kwargs)
+            self._cost.schedule_s += time.thread_time() - began_s
+            self._note(step)
+            return step
+
+        def timed_update(*args: Any, **kwargs: Any) -> Any:
+            began_s = time.thread_time()
+            outputs = update(*args, **kwargs)
+            self._cost.update_s += time.thread_time() - began_s
+            self._num_generated += sum(
+                len(output.new_token_ids) for each in outputs.values() for output in each.outputs
+            )
+            return outputs
+
+        def timed_process(*args: Any, **kwargs: Any) -> Any:
+            began_s = time.thread_time()
+            processed = process(*args, **kwargs)
+            self._cost.outputs_s += time.thread_time() - began_s
+            return processed
+
+        self._scheduler.schedule = timed_schedule
+        self._scheduler.update_from_output = timed_update
+        self._llm_engine.output_processor.process_outputs = timed_process
+
+    def _note(self, step: SchedulerOutput) -> None:
+        """Count a step, and add it to the digest without its request ids, which are random."""
+        if step.total_num_scheduled_tokens == 0:
+            return
+        cost, cached = self._cost, step.scheduled_cached_reqs
+        cost.steps += 1
+        cost.rows += len(step.num_scheduled_tokens)
+        cost.preemptions += len(step.preempted_req_ids or ())
+        new = [
+            (len(each.prompt_token_ids or ()), each.num_computed_tokens, each.block_ids)
+            for each in step.scheduled_new_reqs
         ]
+        rows = [*step.num_scheduled_tokens.values()], cached.num_computed_tokens
+        blocks = cached.new_block_ids, step.kv_cache_block_copies
+        self._digest.update(repr((rows, blocks, new)).encode())
 
 
-def measure_round(load: SchedulerLoad, checkpoint: str) -> dict[str, WayCost]:
-    """One run of each way, side by side."""
-    runs = dict(_runs(load, checkpoint))
-    gc.collect()
-    while any(not run.has_ended for run in runs.values()):
-        for run in runs.values():
-            if not run.has_ended:
-                run.step()
-    return {way: way_cost(run.costs, load.num_threads) for way, run in runs.items()}
+def _engine(way: Way, settings: SchedulerCostSettings, folder: Path) -> OfflineEngine:
+    """Return a virtual engine of a way."""
+    from apar_core.engine.offline_engine import OfflineEngine
+    from apar_core.virtual.engine import engine_arguments, write_model_folder
+    from apar_core.virtual.executor import AsyncVirtualExecutor, VirtualDevice
+
+    class VllmExecutor(AsyncVirtualExecutor):
+        """Leaves vLLM's own scheduler in place."""
+
+        def _init_executor(self) -> None:
+            scheduler_cls = self.scheduler_config.scheduler_cls
+            super()._init_executor()
+            self.scheduler_config.scheduler_cls = scheduler_cls
+
+        def _any_child_left_out(self, *_: Any) -> bool:
+            return False
+
+    spec = _spec(settings)
+    arguments = engine_arguments(spec, write_model_folder(spec.config, folder))
+    arguments["disable_log_stats"] = not settings.streams
+    if way == "vLLM":
+        arguments |= {
+            "scheduler_cls": "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
+            "distributed_executor_backend": VllmExecutor,
+            "max_num_seqs": settings.max_requests,
+        }
+    engine = OfflineEngine(arguments.pop("model"), **arguments)
+    core: Any = engine.llm.llm_engine
+    core.engine_core.engine_core.model_executor.attach(VirtualDevice(spec.costs), engine.scheduler)
+    return engine
 
 
-def _runs(load: SchedulerLoad, checkpoint: str) -> Iterator[tuple[str, DrivenScheduler]]:
-    ways: Mapping[str, tuple[type[Scheduler], dict[str, Any]]] = {
-        PLAIN: (Scheduler, {}),
-        EAGER: (ForkScheduler, {}),
-        ADAPTIVE: (ForkScheduler, {"policy": "adaptive", "token_time_ms": _NO_LIMIT_MS}),
-    }
-    for way, (scheduler_cls, forks) in ways.items():
-        scheduler = build_scheduler(
-            scheduler_cls,
-            checkpoint,
-            max_num_seqs=load.num_threads,
-            num_blocks=load.num_blocks,
-            forks=forks,
-        )
-        forked = scheduler_cls is ForkScheduler
-        for request in _requests(load, forked=forked):
-            scheduler.add_request(request)
-        yield way, DrivenScheduler(scheduler, _rule(load, forked=forked))
+def _spec(settings: SchedulerCostSettings) -> VirtualSpec:
+    from apar_core.step_costs.costs import StepCosts
+    from apar_core.virtual.engine import VirtualSpec
 
-
-def _requests(load: SchedulerLoad, *, forked: bool) -> Iterator[Request]:
-    hasher = block_hasher()
-    parameters = ForkParameters(
-        _FORK_ID, _CHILD_ID, True, load.threads_per_request, load.threads_per_request, (_END_ID,)
+    costs = StepCosts(
+        "7B A100",
+        "predicted",
+        "AIC",
+        (
+            (1, 9.3e-3),
+            (64, 9.75e-3),
+            (128, 11.1e-3),
+            (192, 16.6e-3),
+            (256, 16.6e-3),
+            (384, 22.1e-3),
+            (512, 28.8e-3),
+        ),
+        524288 / (0.8 * 2.039e12),
+        launch_s=1e-3,
     )
-    extra_args = {EXTRA_ARG: parameters.to_extra_arg()} if forked else None
-    for number in range(load.num_requests if forked else load.num_threads):
-        # A plain request begins where a thread does, its place in the family taken in turn.
-        written = 0 if forked else _FORK_EVERY_TOKENS * (number % load.threads_per_request)
-        # Prompts differ from their first token on: nothing is found in the prefix cache.
-        prompt = [_TEXT_ID + number, *[_TEXT_ID] * (load.prompt_tokens + written - 1)]
-        sampling = SamplingParams(max_tokens=1 << 20, extra_args=extra_args)
-        sampling._eos_token_id = _END_ID
-        yield Request(
-            f"request-{number}",
-            prompt,
-            sampling,
-            None,
-            arrival_time=float(number),
-            block_hasher=hasher,
-        )
-
-
-def _rule(load: SchedulerLoad, *, forked: bool) -> Callable[[Request], int]:
-    """Root threads fork every few tokens; all threads end at about the same length."""
-    last_fork = _FORK_EVERY_TOKENS * (load.threads_per_request - 1)
-
-    def next_token(request: Request) -> int:
-        number = request.num_output_tokens + 1
-        spread = crc32(request.request_id.encode()) % _END_SPREAD_TOKENS
-        if request.num_tokens + 1 >= load.final_tokens + spread:
-            return _END_ID
-        forks = forked and "~" not in request.request_id and number <= last_fork
-        return _FORK_ID if forks and number % _FORK_EVERY_TOKENS == 0 else _TEXT_ID
-
-    return next_token
-
-
-def way_cost(costs: list[StepCost], num_threads: int) -> WayCost:
-    """Medians over the steps with all threads. Raises ValueError if there was none."""
-    full = [cost for cost in costs if cost.rows == num_threads]
-    if not full:
-        most = max(cost.rows for cost in costs)
-        raise ValueError(f"no step had all {num_threads} threads: {most} at most")
-    num_tokens = sum(cost.rows for cost in costs)
-    return WayCost(
-        schedule_s=statistics.median(cost.schedule_s for cost in full),
-        update_s=statistics.median(cost.update_s for cost in full),
-        step_s=statistics.median(cost.seconds for cost in full),
-        num_steps=len(full),
-        run_s_per_kilotoken=1000 * sum(cost.seconds for cost in costs) / num_tokens,
+    cfg = dict(
+        hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32
     )
+    return VirtualSpec(
+        cfg, costs, round(settings.kv_share * 108304), forks={"max_requests": settings.max_requests}
+    )
+
+
+def _answers(settings: SchedulerCostSettings, folder: Path) -> list[ReplayAnswer]:
+    """Return as many answers as wanted; the trace is repeated if it has fewer."""
+    from itertools import cycle, islice
+
+    from apar_core.virtual.text import virtual_text
+    from apar_core.workload.replay_answers import replay_answers
+    from apar_core.workload.trace import read_trace
+
+    text = virtual_text()
+    lines = read_trace(settings.trace)
+    answers, _ = replay_answers(lines, text, text.tokens, max_tokens=2048)
+    return list(islice(cycle(answers), settings.answers))

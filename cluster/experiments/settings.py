@@ -1,72 +1,110 @@
-"""What an experiment runs on and with; the same in every part of one folder."""
+"""What an experiment runs on and with, and which runs it needs."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
 
-from cluster.experiments.cpu_model import CPU_MODELS
+from apar_core.errors import StepCostsError
+from apar_core.step_costs.costs import StepCosts
+from apar_core.step_costs.files import read_costs
+from apar_core.step_costs.gpus import find_gpu
+from apar_core.step_costs.models import find_model
+from apar_core.step_costs.predict import kv_tokens, step_costs
+from cluster.experiments.methods import METHODS, SEQUENTIAL
 
-Mode = Literal["sequential", "eager", "adaptive"]
-MODES: tuple[Mode, ...] = ("sequential", "eager", "adaptive")
+Engine = Literal["virtual", "real"]
+STRUCTURED, MIXED = "structured", "mixed"
+FIGURE_5A, FIGURE_5B, PEERS = "fig5a", "fig5b", "peers"
+OUR_METHODS = tuple(name for name, method in METHODS.items() if method.is_one_request)
+
+# The paper's limits on concurrent requests, for its 7B and 13B models (appendix C.2).
+_SMALL_MODEL_REQUESTS, _LARGE_MODEL_REQUESTS = 350, 180
+_LARGE_MODEL_PARAMETERS = 10e9
 
 
-class ExperimentSettings(BaseModel):
-    """Model, workload, limits and the points of the figures."""
+class RunKey(BaseModel):
+    """Identifies a run.
+
+    device: a GPU's name, or the machine on which a real engine ran.
+    concurrency: the requests that run at once at most. All others wait in a queue from the start;
+        in a closed loop, each answer is followed by the next request.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str = Field("cpu-7b", description="A CPU model by name, or a checkpoint.")
+    model: str
+    device: str
+    tensor_parallel: PositiveInt = 1
+    trace: str = STRUCTURED
+    method: str = SEQUENTIAL
+    kv_share: float = 1.0
+    concurrency: PositiveInt
+    is_closed_loop: bool = False
+    round: int = 0
+
+    def of_method(self, method: str) -> RunKey:
+        """Return the run of another method under the same conditions."""
+        return self.model_copy(update={"method": method})
+
+    @property
+    def title(self) -> str:
+        """The run in a few words, for progress."""
+        place = f"{self.concurrency} at once" if self.is_closed_loop else f"{self.kv_share:g} of KV"
+        return f"{self.model} on {self.device}, {self.trace}, {place}, {self.method}"
+
+
+class ExperimentSettings(BaseModel):
+    """Models, devices, workload, limits, methods, and the points of the figures."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    engine: Engine = "virtual"
+    models: tuple[str, ...] = Field(("llama-7b",), min_length=1)
+    gpus: tuple[str, ...] = Field(("a100-80gb",), min_length=1)
+    tensor_parallel: PositiveInt = 1
+    costs: Path | None = Field(None, description="Step costs of a calibration.")
     trace: Path = Field(description="Answers that fork: figure 5 and the tables.")
     mixed_trace: Path | None = Field(None, description="Answers in their natural mix.")
-    answers: PositiveInt = Field(48, description="Answers of each trace, drawn at random.")
+    answers: PositiveInt = Field(1000, description="Requests of a run; a trace is repeated.")
     max_tokens: PositiveInt = Field(
-        600, description="Answers that are longer than this, prompt included, are left out."
+        2048, description="Answers that are longer than this, prompt included, are left out."
     )
-    seed: int = Field(0, description="Of the drawing.")
+    seed: int = Field(0, description="Seed for sampling answers of a longer trace.")
     kv_tokens: PositiveInt | None = Field(
-        6144, description="Tokens of the whole KV cache; absent, vLLM sizes it by memory."
+        None, description="Tokens of the whole KV cache; absent, as the GPU's memory holds."
     )
-    block_size: PositiveInt = Field(32, description="Tokens of a KV block.")
-    max_requests: PositiveInt = Field(
-        4,
-        description="Requests that run at once at most (350 and 180 in the paper); with a CPU "
-        "model well below its knee, where a step has room for more rows.",
+    block_size: PositiveInt = Field(16, description="Tokens of a KV block.")
+    max_requests: PositiveInt | None = Field(
+        None, description="Requests that run at once at most; absent, the paper's 350 or 180."
     )
-    kv_shares: tuple[PositiveFloat, ...] = Field(
-        (0.1, 0.2, 0.3, 0.5, 0.7, 0.9), description="Shares of the KV cache in figure 5a."
-    )
-    mixed_kv_shares: tuple[PositiveFloat, ...] = Field(
-        (0.1, 0.5, 0.9), description="Shares at which the mixed trace is run."
-    )
-    concurrencies: tuple[PositiveInt, ...] = Field(
-        (1, 2, 4), description="Requests under way in figure 5b."
-    )
-    modes: tuple[Mode, ...] = Field(MODES, description="Ways of decoding.")
-    rounds: PositiveInt = Field(
-        1, description="Runs of each way of decoding at each point; medians are compared."
-    )
-    side_by_side: bool | None = Field(
-        None,
-        description="An engine for each way of decoding, which take turns of a few steps, so that "
-        "a machine whose speed changes is the same to all. It takes the memory of all of them: "
-        "absent, only with a CPU model.",
-    )
-    sample_s: PositiveFloat = Field(
-        1.0, description="Seconds between samples (3 in the paper, whose runs are longer)."
-    )
+    kv_shares: tuple[PositiveFloat, ...] = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
+    concurrencies: tuple[PositiveInt, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 180, 256, 350)
+    methods: tuple[str, ...] = OUR_METHODS
+    peer_methods: tuple[str, ...] = tuple(METHODS)
+    peer_shares: tuple[PositiveFloat, ...] = (0.3, 0.9)
+    rounds: PositiveInt = Field(1, description="Runs at each point, for real engines.")
+    sample_s: PositiveFloat = 3.0
     token_time_multiple: PositiveFloat = Field(
         2.0,
-        description="What the adaptive policy keeps to a token, as a multiple of the mean step of "
-        "sequential decoding in the same place; side by side, of its first answers just before.",
+        description="Time per token of the adaptive policy, in mean steps of sequential decoding.",
     )
-    engine: Mapping[str, Any] = Field({}, description="Further arguments of vLLM's engine.")
+    is_async: bool = Field(True, description="Schedule ahead, as vLLM does on GPUs.")
+    engine_args: Mapping[str, Any] = Field({}, description="Arguments of a real vLLM engine.")
 
-    @field_validator("kv_shares", "mixed_kv_shares")
+    @field_validator("gpus")
+    @classmethod
+    def _check_gpus(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            return tuple(dict.fromkeys(find_gpu(name).name for name in names))
+        except StepCostsError as error:
+            raise ValueError(str(error)) from error
+
+    @field_validator("kv_shares", "peer_shares")
     @classmethod
     def _check_shares(cls, shares: tuple[float, ...]) -> tuple[float, ...]:
         for share in shares:
@@ -74,46 +112,140 @@ class ExperimentSettings(BaseModel):
                 raise ValueError(f"a share of the KV cache is at most 1, not {share}")
         return shares
 
-    @property
-    def is_cpu_model(self) -> bool:
-        """Whether the model is one of the experiment's own, with random weights."""
-        return self.model in CPU_MODELS
+    @field_validator("methods", "peer_methods")
+    @classmethod
+    def _check_methods(cls, methods: tuple[str, ...]) -> tuple[str, ...]:
+        unknown = [method for method in methods if method not in METHODS]
+        if unknown:
+            raise ValueError(f"no method {', '.join(unknown)}: there are {', '.join(METHODS)}")
+        if SEQUENTIAL not in methods:
+            raise ValueError(f"{SEQUENTIAL} must be among the methods: all are compared with it")
+        return tuple(name for name in METHODS if name in methods)
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether each way of decoding has an engine, and they take turns."""
-        return self.is_cpu_model if self.side_by_side is None else self.side_by_side
+    def is_virtual(self) -> bool:
+        """Whether runs are predicted in virtual time."""
+        return self.engine == "virtual"
 
     @property
-    def order(self) -> str:
-        """How ways of decoding meet, for a report."""
-        if self.takes_turns:
-            return "side by side, each in an engine of its own that has its turns"
-        return "one after the other in one engine"
+    def traces(self) -> Mapping[str, Path]:
+        """The traces by their names."""
+        if self.mixed_trace is None:
+            return {STRUCTURED: self.trace}
+        return {STRUCTURED: self.trace, MIXED: self.mixed_trace}
 
-    def num_engines(self, ways: int) -> int:
-        """How many engines there are where so many ways of decoding are compared."""
-        return ways if self.takes_turns else 1
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Names of the GPUs, or of this machine."""
+        return self.gpus if self.is_virtual else (machine_name(),)
+
+    def origin(self, device: str) -> str:
+        """Say what times are: a prediction for a device, or measured on it."""
+        return f"predicted for {device}" if self.is_virtual else f"measured on {device}"
+
+    def limit(self, model: str) -> int:
+        """Return how many requests of a model run at once at most."""
+        if self.max_requests is not None:
+            return self.max_requests
+        if not self.is_virtual:
+            return _SMALL_MODEL_REQUESTS
+        is_large = find_model(model).parameters > _LARGE_MODEL_PARAMETERS
+        return _LARGE_MODEL_REQUESTS if is_large else _SMALL_MODEL_REQUESTS
+
+    def virtual_device(self, model: str, gpu: str) -> tuple[StepCosts, int]:
+        """Return the step costs of a model on a GPU, and the KV blocks of its whole cache."""
+        size, device = find_model(model), find_gpu(gpu)
+        if self.costs is not None:
+            costs = read_costs(self.costs)
+        else:
+            costs = step_costs(size, device, self.tensor_parallel, self.block_size)
+        num_tokens = self.kv_tokens or kv_tokens(
+            size, device, self.tensor_parallel, block_size=self.block_size
+        )
+        return costs, num_tokens // self.block_size
 
     def as_text(self) -> dict[str, str]:
-        """The settings as they are compared with those of an earlier run, traces by content.
+        """Return what all runs of a folder share, to compare with an earlier run's settings.
 
-        Without the number of rounds: a folder may get more of them.
+        Models, devices, methods and points are in the keys of runs: a folder may get more of them.
         """
-        given = self.model_dump(mode="json", exclude={"rounds"})
-        given["side_by_side"] = self.takes_turns
-        values = {name: str(value) for name, value in given.items()}
-        values["trace_sha256"] = trace_digest(self.trace)
-        if self.model in CPU_MODELS:
-            values["model_dimensions"] = repr(CPU_MODELS[self.model])
-        if self.mixed_trace is not None:
-            values["mixed_trace_sha256"] = trace_digest(self.mixed_trace)
+        own = {
+            "models", "gpus", "tensor_parallel", "max_requests", "kv_shares", "concurrencies",
+            "methods", "peer_methods", "peer_shares", "rounds", "trace", "mixed_trace", "costs",
+        }  # fmt: skip
+        values = {k: str(v) for k, v in self.model_dump(mode="json", exclude=own).items()}
+        for name, path in self.traces.items():
+            values[f"{name}_trace_sha256"] = file_digest(path)
+        if self.costs is not None:
+            values["costs_sha256"] = file_digest(self.costs)
         return values
 
 
-def trace_digest(path: Path) -> str:
-    """SHA-256 of a trace's content, in hex; "absent" for one that is not there."""
+def keys_of(experiments: tuple[str, ...], settings: ExperimentSettings) -> list[RunKey]:
+    """Return the runs that experiments need, without repetitions, in the order of reports."""
+    return list(dict.fromkeys(_keys(experiments, settings)))
+
+
+def _keys(experiments: tuple[str, ...], settings: ExperimentSettings) -> Iterator[RunKey]:
+    for model in settings.models:
+        limit = settings.limit(model)
+        for device in settings.devices:
+            for number in range(settings.rounds):
+                base = RunKey(
+                    model=model,
+                    device=device,
+                    tensor_parallel=settings.tensor_parallel,
+                    concurrency=limit,
+                    round=number,
+                )
+                for experiment in experiments:
+                    for point, methods in _points(experiment, base, settings):
+                        yield from map(point.of_method, methods)
+
+
+def _points(
+    experiment: str, base: RunKey, settings: ExperimentSettings
+) -> Iterator[tuple[RunKey, tuple[str, ...]]]:
+    if experiment == FIGURE_5B:
+        # The most memory that figure 5a has.
+        share = max(settings.kv_shares)
+        for concurrency in settings.concurrencies:
+            if concurrency <= base.concurrency:
+                place = {
+                    "kv_share": share,
+                    "concurrency": concurrency,
+                    "is_closed_loop": True,
+                }
+                yield base.model_copy(update=place), settings.methods
+        return
+    is_peers = experiment == PEERS
+    for trace in settings.traces:
+        for share in settings.peer_shares if is_peers else settings.kv_shares:
+            point = base.model_copy(update={"trace": trace, "kv_share": share})
+            yield point, settings.peer_methods if is_peers else settings.methods
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file's content, in hex; "absent" for one that is not there."""
     if not path.is_file():
         return "absent"
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def machine_name() -> str:
+    """Return the GPU of this machine, or its processor and number of cores."""
+    import torch
+
+    if torch.cuda.is_available():
+        return str(torch.cuda.get_device_name(0))
+    import os
+    import platform
+
+    processor = platform.machine()
+    with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                processor = line.partition(":")[2].strip()
+                break
+    return f"{os.cpu_count()} cores of {processor}"

@@ -54,7 +54,7 @@ LAYERS = {
         "scheduler": {"step_costs", "tree"},
         "engine": {"formats", "scheduler", "tree"},
         "offline": {"formats", "models", "tree"},
-        "virtual": {"engine", "formats", "models", "scheduler", "step_costs", "tree"},
+        "virtual": {"engine", "formats", "models", "offline", "scheduler", "step_costs", "tree"},
         "workload": {"formats", "offline", "tree"},
     },
     "apar_core.offline": {

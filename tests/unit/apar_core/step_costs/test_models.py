@@ -10,7 +10,7 @@ import pytest
 
 from apar_core.errors import StepCostsError
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.step_costs.models import find_model, model_of_config
+from apar_core.step_costs.models import ModelSize, find_model, model_of_config
 
 TINY = Path(checkpoint_path())
 
@@ -82,6 +82,13 @@ def test_a_text_model_within_another_configuration_is_found() -> None:
         ("[1]", "it holds no mapping"),
         ("{", "is no configuration of a model"),
         (json.dumps(LLAMA_3_8B | {"torch_dtype": "int3"}), "unknown dtype 'int3'"),
+        (json.dumps(LLAMA_3_8B | {"vocab_size": None}), "missing or no number"),
+        (json.dumps(LLAMA_3_8B | {"kv_lora_rank": 512}), "latent attention"),
+        (json.dumps(LLAMA_3_8B | {"n_routed_experts": 64}), "mixture of experts"),
+        (
+            json.dumps(LLAMA_3_8B | {"quantization_config": {"quant_method": "awq"}}),
+            "weights quantized by 'awq'",
+        ),
     ],
 )
 def test_an_unusable_configuration_is_named(tmp_path: Path, content: str, named: str) -> None:
@@ -96,3 +103,36 @@ def test_an_unknown_model_is_named_with_what_may_be_given() -> None:
     for name in ("nobody/nothing", "no such name at all", "/no/such/folder"):
         with pytest.raises(StepCostsError, match=r"a known one .*llama-7b"):
             find_model(name)
+
+
+def test_known_models_and_their_aliases() -> None:
+    llama_3 = model_of_config("l", LLAMA_3_8B, None, "file")
+
+    assert find_model("llama-3-8b").parameters == llama_3.parameters
+    assert find_model("llama-3-70b").parameters == 70_553_706_496
+    assert find_model("lmsys/vicuna-7b-v1.3").parameters == find_model("llama-7b").parameters
+    assert find_model("THUDM/apar-7b").parameters == find_model("apar-7b").parameters
+    assert find_model("llama-13b").config["num_hidden_layers"] == 40
+
+
+def test_a_step_reads_no_input_embedding_of_its_own() -> None:
+    seven = find_model("llama-7b")
+    tied = model_of_config("t", LLAMA_3_8B | {"tie_word_embeddings": True}, None, "file")
+
+    assert seven.parameters - seven.matrix_parameters == 32_000 * 4096
+    assert tied.matrix_parameters == tied.parameters
+
+
+def test_fp8_quantization_is_read_from_the_configuration() -> None:
+    config = LLAMA_3_8B | {"quantization_config": {"quant_method": "fp8"}}
+
+    assert model_of_config("m", config, None, "file").dtype == "fp8"
+    assert model_of_config("m", config, "bfloat16", "file").dtype == "bfloat16"
+
+
+def test_a_model_of_figures_has_a_configuration_with_its_kv_heads() -> None:
+    size = ModelSize("own", 10**9, 20, 4, 128, "bfloat16", "given")
+
+    assert size.config["num_hidden_layers"] == 20
+    assert size.config["num_key_value_heads"] == 4
+    assert size.config["head_dim"] == 128

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from apar_core.errors import EvaluationError
-from cluster.experiments.peers.methods import METHODS
-from cluster.experiments.peers.runs import PeerSettings
+from cluster.experiments.methods import METHODS
 from cluster.experiments.scale_out import ReplicasRun
 from cluster.experiments.settings import ExperimentSettings
 from tests.fakes import apar_command
@@ -23,8 +22,8 @@ def run(*arguments: str | Path) -> tuple[int, str]:
 @pytest.mark.parametrize(
     "command",
     [
-        "fig5a", "fig5b", "table1", "table2", "all", "step-curve", "peers", "fork-cost",
-        "profile", "scheduler-cost", "scale-out",
+        "fig5a", "fig5b", "table1", "table2", "all", "peers", "fork-cost", "scheduler-cost",
+        "scale-out",
     ],
 )  # fmt: skip
 def test_each_command_explains_itself(command: str) -> None:
@@ -41,6 +40,9 @@ def test_each_command_explains_itself(command: str) -> None:
         ("--kv-shares", "0,0.5", "Input should be greater than 0 (got 0.0)"),
         ("--token-time-multiple", "-1", "Input should be greater than 0 (got -1.0)"),
         ("--methods", "sequential,greedy", "'greedy' is not one of sequential, eager, adaptive"),
+        ("--methods", "eager", "sequential must be among the methods"),
+        ("--gpu", "a100-80gb,b9000", "unknown GPU 'b9000'"),
+        ("--engine", "imagined", "Input should be 'virtual' or 'real' (got 'imagined')"),
         (
             "--concurrency",
             "1,none",
@@ -48,9 +50,9 @@ def test_each_command_explains_itself(command: str) -> None:
         ),
         ("--concurrency", "1,0", "0 is less than 1"),
         ("--sample-every", "3", "'3' is not a duration: write a number and a unit, such as 2s"),
-        ("--engine", "{enforce_eager", "'{enforce_eager' is not JSON"),
-        ("--engine", "[1]", "'[1]' is not a JSON object"),
-        ("--engine", '{"enforce": true}', "vLLM has no engine argument 'enforce'"),
+        ("--engine-args", "{enforce_eager", "'{enforce_eager' is not JSON"),
+        ("--engine-args", "[1]", "'[1]' is not a JSON object"),
+        ("--engine-args", '{"enforce": true}', "vLLM has no engine argument 'enforce'"),
     ],
 )
 def test_a_wrong_option_is_named_with_its_value(
@@ -65,24 +67,28 @@ def test_a_wrong_option_is_named_with_its_value(
     assert output.count(value) <= 1
 
 
-def test_the_concurrency_is_the_points_of_figure_5b_and_the_limit_of_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("command", ["fig5a", "peers", "all"])
+def test_options_become_settings_and_unset_ones_keep_the_defaults(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[ExperimentSettings] = []
 
-    def run_experiments(names: object, settings: ExperimentSettings, *_: object) -> list[Path]:
+    def run_experiment(name: str, settings: ExperimentSettings, *_: object, **__: object) -> None:
+        assert name == command
         made.append(settings)
-        return []
+        raise EvaluationError("stop here")
 
-    monkeypatch.setattr("cluster.experiments.run.run_experiments", run_experiments)
-    given = ("--trace", "t", "--out", str(tmp_path), "--sample-every", "500ms")
+    monkeypatch.setattr("cluster.experiments.report.run_experiment", run_experiment)
+    given = (command, "--trace", "t", "--out", str(tmp_path))
 
-    assert run("all", *given, "--concurrency", "1,8,2", "--kv-shares", "0.2,0.9")[0] == 0
-    assert run("fig5a", *given)[0] == 0
+    code, output = run(*given)
+    run(*given, "--kv-shares", "0.2,0.9", "--sample-every", "500ms", "--gpu", "H100,A100-SXM4-80GB")
 
-    assert (made[0].concurrencies, made[0].max_requests) == ((1, 8, 2), 8)
-    assert (made[0].kv_shares, made[0].sample_s) == ((0.2, 0.9), 0.5)
-    assert made[1].max_requests == ExperimentSettings(trace=Path("t")).max_requests
+    assert (code, "stop here" in output) == (1, True)
+    assert made[0] == ExperimentSettings(trace=Path("t"))
+    assert made[0].peer_methods == tuple(METHODS)
+    assert (made[1].kv_shares, made[1].peer_shares) == ((0.2, 0.9), (0.2, 0.9))
+    assert (made[1].sample_s, made[1].gpus) == (0.5, ("h100", "a100-80gb"))
 
 
 def test_a_missing_trace_of_a_figure_is_named(tmp_path: Path) -> None:
@@ -92,81 +98,6 @@ def test_a_missing_trace_of_a_figure_is_named(tmp_path: Path) -> None:
 
     assert code == 1
     assert "none.jsonl" in output
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ("1,x", "'x' is not a whole number"),
-        ("1,", "'' is not a whole number"),
-        ("0,2", "0 is less than 1"),
-        ("8,8", "Invalid value for '--rows': give two different numbers or more"),
-    ],
-)
-def test_rows_of_the_step_curve_are_two_numbers_or_more(
-    tmp_path: Path, rows: str, message: str
-) -> None:
-    out = tmp_path / "out"
-
-    assert message in run("step-curve", "--out", str(out), "--rows", rows)[1]
-    assert not out.exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--methods", "sequential,magic"), "no method magic"),
-        (("--methods", "eager"), "sequential must be among the methods"),
-        (
-            ("--kv-shares", "0.3,1.5"),
-            "'--kv-shares': a share of the KV cache is at most 1, not 1.5",
-        ),
-        (("--kv-shares", "0.3,x"), "Invalid value for '--kv-shares': 'x' is not a number"),
-    ],
-)
-def test_methods_and_shares_of_peers_are_checked(
-    tmp_path: Path, options: tuple[str, ...], message: str
-) -> None:
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text(TRACE)
-
-    code, output = run("peers", "--trace", str(trace), "--out", str(tmp_path / "out"), *options)
-
-    assert code == 2
-    assert message in output
-    assert not (tmp_path / "out").exists()
-
-
-def test_unset_options_keep_the_defaults_of_the_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[PeerSettings] = []
-
-    def run_peers(settings: PeerSettings, *_: object) -> None:
-        made.append(settings)
-        raise EvaluationError("stop here")
-
-    monkeypatch.setattr("cluster.experiments.peers.experiment.run_peers", run_peers)
-
-    code, output = run("peers", "--trace", str(tmp_path / "t"), "--out", str(tmp_path / "out"))
-
-    assert (code, "stop here" in output) == (1, True)
-    assert (made[0].methods, made[0].kv_shares) == (tuple(METHODS), (0.3, 0.9))
-    assert made[0].max_requests == PeerSettings(trace=tmp_path / "t").max_requests
-
-
-def test_a_missing_trace_of_peers_is_named(tmp_path: Path) -> None:
-    code, output = run("peers", "--trace", str(tmp_path / "none"), "--out", str(tmp_path / "out"))
-
-    assert code == 1
-    assert "none cannot be read" in output
-
-
-def test_threads_must_be_a_multiple_of_those_per_request() -> None:
-    code, output = run("scheduler-cost", "--threads", "2001", "--threads-per-request", "8")
-
-    assert code == 2
-    assert "--threads 2001 is not a multiple of --threads-per-request 8" in output
 
 
 def test_an_unknown_simulated_model_is_named_before_anything_is_served(

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster.experiments.scale_out import ScaleOutSettings
+from cluster.experiments.scale_out import ReplicasRun, ScaleOutSettings
 from cluster.experiments.scale_out_plot import scale_out_figure
 from cluster.experiments.scale_out_report import report_scale_out
 from cluster.experiments.simulated_scale_out import (
@@ -15,7 +15,19 @@ from cluster.experiments.simulated_scale_out import (
     SimulatedClusters,
     simulated_table,
 )
-from tests.unit.cluster.experiments.played_cells import replicas_run
+
+
+def replicas_run(replicas: int, *, forked: bool, tokens: int) -> ReplicasRun:
+    return ReplicasRun(
+        replicas=replicas,
+        forked=forked,
+        text_tokens=tokens,
+        duration_s=10.0,
+        latency_mean_s=1.0,
+        server_cpu_s=12.0,
+        client_cpu_s=3.0,
+    )
+
 
 RUNS = [
     replicas_run(2, forked=True, tokens=9000),

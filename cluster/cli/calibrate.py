@@ -1,0 +1,97 @@
+"""`apar experiment calibrate` and `validate`: step costs of a real engine, and their errors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cluster.cli.options import RESUMABLE, CommaList, Model, list_option, out_option, wrong_value
+from cluster.cli.terminal import clear_errors, show_report, stage_progress
+
+EngineArguments = Annotated[
+    str | None, typer.Option("--engine", help="Further vLLM engine arguments, as a JSON object.")
+]
+
+
+def calibrate(
+    out: Annotated[Path, out_option("experiment-calibrate", help=RESUMABLE)],
+    model: Model = "apar-tiny",
+    rows: Annotated[
+        CommaList[int],
+        list_option(
+            help="Numbers of rows (threads per step), two or more.",
+            item=int,
+            minimum=1,
+            default="1,2,4,...,128",
+        ),
+    ] = CommaList((1, 2, 4, 8, 16, 32, 64, 128)),
+    contexts: Annotated[
+        CommaList[int],
+        list_option(
+            help="Tokens that each row attends to.", item=int, minimum=1, default="64,256,1024"
+        ),
+    ] = CommaList((64, 256, 1024)),
+    prefill: Annotated[
+        CommaList[int],
+        list_option(
+            help="Tokens of a prompt that is computed beside the rows.",
+            item=int,
+            minimum=1,
+            default="16,64,256,1024",
+        ),
+    ] = CommaList((16, 64, 256, 1024)),
+    steps: Annotated[
+        int, typer.Option(min=2, help="Decoding steps at each point and repeat.")
+    ] = 12,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Passes over the grid; a later run with more adds them.")
+    ] = 3,
+    engine: EngineArguments = None,
+) -> None:
+    """Measure how long the steps of an engine take, and write them to step-costs.json.
+
+    Other commands take the file as --costs. Measures every number of rows at every context, with
+    and without a prompt beside them. For a GPU, give rows up to the largest batch:
+
+    [bold]apar experiment calibrate --model lmsys/vicuna-7b-v1.3 --rows 1,8,32,64,128,256,512[/bold]
+    """
+    from cluster.experiments.calibrate import Grid
+    from cluster.experiments.calibrate import calibrate as measure
+
+    if len(set(rows)) < 2:
+        raise wrong_value("--rows", "give two different numbers or more")
+    grid = Grid(
+        model=model,
+        rows=tuple(sorted(set(rows))),
+        contexts=tuple(sorted(set(contexts))),
+        prefill=tuple(sorted(set(prefill))),
+        steps=steps,
+        repeats=repeats,
+        engine=engine_arguments(engine),
+    )
+    with clear_errors(), stage_progress() as progress:
+        show_report(measure(grid, out, progress.start), out)
+
+
+def engine_arguments(text: str | None) -> dict[str, Any]:
+    """Return vLLM's engine arguments in a JSON text. Raises BadParameter for unknown ones."""
+    if text is None:
+        return {}
+    try:
+        arguments = json.loads(text)
+    except ValueError as error:
+        raise wrong_value("--engine", f"{text!r} is not JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise wrong_value("--engine", f"{text!r} is not a JSON object")
+    # Importing vLLM takes seconds.
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {field.name for field in fields(EngineArgs)}
+    for name in arguments:
+        if name not in known:
+            raise wrong_value("--engine", f"vLLM has no engine argument {name!r}")
+    return arguments

@@ -1,0 +1,323 @@
+"""An engine for many runs of an experiment: virtual, or real on this machine.
+
+KV memory, limits and fork policy are set between runs, so that all methods run in one process.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from apar_core.errors import EngineError, EvaluationError
+from apar_core.scheduler.fork_admission import AdmissionCounters
+from apar_core.scheduler.fork_policy import build_policy
+from apar_core.scheduler.step_time import StepClock
+from apar_core.step_costs.models import find_model
+from apar_core.virtual.engine import VirtualEngine, VirtualSpec
+from cluster.config.model import PRESETS
+from cluster.experiments.methods import Policy, Workload, load_workload, marker_id
+
+if TYPE_CHECKING:
+    from apar_core.engine.offline_engine import OfflineEngine
+    from apar_core.step_costs.costs import StepCosts
+    from cluster.experiments.program import Submission
+    from cluster.experiments.settings import ExperimentSettings
+
+_MAX_ROWS = 1024
+# Other methods' prompts are longer than the answer's own.
+_LENGTH_MARGIN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """The conditions of a run.
+
+    num_blocks: KV blocks that it may use; None: all.
+    max_requests: limit on the requests that run at once, kept by the engine.
+    token_time_s: time per token that the adaptive policy keeps to.
+    """
+
+    num_blocks: int | None = None
+    max_requests: int | None = None
+    policy: Policy = "eager"
+    token_time_s: float = 1.0
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """Counts of the engine since the start of a run.
+
+    rows: scheduled sequences, summed over the steps.
+    text_tokens: generated tokens without control and end tokens.
+    computed_tokens: tokens that went through the model.
+    sequences: requests and forked threads.
+    peak_kv_tokens: the most tokens that held blocks had room for.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    text_tokens: int = 0
+    computed_tokens: int = 0
+    preemptions: int = 0
+    sequences: int = 0
+    largest_rows: int = 0
+    largest_tokens: int = 0
+    peak_kv_tokens: int = 0
+
+
+class ExperimentEngine:
+    """An `OfflineEngine` whose steps are counted, and whose KV cache can be made smaller.
+
+    hidden_ids: control and end tokens, which are not text.
+    device: the device of an engine in virtual time, None for a real engine.
+    """
+
+    def __init__(self, engine: OfflineEngine, hidden_ids: Sequence[int]) -> None:
+        self.engine = engine
+        self.device = engine.device if isinstance(engine, VirtualEngine) else None
+        self.llm_engine: Any = engine.llm.llm_engine
+        self.scheduler: Any = engine.scheduler
+        self.counts = StepCounts()
+        self._hidden = frozenset(hidden_ids)
+        self._ballast: list[Any] = []
+        self._watermark = self.scheduler.scheduler_config.watermark
+        self._before = (0, 0)
+        self._count_steps()
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Seconds, virtual or real; also the clock of the fork policy."""
+        return time.perf_counter if self.device is None else self.device.clock
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block."""
+        return int(self.scheduler.block_size)
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks of the whole cache."""
+        # One block is vLLM's null block, which never holds anything.
+        return int(self._pool.num_gpu_blocks) - 1
+
+    @property
+    def kv_tokens_in_use(self) -> int:
+        """Tokens that held blocks have room for."""
+        free = self._pool.get_num_free_blocks()
+        return (self.num_blocks - len(self._ballast) - int(free)) * self.block_size
+
+    @property
+    def num_forks(self) -> int:
+        """Forks since the start of the run."""
+        return int(self.scheduler.block_sharing.counters.forks) - self._before[0]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Computed tokens that were not generated in the step before.
+
+        Prompts, first tokens of children, and tokens that preemptions make the engine recompute.
+        """
+        generated = int(self.scheduler.num_generated_tokens) - self._before[1]
+        # A sequence's last token is not computed.
+        return self.counts.computed_tokens - (generated - self.num_sequences)
+
+    @property
+    def num_sequences(self) -> int:
+        """Requests and forked threads since the start of the run."""
+        return self.counts.sequences + self.num_forks
+
+    def waiting_requests(self) -> set[str]:
+        """Ids, as submitted, of requests of which nothing has been computed yet."""
+        groups = self.scheduler.threads
+        states = self.llm_engine.output_processor.request_states
+        return {
+            states[name].external_req_id
+            for name, request in ((each.request_id, each) for each in self.scheduler.waiting)
+            if request.num_preemptions == 0
+            # A child is not a client's request, and only waits for a step.
+            and (groups.group(name) is None or groups.group_of_root(name) is not None)
+        }
+
+    def prepare(self, conditions: Conditions, costs: StepCosts | None = None) -> None:
+        """Set up a run: an empty KV cache, limits, policy, and clock and counts at zero.
+
+        `costs` replace those of a virtual device. Raises EngineError if a request runs or holds
+        blocks.
+        """
+        if self.scheduler.requests:
+            raise EngineError(f"{len(self.scheduler.requests)} threads run: no run may begin")
+        self._limit_blocks(conditions.num_blocks)
+        scheduler = self.scheduler
+        scheduler.gate.max_requests = conditions.max_requests
+        scheduler.admission.policy = build_policy(conditions.policy, conditions.token_time_s)
+        scheduler.admission.counters = AdmissionCounters()
+        # Only a policy that learns pays for counting attended tokens.
+        scheduler._learns = conditions.policy == "adaptive"
+        if self.device is not None:
+            from apar_core.virtual.executor import StepTotals, VirtualClock
+
+            # Time starts at zero: floating-point sums then do not depend on earlier runs.
+            self.device.clock, self.device.free_at_s = VirtualClock(), 0.0
+            self.device.totals = StepTotals()
+            self.device.costs = costs or self.device.costs
+        scheduler.step_clock = StepClock(self.clock)
+        self.counts = StepCounts()
+        self._before = (
+            int(scheduler.block_sharing.counters.forks), int(scheduler.num_generated_tokens)
+        )  # fmt: skip
+
+    def submit(self, request_id: str, submission: Submission) -> None:
+        """Add a request."""
+        from vllm import SamplingParams
+
+        self.counts.sequences += 1
+        self.llm_engine.add_request(
+            request_id,
+            {"prompt_token_ids": submission.prompt_ids},
+            SamplingParams(**submission.sampling),
+        )
+
+    def finish(self) -> None:
+        """Abort what still runs, and take the results of steps in flight."""
+        self.llm_engine.abort_request(list(self.llm_engine.output_processor.request_states), True)
+        core = self.llm_engine.engine_core.engine_core
+        while core.batch_queue or self.scheduler.has_requests():
+            self.llm_engine.step()
+
+    def shutdown(self) -> None:
+        """Shut the engine down."""
+        self.engine.shutdown()
+
+    def _limit_blocks(self, num_blocks: int | None) -> None:
+        self._pool.free_blocks(self._ballast)
+        self._ballast = []
+        # Also empties the prefix cache, so that a run finds nothing of an earlier one.
+        if not self.scheduler.reset_prefix_cache():
+            raise EngineError("the prefix cache was not reset: blocks of an earlier run are held")
+        num_left = self.num_blocks if num_blocks is None else num_blocks
+        if num_left > self.num_blocks:
+            raise EngineError(f"{num_left} KV blocks wanted, the engine has {self.num_blocks}")
+        self._ballast = self._pool.get_new_blocks(self.num_blocks - num_left)
+        # vLLM's reserve is a share of the cache, here of the part in use.
+        manager = self.scheduler.kv_cache_manager
+        manager.watermark_blocks = int(self._watermark * num_left)
+
+    @property
+    def _pool(self) -> Any:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    def _count_steps(self) -> None:
+        scheduler = self.scheduler
+        schedule, update = scheduler.schedule, scheduler.update_from_output
+        preempt = scheduler._preempt_request
+
+        def counted_schedule(*args: Any, **kwargs: Any) -> Any:
+            step = schedule(*args, **kwargs)
+            num_tokens, num_rows = step.total_num_scheduled_tokens, len(step.num_scheduled_tokens)
+            if num_tokens > 0:
+                counts = self.counts
+                counts.steps += 1
+                counts.rows += num_rows
+                counts.computed_tokens += num_tokens
+                counts.largest_rows = max(counts.largest_rows, num_rows)
+                counts.largest_tokens = max(counts.largest_tokens, num_tokens)
+                counts.peak_kv_tokens = max(counts.peak_kv_tokens, self.kv_tokens_in_use)
+            return step
+
+        def counted_update(*args: Any, **kwargs: Any) -> Any:
+            outputs = update(*args, **kwargs)
+            hidden = self._hidden
+            self.counts.text_tokens += sum(
+                token_id not in hidden
+                for client_outputs in outputs.values()
+                for output in client_outputs.outputs
+                for token_id in output.new_token_ids
+            )
+            return outputs
+
+        def counted_preempt(*args: Any, **kwargs: Any) -> Any:
+            self.counts.preemptions += 1
+            return preempt(*args, **kwargs)
+
+        scheduler.schedule = counted_schedule
+        scheduler.update_from_output = counted_update
+        scheduler._preempt_request = counted_preempt
+
+
+def open_engine(settings: ExperimentSettings, model: str) -> ExperimentEngine:
+    """Return an engine for a model, whose KV cache is as large as any run of it needs.
+
+    Raises EvaluationError if the model has no control tokens.
+    """
+    engine = _virtual_engine(settings, model) if settings.is_virtual else _real(settings, model)
+    control = engine.control_tokens
+    if control is None:
+        engine.shutdown()
+        raise EvaluationError(f"{model} has no control tokens: it cannot fork")
+    return ExperimentEngine(
+        engine, (control.fork_id, control.child_id, engine.tokenizer.eos_token_id)
+    )
+
+
+def load_questions(settings: ExperimentSettings, trace: str, engine: ExperimentEngine) -> Workload:
+    """Return the questions of a trace by name, as tokens of an engine."""
+    # These import transformers, which takes seconds.
+    from apar_core.offline.evaluation.replay_text import load_text
+    from apar_core.virtual.text import virtual_text
+
+    offline = engine.engine
+    tokenizer = offline.tokenizer
+    text = virtual_text() if settings.is_virtual else load_text(tokenizer.name_or_path)
+    tokens = text.tokens
+    return load_workload(
+        settings.traces[trace],
+        text,
+        tokens,
+        marker_id(tokenizer, (tokens.fork_id, tokens.child_id, tokens.end_id)),
+        number=settings.answers,
+        max_tokens=settings.max_tokens,
+        seed=settings.seed,
+    )
+
+
+def _virtual_engine(settings: ExperimentSettings, model: str) -> VirtualEngine:
+    devices = [settings.virtual_device(model, gpu) for gpu in settings.gpus]
+    engine = VirtualEngine(
+        VirtualSpec(
+            find_model(model).config,
+            devices[0][0],
+            settings.block_size * max(num_blocks for _, num_blocks in devices),
+            block_size=settings.block_size,
+            max_model_len=_LENGTH_MARGIN * settings.max_tokens,
+            is_async=settings.is_async,
+        )
+    )
+    engine.device.counts_blocks = True
+    return engine
+
+
+def _real(settings: ExperimentSettings, model: str) -> OfflineEngine:
+    # Several engines of a machine would otherwise bind themselves to the same cores.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    # These import vLLM, which takes seconds.
+    from apar_core.engine.offline_engine import OfflineEngine
+    from apar_core.engine.replay import REPLAY
+
+    preset = PRESETS.get(model)
+    arguments: dict[str, Any] = {
+        "block_size": settings.block_size,
+        "max_model_len": _LENGTH_MARGIN * settings.max_tokens,
+        "max_num_seqs": _MAX_ROWS,
+        "max_num_batched_tokens": 2 * _MAX_ROWS,
+    }
+    if settings.kv_tokens is not None:
+        # One block is vLLM's null block.
+        arguments["num_gpu_blocks_override"] = settings.kv_tokens // settings.block_size + 1
+    return OfflineEngine(
+        model if preset is None else preset.path,
+        logits_processors=[REPLAY],
+        **{**arguments, **settings.engine_args},
+    )
