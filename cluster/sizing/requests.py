@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice, pairwise
 from pathlib import Path
 from random import Random
@@ -31,6 +31,8 @@ _DETAIL_SHAPE = 2.8
 _INTRODUCTION_SHARE = 0.3
 _CONCLUSION_SHARE = 0.35
 _CONCLUSION_CHANCE = 0.45
+# Correlation between the length of an answer and its forks.
+_FORKS_WITH_LENGTH = 0.7
 _LEVELS = (0.0, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 
 Quantiles = tuple[float, ...]
@@ -132,8 +134,13 @@ class Workload:
         made: list[ReplayAnswer] = []
         while len(made) < number:
             prompt = max(1, round(prompt_scale * _draw(profile.prompts, random)))
-            answer = max(1, round(answer_scale * _draw(profile.answers, random)))
-            request = _random_request(str(len(made)), prompt, answer, profile, random)
+            level = random.random()
+            answer = max(1, round(answer_scale * _quantile(profile.answers, level)))
+            forks = 0
+            if random.random() < profile.forking:
+                is_alike = random.random() < _FORKS_WITH_LENGTH
+                forks = round(_quantile(profile.forks, level if is_alike else random.random()))
+            request = _random_request(str(len(made)), prompt, answer, forks, profile, random)
             # Each thread reads at most the prompt, the answer, and a few control tokens.
             if prompt + len(request.flat) + 2 <= max_tokens:
                 made.append(request)
@@ -141,14 +148,17 @@ class Workload:
 
 
 def _random_request(
-    name: str, prompt_tokens: int, answer_tokens: int, profile: ForkProfile, random: Random
+    name: str,
+    prompt_tokens: int,
+    answer_tokens: int,
+    forks: int,
+    profile: ForkProfile,
+    random: Random,
 ) -> ReplayAnswer:
     tree: ParagraphTree[int] = ParagraphTree()
     ids = _token_source(random)
-    num_forks = 0
-    if random.random() < profile.forking:
-        # A root paragraph and a detail for each fork, of one token at least.
-        num_forks = min(round(_draw(profile.forks, random)), (answer_tokens - 1) // 2)
+    # A root paragraph and a detail for each fork, of one token at least.
+    num_forks = min(forks, (answer_tokens - 1) // 2)
     if num_forks == 0:
         tree.append(ROOT_THREAD, ids(answer_tokens))
         tree.finish(ROOT_THREAD)
@@ -241,8 +251,12 @@ def _recorded(trace: Path, number: int, max_tokens: int) -> list[ReplayAnswer]:
         )
     except EvaluationError as error:
         raise SizingError(f"--trace: {error}") from error
-    return list(islice(cycle(answers), number))
+    # A repeated prompt is another one for the prefix cache.
+    return [
+        replace(answer, prompt_ids=tuple(_folded(answer.prompt_ids, offset=index // len(answers))))
+        for index, answer in enumerate(islice(cycle(answers), number))
+    ]
 
 
-def _folded(token_ids: Sequence[int]) -> list[int]:
-    return [_ORDINARY[token_id % len(_ORDINARY)] for token_id in token_ids]
+def _folded(token_ids: Sequence[int], *, offset: int = 0) -> list[int]:
+    return [_ORDINARY[(token_id + offset) % len(_ORDINARY)] for token_id in token_ids]
