@@ -22,7 +22,7 @@ CONFIG = {
 }
 REPLICA = Replica("small", 1, COSTS, 1024, CONFIG, 256, 2048)
 CONDITIONS = Conditions(
-    Workload(forks="structured", prompt_tokens=20, answer_tokens=40),
+    Workload(forks="structured", prompt_tokens=16, answer_tokens=16),
     Slos(first_token_s=0.3, latency_s=2.0),
     max_model_len=256,
     measured=100,
