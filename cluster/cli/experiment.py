@@ -17,7 +17,6 @@ from cluster.cli.options import (
     CommaList,
     Concurrency,
     ContextLength,
-    Duration,
     Model,
     Seed,
     Trace,
@@ -32,7 +31,6 @@ from cluster.experiments.settings import ExperimentSettings
 
 if TYPE_CHECKING:
     from cluster.experiments.scale_out import ReplicasRun, ScaleOutSettings
-    from cluster.experiments.simulated_scale_out import SimulatedClusters
 
 experiment = typer.Typer(
     no_args_is_help=True,
@@ -53,7 +51,6 @@ _QUICK: dict[str, Any] = {
     "concurrencies": (1, 8, 64),
     "peer_shares": (0.5,),
 }
-_SIMULATED_REPLICAS = (1, 2, 4, 8, 16, 32)
 # Names of options for fields of settings that have other names.
 _OPTIONS = {
     "models": "model",
@@ -376,30 +373,17 @@ def scale_out(
     answers: Annotated[int, typer.Option(min=1, help="Number of answers per repeat.")] = 96,
     concurrency: Concurrency = 32,
     repeats: Annotated[int, typer.Option(min=1, help="Repeats of the load.")] = 3,
-    simulated: Annotated[
-        float, duration_option(help="Duration of simulated arrivals; 0s simulates nothing.")
-    ] = Duration.of("60s"),
-    simulated_model: Annotated[
-        str, typer.Option(help="Step times of the simulation: 7b-roofline or tiny-measured.")
-    ] = "7b-roofline",
-    simulation_data: Annotated[
-        Path, typer.Option(help="Folder with traces/ and arrivals/ for the simulation.")
-    ] = Path("../shared/data"),
 ) -> None:
-    """Serve the same load with 1 and 2 replicas, and simulate more than fit on this machine.
+    """Serve the same load with one replica and with more, on this machine.
 
     The load is replayed answers through `apar serve`, forked and sequential. Replicas, gateway
     and client share the cores of one machine, so the CPU time per token is reported too. Example:
     [bold]apar experiment scale-out --trace TRACE.jsonl --answers 48 --repeats 1[/bold]
     """
-    from cluster.experiments.scale_out import ScaleOutSettings
-    from cluster.experiments.scale_out_report import report_scale_out
-    from cluster.experiments.simulated_scale_out import can_simulate, check_model, find_repository
+    from cluster.experiments.scale_out import ScaleOutSettings, report_scale_out
 
     if not trace.is_file():
         raise wrong_value("--trace", f"no file {trace}")
-    find_repository()
-    simulates = simulated > 0 and can_simulate(simulation_data)
     settings = ScaleOutSettings(
         trace=trace,
         model=model,
@@ -409,14 +393,9 @@ def scale_out(
         repeats=repeats,
     )
     with clear_errors():
-        if simulates:
-            check_model(simulated_model)
         with stage_progress() as progress:
             runs = _measure(settings, out, progress)
-            clusters = None
-            if simulates:
-                clusters = _simulate(simulation_data, simulated_model, simulated, progress)
-        show_report(report_scale_out(settings, runs, clusters, wanted=simulated > 0), out)
+        show_report(report_scale_out(settings, runs), out)
 
 
 def _measure(settings: ScaleOutSettings, out: Path, progress: StageProgress) -> list[ReplicasRun]:
@@ -430,12 +409,3 @@ def _measure(settings: ScaleOutSettings, out: Path, progress: StageProgress) -> 
         runs += run_replicas(settings, number, out, store)
         done()
     return runs
-
-
-def _simulate(
-    data: Path, model: str, duration_s: float, progress: StageProgress
-) -> SimulatedClusters:
-    from cluster.experiments.simulated_scale_out import ROUTERS, simulate
-
-    done = progress.start("simulated clusters", len(ROUTERS) * len(_SIMULATED_REPLICAS))
-    return simulate(data, model, _SIMULATED_REPLICAS, duration_s=duration_s, done=done)

@@ -88,7 +88,7 @@ def test_figures_and_tables_of_one_folder_come_from_the_same_runs(
 @pytest.mark.cluster
 def test_a_served_replica_answers_the_load_of_scale_out(tmp_path: Path, trace: Path) -> None:
     out = tmp_path / "new" / "out"
-    options = ("--replicas", "1", "--answers", "6", "--repeats", "1", "--simulated", "0s")
+    options = ("--replicas", "1", "--answers", "6", "--repeats", "1")
 
     done = run("scale-out", "--trace", trace, *options, out=out)
 
