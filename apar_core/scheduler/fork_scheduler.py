@@ -77,6 +77,8 @@ class ForkMixin(Scheduler):
         )
         self.step_clock = StepClock()
         self.num_generated_tokens = 0
+        # Bound once, as it is called for every row of every step.
+        self._take_as_vllm = super()._update_request_with_output
         # Only a policy that learns needs the number of tokens that a step attends to.
         self._counts_attended = isinstance(policy, AdaptivePolicy)
         self._exhausted: list[ThreadGroup[Request]] = []
@@ -199,12 +201,12 @@ class ForkMixin(Scheduler):
     ) -> tuple[list[int], bool]:
         group = self.threads.group(request.request_id)
         if group is None:
-            kept, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
+            kept, stopped = self._take_as_vllm(request, new_token_ids, is_stale)
             self.num_generated_tokens += len(kept)
             return kept, stopped
         if len(new_token_ids) == 1 and group.takes_as_text(new_token_ids[0]):
             # The common case, for nearly every row in nearly every step.
-            tokens, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
+            tokens, stopped = self._take_as_vllm(request, new_token_ids, is_stale)
             self.num_generated_tokens += 1
             group.used_tokens += 1
             if stopped:
@@ -235,7 +237,7 @@ class ForkMixin(Scheduler):
         request.max_tokens += sum(map(group.parameters.is_control, tokens))
         stopped = False
         if tokens:
-            tokens, stopped = super()._update_request_with_output(request, tokens, is_stale)
+            tokens, stopped = self._take_as_vllm(request, tokens, is_stale)
             self.num_generated_tokens += len(tokens)
         has_stopped = stopped and request.status == RequestStatus.FINISHED_STOPPED
         group.count_text(tokens, stopped=has_stopped)

@@ -336,6 +336,8 @@ def measure_point(
         request.num_output_tokens == 0 for request in scheduler.running
     ):
         llm_engine.step()
+        if len(scheduler.requests) < rows:
+            raise EvaluationError(f"the engine cannot run {rows} rows of {context} tokens")
     # Warm-up steps come after the prompts, whose own steps are samples too.
     for _ in range(_WARM_UP_STEPS + grid.steps):
         llm_engine.step()
