@@ -7,7 +7,9 @@ with the tokens whose position in the restored text is certain.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +35,7 @@ _PRECEDENCE = (
 
 
 class TextToken(NamedTuple):
-    """One token of the text.
+    """One token of the text; most have nothing but an id and are shared: see `plain_token`.
 
     logprobs: the token's row of log-probabilities, if the request asked for them.
     stops: whether it is a stop token of the client.
@@ -46,6 +48,12 @@ class TextToken(NamedTuple):
     sampling_mask: SamplingMaskLists | None = None
 
 
+@cache
+def plain_token(token_id: int) -> TextToken:
+    """Return the token with this id and nothing else; one object serves all trees."""
+    return TextToken(token_id, None)
+
+
 @dataclass(slots=True)
 class _Carried:
     """Fields of outputs without certain text, kept for the next output with text."""
@@ -55,6 +63,24 @@ class _Carried:
     prompt_token_id_logprobs: Any = None
     num_nans_in_logits: int = 0
     events: list[Any] = field(default_factory=list)
+
+
+_NOTHING_CARRIED = _Carried()
+
+
+def _is_one_token(output: EngineCoreOutput) -> bool:
+    """Return whether an output is one token id and nothing else."""
+    return (
+        len(output.new_token_ids) == 1
+        and output.finish_reason is None
+        and output.new_logprobs is None
+        and output.events is None
+        and output.prefill_stats is None
+        and output.new_sampling_mask is None
+        and output.new_prompt_logprobs_tensors is None
+        and output.prompt_token_id_logprobs is None
+        and not output.num_nans_in_logits
+    )
 
 
 def _ended_itself(output: EngineCoreOutput, parameters: ForkParameters) -> bool:
@@ -87,7 +113,7 @@ class UnforkedThread:
     def tree(self) -> ParagraphTree[TextToken]:
         """The answer as a finished tree with one paragraph."""
         tree: ParagraphTree[TextToken] = ParagraphTree()
-        tree.append(ROOT_THREAD, (TextToken(token_id, None) for token_id in self._token_ids))
+        tree.append(ROOT_THREAD, map(plain_token, self._token_ids))
         tree.finish(ROOT_THREAD, ended=self._ended)
         return tree
 
@@ -118,17 +144,26 @@ class RequestThreads:
         self.parameters = parameters
         self._stream = TreeStream(self.tree, separator)
         self._threads: dict[str, ThreadId] = {request_id: ROOT_THREAD}
+        self._control_ids = (parameters.fork_id, parameters.child_id)
         self._reasons: set[FinishReason] = set()
         self._stop_reason: int | str | None = None
         # The root's last output, with the fields that vLLM reports at a request's end.
         self._root_end: EngineCoreOutput | None = None
         self._trace_headers: Any = None
-        self._carried = _Carried()
+        self._carried: _Carried | None = None
+        # Whether any token has more than an id.
+        self._has_details = False
 
-    def feed(self, output: EngineCoreOutput) -> list[str]:
+    def feed(self, output: EngineCoreOutput) -> Sequence[str]:
         """Add one thread's output; return the engine request ids of its new children."""
         if self.follower is not None:
             self.follower.add(output)
+        if _is_one_token(output) and not self.tree.finished:
+            # The common case, for nearly every row in nearly every step.
+            (token_id,) = output.new_token_ids
+            if token_id not in self._control_ids:
+                self.tree.append(self._threads[output.request_id], (plain_token(token_id),))
+                return ()
         if output.events and output.request_id != self.request_id:
             self._carry_child_events(output.events)
         if self.tree.finished:
@@ -136,8 +171,9 @@ class RequestThreads:
         thread = self._threads[output.request_id]
         if thread == ROOT_THREAD:
             self._carry(output)
-        carried = self._carried
-        carried.num_nans_in_logits = max(carried.num_nans_in_logits, output.num_nans_in_logits)
+        if output.num_nans_in_logits:
+            carried = self._carrying()
+            carried.num_nans_in_logits = max(carried.num_nans_in_logits, output.num_nans_in_logits)
         token_ids = output.new_token_ids
         ended = _ended_itself(output, self.parameters)
         num_text = len(token_ids) - ended
@@ -201,6 +237,7 @@ class RequestThreads:
         if start >= end:
             return
         logprobs, mask = output.new_logprobs, output.new_sampling_mask
+        self._has_details |= logprobs is not None or mask is not None
         self.tree.append(
             thread,
             (
@@ -231,8 +268,13 @@ class RequestThreads:
     def _finish_reason(self) -> FinishReason:
         return next(reason for reason in _PRECEDENCE if reason in self._reasons)
 
+    def _carrying(self) -> _Carried:
+        if self._carried is None:
+            self._carried = _Carried()
+        return self._carried
+
     def _carry(self, output: EngineCoreOutput) -> None:
-        carried = self._carried
+        carried = self._carrying()
         carried.prefill_stats = output.prefill_stats or carried.prefill_stats
         if output.new_prompt_logprobs_tensors is not None:
             carried.prompt_logprobs = output.new_prompt_logprobs_tensors
@@ -245,19 +287,21 @@ class RequestThreads:
 
     def _carry_child_events(self, events: list[EngineCoreEvent]) -> None:
         """Report a child's preemptions as its request's, but not its queueing."""
-        self._carried.events.extend(
+        self._carrying().events.extend(
             event for event in events if event.type != EngineCoreEventType.QUEUED
         )
 
     def _output(
         self, tokens: list[TextToken], finish_reason: FinishReason | None
     ) -> EngineCoreOutput:
-        carried, self._carried = self._carried, _Carried()
+        carried, self._carried = self._carried or _NOTHING_CARRIED, None
         output = EngineCoreOutput(
             request_id=self.request_id,
             new_token_ids=[token.token_id for token in tokens],
-            new_logprobs=_joined_logprobs(tokens, self._num_logprobs),
-            new_sampling_mask=_joined_masks(tokens),
+            new_logprobs=(
+                _joined_logprobs(tokens, self._num_logprobs) if self._has_details else None
+            ),
+            new_sampling_mask=_joined_masks(tokens) if self._has_details else None,
             new_prompt_logprobs_tensors=carried.prompt_logprobs,
             prompt_token_id_logprobs=carried.prompt_token_id_logprobs,
             finish_reason=finish_reason,

@@ -7,7 +7,7 @@ hits that end inside a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,13 +50,19 @@ class BlockSharing:
     """Block references of the children that have not been scheduled yet.
 
     A child's reference is dropped when it gets its own blocks, or when memory is short. For that,
-    the KV cache manager's `allocate_slots` is replaced as long as there are such children.
+    the KV cache manager's `allocate_slots` is replaced. vLLM calls it for every row of every step,
+    so it is replaced only while such a case is possible: see `begin_step` and `prefix`.
+
+    `row_tokens` is the most that a decoding row computes in a step.
     """
 
-    def __init__(self, manager: KVCacheManager, num_running: Callable[[], int]) -> None:
+    def __init__(
+        self, manager: KVCacheManager, num_running: Callable[[], int], row_tokens: int = 1
+    ) -> None:
         self.counters = ForkCounters()
         self._manager = manager
         self._num_running = num_running
+        self._row_tokens = row_tokens
         self._prefixes: dict[str, SharedPrefix] = {}
         self._unscheduled: set[str] = set()
         single_managers = manager.coordinator.single_type_managers
@@ -72,7 +78,6 @@ class BlockSharing:
         num_tokens = min(child.num_prompt_tokens - 1, parent.num_computed_tokens)
         self.counters.forks += 1
         self._unscheduled.add(child.request_id)
-        vars(self._manager)["allocate_slots"] = self._allocate_slots
         if num_tokens <= 0 or not self.enabled:
             return
         groups = self._manager.get_blocks(parent.request_id).blocks
@@ -85,17 +90,28 @@ class BlockSharing:
         prefix = SharedPrefix(self._manager.create_kv_cache_blocks(kept), num_tokens)
         self._prefixes[child.request_id] = prefix
 
+    def begin_step(self, running: Sequence[Request]) -> None:
+        """Prepare for the allocations of a step, which continues the `running` threads first."""
+        if self._prefixes and (not running or self._may_run_short(running)):
+            self._replace_allocation()
+
+    def end_step(self) -> None:
+        """Leave allocation to vLLM again."""
+        vars(self._manager).pop("allocate_slots", None)
+
     def prefix(self, request_id: str) -> SharedPrefix | None:
-        """Return the shared prefix that a child has not taken yet."""
+        """Return the shared prefix that a child has not taken yet.
+
+        The scheduler asks for it right before it allocates the child's blocks.
+        """
+        if request_id in self._unscheduled:
+            self._replace_allocation()
         return self._prefixes.get(request_id)
 
     def forget(self, request_id: str) -> None:
         """Drop the reference of a thread that has ended or will not start."""
         self._unscheduled.discard(request_id)
         self._release(request_id)
-        if not self._unscheduled:
-            # vLLM calls it for every row of every step.
-            vars(self._manager).pop("allocate_slots", None)
 
     def count_released_early(self, request_id: str) -> None:
         """Count the blocks that only this thread uses, right before it is freed."""
@@ -116,6 +132,16 @@ class BlockSharing:
         for blocks in prefix.blocks.blocks:
             # Reversed, so that the tail is evicted first, as when vLLM frees a request.
             self._manager.block_pool.free_blocks(reversed(blocks))
+
+    def _replace_allocation(self) -> None:
+        vars(self._manager)["allocate_slots"] = self._allocate_slots
+
+    def _may_run_short(self, running: Sequence[Request]) -> bool:
+        """Return whether a running thread may find no free block in the coming step."""
+        most_blocks = len(running) * self._row_tokens * len(self._block_sizes)
+        return self._manager.block_pool.get_num_free_blocks() < most_blocks or any(
+            request.is_prefill_chunk for request in running
+        )
 
     def _allocate_slots(self, request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
         if request.request_id in self._prefixes:

@@ -64,7 +64,11 @@ class ForkMixin(Scheduler):
         vllm_config.scheduler_config.policy = "priority"
         super().__init__(vllm_config, *args, **kwargs)
         self.threads: ThreadTable[Request] = ThreadTable()
-        self.block_sharing = BlockSharing(self.kv_cache_manager, lambda: len(self.running))
+        self.block_sharing = BlockSharing(
+            self.kv_cache_manager,
+            lambda: len(self.running),
+            row_tokens=1 + self.num_spec_tokens + self.num_lookahead_tokens,
+        )
         settings = fork_settings(vllm_config)
         self.waiting = self.gate = GatedQueue(settings.max_requests)
         policy = build_policy(settings.policy, settings.token_time_ms / 1000)
@@ -147,7 +151,9 @@ class ForkMixin(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """As in vLLM; starts the step's timer."""
+        self.block_sharing.begin_step(self.running)
         step = super().schedule(throttle_prefills)
+        self.block_sharing.end_step()
         self.gate.scheduled()
         if step.total_num_scheduled_tokens > 0:
             self.step_clock.begin(step, self._scheduled_batch(step))

@@ -12,8 +12,8 @@ from apar_core.errors import StepCostsError
 class Gpu:
     """One GPU: memory in bytes, bandwidth in bytes per second, dense 16-bit FLOP per second.
 
-    All are the data sheet's, with a GB of 10^9 bytes. CUDA reports about 6% more memory on the
-    GPUs of 40 GB and more, so that a KV cache planned with these figures fits.
+    They are the data sheet's, with a GB of 10^9 bytes. Of A10G, L4 and L40S, where CUDA reports
+    less memory than that, it is CUDA's. On the others CUDA reports about 6% more.
     """
 
     name: str
@@ -28,11 +28,11 @@ class Gpu:
 
 
 _TABLE = (
-    Gpu("a10g", 24e9, 600e9, 125e12),
-    Gpu("l4", 24e9, 300e9, 121e12),
+    Gpu("a10g", 23.6e9, 600e9, 125e12),
+    Gpu("l4", 23.6e9, 300e9, 121e12),
     Gpu("rtx-4090", 24e9, 1008e9, 165e12),
     Gpu("a100-40gb", 40e9, 1555e9, 312e12),
-    Gpu("l40s", 48e9, 864e9, 362e12),
+    Gpu("l40s", 47.6e9, 864e9, 362e12),
     Gpu("a100-80gb", 80e9, 2039e9, 312e12),
     Gpu("a100-80gb-pcie", 80e9, 1935e9, 312e12),
     Gpu("h100-pcie", 80e9, 2000e9, 756e12),

@@ -17,6 +17,7 @@ from cluster.cli.loadtest import loadtest
 from cluster.cli.monitor import monitor
 from cluster.cli.plan import plan
 from cluster.cli.serve import rollout, serve
+from cluster.cli.simulate import simulate
 from cluster.cli.train import train, train_medusa, train_tiny
 
 # Commands import Ray, torch and vLLM when they run: `apar --help` must be fast.
@@ -27,9 +28,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (
-    serve, rollout, monitor, plan, generate, train, train_medusa, train_tiny, doctor,
+    serve, rollout, monitor, plan, simulate, generate, train, train_medusa, train_tiny, doctor,
 ):  # fmt: skip
-    app.command(no_args_is_help=command in (generate, train, train_medusa))(command)
+    app.command(no_args_is_help=command in (generate, simulate, train, train_medusa))(command)
 app.add_typer(evaluate, name="evaluate")
 app.add_typer(experiment, name="experiment")
 app.add_typer(loadtest, name="loadtest")

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import cycle, islice
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -50,6 +51,8 @@ class SchedulerCostSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     trace: Path
+    model: str = "llama-7b"
+    gpu: str = "a100-80gb"
     answers: PositiveInt = 948
     max_requests: PositiveInt = 350
     kv_share: PositiveFloat = 0.9
@@ -124,9 +127,11 @@ def report_scheduler_cost(
     return Report(
         "The engine's own time per row",
         {
+            "Engine": f"{settings.model} with the KV cache of an {settings.gpu}, in virtual time; "
+            "CPU times are measured on this machine",
             "Load": f"{settings.answers} answers of {settings.trace.name}, at most "
             f"{settings.max_requests} requests at once, {settings.kv_share:g} of the KV cache; "
-            f"{'text is streamed' if settings.streams else 'token ids at the end'}; virtual time",
+            f"{'text is streamed' if settings.streams else 'token ids come at the end'}",
             "Engine core with forks over vLLM's": _goal(costs),
         },
         [cost_table(costs)],
@@ -402,37 +407,22 @@ def _engine(way: Way, settings: SchedulerCostSettings, folder: Path) -> OfflineE
 
 
 def _spec(settings: SchedulerCostSettings) -> VirtualSpec:
-    from apar_core.step_costs.costs import StepCosts
+    from apar_core.step_costs.gpus import find_gpu
+    from apar_core.step_costs.models import find_model
+    from apar_core.step_costs.predict import kv_tokens, step_costs
     from apar_core.virtual.engine import VirtualSpec
 
-    costs = StepCosts(
-        "7B A100",
-        "predicted",
-        "AIC",
-        (
-            (1, 9.3e-3),
-            (64, 9.75e-3),
-            (128, 11.1e-3),
-            (192, 16.6e-3),
-            (256, 16.6e-3),
-            (384, 22.1e-3),
-            (512, 28.8e-3),
-        ),
-        524288 / (0.8 * 2.039e12),
-        launch_s=1e-3,
-    )
-    cfg = dict(
-        hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32
-    )
+    model, gpu = find_model(settings.model), find_gpu(settings.gpu)
     return VirtualSpec(
-        cfg, costs, round(settings.kv_share * 108304), forks={"max_requests": settings.max_requests}
+        model.config,
+        step_costs(model, gpu),
+        round(settings.kv_share * kv_tokens(model, gpu)),
+        forks={"max_requests": settings.max_requests},
     )
 
 
 def _answers(settings: SchedulerCostSettings, folder: Path) -> list[ReplayAnswer]:
     """Return as many answers as wanted; the trace is repeated if it has fewer."""
-    from itertools import cycle, islice
-
     from apar_core.virtual.text import virtual_text
     from apar_core.workload.replay_answers import replay_answers
     from apar_core.workload.trace import read_trace

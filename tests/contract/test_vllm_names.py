@@ -67,14 +67,12 @@ from vllm.v1.engine.output_processor import (
     RequestState,
 )
 from vllm.v1.engine.parallel_sampling import ParentRequest
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics import ray_wrappers
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.sample.logits_processor import LogitsProcessor, LogitsProcessors
+from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 
 from apar_core.engine.resume_request import stop_reason
@@ -250,13 +248,6 @@ ATTRIBUTES = (
     # Timed or called by cluster/experiments.
     Attributes(LLMEngine, "step add_request abort_request", "requests and steps, one by one"),
     Attributes(Scheduler, "_preempt_request", "preemptions are counted"),
-    Attributes(
-        CPUModelRunner,
-        "_update_states _prepare_inputs _build_attention_metadata _preprocess _model_forward "
-        "_sample _bookkeeping_sync",
-        "parts of a step",
-    ),
-    Attributes(LogitsProcessors, "all", "part of a step"),
 )
 
 
@@ -586,18 +577,6 @@ def test_metric_classes_can_be_replaced() -> None:
     sanitize = ray_wrappers.RayPrometheusMetric._get_sanitized_opentelemetry_name
     assert sanitize("vllm:a_b") == "vllm_a_b"
     assert "stat_loggers" in inspect.signature(AsyncLLM.from_vllm_config).parameters
-
-
-def test_the_detokenizers_update_is_defined_once() -> None:
-    # The experiments replace it on the base class.
-    assert "update" in vars(BaseIncrementalDetokenizer)
-    subclasses = BaseIncrementalDetokenizer.__subclasses__()
-    assert subclasses
-    assert not any("update" in vars(subclass) for subclass in subclasses)
-
-
-def test_the_executor_of_a_single_process_has_its_worker() -> None:
-    assert "self.driver_worker = WorkerWrapperBase" in inspect.getsource(UniProcExecutor)
 
 
 def test_a_model_runner_output_can_be_built_by_hand() -> None:

@@ -131,7 +131,7 @@ def test_the_prototypes_table_is_reproduced_with_its_settings(tmp_path: Path) ->
 @pytest.mark.cluster
 def test_a_served_replica_answers_the_load_of_scale_out(tmp_path: Path, trace: Path) -> None:
     out = tmp_path / "new" / "out"
-    options = ("--replicas", "1", "--answers", "6", "--repeats", "1", "--simulated", "0s")
+    options = ("--replicas", "1", "--answers", "6", "--repeats", "1")
 
     done = run("scale-out", "--trace", trace, *options, out=out)
 
