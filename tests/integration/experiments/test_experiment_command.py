@@ -109,9 +109,9 @@ def test_the_prototypes_table_is_reproduced_with_its_settings(tmp_path: Path) ->
         launch_s=1e-3,
     )
     write_costs(costs, tmp_path / "costs.json")
-    options = ("--trace", STRUCTURED, "--costs", tmp_path / "costs.json", "--answers", "948")
-    options += ("--kv-tokens", "108304", "--no-async-scheduling", "--methods", "sequential,eager")
-    options += ("--kv-shares", ",".join(map(str, TABLE)))
+    options: list[str | Path] = ["--trace", STRUCTURED, "--costs", tmp_path / "costs.json"]
+    options += ["--answers", "948", "--kv-tokens", "108304", "--no-async-scheduling"]
+    options += ["--methods", "sequential,eager", "--kv-shares", ",".join(map(str, TABLE))]
 
     done = run("fig5a", *options, out=tmp_path / "out")
 

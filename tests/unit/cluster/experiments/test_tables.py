@@ -83,7 +83,7 @@ def table(report: Report, name: str) -> ReportTable:
     return found
 
 
-def columns(found: ReportTable, *titles: str) -> list[tuple[str | float | None, ...]]:
+def columns(found: ReportTable, *titles: str) -> list[tuple[Any, ...]]:
     names = [column.title for column in found.columns]
     return [tuple(row[names.index(title)] for title in titles) for row in found.rows]
 
@@ -147,7 +147,7 @@ def test_tables_1_and_2_have_the_papers_means_of_the_same_size() -> None:
     report = build_report("table1", SETTINGS, all_runs(SETTINGS))
 
     [saved] = report.tables
-    rows = {row[0]: row[1:] for row in saved.rows}
+    rows: dict[Any, tuple[Any, ...]] = {row[0]: row[1:] for row in saved.rows}
     assert rows["writing"] == (4.0, 3.0, 150.0, 200.0, pytest.approx(25.0))
     # As in the paper, without the categories in which its models do not fork.
     assert rows["Mean"] == rows["writing"]
