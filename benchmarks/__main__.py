@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks.cluster_simulation.command import app as simulation
 from cluster.cli.options import Concurrency, Duration, duration_option, out_option
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ app = typer.Typer(
     help="Measure on this machine. Every figure is a ratio of two alternatives, measured in turn.",
     pretty_exceptions_show_locals=False,
 )
-app.add_typer(simulation, name="simulation")
 console = Console(width=140)
 TRACE = Path("../shared/data/traces/structured.jsonl")
 

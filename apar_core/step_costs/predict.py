@@ -65,15 +65,15 @@ class AttentionSpeed:
     row_head_s: float
 
 
-# Least squares of relative errors on AIConfigurator's tables of vLLM's FlashAttention: 64 to 1,100
-# rows of 8 KV heads (so 16 to 275 rows of Llama-7B) with contexts of 128 to 1,024 tokens. Median
-# error of single entries 6%, 6%, 5%. The constant part, 14 to 17 us per layer, is in
+# Least squares of relative errors on AIConfigurator's tables of vLLM's FlashAttention: 128 to 2,100
+# rows of 8 KV heads (so 32 to 525 rows of Llama-7B) with contexts of 128 to 1,024 tokens. Median
+# error of single entries 4%, 3%, 3%. The constant part, 20 to 23 us per layer, is in
 # `LAUNCH_LAYER_S`.
-_A100_ATTENTION = AttentionSpeed(0.80, 0.0052e-6)
+_A100_ATTENTION = AttentionSpeed(0.82, 0.0050e-6)
 _ATTENTION = {
     "a100-80gb": _A100_ATTENTION,
-    "h100": AttentionSpeed(0.94, 0.0113e-6),
-    "h200": AttentionSpeed(0.94, 0.0147e-6),
+    "h100": AttentionSpeed(0.98, 0.0095e-6),
+    "h200": AttentionSpeed(0.99, 0.0134e-6),
 }
 
 

@@ -9,11 +9,21 @@ from typing import Annotated, Any
 
 import typer
 
-from cluster.cli.options import RESUMABLE, CommaList, Model, list_option, out_option, wrong_value
+from cluster.cli.options import (
+    RESUMABLE,
+    CommaList,
+    ContextLength,
+    Model,
+    Trace,
+    list_option,
+    out_option,
+    wrong_value,
+)
 from cluster.cli.terminal import clear_errors, show_report, stage_progress
 
-EngineArguments = Annotated[
-    str | None, typer.Option("--engine", help="Further vLLM engine arguments, as a JSON object.")
+EngineArgs = Annotated[
+    str | None,
+    typer.Option(help="Further vLLM arguments of a real engine, as a JSON object."),
 ]
 
 
@@ -50,7 +60,7 @@ def calibrate(
     repeats: Annotated[
         int, typer.Option(min=1, help="Passes over the grid; a later run with more adds them.")
     ] = 3,
-    engine: EngineArguments = None,
+    engine_args: EngineArgs = None,
 ) -> None:
     """Measure how long the steps of an engine take, and write them to step-costs.json.
 
@@ -71,10 +81,63 @@ def calibrate(
         prefill=tuple(sorted(set(prefill))),
         steps=steps,
         repeats=repeats,
-        engine=engine_arguments(engine),
+        engine=engine_arguments(engine_args),
     )
     with clear_errors(), stage_progress() as progress:
         show_report(measure(grid, out, progress.start), out)
+
+
+def validate(
+    trace: Trace,
+    out: Annotated[Path, out_option("experiment-validate", help=RESUMABLE)],
+    model: Model = "apar-tiny",
+    answers: Annotated[int, typer.Option(min=1, help="Answers of a run, drawn at random.")] = 32,
+    context_length: ContextLength = None,
+    concurrency: Annotated[
+        CommaList[int],
+        list_option(help="Limits on concurrent requests.", item=int, minimum=1, default="2,8"),
+    ] = CommaList((2, 8)),
+    kv_shares: Annotated[
+        CommaList[float],
+        list_option(help="Shares of the KV cache to run with.", item=float, default="1,0.4"),
+    ] = CommaList((1.0, 0.4)),
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Repeats of each run; medians are compared.")
+    ] = 3,
+    cpu_time: Annotated[
+        bool,
+        typer.Option(
+            "--cpu-time",
+            help="Measure the process's CPU time, for a CPU engine on a busy machine. Set "
+            "OMP_NUM_THREADS=1.",
+        ),
+    ] = False,
+    engine_args: EngineArgs = None,
+) -> None:
+    """Compare the measured duration of whole runs with predictions in virtual time.
+
+    Real runs and step measurements alternate. The step costs are fitted three times: to a grid of
+    steps, to sequential runs, and to the smallest limit. Each fit predicts the runs it did not see.
+    Takes about 5 minutes on 2 idle cores:
+
+    [bold]apar experiment validate --trace TRACE.jsonl --repeats 5[/bold]
+    """
+    from cluster.experiments.validate import ValidationSettings
+    from cluster.experiments.validate import validate as run
+
+    settings = ValidationSettings(
+        model=model,
+        trace=trace,
+        answers=answers,
+        max_tokens=context_length or 600,
+        limits=tuple(sorted(set(concurrency))),
+        kv_shares=tuple(kv_shares),
+        repeats=repeats,
+        cpu_time=cpu_time,
+        engine=engine_arguments(engine_args),
+    )
+    with clear_errors(), stage_progress() as progress:
+        show_report(run(settings, out, progress.start), out)
 
 
 def engine_arguments(text: str | None) -> dict[str, Any]:
@@ -84,14 +147,14 @@ def engine_arguments(text: str | None) -> dict[str, Any]:
     try:
         arguments = json.loads(text)
     except ValueError as error:
-        raise wrong_value("--engine", f"{text!r} is not JSON: {error}") from error
+        raise wrong_value("--engine-args", f"{text!r} is not JSON: {error}") from error
     if not isinstance(arguments, dict):
-        raise wrong_value("--engine", f"{text!r} is not a JSON object")
+        raise wrong_value("--engine-args", f"{text!r} is not a JSON object")
     # Importing vLLM takes seconds.
     from vllm.engine.arg_utils import EngineArgs
 
     known = {field.name for field in fields(EngineArgs)}
     for name in arguments:
         if name not in known:
-            raise wrong_value("--engine", f"vLLM has no engine argument {name!r}")
+            raise wrong_value("--engine-args", f"vLLM has no engine argument {name!r}")
     return arguments

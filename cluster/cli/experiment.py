@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
 
-from cluster.cli.calibrate import calibrate
+from cluster.cli.calibrate import EngineArgs, calibrate, engine_arguments, validate
 from cluster.cli.options import (
     RESUMABLE,
     BlockSize,
     CommaList,
     Concurrency,
     ContextLength,
-    Duration,
     Model,
     Seed,
     Trace,
@@ -34,7 +31,6 @@ from cluster.experiments.settings import ExperimentSettings
 
 if TYPE_CHECKING:
     from cluster.experiments.scale_out import ReplicasRun, ScaleOutSettings
-    from cluster.experiments.simulated_scale_out import SimulatedClusters
 
 experiment = typer.Typer(
     no_args_is_help=True,
@@ -46,6 +42,7 @@ experiment = typer.Typer(
 )
 
 experiment.command()(calibrate)
+experiment.command(no_args_is_help=True)(validate)
 
 # Two minutes on two cores.
 _QUICK: dict[str, Any] = {
@@ -54,7 +51,6 @@ _QUICK: dict[str, Any] = {
     "concurrencies": (1, 8, 64),
     "peer_shares": (0.5,),
 }
-_SIMULATED_REPLICAS = (1, 2, 4, 8, 16, 32)
 # Names of options for fields of settings that have other names.
 _OPTIONS = {
     "models": "model",
@@ -89,10 +85,6 @@ EngineKind = Annotated[
         help="virtual: predict the times on --gpu; real: run --model on this machine.",
         metavar="virtual|real",
     ),
-]
-EngineArgs = Annotated[
-    str | None,
-    typer.Option(help="Further vLLM arguments of a real engine, as a JSON object."),
 ]
 Models = Annotated[
     CommaList[str] | None,
@@ -239,7 +231,7 @@ def _figure_command(name: str, text: str) -> Callable[..., None]:
             "token_time_multiple": token_time_multiple,
             "is_async": async_scheduling,
             "seed": seed,
-            "engine_args": _engine_arguments(engine_args),
+            "engine_args": engine_arguments(engine_args),
         }
         settings = _settings(values, quick=quick)
         from cluster.experiments.report import run_experiment
@@ -249,7 +241,9 @@ def _figure_command(name: str, text: str) -> Callable[..., None]:
                 report = run_experiment(
                     name, settings, out, progress.start, workers=workers or os.cpu_count() or 1
                 )
-            show_report(report, out / name, hidden=("runs",))
+            # The ratios of all experiments are too many for a terminal.
+            hidden = ("runs", "ratios") if name == "all" else ("runs",)
+            show_report(report, out / name, hidden=hidden)
 
     command.__doc__ = text
     return command
@@ -272,25 +266,6 @@ def _bad_option(error: ValidationError) -> typer.BadParameter:
     if first["type"] != "value_error":
         message += f" (got {first['input']!r})"
     return wrong_value(f"--{option}", message)
-
-
-def _engine_arguments(text: str | None) -> dict[str, Any] | None:
-    if text is None:
-        return None
-    try:
-        arguments = json.loads(text)
-    except ValueError as error:
-        raise wrong_value("--engine-args", f"{text!r} is not JSON: {error}") from error
-    if not isinstance(arguments, dict):
-        raise wrong_value("--engine-args", f"{text!r} is not a JSON object")
-    # Importing vLLM takes seconds.
-    from vllm.engine.arg_utils import EngineArgs as VllmEngineArgs
-
-    known = {field.name for field in fields(VllmEngineArgs)}
-    for name in arguments:
-        if name not in known:
-            raise wrong_value("--engine-args", f"vLLM has no engine argument {name!r}")
-    return arguments
 
 
 for _name, _what in (
@@ -337,7 +312,7 @@ def fork_cost(
             "trace": trace,
             "answers": answers,
             "block_size": block_size,
-            "engine_args": _engine_arguments(engine_args),
+            "engine_args": engine_arguments(engine_args),
         }
     )
     with clear_errors(), stage_progress() as progress:
@@ -400,30 +375,17 @@ def scale_out(
     answers: Annotated[int, typer.Option(min=1, help="Number of answers per repeat.")] = 96,
     concurrency: Concurrency = 32,
     repeats: Annotated[int, typer.Option(min=1, help="Repeats of the load.")] = 3,
-    simulated: Annotated[
-        float, duration_option(help="Duration of simulated arrivals; 0s simulates nothing.")
-    ] = Duration.of("60s"),
-    simulated_model: Annotated[
-        str, typer.Option(help="Step times of the simulation: 7b-roofline or tiny-measured.")
-    ] = "7b-roofline",
-    simulation_data: Annotated[
-        Path, typer.Option(help="Folder with traces/ and arrivals/ for the simulation.")
-    ] = Path("../shared/data"),
 ) -> None:
-    """Serve the same load with 1 and 2 replicas, and simulate more than fit on this machine.
+    """Serve the same load with one replica and with more, on this machine.
 
     The load is replayed answers through `apar serve`, forked and sequential. Replicas, gateway
     and client share the cores of one machine, so the CPU time per token is reported too. Example:
     [bold]apar experiment scale-out --trace TRACE.jsonl --answers 48 --repeats 1[/bold]
     """
-    from cluster.experiments.scale_out import ScaleOutSettings
-    from cluster.experiments.scale_out_report import report_scale_out
-    from cluster.experiments.simulated_scale_out import can_simulate, check_model, find_repository
+    from cluster.experiments.scale_out import ScaleOutSettings, report_scale_out
 
     if not trace.is_file():
         raise wrong_value("--trace", f"no file {trace}")
-    find_repository()
-    simulates = simulated > 0 and can_simulate(simulation_data)
     settings = ScaleOutSettings(
         trace=trace,
         model=model,
@@ -433,14 +395,9 @@ def scale_out(
         repeats=repeats,
     )
     with clear_errors():
-        if simulates:
-            check_model(simulated_model)
         with stage_progress() as progress:
             runs = _measure(settings, out, progress)
-            clusters = None
-            if simulates:
-                clusters = _simulate(simulation_data, simulated_model, simulated, progress)
-        show_report(report_scale_out(settings, runs, clusters, wanted=simulated > 0), out)
+        show_report(report_scale_out(settings, runs), out)
 
 
 def _measure(settings: ScaleOutSettings, out: Path, progress: StageProgress) -> list[ReplicasRun]:
@@ -454,12 +411,3 @@ def _measure(settings: ScaleOutSettings, out: Path, progress: StageProgress) -> 
         runs += run_replicas(settings, number, out, store)
         done()
     return runs
-
-
-def _simulate(
-    data: Path, model: str, duration_s: float, progress: StageProgress
-) -> SimulatedClusters:
-    from cluster.experiments.simulated_scale_out import ROUTERS, simulate
-
-    done = progress.start("simulated clusters", len(ROUTERS) * len(_SIMULATED_REPLICAS))
-    return simulate(data, model, _SIMULATED_REPLICAS, duration_s=duration_s, done=done)

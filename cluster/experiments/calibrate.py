@@ -12,8 +12,8 @@ engine core's time is what is left of it after waiting for the output.
 
 from __future__ import annotations
 
+import math
 import os
-import platform
 import statistics
 import time
 from collections import defaultdict
@@ -34,6 +34,7 @@ from apar_core.step_costs.fit import StepFit, fit_costs
 from apar_core.step_costs.models import find_model
 from cluster.config.model import PRESETS
 from cluster.experiments.parts import PartStore, StartStage
+from cluster.experiments.settings import machine_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 COSTS_FILE = "step-costs.json"
 _FIRST_TEXT_ID = 300
 _WARM_UP_STEPS = 2
+_PREFILLS = 2
 # Below what a clock can tell.
 _LEAST_S = 1e-9
 # Requests that fork, and their forks, for the time of copied blocks.
@@ -66,6 +68,11 @@ class Grid(BaseModel):
     steps: PositiveInt = 12
     repeats: PositiveInt = 3
     engine: Mapping[str, Any] = Field({}, description="Further arguments of vLLM's engine.")
+
+    @property
+    def knots(self) -> list[int]:
+        """Tokens of a step at which the grid measures the time of matrix products."""
+        return sorted({*self.rows, *self.prefill})
 
     def as_text(self) -> dict[str, str]:
         """Return the settings to compare with those of an earlier run; it may get more repeats."""
@@ -171,42 +178,68 @@ def calibrate(grid: Grid, folder: Path, start_stage: StartStage) -> Report:
         _measure(missing, grid, store, start_stage)
     points = {
         (rows, context): [
-            _sample(values)
+            read_sample(values)
             for number in range(grid.repeats)
             for values in store.find(_part(number, rows, context))["samples"]
         ]
         for _, rows, context in names
     }
-    forked = [_sample(values) for values in store.find("forks")["samples"]]
+    forked = [read_sample(values) for values in store.find("forks")["samples"]]
     samples = [sample for found in points.values() for sample in found] + forked
     name = f"{grid.model} on {machine_name()}"
-    fit = fit_samples(samples, name=name, source=f"apar experiment calibrate, {name}")
+    fit = fit_samples(
+        samples, name=name, source=f"apar experiment calibrate, {name}", knots=grid.knots
+    )
     write_costs(fit.costs, folder / COSTS_FILE)
     return _report(grid, fit, points, folder, schedules_ahead=bool(store.find("forks")["is_async"]))
 
 
-def machine_name() -> str:
-    """Return the GPU of this machine, or its processor and number of cores."""
-    # Takes seconds to import.
-    import torch
-
-    if torch.cuda.is_available():
-        return str(torch.cuda.get_device_name(0))
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{os.cpu_count()} cores of {names[0] if names else platform.machine()}"
-
-
-def fit_samples(samples: Sequence[StepSample], *, name: str, source: str) -> StepFit:
+def fit_samples(
+    samples: Sequence[StepSample], *, name: str, source: str, knots: Sequence[int] | None = None
+) -> StepFit:
     """Fit step costs to samples, the engine core's own time included.
 
     Raises StepCostsError if the samples do not determine the costs.
     """
-    fit = fit_costs(
-        [(sample.batch, sample.device_s) for sample in samples], name=name, source=source
-    )
+    typical = _typical(samples)
+    if knots is None:
+        knots = _knots([batch.tokens for batch, _ in typical])
+    fit = fit_costs(typical, name=name, source=source, knots=knots)
     base_s, row_s = _host_line(samples)
     return replace(fit, costs=replace(fit.costs, host_base_s=base_s, host_row_s=row_s))
+
+
+def _typical(samples: Sequence[StepSample]) -> list[tuple[StepBatch, float]]:
+    """Return a median step for each kind of step, so that frequent kinds do not outweigh others.
+
+    Steps of a kind have the same rows and copied blocks, and about the same tokens.
+    """
+    kinds: dict[tuple[int, ...], list[StepSample]] = defaultdict(list)
+    for sample in samples:
+        batch = sample.batch
+        attended, prefill = batch.attended_tokens, batch.prefill_tokens
+        kind = (batch.rows, batch.copied_blocks, _bucket(prefill), _bucket(attended))
+        kinds[kind].append(sample)
+    typical = []
+    for found in kinds.values():
+        found.sort(key=lambda sample: sample.device_s)
+        middle = found[len(found) // 2]
+        typical.append((middle.batch, middle.device_s))
+    return typical
+
+
+def _knots(tokens: Sequence[int]) -> list[int]:
+    """Return numbers of tokens, each larger by 40% or more, at which there are samples."""
+    knots: list[int] = []
+    for number in sorted(set(tokens)):
+        if not knots or number >= 1.4 * knots[-1]:
+            knots.append(number)
+    return knots
+
+
+def _bucket(tokens: int) -> int:
+    """Return a number that grows by one with each fifth more tokens."""
+    return round(math.log(tokens + 1) / math.log(1.2))
 
 
 def _host_line(samples: Sequence[StepSample]) -> tuple[float, float]:
@@ -225,8 +258,13 @@ def _host_line(samples: Sequence[StepSample]) -> tuple[float, float]:
     return float(base_s), float(row_s)
 
 
-def open_timed_engine(grid: Grid) -> OfflineEngine:
-    """Return a replaying engine with room for the largest points of a grid."""
+def open_replaying_engine(
+    model: str, engine_args: Mapping[str, Any], *, kv_tokens: int, **limits: int
+) -> OfflineEngine:
+    """Return an engine that replays, with limits of vLLM by name.
+
+    On a CPU, its KV cache has `kv_tokens`; a GPU's memory decides otherwise.
+    """
     # Several engines of a machine would otherwise bind themselves to the same cores.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # These import vLLM, which takes seconds.
@@ -235,20 +273,14 @@ def open_timed_engine(grid: Grid) -> OfflineEngine:
     from apar_core.engine.offline_engine import OfflineEngine
     from apar_core.engine.replay import REPLAY
 
-    most_rows, longest = max(grid.rows), max(grid.contexts)
-    preset = PRESETS.get(grid.model)
-    path = grid.model if preset is None else preset.path
-    arguments: dict[str, Any] = {
-        "max_model_len": max(longest, *grid.prefill) + _room_tokens(grid),
-        "max_num_seqs": max(2 * most_rows, 2 * _FORKING_ROWS * _FORKS),
-        "max_num_batched_tokens": max(2048, 2 * most_rows + max(grid.prefill)),
-    }
+    preset = PRESETS.get(model)
+    path = model if preset is None else preset.path
+    arguments: dict[str, Any] = dict(limits)
     if not torch.cuda.is_available():
-        # vLLM would otherwise take a large part of the machine's memory.
-        block_size = int(grid.engine.get("block_size", 32))
-        num_tokens = most_rows * (longest + _room_tokens(grid)) + max(grid.prefill)
-        num_blocks = num_tokens // block_size + most_rows + 2
-        # Twice the model's own, since it may compute in float32.
+        block_size = int(engine_args.get("block_size", 32))
+        num_blocks = kv_tokens // block_size + 1
+        # Twice the model's own, since it may compute in float32. Without a number, vLLM would take
+        # a large part of the machine's memory.
         kv_bytes = 2 * find_model(path).kv_bytes_per_token
         arguments |= {
             "block_size": block_size,
@@ -256,10 +288,20 @@ def open_timed_engine(grid: Grid) -> OfflineEngine:
             "kv_cache_memory_bytes": num_blocks * block_size * kv_bytes,
             "enforce_eager": True,
         }
-    return OfflineEngine(
-        path,
-        logits_processors=[REPLAY],
-        **{**arguments, **grid.engine},
+    return OfflineEngine(path, logits_processors=[REPLAY], **{**arguments, **engine_args})
+
+
+def _open_engine(grid: Grid) -> OfflineEngine:
+    """Return an engine with room for the largest points of a grid."""
+    most_rows, longest = max(grid.rows), max(grid.contexts)
+    return open_replaying_engine(
+        grid.model,
+        grid.engine,
+        # Rows do not fill their last blocks.
+        kv_tokens=most_rows * (longest + _room_tokens(grid) + 128) + max(grid.prefill),
+        max_model_len=max(longest, *grid.prefill) + _room_tokens(grid),
+        max_num_seqs=max(2 * most_rows, 2 * _FORKING_ROWS * _FORKS),
+        max_num_batched_tokens=max(2048, 2 * most_rows + max(grid.prefill)),
     )
 
 
@@ -267,26 +309,28 @@ def _room_tokens(grid: Grid) -> int:
     """Return how many tokens a row may generate while a point is measured."""
     # While the prompts of all rows are computed, the first rows generate already.
     prompts = max(grid.rows) * max(grid.contexts) // 2048 + max(grid.rows)
-    return min(prompts, 256) + grid.steps + _WARM_UP_STEPS + 3 * len(grid.prefill) + 8
+    return min(prompts, 256) + grid.steps + _WARM_UP_STEPS + 3 * _PREFILLS * len(grid.prefill) + 8
 
 
 def _measure(
     points: Sequence[tuple[int, int, int]], grid: Grid, store: PartStore, start_stage: StartStage
 ) -> None:
-    engine = open_timed_engine(grid)
+    engine = _open_engine(grid)
     try:
         timer = StepTimer(engine)
         done = start_stage("points of the grid", len(points) + 1)
         # The first steps of an engine allocate and compile.
         measure_point(engine, timer, grid, grid.rows[0], grid.contexts[0])
         if not store.has("forks"):
-            values = [_plain(sample) for sample in measure_forks(engine, timer, grid)]
+            values = [plain_sample(sample) for sample in measure_forks(engine, timer, grid)]
             store.add("forks", {"samples": values, "is_async": timer.is_async})
         done()
         for number, rows, context in points:
             _check_room(engine, grid, rows, context)
             found = measure_point(engine, timer, grid, rows, context)
-            store.add(_part(number, rows, context), {"samples": [_plain(each) for each in found]})
+            store.add(
+                _part(number, rows, context), {"samples": [plain_sample(each) for each in found]}
+            )
             done()
     finally:
         engine.shutdown()
@@ -324,12 +368,14 @@ def measure_point(
         request.num_output_tokens == 0 for request in scheduler.running
     ):
         llm_engine.step()
+        if len(scheduler.requests) < rows:
+            raise EvaluationError(f"the engine cannot run {rows} rows of {context} tokens")
     # Warm-up steps come after the prompts, whose own steps are samples too.
     for _ in range(_WARM_UP_STEPS + grid.steps):
         llm_engine.step()
-    for index, tokens in enumerate(grid.prefill):
+    for index, tokens in enumerate(grid.prefill * _PREFILLS):
         timer.pause()
-        _add(engine, f"prompt-{tokens}", _prompt(rows + index, tokens), 1)
+        _add(engine, f"prompt-{index}", _prompt(rows + index, tokens), 1)
         for _ in range(3):
             llm_engine.step()
     _end_all(engine)
@@ -401,7 +447,8 @@ def _part(number: int, rows: int, context: int) -> str:
     return f"repeat {number}, {rows} rows, context {context}"
 
 
-def _plain(sample: StepSample) -> list[float | None]:
+def plain_sample(sample: StepSample) -> list[float | None]:
+    """Return a sample as values for JSON."""
     batch = sample.batch
     return [
         batch.rows,
@@ -413,7 +460,8 @@ def _plain(sample: StepSample) -> list[float | None]:
     ]
 
 
-def _sample(values: Sequence[Any]) -> StepSample:
+def read_sample(values: Sequence[Any]) -> StepSample:
+    """Return the sample that `plain_sample` wrote."""
     return StepSample(StepBatch(*values[:4]), values[4], values[5])
 
 

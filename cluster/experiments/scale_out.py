@@ -11,16 +11,21 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from apar_core.errors import EvaluationError
-from apar_core.reporting import Column, ReportTable
+from apar_core.reporting import PLOT_SETTINGS, Column, Report, ReportTable
 from cluster.experiments.parts import PartStore
 from cluster.experiments.served_cluster import APAR, ServedCluster, served_cluster
 from cluster.experiments.settings import file_digest
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_BAR_WIDTH = 0.38
 
 
 class ScaleOutSettings(BaseModel):
@@ -142,6 +147,58 @@ def scale_out_table(runs: Sequence[ReplicasRun]) -> ReportTable:
         "gateway, proxy and client together. CPU and cores: the client's also for its imports, "
         "tokenizing and report, and all of them for warm-up, which the duration leaves out.",
     )
+
+
+def report_scale_out(settings: ScaleOutSettings, runs: Sequence[ReplicasRun]) -> Report:
+    """Return table and plot of what was measured."""
+    facts = {
+        "Model": settings.model,
+        "Load": f"{settings.requests} answers of {settings.trace}, {settings.concurrency} under "
+        f"way at once, {settings.repeats} repeats",
+        "More replicas": "predicted by `apar simulate --replicas 1,2,4,8`",
+    }
+    return Report(
+        "Scaling out",
+        facts,
+        [scale_out_table(runs)],
+        {"scale-out": scale_out_figure(runs)},
+        {"runs": [run.model_dump(mode="json") for run in runs]},
+    )
+
+
+def scale_out_figure(runs: Sequence[ReplicasRun]) -> Figure:
+    """Draw throughput as bars, with its ratio to that of the fewest replicas."""
+    # matplotlib takes a second to import.
+    import matplotlib as mpl
+    from matplotlib.figure import Figure as NewFigure
+
+    from cluster.experiments.plots import METHOD_COLOURS
+
+    with mpl.rc_context(PLOT_SETTINGS):
+        figure = NewFigure(figsize=(5.8, 4), layout="constrained")
+        panel = figure.subplots()
+        numbers = sorted({run.replicas for run in runs})
+        for offset, forked in ((-_BAR_WIDTH / 2, False), (_BAR_WIDTH / 2, True)):
+            alike = sorted(
+                (run for run in runs if run.forked is forked), key=lambda run: run.replicas
+            )
+            rates = [run.tokens_per_s for run in alike]
+            bars = panel.bar(
+                [numbers.index(run.replicas) + offset for run in alike],
+                rates,
+                _BAR_WIDTH,
+                color=METHOD_COLOURS["eager" if forked else "sequential"],
+                label="forked" if forked else "sequential",
+            )
+            labels = [f"{rate:,.0f}\n{rate / rates[0]:.2f}x" for rate in rates]
+            panel.bar_label(bars, labels, padding=2, fontsize=8)
+        panel.set_xticks(range(len(numbers)), [str(number) for number in numbers])
+        panel.set_title("Measured on this machine")
+        panel.set_xlabel("replicas")
+        panel.set_ylabel("text tokens / s")
+        panel.set_ylim(0, 1.3 * max(run.tokens_per_s for run in runs))
+        panel.legend(frameon=False, loc="upper left", ncols=2)
+    return figure
 
 
 def _load(

@@ -75,10 +75,6 @@ LAYERS = {
         "wire": set(),
     },
 }
-EXCEPTIONS = {
-    # `apar experiment scale-out` adds simulated replicas where it runs in the repository.
-    (Path("cluster/experiments/simulated_scale_out.py"), "benchmarks"),
-}
 
 MODULE_NAME = re.compile(r"([a-z_]\w*(?:\.[a-z_]\w*)+)(?:[.:][A-Za-z_]\w*)?")
 LOADERS = {"__import__", "import_module"}
@@ -156,7 +152,7 @@ def violations(package: str, path: Path, source: str) -> list[str]:
             f"{imported}.".startswith(f"{rule}.")
             for rule in rules | REPOSITORY_ONLY | {"<computed>"}
         )
-        if (misplaced or forbidden) and (path, top) not in EXCEPTIONS:
+        if misplaced or forbidden:
             violation = f"{path}:{line} imports {imported}"
             if violation not in found:
                 found.append(violation)

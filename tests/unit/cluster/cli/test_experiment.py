@@ -100,30 +100,6 @@ def test_a_missing_trace_of_a_figure_is_named(tmp_path: Path) -> None:
     assert "none.jsonl" in output
 
 
-def test_an_unknown_simulated_model_is_named_before_anything_is_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served: list[object] = []
-
-    def serve(*given: object) -> list[object]:
-        served.append(given)
-        return []
-
-    monkeypatch.setattr("cluster.experiments.scale_out.run_replicas", serve)
-    for name in ("traces", "arrivals"):
-        (tmp_path / name).mkdir()
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text(TRACE)
-    options = ("--simulation-data", str(tmp_path), "--simulated-model", "70b-roofline")
-
-    code, output = run("scale-out", "--trace", str(trace), "--out", str(tmp_path / "out"), *options)
-
-    assert code == 1
-    assert "--simulated-model '70b-roofline': there are 7b-roofline, tiny-measured" in output
-    assert not served
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_missing_trace_of_scale_out_is_named_before_anything_is_served(tmp_path: Path) -> None:
     missing = tmp_path / "none.jsonl"
 
@@ -134,7 +110,7 @@ def test_a_missing_trace_of_scale_out_is_named_before_anything_is_served(tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_without_recordings_the_report_says_what_the_simulation_needs(
+def test_the_report_of_scale_out_shows_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def serve(settings: object, replicas: int, *_: object) -> list[ReplicasRun]:
@@ -155,10 +131,8 @@ def test_without_recordings_the_report_says_what_the_simulation_needs(
         str(trace),
         "--out",
         str(out),
-        "--simulation-data",
-        str(tmp_path / "none"),
     )
 
     assert code == 0
-    assert "More replicas: not simulated: in the repository" in output
+    assert "More replicas: predicted by" in output
     assert "(scale-out.png)" in (out / "report.md").read_text()

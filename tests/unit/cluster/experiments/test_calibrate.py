@@ -21,7 +21,8 @@ COSTS = StepCosts(
     "any",
     "predicted",
     "made up",
-    ((1, 5e-3), (8, 6e-3), (64, 20e-3)),
+    # Beyond the last number of tokens as before it: in proportion.
+    ((1, 5e-3), (8, 6e-3), (64, 48e-3)),
     attended_token_s=2e-6,
     launch_s=1e-3,
     copied_block_s=1e-4,
@@ -55,9 +56,9 @@ def samples(engine: VirtualEngine) -> list[StepSample]:
 def test_the_fit_finds_the_costs_of_the_device(
     engine: VirtualEngine, samples: list[StepSample]
 ) -> None:
-    fit = fit_samples(samples, name="found", source="a test")
+    fit = fit_samples(samples, name="found", source="a test", knots=GRID.knots)
 
-    assert abs(fit.total_error) < 0.02
+    assert abs(fit.total_error) < 0.03
     assert fit.median_error < 0.005
     for batch in (StepBatch(1, 40), StepBatch(24, 24 * 100), StepBatch(8, 8 * 70, 60, 2)):
         assert fit.costs.device_s(batch) == pytest.approx(COSTS.device_s(batch), rel=0.03)
@@ -70,7 +71,7 @@ def test_the_engine_cores_time_is_found_where_vllm_schedules_ahead(
 ) -> None:
     if not engine.spec.is_async:
         pytest.skip("the virtual executor charges it within the step")
-    costs = fit_samples(samples, name="found", source="a test").costs
+    costs = fit_samples(samples, name="found", source="a test", knots=GRID.knots).costs
 
     assert costs.host_base_s == pytest.approx(HOST["host_base_s"], rel=0.02)
     assert costs.host_row_s == pytest.approx(HOST["host_row_s"], rel=0.02)

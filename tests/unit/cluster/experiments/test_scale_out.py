@@ -11,7 +11,13 @@ import pytest
 from apar_core.errors import EvaluationError
 from cluster.experiments import scale_out
 from cluster.experiments.parts import PartStore
-from cluster.experiments.scale_out import ScaleOutSettings, run_replicas
+from cluster.experiments.scale_out import (
+    ReplicasRun,
+    ScaleOutSettings,
+    report_scale_out,
+    run_replicas,
+    scale_out_figure,
+)
 
 SETTINGS = ScaleOutSettings(trace=Path("t"))
 
@@ -79,3 +85,47 @@ def test_an_interrupted_experiment_goes_on_with_the_load_that_was_under_way(
     # Nothing is served where all is there.
     assert run_replicas(SETTINGS, 2, tmp_path, PartStore(tmp_path, {})) == runs
     assert played.served == ["serve-2", "serve-2"]
+
+
+def replicas_run(replicas: int, *, forked: bool, tokens: int) -> ReplicasRun:
+    return ReplicasRun(
+        replicas=replicas,
+        forked=forked,
+        text_tokens=tokens,
+        duration_s=10.0,
+        latency_mean_s=1.0,
+        server_cpu_s=12.0,
+        client_cpu_s=3.0,
+    )
+
+
+RUNS = [
+    replicas_run(2, forked=True, tokens=9000),
+    replicas_run(1, forked=False, tokens=4000),
+    replicas_run(1, forked=True, tokens=6000),
+    replicas_run(2, forked=False, tokens=5000),
+]
+
+
+def test_throughput_stands_over_its_number_of_replicas_with_its_ratio_to_the_fewest() -> None:
+    (panel,) = scale_out_figure(RUNS).axes
+
+    sequential, forked = ([bar.get_height() for bar in bars] for bars in panel.containers)
+    assert (sequential, forked) == ([400.0, 500.0], [600.0, 900.0])
+    assert [bars.get_label() for bars in panel.containers] == ["sequential", "forked"]
+    assert [text.get_text() for text in panel.texts] == [
+        "400\n1.00x",
+        "500\n1.25x",
+        "600\n1.00x",
+        "900\n1.50x",
+    ]
+    assert [label.get_text() for label in panel.get_xticklabels()] == ["1", "2"]
+    assert (panel.get_xlabel(), panel.get_ylabel()) == ("replicas", "text tokens / s")
+
+
+def test_the_report_has_what_was_measured() -> None:
+    report = report_scale_out(SETTINGS, RUNS)
+
+    assert report.facts["Load"] == "96 answers of t, 32 under way at once, 3 repeats"
+    assert [table.name for table in report.tables] == ["replicas"]
+    assert len(report.data["runs"]) == len(RUNS)
