@@ -120,22 +120,30 @@ def load_workload(
     *,
     number: int,
     max_tokens: int,
+    max_sequence_tokens: int,
     seed: int,
 ) -> Workload:
     """Return `number` questions of a trace: a sample of a longer one, or its repetitions.
 
-    Answers longer than `max_tokens` with their prompt are left out. Raises EvaluationError for a
-    trace that cannot be read or has no answer that fits.
+    Left out are answers longer than `max_tokens` with their prompt, and those for which another
+    method may need a sequence longer than `max_sequence_tokens`. Raises EvaluationError for a trace
+    that cannot be read or has no answer that fits.
     """
     lines = read_trace(path)
     answers, _ = replay_answers(lines, text, tokens, max_tokens=max_tokens)
-    if len(answers) > number:
-        answers = random.Random(seed).sample(answers, number)
     records = {line.id: extract_tree(line.response).tree for line in lines}
     questions = [
         Question(answer, skeleton_prompts(answer, records[answer.answer_id], text))
         for answer in answers
     ]
+    questions = [each for each in questions if longest_sequence(each) <= max_sequence_tokens]
+    if not questions:
+        raise EvaluationError(
+            f"none of {len(answers)} answers fits into {max_sequence_tokens} tokens with the "
+            "prompts of every method"
+        )
+    if len(questions) > number:
+        questions = random.Random(seed).sample(questions, number)
     return Workload(list(islice(cycle(questions), number)), marker)
 
 

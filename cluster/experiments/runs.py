@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict
 
 from apar_core.errors import EvaluationError
-from cluster.experiments.methods import ADAPTIVE, METHODS, SEQUENTIAL, Workload
+from cluster.experiments.methods import ADAPTIVE, EAGER, METHODS, SEQUENTIAL, Workload
 from cluster.experiments.parts import LineStore, StartStage
 from cluster.experiments.samples import Sample, Spread, spread, steady
 from cluster.experiments.settings import ExperimentSettings, RunKey
@@ -28,6 +28,7 @@ RUNS_FILE = "runs.jsonl"
 # A closed loop's figures settle with so many answers for each request under way.
 _ANSWERS_PER_CLIENT = 4
 _LEAST_ANSWERS = 48
+_WARM_UP_ANSWERS = 4
 
 
 class CategoryCounts(BaseModel):
@@ -266,9 +267,28 @@ class Worker:
         if trace not in self._workloads:
             from cluster.experiments.engine import load_questions
 
-            self._workloads[trace] = load_questions(self._settings, trace, engine)
+            workload = load_questions(self._settings, trace, engine)
+            if not self._settings.is_virtual and not self._workloads:
+                _warm_up(engine, workload)
+            self._workloads[trace] = workload
             _freeze_garbage()
         return self._workloads[trace]
+
+
+def _warm_up(engine: ExperimentEngine, workload: Workload) -> None:
+    """Answer a few questions, so that no run pays for what a real engine sets up once."""
+    from cluster.experiments.driver import RunPlan, drive
+    from cluster.experiments.engine import Conditions
+
+    questions = workload.questions[:_WARM_UP_ANSWERS]
+    for name in (SEQUENTIAL, EAGER):
+        build = METHODS[name].build
+        plan = RunPlan(
+            Conditions(),
+            lambda index, build=build: build(questions[index], workload.marker_id),
+            len(questions),
+        )
+        drive(engine, plan, sample_s=1.0)
 
 
 def _freeze_garbage() -> None:

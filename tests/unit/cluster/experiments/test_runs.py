@@ -12,9 +12,10 @@ import pytest
 
 from apar_core.engine.replay import replay_args
 from apar_core.errors import EvaluationError
+from apar_core.virtual.text import virtual_text
 from cluster.experiments.driver import RunPlan, drive, question_order
 from cluster.experiments.engine import Conditions
-from cluster.experiments.methods import METHODS, Workload
+from cluster.experiments.methods import METHODS, Workload, load_workload, longest_sequence
 from cluster.experiments.parts import StartStage
 from cluster.experiments.program import OneRequest
 from cluster.experiments.runs import Run, RunStore, Worker, do_runs, num_questions
@@ -255,3 +256,31 @@ def test_a_closed_loop_of_few_clients_measures_fewer_answers() -> None:
         num_questions(loop.model_copy(update={"concurrency": number}), 1000)
         for number in (1, 20, 350)
     ] == [48, 80, 1000]
+
+
+def workload_of(settings: ExperimentSettings, **given: Any) -> Workload:
+    text = virtual_text()
+    limits = {"number": NUM_ANSWERS, "max_tokens": 512, "max_sequence_tokens": 1024, "seed": 0}
+    return load_workload(settings.trace, text, text.tokens, 9, **{**limits, **given})
+
+
+def test_a_short_trace_is_repeated_and_a_long_one_sampled(settings: ExperimentSettings) -> None:
+    def ids(**given: Any) -> list[str]:
+        return [each.answer.answer_id for each in workload_of(settings, **given).questions]
+
+    whole = ids()
+    assert ids(number=2 * NUM_ANSWERS + 1) == [*whole, *whole, whole[0]]
+    assert len(set(ids(number=5))) == 5
+    assert ids(number=5) == ids(number=5) != ids(number=5, seed=1)
+
+
+def test_questions_that_are_too_long_for_a_method_are_left_out(
+    settings: ExperimentSettings,
+) -> None:
+    longest = max(map(longest_sequence, workload_of(settings).questions))
+
+    questions = workload_of(settings, max_sequence_tokens=longest - 1).questions
+
+    assert 0 < len({each.answer.answer_id for each in questions}) < NUM_ANSWERS
+    with pytest.raises(EvaluationError, match="none of 12 answers fits into 90 tokens"):
+        workload_of(settings, max_sequence_tokens=90)
