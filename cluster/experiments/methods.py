@@ -47,6 +47,7 @@ class Method:
 
     build: makes the program of a question; the number is the marker token of `peers.py`.
     policy: the engine's fork policy.
+    reserves: the engine keeps KV cache free for growing threads (`growth_reserve_tokens`).
     is_one_request: a question is one request, so that the engine can limit requests. The client
         limits them for the others.
     """
@@ -55,6 +56,7 @@ class Method:
     title: str
     build: Callable[[Question, int], Program]
     policy: Policy = "eager"
+    reserves: bool = False
     is_ours: bool = False
     is_one_request: bool = False
 
@@ -87,8 +89,23 @@ METHODS = {
     method.name: method
     for method in (
         Method(SEQUENTIAL, "sequential (vLLM)", _sequential, is_one_request=True),
-        Method(EAGER, "ours, eager", _forked, is_ours=True, is_one_request=True),
-        Method(ADAPTIVE, "ours, adaptive", _forked, "adaptive", is_ours=True, is_one_request=True),
+        Method(EAGER, "ours, eager", _forked, reserves=True, is_ours=True, is_one_request=True),
+        Method(
+            ADAPTIVE,
+            "ours, adaptive",
+            _forked,
+            policy="adaptive",
+            reserves=True,
+            is_ours=True,
+            is_one_request=True,
+        ),
+        Method(
+            "sequential-reserve",
+            "sequential, with our reserve",
+            _sequential,
+            reserves=True,
+            is_one_request=True,
+        ),
         Method("client-forking", "client-side forking (PaDoc, ThreadWeaver)", _client_forking),
         Method("skeleton", "skeleton-of-thought", _skeleton),
         Method("parent-stops", "parent stops, resubmitted", _parent_stops),

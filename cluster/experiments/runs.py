@@ -236,6 +236,7 @@ class Worker:
                 max_requests=None if limited_by_clients else key.concurrency,
                 policy=method.policy,
                 token_time_s=token_time_s or 1.0,
+                growth_reserve_tokens=settings.growth_reserve_tokens if method.reserves else 0,
             ),
             make=lambda index: method.build(questions[index], marker),
             num_questions=num_questions(key, len(questions)),

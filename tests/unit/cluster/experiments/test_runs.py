@@ -12,6 +12,7 @@ import pytest
 
 from apar_core.engine.replay import replay_args
 from apar_core.errors import EvaluationError
+from apar_core.scheduler.fork_settings import ForkSettings
 from apar_core.virtual.text import virtual_text
 from cluster.experiments.driver import RunPlan, drive, question_order
 from cluster.experiments.engine import Conditions
@@ -94,6 +95,7 @@ def test_each_method_submits_as_many_sequences_as_it_should(runs: dict[str, Run]
         "sequential": NUM_ANSWERS,
         "eager": NUM_ANSWERS + FORKS,
         "adaptive": NUM_ANSWERS + FORKS,
+        "sequential-reserve": NUM_ANSWERS,
         "client-forking": NUM_ANSWERS + FORKS,
         "skeleton": NUM_ANSWERS + FORKS,
         # The rest of the parent is a request of its own.
@@ -117,7 +119,7 @@ def test_a_fork_in_the_engine_recomputes_its_control_tokens_and_others_more(
 def test_methods_of_parallel_answering_take_fewer_steps(runs: dict[str, Run]) -> None:
     steps = {name: run.steps for name, run in runs.items()}
 
-    assert all(steps[name] < steps["sequential"] for name in METHODS if name != "sequential")
+    assert all(steps[name] < steps["sequential"] for name in METHODS if "sequential" not in name)
     # A parent that continues after its children makes the critical path longer.
     assert steps["eager"] < steps["parent-stops"]
 
@@ -174,6 +176,13 @@ def test_a_smaller_cache_is_kept_to_and_takes_longer(worker: Worker, runs: dict[
     assert small.peak_kv_tokens <= small.capacity_tokens == 41 * 16
     assert small.duration_s > runs["sequential"].duration_s
     assert small.preemptions > 0
+
+
+def test_our_methods_have_the_reserve_of_a_server(settings: ExperimentSettings) -> None:
+    assert settings.growth_reserve_tokens == ForkSettings().growth_reserve_tokens
+    assert {name for name, method in METHODS.items() if method.reserves} == {
+        "eager", "adaptive", "sequential-reserve",
+    }  # fmt: skip
 
 
 def test_a_closed_loop_keeps_its_concurrency_and_measures_each_answer_once(
