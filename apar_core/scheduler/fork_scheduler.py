@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -37,7 +38,7 @@ from apar_core.scheduler.fork_admission import ForkAdmission
 from apar_core.scheduler.fork_policy import AdaptivePolicy, build_policy
 from apar_core.scheduler.fork_settings import fork_settings
 from apar_core.scheduler.request_gate import GatedQueue
-from apar_core.scheduler.step_time import BatchView, StepClock
+from apar_core.scheduler.step_time import StepClock
 from apar_core.scheduler.thread_requests import (
     build_child_request,
     resumed_alone,
@@ -45,6 +46,8 @@ from apar_core.scheduler.thread_requests import (
     take_journal,
 )
 from apar_core.scheduler.thread_table import ThreadGroup, ThreadTable
+from apar_core.step_costs.costs import StepBatch
+from apar_core.step_costs.files import read_costs
 
 
 class ForkMixin(Scheduler):
@@ -71,19 +74,25 @@ class ForkMixin(Scheduler):
         )
         settings = fork_settings(vllm_config)
         self.waiting = self.gate = GatedQueue(settings.max_requests)
-        policy = build_policy(settings.policy, settings.token_time_ms / 1000)
+        known = None if settings.step_costs is None else read_costs(settings.step_costs)
+        policy = build_policy(settings.policy, settings.token_time_ms / 1000, known)
         self.admission: ForkAdmission[Request] = ForkAdmission(
             settings.max_replica_threads, policy, lambda child: child.num_prompt_tokens
         )
+        self.growth_reserve_tokens = settings.growth_reserve_tokens
+        self._least_watermark_blocks = self.kv_cache_manager.watermark_blocks
         self.step_clock = StepClock()
         self.num_generated_tokens = 0
         # Bound once, as it is called for every row of every step.
         self._take_as_vllm = super()._update_request_with_output
-        # Only a policy that learns needs the number of tokens that a step attends to.
-        self._counts_attended = isinstance(policy, AdaptivePolicy)
         self._exhausted: list[ThreadGroup[Request]] = []
         # (client index, request id) of threads that end by length without an output from vLLM.
         self._unopened: list[tuple[int, str]] = []
+
+    @property
+    def _counts_attended(self) -> bool:
+        # Only a policy that learns needs the number of tokens that a step attends to.
+        return isinstance(self.admission.policy, AdaptivePolicy)
 
     def add_request(self, request: Request) -> None:
         """Add a client's request; a request that may fork becomes the root thread of a group."""
@@ -152,7 +161,12 @@ class ForkMixin(Scheduler):
         return super().finish_requests(wanted, finished_status)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """As in vLLM; starts the step's timer."""
+        """As in vLLM, with a reserve for running threads; starts the step's timer."""
+        # vLLM lets requests start until no block is free. The threads that then grow preempt the
+        # youngest ones, which are computed again.
+        reserve_blocks = cdiv(len(self.running) * self.growth_reserve_tokens, self.block_size)
+        watermark_blocks = max(self._least_watermark_blocks, reserve_blocks)
+        self.kv_cache_manager.watermark_blocks = watermark_blocks
         self.block_sharing.begin_step(self.running)
         step = super().schedule(throttle_prefills)
         self.block_sharing.end_step()
@@ -280,21 +294,21 @@ class ForkMixin(Scheduler):
             rows = min(len(self.running) + self.gate.num_ready, self.max_num_running_reqs)
             # The coming batch as far as it is known, without prompts.
             attended = sum(r.num_tokens for r in self.running) if self._counts_attended else 0
-            batch = BatchView(rows, attended)
+            batch = StepBatch(rows, attended)
             while taken := self.admission.next(len(self.requests) - self.gate.num_held, batch):
                 group, child = taken
                 self._start(group, child)
                 batch = batch.grown(rows=1, attended_tokens=child.num_prompt_tokens)
         self.admission.settle()
 
-    def _scheduled_batch(self, step: SchedulerOutput) -> BatchView:
+    def _scheduled_batch(self, step: SchedulerOutput) -> StepBatch:
         rows = len(step.num_scheduled_tokens)
         attended = 0
         if self._counts_attended:
             attended = sum(
                 self.requests[name].num_computed_tokens for name in step.num_scheduled_tokens
             )
-        return BatchView(rows, attended, step.total_num_scheduled_tokens - rows)
+        return StepBatch(rows, attended, step.total_num_scheduled_tokens - rows)
 
     def _close(self, group: ThreadGroup[Request]) -> list[Request]:
         """Start no further thread of a group; return the children that were waiting."""

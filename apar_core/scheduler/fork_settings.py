@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
 from vllm.config import VllmConfig
 
 from apar_core.errors import EngineError
@@ -43,6 +52,17 @@ class ForkSettings(BaseModel):
     )
     token_time_ms: PositiveFloat = Field(
         50.0, description="Target time per output token of the adaptive policy (ms)."
+    )
+    step_costs: Path | None = Field(
+        None,
+        description="Step costs file (`apar experiment calibrate`) from which the adaptive policy "
+        "starts; without it, the policy is eager for the first steps.",
+    )
+    growth_reserve_tokens: NonNegativeInt = Field(
+        8,
+        description="KV cache kept free for each running thread when a waiting request starts "
+        "(tokens). Without it, threads that grow preempt each other and are computed again. 0: as "
+        "in vLLM.",
     )
     separators: Literal["auto", "on", "off"] = Field(
         "auto",

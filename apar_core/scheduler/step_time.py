@@ -1,8 +1,8 @@
-"""Measure how long engine steps take, and learn to predict it.
+"""Measure how long engine steps take, and learn their costs.
 
-The model is recursive least squares with exponential forgetting over four features of a batch.
-Coefficients are kept non-negative, and Huber weights bound single outliers (compilation, garbage
-collection). Source of the features: TAPER (arXiv 2605.06914).
+`LearnedStepCosts` is recursive least squares with exponential forgetting over the terms of
+`StepCosts`. Coefficients are kept non-negative, and Huber weights bound single outliers
+(compilation, garbage collection). Source of the method: TAPER (arXiv 2605.06914).
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 import numpy as np
 import numpy.typing as npt
+
+from apar_core.step_costs.costs import StepBatch, StepCosts
 
 Vector = npt.NDArray[np.float64]
 
@@ -27,34 +29,20 @@ _HUBER = 3.0
 _SCALE_FORGETTING = 0.98
 # Lower bound of the usual error, as a share of the step time: timers are never exact.
 _LEAST_SCALE = 0.01
+KNOTS = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
+"""Tokens of a step between which the time of matrix products is linear."""
+_LOW = np.array(KNOTS[:-1], dtype=np.float64)
+# The last piece has no end.
+_WIDTH = np.array([*(high - low for low, high in pairwise(KNOTS[:-1])), np.inf])
+_FEATURES = 3 + len(_LOW)
 # Ridge strengths that keep coefficients where they were, in squared units of their features.
-# What the data cannot tell apart goes to the fixed time, so the model errs towards admitting.
-_ANCHOR = np.array([1e-9, 0.5, 0.005, 0.5])
+# What the data cannot tell apart goes to the fixed time, so the fit errs towards admitting.
+_ANCHOR = np.array([1e-9, 0.5, 0.5, *[0.5] * len(_LOW)])
 _ANCHOR_MATRIX = np.diag(_ANCHOR)
 # Fitting is most of the cost of a step, and coefficients change slowly.
 _STEPS_PER_FIT = 8
 _MEAN_SHARE = 0.05
 """Weight of a new step in the mean step time: about the last twenty steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchView:
-    """What one engine step computes.
-
-    rows: sequences that get a token.
-    attended_tokens: tokens of KV cache that all rows read; 0 if nobody needs the number.
-    prefill_tokens: tokens computed beyond one per row.
-    """
-
-    rows: int
-    attended_tokens: int
-    prefill_tokens: int = 0
-
-    def grown(self, *, rows: int, attended_tokens: int) -> BatchView:
-        """Return the batch with more decoding rows."""
-        return BatchView(
-            self.rows + rows, self.attended_tokens + attended_tokens, self.prefill_tokens
-        )
 
 
 class StepClock:
@@ -71,14 +59,14 @@ class StepClock:
         self.num_rows = 0
         self.busy_s = 0.0
         self._clock = clock
-        self._begun: deque[tuple[object, BatchView, float]] = deque()
+        self._begun: deque[tuple[object, StepBatch, float]] = deque()
         self._last_end_s: float | None = None
 
-    def begin(self, step: object, batch: BatchView) -> None:
+    def begin(self, step: object, batch: StepBatch) -> None:
         """Note that a step with this batch has been scheduled."""
         self._begun.append((step, batch, self._clock()))
 
-    def end(self, step: object, *, still_busy: bool) -> tuple[BatchView, float] | None:
+    def end(self, step: object, *, still_busy: bool) -> tuple[StepBatch, float] | None:
         """Return the batch and the seconds of a step whose output has arrived.
 
         `still_busy` is whether rows are left, so that the next step begins at once. Returns None
@@ -98,54 +86,67 @@ class StepClock:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimeCoefficients:
-    """Seconds per step, row, 1000 attended tokens, and prefill token."""
+class LearnedStepCosts:
+    """Learns the costs of steps from their durations; ready after `MIN_STEPS` steps.
 
-    fixed_s: float
-    row_s: float
-    attended_kilotoken_s: float
-    prefill_token_s: float
+    A duration is the time from output to output, so the engine core's own time is part of it.
+    With `known` costs it is ready at once and corrects them by what it observes.
+    """
 
-
-class StepTimeModel:
-    """Predicts the duration of a step; ready after `MIN_STEPS` steps."""
-
-    def __init__(self) -> None:
+    def __init__(self, known: StepCosts | None = None) -> None:
         self.num_steps = 0
-        self.largest_rows = 0
-        self._information = np.zeros((4, 4))
-        self._moments = np.zeros(4)
-        self._coefficients = np.zeros(4)
+        self.largest_rows = 0 if known is None else known.matrix_s[-1][0]
+        self._is_known = known is not None
+        self._largest_tokens = 1
+        self._information = np.zeros((_FEATURES, _FEATURES))
+        self._moments = np.zeros(_FEATURES)
+        self._coefficients = np.zeros(_FEATURES) if known is None else _coefficients(known)
         self._scale_s = 0.0
         self._first: list[tuple[Vector, float]] = []
         self._num_unfitted = 0
 
     @property
     def is_ready(self) -> bool:
-        """Whether enough steps have been observed to predict one."""
-        return self.num_steps >= MIN_STEPS
+        """Whether enough is known to predict a step."""
+        return self._is_known or self.num_steps >= MIN_STEPS
 
     @property
-    def coefficients(self) -> StepTimeCoefficients:
-        """Current coefficients; zero until the model is ready."""
+    def costs(self) -> StepCosts:
+        """Costs as learned so far; zero until enough is known."""
         self._fit()
-        return StepTimeCoefficients(*self._coefficients.tolist())
+        fixed_s, row_s, attended_s, *slopes = self._coefficients.tolist()
+        seconds = [fixed_s]
+        for slope_s, (low, high) in zip(slopes, pairwise(KNOTS), strict=True):
+            seconds.append(seconds[-1] + slope_s * (high - low))
+        # `StepCosts` goes on in proportion to the tokens: what is not proportional is launch time.
+        launch_s = min(max(seconds[-1] - slopes[-1] * KNOTS[-1], 0.0), fixed_s)
+        return StepCosts(
+            name="learned",
+            kind="measured",
+            source=f"{self.num_steps} steps of this engine",
+            matrix_s=tuple(
+                (tokens, each - launch_s) for tokens, each in zip(KNOTS, seconds, strict=True)
+            ),
+            attended_token_s=attended_s / 1000,
+            launch_s=launch_s,
+            row_s=row_s,
+        )
 
     @property
     def usual_error_s(self) -> float:
         """Running mean of the absolute prediction error, with outliers bounded."""
         return self._scale_s
 
-    def predict_s(self, batch: BatchView) -> float:
+    def predict_s(self, batch: StepBatch) -> float:
         """Return the predicted seconds of a step with this batch."""
         self._fit()
         return float(self._coefficients @ _features(batch))
 
-    def observe(self, batch: BatchView, seconds: float) -> None:
+    def observe(self, batch: StepBatch, seconds: float) -> None:
         """Learn from the duration of a step."""
         self.num_steps += 1
         self.largest_rows = max(self.largest_rows, batch.rows)
+        self._largest_tokens = max(self._largest_tokens, batch.tokens)
         features = _features(batch)
         if self.num_steps < MIN_STEPS:
             self._first.append((features, seconds))
@@ -194,14 +195,31 @@ class StepTimeModel:
         self._num_unfitted = 0
         information = self._information + _ANCHOR_MATRIX
         moments = self._moments + _ANCHOR * self._coefficients
-        free = np.arange(4)
+        free = np.arange(_FEATURES)
         solution = np.linalg.solve(information, moments)
         while free.size > 1 and solution.min() < 0:
             free = np.delete(free, solution.argmin())
             solution = np.linalg.solve(information[np.ix_(free, free)], moments[free])
-        self._coefficients = np.zeros(4)
+        self._coefficients = np.zeros(_FEATURES)
         self._coefficients[free] = np.maximum(solution, 0.0)
+        if not self._is_known:
+            # Beyond the largest step seen, the slope of its piece goes on.
+            last = max(int(np.sum(self._largest_tokens > _LOW)), 1) - 1
+            self._coefficients[-len(_LOW) + last :] = self._coefficients[-len(_LOW) + last]
 
 
-def _features(batch: BatchView) -> Vector:
-    return np.array([1.0, batch.rows, batch.attended_tokens / 1000, batch.prefill_tokens])
+def _features(batch: StepBatch) -> Vector:
+    pieces = np.clip(batch.tokens - _LOW, 0.0, _WIDTH)
+    return np.array([1.0, batch.rows, batch.attended_tokens / 1000, *pieces])
+
+
+def _coefficients(costs: StepCosts) -> Vector:
+    """Return the coefficients that predict as `costs` do, as far as pieces of tokens allow."""
+    seconds = [costs.matrix_time_s(tokens) for tokens in KNOTS]
+    slopes = [
+        max(high_s - low_s, 0.0) / (high - low)
+        for (low, high), (low_s, high_s) in zip(pairwise(KNOTS), pairwise(seconds), strict=True)
+    ]
+    fixed_s = costs.launch_s + costs.host_base_s + seconds[0]
+    row_s = costs.row_s + costs.host_row_s
+    return np.array([fixed_s, row_s, 1000 * costs.attended_token_s, *slopes])

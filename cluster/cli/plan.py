@@ -1,53 +1,54 @@
-"""`apar plan`: replicas, concurrency limits and KV cache for a load."""
+"""`apar plan`: hardware, replicas and concurrency limits for a load, found in virtual time."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from pydantic import BaseModel, ConfigDict
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from rich.markup import escape
 
-from apar_core.step_costs.gpus import GPUS, Gpu, find_gpu
-from apar_core.step_costs.models import ModelSize, checked_dtype, find_model
+from apar_core.step_costs.costs import StepCosts
+from apar_core.step_costs.files import read_costs
+from apar_core.step_costs.gpus import GPUS, find_gpu
+from apar_core.step_costs.models import ModelSize, find_model
+from apar_core.step_costs.predict import kv_tokens, step_costs
 from cluster.cli.options import (
     BLOCK_SIZE_HELP,
     DTYPE_HELP,
     MODEL_HELP,
     TRACE_HELP,
     AsJson,
+    CommaList,
     Duration,
+    Seed,
     duration_option,
+    list_option,
     wrong_value,
 )
-from cluster.cli.terminal import clear_errors
-from cluster.config.model import DEFAULT_MODEL, ModelConfig
-from cluster.monitor.sources import PagesSource
+from cluster.cli.terminal import clear_errors, rich_table, stage_progress
 from cluster.sizing.deployment import Served, cluster_yaml, overlay_values
 from cluster.sizing.errors import SizingError
-from cluster.sizing.fork_profiles import PROFILES, find_profile
-from cluster.sizing.measured_costs import fit_costs, step_points, watch
-from cluster.sizing.memory import ReplicaMemory, cpu_memory, gpu_memory
-from cluster.sizing.plan import Goals, Plan, make_plan
-from cluster.sizing.reasons import Section, reasons
-from cluster.sizing.request_shape import RequestShape, shape_of
-from cluster.sizing.step_costs import APAR_TINY_CPU, StepCosts, roofline
-from cluster.sizing.traces import read_trace
+from cluster.sizing.plan import Load, Plan, Started, make_plan
+from cluster.sizing.replica_run import Slos
+from cluster.sizing.report import candidates_table, content, recommendation
+from cluster.sizing.requests import PROFILES, Workload
+from cluster.sizing.search import Conditions, Replica, runner
 
 CPU = "cpu"
-_DEFAULT_GPU = "a100-80g"
-_MEASURE_INTERVAL_S = 2.0
+# vLLM's default tokens per step for its server (0.32, engine/arg_utils.py).
+_LARGE_GPU_BYTES = 70 * 2**30
+_STEP_TOKENS, _LARGE_STEP_TOKENS = 2048, 8192
 _BLOCK_SIZE, _CPU_BLOCK_SIZE = 16, 32
-_VALUE_WIDTH = 30
+_CONTEXT = 4096
+_TABLE_WIDTH = 170
 
-_LOAD, _GOALS, _MODEL = "Load", "Goals, met by 99% of the requests", "Model"
-_GPU, _TIME, _OUTPUT = "GPU", "Step time", "Output"
+_LOAD, _LIMITS, _MODEL = "Load", "Limits, kept by 99% of the requests", "Model"
+_GPU, _SEARCH, _OUTPUT = "GPU", "Search", "Output"
 _POSITIVE = 1e-9
 
 
@@ -88,110 +89,100 @@ def plan(
             rich_help_panel=_LOAD,
         ),
     ] = None,
-    first_token: Annotated[
-        float | None,
-        duration_option(help="Time to the first token.", minimum="1us", panel=_GOALS),
+    arrivals: Annotated[
+        Path | None,
+        typer.Option(
+            help="Recorded arrival times, scaled to each rate: CSV with TIMESTAMP, or seconds "
+            "(default: Poisson arrivals).",
+            rich_help_panel=_LOAD,
+        ),
     ] = None,
+    first_token: Annotated[
+        float,
+        duration_option(help="Time to the first token.", minimum="1us", panel=_LIMITS),
+    ] = Duration.of("2s"),
     token: Annotated[
         float | None,
-        duration_option(help="Time per output token of a thread.", minimum="1us", panel=_GOALS),
+        duration_option(
+            help="Time per token after the first, on the critical path of the answer.",
+            minimum="1us",
+            panel=_LIMITS,
+        ),
     ] = None,
     latency: Annotated[
         float | None,
-        duration_option(help="Time to the end of the answer.", minimum="1us", panel=_GOALS),
+        duration_option(help="Time to the end of the answer.", minimum="1us", panel=_LIMITS),
     ] = None,
     headroom: Annotated[
         float,
         typer.Option(
-            min=0, help="Growth of the load to plan for, as a share of it.", rich_help_panel=_GOALS
+            min=0, help="Growth of the load to plan for, as a share of it.", rich_help_panel=_LIMITS
         ),
     ] = 0.2,
-    target_utilization: Annotated[
-        float,
-        typer.Option(
-            min=0.01,
-            max=0.99,
-            help="Share of a replica's maximum rate (with --users: of its places) to use.",
-            rich_help_panel=_GOALS,
-        ),
-    ] = 0.8,
     spare: Annotated[
         int,
         typer.Option(
-            min=0, help="Replicas that may be missing, as in a rollout.", rich_help_panel=_GOALS
+            min=0, help="Replicas that may be missing, as in a rollout.", rich_help_panel=_LIMITS
         ),
     ] = 1,
-    model: Annotated[str, typer.Option(help=MODEL_HELP, rich_help_panel=_MODEL)] = "apar-7b",
-    parameters: Annotated[
-        float | None,
-        typer.Option(
-            min=_POSITIVE,
-            help="Parameters (billions). With --layers, --kv-heads and --head-dim, the model's "
-            "configuration is not read.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None,
-    layers: Annotated[
-        int | None, typer.Option(min=1, help="Layers of the model.", rich_help_panel=_MODEL)
-    ] = None,
-    kv_heads: Annotated[
-        int | None, typer.Option(min=1, help="KV heads per layer.", rich_help_panel=_MODEL)
-    ] = None,
-    head_dim: Annotated[
-        int | None, typer.Option(min=1, help="Dimension of a head.", rich_help_panel=_MODEL)
-    ] = None,
-    dtype: Annotated[
+    model: Annotated[
         str,
         typer.Option(
-            help=DTYPE_HELP,
+            help=f"{MODEL_HELP} Or llama-7b, llama-13b, llama-3-8b, llama-3-70b or a config.json.",
             rich_help_panel=_MODEL,
         ),
-    ] = "auto",
+    ] = "apar-7b",
+    dtype: Annotated[str, typer.Option(help=DTYPE_HELP, rich_help_panel=_MODEL)] = "auto",
     max_model_len: Annotated[
         int | None,
         typer.Option(
-            min=1,
+            min=16,
             help="Context length to serve (tokens; default: the model's).",
             rich_help_panel=_MODEL,
         ),
     ] = None,
     gpu: Annotated[
-        str | None,
-        typer.Option(
-            help=f"{', '.join(GPUS)}, another name with --gpu-memory-gib, --gpu-bandwidth-gb-s and "
-            f"--gpu-tflops, or cpu (default: {_DEFAULT_GPU}; cpu for {DEFAULT_MODEL}).",
-            rich_help_panel=_GPU,
+        CommaList[str],
+        list_option(
+            help=f"GPUs to compare: {', '.join(GPUS)}. Another name, or cpu, needs --costs and "
+            "--kv-tokens."
         ),
-    ] = None,
-    gpu_memory_gib: Annotated[
-        float | None,
-        typer.Option(min=_POSITIVE, help="Memory per GPU (GiB).", rich_help_panel=_GPU),
-    ] = None,
-    gpu_bandwidth_gb_s: Annotated[
-        float | None,
-        typer.Option(min=_POSITIVE, help="Memory bandwidth per GPU (GB/s).", rich_help_panel=_GPU),
-    ] = None,
-    gpu_tflops: Annotated[
-        float | None,
-        typer.Option(
-            min=_POSITIVE,
-            help="Dense 16-bit throughput per GPU (TFLOP/s).",
-            rich_help_panel=_GPU,
-        ),
-    ] = None,
+    ] = CommaList(["a100-80gb"]),
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="GPUs per replica.", rich_help_panel=_GPU)
+    ] = 1,
     gpu_memory_utilization: Annotated[
         float,
         typer.Option(
             min=0.01, max=1, help="Share of a GPU's memory for vLLM.", rich_help_panel=_GPU
         ),
     ] = 0.9,
-    tensor_parallel: Annotated[
-        int, typer.Option(min=1, help="GPUs per replica.", rich_help_panel=_GPU)
-    ] = 1,
-    kv_cache_gib: Annotated[
-        float | None,
+    prices: Annotated[
+        CommaList[float] | None,
+        list_option(
+            item=float,
+            minimum=0,
+            default=False,
+            help="Price per GPU and hour, one for each --gpu. The recommendation is then the "
+            "cheapest, not the one with the fewest GPUs.",
+        ),
+    ] = None,
+    costs: Annotated[
+        Path | None,
         typer.Option(
-            min=_POSITIVE, help="With --gpu cpu: KV cache per replica (GiB).", rich_help_panel=_GPU
+            dir_okay=False,
+            help="Step costs as `apar experiment calibrate` writes them; replaces the tables.",
+            rich_help_panel=_GPU,
+        ),
+    ] = None,
+    kv_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--kv-tokens",
+            min=16,
+            help="Tokens of KV cache per replica, as vLLM prints at its start (default: computed "
+            "from the memory).",
+            rich_help_panel=_GPU,
         ),
     ] = None,
     block_size: Annotated[
@@ -200,27 +191,28 @@ def plan(
             min=1, help=f"{BLOCK_SIZE_HELP} Default: 16, with cpu 32.", rich_help_panel=_GPU
         ),
     ] = None,
-    step_time_base: Annotated[
-        float | None,
-        duration_option(help="Measured time of a step without threads.", panel=_TIME),
-    ] = None,
-    step_time_per_thread: Annotated[
-        float | None,
-        duration_option(help="Measured step time per thread, its attention included.", panel=_TIME),
-    ] = None,
-    step_time_per_prompt_token: Annotated[
-        float, duration_option(help="Measured step time per prompt token.", panel=_TIME)
-    ] = Duration.of("0s"),
-    measure_from: Annotated[
-        str | None,
-        typer.Option(
-            help="Measure step times on a running cluster with changing load: its metrics page.",
-            rich_help_panel=_TIME,
+    caps: Annotated[
+        CommaList[int] | None,
+        list_option(
+            item=int,
+            minimum=1,
+            default=False,
+            help="Limits on concurrent requests to try (default: the largest that keeps --token "
+            "and fits into the KV cache, and 60% of it).",
         ),
     ] = None,
-    measure_for: Annotated[
-        float, duration_option(help="Duration of the measurement.", minimum="1s", panel=_TIME)
-    ] = Duration.of("30s"),
+    requests: Annotated[
+        int,
+        typer.Option(
+            min=100,
+            help="Requests measured in a run of the search; the last run has 2.5 times as many.",
+            rich_help_panel=_SEARCH,
+        ),
+    ] = 400,
+    seed: Seed = 0,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Processes for simulated runs.", rich_help_panel=_SEARCH)
+    ] = 2,
     min_replicas: Annotated[
         int | None,
         typer.Option(
@@ -237,226 +229,142 @@ def plan(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Plan a cluster for a load: KV cache, concurrency limits, replicas, with the reasons.
+    """Plan a cluster for a load: GPU, replicas and concurrency limit, by simulated runs.
 
-    Ends with the YAML for [bold]apar serve --config[/bold] and the values of a Kubernetes overlay.
-    --model also takes a config.json. Example:
-    [bold]apar plan --rate 20 --model apar-7b --gpu a100-80g --token 50ms[/bold]
+    Each candidate serves requests at several rates in virtual time: vLLM's own scheduler and KV
+    cache with this project's forks, where only the duration of a step is modeled. Ends with the
+    YAML for [bold]apar serve --config[/bold] and the values of a Kubernetes overlay. Takes a minute
+    per GPU on two cores. Example:
+    [bold]apar plan --rate 20 --model apar-7b --gpu a100-80gb,h100 --token 50ms[/bold]
     """
-    values = {name: each for name, each in context.params.items() if name not in ("out", "as_json")}
-    for name, value in values.items():
+    for name, value in context.params.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise wrong_value(f"--{name.replace('_', '-')}", f"{value} is not a finite number.")
     if (rate is None) == (users is None):
         raise typer.BadParameter("give either --rate or --users")
     if forks not in PROFILES:
         raise wrong_value("--forks", f"{forks!r} is not one of {', '.join(PROFILES)}")
+    if costs is not None and len(gpu) != 1:
+        raise wrong_value("--costs", f"is for one GPU, and --gpu names {len(gpu)}")
+    if kv_tokens is not None and len(gpu) != 1:
+        raise wrong_value("--kv-tokens", f"is for one GPU, and --gpu names {len(gpu)}")
+    if prices is not None and len(prices) != len(gpu):
+        raise wrong_value("--prices", f"has {len(prices)} prices for {len(gpu)} GPUs")
     with clear_errors():
-        _plan(PlanRequest.model_validate(values), out, as_json=as_json)
-
-
-class PlanRequest(BaseModel):
-    """The options of `apar plan`, and what follows from them: model, GPU, requests, step times."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    rate: float | None
-    users: int | None
-    think_time: float
-    prompt_tokens: float
-    answer_tokens: float
-    forks: str
-    trace: Path | None
-    first_token: float | None
-    token: float | None
-    latency: float | None
-    headroom: float
-    target_utilization: float
-    spare: int
-    model: str
-    parameters: float | None
-    layers: int | None
-    kv_heads: int | None
-    head_dim: int | None
-    dtype: str
-    max_model_len: int | None
-    gpu: str | None
-    gpu_memory_gib: float | None
-    gpu_bandwidth_gb_s: float | None
-    gpu_tflops: float | None
-    gpu_memory_utilization: float
-    tensor_parallel: int
-    kv_cache_gib: float | None
-    block_size: int | None
-    step_time_base: float | None
-    step_time_per_thread: float | None
-    step_time_per_prompt_token: float
-    measure_from: str | None
-    measure_for: float
-    min_replicas: int | None
-
-    @property
-    def goals(self) -> Goals:
-        """Load and goals."""
-        return Goals(
-            self.rate, self.users, self.think_time, self.first_token, self.token, self.latency,
-            self.headroom, self.target_utilization, self.spare,
-        )  # fmt: skip
-
-    @property
-    def gpu_used(self) -> Gpu | None:
-        """The GPU, None on a CPU."""
-        name = self.gpu or (CPU if self.model == DEFAULT_MODEL else _DEFAULT_GPU)
-        if name == CPU:
-            return None
-        return find_gpu(name, self.gpu_memory_gib, self.gpu_bandwidth_gb_s, self.gpu_tflops)
-
-    def size(self) -> ModelSize:
-        """Return the model's dimensions, from the options or else from its configuration."""
-        dtype = None if self.dtype == "auto" else self.dtype
-        given = (self.parameters, self.layers, self.kv_heads, self.head_dim)
-        parameters, layers, kv_heads, head_dim = given
-        if None not in given:
-            assert parameters is not None
-            assert layers is not None
-            assert kv_heads is not None
-            assert head_dim is not None
-            dtype = checked_dtype(dtype or "bfloat16")
-            number = round(parameters * 1e9)
-            return ModelSize(
-                self.model, number, layers, kv_heads, head_dim, dtype, "given", self.max_model_len
-            )
-        if any(each is not None for each in given):
-            raise SizingError("give all of --parameters, --layers, --kv-heads and --head-dim")
-        return find_model(self.model, dtype)
-
-    def shape(self, size: ModelSize) -> RequestShape:
-        """Return the mean request. Raises SizingError if the context is too short for it."""
-        if self.trace is not None:
-            forking = self.forks != "none"
-            shape = shape_of(read_trace(self.trace, forking=forking), str(self.trace))
-        else:
-            shape = find_profile(self.forks).shape(self.prompt_tokens, self.answer_tokens)
-        longest = self.max_model_len or size.max_positions
-        wanted = shape.prompt_tokens + shape.text_tokens
-        if longest is not None and wanted > longest:
-            raise SizingError(
-                f"a mean request of {wanted:,.0f} tokens is longer than the context of {longest:,}"
-            )
-        return shape
-
-    def memory(self, size: ModelSize) -> ReplicaMemory:
-        """Return a replica's memory. Raises SizingError if the longest request does not fit."""
-        gpu = self.gpu_used
-        if gpu is None:
-            memory = cpu_memory(size, self._kv_cache_gib, self.block_size or _CPU_BLOCK_SIZE)
-        else:
-            memory = gpu_memory(
-                size, gpu.memory_gib, self.gpu_memory_utilization, self.tensor_parallel,
-                self.block_size or _BLOCK_SIZE,
-            )  # fmt: skip
-        longest = self.max_model_len or size.max_positions
-        if longest is not None and memory.tokens < longest:
-            raise SizingError(
-                f"the KV cache holds {memory.tokens:,} tokens, but one request may need "
-                f"{longest:,}: vLLM would not start; use a smaller --max-model-len"
-            )
-        return memory
-
-    def costs(self, size: ModelSize) -> StepCosts:
-        """Return step times: given, measured, known for apar-tiny, or from a roofline."""
-        base_s, thread_s = self.step_time_base, self.step_time_per_thread
-        if base_s is not None and thread_s is not None:
-            return StepCosts(base_s, thread_s, 0.0, self.step_time_per_prompt_token, "given")
-        if self.measure_from is not None:
-            source = PagesSource([self.measure_from])
-            taken = watch(source, self.measure_for, _MEASURE_INTERVAL_S)
-            return fit_costs(step_points(taken), base_s)
-        if base_s is not None or thread_s is not None:
-            raise SizingError(
-                "give both --step-time-base and --step-time-per-thread, or the first and "
-                "--measure-from"
-            )
-        gpu = self.gpu_used
-        if gpu is not None:
-            return roofline(size, gpu, self.tensor_parallel)
-        if self.model == DEFAULT_MODEL:
-            return APAR_TINY_CPU
-        raise SizingError(
-            "step times on this CPU are unknown: give --step-time-base and --step-time-per-thread, "
-            "or --measure-from"
+        size = find_model(model, None if dtype == "auto" else dtype)
+        engines = EngineOptions(
+            size,
+            max_model_len or size.max_positions or _CONTEXT,
+            tensor_parallel,
+            gpu_memory_utilization,
+            block_size,
+            kv_tokens,
+            None if costs is None else read_costs(costs),
         )
+        question = Question(
+            Load(rate, users, think_time, headroom, spare),
+            Conditions(
+                Workload(trace, forks, prompt_tokens, answer_tokens),
+                Slos(first_token, token, latency),
+                engines.max_model_len,
+                arrivals,
+                requests,
+                seed,
+            ),
+            tuple(engines.replica(name) for name in gpu),
+            tuple(caps or ()),
+            tuple(prices or ()),
+        )
+        with stage_progress() as progress:
+            made = question.answer(processes, progress.start)
+        served = Served(
+            model=model,
+            tensor_parallel=tensor_parallel,
+            gpu_memory_share=None if CPU in gpu else gpu_memory_utilization,
+            weight_bytes=size.weight_bytes,
+            kv_bytes=made.hardware.kv_tokens * size.kv_bytes_per_token,
+            max_model_len=max_model_len,
+            min_replicas=min_replicas,
+        )
+        _show(made, size, served, out, as_json=as_json)
 
-    def served(self) -> Served:
-        """Return the model as it appears in the configuration."""
-        gpu = self.gpu_used
-        return Served(
-            checkpoint=self.model,
-            tensor_parallel=self.tensor_parallel,
-            gpu_utilisation=None if gpu is None else self.gpu_memory_utilization,
-            kv_cache_gib=self._kv_cache_gib if gpu is None else None,
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Everything that a plan depends on."""
+
+    load: Load
+    conditions: Conditions
+    replicas: tuple[Replica, ...]
+    caps: tuple[int, ...] = ()
+    prices: tuple[float, ...] = ()
+
+    def answer(self, processes: int, started: Started) -> Plan:
+        """Make the plan. Raises SizingError if there is none."""
+        with runner(self.replicas, self.conditions, processes) as runs:
+            return make_plan(self.load, runs, caps=self.caps, prices=self.prices, started=started)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """The model and how engines run it; `kv_tokens` and `costs` replace what is predicted."""
+
+    size: ModelSize
+    max_model_len: int
+    tensor_parallel: int = 1
+    memory_share: float = 0.9
+    block_size: int | None = None
+    kv_tokens: int | None = None
+    costs: StepCosts | None = None
+
+    def replica(self, name: str) -> Replica:
+        """Return the engine on a GPU. Raises AparError if the model or a request does not fit."""
+        is_gpu = name != CPU
+        block_size = self.block_size or (_BLOCK_SIZE if is_gpu else _CPU_BLOCK_SIZE)
+        costs, tokens, is_large = self.costs, self.kv_tokens, True
+        if costs is None or tokens is None:
+            if not is_gpu:
+                raise SizingError("--gpu cpu needs --costs and --kv-tokens")
+            gpu = find_gpu(name)
+            name = gpu.name
+            is_large = gpu.memory_bytes >= _LARGE_GPU_BYTES
+            costs = costs or step_costs(self.size, gpu, self.tensor_parallel, block_size)
+            tokens = tokens or kv_tokens(
+                self.size, gpu, self.tensor_parallel, self.memory_share, block_size
+            )
+        if tokens < self.max_model_len:
+            raise SizingError(
+                f"the KV cache on {name} holds {tokens:,} tokens, but one request may need "
+                f"{self.max_model_len:,}: vLLM would not start; use a smaller --max-model-len"
+            )
+        return Replica(
+            hardware=name,
+            num_gpus=self.tensor_parallel if is_gpu else 0,
+            costs=costs,
+            kv_tokens=tokens,
+            config=self.size.config,
             max_model_len=self.max_model_len,
-            min_replicas=self.min_replicas,
+            max_step_tokens=_LARGE_STEP_TOKENS if is_large else _STEP_TOKENS,
+            block_size=block_size,
         )
 
-    @property
-    def _kv_cache_gib(self) -> float:
-        default = ModelConfig(checkpoint=self.model).kv_cache_bytes / 2**30
-        return self.kv_cache_gib or default
 
-
-def _plan(request: PlanRequest, out: Path | None, *, as_json: bool) -> None:
-    size = request.size()
-    memory = request.memory(size)
-    made = make_plan(request.goals, request.shape(size), request.costs(size), memory)
-    served = request.served()
+def _show(made: Plan, size: ModelSize, served: Served, out: Path | None, *, as_json: bool) -> None:
     text, overlay = cluster_yaml(made, served), overlay_values(made, served)
     if out is not None:
         out.write_text(text, encoding="utf-8")
-    sections = reasons(made, size, request.tensor_parallel)
+    facts = recommendation(made, size.name, size.kv_bytes_per_token)
     if as_json:
-        typer.echo(json.dumps(_content(made, sections, text, overlay)))
+        typer.echo(json.dumps(content(made, facts, text, overlay)))
         return
-    _print(sections)
-    typer.echo(f"\n# For `apar serve --config`, or `cluster` of a Kubernetes overlay\n{text}")
+    console = Console()
+    for name, fact in facts.items():
+        console.print(f"[bold]{name}[/bold]: {escape(fact)}", highlight=False)
+    if not console.is_terminal:
+        # A narrow pipe would break the table's words.
+        console.width = max(console.width, _TABLE_WIDTH)
+    console.print(rich_table(candidates_table(made)))
+    typer.echo(f"# For `apar serve --config`, or `cluster` of a Kubernetes overlay\n{text}")
     typer.echo("# For the overlay's kustomization")
     for name, value in overlay.items():
         typer.echo(f"{name}: {value}")
-
-
-def _print(sections: list[Section]) -> None:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold", max_width=_VALUE_WIDTH)
-    table.add_column(style="dim", overflow="fold")
-    for number, (title, lines) in enumerate(sections):
-        if number:
-            table.add_row()
-        table.add_row(Text(title, style="bold cyan"))
-        for line in lines:
-            table.add_row(f"  {line.name}", Text(line.value), Text(line.reason))
-    Console().print(table)
-
-
-def _content(
-    made: Plan, sections: list[Section], text: str, overlay: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the plan for JSON: its numbers, the reasons in words, and the settings."""
-    return {
-        "replicas": made.replicas,
-        "serving_replicas": made.serving_replicas,
-        "max_concurrency": made.caps.requests,
-        "threads": made.threads,
-        "kv_blocks": made.memory.blocks,
-        "kv_tokens": made.memory.tokens,
-        "expected_kv_share": made.expected_kv_share,
-        **{
-            name: dataclasses.asdict(getattr(made, name))
-            for name in ("goals", "shape", "costs", "caps", "most", "expected")
-        },
-        "reasons": {
-            title: [dataclasses.asdict(line) for line in lines] for title, lines in sections
-        },
-        "config": text,
-        "overlay": overlay,
-    }

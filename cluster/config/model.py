@@ -80,11 +80,24 @@ class ForkLimits(BaseModel):
         None,
         description="Time per output token that the adaptive policy keeps to (ms); by default 50.",
     )
+    step_costs: str | None = Field(
+        None,
+        min_length=1,
+        description="File of step costs (`apar experiment calibrate`) from which the adaptive "
+        "policy starts. By default it is eager for the first steps.",
+    )
+    growth_reserve_tokens: NonNegativeInt | None = Field(
+        None,
+        description="KV cache kept free for each running thread when a waiting request starts "
+        "(tokens); by default 8. Without it, threads that grow preempt each other and are "
+        "computed again. 0: as in vLLM.",
+    )
 
     @model_validator(mode="after")
-    def _check_token_time(self) -> Self:
-        if self.token_time_ms is not None and self.policy != "adaptive":
-            raise ValueError("token_time_ms: has no effect without `policy: adaptive`")
+    def _check_policy(self) -> Self:
+        for name in ("token_time_ms", "step_costs"):
+            if getattr(self, name) is not None and self.policy != "adaptive":
+                raise ValueError(f"{name}: has no effect without `policy: adaptive`")
         return self
 
 

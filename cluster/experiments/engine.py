@@ -38,12 +38,14 @@ class Conditions:
     num_blocks: KV blocks that it may use; None: all.
     max_requests: limit on the requests that run at once, kept by the engine.
     token_time_s: time per token that the adaptive policy keeps to.
+    growth_reserve_tokens: as in `ForkSettings`; 0 admits requests as vLLM does.
     """
 
     num_blocks: int | None = None
     max_requests: int | None = None
     policy: Policy = "eager"
     token_time_s: float = 1.0
+    growth_reserve_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -154,8 +156,7 @@ class ExperimentEngine:
         scheduler.gate.max_requests = conditions.max_requests
         scheduler.admission.policy = build_policy(conditions.policy, conditions.token_time_s)
         scheduler.admission.counters = AdmissionCounters()
-        # Only a policy that learns pays for counting attended tokens.
-        scheduler._learns = conditions.policy == "adaptive"
+        scheduler.growth_reserve_tokens = conditions.growth_reserve_tokens
         if self.device is not None:
             from apar_core.virtual.executor import StepTotals, VirtualClock
 

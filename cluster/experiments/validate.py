@@ -157,7 +157,7 @@ def validate(settings: ValidationSettings, folder: Path, start_stage: StartStage
         ).costs
         for fit in _FITS
     }
-    predicted = _predict(settings, points, costs, store.find("engine"), start_stage)
+    predicted = predict(settings, points, costs, store.find("engine"), start_stage)
     return _report(settings, measured, predicted, costs)
 
 
@@ -197,9 +197,9 @@ def _measure(
     try:
         if engine.control_tokens is None:
             raise EvaluationError(f"{settings.model} has no control tokens: it cannot fork")
-        answers, _ = _answers(settings)
+        answers, _ = load_answers(settings)
         if not store.has("engine"):
-            store.add("engine", _engine_facts(engine))
+            store.add("engine", engine_facts(engine))
         clock = time.process_time if settings.cpu_time else time.perf_counter
         timer = StepTimer(engine, clock)
         done = start_stage("runs", len(missing) + 1)
@@ -252,6 +252,7 @@ def replay(
     free = manager.block_pool.get_num_free_blocks()
     num_blocks = round(point.kv_share * settings.kv_tokens) // scheduler.block_size
     ballast = manager.block_pool.get_new_blocks(free - num_blocks)
+    watermark_blocks = manager.watermark_blocks
     manager.watermark_blocks = int(scheduler.scheduler_config.watermark * num_blocks)
     scheduler.gate.max_requests = point.limit
     forks = point.method != "sequential"
@@ -295,11 +296,14 @@ def replay(
             llm_engine.step()
     finally:
         scheduler.schedule = schedule
+        scheduler.gate.max_requests = None
+        manager.watermark_blocks = watermark_blocks
         manager.block_pool.free_blocks(ballast)
     return TimedRun(duration_s, num_steps)
 
 
-def _answers(settings: ValidationSettings) -> tuple[list[ReplayAnswer], TreeTokens]:
+def load_answers(settings: ValidationSettings) -> tuple[list[ReplayAnswer], TreeTokens]:
+    """Return the answers to replay, and the control tokens that they contain."""
     # Imports transformers, which takes seconds.
     from apar_core.offline.evaluation.replay_text import load_text
 
@@ -312,7 +316,7 @@ def _answers(settings: ValidationSettings) -> tuple[list[ReplayAnswer], TreeToke
     return fitting, text.tokens
 
 
-def _engine_facts(engine: OfflineEngine) -> dict[str, Any]:
+def engine_facts(engine: OfflineEngine) -> dict[str, Any]:
     """Return what a virtual engine needs to take the same steps."""
     config: Any = engine.llm.llm_engine.vllm_config
     model = config.model_config
@@ -328,7 +332,7 @@ def _engine_facts(engine: OfflineEngine) -> dict[str, Any]:
     }
 
 
-def _predict(
+def predict(
     settings: ValidationSettings,
     points: Sequence[RunPoint],
     costs: Mapping[str, StepCosts],
@@ -345,7 +349,7 @@ def _predict(
     done = start_stage("predictions", len(wanted))
     predicted: dict[tuple[str, RunPoint], TimedRun] = {}
     with VirtualEngine(VirtualSpec(costs=costs[_GRID], **facts)) as engine:
-        answers, tokens = _answers(settings)
+        answers, tokens = load_answers(settings)
         own = load_text(str(engine.folder)).tokens
         control = {
             tokens.fork_id: own.fork_id,

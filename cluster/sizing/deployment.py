@@ -10,8 +10,8 @@ import yaml
 from pydantic import ValidationError
 
 from cluster.config import ClusterConfig, problems_of
+from cluster.config.model import MAX_THREADS
 from cluster.sizing.errors import SizingError
-from cluster.sizing.memory import GIB
 from cluster.sizing.plan import Plan
 
 # Of an engine's pod beside weights and KV cache: Python, torch, vLLM's and Ray's processes, 2 to
@@ -24,23 +24,29 @@ _LIMIT_GIB = 8
 _BUSY_PROCESSES = 2
 
 
+GIB = 2**30
+# Checkpoints that have the shape of a known model without weights.
+_CHECKPOINTS = {"llama-7b": "apar-7b", "llama-13b": "apar-13b"}
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the plan is for: the model as the configuration names it, and its engines.
+    """The model as the configuration names it, and its engines.
 
-    Without a GPU `gpu_utilisation` is None and `kv_cache_gib` sizes the KV cache.
+    gpu_memory_share is None on a CPU. kv_bytes: of the KV cache of a replica.
     """
 
-    checkpoint: str
+    model: str
     tensor_parallel: int
-    gpu_utilisation: float | None
-    kv_cache_gib: float | None = None
+    gpu_memory_share: float | None
+    weight_bytes: float
+    kv_bytes: float
     max_model_len: int | None = None
     min_replicas: int | None = None
 
 
 def cluster_yaml(plan: Plan, served: Served) -> str:
-    """The `models` of a configuration file, read back by our own configuration.
+    """Return the `models` of a configuration file, read back by our own configuration.
 
     Raises SizingError if that refuses it.
     """
@@ -54,57 +60,59 @@ def cluster_yaml(plan: Plan, served: Served) -> str:
 
 
 def _model(plan: Plan, served: Served) -> dict[str, Any]:
-    cap = plan.caps.requests
-    model: dict[str, Any] = {"checkpoint": served.checkpoint}
+    cap, run = plan.best.found.candidate.cap, plan.best.run
+    model: dict[str, Any] = {"checkpoint": _CHECKPOINTS.get(served.model, served.model)}
     if served.min_replicas is None:
-        model["replicas"] = plan.replicas
+        model["replicas"] = plan.num_replicas
     else:
         model["autoscaling"] = {
-            "min_replicas": min(served.min_replicas, plan.replicas),
-            "max_replicas": plan.replicas,
-            "target_threads": max(1, round(plan.most.requests * plan.shape.alive_threads)),
-            "target_kv_use": round(min(max(plan.most_kv_share, 0.05), 1.0), 2),
+            "min_replicas": min(served.min_replicas, plan.num_replicas),
+            "max_replicas": plan.num_replicas,
+            "target_threads": max(1, round(run.rows)),
+            "target_kv_use": round(min(max(run.kv_use, 0.05), 1.0), 2),
         }
     if served.tensor_parallel > 1:
         model["gpus_per_replica"] = served.tensor_parallel
-    if served.gpu_utilisation is not None:
-        model["gpu_memory_share"] = served.gpu_utilisation
-    if served.kv_cache_gib is not None:
-        model["kv_cache_gib"] = served.kv_cache_gib
+    if served.gpu_memory_share is not None:
+        model["gpu_memory_share"] = served.gpu_memory_share
+    else:
+        model["kv_cache_gib"] = round(served.kv_bytes / GIB, 3)
     model["max_concurrency"] = cap
     # `max_num_seqs` comes out as the cap times this, rounded up.
-    model["threads_per_request"] = math.ceil(1000 * plan.threads / cap) / 1000
-    model["forks"] = {"max_replica_threads": plan.threads}
+    peak_rows = max(run.peak_rows, plan.best.found.saturated.run.peak_rows)
+    threads = min(MAX_THREADS, max(cap, peak_rows))
+    model["threads_per_request"] = math.ceil(1000 * threads / cap) / 1000
     if served.max_model_len is not None:
         model["engine"] = {"max_model_len": served.max_model_len}
     return model
 
 
 def overlay_values(plan: Plan, served: Served) -> dict[str, Any]:
-    """What a Kubernetes overlay takes: engine pods, one replica each, and what each asks for.
+    """Return the values of a Kubernetes overlay: engine pods, one replica each, and their requests.
 
-    As many pods as there may be replicas: our overlays let nothing but us change their number.
+    There are as many pods as the maximum of replicas, because nothing else in our overlays changes
+    their number.
     """
-    gpu = served.gpu_utilisation is not None
-    weights_gib = plan.memory.weight_bytes * served.tensor_parallel / GIB
-    if gpu:
+    has_gpu = served.gpu_memory_share is not None
+    weights_gib = served.weight_bytes / GIB
+    if has_gpu:
         # While it loads, a checkpoint's files lie in the page cache, which counts too.
         request_gib = _HOST_GPU_GIB + math.ceil(weights_gib)
     else:
-        request_gib = _HOST_CPU_GIB + math.ceil(weights_gib + plan.memory.kv_bytes / GIB)
+        request_gib = _HOST_CPU_GIB + math.ceil(weights_gib + served.kv_bytes / GIB)
     cpus = _BUSY_PROCESSES + served.tensor_parallel
     values: dict[str, Any] = {
-        "workerGroupSpecs/0/replicas": plan.replicas,
-        "workerGroupSpecs/0/minReplicas": plan.replicas,
-        "workerGroupSpecs/0/maxReplicas": plan.replicas,
+        "workerGroupSpecs/0/replicas": plan.num_replicas,
+        "workerGroupSpecs/0/minReplicas": plan.num_replicas,
+        "workerGroupSpecs/0/maxReplicas": plan.num_replicas,
         # One at least may go, or no node could be drained.
         "PodDisruptionBudget apar-engines minAvailable": max(
-            1, min(plan.serving_replicas, plan.replicas - 1)
+            1, min(plan.num_serving, plan.num_replicas - 1)
         ),
         "resources.requests.cpu": str(cpus),
         "resources.requests.memory": f"{request_gib}Gi",
         "resources.limits.memory": f"{request_gib + _LIMIT_GIB}Gi",
     }
-    if gpu:
+    if has_gpu:
         values["resources.limits.nvidia.com/gpu"] = str(served.tensor_parallel)
     return values

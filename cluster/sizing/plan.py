@@ -1,247 +1,283 @@
-"""From a load and its goals to replicas, caps and what follows from them."""
+"""From a load and its limits to hardware, replicas and a cap on concurrent requests."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
-from cluster.config.model import MAX_THREADS
 from cluster.sizing.errors import SizingError
-from cluster.sizing.memory import (
-    ReplicaMemory,
-    held_by_request,
-    requests_of_threads,
-    requests_that_fit,
-    threads_of,
+from cluster.sizing.replica_run import ReplicaRun
+from cluster.sizing.search import (
+    Candidate,
+    Conditions,
+    Found,
+    Replica,
+    Runner,
+    all_at_once,
+    bisect,
+    find_cap,
+    grid_rate,
+    rate_place,
+    saturate,
 )
-from cluster.sizing.queueing import Operation, ReplicaModel, operate, replica_model
-from cluster.sizing.request_shape import RequestShape
-from cluster.sizing.step_costs import StepCosts
 
-_BISECTIONS = 40
-_LEAST_SHARE = 1e-4
+# Beside the cap found, so much of it is tried.
+_LOWER_CAP = 0.6
+# The confirming run has other arrivals, and more of them.
+_CONFIRMED_TIMES = 2.5
+OPTIONS = {"first token": "--first-token", "time per token": "--token", "latency": "--latency"}
+"""The option of `apar plan` for each limit."""
 
 
 @dataclass(frozen=True, slots=True)
-class Goals:
-    """What has to be served, and how well.
+class Load:
+    """What has to be served.
 
-    Either `requests_per_s`, or `users` who each wait for an answer and then think for `think_s`.
-    Times in seconds, held by 99 of 100 requests; None where there is no goal. `headroom` is the
-    share by which the load may grow, `utilisation` the most of a full replica's rate (of its
-    places, with users) that is planned for, `spare` the replicas that may be away.
+    requests_per_s or users: exactly one of them. A user sends a request, waits for the answer,
+        and thinks for `think_s` seconds before the next.
+    headroom: growth of the load to plan for, as a share of it.
+    spare: replicas that may be missing.
     """
 
     requests_per_s: float | None = None
     users: int | None = None
     think_s: float = 0.0
-    first_token_s: float | None = None
-    token_s: float | None = None
-    latency_s: float | None = None
     headroom: float = 0.2
-    utilisation: float = 0.8
     spare: int = 1
+
+    def __post_init__(self) -> None:
+        if (self.requests_per_s is None) == (self.users is None):
+            raise SizingError("give a load: either requests per second or users")
+        if (self.requests_per_s or self.users or 0) <= 0:
+            raise SizingError("the load must be above 0")
+
+    def serving(self, rate: float, mean_latency_s: float) -> int:
+        """Return the replicas that serve the load and its headroom at a rate for each."""
+        if self.requests_per_s is not None:
+            worth = self.requests_per_s / rate
+        else:
+            assert self.users is not None
+            # Response time law: requests under way or thought about.
+            worth = self.users / (rate * (mean_latency_s + self.think_s))
+        # Floating-point sums may exceed a whole number slightly.
+        return max(1, math.ceil(worth * (1 + self.headroom) - 1e-9))
+
+    def rate_each(self, serving: int, mean_latency_s: float) -> float:
+        """Return the rate of each of so many replicas without the headroom."""
+        if self.requests_per_s is not None:
+            return self.requests_per_s / serving
+        assert self.users is not None
+        return self.users / serving / (mean_latency_s + self.think_s)
 
 
 @dataclass(frozen=True, slots=True)
-class Caps:
-    """Most requests in one replica, by each thing that bounds them; None where it bounds none."""
+class Choice:
+    """A candidate with the replicas that it needs; None where no number of them is enough."""
 
-    by_memory: int
-    by_threads: int
-    by_token_time: int | None
+    found: Found
+    serving: int | None
+    replicas: int | None
+    gpus: int | None
+    price: float | None = None
 
     @property
-    def requests(self) -> int:
-        """The recommended concurrency cap."""
-        caps = [self.by_memory, self.by_threads]
-        return min([*caps, self.by_token_time] if self.by_token_time is not None else caps)
+    def run(self) -> ReplicaRun:
+        """The run at the highest rate. Only for candidates that have one."""
+        assert self.found.run is not None
+        return self.found.run
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What was asked, and what it takes.
+    """A recommendation, and what was tried for it.
 
-    `most` is a replica at the highest load planned for it, `expected` at the load that was asked
-    for when all but the spare replicas serve it. `users_each` is None for a rate of requests.
+    best: the recommended candidate with the rate and the run of the confirming run.
+    searched: the same by the bisection alone, whose rate may be higher.
+    choices: all candidates, in the order of hardware, forks and cap.
+    sequential: the best candidate without forks on the same hardware, None if nothing forks.
+    expected_rate, expected: each replica at the load without headroom.
     """
 
-    goals: Goals
-    shape: RequestShape
-    costs: StepCosts
-    memory: ReplicaMemory
-    caps: Caps
-    replica: ReplicaModel
-    most: Operation
-    users_each: float | None
-    serving_replicas: int
-    expected: Operation
+    load: Load
+    conditions: Conditions
+    replicas: tuple[Replica, ...]
+    best: Choice
+    searched: Choice
+    choices: tuple[Choice, ...]
+    sequential: Choice | None
+    expected_rate: float
+    expected: ReplicaRun
 
     @property
-    def replicas(self) -> int:
+    def hardware(self) -> Replica:
+        """The recommended replica."""
+        return self.replicas[self.best.found.candidate.replica]
+
+    @property
+    def num_replicas(self) -> int:
         """Replicas to run, spare ones included."""
-        return self.serving_replicas + self.goals.spare
+        assert self.best.replicas is not None
+        return self.best.replicas
 
     @property
-    def threads(self) -> int:
-        """Threads of one replica at its cap, but for one moment in a hundred."""
-        return min(threads_of(self.caps.requests, self.shape), MAX_THREADS)
-
-    @property
-    def expected_kv_share(self) -> float:
-        """Share of the KV cache in use at the expected load, on average."""
-        return self._kv_share(self.expected)
-
-    @property
-    def most_kv_share(self) -> float:
-        """The same at the highest load planned for a replica."""
-        return self._kv_share(self.most)
-
-    def _kv_share(self, operation: Operation) -> float:
-        held = held_by_request(self.shape, self.memory.block_size)
-        return min(operation.requests * held / self.memory.tokens, 1.0)
+    def num_serving(self) -> int:
+        """Replicas to run, without the spare ones."""
+        assert self.best.serving is not None
+        return self.best.serving
 
 
-def make_plan(goals: Goals, shape: RequestShape, costs: StepCosts, memory: ReplicaMemory) -> Plan:
-    """The smallest number of replicas that meets the goals. Raises SizingError where none does."""
-    _check(goals)
-    caps = _caps(goals, shape, costs, memory)
-    replica = replica_model(shape, costs, caps.requests)
-    if goals.requests_per_s is not None:
-        most = _highest_rate(replica, goals)
-        load = goals.requests_per_s
-        serving = _replicas(load * (1 + goals.headroom) / most.rate)
-        expected = operate(replica, load / serving)
-        return Plan(goals, shape, costs, memory, caps, replica, most, None, serving, expected)
-    most, users_each = _most_users(replica, goals)
-    assert goals.users is not None
-    serving = _replicas(goals.users * (1 + goals.headroom) / users_each)
-    expected = _closed(replica, goals.users / serving, goals.think_s)
-    return Plan(goals, shape, costs, memory, caps, replica, most, users_each, serving, expected)
+Started = Callable[[str, int], Callable[[], None]]
+"""Begins a stage with a number of steps; the returned function is called after each."""
 
 
-def _replicas(worth: float) -> int:
-    # Sums of floating-point shares may exceed a whole number by a hair.
-    return max(1, math.ceil(worth - 1e-9))
+def make_plan(
+    load: Load,
+    runs: Runner,
+    *,
+    caps: Sequence[int] = (),
+    prices: Sequence[float] = (),
+    started: Started = lambda _stage, _total: lambda: None,
+) -> Plan:
+    """Find the hardware and cap that serve a load within its limits at the least cost.
 
-
-def _check(goals: Goals) -> None:
-    if (goals.requests_per_s is None) == (goals.users is None):
-        raise SizingError("give a load: either requests per second or users")
-    if (goals.requests_per_s or goals.users or 0) <= 0:
-        raise SizingError("the load must be more than nothing")
-    if not 0 < goals.utilisation < 1:
-        raise SizingError(f"utilisation {goals.utilisation:g} must lie between 0 and 1")
-
-
-def _caps(goals: Goals, shape: RequestShape, costs: StepCosts, memory: ReplicaMemory) -> Caps:
-    by_memory = requests_that_fit(memory, shape)
-    if by_memory < 1:
-        raise SizingError(
-            f"the KV cache of a replica holds {memory.tokens:,} tokens, and one request takes "
-            f"{shape.held_tokens:,.0f} give or take {shape.held_tokens_sd:,.0f}: take a GPU with "
-            "more memory, or more --tensor-parallel"
-        )
-    by_threads = max(1, requests_of_threads(MAX_THREADS, shape))
-    one = replica_model(shape, costs, 1)
-    if one.step_s(1) <= 0:
-        raise SizingError(
-            f"a step with one request takes no time ({costs.source}): any number of requests would "
-            "do; give --step-time-base or --step-time-per-thread as measured"
-        )
-    return Caps(by_memory, by_threads, _by_token_time(goals.token_s, one))
-
-
-def _by_token_time(token_s: float | None, one: ReplicaModel) -> int | None:
-    """Requests whose step stays within the time per token; None where any number does."""
-    if token_s is None:
-        return None
-    room_s = token_s - one.base_s
-    if one.growth_s == 0 and room_s >= 0:
-        return None
-    most = math.floor(room_s / one.growth_s + 1e-9) if one.growth_s > 0 else 0
-    if most < 1:
-        raise SizingError(
-            f"a step with one request takes {1000 * one.step_s(1):.1f} ms, longer than the "
-            f"{1000 * token_s:g} ms a token that were asked for: no number of replicas helps"
-        )
-    return most
-
-
-def _meets(operation: Operation, goals: Goals) -> bool:
-    first_token_s = goals.first_token_s or math.inf
-    latency_s = goals.latency_s or math.inf
-    return operation.first_token_s <= first_token_s and operation.latency_s <= latency_s
-
-
-def _highest_rate(replica: ReplicaModel, goals: Goals) -> Operation:
-    """The replica at the highest rate that meets the goals within the utilisation."""
-    least = operate(replica, replica.full_rate * _LEAST_SHARE)
-    if not _meets(least, goals):
-        raise _unreachable(least, goals)
-    high = goals.utilisation
-    if _meets(operate(replica, replica.full_rate * high), goals):
-        return operate(replica, replica.full_rate * high)
-    low = _LEAST_SHARE
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        met = _meets(operate(replica, replica.full_rate * middle), goals)
-        low, high = (middle, high) if met else (low, middle)
-    return operate(replica, replica.full_rate * low)
-
-
-def _most_users(replica: ReplicaModel, goals: Goals) -> tuple[Operation, float]:
-    """The replica with the most requests inside that meet the goals, and its users.
-
-    As many users as places wait at most, so none of them queues. Those who think are counted by
-    the response-time law, users = rate * (latency + think time).
+    `caps` replaces the caps that are tried by default. The cost is the number of GPUs, or their
+    price if `prices` has one for each replica's GPU; ties go to fewer replicas, then to the
+    hardware named first. Raises SizingError if no candidate keeps the limits.
     """
-    most = max(1, math.floor(goals.utilisation * replica.cap))
-    operation = _inside(replica, most)
-    while most > 1 and not _meets(operation, goals):
-        most -= 1
-        operation = _inside(replica, most)
-    if not _meets(operation, goals):
-        raise _unreachable(operation, goals)
-    return operation, most + operation.rate * goals.think_s
+    search = _Search(load, runs, tuple(caps), tuple(prices))
+    modes = (True, False) if runs.forks else (False,)
+    searches = [
+        (index, forked, cap)
+        for index in range(len(runs.replicas))
+        for forked in modes
+        for cap in (caps or (None,))
+    ]
+    done = started("candidates", len(searches))
+
+    def choices_of(index: int, forked: bool, cap: int | None) -> list[Choice]:
+        found = search.choices(index, cap, forked=forked)
+        done()
+        return found
+
+    choices = [
+        choice
+        for some in all_at_once([partial(choices_of, *each) for each in searches])
+        for choice in some
+    ]
+    possible = [choice for choice in choices if choice.replicas is not None]
+    candidates = [choice for choice in possible if choice.found.candidate.forked == modes[0]]
+    if not candidates:
+        raise SizingError(_impossible(choices, runs))
+    searched = min(candidates, key=_cost)
+    done = started("confirmation", 1)
+    best, expected_rate, expected = search.confirmed(searched)
+    done()
+    hardware = searched.found.candidate.replica
+    flat = [
+        choice
+        for choice in possible
+        if not choice.found.candidate.forked and choice.found.candidate.replica == hardware
+    ]
+    sequential = min(flat, key=_cost) if flat and runs.forks else None
+    return Plan(
+        load, runs.conditions, runs.replicas, best, searched, tuple(choices), sequential,
+        expected_rate, expected,
+    )  # fmt: skip
 
 
-def _closed(replica: ReplicaModel, users: float, think_s: float) -> Operation:
-    """The replica with so many users: the number inside at which as many come as end."""
-    low, high = 0.0, min(users, float(replica.cap))
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        rate = replica.rate(middle)
-        low, high = (middle, high) if middle + rate * think_s < users else (low, middle)
-    return _inside(replica, high)
+class _Search:
+    """The searches of one plan."""
+
+    def __init__(
+        self, load: Load, runs: Runner, caps: tuple[int, ...], prices: tuple[float, ...]
+    ) -> None:
+        self._load = load
+        self._runs = runs
+        self._caps = caps
+        self._prices = prices
+
+    def choices(self, index: int, cap: int | None, *, forked: bool) -> list[Choice]:
+        """Return a replica's candidates: with the given cap, or the best one and a lower one."""
+        runs = self._runs
+        if cap is not None:
+            candidate = Candidate(index, cap, forked)
+            return [self.choice(bisect(runs, saturate(runs, candidate, is_complete=True)))]
+        found = [bisect(runs, find_cap(runs, index, forked=forked))]
+        lower = round(_LOWER_CAP * found[0].candidate.cap)
+        # Forks are compared with the best cap of sequential decoding.
+        if forked and lower > 0 and found[0].run is not None:
+            candidate = Candidate(index, lower, forked)
+            found.append(bisect(runs, saturate(runs, candidate, is_complete=True)))
+        return [self.choice(each) for each in found]
+
+    def choice(self, found: Found) -> Choice:
+        """Return a candidate with the replicas that the load needs of it."""
+        if found.run is None:
+            return Choice(found, None, None, None)
+        serving = self._load.serving(found.rate, found.run.mean_latency_s)
+        replicas = serving + self._load.spare
+        index = found.candidate.replica
+        gpus = replicas * self._runs.replicas[index].num_gpus
+        price = gpus * self._prices[index] if self._prices else None
+        return Choice(found, serving, replicas, gpus, price)
+
+    def confirmed(self, searched: Choice) -> tuple[Choice, float, ReplicaRun]:
+        """Return a candidate at the highest rate that a longer run with other arrivals confirms.
+
+        Also the rate and the run of each replica at the load without headroom.
+        """
+        runs, found = self._runs, searched.found
+        seed = runs.conditions.seed + 1
+        measured = round(_CONFIRMED_TIMES * runs.conditions.measured)
+
+        def run(rate: float) -> ReplicaRun:
+            return runs.run(found.candidate, rate, measured=measured, seed=seed, is_complete=True)
+
+        def expected_rate(choice: Choice) -> float:
+            # A lower rate has a lower latency, so that users send more; headroom covers it.
+            assert choice.serving is not None
+            rate = self._load.rate_each(choice.serving, choice.run.mean_latency_s)
+            return grid_rate(rate_place(rate) + 1)
+
+        rate = expected_rate(searched)
+        confirming, expected = all_at_once(
+            [partial(run, grid_rate(found.place)), partial(run, rate)]
+        )
+        place = found.place
+        while confirming.broken:
+            place -= 1
+            confirming = run(grid_rate(place))
+        best = self.choice(replace(found, place=place, run=confirming))
+        if (final_rate := expected_rate(best)) != rate:
+            expected = run(final_rate)
+        return best, final_rate, expected
 
 
-def _inside(replica: ReplicaModel, requests: float) -> Operation:
-    """The replica with a steady number of requests inside, and nobody waiting."""
-    rate = replica.rate(requests)
-    step_s = replica.step_s(requests)
-    return Operation(
-        rate=rate,
-        utilisation=rate / replica.full_rate,
-        requests=requests,
-        busy_requests=math.ceil(requests),
-        step_s=step_s,
-        busy_step_s=step_s,
-        wait_s=0.0,
-        first_token_s=2 * step_s + replica.prefill_s,
-        latency_s=replica.prefill_s + replica.long_steps * step_s,
-        mean_latency_s=requests / rate,
-    )
+def _cost(choice: Choice) -> tuple[float, int, int, int]:
+    assert choice.gpus is not None
+    assert choice.replicas is not None
+    cost = choice.gpus if choice.price is None else choice.price
+    # With equal rates, a lower cap protects the running requests better in a burst.
+    candidate = choice.found.candidate
+    return cost, choice.replicas, candidate.replica, -choice.found.place * 10_000 + candidate.cap
 
 
-def _unreachable(operation: Operation, goals: Goals) -> SizingError:
+def _impossible(choices: Sequence[Choice], runs: Runner) -> str:
+    """Say which limits no number of replicas keeps, and what an idle one reaches."""
+    limits = runs.conditions.slos.named()
     parts = []
-    for name, reached, wanted in (
-        ("the first token", operation.first_token_s, goals.first_token_s),
-        ("a long answer", operation.latency_s, goals.latency_s),
-    ):
-        if wanted is not None and reached > wanted:
-            parts.append(f"{name} takes {reached:.2f} s, {wanted:g} s were asked for")
-    return SizingError(
-        f"in a replica with nothing else to do {' and '.join(parts)}: no number of replicas helps"
-    )
+    for choice in choices:
+        idle = choice.found.idle
+        assert idle is not None
+        hardware = runs.replicas[choice.found.candidate.replica].hardware
+        reached = ", ".join(
+            f"{OPTIONS[name]} {limits[name]:g}s (p99 {idle.times[name].p99_s:.3g}s)"
+            for name in choice.found.broken
+            if name in limits
+        )
+        part = f"on an idle {hardware}: {reached}"
+        if part not in parts:
+            parts.append(part)
+    return f"no number of replicas keeps these limits {'; '.join(parts)}"

@@ -1,4 +1,4 @@
-"""`apar monitor` and `apar plan --measure-from` on a loaded server."""
+"""`apar monitor` on a loaded server."""
 
 import asyncio
 import json
@@ -85,25 +85,6 @@ def test_a_loaded_cluster_is_shown_as_it_is(tmp_path: Path) -> None:
         assert max(each["running"] + each["waiting"] for each in replica) > 0
     assert "apar-tiny" in text
     assert "none" in text  # rejected
-
-
-def test_step_times_are_measured_on_the_running_cluster(tmp_path: Path) -> None:
-    port = free_port()
-    with serving(tmp_path, TINY, metrics={"port": port}) as server, loaded(server.url, 1):
-        planning = subprocess.Popen(
-            [*APAR, "plan", "--rate", "3", "--model", "apar-tiny", "--measure-from",
-             f"127.0.0.1:{port}", "--measure-for", "30s", "--json"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        time.sleep(14)
-        with loaded(server.url, 12):
-            output, errors = planning.communicate(timeout=WAIT_S)
-
-    assert planning.returncode == 0, errors
-    costs = json.loads(output)["costs"]
-    assert "measured:" in costs["source"]
-    assert 0 < costs["base_s"] < 0.2
-    assert 0 < costs["thread_s"] < 0.02
 
 
 def test_a_watch_goes_on_through_a_restart_of_the_server(tmp_path: Path) -> None:

@@ -75,6 +75,8 @@ def num_steps(
     assert engine.scheduler.reset_prefix_cache()
     ballast = manager.block_pool.get_new_blocks(num_blocks - num_left)
     manager.watermark_blocks = int(engine.scheduler.scheduler_config.watermark * num_left)
+    # The recorded engine admitted requests as vLLM does.
+    engine.scheduler.growth_reserve_tokens = 0
     engine.scheduler.gate.max_requests = MAX_REQUESTS
     before = engine.device.totals.steps
     try:

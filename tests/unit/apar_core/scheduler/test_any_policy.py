@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apar_core.scheduler.step_time import BatchView
+from apar_core.step_costs.costs import StepBatch
 from tests.fakes.scripted_engine import (
     EngineShape,
     Script,
@@ -25,10 +25,10 @@ class MoodyPolicy:
         self._numbers = random.Random(seed)
         self._chance = chance
 
-    def admits(self, batch: BatchView, *, extra_attended: int = 0) -> bool:
+    def admits(self, batch: StepBatch, *, extra_attended: int = 0) -> bool:
         return self._numbers.random() < self._chance
 
-    def observe(self, batch: BatchView, seconds: float) -> None:
+    def observe(self, batch: StepBatch, seconds: float) -> None:
         assert batch.rows > 0
 
 

@@ -2,17 +2,17 @@ import pytest
 
 from apar_core.scheduler.fork_admission import ForkAdmission
 from apar_core.scheduler.fork_policy import EagerPolicy, ForkPolicy
-from apar_core.scheduler.step_time import BatchView
 from apar_core.scheduler.thread_table import ThreadGroup
+from apar_core.step_costs.costs import StepBatch
 from tests.fakes.scripted_engine import fork_parameters
 
-BATCH = BatchView(4, 400)
+BATCH = StepBatch(4, 400)
 
 
 class SmallOnly(EagerPolicy):
     """Admits forks that attend to few tokens."""
 
-    def admits(self, batch: BatchView, *, extra_attended: int = 0) -> bool:
+    def admits(self, batch: StepBatch, *, extra_attended: int = 0) -> bool:
         return batch.attended_tokens + extra_attended <= 500
 
 

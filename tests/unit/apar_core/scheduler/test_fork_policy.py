@@ -3,7 +3,8 @@ import random
 import pytest
 
 from apar_core.scheduler.fork_policy import AdaptivePolicy, EagerPolicy, build_policy
-from apar_core.scheduler.step_time import MIN_STEPS, BatchView
+from apar_core.scheduler.step_time import MIN_STEPS
+from apar_core.step_costs.costs import StepBatch
 
 
 def step_s(rows: int) -> float:
@@ -15,11 +16,11 @@ def taught(token_time_s: float, *, most_rows: int = 32) -> AdaptivePolicy:
     policy = AdaptivePolicy(token_time_s)
     for number in range(20 * MIN_STEPS):
         rows = 1 + number % most_rows
-        policy.observe(BatchView(rows, 0), step_s(rows))
+        policy.observe(StepBatch(rows, 0), step_s(rows))
     return policy
 
 
-def admitted(policy: AdaptivePolicy, batch: BatchView, wanted: int) -> int:
+def admitted(policy: AdaptivePolicy, batch: StepBatch, wanted: int) -> int:
     """Return how many of `wanted` forks the policy admits, one by one."""
     for number in range(wanted):
         if not policy.admits(batch):
@@ -30,38 +31,38 @@ def admitted(policy: AdaptivePolicy, batch: BatchView, wanted: int) -> int:
 
 def test_eager_admits_into_any_batch() -> None:
     policy = EagerPolicy()
-    policy.observe(BatchView(1, 1), 1000.0)
+    policy.observe(StepBatch(1, 1), 1000.0)
 
-    assert policy.admits(BatchView(10**6, 10**9))
+    assert policy.admits(StepBatch(10**6, 10**9))
 
 
 @pytest.mark.parametrize(("token_time_s", "rows"), [(0.0084, 8), (0.0124, 16), (0.0184, 28)])
 def test_adaptive_fills_the_step_up_to_the_time_per_token(token_time_s: float, rows: int) -> None:
-    assert admitted(taught(token_time_s), BatchView(2, 0), 100) == rows - 2
+    assert admitted(taught(token_time_s), StepBatch(2, 0), 100) == rows - 2
 
 
 def test_adaptive_admits_nothing_into_a_step_that_is_already_too_long() -> None:
-    assert admitted(taught(0.010), BatchView(20, 0), 5) == 0
+    assert admitted(taught(0.010), StepBatch(20, 0), 5) == 0
 
 
 def test_adaptive_is_eager_until_it_has_seen_enough_steps() -> None:
     policy = AdaptivePolicy(0.001)
     for _ in range(MIN_STEPS - 1):
-        policy.observe(BatchView(1, 0), 1.0)
-    assert policy.admits(BatchView(100, 0))
+        policy.observe(StepBatch(1, 0), 1.0)
+    assert policy.admits(StepBatch(100, 0))
 
-    policy.observe(BatchView(1, 0), 1.0)
-    assert not policy.admits(BatchView(1, 0))
+    policy.observe(StepBatch(1, 0), 1.0)
+    assert not policy.admits(StepBatch(1, 0))
 
 
 def test_adaptive_counts_the_tokens_that_a_fork_attends_to() -> None:
     policy = AdaptivePolicy(0.010)
     for number in range(20 * MIN_STEPS):
         attended = 1000 * (number % 8)
-        policy.observe(BatchView(4, attended), 0.005 + attended * 1e-6)
+        policy.observe(StepBatch(4, attended), 0.005 + attended * 1e-6)
 
-    assert policy.admits(BatchView(4, 2000), extra_attended=2500)
-    assert not policy.admits(BatchView(4, 2000), extra_attended=3500)
+    assert policy.admits(StepBatch(4, 2000), extra_attended=2500)
+    assert not policy.admits(StepBatch(4, 2000), extra_attended=3500)
 
 
 @pytest.mark.parametrize(("noise", "least", "most"), [(0.0, 8, 8), (0.2, 3, 6)])
@@ -72,9 +73,9 @@ def test_adaptive_keeps_a_margin_for_the_scatter_of_steps(
     numbers = random.Random(1)
     for number in range(30 * MIN_STEPS):
         rows = 1 + number % 32
-        policy.observe(BatchView(rows, 0), step_s(rows) * numbers.gauss(1, noise))
+        policy.observe(StepBatch(rows, 0), step_s(rows) * numbers.gauss(1, noise))
 
-    assert least <= 1 + admitted(policy, BatchView(1, 0), 100) <= most
+    assert least <= 1 + admitted(policy, StepBatch(1, 0), 100) <= most
 
 
 @pytest.mark.parametrize(("most_rows", "rows"), [(6, 12), (2, 8)])
@@ -82,10 +83,10 @@ def test_adaptive_grows_to_at_most_twice_the_rows_seen_or_to_eight(
     most_rows: int, rows: int
 ) -> None:
     policy = taught(10.0, most_rows=most_rows)
-    assert admitted(policy, BatchView(1, 0), 100) == rows - 1
+    assert admitted(policy, StepBatch(1, 0), 100) == rows - 1
 
-    policy.observe(BatchView(12, 0), step_s(12))
-    assert admitted(policy, BatchView(1, 0), 100) == 2 * 12 - 1
+    policy.observe(StepBatch(12, 0), step_s(12))
+    assert admitted(policy, StepBatch(1, 0), 100) == 2 * 12 - 1
 
 
 def test_policies_are_built_by_name() -> None:

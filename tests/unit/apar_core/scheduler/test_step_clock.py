@@ -1,7 +1,8 @@
-from apar_core.scheduler.step_time import BatchView, StepClock
+from apar_core.scheduler.step_time import StepClock
+from apar_core.step_costs.costs import StepBatch
 from tests.fakes.clock import Clock
 
-BATCH = BatchView(2, 100)
+BATCH = StepBatch(2, 100)
 
 
 def test_first_step_lasts_from_its_schedule_to_its_output() -> None:
@@ -32,7 +33,7 @@ def test_steps_their_rows_and_their_time_are_counted() -> None:
     steps = StepClock(clock)
     assert (steps.num_steps, steps.num_rows, steps.busy_s) == (0, 0, 0.0)
 
-    for number, batch in enumerate([BATCH, BatchView(3, 100)]):
+    for number, batch in enumerate([BATCH, StepBatch(3, 100)]):
         steps.begin(number, batch)
         clock.now_s += 1.5
         steps.end(number, still_busy=False)
@@ -60,12 +61,12 @@ def test_steps_scheduled_ahead_share_their_time() -> None:
     steps = StepClock(clock)
     steps.begin("a", BATCH)
     clock.now_s = 0.1
-    steps.begin("b", BatchView(3, 100))
+    steps.begin("b", StepBatch(3, 100))
     clock.now_s = 1.0
     assert steps.end("a", still_busy=True) == (BATCH, 1.0)
     clock.now_s = 2.0
 
-    assert steps.end("b", still_busy=True) == (BatchView(3, 100), 1.0)
+    assert steps.end("b", still_busy=True) == (StepBatch(3, 100), 1.0)
 
 
 def test_a_step_without_rows_is_not_timed() -> None:

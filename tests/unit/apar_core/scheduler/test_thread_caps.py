@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from apar_core.engine.core_state import core_state
+from apar_core.step_costs.costs import StepBatch, StepCosts
 from tests.fakes.scripted_engine import (
     END,
     FORK,
@@ -136,9 +137,9 @@ def test_adaptive_policy_keeps_steps_within_the_time_per_token(
     # The eight roots themselves take 12 ms: forks wait until some of them have ended.
     assert most == 8
     assert engine.scheduler.admission.counters.delayed["policy"] == 8 * 4
-    learnt = core_state(engine.scheduler)["step_time_model"]
-    assert learnt["fixed_s"] == pytest.approx(0.004, rel=0.2)
-    assert learnt["row_s"] == pytest.approx(0.001, rel=0.2)
+    learned = StepCosts(**core_state(engine.scheduler)["step_costs"])
+    for rows in (1, 4, 8):
+        assert learned.device_s(StepBatch(rows, 0)) == pytest.approx(0.004 + 0.001 * rows, rel=0.2)
     engine.assert_nothing_is_left()
 
 
@@ -173,7 +174,7 @@ def test_core_state_counts_waiting_forks_by_reason(model_dir: Path) -> None:
     assert counters["accepted"] == 1
     assert counters["delayed"] == state["deferred_by_reason"]
     assert state["step_s"] == pytest.approx(0.001)
-    assert "step_time_model" not in state
+    assert "step_costs" not in state
     engine.run()
     engine.assert_nothing_is_left()
 

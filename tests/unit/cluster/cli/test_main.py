@@ -47,7 +47,7 @@ def test_without_arguments_the_help_lists_every_command() -> None:
         ("loadtest compare", ["baseline", "--out"]),
         ("evaluate speed", ["--decoders", "--answers", "--replay", "out/evaluate-speed-DATE"]),
         ("monitor", ["--metrics", "--prometheus", "--interval", "--window", "--once", "--json"]),
-        ("plan", ["--rate", "--users", "--trace", "--token ", "--gpu", "--measure-from"]),
+        ("plan", ["--rate", "--users", "--trace", "--token ", "--gpu", "--costs"]),
     ],
 )
 def test_the_help_of_each_command_teaches_its_options(command: str, taught: list[str]) -> None:
