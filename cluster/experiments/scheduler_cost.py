@@ -131,8 +131,9 @@ def report_scheduler_cost(
                 if not processes:
                     processes = [stack.enter_context(_process(way, settings)) for way in WAYS]
                 store.add(name, {way: asdict(run) for way, run in _round(processes).items()})
-            for way, run in store.find(name).items():
-                rounds[way].append(RunCost(**run))
+            found = store.find(name)
+            for way in WAYS:
+                rounds[way].append(RunCost(**found[way]))
             done()
     costs = {way: way_cost(runs) for way, runs in rounds.items()}
     ratio = costs["ours, forked"].core_us / costs["vLLM"].core_us
