@@ -158,7 +158,8 @@ def validate(settings: ValidationSettings, folder: Path, start_stage: StartStage
         for fit in _FITS
     }
     predicted = predict(settings, points, costs, store.find("engine"), start_stage)
-    return _report(settings, measured, predicted, costs)
+    loads = [store.find(_part(number, point))["load_average"] for number, point in wanted]
+    return _report(settings, measured, predicted, costs, statistics.median(loads))
 
 
 def _points(settings: ValidationSettings) -> Iterator[RunPoint]:
@@ -389,6 +390,7 @@ def _report(
     measured: Mapping[RunPoint, Sequence[TimedRun]],
     predicted: Mapping[tuple[str, RunPoint], TimedRun],
     costs: Mapping[str, StepCosts],
+    load: float,
 ) -> Report:
     columns = [
         Column("run"),
@@ -419,7 +421,7 @@ def _report(
             same_steps &= all(run.steps == found.steps for run in runs)
         rows.append(tuple(row))
     facts = {
-        "Machine": f"measured on {machine_name()}",
+        "Machine": f"measured on {machine_name()}, load average {load:.1f}",
         "Time": "CPU time of the process" if settings.cpu_time else "wall time",
         "Runs": f"{settings.answers} answers of {settings.trace}, "
         f"{settings.repeats} repeats, medians; {settings.kv_tokens} tokens of KV cache",
