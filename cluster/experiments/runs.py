@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict
 
 from apar_core.errors import EvaluationError
-from cluster.experiments.methods import ADAPTIVE, EAGER, METHODS, SEQUENTIAL, Workload
+from cluster.experiments.methods import ADAPTIVE, EAGER, METHODS, SEQUENTIAL, Method, Workload
 from cluster.experiments.parts import LineStore, StartStage
 from cluster.experiments.samples import Sample, Spread, spread, steady
 from cluster.experiments.settings import ExperimentSettings, RunKey
@@ -23,6 +24,7 @@ from cluster.experiments.settings import ExperimentSettings, RunKey
 if TYPE_CHECKING:
     from cluster.experiments.driver import Drive, Served
     from cluster.experiments.engine import ExperimentEngine
+    from cluster.experiments.program import Program
 
 RUNS_FILE = "runs.jsonl"
 # A closed loop's figures settle with so many answers for each request under way.
@@ -282,13 +284,12 @@ def _warm_up(engine: ExperimentEngine, workload: Workload) -> None:
     from cluster.experiments.engine import Conditions
 
     questions = workload.questions[:_WARM_UP_ANSWERS]
+
+    def make(method: Method, index: int) -> Program:
+        return method.build(questions[index], workload.marker_id)
+
     for name in (SEQUENTIAL, EAGER):
-        build = METHODS[name].build
-        plan = RunPlan(
-            Conditions(),
-            lambda index, build=build: build(questions[index], workload.marker_id),
-            len(questions),
-        )
+        plan = RunPlan(Conditions(), partial(make, METHODS[name]), len(questions))
         drive(engine, plan, sample_s=1.0)
 
 
