@@ -24,6 +24,7 @@ GPUS = ("a100-80gb", "h100")
 CAPS = {"llama-7b": 350, "llama-13b": 180, "llama-3-8b": 350}
 LIMITS = Slos(first_token_s=2.0, token_s=0.1)
 RATE = 20.0
+MEASURED = 250
 WORKLOADS = {
     "mixed": Workload(forks="mixed"),
     "structured": Workload(forks="structured", prompt_tokens=175, answer_tokens=410),
@@ -48,7 +49,7 @@ def question(model: str, workload: Workload) -> Question:
     engines = EngineOptions(size, min(size.max_positions or 2048, 4096))
     return Question(
         Load(RATE),
-        Conditions(workload, LIMITS, engines.max_model_len),
+        Conditions(workload, LIMITS, engines.max_model_len, measured=MEASURED),
         tuple(engines.replica(gpu) for gpu in GPUS),
         caps=(CAPS[model],),
     )
@@ -61,7 +62,7 @@ def command(model: str, workload: Workload) -> str:
     )
     return (
         f"apar plan --rate {RATE:g} --model {model} --gpu {','.join(GPUS)} --caps {CAPS[model]} "
-        f"--token 100ms --forks {workload.forks} {lengths}"
+        f"--token 100ms --requests {MEASURED} --forks {workload.forks} {lengths}"
         + (" --max-model-len 4096" if model == "llama-3-8b" else "")
     )
 
