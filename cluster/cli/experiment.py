@@ -241,7 +241,9 @@ def _figure_command(name: str, text: str) -> Callable[..., None]:
                 report = run_experiment(
                     name, settings, out, progress.start, workers=workers or os.cpu_count() or 1
                 )
-            show_report(report, out / name, hidden=("runs",))
+            # The ratios of all experiments are too many for a terminal.
+            hidden = ("runs", "ratios") if name == "all" else ("runs",)
+            show_report(report, out / name, hidden=hidden)
 
     command.__doc__ = text
     return command

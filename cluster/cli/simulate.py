@@ -188,6 +188,10 @@ def simulate(
     """
     if autoscale is None and (target_threads or catch_up):
         raise wrong_value("--autoscale", "--target-threads and --catch-up need --autoscale")
+    if slow > min(replicas):
+        raise wrong_value("--slow", f"{slow} of {min(replicas)} replicas cannot be slow")
+    kills, joins = _times("--kill", kill), _times("--join", join)
+    bounds = None if autoscale is None else _bounds(autoscale)
     with clear_errors(), stage_progress() as progress:
         # These import vLLM, which takes seconds.
         from apar_core.step_costs.files import read_costs
@@ -216,17 +220,15 @@ def simulate(
             seeds=seeds,
             slow=slow,
             slowness=slowness,
-            kills=_times("--kill", kill),
-            joins=_times("--join", join),
+            kills=kills,
+            joins=joins,
             start_s=start_delay,
             surge=surge,
-            autoscale=None if autoscale is None else _bounds(autoscale),
+            autoscale=bounds,
             target_threads=target_threads or (None,),
             catch_up_s=catch_up or (None,),
             gateways=gateways,
         )
-        if slow > min(replicas):
-            raise wrong_value("--slow", f"{slow} of {min(replicas)} replicas cannot be slow")
         try:
             results, capacity = run_cases(settings, jobs, progress.start)
         except ValidationError as error:

@@ -12,6 +12,7 @@ engine core's time is what is left of it after waiting for the output.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -200,14 +201,55 @@ def fit_samples(
 
     Raises StepCostsError if the samples do not determine the costs.
     """
-    fit = fit_costs(
-        [(sample.batch, sample.device_s) for sample in samples],
-        name=name,
-        source=source,
-        knots=knots,
-    )
+    typical = _typical(samples)
+    if knots is None:
+        knots = _knots([batch.tokens for batch, _ in typical])
+    fit = fit_costs(typical, name=name, source=source, knots=knots)
     base_s, row_s = _host_line(samples)
     return replace(fit, costs=replace(fit.costs, host_base_s=base_s, host_row_s=row_s))
+
+
+def _typical(samples: Sequence[StepSample]) -> list[tuple[StepBatch, float]]:
+    """Return a mean step for each kind of step, so that frequent kinds do not outweigh others.
+
+    Steps of a kind have the same rows and copied blocks, and about the same tokens.
+    """
+    kinds: dict[tuple[int, ...], list[StepSample]] = defaultdict(list)
+    for sample in samples:
+        batch = sample.batch
+        attended, prefill = batch.attended_tokens, batch.prefill_tokens
+        kind = (batch.rows, batch.copied_blocks, _bucket(prefill), _bucket(attended))
+        kinds[kind].append(sample)
+    typical: list[tuple[StepBatch, float]] = []
+    for (rows, copied, *_), found in kinds.items():
+        attended = round(statistics.fmean(sample.batch.attended_tokens for sample in found))
+        prefill = round(statistics.fmean(sample.batch.prefill_tokens for sample in found))
+        seconds = _mean_s([sample.device_s for sample in found])
+        typical.append((StepBatch(rows, attended, prefill, copied), seconds))
+    return typical
+
+
+def _mean_s(times: Sequence[float]) -> float:
+    """Return the mean, in which a time counts as twice the median at most.
+
+    A run's duration is a sum of steps, so the slower ones count; interruptions do not.
+    """
+    most_s = 2 * statistics.median(times)
+    return statistics.fmean(min(seconds, most_s) for seconds in times)
+
+
+def _knots(tokens: Sequence[int]) -> list[int]:
+    """Return numbers of tokens, each larger by 40% or more, at which there are samples."""
+    knots: list[int] = []
+    for number in sorted(set(tokens)):
+        if not knots or number >= 1.4 * knots[-1]:
+            knots.append(number)
+    return knots
+
+
+def _bucket(tokens: int) -> int:
+    """Return a number that grows by one with each fifth more tokens."""
+    return round(math.log(tokens + 1) / math.log(1.2))
 
 
 def _host_line(samples: Sequence[StepSample]) -> tuple[float, float]:

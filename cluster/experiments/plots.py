@@ -72,7 +72,8 @@ def _figure(
             upper.set_title(title)
             draw_ratio(lower, found)
         axes[0][0].legend(frameon=False)
-        axes[1][0].legend(frameon=False)
+        # With a frame, or the band behind it would hide its own colour.
+        axes[1][0].legend(loc="upper right", fontsize=8)
     return figure
 
 
@@ -93,6 +94,7 @@ def _draw_throughput(panel: Axes, found: Sequence[Comparison]) -> None:
             label=method,
         )
     panel.set_ylabel("text tokens / s")
+    panel.margins(y=0.1)
     panel.set_ylim(bottom=0)
     _share_axis(panel)
 
@@ -115,6 +117,7 @@ def _draw_latency(panel: Axes, found: Sequence[Comparison]) -> None:
             label=method,
         )
     panel.set_ylabel("mean latency, s")
+    panel.margins(y=0.1)
     panel.set_ylim(bottom=0)
     _concurrency_axis(panel, found)
 
@@ -145,7 +148,8 @@ def _draw_ratios(
                 color=METHOD_COLOURS[method],
             )
     low, high = panel.get_ylim()
-    panel.set_ylim(min(low, 0.9), max(high, 1.1))
+    # Room for the legend.
+    panel.set_ylim(min(low, 0.9), max(high, 1.1) + 0.1)
 
 
 def _draw_bars(

@@ -157,8 +157,9 @@ def validate(settings: ValidationSettings, folder: Path, start_stage: StartStage
         ).costs
         for fit in _FITS
     }
-    predicted = _predict(settings, points, costs, store.find("engine"), start_stage)
-    return _report(settings, measured, predicted, costs)
+    predicted = predict(settings, points, costs, store.find("engine"), start_stage)
+    loads = [store.find(_part(number, point))["load_average"] for number, point in wanted]
+    return _report(settings, measured, predicted, costs, statistics.median(loads))
 
 
 def _points(settings: ValidationSettings) -> Iterator[RunPoint]:
@@ -197,9 +198,9 @@ def _measure(
     try:
         if engine.control_tokens is None:
             raise EvaluationError(f"{settings.model} has no control tokens: it cannot fork")
-        answers, _ = _answers(settings)
+        answers, _ = load_answers(settings)
         if not store.has("engine"):
-            store.add("engine", _engine_facts(engine))
+            store.add("engine", engine_facts(engine))
         clock = time.process_time if settings.cpu_time else time.perf_counter
         timer = StepTimer(engine, clock)
         done = start_stage("runs", len(missing) + 1)
@@ -302,7 +303,8 @@ def replay(
     return TimedRun(duration_s, num_steps)
 
 
-def _answers(settings: ValidationSettings) -> tuple[list[ReplayAnswer], TreeTokens]:
+def load_answers(settings: ValidationSettings) -> tuple[list[ReplayAnswer], TreeTokens]:
+    """Return the answers to replay, and the control tokens that they contain."""
     # Imports transformers, which takes seconds.
     from apar_core.offline.evaluation.replay_text import load_text
 
@@ -315,7 +317,7 @@ def _answers(settings: ValidationSettings) -> tuple[list[ReplayAnswer], TreeToke
     return fitting, text.tokens
 
 
-def _engine_facts(engine: OfflineEngine) -> dict[str, Any]:
+def engine_facts(engine: OfflineEngine) -> dict[str, Any]:
     """Return what a virtual engine needs to take the same steps."""
     config: Any = engine.llm.llm_engine.vllm_config
     model = config.model_config
@@ -331,7 +333,7 @@ def _engine_facts(engine: OfflineEngine) -> dict[str, Any]:
     }
 
 
-def _predict(
+def predict(
     settings: ValidationSettings,
     points: Sequence[RunPoint],
     costs: Mapping[str, StepCosts],
@@ -348,7 +350,7 @@ def _predict(
     done = start_stage("predictions", len(wanted))
     predicted: dict[tuple[str, RunPoint], TimedRun] = {}
     with VirtualEngine(VirtualSpec(costs=costs[_GRID], **facts)) as engine:
-        answers, tokens = _answers(settings)
+        answers, tokens = load_answers(settings)
         own = load_text(str(engine.folder)).tokens
         control = {
             tokens.fork_id: own.fork_id,
@@ -388,6 +390,7 @@ def _report(
     measured: Mapping[RunPoint, Sequence[TimedRun]],
     predicted: Mapping[tuple[str, RunPoint], TimedRun],
     costs: Mapping[str, StepCosts],
+    load: float,
 ) -> Report:
     columns = [
         Column("run"),
@@ -418,7 +421,7 @@ def _report(
             same_steps &= all(run.steps == found.steps for run in runs)
         rows.append(tuple(row))
     facts = {
-        "Machine": f"measured on {machine_name()}",
+        "Machine": f"measured on {machine_name()}, load average {load:.1f}",
         "Time": "CPU time of the process" if settings.cpu_time else "wall time",
         "Runs": f"{settings.answers} answers of {settings.trace}, "
         f"{settings.repeats} repeats, medians; {settings.kv_tokens} tokens of KV cache",

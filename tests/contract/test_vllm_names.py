@@ -38,7 +38,7 @@ from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.request_queue import PriorityRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import check_stop
@@ -67,6 +67,7 @@ from vllm.v1.engine.output_processor import (
     RequestState,
 )
 from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics import ray_wrappers
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
@@ -207,6 +208,22 @@ SIGNATURES = (
     ),
     Signature(LogitsProcessor.apply, "self, logits", "bans"),
     Signature(LogprobsLists.slice_request, "self, req_idx, num_positions", "rows"),
+    # Overridden by the virtual executor; timed by `apar experiment calibrate`.
+    Signature(Executor._init_executor, "self", "no workers"),
+    Signature(
+        Executor.collective_rpc,
+        "self, method, timeout=None, args=(), kwargs=None, non_block=False",
+        "the engine core asks for supported tasks",
+    ),
+    Signature(Executor.execute_model, "self, scheduler_output, non_block=False", "a step"),
+    Signature(Executor.sample_tokens, "self, grammar_output, non_block=False", "its output"),
+    Signature(Executor.get_kv_cache_specs, "self", "size of a KV block"),
+    Signature(Executor.determine_available_memory, "self", "the override decides"),
+    Signature(Executor.get_supported_kv_cache_layouts, "self", "any"),
+    Signature(Executor.set_kv_cache_layout, "self, layout_name", "ignored"),
+    Signature(Executor.initialize_from_config, "self, kv_cache_configs", "allocates nothing"),
+    Signature(Executor.compile_or_warm_up_model, "self", "nothing to compile"),
+    Signature(Executor.supports_async_scheduling, "", "outputs are futures"),
 )
 
 
@@ -248,6 +265,24 @@ ATTRIBUTES = (
     # Timed or called by cluster/experiments.
     Attributes(LLMEngine, "step add_request abort_request", "requests and steps, one by one"),
     Attributes(Scheduler, "_preempt_request", "preemptions are counted"),
+    # Read by the virtual executor.
+    Attributes(
+        SchedulerOutput,
+        "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens total_num_scheduled_tokens "
+        "finished_req_ids preempted_req_ids kv_cache_block_copies",
+        "what a step computes and copies",
+    ),
+    Attributes(
+        NewRequestData,
+        "req_id prompt_token_ids sampling_params block_ids num_computed_tokens",
+        "a new row and its script",
+    ),
+    Attributes(
+        CachedRequestData,
+        "req_ids resumed_req_ids new_block_ids num_computed_tokens num_output_tokens",
+        "where a row stands, also after a preemption",
+    ),
+    Attributes(EngineCore, "model_executor batch_queue", "its executor, and steps in flight"),
 )
 
 
