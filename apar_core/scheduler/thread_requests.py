@@ -58,9 +58,11 @@ def build_child_request(
     params.seed = child_seed(params.seed, ordinal)
     parent_path = (params.extra_args or {})[EXTRA_ARG]["thread_path"]
     _set_path(params, (*parent_path, ordinal))
+    prompt = parent.all_token_ids[: fork_index + 1]
+    prompt.append(child_id)
     child = Request(
         request_id=request_id,
-        prompt_token_ids=[*parent.all_token_ids[: fork_index + 1], child_id],
+        prompt_token_ids=prompt,
         sampling_params=params,
         pooling_params=None,
         client_index=parent.client_index,

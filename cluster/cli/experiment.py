@@ -61,6 +61,7 @@ _OPTIONS = {
     "rounds": "repeats",
     "max_tokens": "context-length",
     "sample_s": "sample-every",
+    "growth_reserve_tokens": "growth-reserve",
 }
 
 
@@ -193,6 +194,14 @@ def _figure_command(name: str, text: str) -> Callable[..., None]:
                 show_default=_default("token_time_multiple"),
             ),
         ] = None,
+        growth_reserve: Annotated[
+            int | None,
+            typer.Option(
+                min=0,
+                help="KV cache that our methods keep free for each running thread (tokens).",
+                show_default=_default("growth_reserve_tokens"),
+            ),
+        ] = None,
         async_scheduling: Annotated[
             bool, typer.Option(help="Schedule ahead in virtual time, as vLLM does on GPUs.")
         ] = True,
@@ -229,6 +238,7 @@ def _figure_command(name: str, text: str) -> Callable[..., None]:
             "rounds": repeats,
             "sample_s": sample_every,
             "token_time_multiple": token_time_multiple,
+            "growth_reserve_tokens": growth_reserve,
             "is_async": async_scheduling,
             "seed": seed,
             "engine_args": engine_arguments(engine_args),

@@ -210,7 +210,7 @@ def fit_samples(
 
 
 def _typical(samples: Sequence[StepSample]) -> list[tuple[StepBatch, float]]:
-    """Return a median step for each kind of step, so that frequent kinds do not outweigh others.
+    """Return a mean step for each kind of step, so that frequent kinds do not outweigh others.
 
     Steps of a kind have the same rows and copied blocks, and about the same tokens.
     """
@@ -220,12 +220,22 @@ def _typical(samples: Sequence[StepSample]) -> list[tuple[StepBatch, float]]:
         attended, prefill = batch.attended_tokens, batch.prefill_tokens
         kind = (batch.rows, batch.copied_blocks, _bucket(prefill), _bucket(attended))
         kinds[kind].append(sample)
-    typical = []
-    for found in kinds.values():
-        found.sort(key=lambda sample: sample.device_s)
-        middle = found[len(found) // 2]
-        typical.append((middle.batch, middle.device_s))
+    typical: list[tuple[StepBatch, float]] = []
+    for (rows, copied, *_), found in kinds.items():
+        attended = round(statistics.fmean(sample.batch.attended_tokens for sample in found))
+        prefill = round(statistics.fmean(sample.batch.prefill_tokens for sample in found))
+        seconds = _mean_s([sample.device_s for sample in found])
+        typical.append((StepBatch(rows, attended, prefill, copied), seconds))
     return typical
+
+
+def _mean_s(times: Sequence[float]) -> float:
+    """Return the mean, in which a time counts as twice the median at most.
+
+    A run's duration is a sum of steps, so the slower ones count; interruptions do not.
+    """
+    most_s = 2 * statistics.median(times)
+    return statistics.fmean(min(seconds, most_s) for seconds in times)
 
 
 def _knots(tokens: Sequence[int]) -> list[int]:

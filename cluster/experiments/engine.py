@@ -280,6 +280,7 @@ def load_questions(settings: ExperimentSettings, trace: str, engine: ExperimentE
         marker_id(tokenizer, (tokens.fork_id, tokens.child_id, tokens.end_id)),
         number=settings.answers,
         max_tokens=settings.max_tokens,
+        max_sequence_tokens=int(engine.scheduler.max_model_len),
         seed=settings.seed,
     )
 
@@ -303,22 +304,30 @@ def _virtual_engine(settings: ExperimentSettings, model: str) -> VirtualEngine:
 def _real(settings: ExperimentSettings, model: str) -> OfflineEngine:
     # Several engines of a machine would otherwise bind themselves to the same cores.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    # These import vLLM, which takes seconds.
+    # These import transformers and vLLM, which take seconds.
+    from transformers import AutoConfig
+
     from apar_core.engine.offline_engine import OfflineEngine
     from apar_core.engine.replay import REPLAY
 
     preset = PRESETS.get(model)
+    path = model if preset is None else preset.path
+    positions: int = AutoConfig.from_pretrained(path).max_position_embeddings
     arguments: dict[str, Any] = {
         "block_size": settings.block_size,
-        "max_model_len": _LENGTH_MARGIN * settings.max_tokens,
+        "max_model_len": min(_LENGTH_MARGIN * settings.max_tokens, positions),
         "max_num_seqs": _MAX_ROWS,
         "max_num_batched_tokens": 2 * _MAX_ROWS,
     }
     if settings.kv_tokens is not None:
         # One block is vLLM's null block.
-        arguments["num_gpu_blocks_override"] = settings.kv_tokens // settings.block_size + 1
+        num_blocks = settings.kv_tokens // settings.block_size + 1
+        arguments["num_gpu_blocks_override"] = num_blocks
+        # Or vLLM would ask for nearly all of the memory. Twice: the cache may be in float32.
+        kv_bytes = find_model(path).kv_bytes_per_token
+        arguments["kv_cache_memory_bytes"] = 2 * num_blocks * settings.block_size * kv_bytes
     return OfflineEngine(
-        model if preset is None else preset.path,
+        path,
         logits_processors=[REPLAY],
         **{**arguments, **settings.engine_args},
     )

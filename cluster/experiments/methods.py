@@ -47,6 +47,7 @@ class Method:
 
     build: makes the program of a question; the number is the marker token of `peers.py`.
     policy: the engine's fork policy.
+    reserves: the engine keeps KV cache free for growing threads (`growth_reserve_tokens`).
     is_one_request: a question is one request, so that the engine can limit requests. The client
         limits them for the others.
     """
@@ -55,6 +56,7 @@ class Method:
     title: str
     build: Callable[[Question, int], Program]
     policy: Policy = "eager"
+    reserves: bool = False
     is_ours: bool = False
     is_one_request: bool = False
 
@@ -87,8 +89,23 @@ METHODS = {
     method.name: method
     for method in (
         Method(SEQUENTIAL, "sequential (vLLM)", _sequential, is_one_request=True),
-        Method(EAGER, "ours, eager", _forked, is_ours=True, is_one_request=True),
-        Method(ADAPTIVE, "ours, adaptive", _forked, "adaptive", is_ours=True, is_one_request=True),
+        Method(EAGER, "ours, eager", _forked, reserves=True, is_ours=True, is_one_request=True),
+        Method(
+            ADAPTIVE,
+            "ours, adaptive",
+            _forked,
+            policy="adaptive",
+            reserves=True,
+            is_ours=True,
+            is_one_request=True,
+        ),
+        Method(
+            "sequential-reserve",
+            "sequential, with our reserve",
+            _sequential,
+            reserves=True,
+            is_one_request=True,
+        ),
         Method("client-forking", "client-side forking (PaDoc, ThreadWeaver)", _client_forking),
         Method("skeleton", "skeleton-of-thought", _skeleton),
         Method("parent-stops", "parent stops, resubmitted", _parent_stops),
@@ -120,22 +137,30 @@ def load_workload(
     *,
     number: int,
     max_tokens: int,
+    max_sequence_tokens: int,
     seed: int,
 ) -> Workload:
     """Return `number` questions of a trace: a sample of a longer one, or its repetitions.
 
-    Answers longer than `max_tokens` with their prompt are left out. Raises EvaluationError for a
-    trace that cannot be read or has no answer that fits.
+    Left out are answers longer than `max_tokens` with their prompt, and those for which another
+    method may need a sequence longer than `max_sequence_tokens`. Raises EvaluationError for a trace
+    that cannot be read or has no answer that fits.
     """
     lines = read_trace(path)
     answers, _ = replay_answers(lines, text, tokens, max_tokens=max_tokens)
-    if len(answers) > number:
-        answers = random.Random(seed).sample(answers, number)
     records = {line.id: extract_tree(line.response).tree for line in lines}
     questions = [
         Question(answer, skeleton_prompts(answer, records[answer.answer_id], text))
         for answer in answers
     ]
+    questions = [each for each in questions if longest_sequence(each) <= max_sequence_tokens]
+    if not questions:
+        raise EvaluationError(
+            f"none of {len(answers)} answers fits into {max_sequence_tokens} tokens with the "
+            "prompts of every method"
+        )
+    if len(questions) > number:
+        questions = random.Random(seed).sample(questions, number)
     return Workload(list(islice(cycle(questions), number)), marker)
 
 

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict
 
 from apar_core.errors import EvaluationError
-from cluster.experiments.methods import ADAPTIVE, METHODS, SEQUENTIAL, Workload
+from cluster.experiments.methods import ADAPTIVE, EAGER, METHODS, SEQUENTIAL, Method, Workload
 from cluster.experiments.parts import LineStore, StartStage
 from cluster.experiments.samples import Sample, Spread, spread, steady
 from cluster.experiments.settings import ExperimentSettings, RunKey
@@ -23,11 +24,13 @@ from cluster.experiments.settings import ExperimentSettings, RunKey
 if TYPE_CHECKING:
     from cluster.experiments.driver import Drive, Served
     from cluster.experiments.engine import ExperimentEngine
+    from cluster.experiments.program import Program
 
 RUNS_FILE = "runs.jsonl"
 # A closed loop's figures settle with so many answers for each request under way.
 _ANSWERS_PER_CLIENT = 4
 _LEAST_ANSWERS = 48
+_WARM_UP_ANSWERS = 4
 
 
 class CategoryCounts(BaseModel):
@@ -235,6 +238,7 @@ class Worker:
                 max_requests=None if limited_by_clients else key.concurrency,
                 policy=method.policy,
                 token_time_s=token_time_s or 1.0,
+                growth_reserve_tokens=settings.growth_reserve_tokens if method.reserves else 0,
             ),
             make=lambda index: method.build(questions[index], marker),
             num_questions=num_questions(key, len(questions)),
@@ -266,9 +270,27 @@ class Worker:
         if trace not in self._workloads:
             from cluster.experiments.engine import load_questions
 
-            self._workloads[trace] = load_questions(self._settings, trace, engine)
+            workload = load_questions(self._settings, trace, engine)
+            if not self._settings.is_virtual and not self._workloads:
+                _warm_up(engine, workload)
+            self._workloads[trace] = workload
             _freeze_garbage()
         return self._workloads[trace]
+
+
+def _warm_up(engine: ExperimentEngine, workload: Workload) -> None:
+    """Answer a few questions, so that no run pays for what a real engine sets up once."""
+    from cluster.experiments.driver import RunPlan, drive
+    from cluster.experiments.engine import Conditions
+
+    questions = workload.questions[:_WARM_UP_ANSWERS]
+
+    def make(method: Method, index: int) -> Program:
+        return method.build(questions[index], workload.marker_id)
+
+    for name in (SEQUENTIAL, EAGER):
+        plan = RunPlan(Conditions(), partial(make, METHODS[name]), len(questions))
+        drive(engine, plan, sample_s=1.0)
 
 
 def _freeze_garbage() -> None:

@@ -7,7 +7,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+)
 
 from apar_core.errors import StepCostsError
 from apar_core.step_costs.costs import StepCosts
@@ -15,12 +23,12 @@ from apar_core.step_costs.files import read_costs
 from apar_core.step_costs.gpus import find_gpu
 from apar_core.step_costs.models import find_model
 from apar_core.step_costs.predict import kv_tokens, step_costs
-from cluster.experiments.methods import METHODS, SEQUENTIAL
+from cluster.experiments.methods import ADAPTIVE, EAGER, METHODS, SEQUENTIAL
 
 Engine = Literal["virtual", "real"]
 STRUCTURED, MIXED = "structured", "mixed"
 FIGURE_5A, FIGURE_5B, PEERS = "fig5a", "fig5b", "peers"
-OUR_METHODS = tuple(name for name, method in METHODS.items() if method.is_one_request)
+FIGURE_METHODS = (SEQUENTIAL, EAGER, ADAPTIVE)
 
 # The paper's limits on concurrent requests, for its 7B and 13B models (appendix C.2).
 _SMALL_MODEL_REQUESTS, _LARGE_MODEL_REQUESTS = 350, 180
@@ -84,7 +92,7 @@ class ExperimentSettings(BaseModel):
     )
     kv_shares: tuple[PositiveFloat, ...] = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
     concurrencies: tuple[PositiveInt, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 180, 256, 350)
-    methods: tuple[str, ...] = OUR_METHODS
+    methods: tuple[str, ...] = FIGURE_METHODS
     peer_methods: tuple[str, ...] = tuple(METHODS)
     peer_shares: tuple[PositiveFloat, ...] = (0.3, 0.9)
     rounds: PositiveInt = Field(1, description="Runs at each point, for real engines.")
@@ -92,6 +100,10 @@ class ExperimentSettings(BaseModel):
     token_time_multiple: PositiveFloat = Field(
         2.0,
         description="Time per token of the adaptive policy, in mean steps of sequential decoding.",
+    )
+    growth_reserve_tokens: NonNegativeInt = Field(
+        8,
+        description="Reserve per running thread of the methods that have one, as in ForkSettings.",
     )
     is_async: bool = Field(True, description="Schedule ahead, as vLLM does on GPUs.")
     engine_args: Mapping[str, Any] = Field({}, description="Arguments of a real vLLM engine.")

@@ -63,8 +63,8 @@ def test_virtual_runs_are_the_same_bytes_in_one_process_and_in_several(
         assert (one / name).read_bytes() == (two / name).read_bytes(), name
     with (two / "all" / "tables" / "runs.csv").open() as file:
         rows = list(csv.DictReader(file))
-    # On each GPU: 7 methods at two shares of two traces, and 3 in loops of 1 and 4 requests.
-    assert len(rows) == 2 * (7 * 2 * 2 + 3 * 2)
+    # On each GPU: 8 methods at two shares of two traces, and 3 in loops of 1 and 4 requests.
+    assert len(rows) == 2 * (8 * 2 * 2 + 3 * 2)
     other = run("fig5a", *options, "--seed", "7", out=two)
     assert other.returncode == 1
     assert "seed was '0', is '7'" in other.stderr
@@ -111,6 +111,7 @@ def test_the_prototypes_table_is_reproduced_with_its_settings(tmp_path: Path) ->
     write_costs(costs, tmp_path / "costs.json")
     options: list[str | Path] = ["--trace", STRUCTURED, "--costs", tmp_path / "costs.json"]
     options += ["--answers", "948", "--kv-tokens", "108304", "--no-async-scheduling"]
+    options += ["--growth-reserve", "0"]
     options += ["--methods", "sequential,eager", "--kv-shares", ",".join(map(str, TABLE))]
 
     done = run("fig5a", *options, out=tmp_path / "out")

@@ -12,9 +12,11 @@ import pytest
 
 from apar_core.engine.replay import replay_args
 from apar_core.errors import EvaluationError
+from apar_core.scheduler.fork_settings import ForkSettings
+from apar_core.virtual.text import virtual_text
 from cluster.experiments.driver import RunPlan, drive, question_order
 from cluster.experiments.engine import Conditions
-from cluster.experiments.methods import METHODS, Workload
+from cluster.experiments.methods import METHODS, Workload, load_workload, longest_sequence
 from cluster.experiments.parts import StartStage
 from cluster.experiments.program import OneRequest
 from cluster.experiments.runs import Run, RunStore, Worker, do_runs, num_questions
@@ -93,6 +95,7 @@ def test_each_method_submits_as_many_sequences_as_it_should(runs: dict[str, Run]
         "sequential": NUM_ANSWERS,
         "eager": NUM_ANSWERS + FORKS,
         "adaptive": NUM_ANSWERS + FORKS,
+        "sequential-reserve": NUM_ANSWERS,
         "client-forking": NUM_ANSWERS + FORKS,
         "skeleton": NUM_ANSWERS + FORKS,
         # The rest of the parent is a request of its own.
@@ -116,7 +119,7 @@ def test_a_fork_in_the_engine_recomputes_its_control_tokens_and_others_more(
 def test_methods_of_parallel_answering_take_fewer_steps(runs: dict[str, Run]) -> None:
     steps = {name: run.steps for name, run in runs.items()}
 
-    assert all(steps[name] < steps["sequential"] for name in METHODS if name != "sequential")
+    assert all(steps[name] < steps["sequential"] for name in METHODS if "sequential" not in name)
     # A parent that continues after its children makes the critical path longer.
     assert steps["eager"] < steps["parent-stops"]
 
@@ -173,6 +176,13 @@ def test_a_smaller_cache_is_kept_to_and_takes_longer(worker: Worker, runs: dict[
     assert small.peak_kv_tokens <= small.capacity_tokens == 41 * 16
     assert small.duration_s > runs["sequential"].duration_s
     assert small.preemptions > 0
+
+
+def test_our_methods_have_the_reserve_of_a_server(settings: ExperimentSettings) -> None:
+    assert settings.growth_reserve_tokens == ForkSettings().growth_reserve_tokens
+    assert {name for name, method in METHODS.items() if method.reserves} == {
+        "eager", "adaptive", "sequential-reserve",
+    }  # fmt: skip
 
 
 def test_a_closed_loop_keeps_its_concurrency_and_measures_each_answer_once(
@@ -255,3 +265,31 @@ def test_a_closed_loop_of_few_clients_measures_fewer_answers() -> None:
         num_questions(loop.model_copy(update={"concurrency": number}), 1000)
         for number in (1, 20, 350)
     ] == [48, 80, 1000]
+
+
+def workload_of(settings: ExperimentSettings, **given: Any) -> Workload:
+    text = virtual_text()
+    limits = {"number": NUM_ANSWERS, "max_tokens": 512, "max_sequence_tokens": 1024, "seed": 0}
+    return load_workload(settings.trace, text, text.tokens, 9, **{**limits, **given})
+
+
+def test_a_short_trace_is_repeated_and_a_long_one_sampled(settings: ExperimentSettings) -> None:
+    def ids(**given: Any) -> list[str]:
+        return [each.answer.answer_id for each in workload_of(settings, **given).questions]
+
+    whole = ids()
+    assert ids(number=2 * NUM_ANSWERS + 1) == [*whole, *whole, whole[0]]
+    assert len(set(ids(number=5))) == 5
+    assert ids(number=5) == ids(number=5) != ids(number=5, seed=1)
+
+
+def test_questions_that_are_too_long_for_a_method_are_left_out(
+    settings: ExperimentSettings,
+) -> None:
+    longest = max(map(longest_sequence, workload_of(settings).questions))
+
+    questions = workload_of(settings, max_sequence_tokens=longest - 1).questions
+
+    assert 0 < len({each.answer.answer_id for each in questions}) < NUM_ANSWERS
+    with pytest.raises(EvaluationError, match="none of 12 answers fits into 90 tokens"):
+        workload_of(settings, max_sequence_tokens=90)

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from apar_core.errors import EvaluationError
 from cluster.experiments.scheduler_cost import (
     RunCost,
-    SchedulerCosts,
     SchedulerCostSettings,
     Way,
+    WayCost,
     _MeasuredEngine,
-    core_us_per_row,
     cost_table,
     report_scheduler_cost,
+    way_cost,
 )
 
 NUM_ANSWERS, NUM_TIPS = 6, 4
@@ -66,26 +67,37 @@ def test_each_way_runs_in_a_process_of_its_own_and_every_answer_forks(
 ) -> None:
     report = report_scheduler_cost(settings, tmp_path / "out", lambda *_: lambda: None)
 
-    (costs,) = report.data["rounds"]
-    assert costs["ours, forked"]["forks"] == NUM_ANSWERS * NUM_TIPS
-    assert costs["ours, sequential"]["digest"] == costs["vLLM"]["digest"]
-    assert all(cost["schedule_s"] > 0 and cost["outputs_s"] > 0 for cost in costs.values())
+    runs = {way: cost["run"] for way, cost in report.data.items()}
+    assert runs["ours, forked"]["forks"] == NUM_ANSWERS * NUM_TIPS
+    assert runs["ours, sequential"]["digest"] == runs["vLLM"]["digest"]
+    assert all(min(cost["schedule_us"], cost["outputs_us"]) > 0 for cost in report.data.values())
 
 
-def test_costs_are_per_row_and_ratios_are_taken_within_a_round() -> None:
-    def cost(core_s: float) -> RunCost:
-        return RunCost(
-            steps=10, rows=100, tokens=50, schedule_s=core_s / 2, update_s=core_s / 2, digest="d"
-        )
+def run(*step_us: list[float], digest: str = "d") -> RunCost:
+    return RunCost(steps=len(step_us), rows=10, tokens=5, step_us=[*step_us], digest=digest)
 
-    costs = SchedulerCosts(
-        [
-            {"vLLM": cost(1e-3), "ours, sequential": cost(1e-3), "ours, forked": cost(1.2e-3)},
-            {"vLLM": cost(4e-3), "ours, sequential": cost(4e-3), "ours, forked": cost(5.6e-3)},
-        ]
-    )
 
-    assert costs.ratio("ours, forked", core_us_per_row) == pytest.approx(1.3)
-    by_way = {row[0]: row for row in cost_table(costs).rows}
-    assert by_way["ours, forked"][1:6] == pytest.approx((10, 17, 17, 34, 1.3))
-    assert by_way["vLLM"][7] == pytest.approx(50)
+def test_the_time_of_a_step_is_the_least_over_the_rounds() -> None:
+    first, second = run([1, 20, 5], [30, 4, 5]), run([3, 10, 5], [20, 8, 7])
+
+    cost = way_cost([first, second])
+
+    assert (cost.schedule_us, cost.update_us, cost.outputs_us) == (2.1, 1.4, 1.0)
+    assert cost.core_us == pytest.approx(3.5)
+    assert cost.core_token_us == pytest.approx(7)
+
+
+def test_rounds_with_different_steps_are_not_compared() -> None:
+    with pytest.raises(EvaluationError, match="different steps"):
+        way_cost([run([1, 1, 1]), run([1, 1, 1], digest="e")])
+
+
+def test_the_table_compares_every_way_with_vllm() -> None:
+    costs: dict[Way, WayCost] = {
+        "vLLM": way_cost([run([10, 10, 5])]),
+        "ours, forked": way_cost([run([12, 14, 5])]),
+    }
+
+    by_way = {row[0]: row for row in cost_table(costs, 1).rows}
+
+    assert by_way["ours, forked"][1:6] == pytest.approx((1.2, 1.4, 2.6, 1.3, 0.5))
