@@ -49,7 +49,7 @@ dashboards: $(INSTALLED) ## Write the metrics reference, Grafana's dashboards an
 k8s: $(INSTALLED) ## Write the rules as a Kubernetes object
 	$(BIN)/python -m k8s
 
-sizing: $(INSTALLED) ## Write k8s/SIZING.md, plans for common models (10 minutes on 2 cores)
+sizing: $(INSTALLED) ## Write k8s/SIZING.md, plans for common models (5 minutes on 2 cores)
 	$(BIN)/python -m k8s.sizing
 
 docs: $(INSTALLED) ## Build the documentation site in out/site; fails on dead links

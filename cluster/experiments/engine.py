@@ -321,7 +321,11 @@ def _real(settings: ExperimentSettings, model: str) -> OfflineEngine:
     }
     if settings.kv_tokens is not None:
         # One block is vLLM's null block.
-        arguments["num_gpu_blocks_override"] = settings.kv_tokens // settings.block_size + 1
+        num_blocks = settings.kv_tokens // settings.block_size + 1
+        arguments["num_gpu_blocks_override"] = num_blocks
+        # Or vLLM would ask for nearly all of the memory. Twice: the cache may be in float32.
+        kv_bytes = find_model(path).kv_bytes_per_token
+        arguments["kv_cache_memory_bytes"] = 2 * num_blocks * settings.block_size * kv_bytes
     return OfflineEngine(
         path,
         logits_processors=[REPLAY],

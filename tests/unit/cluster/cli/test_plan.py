@@ -58,6 +58,15 @@ def test_the_yaml_configures_the_plan(planned: dict[str, Any]) -> None:
     assert planned["gpus"] == planned["replicas"]
 
 
+@pytest.mark.slow
+def test_worker_processes_give_the_same_bytes(small: tuple[str, ...]) -> None:
+    here = run(*small, "--rate", "20", "--json")
+    workers = run(*small, "--rate", "20", "--json", "--processes", "2")
+
+    assert here[0] == workers[0] == 0
+    assert here[1].splitlines()[-1] == workers[1].splitlines()[-1]
+
+
 def test_the_plan_says_what_it_is_based_on(planned: dict[str, Any]) -> None:
     assert planned["provenance"] == "predicted for mine"
     assert planned["step_costs"]["source"] == "made up"
