@@ -30,7 +30,7 @@ def test_without_arguments_the_help_lists_every_command() -> None:
     listed = re.findall(r"^\W+ ([a-z][a-z-]+)  ", output.partition("Commands")[2], re.MULTILINE)
     assert sorted(listed) == [
         "config", "data", "doctor", "evaluate", "experiment", "generate", "keys", "loadtest",
-        "monitor", "plan", "rollout", "serve", "train", "train-medusa", "train-tiny",
+        "monitor", "plan", "rollout", "serve", "simulate", "train", "train-medusa", "train-tiny",
     ]  # fmt: skip
 
 
