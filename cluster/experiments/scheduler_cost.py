@@ -428,7 +428,8 @@ def _spec(settings: SchedulerCostSettings) -> VirtualSpec:
         model.config,
         step_costs(model, gpu),
         round(settings.kv_share * kv_tokens(model, gpu)),
-        forks={"max_requests": settings.max_requests},
+        # Without the reserve, which vLLM lacks, both schedulers make the same steps without forks.
+        forks={"max_requests": settings.max_requests, "growth_reserve_tokens": 0},
     )
 
 
