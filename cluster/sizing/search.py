@@ -8,6 +8,7 @@ alone, not on the process that does it.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -397,6 +398,8 @@ def _cores(replica: Replica) -> VirtualCores:
     from apar_core.virtual.core import VirtualCores
     from apar_core.virtual.engine import VirtualSpec
 
+    # Each engine would describe its configuration.
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     return VirtualCores(
         VirtualSpec(
             replica.config, replica.costs, replica.kv_tokens, replica.block_size,

@@ -86,7 +86,7 @@ def test_the_recommendation_comes_first_and_the_settings_last(small: tuple[str, 
     recommended = output.index("recommended: ")
     table = output.index("Candidates, each at its highest rate within the limits")
     assert recommended < output.index("limited by: ") < table < output.index("models:")
-    assert "forked" not in output
+    assert " forked " not in output
     text = output[output.index("models:") : output.index("# For the overlay")]
     (model,) = ClusterConfig.model_validate(yaml.safe_load(text)).models
     assert model.autoscaling is not None
