@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict
 
 from apar_core.errors import EvaluationError
+from apar_core.virtual.workers import prepare_worker
 from cluster.experiments.methods import ADAPTIVE, EAGER, METHODS, SEQUENTIAL, Method, Workload
 from cluster.experiments.parts import LineStore, StartStage
 from cluster.experiments.samples import Sample, Spread, spread, steady
@@ -189,7 +189,7 @@ _worker: Worker | None = None
 
 def _start_worker(settings: ExperimentSettings) -> None:
     global _worker
-    os.environ["OMP_NUM_THREADS"] = "1"
+    prepare_worker()
     _worker = Worker(settings)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from apar_core.errors import EvaluationError
 from apar_core.step_costs.costs import StepCosts
 from apar_core.virtual.engine import VirtualSpec
+from apar_core.virtual.workers import prepare_worker
 from cluster.config.autoscaling import AutoscalingConfig
 from cluster.config.model import ForkLimits, ModelConfig
 from cluster.config.routing import RoutingPolicy, RoutingSettings
@@ -267,6 +268,11 @@ def _keep(data: RecordedData) -> None:
     _DATA[:] = [data]
 
 
+def _start_worker(data: RecordedData) -> None:
+    prepare_worker()
+    _keep(data)
+
+
 @contextmanager
 def _mapped(jobs: int, data: RecordedData) -> Iterator[Callable[..., Iterator[SeedResult]]]:
     """Yield `map` in so many processes; an error or Ctrl-C cancels what has not begun."""
@@ -276,7 +282,7 @@ def _mapped(jobs: int, data: RecordedData) -> Iterator[Callable[..., Iterator[Se
         return
     # Not forked: a copy of a process with threads may wait for a lock for ever.
     pool = ProcessPoolExecutor(
-        jobs, mp_context=get_context("spawn"), initializer=_keep, initargs=(data,)
+        jobs, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(data,)
     )
     try:
         yield pool.map

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -18,12 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from itertools import accumulate
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from apar_core.step_costs.costs import StepBatch, StepCosts
 from apar_core.tree import tree_statistics
+from apar_core.virtual.workers import prepare_worker
 from apar_core.workload.arrivals import GammaArrivals, OpenLoop, read_arrivals
 from cluster.config.model import MAX_THREADS
 from cluster.sizing.replica_run import ReplicaLoad, ReplicaRun, Slos, run_replica
@@ -228,7 +228,7 @@ def runner(replicas: Sequence[Replica], conditions: Conditions, processes: int) 
         yield Runner(replicas, conditions, None)
         return
     # A forked copy of a process with threads may hang.
-    with ProcessPoolExecutor(processes, get_context("spawn"), _prepare_worker) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn"), prepare_worker) as pool:
         try:
             yield Runner(replicas, conditions, pool)
         except BaseException:
@@ -358,22 +358,6 @@ class EvenPoisson:
 
 
 # ---- in the worker processes --------------------------------------------------------------------
-
-
-def _prepare_worker() -> None:
-    # vLLM and Triton write to standard error at import and exit, over the progress bar.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    os.environ["OMP_NUM_THREADS"] = "1"
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    # A parent that is killed does not end its pool.
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _run(

@@ -1,0 +1,50 @@
+"""Worker processes end with the process that started them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PROGRAM = """
+import os, time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+from apar_core.virtual.workers import prepare_worker
+
+if __name__ == "__main__":
+    pool = ProcessPoolExecutor(1, get_context("spawn"), prepare_worker)
+    print(pool.submit(os.getpid).result(), flush=True)
+    time.sleep(60)
+"""
+WAIT_S = 30
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        # A process that has ended but was not waited for counts as ended.
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_a_worker_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        assert is_alive(worker)
+    finally:
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait()
+        parent.stdout.close()
+
+    deadline_s = time.monotonic() + WAIT_S
+    while is_alive(worker) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not is_alive(worker)
