@@ -34,15 +34,11 @@ def is_alive(pid: int) -> bool:
 def test_a_worker_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
-    try:
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         worker = int(parent.stdout.readline())
         assert is_alive(worker)
-    finally:
         os.kill(parent.pid, signal.SIGKILL)
-        parent.wait()
-        parent.stdout.close()
 
     deadline_s = time.monotonic() + WAIT_S
     while is_alive(worker) and time.monotonic() < deadline_s:
