@@ -85,7 +85,6 @@ class ExperimentEngine:
         self.counts = StepCounts()
         self._hidden = frozenset(hidden_ids)
         self._ballast: list[Any] = []
-        self._watermark = self.scheduler.scheduler_config.watermark
         self._before = (0, 0)
         self._count_steps()
 
@@ -202,9 +201,6 @@ class ExperimentEngine:
         if num_left > self.num_blocks:
             raise EngineError(f"{num_left} KV blocks wanted, the engine has {self.num_blocks}")
         self._ballast = self._pool.get_new_blocks(self.num_blocks - num_left)
-        # vLLM's reserve is a share of the cache, here of the part in use.
-        manager = self.scheduler.kv_cache_manager
-        manager.watermark_blocks = int(self._watermark * num_left)
 
     @property
     def _pool(self) -> Any:

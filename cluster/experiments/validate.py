@@ -253,8 +253,6 @@ def replay(
     free = manager.block_pool.get_num_free_blocks()
     num_blocks = round(point.kv_share * settings.kv_tokens) // scheduler.block_size
     ballast = manager.block_pool.get_new_blocks(free - num_blocks)
-    watermark_blocks = manager.watermark_blocks
-    manager.watermark_blocks = int(scheduler.scheduler_config.watermark * num_blocks)
     scheduler.gate.max_requests = point.limit
     forks = point.method != "sequential"
     num_steps = 0
@@ -298,7 +296,6 @@ def replay(
     finally:
         scheduler.schedule = schedule
         scheduler.gate.max_requests = None
-        manager.watermark_blocks = watermark_blocks
         manager.block_pool.free_blocks(ballast)
     return TimedRun(duration_s, num_steps)
 
