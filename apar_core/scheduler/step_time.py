@@ -16,7 +16,7 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
-from apar_core.step_costs.costs import StepBatch, StepCosts
+from apar_core.step_costs.costs import StepBatch, StepCosts, split_curve
 
 Vector = npt.NDArray[np.float64]
 
@@ -118,15 +118,12 @@ class LearnedStepCosts:
         seconds = [fixed_s]
         for slope_s, (low, high) in zip(slopes, pairwise(KNOTS), strict=True):
             seconds.append(seconds[-1] + slope_s * (high - low))
-        # `StepCosts` goes on in proportion to the tokens: what is not proportional is launch time.
-        launch_s = min(max(seconds[-1] - slopes[-1] * KNOTS[-1], 0.0), fixed_s)
+        launch_s, matrix_s = split_curve(list(zip(KNOTS, seconds, strict=True)))
         return StepCosts(
             name="learned",
             kind="measured",
             source=f"{self.num_steps} steps of this engine",
-            matrix_s=tuple(
-                (tokens, each - launch_s) for tokens, each in zip(KNOTS, seconds, strict=True)
-            ),
+            matrix_s=matrix_s,
             attended_token_s=attended_s / 1000,
             launch_s=launch_s,
             row_s=row_s,

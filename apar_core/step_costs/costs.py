@@ -15,6 +15,7 @@ scheduling it overlaps the device's time.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -52,6 +53,22 @@ class StepBatch:
         )
 
 
+def split_curve(
+    points: Sequence[tuple[int, float]],
+) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """Divide the seconds of steps by their tokens into `launch_s` and `matrix_s` of `StepCosts`.
+
+    `matrix_s` goes on in proportion to the tokens beyond the last point, here with the slope of the
+    last piece. So what is not proportional there is launch time.
+    """
+    launch_s = 0.0
+    if len(points) > 1:
+        (low, low_s), (high, high_s) = points[-2:]
+        slope_s = (high_s - low_s) / (high - low)
+        launch_s = min(max(high_s - slope_s * high, 0.0), points[0][1])
+    return launch_s, tuple((tokens, seconds - launch_s) for tokens, seconds in points)
+
+
 @dataclass(frozen=True)
 class StepCosts:
     """Seconds per part of an engine step, for one model on one device.
@@ -80,7 +97,7 @@ class StepCosts:
     def __post_init__(self) -> None:
         tokens = [number for number, _ in self.matrix_s]
         if not tokens or tokens != sorted(set(tokens)) or tokens[0] < 1:
-            raise ValueError(f"matrix_s needs increasing numbers of tokens from 1 on, not {tokens}")
+            raise ValueError(f"matrix_s: numbers of tokens from 1 on must increase, not {tokens}")
 
     @cached_property
     def _tokens(self) -> list[int]:

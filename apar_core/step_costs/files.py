@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from apar_core.errors import StepCostsError
 from apar_core.step_costs.costs import Kind, StepCosts
@@ -33,13 +33,6 @@ class _CostsFile(BaseModel):
     host_row_s: _Seconds = 0.0
     largest_graph: PositiveInt | None = None
     eager_launch_s: _Seconds = 0.0
-
-    @model_validator(mode="after")
-    def _check_tokens(self) -> _CostsFile:
-        tokens = [number for number, _ in self.matrix_s]
-        if tokens != sorted(set(tokens)):
-            raise ValueError(f"matrix_s: the numbers of tokens must increase, not {tokens}")
-        return self
 
 
 def write_costs(costs: StepCosts, path: Path) -> None:
@@ -68,4 +61,7 @@ def read_costs(path: Path) -> StepCosts:
         raise StepCostsError(f"{path} holds no step costs: {problem}") from error
     values = dict(content)
     del values["format"]
-    return StepCosts(**values)
+    try:
+        return StepCosts(**values)
+    except ValueError as error:
+        raise StepCostsError(f"{path} holds no step costs: {error}") from error

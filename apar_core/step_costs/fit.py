@@ -20,7 +20,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from apar_core.errors import StepCostsError
-from apar_core.step_costs.costs import Kind, StepBatch, StepCosts
+from apar_core.step_costs.costs import Kind, StepBatch, StepCosts, split_curve
 
 MOST_KNOTS = 8
 _ABSOLUTE_ROUNDS = 12
@@ -151,18 +151,12 @@ def _costs(parts: Any, knots: Sequence[int], name: str, kind: Kind, source: str)
     seconds = [constant]
     for rise in rises:
         seconds.append(seconds[-1] + rise)
-    # `StepCosts` goes on in proportion to the tokens, so what is not proportional is `launch_s`.
-    launch_s = 0.0
-    if rises:
-        slope = rises[-1] / (knots[-1] - knots[-2])
-        launch_s = min(max(seconds[-1] - slope * knots[-1], 0.0), constant)
+    launch_s, matrix_s = split_curve(list(zip(knots, seconds, strict=True)))
     return StepCosts(
         name=name,
         kind=kind,
         source=source,
-        matrix_s=tuple(
-            (tokens, each - launch_s) for tokens, each in zip(knots, seconds, strict=True)
-        ),
+        matrix_s=matrix_s,
         attended_token_s=attended_s,
         launch_s=launch_s,
         copied_block_s=copied_s,

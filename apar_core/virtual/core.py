@@ -18,7 +18,6 @@ the smallest, and delivers the events that it returns at their own times:
 from __future__ import annotations
 
 import heapq
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,9 +36,7 @@ from apar_core.engine.replay import Scripts, replay_args
 from apar_core.engine.resume_request import completed, hand_to_scheduler
 from apar_core.errors import EngineError
 from apar_core.fork_parameters import EXTRA_ARG, ForkParameters
-from apar_core.formats.control_tokens import TreeTokens, find_control_tokens
 from apar_core.journal import Journal, ThreadDelta
-from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.scheduler.fork_settings import ForkSettings
 from apar_core.step_costs.costs import StepCosts
 from apar_core.tree.thread_names import (
@@ -50,10 +47,8 @@ from apar_core.tree.thread_names import (
 )
 from apar_core.virtual.engine import VirtualSpec, engine_arguments, write_model_folder
 from apar_core.virtual.executor import StepTotals, VirtualClock, VirtualDevice
+from apar_core.virtual.text import checkpoint_tokens
 
-# Ties in arrival time would be broken by request id, and a child, whose arrival follows its
-# parent's by the smallest step of a float, would rank behind every tied request.
-_LEAST_GAP_S = 1e-6
 # More steps than this without a token, and nothing will ever change.
 _MAX_IDLE_STEPS = 8
 
@@ -150,7 +145,6 @@ class VirtualCore:
             end_ids=(self.tokens.end_id,),
         ).to_extra_arg()
         self._live: dict[str, _Live] = {}
-        self._last_arrival_s = -1.0
         self._idle_steps = 0
 
     @property
@@ -208,8 +202,8 @@ class VirtualCore:
             )
         if not self.has_work:
             self.device.clock.advance_to(request.arrival_s)
-        self._last_arrival_s = max(request.arrival_s, self._last_arrival_s + _LEAST_GAP_S)
-        engine_request = self._engine_request(request, self._last_arrival_s)
+        arrival_s = self.device.clock.arrival_s(request.arrival_s)
+        engine_request = self._engine_request(request, arrival_s)
         live = _Live(request)
         if journal:
             whole = completed(engine_request, journal, self.spec.max_model_len)
@@ -397,18 +391,3 @@ def run_open_loop(
                 heapq.heappush(coming, (each.arrival_s, num_seen, each))
                 num_seen += 1
     return served
-
-
-def checkpoint_tokens() -> TreeTokens:
-    """Return the control and end tokens of the small vocabulary that virtual engines use."""
-    folder = checkpoint_path()
-    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    vocabulary: dict[str, int] = dict(tokenizer["model"]["vocab"])
-    vocabulary.update({each["content"]: each["id"] for each in tokenizer["added_tokens"]})
-    control_tokens = find_control_tokens(vocabulary)
-    generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
-    if control_tokens is None:
-        raise EngineError(f"{folder} has no control tokens")
-    return TreeTokens(
-        control_tokens.fork_id, control_tokens.child_id, int(generation["eos_token_id"])
-    )

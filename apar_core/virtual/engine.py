@@ -89,14 +89,14 @@ def write_model_folder(config: Mapping[str, Any], folder: Path) -> Path:
 
 def engine_arguments(spec: VirtualSpec, folder: Path) -> dict[str, Any]:
     """Return vLLM's engine arguments for a virtual engine whose model folder has been written."""
+    from apar_core.engine.async_engine import SCHEDULER_CLS
     from apar_core.scheduler.fork_settings import CONFIG_KEY
     from apar_core.virtual.executor import AsyncVirtualExecutor, VirtualExecutor
 
-    scheduler = "ForkAsyncScheduler" if spec.is_async else "ForkScheduler"
     return {
         "model": str(folder),
         "distributed_executor_backend": AsyncVirtualExecutor if spec.is_async else VirtualExecutor,
-        "scheduler_cls": f"apar_core.scheduler.fork_scheduler.{scheduler}",
+        "scheduler_cls": SCHEDULER_CLS,
         "load_format": "dummy",
         "enforce_eager": True,
         "enable_prefix_caching": True,

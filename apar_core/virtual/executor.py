@@ -21,6 +21,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
+from apar_core.engine.plugin import complete
 from apar_core.engine.replay import REPLAY_ARG, thread_script
 from apar_core.fork_parameters import ForkParameters
 from apar_core.scheduler.step_time import StepClock
@@ -40,7 +41,7 @@ class VirtualClock:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self._last_arrival_s = 0.0
+        self._last_arrival_s = -_ARRIVAL_GAP_S
 
     def __call__(self) -> float:
         """Return the time in seconds."""
@@ -50,12 +51,14 @@ class VirtualClock:
         """Move forward to a time; a time in the past changes nothing."""
         self.now_s = max(self.now_s, time_s)
 
-    def arrival_s(self) -> float:
-        """Return an arrival time for a new request: now, or just after the request before.
+    def arrival_s(self, wanted_s: float | None = None) -> float:
+        """Return the arrival time of a new request: as wanted, but after the request before.
 
-        vLLM orders requests of the same arrival time by id, and children behind all of them.
+        By default it arrives now. vLLM orders requests of the same arrival time by id, and children
+        behind all of them.
         """
-        self._last_arrival_s = max(self.now_s, self._last_arrival_s + _ARRIVAL_GAP_S)
+        arrival_s = self.now_s if wanted_s is None else wanted_s
+        self._last_arrival_s = max(arrival_s, self._last_arrival_s + _ARRIVAL_GAP_S)
         return self._last_arrival_s
 
 
@@ -159,11 +162,10 @@ class VirtualExecutor(Executor):
         return True
 
     def _init_executor(self) -> None:
-        # The CPU platform turns asynchronous scheduling off, which GPUs have on; our plugin chose
-        # the scheduler by it.
+        # The CPU platform turns asynchronous scheduling off, which GPUs have on. Our plugin chose
+        # the scheduler by it, and has to choose again.
         self.scheduler_config.async_scheduling = self.is_async
-        name = "ForkAsyncScheduler" if self.is_async else "ForkScheduler"
-        self.scheduler_config.scheduler_cls = f"apar_core.scheduler.fork_scheduler.{name}"
+        complete(self.vllm_config)
         self._rows: dict[str, _Row] = {}
         self._output: ModelRunnerOutput = EMPTY_MODEL_RUNNER_OUTPUT
         self._end_s = 0.0

@@ -2,45 +2,42 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
-from apar_core.errors import EvaluationError
+from apar_core.errors import EngineError
+from apar_core.formats.control_tokens import TreeTokens, find_control_tokens
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.virtual.engine import VOCABULARY_SIZE
 
 if TYPE_CHECKING:
-    from apar_core.formats.control_tokens import TreeTokens
     from apar_core.offline.data.records import ChatMessage
     from apar_core.offline.evaluation.replay_text import ModelText
 
-_NUM_SPECIAL_IDS = 8
+TEXT_IDS = range(8, VOCABULARY_SIZE)
+"""The ids of ordinary tokens; those below are special."""
 
 
 class FoldedText:
-    """The token counts of one tokenizer in the vocabulary and control tokens of another.
+    """The token counts of a tokenizer in the vocabulary and control tokens of virtual engines.
 
     An id of the large vocabulary becomes an ordinary id of the small one: virtual engines only
     count tokens.
     """
 
-    def __init__(self, large: ModelText, small: ModelText) -> None:
-        """Raise EvaluationError if the small tokenizer does not fit into the vocabulary."""
-        if small.vocabulary_size > VOCABULARY_SIZE:
-            raise EvaluationError(
-                f"the tokenizer has {small.vocabulary_size} entries, the model {VOCABULARY_SIZE}"
-            )
+    def __init__(self, large: ModelText) -> None:
         self._large = large
-        self.tokens: TreeTokens = small.tokens
-        self.vocabulary_size = VOCABULARY_SIZE
+        self.tokens = checkpoint_tokens()
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a piece of an answer."""
-        return _folded(self._large.encode(text))
+        return folded_ids(self._large.encode(text))
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Return the ids of a chat up to the start of its answer."""
-        return _folded(self._large.encode_chat(messages))
+        return folded_ids(self._large.encode_chat(messages))
 
 
 def virtual_text(tokenizer: str | None = None) -> FoldedText:
@@ -52,9 +49,25 @@ def virtual_text(tokenizer: str | None = None) -> FoldedText:
     # Imports transformers, which takes seconds.
     from apar_core.offline.evaluation.replay_text import LLAMA_TOKENIZER, load_text
 
-    return FoldedText(load_text(tokenizer or LLAMA_TOKENIZER), load_text(str(checkpoint_path())))
+    return FoldedText(load_text(tokenizer or LLAMA_TOKENIZER))
 
 
-def _folded(token_ids: Sequence[int]) -> list[int]:
-    num_ordinary = VOCABULARY_SIZE - _NUM_SPECIAL_IDS
-    return [_NUM_SPECIAL_IDS + token_id % num_ordinary for token_id in token_ids]
+def folded_ids(token_ids: Sequence[int], *, offset: int = 0) -> list[int]:
+    """Return ordinary ids of the small vocabulary; another offset gives other ids."""
+    return [TEXT_IDS[(token_id + offset) % len(TEXT_IDS)] for token_id in token_ids]
+
+
+@cache
+def checkpoint_tokens() -> TreeTokens:
+    """Return the control and end tokens of the small vocabulary that virtual engines use."""
+    folder = checkpoint_path()
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary: dict[str, int] = dict(tokenizer["model"]["vocab"])
+    vocabulary.update({each["content"]: each["id"] for each in tokenizer["added_tokens"]})
+    control_tokens = find_control_tokens(vocabulary)
+    generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    if control_tokens is None:
+        raise EngineError(f"{folder} has no control tokens")
+    return TreeTokens(
+        control_tokens.fork_id, control_tokens.child_id, int(generation["eos_token_id"])
+    )

@@ -2,6 +2,19 @@
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
+FIRST_PAUSE_S = 0.1
+"""Pause before the first retry: a replica accepts requests for a moment after its engine died."""
+MAX_DEATHS = 2
+"""Engines that may die under a request. One death may be chance; a request that kills engines must
+not reach all of them."""
+_PAUSE_GROWTH = 4
+_LONGEST_PAUSE_S = 2.0
+
+
+def pause_before_retry_s(num_lost: int, first_s: float = FIRST_PAUSE_S) -> float:
+    """Return the seconds to wait before a request is retried after so many lost replicas."""
+    return min(first_s * _PAUSE_GROWTH ** (num_lost - 1), _LONGEST_PAUSE_S)
+
 
 class RetryConfig(BaseModel):
     """Retries of requests whose replica is lost."""

@@ -5,17 +5,16 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
 from apar_core.errors import EvaluationError
-from apar_core.virtual.workers import prepare_worker
+from apar_core.virtual.workers import worker_pool
 from cluster.experiments.methods import ADAPTIVE, EAGER, METHODS, SEQUENTIAL, Method, Workload
 from cluster.experiments.parts import LineStore, StartStage
 from cluster.experiments.samples import Sample, Spread, spread, steady
@@ -165,14 +164,8 @@ def _runner(
         finally:
             worker.close()
         return
-    # Workers must not inherit threads or an engine.
-    context = get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _start_worker, (settings,)) as pool:
-        try:
-            yield lambda tasks: _completed([pool.submit(_run_in_worker, *task) for task in tasks])
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    with worker_pool(workers, _start_worker, settings) as pool:
+        yield lambda tasks: _completed([pool.submit(_run_in_worker, *task) for task in tasks])
 
 
 def _completed(futures: Sequence[Future[Run]]) -> Iterator[Run]:
@@ -189,7 +182,6 @@ _worker: Worker | None = None
 
 def _start_worker(settings: ExperimentSettings) -> None:
     global _worker
-    prepare_worker()
     _worker = Worker(settings)
 
 

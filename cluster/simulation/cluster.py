@@ -33,7 +33,7 @@ from apar_core.virtual.engine import VirtualSpec
 from apar_core.virtual.executor import StepRecord
 from cluster.autoscaling import ModelLoad, ReplicaReport, ScalingState, decide
 from cluster.config.model import ModelConfig
-from cluster.config.retries import RetryConfig
+from cluster.config.retries import MAX_DEATHS, RetryConfig, pause_before_retry_s
 from cluster.config.routing import RoutingSettings
 from cluster.simulation.workload import PromptTokens, SimRequest
 from deployments.replica.replica import LoadReporter
@@ -52,11 +52,6 @@ DECISION_PERIOD_S = 1.0
 """Period of the autoscaler's decisions, and of the reports that it averages."""
 MEAN_OVER_S = 3.0
 SAMPLE_PERIOD_S = 1.0
-# As in deployments/relay/relay.py: pauses before retries, and how many engines may die.
-FIRST_PAUSE_S = 0.1
-PAUSE_GROWTH = 4.0
-LONGEST_PAUSE_S = 2.0
-MAX_DEATHS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +77,6 @@ class ClusterSettings:
     joins: tuple[float, ...] = ()
     gateways: int = 1
     start_s: float = START_S
-
-    @property
-    def speed(self) -> float:
-        """All replicas at the start together, in replicas of full speed."""
-        return sum(1 / self.slow.get(number, 1.0) for number in range(self.replicas))
 
 
 @dataclass(slots=True)
@@ -481,7 +471,7 @@ class Cluster:
                 self._leave(gateway, outcome, "stream lost")
                 return
             self._journals[request_id] = replica.core.journal(request_id)
-        pause_s = min(FIRST_PAUSE_S * PAUSE_GROWTH ** (outcome.retries - 1), LONGEST_PAUSE_S)
+        pause_s = pause_before_retry_s(outcome.retries)
         self._at(self.now_s + pause_s, partial(self._place, gateway, outcome))
 
     def _start(self) -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from apar_core.errors import EvaluationError
 from apar_core.step_costs.costs import StepCosts
 from apar_core.virtual.engine import VirtualSpec
-from apar_core.virtual.workers import prepare_worker
+from apar_core.virtual.workers import worker_pool
 from cluster.config.autoscaling import AutoscalingConfig
 from cluster.config.model import ForkLimits, ModelConfig
 from cluster.config.routing import RoutingPolicy, RoutingSettings
@@ -268,11 +266,6 @@ def _keep(data: RecordedData) -> None:
     _DATA[:] = [data]
 
 
-def _start_worker(data: RecordedData) -> None:
-    prepare_worker()
-    _keep(data)
-
-
 @contextmanager
 def _mapped(jobs: int, data: RecordedData) -> Iterator[Callable[..., Iterator[SeedResult]]]:
     """Yield `map` in so many processes; an error or Ctrl-C cancels what has not begun."""
@@ -280,13 +273,5 @@ def _mapped(jobs: int, data: RecordedData) -> Iterator[Callable[..., Iterator[Se
         _keep(data)
         yield map
         return
-    # Not forked: a copy of a process with threads may wait for a lock for ever.
-    pool = ProcessPoolExecutor(
-        jobs, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(data,)
-    )
-    try:
+    with worker_pool(jobs, _keep, data) as pool:
         yield pool.map
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
-    pool.shutdown()

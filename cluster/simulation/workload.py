@@ -24,9 +24,8 @@ from pathlib import Path
 
 from apar_core.errors import EvaluationError
 from apar_core.tree.statistics import tree_statistics
-from apar_core.virtual.core import VirtualRequest, checkpoint_tokens
-from apar_core.virtual.engine import VOCABULARY_SIZE
-from apar_core.virtual.text import virtual_text
+from apar_core.virtual.core import VirtualRequest
+from apar_core.virtual.text import TEXT_IDS, virtual_text
 from apar_core.workload.arrivals import GammaArrivals, read_timestamps
 from apar_core.workload.replay_answers import ReplayAnswer, replay_answer
 from apar_core.workload.trace import read_trace
@@ -322,10 +321,7 @@ class PromptTokens:
     """Token ids of prompts, made when a request is sent: all at once would take gigabytes."""
 
     def __init__(self) -> None:
-        tokens = checkpoint_tokens()
-        special = {tokens.fork_id, tokens.child_id, tokens.end_id}
-        ordinary = [each for each in range(8, VOCABULARY_SIZE) if each not in special]
-        self._pool = random.Random(1).choices(ordinary, k=_POOL_TOKENS)
+        self._pool = random.Random(1).choices(TEXT_IDS, k=_POOL_TOKENS)
 
     def of(self, request: SimRequest) -> list[int]:
         """Return the prompt of a request; equal pieces give equal tokens."""

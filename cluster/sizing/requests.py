@@ -11,20 +11,16 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from apar_core.errors import EvaluationError
-from apar_core.formats.control_tokens import TreeTokens
 from apar_core.tree import ROOT_THREAD, ParagraphTree, child_thread, restore
 from apar_core.tree.threads import thread_scripts
+from apar_core.virtual.text import TEXT_IDS, checkpoint_tokens, folded_ids, virtual_text
 from apar_core.workload.replay_answers import ReplayAnswer, replay_answers
+from apar_core.workload.trace import read_trace
 from cluster.sizing.errors import SizingError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from apar_core.offline.data.records import ChatMessage
-
-# The embedded model's tokenizer, which virtual engines use, and its ordinary tokens.
-TOKENS = TreeTokens(fork_id=3, child_id=4, end_id=2)
-_ORDINARY = range(8, 4096)
 # Details of one answer: the coefficient of variation of their lengths is 0.6.
 _DETAIL_SHAPE = 2.8
 # Parts of the root thread's text: its introduction; its conclusion, which less than half have.
@@ -156,6 +152,7 @@ def _random_request(
     random: Random,
 ) -> ReplayAnswer:
     tree: ParagraphTree[int] = ParagraphTree()
+    tokens = checkpoint_tokens()
     ids = _token_source(random)
     # A root paragraph and a detail for each fork, of one token at least.
     num_forks = min(forks, (answer_tokens - 1) // 2)
@@ -189,14 +186,14 @@ def _random_request(
         prompt="",
         messages=(),
         prompt_ids=tuple(ids(prompt_tokens)),
-        threads=thread_scripts(tree, TOKENS.fork_id, TOKENS.end_id),
-        flat=[*restore(tree), TOKENS.end_id],
+        threads=thread_scripts(tree, tokens.fork_id, tokens.end_id),
+        flat=[*restore(tree), tokens.end_id],
         tree=tree,
     )
 
 
 def _token_source(random: Random) -> Callable[[int], list[int]]:
-    return lambda number: random.choices(_ORDINARY, k=number)
+    return lambda number: random.choices(TEXT_IDS, k=number)
 
 
 def _split(total: int, weights: Sequence[float]) -> list[int]:
@@ -230,33 +227,17 @@ def _mean(quantiles: Quantiles) -> float:
 
 
 def _recorded(trace: Path, number: int, max_tokens: int) -> list[ReplayAnswer]:
-    # Imports transformers, which takes seconds.
-    from apar_core.offline.evaluation.replay_text import LLAMA_TOKENIZER, load_text
-    from apar_core.workload.trace import read_trace
-
-    text = load_text(LLAMA_TOKENIZER)
-
-    class Folded:
-        """Llama's tokens, each as an ordinary one of the virtual engine's vocabulary."""
-
-        def encode(self, piece: str) -> list[int]:
-            return _folded(text.encode(piece))
-
-        def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-            return _folded(text.encode_chat(messages))
-
+    text = virtual_text()
     try:
         answers, _ = replay_answers(
-            read_trace(trace), Folded(), TOKENS, max_tokens=max_tokens - 2, wanted=number
+            read_trace(trace), text, text.tokens, max_tokens=max_tokens - 2, wanted=number
         )
     except EvaluationError as error:
         raise SizingError(f"--trace: {error}") from error
     # A repeated prompt is another one for the prefix cache.
     return [
-        replace(answer, prompt_ids=tuple(_folded(answer.prompt_ids, offset=index // len(answers))))
+        replace(
+            answer, prompt_ids=tuple(folded_ids(answer.prompt_ids, offset=index // len(answers)))
+        )
         for index, answer in enumerate(islice(cycle(answers), number))
     ]
-
-
-def _folded(token_ids: Sequence[int], *, offset: int = 0) -> list[int]:
-    return [_ORDINARY[(token_id + offset) % len(_ORDINARY)] for token_id in token_ids]

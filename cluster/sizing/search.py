@@ -17,13 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from itertools import accumulate
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from apar_core.step_costs.costs import StepBatch, StepCosts
 from apar_core.tree import tree_statistics
-from apar_core.virtual.workers import prepare_worker
+from apar_core.virtual.workers import worker_pool
 from apar_core.workload.arrivals import GammaArrivals, OpenLoop, read_arrivals
 from cluster.config.model import MAX_THREADS
 from cluster.sizing.replica_run import ReplicaLoad, ReplicaRun, Slos, run_replica
@@ -227,13 +226,8 @@ def runner(replicas: Sequence[Replica], conditions: Conditions, processes: int) 
     if processes == 1:
         yield Runner(replicas, conditions, None)
         return
-    # A forked copy of a process with threads may hang.
-    with ProcessPoolExecutor(processes, get_context("spawn"), prepare_worker) as pool:
-        try:
-            yield Runner(replicas, conditions, pool)
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+    with worker_pool(processes) as pool:
+        yield Runner(replicas, conditions, pool)
 
 
 def all_at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:

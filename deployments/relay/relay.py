@@ -15,7 +15,12 @@ from typing import Protocol
 from starlette.types import Send
 
 from apar_core.journal import Journal, JournalBook
-from cluster.config.retries import RetryConfig
+from cluster.config.retries import (
+    FIRST_PAUSE_S,
+    MAX_DEATHS,
+    RetryConfig,
+    pause_before_retry_s,
+)
 from deployments.relay.continuation import ClientStream
 from deployments.wire.answer import AnswerEnd, AnswerStart, Headers, Piece
 from deployments.wire.errors import (
@@ -36,12 +41,6 @@ logger = logging.getLogger(__name__)
 
 # A server in front of the gateway sets these for its own connection.
 _HOP_HEADERS = (b"content-length", b"connection", b"transfer-encoding", b"date", b"server")
-# A replica whose engine has died still accepts requests for most of a second.
-_FIRST_PAUSE_S = 0.1
-_PAUSE_GROWTH = 4
-_LONGEST_PAUSE_S = 2.0
-# One death may be chance. A request that kills engines must not reach all of them.
-_MAX_DEATHS = 2
 
 AnswerStream = AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]
 Progress = Callable[[int], None]
@@ -91,7 +90,7 @@ class Retries:
     """Decides whether and when a request is retried after the loss of its replica."""
 
     def __init__(
-        self, config: RetryConfig | None = None, *, first_pause_s: float = _FIRST_PAUSE_S
+        self, config: RetryConfig | None = None, *, first_pause_s: float = FIRST_PAUSE_S
     ) -> None:
         self.config = config or RetryConfig()
         self.first_pause_s = first_pause_s
@@ -115,12 +114,11 @@ class Attempts:
         self._num_lost += 1
         if error.engine_died:
             self._dead.add(error.replica or self._num_lost)
-        if len(self._dead) >= _MAX_DEATHS:
+        if len(self._dead) >= MAX_DEATHS:
             raise EnginesDiedError(f"{len(self._dead)} engines died, the last: {error}")
         if self._num_lost > self._retries.config.max_retries or isinstance(error, NoReplicaError):
             raise error
-        pause_s = self._retries.first_pause_s * _PAUSE_GROWTH ** (self._num_lost - 1)
-        await asyncio.sleep(min(pause_s, _LONGEST_PAUSE_S))
+        await asyncio.sleep(pause_before_retry_s(self._num_lost, self._retries.first_pause_s))
 
 
 async def relay_answer(

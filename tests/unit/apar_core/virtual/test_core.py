@@ -16,11 +16,11 @@ from apar_core.virtual.core import (
     VirtualCore,
     VirtualCores,
     VirtualRequest,
-    checkpoint_tokens,
     run_open_loop,
 )
 from apar_core.virtual.engine import VirtualEngine, VirtualSpec
 from apar_core.virtual.executor import StepRecord
+from apar_core.virtual.text import checkpoint_tokens
 
 TOKENS = checkpoint_tokens()
 COSTS = StepCosts(

@@ -9,15 +9,13 @@ from pathlib import Path
 
 PROGRAM = """
 import os, time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
-from apar_core.virtual.workers import prepare_worker
+from apar_core.virtual.workers import worker_pool
 
 if __name__ == "__main__":
-    pool = ProcessPoolExecutor(1, get_context("spawn"), prepare_worker)
-    print(pool.submit(os.getpid).result(), flush=True)
-    time.sleep(60)
+    with worker_pool(1) as pool:
+        print(pool.submit(os.getpid).result(), flush=True)
+        time.sleep(60)
 """
 WAIT_S = 30
 

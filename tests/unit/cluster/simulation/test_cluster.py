@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from apar_core.step_costs.costs import StepCosts
-from apar_core.virtual.core import checkpoint_tokens
+from apar_core.virtual.text import checkpoint_tokens
 from cluster.config.model import ModelConfig
 from cluster.config.retries import RetryConfig
 from cluster.config.routing import RoutingPolicy

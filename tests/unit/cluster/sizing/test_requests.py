@@ -8,16 +8,13 @@ from statistics import fmean
 
 import pytest
 
-from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.offline.evaluation.replay_text import load_text
 from apar_core.tree import tree_statistics
+from apar_core.virtual.text import checkpoint_tokens
 from apar_core.workload.replay_answers import longest_sequence
 from cluster.sizing.errors import SizingError
-from cluster.sizing.requests import TOKENS, Workload
+from cluster.sizing.requests import Workload
 
-
-def test_the_tokens_are_those_of_the_virtual_engines_tokenizer() -> None:
-    assert load_text(str(checkpoint_path())).tokens == TOKENS
+TOKENS = checkpoint_tokens()
 
 
 @pytest.mark.parametrize(
