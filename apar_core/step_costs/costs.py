@@ -6,6 +6,9 @@ and the adaptive fork policy. The duration of a step on the device is
     launch_s + matrix_s(tokens) + row_s * rows + attended_token_s * attended tokens
         + copied_block_s * copied blocks
 
+The attended tokens are those of all rows. Threads of one answer share KV blocks, so a step reads
+some tokens again: these may take another time, `repeated_token_s`, where a cache holds them.
+
 where `matrix_s` is piecewise linear in the tokens of the step: matrix products take as long for one
 token as for dozens, until arithmetic takes longer than reading the weights. `row_s` is sampling.
 The engine core's own Python time per step is `host_base_s + host_row_s * rows`. With async
@@ -29,6 +32,8 @@ class StepBatch:
 
     rows: sequences that are scheduled, each with at least one token.
     attended_tokens: tokens of KV cache that all rows read, summed over the rows.
+    repeated_tokens: those of them in KV blocks that another row of the step has already read. They
+        count only where the costs have `repeated_token_s`.
     prefill_tokens: tokens computed beyond one per row.
     copied_blocks: KV blocks copied for forked threads.
     """
@@ -37,6 +42,7 @@ class StepBatch:
     attended_tokens: int
     prefill_tokens: int = 0
     copied_blocks: int = 0
+    repeated_tokens: int = 0
 
     @property
     def tokens(self) -> int:
@@ -50,6 +56,7 @@ class StepBatch:
             self.attended_tokens + attended_tokens,
             self.prefill_tokens,
             self.copied_blocks,
+            self.repeated_tokens,
         )
 
 
@@ -75,6 +82,8 @@ class StepCosts:
 
     matrix_s: (tokens, seconds) with increasing tokens; interpolated linearly between them, constant
         below the first, and proportional to the tokens beyond the last.
+    repeated_token_s: an attended token that another row of the step has already read; None: as
+        `attended_token_s`, since caches of GPUs are small beside the KV cache of a step.
     row_s: sampling of one row.
     largest_graph: tokens of the largest captured CUDA graph; a larger step launches its kernels one
         by one, which takes `eager_launch_s` instead of `launch_s`. None: no such limit.
@@ -93,6 +102,7 @@ class StepCosts:
     host_row_s: float = 0.0
     largest_graph: int | None = None
     eager_launch_s: float = 0.0
+    repeated_token_s: float | None = None
 
     def __post_init__(self) -> None:
         tokens = [number for number, _ in self.matrix_s]
@@ -118,13 +128,16 @@ class StepCosts:
     def device_s(self, batch: StepBatch) -> float:
         """Return the seconds that the device is busy with a step."""
         is_captured = self.largest_graph is None or batch.tokens <= self.largest_graph
-        return (
+        seconds = (
             (self.launch_s if is_captured else self.eager_launch_s)
             + self.matrix_time_s(batch.tokens)
             + self.row_s * batch.rows
             + self.attended_token_s * batch.attended_tokens
             + self.copied_block_s * batch.copied_blocks
         )
+        if self.repeated_token_s is not None:
+            seconds += (self.repeated_token_s - self.attended_token_s) * batch.repeated_tokens
+        return seconds
 
     def host_s(self, rows: int) -> float:
         """Return the seconds of Python that the engine core spends on a step."""
@@ -145,6 +158,9 @@ class StepCosts:
             name=f"{self.name}, {factor:g}x slower",
             matrix_s=tuple((tokens, factor * seconds) for tokens, seconds in self.matrix_s),
             attended_token_s=factor * self.attended_token_s,
+            repeated_token_s=(
+                None if self.repeated_token_s is None else factor * self.repeated_token_s
+            ),
             row_s=factor * self.row_s,
             launch_s=factor * self.launch_s,
             eager_launch_s=factor * self.eager_launch_s,

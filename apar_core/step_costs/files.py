@@ -33,6 +33,7 @@ class _CostsFile(BaseModel):
     host_row_s: _Seconds = 0.0
     largest_graph: PositiveInt | None = None
     eager_launch_s: _Seconds = 0.0
+    repeated_token_s: _Seconds | None = None
 
 
 def write_costs(costs: StepCosts, path: Path) -> None:

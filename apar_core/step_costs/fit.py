@@ -5,14 +5,15 @@
 
 Each sample is what a step computed and its duration in seconds. Samples should vary rows, context
 and prefill independently: attended tokens that grow with the rows at one context length leave
-`attended_token_s` undetermined. The fit gives the device's terms. A caller that measured the engine
+`attended_token_s` undetermined. `repeated_token_s` is fitted if threads of some steps shared KV
+blocks. The fit gives the device's terms. A caller that measured the engine
 core's own time apart adds it: `dataclasses.replace(fit.costs, host_base_s=..., host_row_s=...)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -56,13 +57,16 @@ def fit_costs(
     source: str,
     kind: Kind = "measured",
     knots: Sequence[int] | None = None,
+    repeated_are_free: bool = False,
 ) -> StepFit:
     """Fit non-negative costs to relative errors, robust against up to a third of slow outliers.
 
     The time of matrix products is piecewise linear in the tokens with the given `knots`, by default
     up to eight of the samples' own numbers of tokens in geometric steps. It never falls. Beyond the
     last knot it goes on with the slope of the last piece. Sampling per row is told from tokens only
-    if some samples have prefill tokens. Raises StepCostsError for too few or invalid samples.
+    if some samples have prefill tokens. If no sample read a KV block twice, `repeated_are_free`
+    decides whether that takes no time, as on a CPU, whose caches hold the KV blocks of a step, or
+    as long as the first reading. Raises StepCostsError for too few or invalid samples.
     """
     seconds = np.array([duration for _, duration in samples], dtype=float)
     if not samples or not np.all(np.isfinite(seconds) & (seconds > 0)):
@@ -78,6 +82,8 @@ def fit_costs(
         )
     parts, weights = _robust(features / seconds[:, None])
     costs = _costs(parts, points, name, kind, source)
+    if not any(batch.repeated_tokens for batch in batches):
+        costs = replace(costs, repeated_token_s=0.0 if repeated_are_free else None)
     predicted = np.array([costs.device_s(batch) for batch in batches])
     errors = np.abs(predicted / seconds - 1)
     return StepFit(
@@ -104,7 +110,7 @@ def _knots(batches: Sequence[StepBatch], given: Sequence[int] | None) -> list[in
 
 
 def _features(batches: Sequence[StepBatch], knots: Sequence[int]) -> Any:
-    """Return a matrix [sample, cost]: constant, a rise per piece, attended, row, copied block.
+    """Return a matrix [sample, cost]: constant, a rise per piece, then what `_costs` takes.
 
     A rise is the part of a piece between two knots that a step's tokens have passed, above 1 for
     the last one beyond its end.
@@ -114,7 +120,9 @@ def _features(batches: Sequence[StepBatch], knots: Sequence[int]) -> Any:
     for number, (low, high) in enumerate(pairwise(knots), start=2):
         last = np.inf if number == len(knots) else 1.0
         columns.append(np.clip((tokens - low) / (high - low), 0.0, last))
-    columns.append(np.array([batch.attended_tokens for batch in batches], dtype=float))
+    repeated = np.array([batch.repeated_tokens for batch in batches], dtype=float)
+    attended = np.array([batch.attended_tokens for batch in batches], dtype=float)
+    columns += [attended - repeated, repeated]
     has_prefill = any(batch.prefill_tokens for batch in batches)
     rows = [batch.rows if has_prefill else 0 for batch in batches]
     columns.append(np.array(rows, dtype=float))
@@ -147,7 +155,7 @@ def _robust(features: Any) -> tuple[Any, Any]:
 
 def _costs(parts: Any, knots: Sequence[int], name: str, kind: Kind, source: str) -> StepCosts:
     constant, *rises = (float(part) for part in parts[: len(knots)])
-    attended_s, row_s, copied_s = (float(part) for part in parts[len(knots) :])
+    attended_s, repeated_s, row_s, copied_s = (float(part) for part in parts[len(knots) :])
     seconds = [constant]
     for rise in rises:
         seconds.append(seconds[-1] + rise)
@@ -158,6 +166,7 @@ def _costs(parts: Any, knots: Sequence[int], name: str, kind: Kind, source: str)
         source=source,
         matrix_s=matrix_s,
         attended_token_s=attended_s,
+        repeated_token_s=repeated_s,
         launch_s=launch_s,
         copied_block_s=copied_s,
         row_s=row_s,

@@ -9,7 +9,7 @@ scheduling vLLM launches step n + 1 before it waits for step n, so the larger of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,7 +135,8 @@ class VirtualFuture(Future[ModelRunnerOutput]):
 class VirtualDevice:
     """The time and the counts of one virtual engine; the owner sets costs and clock.
 
-    counts_blocks: count the KV blocks that each step reads, which costs time per block.
+    counts_blocks: count the KV blocks that each step reads, which costs time per block. They are
+        also counted if the costs need them.
     on_step: called for each step with its record, for traces.
     free_at_s: when the device has finished all steps that were launched.
     """
@@ -276,7 +277,12 @@ class VirtualExecutor(Executor):
         num_rows = len(step.num_scheduled_tokens)
         copied = len(step.kv_cache_block_copies or ())
         num_tokens = step.total_num_scheduled_tokens
-        batch = StepBatch(num_rows, attended, num_tokens - num_rows, copied)
+        blocks = distinct = repeated = 0
+        if device.counts_blocks or device.costs.repeated_token_s is not None:
+            tables = [self._rows[name].blocks for name in step.num_scheduled_tokens]
+            blocks, distinct = count_blocks(tables)
+            repeated = (blocks - distinct) * self.cache_config.block_size
+        batch = StepBatch(num_rows, attended, num_tokens - num_rows, copied, repeated)
         host_s, device_s = device.costs.host_s(num_rows), device.costs.device_s(batch)
         device.clock.now_s += host_s
         begin_s = max(device.clock.now_s, device.free_at_s)
@@ -298,13 +304,8 @@ class VirtualExecutor(Executor):
         elif num_tokens >= limits.max_num_batched_tokens:
             requests = (*scheduler.running, *scheduler.waiting)
             totals.token_limited_steps += self._any_child_left_out(step, requests)
-        blocks = distinct = 0
-        if device.counts_blocks:
-            tables = [self._rows[name].blocks for name in step.num_scheduled_tokens]
-            blocks = sum(map(len, tables))
-            distinct = len(set().union(*tables))
-            totals.blocks += blocks
-            totals.distinct_blocks += distinct
+        totals.blocks += blocks
+        totals.distinct_blocks += distinct
         if device.on_step is not None:
             device.on_step(StepRecord(begin_s, self._end_s, batch, blocks, distinct))
 
@@ -323,6 +324,11 @@ class AsyncVirtualExecutor(VirtualExecutor):
     """A virtual executor whose engine schedules ahead, as vLLM does on GPUs."""
 
     is_async = True
+
+
+def count_blocks(tables: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Return the KV blocks that rows read, summed over the rows, and each counted once."""
+    return sum(map(len, tables)), len(set().union(*tables))
 
 
 def _sample(row: _Row, end: int) -> list[int]:

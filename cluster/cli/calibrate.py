@@ -102,16 +102,8 @@ def validate(
         list_option(help="Shares of the KV cache to run with.", item=float, default="1,0.4"),
     ] = CommaList((1.0, 0.4)),
     repeats: Annotated[
-        int, typer.Option(min=1, help="Repeats of each run; medians are compared.")
+        int, typer.Option(min=1, help="Repeats of each run; the least time of each step counts.")
     ] = 3,
-    cpu_time: Annotated[
-        bool,
-        typer.Option(
-            "--cpu-time",
-            help="Measure the process's CPU time, for a CPU engine on a busy machine. Set "
-            "OMP_NUM_THREADS=1.",
-        ),
-    ] = False,
     engine_args: EngineArgs = None,
 ) -> None:
     """Compare the measured duration of whole runs with predictions in virtual time.
@@ -133,7 +125,6 @@ def validate(
         limits=tuple(sorted(set(concurrency))),
         kv_shares=tuple(kv_shares),
         repeats=repeats,
-        cpu_time=cpu_time,
         engine=engine_arguments(engine_args),
     )
     with clear_errors(), stage_progress() as progress:

@@ -5,6 +5,9 @@ device was busy, and how long the engine core's own Python took. Tokens are repl
 experiments. `StepCosts` are fitted to the samples and written to `step-costs.json`, which the
 option --costs of the other commands takes.
 
+Every repeat takes the same steps, and the least time of each step counts: other work on the machine
+slows single steps down, and never speeds one up.
+
 On a CPU the engine waits for the model, so the two times are measured apart. Where vLLM schedules
 ahead, on a GPU, they overlap: the device's time is then the time from output to output, and the
 engine core's time is what is left of it after waiting for the output.
@@ -13,12 +16,12 @@ engine core's time is what is left of it after waiting for the output.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +34,7 @@ from apar_core.reporting import PLOT_SETTINGS, RUN_COLOURS, Column, Report, Repo
 from apar_core.step_costs.costs import StepBatch, StepCosts
 from apar_core.step_costs.files import write_costs
 from apar_core.step_costs.fit import StepFit, fit_costs
-from apar_core.step_costs.models import find_model
-from cluster.config.model import PRESETS
+from cluster.experiments.engine import replaying_engine
 from cluster.experiments.parts import PartStore, StartStage
 from cluster.experiments.settings import machine_name
 
@@ -43,12 +45,16 @@ if TYPE_CHECKING:
 
 COSTS_FILE = "step-costs.json"
 _FIRST_TEXT_ID = 300
-_WARM_UP_STEPS = 2
+# Steps after a prompt are slower at first, because the prompt's tokens fill the caches.
+_WARM_UP_STEPS = 10
+_SETTLING_STEPS = 2
 _PREFILLS = 2
 # Below what a clock can tell.
 _LEAST_S = 1e-9
-# Requests that fork, and their forks, for the time of copied blocks.
-_FORKING_ROWS, _FORKS = 8, 6
+# Requests that fork, their forks, and a child's tokens: for the time of copied blocks, and of
+# blocks that several threads read.
+_FORKING_ROWS, _FORKS, _CHILD_TOKENS = 8, 6, 40
+_FORKING_TOKENS = 400
 
 
 class Grid(BaseModel):
@@ -107,6 +113,7 @@ class StepTimer:
         self._last_s = clock()
         self._is_contiguous = False
         executor, scheduler = core.model_executor, core.scheduler
+        self._scheduler: Any = scheduler
         executor.execute_model = self._timed_call(executor.execute_model)
         executor.sample_tokens = self._timed_call(executor.sample_tokens)
         update = scheduler.update_from_output
@@ -129,7 +136,9 @@ class StepTimer:
         if step.total_num_scheduled_tokens > 0 and (is_contiguous or not self.is_async):
             device_s = passed_s if self.is_async else waited_s
             host_s = passed_s - waited_s if is_contiguous else None
-            self.samples.append(StepSample(batch_of(step), device_s, host_s))
+            self.samples.append(StepSample(batch_of(step, self._scheduler), device_s, host_s))
+            # Counting blocks is not the engine's work.
+            self._last_s = self._clock()
 
     def _timed_call(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -151,14 +160,27 @@ class StepTimer:
             self._waited_s += self._clock() - began_s
 
 
-def batch_of(step: Any) -> StepBatch:
+def batch_of(step: Any, scheduler: Any) -> StepBatch:
     """Return what a step of vLLM's scheduler computes, as virtual engines count it."""
+    # Imports vLLM, which takes seconds.
+    from apar_core.virtual.executor import count_blocks
+
     num_rows = len(step.num_scheduled_tokens)
     num_tokens = int(step.total_num_scheduled_tokens)
     computed = sum(new.num_computed_tokens for new in step.scheduled_new_reqs)
     computed += sum(step.scheduled_cached_reqs.num_computed_tokens)
     copied = len(step.kv_cache_block_copies or ())
-    return StepBatch(num_rows, int(computed) + num_tokens, num_tokens - num_rows, copied)
+    manager = scheduler.kv_cache_manager
+    blocks, distinct = count_blocks(
+        [manager.get_block_ids(name)[0] for name in step.num_scheduled_tokens]
+    )
+    return StepBatch(
+        num_rows,
+        int(computed) + num_tokens,
+        num_tokens - num_rows,
+        copied,
+        (blocks - distinct) * int(scheduler.block_size),
+    )
 
 
 def calibrate(grid: Grid, folder: Path, start_stage: StartStage) -> Report:
@@ -176,22 +198,38 @@ def calibrate(grid: Grid, folder: Path, start_stage: StartStage) -> Report:
     missing = [point for point in names if not store.has(_part(*point))]
     if missing:
         _measure(missing, grid, store, start_stage)
+
+    def least(part: Callable[[int], str]) -> list[StepSample]:
+        return least_samples([read_samples(store, part(each)) for each in range(grid.repeats)])
+
     points = {
-        (rows, context): [
-            read_sample(values)
-            for number in range(grid.repeats)
-            for values in store.find(_part(number, rows, context))["samples"]
-        ]
+        (rows, context): least(partial(_part, rows=rows, context=context))
         for _, rows, context in names
     }
-    forked = [read_sample(values) for values in store.find("forks")["samples"]]
-    samples = [sample for found in points.values() for sample in found] + forked
+    samples = [sample for found in points.values() for sample in found] + least(_forks_part)
     name = f"{grid.model} on {machine_name()}"
     fit = fit_samples(
         samples, name=name, source=f"apar experiment calibrate, {name}", knots=grid.knots
     )
     write_costs(fit.costs, folder / COSTS_FILE)
-    return _report(grid, fit, points, folder, schedules_ahead=bool(store.find("forks")["is_async"]))
+    is_async = bool(store.find(_forks_part(0))["is_async"])
+    return _report(grid, fit, points, folder, schedules_ahead=is_async)
+
+
+def least_samples(repeats: Sequence[Sequence[StepSample]]) -> list[StepSample]:
+    """Return the least times of each step over repeats.
+
+    If repeats took different steps, all samples are returned as they are.
+    """
+    batches = [[sample.batch for sample in samples] for samples in repeats]
+    if any(each != batches[0] for each in batches):
+        return [sample for samples in repeats for sample in samples]
+    least: list[StepSample] = []
+    for same in zip(*repeats, strict=True):
+        hosts = [sample.host_s for sample in same if sample.host_s is not None]
+        device_s = min(sample.device_s for sample in same)
+        least.append(StepSample(same[0].batch, device_s, min(hosts, default=None)))
+    return least
 
 
 def fit_samples(
@@ -199,12 +237,18 @@ def fit_samples(
 ) -> StepFit:
     """Fit step costs to samples, the engine core's own time included.
 
-    Raises StepCostsError if the samples do not determine the costs.
+    Without samples of threads that share KV blocks, reading a block again is taken to be free on a
+    machine without a GPU. Raises StepCostsError if the samples do not determine the costs.
     """
     typical = _typical(samples)
     if knots is None:
         knots = _knots([batch.tokens for batch, _ in typical])
-    fit = fit_costs(typical, name=name, source=source, knots=knots)
+    # Imports torch, which takes seconds.
+    from torch.cuda import is_available
+
+    fit = fit_costs(
+        typical, name=name, source=source, knots=knots, repeated_are_free=not is_available()
+    )
     base_s, row_s = _host_line(samples)
     return replace(fit, costs=replace(fit.costs, host_base_s=base_s, host_row_s=row_s))
 
@@ -217,15 +261,15 @@ def _typical(samples: Sequence[StepSample]) -> list[tuple[StepBatch, float]]:
     kinds: dict[tuple[int, ...], list[StepSample]] = defaultdict(list)
     for sample in samples:
         batch = sample.batch
-        attended, prefill = batch.attended_tokens, batch.prefill_tokens
-        kind = (batch.rows, batch.copied_blocks, _bucket(prefill), _bucket(attended))
-        kinds[kind].append(sample)
+        tokens = (batch.prefill_tokens, batch.attended_tokens, batch.repeated_tokens)
+        kinds[(batch.rows, batch.copied_blocks, *map(_bucket, tokens))].append(sample)
     typical: list[tuple[StepBatch, float]] = []
     for (rows, copied, *_), found in kinds.items():
         attended = round(statistics.fmean(sample.batch.attended_tokens for sample in found))
         prefill = round(statistics.fmean(sample.batch.prefill_tokens for sample in found))
+        repeated = round(statistics.fmean(sample.batch.repeated_tokens for sample in found))
         seconds = _mean_s([sample.device_s for sample in found])
-        typical.append((StepBatch(rows, attended, prefill, copied), seconds))
+        typical.append((StepBatch(rows, attended, prefill, copied, repeated), seconds))
     return typical
 
 
@@ -268,48 +312,32 @@ def _host_line(samples: Sequence[StepSample]) -> tuple[float, float]:
     return float(base_s), float(row_s)
 
 
-def open_replaying_engine(
+def calibrated_engine(
     model: str, engine_args: Mapping[str, Any], *, kv_tokens: int, **limits: int
 ) -> OfflineEngine:
-    """Return an engine that replays, with limits of vLLM by name.
+    """Return an engine to measure, with limits of vLLM by name.
 
     On a CPU, its KV cache has `kv_tokens`; a GPU's memory decides otherwise.
     """
-    # Several engines of a machine would otherwise bind themselves to the same cores.
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    # These import vLLM, which takes seconds.
-    import torch
+    # Imports torch, which takes seconds.
+    from torch.cuda import is_available
 
-    from apar_core.engine.offline_engine import OfflineEngine
-    from apar_core.engine.replay import REPLAY
-
-    preset = PRESETS.get(model)
-    path = model if preset is None else preset.path
-    arguments: dict[str, Any] = dict(limits)
-    if not torch.cuda.is_available():
-        block_size = int(engine_args.get("block_size", 32))
-        num_blocks = kv_tokens // block_size + 1
-        # Twice the model's own, since it may compute in float32. Without a number, vLLM would take
-        # a large part of the machine's memory.
-        kv_bytes = 2 * find_model(path).kv_bytes_per_token
-        arguments |= {
-            "block_size": block_size,
-            "num_gpu_blocks_override": num_blocks,
-            "kv_cache_memory_bytes": num_blocks * block_size * kv_bytes,
-            "enforce_eager": True,
-        }
-    return OfflineEngine(path, logits_processors=[REPLAY], **{**arguments, **engine_args})
+    arguments: dict[str, Any] = {**limits, **engine_args}
+    if is_available():
+        return replaying_engine(model, arguments)
+    defaults = {"block_size": 32, "enforce_eager": True}
+    return replaying_engine(model, {**defaults, **arguments}, kv_tokens)
 
 
 def _open_engine(grid: Grid) -> OfflineEngine:
     """Return an engine with room for the largest points of a grid."""
     most_rows, longest = max(grid.rows), max(grid.contexts)
-    return open_replaying_engine(
+    return calibrated_engine(
         grid.model,
         grid.engine,
         # Rows do not fill their last blocks.
         kv_tokens=most_rows * (longest + _room_tokens(grid) + 128) + max(grid.prefill),
-        max_model_len=max(longest, *grid.prefill) + _room_tokens(grid),
+        max_model_len=max(longest, *grid.prefill) + max(_room_tokens(grid), 2 * _FORKING_TOKENS),
         max_num_seqs=max(2 * most_rows, 2 * _FORKING_ROWS * _FORKS),
         max_num_batched_tokens=max(2048, 2 * most_rows + max(grid.prefill)),
     )
@@ -319,7 +347,8 @@ def _room_tokens(grid: Grid) -> int:
     """Return how many tokens a row may generate while a point is measured."""
     # While the prompts of all rows are computed, the first rows generate already.
     prompts = max(grid.rows) * max(grid.contexts) // 2048 + max(grid.rows)
-    return min(prompts, 256) + grid.steps + _WARM_UP_STEPS + 3 * _PREFILLS * len(grid.prefill) + 8
+    after = (1 + _SETTLING_STEPS) * _PREFILLS * len(grid.prefill)
+    return min(prompts, 256) + grid.steps + _WARM_UP_STEPS + after + 8
 
 
 def _measure(
@@ -331,11 +360,11 @@ def _measure(
         done = start_stage("points of the grid", len(points) + 1)
         # The first steps of an engine allocate and compile.
         measure_point(engine, timer, grid, grid.rows[0], grid.contexts[0])
-        if not store.has("forks"):
-            values = [plain_sample(sample) for sample in measure_forks(engine, timer, grid)]
-            store.add("forks", {"samples": values, "is_async": timer.is_async})
         done()
         for number, rows, context in points:
+            if not store.has(_forks_part(number)):
+                values = [plain_sample(each) for each in measure_forks(engine, timer, grid)]
+                store.add(_forks_part(number), {"samples": values, "is_async": timer.is_async})
             _check_room(engine, grid, rows, context)
             found = measure_point(engine, timer, grid, rows, context)
             store.add(
@@ -380,38 +409,54 @@ def measure_point(
         llm_engine.step()
         if len(scheduler.requests) < rows:
             raise EvaluationError(f"the engine cannot run {rows} rows of {context} tokens")
-    # Warm-up steps come after the prompts, whose own steps are samples too.
-    for _ in range(_WARM_UP_STEPS + grid.steps):
+    # The steps of the prompts are samples too.
+    found = timer.samples
+    timer.samples = []
+    for _ in range(_WARM_UP_STEPS):
         llm_engine.step()
+    timer.samples = []
+    for _ in range(grid.steps):
+        llm_engine.step()
+    found += timer.samples
     for index, tokens in enumerate(grid.prefill * _PREFILLS):
+        timer.samples = []
         timer.pause()
         _add(engine, f"prompt-{index}", _prompt(rows + index, tokens), 1)
-        for _ in range(3):
+        for _ in range(1 + _SETTLING_STEPS):
             llm_engine.step()
+        found += [sample for sample in timer.samples if sample.batch.prefill_tokens]
     _end_all(engine)
-    return timer.samples
+    return found
 
 
 def measure_forks(engine: OfflineEngine, timer: StepTimer, grid: Grid) -> list[StepSample]:
-    """Measure steps in which threads fork; none for a model without control tokens."""
+    """Measure steps in which threads fork and share KV blocks; none without control tokens.
+
+    Requests of the shortest and of the longest context fork, so that the samples tell apart what is
+    read once and what is read again.
+    """
     control = engine.control_tokens
-    timer.samples = []
     if control is None:
         return []
     script = [_FIRST_TEXT_ID]
     for _ in range(_FORKS):
         script += [control.fork_id, *range(_FIRST_TEXT_ID, _FIRST_TEXT_ID + 5)]
-    child = [*range(_FIRST_TEXT_ID, _FIRST_TEXT_ID + 8), engine.tokenizer.eos_token_id]
+    child = [*range(_FIRST_TEXT_ID, _FIRST_TEXT_ID + _CHILD_TOKENS), engine.tokenizer.eos_token_id]
     scripts = {"": script, **{str(number): child for number in range(_FORKS)}}
-    timer.pause()
-    for number in range(_FORKING_ROWS):
-        prompt = _prompt(number, min(grid.contexts) + number)
-        _add(engine, f"forking-{number}", prompt, 1000, scripts=scripts)
-    llm_engine: Any = engine.llm.llm_engine
-    for _ in range(len(script)):
-        llm_engine.step()
-    _end_all(engine)
-    return timer.samples
+    found: list[StepSample] = []
+    for context in (min(grid.contexts), max(grid.contexts)):
+        engine.scheduler.reset_prefix_cache()
+        timer.samples = []
+        timer.pause()
+        for number in range(_FORKING_ROWS):
+            prompt = _prompt(number, context + number)
+            _add(engine, f"forking-{number}", prompt, _FORKING_TOKENS, scripts=scripts)
+        llm_engine: Any = engine.llm.llm_engine
+        while llm_engine.has_unfinished_requests():
+            llm_engine.step()
+        _end_all(engine)
+        found += timer.samples
+    return found
 
 
 def _add(
@@ -453,6 +498,10 @@ def _end_all(engine: OfflineEngine) -> None:
         llm_engine.step()
 
 
+def _forks_part(number: int) -> str:
+    return f"repeat {number}, forks"
+
+
 def _part(number: int, rows: int, context: int) -> str:
     return f"repeat {number}, {rows} rows, context {context}"
 
@@ -465,14 +514,18 @@ def plain_sample(sample: StepSample) -> list[float | None]:
         batch.attended_tokens,
         batch.prefill_tokens,
         batch.copied_blocks,
+        batch.repeated_tokens,
         sample.device_s,
         sample.host_s,
     ]
 
 
-def read_sample(values: Sequence[Any]) -> StepSample:
-    """Return the sample that `plain_sample` wrote."""
-    return StepSample(StepBatch(*values[:4]), values[4], values[5])
+def read_samples(store: PartStore, part: str) -> list[StepSample]:
+    """Return the samples of a part, written by `plain_sample`."""
+    return [
+        StepSample(StepBatch(*counts), device_s, host_s)
+        for *counts, device_s, host_s in store.find(part)["samples"]
+    ]
 
 
 def _report(
@@ -516,7 +569,7 @@ def _report(
             "Samples": f"{fit.samples} steps, {fit.outliers} of them without weight",
             "Error of the fit": f"{fit.total_error:+.1%} of the sum of all steps; single steps: "
             f"median {fit.median_error:.1%}, 90% of them below {fit.p90_error:.1%}",
-            "Attention": f"{1e9 * costs.attended_token_s:.3g} ns a token of KV cache",
+            "Attention": _attention(costs),
             "Copied KV block": f"{1e6 * costs.copied_block_s:.3g} us",
             "Engine core": f"{1e6 * costs.host_base_s:.0f} us a step and "
             f"{1e6 * costs.host_row_s:.1f} us a row",
@@ -525,6 +578,14 @@ def _report(
         {"steps": _figure(points, costs)},
         {"costs": folder.joinpath(COSTS_FILE).name, "total_error": fit.total_error},
     )
+
+
+def _attention(costs: StepCosts) -> str:
+    text = f"{1e9 * costs.attended_token_s:.3g} ns a token of KV cache"
+    if costs.repeated_token_s is None:
+        return text
+    again_ns = 1e9 * costs.repeated_token_s
+    return f"{text}, {again_ns:.3g} ns if another row has read it in the same step"
 
 
 def _computes_prompt(sample: StepSample, rows: int, tokens: int) -> bool:
@@ -556,7 +617,8 @@ def _table(
         Column("error %", "+.1f"),
         Column("engine core ms", ".2f"),
     )
-    return ReportTable(name, title, columns, tuple(rows), note="Medians of single steps.")
+    note = "Medians of single steps, each the least of its repeats."
+    return ReportTable(name, title, columns, tuple(rows), note=note)
 
 
 def _figure(points: Mapping[tuple[int, int], Sequence[StepSample]], costs: StepCosts) -> Figure:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -249,14 +249,20 @@ def open_engine(settings: ExperimentSettings, model: str) -> ExperimentEngine:
 
     Raises EvaluationError if the model has no control tokens.
     """
-    engine = _virtual_engine(settings, model) if settings.is_virtual else _real(settings, model)
+    engine = (_virtual_engine if settings.is_virtual else _real_engine)(settings, model)
+    try:
+        return ExperimentEngine(engine, hidden_ids(engine, model))
+    except EvaluationError:
+        engine.shutdown()
+        raise
+
+
+def hidden_ids(engine: OfflineEngine, model: str) -> tuple[int, int, int]:
+    """Return the fork, child and end token. Raises EvaluationError without control tokens."""
     control = engine.control_tokens
     if control is None:
-        engine.shutdown()
         raise EvaluationError(f"{model} has no control tokens: it cannot fork")
-    return ExperimentEngine(
-        engine, (control.fork_id, control.child_id, engine.tokenizer.eos_token_id)
-    )
+    return control.fork_id, control.child_id, engine.tokenizer.eos_token_id
 
 
 def load_questions(settings: ExperimentSettings, trace: str, engine: ExperimentEngine) -> Workload:
@@ -297,33 +303,49 @@ def _virtual_engine(settings: ExperimentSettings, model: str) -> VirtualEngine:
     return engine
 
 
-def _real(settings: ExperimentSettings, model: str) -> OfflineEngine:
-    # Several engines of a machine would otherwise bind themselves to the same cores.
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    # These import transformers and vLLM, which take seconds.
+def _real_engine(settings: ExperimentSettings, model: str) -> OfflineEngine:
+    # Imports transformers, which takes seconds.
     from transformers import AutoConfig
 
-    from apar_core.engine.offline_engine import OfflineEngine
-    from apar_core.engine.replay import REPLAY
-
-    preset = PRESETS.get(model)
-    path = model if preset is None else preset.path
-    positions: int = AutoConfig.from_pretrained(path).max_position_embeddings
+    positions: int = AutoConfig.from_pretrained(model_path(model)).max_position_embeddings
     arguments: dict[str, Any] = {
         "block_size": settings.block_size,
         "max_model_len": min(_LENGTH_MARGIN * settings.max_tokens, positions),
         "max_num_seqs": _MAX_ROWS,
         "max_num_batched_tokens": 2 * _MAX_ROWS,
+        **settings.engine_args,
     }
-    if settings.kv_tokens is not None:
+    return replaying_engine(model, arguments, settings.kv_tokens)
+
+
+def replaying_engine(
+    model: str, arguments: Mapping[str, Any], kv_tokens: int | None = None
+) -> OfflineEngine:
+    """Return an engine that replays answers, with arguments of vLLM.
+
+    model: preset, folder or Hugging Face name. kv_tokens: tokens of the KV cache, for which
+    `arguments` need a `block_size`; None: vLLM decides.
+    """
+    # Several engines of a machine would otherwise bind themselves to the same cores.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    # Imports vLLM, which takes seconds.
+    from apar_core.engine.offline_engine import OfflineEngine
+    from apar_core.engine.replay import REPLAY
+
+    path = model_path(model)
+    memory: dict[str, Any] = {}
+    if kv_tokens is not None:
+        block_size = int(arguments["block_size"])
         # One block is vLLM's null block.
-        num_blocks = settings.kv_tokens // settings.block_size + 1
-        arguments["num_gpu_blocks_override"] = num_blocks
-        # Or vLLM would ask for nearly all of the memory. Twice: the cache may be in float32.
-        kv_bytes = find_model(path).kv_bytes_per_token
-        arguments["kv_cache_memory_bytes"] = 2 * num_blocks * settings.block_size * kv_bytes
-    return OfflineEngine(
-        path,
-        logits_processors=[REPLAY],
-        **{**arguments, **settings.engine_args},
-    )
+        num_blocks = kv_tokens // block_size + 1
+        # Without a number of bytes, vLLM would ask for nearly all of the memory. Twice the model's
+        # own, since the cache may be in float32.
+        kv_bytes = 2 * num_blocks * block_size * find_model(path).kv_bytes_per_token
+        memory = {"num_gpu_blocks_override": num_blocks, "kv_cache_memory_bytes": kv_bytes}
+    return OfflineEngine(path, logits_processors=[REPLAY], **{**memory, **arguments})
+
+
+def model_path(model: str) -> str:
+    """Return the folder of a preset; other names as they are."""
+    preset = PRESETS.get(model)
+    return model if preset is None else preset.path

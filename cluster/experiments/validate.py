@@ -1,10 +1,12 @@
 """`apar experiment validate`: predict the duration of whole runs, and compare with a real engine.
 
-In each repeat the real engine does a pass over a grid of steps and then every run, so that a
-machine whose speed changes is the same to both. Three fits predict the runs:
+In each repeat the real engine does a pass over a grid of steps and then every run. Repeats take the
+same steps, and the least time of each step counts, as in `apar experiment calibrate`: the measured
+duration of a run is the sum of them. Three fits predict the runs:
 
 - grid: of the steps of the grid, as `apar experiment calibrate` does.
-- sequential: of the steps of the sequential runs. It predicts the forked runs.
+- sequential: of the steps of the sequential runs. It predicts the forked runs. No sequential step
+  reads a KV block twice; `fit_samples` says what is assumed then.
 - smallest limit: of the steps of the runs with the fewest concurrent requests. It predicts those
   with more.
 
@@ -19,9 +21,8 @@ import json
 import os
 import random
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,31 +31,33 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 from apar_core.errors import EvaluationError
 from apar_core.reporting import Column, Report, ReportTable
 from apar_core.step_costs.costs import StepCosts
-from apar_core.virtual.engine import VOCABULARY_SIZE, VirtualEngine, VirtualSpec
+from apar_core.virtual.engine import VirtualEngine, VirtualSpec
 from apar_core.workload.replay_answers import ReplayAnswer, replay_answers
 from apar_core.workload.trace import read_trace
-from cluster.config.model import PRESETS
 from cluster.experiments.calibrate import (
     Grid,
     StepTimer,
+    calibrated_engine,
     fit_samples,
+    least_samples,
     measure_forks,
     measure_point,
-    open_replaying_engine,
     plain_sample,
-    read_sample,
+    read_samples,
 )
+from cluster.experiments.engine import Conditions, ExperimentEngine, hidden_ids, model_path
 from cluster.experiments.parts import PartStore, StartStage
+from cluster.experiments.program import OneRequest
 from cluster.experiments.settings import machine_name
 
 if TYPE_CHECKING:
     from apar_core.engine.offline_engine import OfflineEngine
-    from apar_core.formats.control_tokens import TreeTokens
+    from apar_core.offline.evaluation.replay_text import ModelText
+    from apar_core.virtual.text import FoldedText
 
 METHODS = ("sequential", "eager")
 _FITS = ("grid", "sequential", "smallest limit")
 _GRID = "grid"
-_FIRST_TEXT_ID = 300
 
 
 class ValidationSettings(BaseModel):
@@ -62,7 +65,6 @@ class ValidationSettings(BaseModel):
 
     limits: requests that run at once at most. kv_shares: shares of a KV cache that holds the
     longest answers of the largest limit.
-    cpu_time: measure the process's CPU time, for a CPU engine on a machine that others use.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -74,7 +76,6 @@ class ValidationSettings(BaseModel):
     limits: tuple[PositiveInt, ...] = Field((2, 8), min_length=1)
     kv_shares: tuple[PositiveFloat, ...] = Field((1.0, 0.4), min_length=1)
     repeats: PositiveInt = 3
-    cpu_time: bool = False
     engine: Mapping[str, Any] = {}
 
     @property
@@ -83,6 +84,11 @@ class ValidationSettings(BaseModel):
         rows = [2**power for power in range(12) if 2**power <= 4 * max(self.limits)]
         contexts = (64, self.max_tokens // 2, self.max_tokens)
         return Grid(model=self.model, rows=tuple(rows), contexts=contexts, prefill=(16, 64, 256))
+
+    @property
+    def tokenizer(self) -> str:
+        """The model's folder or name, to load its tokenizer from."""
+        return model_path(self.model)
 
     @property
     def kv_tokens(self) -> int:
@@ -117,6 +123,14 @@ class TimedRun:
     steps: int
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """A run's duration as the sum of its steps' least times, and its whole repeats."""
+
+    duration_s: float
+    repeats: Sequence[TimedRun]
+
+
 def validate(settings: ValidationSettings, folder: Path, start_stage: StartStage) -> Report:
     """Do the runs that the folder lacks, predict each, and report the errors.
 
@@ -131,22 +145,20 @@ def validate(settings: ValidationSettings, folder: Path, start_stage: StartStage
     missing = [(number, point) for number, point in wanted if not store.has(_part(number, point))]
     if missing or not store.has("engine"):
         _measure(missing, settings, store, start_stage)
+    numbers = range(settings.repeats)
     samples = {
-        point: [
-            read_sample(values)
-            for number in range(settings.repeats)
-            for values in store.find(_part(number, point))["samples"]
-        ]
+        point: least_samples([read_samples(store, _part(number, point)) for number in numbers])
         for point in sources
     }
-    measured = {
-        point: [
-            TimedRun(found["duration_s"], found["steps"])
-            for number in range(settings.repeats)
-            for found in [store.find(_part(number, point))]
-        ]
-        for point in points
-    }
+    measured: dict[RunPoint, MeasuredRun] = {}
+    for point in points:
+        parts = [store.find(_part(number, point)) for number in numbers]
+        repeats = [TimedRun(part["duration_s"], part["steps"]) for part in parts]
+        # Where vLLM schedules ahead, the first step has no sample.
+        if len(samples[point]) > repeats[0].steps:
+            raise EvaluationError(f"the repeats of {point.name!r} took different steps")
+        duration_s = sum(each.device_s + (each.host_s or 0.0) for each in samples[point])
+        measured[point] = MeasuredRun(duration_s, repeats)
     name = f"{settings.model} on {machine_name()}"
     costs = {
         fit: fit_samples(
@@ -187,7 +199,10 @@ def _measure(
 ) -> None:
     grid = settings.grid
     most_rows = 2 * max(max(grid.rows), 64)
-    engine = open_replaying_engine(
+    # Imports transformers, which takes seconds.
+    from apar_core.offline.evaluation.replay_text import load_text
+
+    engine = calibrated_engine(
         settings.model,
         settings.engine,
         kv_tokens=max(settings.kv_tokens, (settings.max_tokens + 600) * max(grid.rows)),
@@ -196,16 +211,14 @@ def _measure(
         max_num_batched_tokens=2048,
     )
     try:
-        if engine.control_tokens is None:
-            raise EvaluationError(f"{settings.model} has no control tokens: it cannot fork")
-        answers, _ = load_answers(settings)
+        experiment = ExperimentEngine(engine, hidden_ids(engine, settings.model))
+        answers = load_answers(settings, load_text(settings.tokenizer))
         if not store.has("engine"):
             store.add("engine", engine_facts(engine))
-        clock = time.process_time if settings.cpu_time else time.perf_counter
-        timer = StepTimer(engine, clock)
+        timer = StepTimer(engine)
         done = start_stage("runs", len(missing) + 1)
         # The first steps of an engine allocate and compile.
-        replay(engine, answers[:4], settings, RunPoint("eager", 4, 1.0), clock)
+        replay(experiment, answers[:4], settings, RunPoint("eager", 4, 1.0))
         done()
         gc.collect()
         gc.freeze()
@@ -213,11 +226,13 @@ def _measure(
             timer.samples = []
             timer.pause()
             if isinstance(point, RunPoint):
-                run = replay(engine, answers, settings, point, clock)
+                run = replay(experiment, answers, settings, point)
                 data: dict[str, Any] = asdict(run)
                 found = timer.samples
             else:
                 data = {}
+                # With the whole KV cache, and no limit on requests.
+                experiment.prepare(Conditions())
                 found = [*measure_forks(engine, timer, grid)]
                 for context in grid.contexts:
                     for rows in grid.rows:
@@ -231,87 +246,38 @@ def _measure(
 
 
 def replay(
-    engine: OfflineEngine,
+    engine: ExperimentEngine,
     answers: Sequence[ReplayAnswer],
     settings: ValidationSettings,
     point: RunPoint,
-    clock: Callable[[], float],
+    costs: StepCosts | None = None,
 ) -> TimedRun:
-    """Answer all questions, which come at once, and time it.
+    """Answer all questions, which come at once, and time it; `costs` are of a virtual engine.
 
     Raises EvaluationError if an answer differs from its script.
     """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    # Imports vLLM, which takes seconds.
+    from cluster.experiments.driver import RunPlan, drive
 
-    from apar_core.engine.replay import replay_args
-
-    llm_engine: Any = engine.llm.llm_engine
-    scheduler = engine.scheduler
-    scheduler.reset_prefix_cache()
-    manager = scheduler.kv_cache_manager
-    free = manager.block_pool.get_num_free_blocks()
-    num_blocks = round(point.kv_share * settings.kv_tokens) // scheduler.block_size
-    ballast = manager.block_pool.get_new_blocks(free - num_blocks)
-    scheduler.gate.max_requests = point.limit
+    num_blocks = round(point.kv_share * settings.kv_tokens) // engine.block_size
     forks = point.method != "sequential"
-    num_steps = 0
-    schedule = scheduler.schedule
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal num_steps
-        step = schedule(*args, **kwargs)
-        num_steps += step.total_num_scheduled_tokens > 0
-        return step
-
-    scheduler.schedule = counted
-    begin_s = clock()
-    try:
-        for number, answer in enumerate(answers):
-            params = SamplingParams(
-                temperature=0.0,
-                max_tokens=answer.max_tokens,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                extra_args={
-                    **replay_args(answer.scripts(forked=forks)),
-                    "apar_enabled": forks,
-                },
-            )
-            prompt = {"prompt_token_ids": list(answer.prompt_ids)}
-            llm_engine.add_request(str(number), prompt, params)
-        while llm_engine.has_unfinished_requests():
-            for output in llm_engine.step():
-                answer = answers[int(output.request_id)]
-                end_id = answer.flat[-1]
-                text = [each for each in output.outputs[0].token_ids if each != end_id]
-                if text != answer.flat[:-1]:
-                    raise EvaluationError(
-                        f"the engine generated another answer than {answer.answer_id!r}"
-                    )
-        duration_s = clock() - begin_s
-        # Steps in flight, where vLLM schedules ahead.
-        while llm_engine.engine_core.engine_core.batch_queue or scheduler.has_requests():
-            llm_engine.step()
-    finally:
-        scheduler.schedule = schedule
-        scheduler.gate.max_requests = None
-        manager.block_pool.free_blocks(ballast)
-    return TimedRun(duration_s, num_steps)
+    plan = RunPlan(
+        Conditions(num_blocks=num_blocks, max_requests=point.limit),
+        make=lambda index: OneRequest(answers[index], forks=forks),
+        num_questions=len(answers),
+        costs=costs,
+    )
+    found = drive(engine, plan, sample_s=1.0)
+    return TimedRun(found.duration_s, found.counts.steps)
 
 
-def load_answers(settings: ValidationSettings) -> tuple[list[ReplayAnswer], TreeTokens]:
-    """Return the answers to replay, and the control tokens that they contain."""
-    # Imports transformers, which takes seconds.
-    from apar_core.offline.evaluation.replay_text import load_text
-
-    preset = PRESETS.get(settings.model)
-    text = load_text(settings.model if preset is None else preset.path)
+def load_answers(settings: ValidationSettings, text: ModelText | FoldedText) -> list[ReplayAnswer]:
+    """Return the answers to replay; each text gives the same ones."""
     lines = read_trace(settings.trace)
     fitting, _ = replay_answers(lines, text, text.tokens, max_tokens=settings.max_tokens)
     if len(fitting) > settings.answers:
         fitting = random.Random(0).sample(fitting, settings.answers)
-    return fitting, text.tokens
+    return fitting
 
 
 def engine_facts(engine: OfflineEngine) -> dict[str, Any]:
@@ -320,8 +286,9 @@ def engine_facts(engine: OfflineEngine) -> dict[str, Any]:
     model = config.model_config
     return {
         "config": json.loads(model.hf_config.to_json_string(use_diff=False)),
+        # One block is vLLM's null block.
         "kv_tokens": engine.scheduler.block_size
-        * engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+        * (engine.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1),
         "block_size": engine.scheduler.block_size,
         "max_model_len": model.max_model_len,
         "max_rows": config.scheduler_config.max_num_seqs,
@@ -338,44 +305,20 @@ def predict(
     start_stage: StartStage,
 ) -> dict[tuple[str, RunPoint], TimedRun]:
     """Do every run in virtual time, by each fit that did not see it."""
-    from apar_core.offline.evaluation.replay_text import load_text
-    from apar_core.virtual.executor import VirtualClock
+    from apar_core.virtual.text import virtual_text
 
     wanted = [
         (fit, point) for fit in _FITS for point in points if point not in _sources(fit, points)
     ]
     done = start_stage("predictions", len(wanted))
     predicted: dict[tuple[str, RunPoint], TimedRun] = {}
-    with VirtualEngine(VirtualSpec(costs=costs[_GRID], **facts)) as engine:
-        answers, tokens = load_answers(settings)
-        own = load_text(str(engine.folder)).tokens
-        control = {
-            tokens.fork_id: own.fork_id,
-            tokens.child_id: own.child_id,
-            tokens.end_id: own.end_id,
-        }
-        answers = [_folded(answer, control) for answer in answers]
+    with VirtualEngine(VirtualSpec(costs=costs[_GRID], **facts)) as virtual:
+        engine = ExperimentEngine(virtual, hidden_ids(virtual, settings.model))
+        answers = load_answers(settings, virtual_text(settings.tokenizer))
         for fit, point in wanted:
-            device = engine.device
-            device.costs, device.clock, device.free_at_s = costs[fit], VirtualClock(), 0.0
-            predicted[fit, point] = replay(engine, answers, settings, point, device.clock)
+            predicted[fit, point] = replay(engine, answers, settings, point, costs[fit])
             done()
     return predicted
-
-
-def _folded(answer: ReplayAnswer, control: Mapping[int, int]) -> ReplayAnswer:
-    """Return an answer in the vocabulary of a virtual engine; only numbers of tokens matter."""
-
-    def fold(ids: Sequence[int]) -> list[int]:
-        room = VOCABULARY_SIZE - _FIRST_TEXT_ID
-        return [control.get(each, _FIRST_TEXT_ID + each % room) for each in ids]
-
-    return replace(
-        answer,
-        prompt_ids=tuple(fold(answer.prompt_ids)),
-        threads={key: fold(ids) for key, ids in answer.threads.items()},
-        flat=fold(answer.flat),
-    )
 
 
 def _part(number: int, point: str | RunPoint) -> str:
@@ -384,7 +327,7 @@ def _part(number: int, point: str | RunPoint) -> str:
 
 def _report(
     settings: ValidationSettings,
-    measured: Mapping[RunPoint, Sequence[TimedRun]],
+    measured: Mapping[RunPoint, MeasuredRun],
     predicted: Mapping[tuple[str, RunPoint], TimedRun],
     costs: Mapping[str, StepCosts],
     load: float,
@@ -393,35 +336,34 @@ def _report(
         Column("run"),
         Column("steps", "d"),
         Column("measured s", ".2f"),
-        Column("from", ".2f"),
-        Column("to", ".2f"),
+        Column("from s", ".2f"),
+        Column("to s", ".2f"),
     ]
     for fit in _FITS:
         columns += [Column(f"{fit}: s", ".2f"), Column("error %", "+.1f")]
     rows = []
     errors: dict[str, list[float]] = {fit: [] for fit in _FITS}
     same_steps = True
-    for point, runs in measured.items():
-        durations = [run.duration_s for run in runs]
-        middle_s = statistics.median(durations)
+    for point, run in measured.items():
+        durations = [each.duration_s for each in run.repeats]
         row: list[str | float | None] = [
-            point.name, runs[0].steps, middle_s, min(durations), max(durations)
+            point.name, run.repeats[0].steps, run.duration_s, min(durations), max(durations)
         ]  # fmt: skip
         for fit in _FITS:
             found = predicted.get((fit, point))
             if found is None:
                 row += [None, None]
                 continue
-            error = found.duration_s / middle_s - 1
+            error = found.duration_s / run.duration_s - 1
             errors[fit].append(error)
             row += [found.duration_s, 100 * error]
-            same_steps &= all(run.steps == found.steps for run in runs)
+            same_steps &= all(each.steps == found.steps for each in run.repeats)
         rows.append(tuple(row))
     facts = {
         "Machine": f"measured on {machine_name()}, load average {load:.1f}",
-        "Time": "CPU time of the process" if settings.cpu_time else "wall time",
         "Runs": f"{settings.answers} answers of {settings.trace}, "
-        f"{settings.repeats} repeats, medians; {settings.kv_tokens} tokens of KV cache",
+        f"{settings.repeats} repeats, the least time of each step; {settings.kv_tokens} tokens of "
+        "KV cache",
         "Steps": "as many in virtual time as measured, in every run"
         if same_steps
         else "NOT as many in virtual time as measured",
@@ -438,7 +380,8 @@ def _report(
         "Durations of whole runs, measured and predicted",
         tuple(columns),
         tuple(rows),
-        note="A dash: the fit saw steps of this run. Errors: predicted over measured, less 1.",
+        note="Measured: the sum of the least times of each step. From, to: repeats as a whole. A "
+        "dash: the fit saw steps of this run. Errors: predicted over measured, less 1.",
     )
     data = {"costs": {fit: asdict(found) for fit, found in costs.items()}}
     return Report("Predicted durations of whole runs", facts, [table], {}, data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -140,3 +141,28 @@ def test_samples_that_determine_nothing_are_refused(
 ) -> None:
     with pytest.raises(StepCostsError, match=message):
         fit_costs(samples, name="n", source="s", knots=knots)
+
+
+def test_tokens_that_several_rows_read_get_a_time_of_their_own() -> None:
+    true = replace(TRUE, repeated_token_s=5e-8)
+    batches = [replace(each, repeated_tokens=each.attended_tokens // 2) for each in grid()]
+    samples = [(batch, true.device_s(batch)) for batch in (*batches, *grid())]
+
+    found = fit_costs(samples, name="n", source="s", knots=KNOTS).costs
+
+    assert found.attended_token_s == pytest.approx(true.attended_token_s)
+    assert found.repeated_token_s == pytest.approx(true.repeated_token_s)
+
+
+@pytest.mark.parametrize(("repeated_are_free", "expected"), [(True, 0.0), (False, None)])
+def test_without_repeated_tokens_the_caller_says_what_they_cost(
+    repeated_are_free: bool, expected: float | None
+) -> None:
+    fit = fit_costs(
+        timed(TRUE), name="n", source="s", knots=KNOTS, repeated_are_free=repeated_are_free
+    )
+
+    assert fit.costs.repeated_token_s == expected
+    batch = StepBatch(64, 32_000, repeated_tokens=16_000)
+    read = 32_000 if expected is None else 16_000
+    assert fit.costs.device_s(batch) == pytest.approx(TRUE.device_s(StepBatch(64, read)))

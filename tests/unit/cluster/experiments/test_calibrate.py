@@ -26,6 +26,7 @@ COSTS = StepCosts(
     attended_token_s=2e-6,
     launch_s=1e-3,
     copied_block_s=1e-4,
+    repeated_token_s=4e-7,
 )
 HOST = {"host_base_s": 3e-4, "host_row_s": 2e-5}
 CONFIG = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
@@ -60,9 +61,16 @@ def test_the_fit_finds_the_costs_of_the_device(
 
     assert abs(fit.total_error) < 0.03
     assert fit.median_error < 0.005
-    for batch in (StepBatch(1, 40), StepBatch(24, 24 * 100), StepBatch(8, 8 * 70, 60, 2)):
+    batches = (
+        StepBatch(1, 40),
+        StepBatch(24, 24 * 100),
+        StepBatch(8, 8 * 70, 60, 2),
+        StepBatch(24, 24 * 100, repeated_tokens=16 * 100),
+    )
+    for batch in batches:
         assert fit.costs.device_s(batch) == pytest.approx(COSTS.device_s(batch), rel=0.03)
-    assert fit.costs.attended_token_s == pytest.approx(COSTS.attended_token_s, rel=0.03)
+    assert fit.costs.attended_token_s == pytest.approx(COSTS.attended_token_s, rel=0.05)
+    assert fit.costs.repeated_token_s == pytest.approx(COSTS.repeated_token_s, rel=0.1)
     assert (fit.costs.kind, fit.costs.name) == ("measured", "found")
 
 
