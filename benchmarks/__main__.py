@@ -45,41 +45,6 @@ def everything(context: typer.Context) -> None:
         subprocess.run([sys.executable, "-m", "benchmarks", name], check=True)
 
 
-@app.command("fork-policies")
-def fork_policies(
-    out: Annotated[Path, typer.Option(help="JSON lines of all runs; finished runs are kept.")],
-    model: Annotated[str, typer.Option(help="llama-7b, llama-13b or llama-3-8b.")] = "llama-7b",
-    shares: Annotated[
-        str, typer.Option(help="Shares of the KV cache.")
-    ] = "0.1,0.2,0.3,0.5,0.7,0.9",
-    methods: Annotated[
-        str, typer.Option(help="Methods to run.")
-    ] = "sequential,sequential+reserve,eager,eager+reserve",
-) -> None:
-    """Compare forks with and without a reserve for growing threads, predicted for three GPUs."""
-    from dataclasses import asdict
-
-    from benchmarks.fork_policy_grid import SAME_MEMORY, GridRun, PolicyGrid, ratios
-
-    lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
-    runs = [GridRun(**json.loads(line)) for line in lines]
-    done = {(run.model, run.gpu, run.share, run.trace, run.method) for run in runs}
-    grid = PolicyGrid(model)
-    for share in map(float, shares.split(",")):
-        for gpus in SAME_MEMORY:
-            for trace in ("structured", "mixed"):
-                for method in methods.split(","):
-                    if (model, gpus[0], share, trace, method) in done:
-                        continue
-                    for run in grid.runs(gpus, share, trace, method):
-                        runs.append(run)
-                        with out.open("a", encoding="utf-8") as file:
-                            file.write(json.dumps(asdict(run)) + "\n")
-    grid.shutdown()
-    console.print("Over sequential: throughput sampled / whole run / mean latency.")
-    console.print(ratios(runs), soft_wrap=True)
-
-
 @app.command()
 def decoding(
     out: Annotated[Path, out_option("decoding")],

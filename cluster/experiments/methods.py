@@ -91,6 +91,13 @@ METHODS = {
         Method(SEQUENTIAL, "sequential (vLLM)", _sequential, is_one_request=True),
         Method(EAGER, "ours, eager", _forked, reserves=True, is_ours=True, is_one_request=True),
         Method(
+            "eager-unreserved",
+            "ours, eager, without a reserve",
+            _forked,
+            is_ours=True,
+            is_one_request=True,
+        ),
+        Method(
             ADAPTIVE,
             "ours, adaptive",
             _forked,

@@ -6,14 +6,14 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 
-COMMANDS = {"decoding", "decoders", "training", "serving", "fork-policies"}
+COMMANDS = {"decoding", "decoders", "training", "serving"}
 
 
 def test_every_benchmark_is_a_command() -> None:
     assert set(get_command(app).commands) == COMMANDS  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS - {"fork-policies"}))
+@pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_results_go_to_a_dated_folder(name: str) -> None:
     command = get_command(app).commands[name]  # type: ignore[attr-defined]
     [out] = [option for option in command.params if option.name == "out"]
