@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import cycle, islice
@@ -282,6 +282,7 @@ class _MeasuredEngine:
         self._cost = RunCost()
         self._num_generated = 0
         self._digest = hashlib.blake2b(digest_size=16)
+        self._block_names: dict[int, int] = {}
         self._time_parts()
 
     @property
@@ -295,6 +296,7 @@ class _MeasuredEngine:
         self._cost = RunCost(tokens=self._num_tokens, forks=-self._num_forks)
         self._num_generated = 0
         self._digest = hashlib.blake2b(digest_size=16)
+        self._block_names = {}
         for number, answer in enumerate(self._answers):
             self._submit(number, answer)
         num_left = len(self._answers)
@@ -377,12 +379,18 @@ class _MeasuredEngine:
         cost.rows += len(step.num_scheduled_tokens)
         cost.preemptions += len(step.preempted_req_ids or ())
         new = [
-            (len(each.prompt_token_ids or ()), each.num_computed_tokens, each.block_ids)
-            for each in step.scheduled_new_reqs
+            (len(row.prompt_token_ids or ()), row.num_computed_tokens, self._named(row.block_ids))
+            for row in step.scheduled_new_reqs
         ]
         rows = [*step.num_scheduled_tokens.values()], cached.num_computed_tokens
-        blocks = cached.new_block_ids, step.kv_cache_block_copies
-        self._digest.update(repr((rows, blocks, new)).encode())
+        blocks = [self._named(each) for each in cached.new_block_ids]
+        copies = [self._named([each]) for each in step.kv_cache_block_copies or ()]
+        self._digest.update(repr((rows, blocks, copies, new)).encode())
+
+    def _named(self, groups: Iterable[Sequence[int]] | None) -> list[list[int]]:
+        """Return KV blocks numbered by their first use: a round finds free blocks in any order."""
+        names = self._block_names
+        return [[names.setdefault(each, len(names)) for each in group] for group in groups or ()]
 
 
 def _engine(way: Way, settings: SchedulerCostSettings, folder: Path) -> OfflineEngine:

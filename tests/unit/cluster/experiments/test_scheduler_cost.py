@@ -35,7 +35,7 @@ def settings(tmp_path: Path) -> SchedulerCostSettings:
         for i in range(NUM_ANSWERS)
     ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-    return SchedulerCostSettings(trace=trace, answers=NUM_ANSWERS, max_requests=4, rounds=1)
+    return SchedulerCostSettings(trace=trace, answers=NUM_ANSWERS, max_requests=4, rounds=2)
 
 
 @pytest.fixture
