@@ -30,7 +30,7 @@ from cluster.cli.options import (
     list_option,
     out_option,
 )
-from cluster.cli.terminal import clear_errors, rich_table, stage_progress
+from cluster.cli.terminal import clear_errors, print_table, stage_progress
 from cluster.config.model import DEFAULT_MODEL, PRESETS
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def speed(
         page = write_report(report, out)
         console = Console()
         for table in report.tables[:_NUM_SUMMARY_TABLES]:
-            console.print(rich_table(table))
+            print_table(table)
         console.print(f"Report: [bold]{page}[/bold]", soft_wrap=True)
 
 
@@ -310,7 +310,7 @@ def _rate(plan: QualityPlan) -> None:
         result = asyncio.run(run_quality(plan, progress))
     console = Console()
     for table in result.report.tables:
-        console.print(rich_table(table))
+        print_table(table)
     console.print(f"Report: [bold]{result.page}[/bold]", soft_wrap=True)
     if result.failures:
         shown = "\n".join(result.failures[:_SHOWN_FAILURES])

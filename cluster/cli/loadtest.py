@@ -28,7 +28,7 @@ from cluster.cli.options import (
     out_option,
     wrong_value,
 )
-from cluster.cli.terminal import clear_errors, fail, rich_table
+from cluster.cli.terminal import clear_errors, fail, print_table
 
 if TYPE_CHECKING:
     from apar_core.reporting import Report
@@ -319,7 +319,7 @@ def _show(report: Report, folder: Path) -> None:
     page = write_report(report, folder)
     console = Console()
     for table in report.tables:
-        console.print(rich_table(table))
+        print_table(table)
     if "Attention" in report.facts:
         console.print(f"[bold yellow]Attention:[/bold yellow] {escape(report.facts['Attention'])}")
     console.print(f"Report: [bold]{page}[/bold]", soft_wrap=True)

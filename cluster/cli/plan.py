@@ -30,7 +30,7 @@ from cluster.cli.options import (
     list_option,
     wrong_value,
 )
-from cluster.cli.terminal import clear_errors, rich_table, stage_progress
+from cluster.cli.terminal import clear_errors, print_table, stage_progress
 from cluster.sizing.deployment import Served, cluster_yaml, overlay_values
 from cluster.sizing.errors import SizingError
 from cluster.sizing.plan import Load, Plan, Started, make_plan
@@ -45,7 +45,6 @@ _LARGE_GPU_BYTES = 70 * 2**30
 _STEP_TOKENS, _LARGE_STEP_TOKENS = 2048, 8192
 _BLOCK_SIZE, _CPU_BLOCK_SIZE = 16, 32
 _CONTEXT = 4096
-_TABLE_WIDTH = 170
 
 _LOAD, _LIMITS, _MODEL = "Load", "Limits, kept by 99% of the requests", "Model"
 _GPU, _SEARCH, _OUTPUT = "GPU", "Search", "Output"
@@ -360,10 +359,7 @@ def _show(made: Plan, size: ModelSize, served: Served, out: Path | None, *, as_j
     console = Console()
     for name, fact in facts.items():
         console.print(f"[bold]{name}[/bold]: {escape(fact)}", highlight=False)
-    if not console.is_terminal:
-        # A narrow pipe would break the table's words.
-        console.width = max(console.width, _TABLE_WIDTH)
-    console.print(rich_table(candidates_table(made)))
+    print_table(candidates_table(made))
     typer.echo(f"# For `apar serve --config`, or `cluster` of a Kubernetes overlay\n{text}")
     typer.echo("# For the overlay's kustomization")
     for name, value in overlay.items():

@@ -5,6 +5,7 @@ Progress is a bar on a terminal and plain lines elsewhere.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from apar_core.reporting import Report, ReportTable
 
 _LINES_PER_STAGE = 10
+_UNLIMITED = 10_000
 
 
 @contextmanager
@@ -97,14 +100,24 @@ class StageProgress:
 
 @contextmanager
 def stage_progress() -> Iterator[StageProgress]:
-    """Show the stages of a run on standard error until the end of the block."""
+    """Show the stages of a run on standard error until the end of the block.
+
+    vLLM logs errors only, unless VLLM_LOGGING_LEVEL is set: its messages would break the bars.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     console = Console(stderr=True)
     with step_bars(console) as bars:
         yield StageProgress(console, bars)
 
 
-def rich_table(table: ReportTable) -> Table:
-    """Return a report's table for the terminal."""
+def print_table(table: ReportTable) -> None:
+    """Print a report's table in its full width, also where the terminal is narrower."""
+    console, shown = Console(), _rich_table(table)
+    full = Measurement.get(console, console.options.update(width=_UNLIMITED), shown).maximum
+    Console(width=max(console.width, full)).print(shown)
+
+
+def _rich_table(table: ReportTable) -> Table:
     shown = Table(title=escape(table.title), title_justify="left", box=box.SIMPLE, padding=(0, 1))
     for column, is_text in zip(table.columns, table.is_text, strict=True):
         shown.add_column(escape(column.title), justify="left" if is_text else "right")
@@ -123,5 +136,5 @@ def show_report(report: Report, out: Path, *, hidden: Collection[str] = ()) -> N
         console.print(f"[bold]{name}[/bold]: {escape(fact)}", highlight=False)
     for table in report.tables:
         if table.name not in hidden:
-            console.print(rich_table(table))
+            print_table(table)
     console.print(f"Report: [bold]{escape(str(page))}[/bold]", soft_wrap=True)
