@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 # name: (engine arguments, number of chats, events that must happen)
 WAYS: dict[str, tuple[dict[str, Any], int, set[str]]] = {
-    "large batch, blocks of 32": ({}, 48, set()),
+    "large batch, blocks of 32": ({}, 32, set()),
     "large batch, blocks of 16": ({"block_size": 16}, 24, set()),
     "short memory, blocks of 16": (
         {"block_size": 16, "num_gpu_blocks_override": 52, "max_num_seqs": 32},
@@ -51,7 +51,7 @@ WAYS: dict[str, tuple[dict[str, Any], int, set[str]]] = {
             "max_num_batched_tokens": 256,
             "max_num_seqs": 48,
         },
-        24,
+        16,
         {"preempted", "speculated"},
     ),
 }

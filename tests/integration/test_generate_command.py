@@ -35,6 +35,7 @@ def test_threads_are_shown_as_a_tree_with_what_they_saved() -> None:
     assert " steps instead of " in lines[-1]
 
 
+@pytest.mark.slow
 def test_without_forking_the_text_is_all_that_is_printed() -> None:
     answer = generate(LIST_PROMPT, "--no-fork", "--max-tokens", "12")
 

@@ -24,6 +24,8 @@ NOT_RUN = {
     "docker": "there is no container daemon",
 }
 RUN = [line for line in commands() if not line.startswith(tuple(NOT_RUN))]
+# Each of these starts an engine; `make test-slow` runs the others.
+FAST = next(line for line in RUN if " generate " in line)
 PROGRAMS = ("from vllm import LLM", "from openai import OpenAI")
 
 
@@ -41,7 +43,10 @@ def test_a_make_target_exists(line: str) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("line", RUN)
+@pytest.mark.parametrize(
+    "line",
+    [pytest.param(line, marks=[pytest.mark.slow] * (line != FAST)) for line in RUN],
+)
 def test_a_command_of_the_quick_start_succeeds(line: str) -> None:
     apar, *arguments = shlex.split(line)
     assert apar.endswith("apar")
@@ -60,6 +65,7 @@ def test_a_command_of_the_quick_start_succeeds(line: str) -> None:
         assert re.search(r"\d threads, \d+ tokens in \d+ steps instead of \d+", answer.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_plain_vllm_forks_when_given_our_scheduler(tmp_path: Path) -> None:
     script = tmp_path / "program.py"

@@ -132,6 +132,7 @@ def test_a_checkpoint_of_the_command_still_forks(tmp_path: Path) -> None:
     assert all(len(threads) > 2 for threads in answers)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not MIXED.is_file(), reason=f"needs the real answers in {MIXED}")
 def test_real_chats_are_prepared_and_trained_on(tmp_path: Path) -> None:
     prepared = CliRunner().invoke(
@@ -174,7 +175,9 @@ def test_two_processes_train_what_one_does(tmp_path: Path, command: str) -> None
         torch.testing.assert_close(together[name], weight, rtol=0, atol=5e-5)
 
 
-@pytest.mark.parametrize("flags", [(), ("--shard",)], ids=["replicated", "sharded"])
+@pytest.mark.parametrize(
+    "flags", [(), pytest.param(("--shard",), marks=pytest.mark.slow)], ids=["replicated", "sharded"]
+)
 def test_rows_that_the_processes_cannot_share_evenly_change_nothing(
     tmp_path: Path, flags: tuple[str, ...]
 ) -> None:

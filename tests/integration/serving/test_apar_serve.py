@@ -72,6 +72,7 @@ def test_the_default_model_is_served_until_ctrl_c_stops_everything(tmp_path: Pat
         probe.bind(("127.0.0.1", port))
 
 
+@pytest.mark.slow
 def test_sigterm_while_starting_stops_everything(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with apar_serve("--port", str(free_port()), log=log) as process:
@@ -102,6 +103,7 @@ def test_a_port_in_use_is_reported_before_anything_starts(tmp_path: Path) -> Non
     assert time.monotonic() - started < 10
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_is_an_error_and_leaves_no_process(tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "no-model"
     folder.mkdir()

@@ -66,6 +66,7 @@ def stalling(url: str, kinds: dict[str, dict[str, Any]]) -> dict[str, float]:
     return {name: stall_s for name, stall_s in stalls.items() if stall_s > LONGEST_STALL_S}
 
 
+@pytest.mark.slow
 def test_no_first_request_of_any_kind_stalls_a_running_stream(
     server: Server, tmp_path: Path
 ) -> None:

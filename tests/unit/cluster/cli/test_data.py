@@ -141,7 +141,7 @@ def test_bad_options_are_usage_errors(source: Path, tmp_path: Path) -> None:
     assert run(source, "--out", tmp_path / "out", "--workers", "0")[0] == 2
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_ctrl_c_leaves_nothing_and_no_traceback(tmp_path: Path, workers: str) -> None:
     # A pipe that nobody closes: the command waits for more while it is interrupted.
     source, out = tmp_path / "chats.jsonl", tmp_path / "out"

@@ -35,6 +35,7 @@ HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
+@pytest.mark.slow
 def test_a_server_is_ready_when_it_is_healthy_not_when_it_lists_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
