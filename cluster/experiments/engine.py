@@ -288,7 +288,7 @@ def load_questions(settings: ExperimentSettings, trace: str, engine: ExperimentE
 
 
 def _virtual_engine(settings: ExperimentSettings, model: str) -> VirtualEngine:
-    devices = [settings.virtual_device(model, gpu) for gpu in settings.gpus]
+    devices = [settings.virtual_device(model, device) for device in settings.devices]
     engine = VirtualEngine(
         VirtualSpec(
             find_model(model).config,

@@ -91,13 +91,6 @@ METHODS = {
         Method(SEQUENTIAL, "sequential (vLLM)", _sequential, is_one_request=True),
         Method(EAGER, "ours, eager", _forked, reserves=True, is_ours=True, is_one_request=True),
         Method(
-            "eager-unreserved",
-            "ours, eager, without a reserve",
-            _forked,
-            is_ours=True,
-            is_one_request=True,
-        ),
-        Method(
             ADAPTIVE,
             "ours, adaptive",
             _forked,
@@ -111,6 +104,13 @@ METHODS = {
             "sequential, with our reserve",
             _sequential,
             reserves=True,
+            is_one_request=True,
+        ),
+        Method(
+            "eager-unreserved",
+            "ours, eager, without a reserve",
+            _forked,
+            is_ours=True,
             is_one_request=True,
         ),
         Method("client-forking", "client-side forking (PaDoc, ThreadWeaver)", _client_forking),

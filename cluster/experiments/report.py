@@ -127,10 +127,10 @@ def _facts(settings: ExperimentSettings) -> dict[str, str]:
         "of each step is modeled"
     )
     for model in settings.models:
-        for gpu in settings.gpus:
-            costs, num_blocks = settings.virtual_device(model, gpu)
+        for device in settings.devices:
+            costs, num_blocks = settings.virtual_device(model, device)
             cache = f"{num_blocks * settings.block_size:,} KV tokens"
-            facts[f"{model} on {gpu}"] = f"{cache}; step times: {costs.source}"
+            facts[f"{model} on {device}"] = f"{cache}; step times: {costs.source}"
     return facts
 
 

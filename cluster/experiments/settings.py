@@ -14,6 +14,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
     field_validator,
 )
 
@@ -134,6 +135,16 @@ class ExperimentSettings(BaseModel):
             raise ValueError(f"{SEQUENTIAL} must be among the methods: all are compared with it")
         return tuple(name for name in METHODS if name in methods)
 
+    @field_validator("costs")
+    @classmethod
+    def _check_costs(cls, path: Path | None, info: ValidationInfo) -> Path | None:
+        given = [len(info.data.get(name, ())) for name in ("models", "gpus")]
+        if path is not None and max(given) > 1:
+            raise ValueError(
+                f"{path} describes one model on one device: give one model and one GPU"
+            )
+        return path
+
     @property
     def is_virtual(self) -> bool:
         """Whether runs are predicted in virtual time."""
@@ -148,8 +159,10 @@ class ExperimentSettings(BaseModel):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Names of the GPUs, or of this machine."""
-        return self.gpus if self.is_virtual else (machine_name(),)
+        """Names of the GPUs, of what the given costs describe, or of this machine."""
+        if not self.is_virtual:
+            return (machine_name(),)
+        return self.gpus if self.costs is None else (read_costs(self.costs).name,)
 
     def origin(self, device: str) -> str:
         """Say what times are: a prediction for a device, or measured on it."""
@@ -164,15 +177,18 @@ class ExperimentSettings(BaseModel):
         is_large = find_model(model).parameters > _LARGE_MODEL_PARAMETERS
         return _LARGE_MODEL_REQUESTS if is_large else _SMALL_MODEL_REQUESTS
 
-    def virtual_device(self, model: str, gpu: str) -> tuple[StepCosts, int]:
-        """Return the step costs of a model on a GPU, and the KV blocks of its whole cache."""
-        size, device = find_model(model), find_gpu(gpu)
+    def virtual_device(self, model: str, device: str) -> tuple[StepCosts, int]:
+        """Return the step costs of a model on a device, and the KV blocks of its whole cache.
+
+        With given costs, the cache is that of the GPU, unless `kv_tokens` says otherwise.
+        """
+        size, gpu = find_model(model), find_gpu(device if self.costs is None else self.gpus[0])
         if self.costs is not None:
             costs = read_costs(self.costs)
         else:
-            costs = step_costs(size, device, self.tensor_parallel, self.block_size)
+            costs = step_costs(size, gpu, self.tensor_parallel, self.block_size)
         num_tokens = self.kv_tokens or kv_tokens(
-            size, device, self.tensor_parallel, block_size=self.block_size
+            size, gpu, self.tensor_parallel, block_size=self.block_size
         )
         return costs, num_tokens // self.block_size
 

@@ -53,7 +53,7 @@ def simulation_report(
 ) -> Report:
     """Return the report of all cases; every number in it is predicted."""
     costs = settings.costs
-    label = f"{costs.kind} for {costs.name}"
+    label = f"predicted for {costs.name}"
     tables = [
         _table("latency", f"Latency and goodput, {label}", settings, results, _LATENCY),
         _table("balance", f"Balance and cache, {label}", settings, results, _BALANCE),

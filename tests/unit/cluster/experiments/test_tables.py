@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from apar_core.reporting import Report, ReportTable, write_report
+from apar_core.step_costs.costs import StepCosts
+from apar_core.step_costs.files import write_costs
 from cluster.experiments.report import build_report
 from cluster.experiments.runs import CategoryCounts, Run
 from cluster.experiments.samples import Sample, Spread
-from cluster.experiments.settings import ExperimentSettings, RunKey, keys_of
+from cluster.experiments.settings import FIGURE_5A, ExperimentSettings, RunKey, keys_of
 from cluster.experiments.tables import comparisons, ratio_table
 
 SETTINGS = ExperimentSettings(
@@ -198,3 +201,21 @@ def test_experiments_share_the_runs_of_the_same_conditions() -> None:
     assert [(key.kv_share, key.method) for key in keys] == [
         (0.2, "sequential"), (0.2, "eager"), (0.9, "sequential"), (0.9, "eager"), (0.9, "skeleton"),
     ]  # fmt: skip
+
+
+def test_given_costs_name_the_device_in_place_of_a_gpu(tmp_path: Path) -> None:
+    costs = StepCosts("my model on my machine", "measured", "a test", ((1, 0.01),), 1e-6)
+    write_costs(costs, tmp_path / "costs.json")
+    settings = ExperimentSettings(
+        trace=Path("answers.jsonl"), costs=tmp_path / "costs.json", kv_tokens=4096
+    )
+
+    assert {key.device for key in keys_of((FIGURE_5A,), settings)} == {"my model on my machine"}
+    assert settings.virtual_device("llama-7b", "my model on my machine") == (costs, 256)
+
+
+def test_given_costs_describe_one_device_only(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="one model and one GPU"):
+        ExperimentSettings(
+            trace=Path("answers.jsonl"), costs=tmp_path / "costs.json", gpus=("h100", "h200")
+        )
