@@ -17,6 +17,8 @@ the smallest, and delivers the events that it returns at their own times:
 
 from __future__ import annotations
 
+import atexit
+import gc
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -110,6 +112,8 @@ class VirtualCores:
         arguments = engine_arguments(spec, path)
         self.executor_class = arguments["distributed_executor_backend"]
         self.vllm_config = EngineArgs(**arguments).create_engine_config()
+        # vLLM freezes the heap for each core. What is still frozen at exit is reported as a leak.
+        atexit.register(gc.unfreeze)
 
     def build(self, *, costs: StepCosts | None = None, start_s: float = 0.0) -> VirtualCore:
         """Return an idle core with an empty cache, with other costs if it is slower."""

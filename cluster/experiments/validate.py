@@ -202,6 +202,7 @@ def _measure(
     # Imports transformers, which takes seconds.
     from apar_core.offline.evaluation.replay_text import load_text
 
+    answers = load_answers(settings, load_text(settings.tokenizer))
     engine = calibrated_engine(
         settings.model,
         settings.engine,
@@ -212,7 +213,6 @@ def _measure(
     )
     try:
         experiment = ExperimentEngine(engine, hidden_ids(engine, settings.model))
-        answers = load_answers(settings, load_text(settings.tokenizer))
         if not store.has("engine"):
             store.add("engine", engine_facts(engine))
         timer = StepTimer(engine)
