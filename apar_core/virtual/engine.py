@@ -23,8 +23,8 @@ from typing import Any, Self
 from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.step_costs.costs import StepCosts
+from apar_core.virtual.text import VOCABULARY_SIZE
 
-VOCABULARY_SIZE = 4096
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from apar_core.errors import EngineError
 from apar_core.formats.control_tokens import TreeTokens, find_control_tokens
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.virtual.engine import VOCABULARY_SIZE
 
 if TYPE_CHECKING:
     from apar_core.offline.data.records import ChatMessage
     from apar_core.offline.evaluation.replay_text import ModelText
 
+VOCABULARY_SIZE = 4096
 TEXT_IDS = range(8, VOCABULARY_SIZE)
 """The ids of ordinary tokens; those below are special."""
 
