@@ -88,6 +88,10 @@ class PromptTokens(nn.Module):
             prompts.embeddings.copy_(rows[chosen_ME.to(rows.device)])
         return prompts
 
+    def forward(self) -> Tensor:
+        """Return the embeddings [M, E, D]; trainers need a forward pass to exchange gradients."""
+        return self.embeddings
+
     def combined(self, logits_EV: Tensor) -> Tensor:
         """Return one prediction [..., V] from the logits [..., E, V] of an ensemble.
 
