@@ -27,14 +27,15 @@ class AcceptanceTable(BaseModel):
 
     `probabilities[d][k]` is the probability that the token at distance d + 1 behind the model's own
     next token is the candidate of rank k (0 is the likeliest), given that all tokens before it were
-    right. `observations[d]` has the positions that the row was measured on. `source` says which
-    weights and prompts were measured. Construction raises pydantic's ValidationError.
+    right. `observations[d]` has the positions that the row was measured on; None if that is not known.
+    `source` says which weights and prompts were measured. Construction raises pydantic's
+    ValidationError.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     probabilities: tuple[tuple[float, ...], ...] = Field(min_length=1)
-    observations: tuple[int, ...]
+    observations: tuple[int, ...] | None = None
     source: str = ""
 
     @field_validator("probabilities")
@@ -53,6 +54,8 @@ class AcceptanceTable(BaseModel):
 
     @model_validator(mode="after")
     def _check_observations(self) -> Self:
+        if self.observations is None:
+            return self
         if len(self.observations) != self.num_distances or min(self.observations) < 1:
             raise ValueError(
                 f"observations must have a positive number for each of {self.num_distances} "
@@ -91,6 +94,18 @@ class AcceptanceTable(BaseModel):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.model_dump(), indent=1) + "\n", encoding="utf-8")
         return path
+
+
+VICUNA_7B = AcceptanceTable(
+    probabilities=(
+        (0.48335, 0.14342, 0.0736, 0.0454, 0.03087, 0.02155, 0.01658, 0.01323, 0.00932, 0.00845),
+        (0.26256, 0.14561, 0.08114, 0.0576, 0.04283, 0.0323, 0.0257, 0.02152, 0.01903, 0.0155),
+        (0.16413, 0.11756, 0.08092, 0.05784, 0.04586, 0.03672, 0.03128, 0.02317, 0.02372, 0.01789),
+    ),
+    source="prompt tokens of Vicuna-7B, from the paper's published trees: the probabilities of "
+    "their candidates over those of the candidate before (hmarkc/parallel-prompt-decoding)",
+)
+"""The paper's own table of three prompt tokens, for predictions on a GPU."""
 
 
 def read_table(folder: str | Path) -> AcceptanceTable:

@@ -377,7 +377,7 @@ def _improved(
     once per depth, i and b: a knapsack over its children.
     """
     orders = [
-        [(rank, row[rank]) for rank in sorted(range(len(row)), key=lambda rank: -row[rank])]
+        sorted(((rank, p) for rank, p in enumerate(row) if p > 0), key=lambda candidate: -candidate[1])
         for row in table.probabilities[:state]
     ]
     # below[depth][i][r][b]: gained by b inputs for the r likeliest children of a node with i
