@@ -31,7 +31,7 @@ from apar_core.offline.speculation.acceptance import AcceptanceTable
 FAMILY_ROWS = (1, 2, 4, 8, 16)
 """Numbers of live rows that have a tree of their own."""
 
-Path = tuple[int, ...]
+RankPath = tuple[int, ...]
 """Ranks from the last token to a candidate; () is the last token."""
 
 
@@ -49,18 +49,18 @@ class SparseTree:
     prompts: tuple[int, ...]
 
     @classmethod
-    def from_paths(cls, probabilities: Mapping[Path, float]) -> SparseTree:
+    def from_paths(cls, probabilities: Mapping[RankPath, float]) -> SparseTree:
         """Return the tree of these candidates without prompt tokens.
 
         `probabilities` has every candidate with the probability that it is accepted; with a
         candidate it must have all candidates before it. The root is added.
         """
-        followers: dict[Path, list[Path]] = {}
+        followers: dict[RankPath, list[RankPath]] = {}
         for path in probabilities:
             followers.setdefault(path[:-1], []).append(path)
         parents, depths, ranks = [0], [0], [0]
 
-        def add_below(path: Path, node: int) -> None:
+        def add_below(path: RankPath, node: int) -> None:
             likeliest = sorted(followers.get(path, ()), key=lambda p: (-probabilities[p], p))
             for follower in likeliest:
                 parents.append(node)
@@ -72,9 +72,9 @@ class SparseTree:
         return cls(tuple(parents), tuple(depths), tuple(ranks), (0,) * len(parents))
 
     @cached_property
-    def paths(self) -> tuple[Path, ...]:
+    def paths(self) -> tuple[RankPath, ...]:
         """Ranks from the root to each node."""
-        found: list[Path] = [()]
+        found: list[RankPath] = [()]
         for node in range(1, len(self.parents)):
             found.append((*found[self.parents[node]], self.ranks[node]))
         return tuple(found)
@@ -204,15 +204,15 @@ def best_tree(table: AcceptanceTable, depth: int, num_candidates: int) -> Sparse
     the one before it, so the best tree has the largest products (proposition 4.1). Candidates that
     are never right are left out. No prompt tokens are appended.
     """
-    chosen: dict[Path, float] = {}
+    chosen: dict[RankPath, float] = {}
     # A path enters with its parent or with the better rank before it, so never too late.
     orders = [
         sorted(range(table.num_ranks), key=lambda rank: (-row[rank], rank))
         for row in table.probabilities
     ]
-    heap: list[tuple[float, Path, float, int]] = []
+    heap: list[tuple[float, RankPath, float, int]] = []
 
-    def offer(parent: Path, parent_probability: float, place: int) -> None:
+    def offer(parent: RankPath, parent_probability: float, place: int) -> None:
         if len(parent) < depth and place < table.num_ranks:
             rank = orders[len(parent)][place]
             probability = parent_probability * table.probabilities[len(parent)][rank]
@@ -320,7 +320,7 @@ def random_tree(
     trees = []
     for state in range(most + 1):
         open_paths = [(rank,) for rank in range(table.num_ranks)] if state else []
-        chosen: dict[Path, float] = {}
+        chosen: dict[RankPath, float] = {}
         while open_paths and len(chosen) < num_candidates:
             path = open_paths.pop(generator.randrange(len(open_paths)))
             chosen[path] = chosen.get(path[:-1], 1.0) * table.probabilities[len(path) - 1][path[-1]]
@@ -399,10 +399,10 @@ def _improved(
             for b in range(own, num_inputs + 1):
                 nodes[depth][b] = max(nodes[depth][b], value + stages[-1][b - own])
 
-    accepted: dict[Path, float] = {}
-    prompts: dict[Path, int] = {}
+    accepted: dict[RankPath, float] = {}
+    prompts: dict[RankPath, int] = {}
 
-    def expand(path: Path, probability: float, num_inputs: int) -> None:
+    def expand(path: RankPath, probability: float, num_inputs: int) -> None:
         depth = len(path)
         accepted[path] = probability
 
