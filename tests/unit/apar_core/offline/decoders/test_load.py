@@ -34,7 +34,7 @@ from tests.unit.apar_core.offline.decoders.small_decoders import (
 )
 
 
-@pytest.mark.parametrize("name", ["plain", "vanilla_apar", "medusa_apar"])
+@pytest.mark.parametrize("name", ["plain", "vanilla_apar", "medusa_apar", "ppd", "ppd_apar"])
 @pytest.mark.parametrize(
     ("prompt", "message", "param"),
     [
@@ -114,7 +114,9 @@ def test_limits_below_one_are_refused_by_name(field: str) -> None:
 
 
 def test_an_unknown_decoder_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="plain, vanilla_apar, medusa_apar, got 'fast'"):
+    with pytest.raises(
+        CheckpointError, match="plain, vanilla_apar, medusa_apar, ppd, ppd_apar, got 'fast'"
+    ):
         load_decoder("fast", checkpoint_path())
 
 
@@ -242,4 +244,6 @@ def test_a_cpu_verifies_one_candidate_per_head_by_default(num_heads: int) -> Non
         "medusa_apar", model, CONTROL, frozenset({END}), heads=MedusaHeads(settings)
     )
 
-    assert built.decoding.top_k == (1,) * num_heads
+    stack = built.decoding.trees.of_rows(1)
+    assert [tree.num_candidates for tree in stack.trees[-2:]] == [num_heads] * 2
+    assert stack.num_ranks == 1
