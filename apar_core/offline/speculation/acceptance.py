@@ -1,0 +1,126 @@
+"""Acceptance table: how often the candidates of prompt tokens or Medusa heads are right.
+
+Candidate trees are built from it, and it predicts the tokens per step of a tree. It lies beside the
+weights that it was measured with. Source: Parallel Prompt Decoding (arXiv 2405.18628), section 4.2.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from apar_core.errors import CheckpointError, validation_summary
+
+ACCEPTANCE_FILE = "acceptance.json"
+
+# Ten ratios of counts may add up to a little more than 1.
+_ROUNDING = 1e-6
+
+
+class AcceptanceTable(BaseModel):
+    """Acceptance probability by distance and rank.
+
+    `probabilities[d][k]` is the probability that the token at distance d + 1 behind the model's own
+    next token is the candidate of rank k (0 is the likeliest), given that all tokens before it were
+    right. `observations[d]` has the positions that the row was measured on; None if that is not known.
+    `source` says which weights and prompts were measured. Construction raises pydantic's
+    ValidationError.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    probabilities: tuple[tuple[float, ...], ...] = Field(min_length=1)
+    observations: tuple[int, ...] | None = None
+    source: str = ""
+
+    @field_validator("probabilities")
+    @classmethod
+    def _check_rows(cls, rows: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+        for distance, row in enumerate(rows, 1):
+            if not row or len(row) != len(rows[0]):
+                raise ValueError(
+                    f"distance {distance} has {len(row)} ranks, distance 1 has {len(rows[0])}"
+                )
+            if not all(0 <= probability <= 1 for probability in row):
+                raise ValueError(f"distance {distance} has a probability outside 0 to 1")
+            if sum(row) > 1 + _ROUNDING:
+                raise ValueError(f"distance {distance} adds up to {sum(row):.6f}, more than 1")
+        return rows
+
+    @model_validator(mode="after")
+    def _check_observations(self) -> Self:
+        if self.observations is None:
+            return self
+        if len(self.observations) != self.num_distances or min(self.observations) < 1:
+            raise ValueError(
+                f"observations must have a positive number for each of {self.num_distances} "
+                f"distances, not {self.observations}"
+            )
+        return self
+
+    @classmethod
+    def from_counts(
+        cls, hits: Sequence[Sequence[int]], observations: Sequence[int], source: str = ""
+    ) -> Self:
+        """Return the table of `hits[d][k]` right candidates at `observations[d]` positions."""
+        rows = tuple(
+            tuple(count / positions for count in row)
+            for row, positions in zip(hits, observations, strict=True)
+        )
+        return cls(probabilities=rows, observations=tuple(observations), source=source)
+
+    @property
+    def num_distances(self) -> int:
+        """Distances M that are predicted: prompt tokens of a chain, or Medusa heads."""
+        return len(self.probabilities)
+
+    @property
+    def num_ranks(self) -> int:
+        """Candidates K of each distance."""
+        return len(self.probabilities[0])
+
+    def top_k(self) -> tuple[tuple[float, ...], ...]:
+        """Return the probability that one of the first k + 1 candidates is right ("top-k")."""
+        return tuple(tuple(accumulate(row)) for row in self.probabilities)
+
+    def write(self, folder: str | Path) -> Path:
+        """Write `acceptance.json` into a folder; return its path."""
+        path = Path(folder) / ACCEPTANCE_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.model_dump(), indent=1) + "\n", encoding="utf-8")
+        return path
+
+
+VICUNA_7B = AcceptanceTable(
+    probabilities=(
+        (0.48335, 0.14342, 0.0736, 0.0454, 0.03087, 0.02155, 0.01658, 0.01323, 0.00932, 0.00845),
+        (0.26256, 0.14561, 0.08114, 0.0576, 0.04283, 0.0323, 0.0257, 0.02152, 0.01903, 0.0155),
+        (0.16413, 0.11756, 0.08092, 0.05784, 0.04586, 0.03672, 0.03128, 0.02317, 0.02372, 0.01789),
+    ),
+    source="prompt tokens of Vicuna-7B, from the paper's published trees: the probabilities of "
+    "their candidates over those of the candidate before (hmarkc/parallel-prompt-decoding)",
+)
+"""The paper's own table of three prompt tokens, for predictions on a GPU."""
+
+
+def read_table(folder: str | Path) -> AcceptanceTable:
+    """Read the acceptance table beside prompt tokens or Medusa heads.
+
+    Raises CheckpointError for a missing or damaged file, naming the field that is wrong.
+    """
+    path = Path(folder) / ACCEPTANCE_FILE
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"no acceptance table in {path}: {error}. `apar evaluate acceptance` measures it"
+        ) from error
+    try:
+        return AcceptanceTable.model_validate_json(text)
+    except ValidationError as error:
+        raise CheckpointError(f"{path}: {validation_summary(error)}") from error
