@@ -95,7 +95,7 @@ class ThreadDecoder:
         """Decode step by step; see `AnswerDecoder`."""
         choice, limits = choice or TokenChoice.greedy(), limits or DecodeLimits()
         prompt = list(prompt_ids)
-        self._check_prompt(prompt)
+        self.check_prompt(prompt)
         self._check_replay(choice)
         tokens = self.decoding.tokens
         family = ThreadFamily(
@@ -119,7 +119,8 @@ class ThreadDecoder:
             tokens.fork_id if tokens is not None else None,
         )
 
-    def _check_prompt(self, prompt: list[int]) -> None:
+    def check_prompt(self, prompt: list[int]) -> None:
+        """Raise RequestError for a prompt that this decoder does not accept."""
         if not prompt:
             raise RequestError("prompt is empty: at least 1 token is needed", param="prompt")
         if len(prompt) >= self.max_positions:

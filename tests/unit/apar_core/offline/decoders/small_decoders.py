@@ -11,8 +11,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from apar_core.offline.speculation.prompt_tokens import PromptTokens
-from apar_core.offline.speculation.sparse_tree import SparseTree
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from apar_core.formats.control_tokens import ControlTokens
@@ -20,6 +18,8 @@ from apar_core.offline.decoders.load import DecoderName, ThreadDecoder, build_de
 from apar_core.offline.decoders.proposer import TreesOfRows
 from apar_core.offline.decoders.token_chooser import TypicalAcceptance
 from apar_core.offline.speculation.medusa_heads import MedusaHeads, MedusaHeadSettings
+from apar_core.offline.speculation.prompt_tokens import PromptTokens
+from apar_core.offline.speculation.sparse_tree import SparseTree
 
 END, FORK, CHILD, VOCABULARY = 2, 3, 4, 24
 MAX_POSITIONS = 256

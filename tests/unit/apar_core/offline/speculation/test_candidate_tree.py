@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import torch
-from apar_core.offline.speculation.sparse_tree import SparseTree
 
 from apar_core.offline.speculation.candidate_tree import (
     CandidateTree,
@@ -9,6 +8,7 @@ from apar_core.offline.speculation.candidate_tree import (
     candidate_tree,
     full_trees,
 )
+from apar_core.offline.speculation.sparse_tree import SparseTree
 
 CPU = torch.device("cpu")
 # Last token 0, candidates 1 and 2; two prompt tokens behind 0, one behind 1.
