@@ -16,7 +16,7 @@ from apar_core.offline.decoders.interface import (
     TokenChoice,
     decode_answer,
 )
-from apar_core.offline.decoders.load import DecoderName
+from apar_core.offline.decoders.load import SINGLE_THREAD, DecoderName
 from apar_core.tree.thread_names import replay_key
 from tests.unit.apar_core.offline.decoders.small_decoders import (
     END,
@@ -27,7 +27,7 @@ from tests.unit.apar_core.offline.decoders.small_decoders import (
     watched_passes,
 )
 
-FORKING: tuple[DecoderName, ...] = ("vanilla_apar", "medusa_apar")
+FORKING: tuple[DecoderName, ...] = ("vanilla_apar", "medusa_apar", "ppd_apar")
 # Seven threads on three levels, of different lengths; the root thread ends before its children.
 WIDE: Mapping[str, Sequence[int]] = {
     "": [9, FORK, 10, FORK, FORK, 11, END],
@@ -63,12 +63,12 @@ def test_a_pass_has_rows_only_for_live_threads_and_pending_forks(
     assert passes.num_rows[-1] < max(max(passes.num_rows), 2)
 
 
-@pytest.mark.parametrize("name", ["plain", *FORKING])
+@pytest.mark.parametrize("name", ["plain", "ppd", *FORKING])
 @pytest.mark.parametrize("num_passes", [1, 3, 6])
 def test_a_stream_that_is_closed_early_frees_its_cache_at_once(
     name: DecoderName, num_passes: int
 ) -> None:
-    replay = {"": [9] * 12} if name == "plain" else WIDE
+    replay = {"": [9] * 12} if name in SINGLE_THREAD else WIDE
     gc.disable()
     try:
         with watched_passes() as passes:
