@@ -34,10 +34,10 @@ from apar_core.tree.restore import TreeStream
 class DraftDecoder:
     """Implementation of `AnswerDecoder`: `draft` guesses, `target` verifies.
 
-    In float32 the greedy answer is the one of `target` with plain decoding. `target` and `draft` are
-    decoders that do not fork, `draft` `plain` or `ppd`. At least `num_guesses` tokens are guessed
-    for each pass of the target. `draft_passes` counts the draft model's passes over all answers.
-    Raises CheckpointError if the vocabularies differ.
+    In float32 the greedy answer is the one of `target` with plain decoding. Neither decoder forks:
+    `target` is `plain`, `draft` is `plain` or `ppd`. At least `num_guesses` tokens are guessed for
+    each pass of the target. `draft_passes` counts the draft model's passes over all answers.
+    Raises CheckpointError if the vocabularies differ or a decoder forks.
     """
 
     target: ThreadDecoder

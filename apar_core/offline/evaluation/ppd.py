@@ -192,7 +192,9 @@ def _total(answers: Sequence[MethodAnswer]) -> LivePasses:
     return sum((answer.total for answer in answers), LivePasses())
 
 
-def methods_table(run: Measurements, by_method: Mapping[str, Sequence[MethodAnswer]]) -> ReportTable:
+def methods_table(
+    run: Measurements, by_method: Mapping[str, Sequence[MethodAnswer]]
+) -> ReportTable:
     """Return steps, tokens per pass, pass time and speed of all methods."""
     rows = []
     for method in run.methods:
@@ -314,7 +316,7 @@ def live_rows_measured(
     context = run.settings.context
     rows = []
     for low, high in _ROW_BINS:
-        vanilla, threads = _binned(by_method[VANILLA], low, high)
+        vanilla, _threads = _binned(by_method[VANILLA], low, high)
         pass_s = run.times.pass_s(high)
         best = best_size(run.prompts, pass_s, high, ensemble=run.ensemble)
         heads = best_size(run.medusa, pass_s, high, ensemble=0)
@@ -403,7 +405,10 @@ def sizes_table(run: Measurements, by_method: Mapping[str, Sequence[MethodAnswer
 def accuracy_table(run: Measurements) -> ReportTable:
     """Return top-1 and top-5 accuracy by distance (tables 2, 3 and 7, figure 6a)."""
     rows = []
-    tables = {"prompt tokens": ("figure 6a", run.prompts), "Medusa heads": ("figure 6a", run.medusa)}
+    tables = {
+        "prompt tokens": ("figure 6a", run.prompts),
+        "Medusa heads": ("figure 6a", run.medusa),
+    }
     tables |= {name: (VARIANTS[name][0], table) for name, table in run.variants.items()}
     for name, (place, table) in tables.items():
         sums = table.top_k()
@@ -437,9 +442,7 @@ def accuracy_table(run: Measurements) -> ReportTable:
 
 def answers_on_gpu(run: Measurements, vanilla: Sequence[MethodAnswer]) -> ReportTable:
     """Return the predicted speed-up of each decoder on a GPU for the answers of this run."""
-    live = [
-        {rows: part.passes for rows, part in answer.live.items()} for answer in vanilla
-    ]
+    live = [{rows: part.passes for rows, part in answer.live.items()} for answer in vanilla]
     sequential = sum(answer.text_tokens + answer.ended for answer in vanilla)
     rows = []
     for size, name in (("llama-7b", "7B"), ("llama-13b", "13B")):
@@ -494,9 +497,7 @@ def accuracy_figure(run: Measurements) -> Figure:
     return figure
 
 
-def tree_size_figure(
-    run: Measurements, by_method: Mapping[str, Sequence[MethodAnswer]]
-) -> Figure:
+def tree_size_figure(run: Measurements, by_method: Mapping[str, Sequence[MethodAnswer]]) -> Figure:
     """Return tokens per pass by tree size: predicted lines, measured points (figure 8a)."""
     sizes = (4, 6, 8, 12, 16, 24, 32, 48, 64)
     curves: dict[str, list[float]] = {"dynamic": [], "static": [], "random": []}
@@ -522,9 +523,7 @@ def tree_size_figure(
     return figure
 
 
-def live_rows_figure(
-    run: Measurements, by_method: Mapping[str, Sequence[MethodAnswer]]
-) -> Figure:
+def live_rows_figure(run: Measurements, by_method: Mapping[str, Sequence[MethodAnswer]]) -> Figure:
     """Return the speed-up of speculation by live rows, measured and predicted."""
     with mpl.rc_context(PLOT_SETTINGS):
         figure = Figure(figsize=(7.5, 4.2), layout="constrained")

@@ -142,9 +142,7 @@ def measure_passes(
                 cache.crop(context)
     return PassTimes(
         {
-            number: {
-                inputs: statistics.median(measured[number, inputs]) for inputs in PASS_INPUTS
-            }
+            number: {inputs: statistics.median(measured[number, inputs]) for inputs in PASS_INPUTS}
             for number in rows
         }
     )
@@ -285,7 +283,7 @@ def build_methods(
     times: PassTimes,
     ensemble: int,
 ) -> list[Method]:
-    """Return the decoders to measure: without speculation, sized by hardware, and of fixed sizes."""
+    """Return the decoders: without speculation, with trees by hardware, and of fixed sizes."""
 
     def load(name: str, tree: TreeFamily | None = None) -> AnswerDecoder:
         return load_decoder(
@@ -299,15 +297,16 @@ def build_methods(
             dtype=model.dtype,
         )
 
-    by_hardware = times.family(prompts, ensemble=ensemble)
-    heads_by_hardware = times.family(medusa, ensemble=0)
+    family = times.family(prompts, ensemble=ensemble)
+    heads_family = times.family(medusa, ensemble=0)
+    first, heads_first = family.for_rows(1), heads_family.for_rows(1)
     methods = [
         Method(PLAIN, load(PLAIN)),
-        Method(PPD, load(PPD, by_hardware), by_hardware.for_rows(1), ensemble, "hardware"),
+        Method(PPD, load(PPD, family), first, ensemble, "hardware"),
         Method(VANILLA, load(VANILLA)),
-        Method(PPD_APAR, load(PPD_APAR, by_hardware), by_hardware.for_rows(1), ensemble, "hardware"),
-        Method(MEDUSA, load(MEDUSA, heads_by_hardware), heads_by_hardware.for_rows(1), 0, "hardware"),
-    ]  # fmt: skip
+        Method(PPD_APAR, load(PPD_APAR, family), first, ensemble, "hardware"),
+        Method(MEDUSA, load(MEDUSA, heads_family), heads_first, 0, "hardware"),
+    ]
     for size in settings.tree_sizes:
         trees = compared_trees(prompts, size, ensemble, settings.seed)
         for kind, tree in trees.items():
@@ -436,4 +435,3 @@ def train_variants(
         tables[name] = read_table(out)
         show()
     return tables
-

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from apar_core.offline.speculation.acceptance import AcceptanceTable
 from apar_core.offline.speculation.sparse_tree import (
@@ -15,8 +16,8 @@ from apar_core.offline.speculation.sparse_tree import (
     DynamicTree,
     SizedTree,
     SparseTree,
-    best_size,
     dynamic_tree,
+    size_curve,
 )
 from apar_core.reporting import Column, ReportTable
 from apar_core.step_costs.costs import StepBatch, StepCosts
@@ -101,10 +102,11 @@ def trained_parameters_table() -> ReportTable:
                 100 * prompt_share(model),
                 published.prompt_share,
                 100 * prompt_share(model, 2),
-                None if published.medusa_share is None
+                None
+                if published.medusa_share is None
                 else 100 * medusa_share(model, PAPER_MEDUSA_HEADS),
                 published.medusa_share,
-            )  # fmt: skip
+            )
         )
     tiny = find_model("apar-tiny")
     rows.append(
@@ -125,9 +127,9 @@ def trained_parameters_table() -> ReportTable:
             Column("Paper's Medusa", ".3g"),
         ),
         tuple(rows),
-        "Counted. The paper's 13B value is that of two prompt tokens. Its Medusa values are those of "
-        "four heads with one layer, relative to model and heads together. apar-tiny has two heads "
-        "with two layers.",
+        "Counted. The paper's 13B value is that of two prompt tokens. Its Medusa values are those "
+        "of four heads with one layer, relative to model and heads together. apar-tiny has two "
+        "heads with two layers.",
     )
 
 
@@ -153,7 +155,9 @@ def memory_table(
                 (f"{name}, prompt tokens in {dtype}", float(prompts),
                  100 * prompts / model.weight_bytes, 100 * prompts / heads)
             )  # fmt: skip
-        rows.append((f"{name}, 4 Medusa heads", float(heads), 100 * heads / model.weight_bytes, 100.0))
+        rows.append(
+            (f"{name}, 4 Medusa heads", float(heads), 100 * heads / model.weight_bytes, 100.0)
+        )
         for shape, inputs in num_inputs:
             cache = (inputs - 1) * model.kv_bytes_per_token
             rows.append(
@@ -166,9 +170,7 @@ def memory_table(
         ("apar-tiny, prompt tokens in float32", float(prompts),
          100 * prompts / tiny.weight_bytes, 100 * prompts / heads)
     )  # fmt: skip
-    rows.append(
-        ("apar-tiny, 2 Medusa heads", float(heads), 100 * heads / tiny.weight_bytes, 100.0)
-    )
+    rows.append(("apar-tiny, 2 Medusa heads", float(heads), 100 * heads / tiny.weight_bytes, 100.0))
     return ReportTable(
         "memory",
         "Memory beside the model (figure 7)",
@@ -190,7 +192,9 @@ def memory_table(
 _AUTHORS = "from the candidate trees in github.com/hmarkc/parallel-prompt-decoding (5305d9f), {}"
 
 
-def _published_table(model: str, *rows: Sequence[float], prefixes: Sequence[float]) -> AcceptanceTable:
+def _published_table(
+    model: str, *rows: Sequence[float], prefixes: Sequence[float]
+) -> AcceptanceTable:
     """Return a table from the probabilities of the paths [k], [0, k] and [0, 0, k]."""
     width = len(rows[0])
     return AcceptanceTable(
@@ -272,8 +276,8 @@ def paper_trees_table() -> ReportTable:
             Column("Paper, MT-Bench", ".2f"),
         ),
         tuple(rows),
-        "Predicted from the authors' acceptance on Alpaca (greedy). The paper's values were sampled "
-        "with typical acceptance, which accepts more. Inputs leave out the last token, as there.",
+        "Predicted from the authors' acceptance on Alpaca. The paper's values are of sampled "
+        "answers, with typical acceptance. Inputs leave out the last token, as there.",
     )
 
 
@@ -450,15 +454,20 @@ def predict_best(
 ) -> RowPrediction:
     """Predict decoding with the tree that is best for so many rows; with n = 1, without guesses."""
 
-    def pass_s(tokens: int) -> float:
-        batch = StepBatch(rows, rows * context, prefill_tokens=tokens - rows)
-        return costs.step_s(batch, overlapped=True) + heads_s
+    predictions = (
+        _row_prediction(
+            costs, rows, context, sized.num_inputs, sized.expected_length,
+            heads_s if sized.num_inputs > 1 else 0.0,
+        )
+        for sized in _sizes(table, ensemble, max_inputs)
+    )  # fmt: skip
+    return max(predictions, key=lambda prediction: prediction.speedup)
 
-    sized: SizedTree = best_size(table, pass_s, rows, ensemble=ensemble, max_inputs=max_inputs)
-    extra_s = 0.0 if sized.num_inputs == 1 else heads_s
-    return _row_prediction(
-        costs, rows, context, sized.num_inputs, sized.expected_length, extra_s
-    )
+
+@lru_cache(maxsize=64)
+def _sizes(table: AcceptanceTable, ensemble: int, max_inputs: int) -> tuple[SizedTree, ...]:
+    """Return the best tree of each size; they do not depend on the duration of a pass."""
+    return size_curve(table, lambda _tokens: 1.0, ensemble=ensemble, max_inputs=max_inputs)
 
 
 def _row_prediction(
@@ -502,9 +511,7 @@ def predict_gpu(
         tuple(predict_best(costs, table, each, context) for each in rows),
         tuple(predict_tree(costs, tree, each, context) for each in rows),
         tuple(
-            _row_prediction(
-                costs, each, context, _MEDUSA_INPUTS, _MEDUSA_LENGTH[name], heads_s
-            )
+            _row_prediction(costs, each, context, _MEDUSA_INPUTS, _MEDUSA_LENGTH[name], heads_s)
             for each in rows
         ),
     )
