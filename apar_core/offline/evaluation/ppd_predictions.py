@@ -229,8 +229,14 @@ _PAPER_TREES = {
     "Vicuna-7B": ((10, 33, 34), (40, 105, 105), 2.54),
     "Vicuna-13B": ((10, 20, 20), (40, 60, 60), 2.44),
 }
-_MEDUSA_LENGTH = {"Vicuna-7B": 2.51, "Vicuna-13B": 2.59}
+MEDUSA_LENGTH = {"Vicuna-7B": 2.51, "Vicuna-13B": 2.59}
+"""Tokens per step of Medusa in table 1, with a tree of 63 candidates."""
 _MEDUSA_INPUTS = 64
+
+
+def paper_model(name: str) -> ModelSize:
+    """Return the dimensions of "Vicuna-7B" or "Vicuna-13B"."""
+    return find_model(name.lower().replace("vicuna", "llama"))
 
 
 def paper_tree(model: str) -> DynamicTree:
@@ -368,10 +374,9 @@ def medusa_chain_length(table: AcceptanceTable) -> float:
 def chain_table(context: int = 512, rows: Sequence[int] = (1, 8, 32)) -> ReportTable:
     """Return the prediction of a chain in vLLM for Llama-7B and -13B."""
     lines = []
-    for name, size in (("Vicuna-7B", "llama-7b"), ("Vicuna-13B", "llama-13b")):
+    for name, table in PAPER_TABLES.items():
         for gpu in ("a100-80gb", "h100", "h200"):
-            costs = step_costs(find_model(size), find_gpu(gpu))
-            table = PAPER_TABLES[name]
+            costs = step_costs(paper_model(name), find_gpu(gpu))
             for candidates in (1, 2, 3):
                 by_rows = [predict_chain(costs, table, candidates, r, context) for r in rows]
                 first = by_rows[0]
@@ -502,7 +507,7 @@ def predict_gpu(
     Medusa's acceptance by rank is not published for these models: it has the tree and the tokens
     per step of table 1, whatever the rows.
     """
-    model = find_model(name.lower().replace("vicuna", "llama"))
+    model = paper_model(name)
     costs = step_costs(model, find_gpu(gpu))
     table, tree = PAPER_TABLES[name], paper_tree(name)
     heads_s = medusa_heads_s(model, gpu)
@@ -511,7 +516,7 @@ def predict_gpu(
         tuple(predict_best(costs, table, each, context) for each in rows),
         tuple(predict_tree(costs, tree, each, context) for each in rows),
         tuple(
-            _row_prediction(costs, each, context, _MEDUSA_INPUTS, _MEDUSA_LENGTH[name], heads_s)
+            _row_prediction(costs, each, context, _MEDUSA_INPUTS, MEDUSA_LENGTH[name], heads_s)
             for each in rows
         ),
     )
