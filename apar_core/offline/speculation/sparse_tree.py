@@ -321,7 +321,7 @@ def random_tree(
     most = table.num_distances
     trees = []
     for state in range(most + 1):
-        open_paths = [(rank,) for rank in range(table.num_ranks)] if state else []
+        open_paths: list[RankPath] = [(rank,) for rank in range(table.num_ranks)] if state else []
         chosen: dict[RankPath, float] = {}
         while open_paths and len(chosen) < num_candidates:
             path = open_paths.pop(generator.randrange(len(open_paths)))
