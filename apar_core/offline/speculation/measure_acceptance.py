@@ -187,8 +187,6 @@ def measure_and_write(
     proposer: Proposer,
     prompts: Sequence[Sequence[int]],
     folder: Path,
-    *,
-    source: str = "",
 ) -> AcceptanceTable:
     """Measure on the model's greedy forked answers to prompts; write the table to `folder`."""
     # FlexAttention is for training; the decoders' masks are tensors.
@@ -196,6 +194,7 @@ def measure_and_write(
     decoder = load_decoder("vanilla_apar", model, tokenizer, device=str(model.device))
     rows = greedy_rows(decoder, prompts, tree_tokens(tokenizer))
     ranks_NM = measure_ranks(model, proposer, rows, pad_id=pad_token_id(tokenizer))
+    source = f"{len(prompts)} held-out prompts, {len(rows)} threads, {len(ranks_NM)} places, greedy"
     table = acceptance_table(ranks_NM, NUM_RANKS, source)
     table.write(folder)
     return table

@@ -132,7 +132,7 @@ def prompt_logits(
         logits_KEV: Tensor = model(
             inputs_embeds=inputs_BPD,
             position_ids=batch["positions_BT"].gather(1, after_BP) + 1 + depth_P,
-            attention_mask=_prompt_mask(model, batch, after_BP, num_prompts, ensemble),
+            attention_mask=prompt_mask(model, batch, after_BP, num_prompts, ensemble),
             past_key_values=cache,
             use_cache=True,
         ).logits
@@ -161,7 +161,7 @@ def _teacher_pass(
     return cache, teacher_KV
 
 
-def _prompt_mask(
+def prompt_mask(
     model: PreTrainedModel, batch: Batch, after_BP: Tensor, num_prompts: int, ensemble: int
 ) -> Tensor | BlockMask:
     """Return the mask [B, 1, P, T + P]: each query reads its path and its own member's chain."""

@@ -231,6 +231,8 @@ def train_tiny_prompts(
             on_step=on_step,
         ).train()
     save_prompt_tokens(prompts, out)
-    held_out = Corpus(recipe.seed, held_out=True).examples(settings.num_held_out)
-    chosen = prompts_of(encoder.encode_all(held_out), settings.num_held_out, recipe.seed)
+    held_out = encoder.encode_all(
+        Corpus(recipe.seed, held_out=True).examples(settings.num_held_out)
+    )
+    chosen = prompts_of(held_out, len(held_out), recipe.seed)
     return measure_and_write(model, tokenizer, prompts, chosen, out)
