@@ -45,6 +45,19 @@ def small_model() -> LlamaForCausalLM:
     return model
 
 
+def chain_trees(num_prompts: int) -> tuple[SparseTree, ...]:
+    """Return a chain as long as the state, with all prompt tokens behind each node."""
+    return tuple(
+        SparseTree(
+            (0, *range(state)),
+            tuple(range(state + 1)),
+            (0,) * (state + 1),
+            (num_prompts,) * (state + 1),
+        )
+        for state in range(num_prompts + 1)
+    )
+
+
 def random_sparse_tree(
     draws: random.Random, depth: int, most_prompts: int, num_ranks: int
 ) -> SparseTree:

@@ -35,6 +35,7 @@ from tests.unit.apar_core.offline.decoders.small_decoders import (
     FORK,
     PROMPT,
     VOCABULARY,
+    chain_trees,
     decoder,
     prompt_decoder,
     random_trees,
@@ -100,19 +101,6 @@ def test_without_acceptance_prompt_tokens_sample_like_their_reference_with_the_s
             found = decode_answer(prompted, prompt, choice, limits)
 
             assert_same_threads(found, decode_answer(decoder(reference), prompt, choice, limits))
-
-
-def chain_trees(num_prompts: int) -> tuple[SparseTree, ...]:
-    """Return a chain as long as the state, with all prompt tokens behind each node."""
-    return tuple(
-        SparseTree(
-            (0, *range(state)),
-            tuple(range(state + 1)),
-            (0,) * (state + 1),
-            (num_prompts,) * (state + 1),
-        )
-        for state in range(num_prompts + 1)
-    )
 
 
 @pytest.mark.parametrize("num_prompts", [1, 3])
