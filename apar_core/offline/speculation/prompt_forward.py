@@ -93,7 +93,7 @@ def insertions(
     if share < 1:
         order_BT = torch.rand(following_BT.shape, generator=generator)
     order_BT = order_BT.to(following_BT.device).masked_fill(~learned_BTM[..., 0], 2.0)
-    after_BN = order_BT.argsort(1, stable=True)[:, :num_points]
+    after_BN = order_BT.argsort(dim=1, stable=True)[:, :num_points]
     used_BN = torch.arange(num_points, device=num_B.device) < num_B[:, None]
     wide_BNM = after_BN[..., None].expand(-1, -1, num_prompts)
     return Insertions(

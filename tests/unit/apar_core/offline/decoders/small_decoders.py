@@ -152,7 +152,7 @@ def watched_passes() -> Iterator[Passes]:
     passes = Passes()
 
     def record(_module: Any, _arguments: Any, named: dict[str, Any]) -> None:
-        inputs = named.get("input_ids", named.get("inputs_embeds"))
+        inputs = named["input_ids"] if "input_ids" in named else named["inputs_embeds"]
         passes.num_rows.append(inputs.shape[0])
         passes.cache = weakref.ref(named["past_key_values"])
 
