@@ -178,9 +178,7 @@ def _trees(lengths: Mapping[str, Sequence[TreeLengths]]) -> ReportTable:
     )
 
 
-def _figure(
-    proposers: Sequence[Guesses], lengths: Mapping[str, Sequence[TreeLengths]]
-) -> Figure:
+def _figure(proposers: Sequence[Guesses], lengths: Mapping[str, Sequence[TreeLengths]]) -> Figure:
     with mpl.rc_context(PLOT_SETTINGS):
         figure = Figure(figsize=(11, 4), layout="constrained")
         accuracy, trees = figure.subplots(1, 2)
@@ -209,7 +207,9 @@ def _draw_accuracy(panel: Axes, proposers: Sequence[Guesses]) -> None:
 
 def _draw_trees(panel: Axes, lengths: Mapping[str, Sequence[TreeLengths]]) -> None:
     for style, (name, found) in zip(("o-", "s--", "^:"), lengths.items(), strict=False):
-        for colour, kind in zip(RUN_COLOURS, ("optimal", "dynamic", "static", "random"), strict=False):
+        for colour, kind in zip(
+            RUN_COLOURS, ("optimal", "dynamic", "static", "random"), strict=False
+        ):
             values = [getattr(each, kind) for each in found]
             panel.plot(
                 [each.num_inputs for each in found],

@@ -27,7 +27,7 @@ class AcceptanceTable(BaseModel):
 
     `probabilities[d][k]` is the probability that the token at distance d + 1 behind the model's own
     next token is the candidate of rank k (0 is the likeliest), given that all tokens before it were
-    right. `observations[d]` has the positions that the row was measured on; None if that is not known.
+    right. `observations[d]` has the positions that the row was measured on; None if unknown.
     `source` says which weights and prompts were measured. Construction raises pydantic's
     ValidationError.
     """

@@ -22,14 +22,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import inf
-from operator import add
 
 import numpy as np
+import numpy.typing as npt
 
 from apar_core.offline.speculation.acceptance import AcceptanceTable
 
 FAMILY_ROWS = (1, 2, 4, 8, 16)
 """Numbers of live rows that have a tree of their own."""
+
+Floats = npt.NDArray[np.float64]
 
 RankPath = tuple[int, ...]
 """Ranks from the last token to a candidate; () is the last token."""
@@ -319,7 +321,7 @@ def random_tree(
     most = table.num_distances
     trees = []
     for state in range(most + 1):
-        open_paths = [(rank,) for rank in range(table.num_ranks)] if state else []
+        open_paths: list[RankPath] = [(rank,) for rank in range(table.num_ranks)] if state else []
         chosen: dict[RankPath, float] = {}
         while open_paths and len(chosen) < num_candidates:
             path = open_paths.pop(generator.randrange(len(open_paths)))
@@ -377,27 +379,32 @@ def _improved(
     once per depth, i and b: a knapsack over its children.
     """
     orders = [
-        sorted(((rank, p) for rank, p in enumerate(row) if p > 0), key=lambda candidate: -candidate[1])
+        sorted(
+            ((rank, p) for rank, p in enumerate(row) if p > 0), key=lambda candidate: -candidate[1]
+        )
         for row in table.probabilities[:state]
     ]
-    # below[depth][i][r][b]: gained by b inputs for the r likeliest children of a node with i
-    # prompt tokens. nodes[depth][b]: gained by b inputs for an accepted node and all below it.
-    below: list[list[list[list[float]]]] = [[] for _ in range(state + 1)]
-    nodes: list[list[float]] = [[] for _ in range(state + 1)]
+    # For each depth, [I, R + 1, B + 1]: gained by b inputs for the r likeliest children of a node
+    # that has i prompt tokens.
+    below: list[Floats] = [np.zeros((len(values), 1, num_inputs + 1))] * (state + 1)
+    # For each depth, [B + 1]: gained by b inputs for an accepted node and all that is below it.
+    nodes: list[Floats] = [np.zeros(0)] * (state + 1)
 
-    def child_gains(depth: int, i: int, probability: float) -> list[float]:
-        return [probability * (1 - values[i] + gain) for gain in nodes[depth]]
+    def child_gains_IB(depth: int, probability: float) -> Floats:
+        return probability * (1 - np.array(values)[:, None] + nodes[depth])
 
     for depth in range(state, -1, -1):
-        nodes[depth] = [-inf] * (num_inputs + 1)
+        if depth < state:
+            stages = [np.zeros((len(values), num_inputs + 1))]
+            for _, probability in orders[depth]:
+                child_IB = child_gains_IB(depth + 1, probability)
+                stages.append(_with_child(stages[-1], child_IB))
+            below[depth] = np.stack(stages, axis=1)
+        nodes[depth] = np.full(num_inputs + 1, -inf)
         for i, value in enumerate(values):
-            stages = [[0.0] * (num_inputs + 1)]
-            for _, probability in orders[depth] if depth < state else ():
-                stages.append(_with_child(stages[-1], child_gains(depth + 1, i, probability)))
-            below[depth].append(stages)
             own = 1 + ensemble * i
-            for b in range(own, num_inputs + 1):
-                nodes[depth][b] = max(nodes[depth][b], value + stages[-1][b - own])
+            gained_B = value + below[depth][i, -1, : max(num_inputs + 1 - own, 0)]
+            nodes[depth][own:] = np.maximum(nodes[depth][own:], gained_B)
 
     accepted: dict[RankPath, float] = {}
     prompts: dict[RankPath, int] = {}
@@ -408,20 +415,17 @@ def _improved(
 
         def gain(i: int) -> float:
             spare = num_inputs - 1 - ensemble * i
-            return values[i] + below[depth][i][-1][spare] if spare >= 0 else -inf
+            return values[i] + float(below[depth][i, -1, spare]) if spare >= 0 else -inf
 
         i = prompts[path] = max(range(len(values)), key=gain)
         spare = num_inputs - 1 - ensemble * i
-        stages = below[depth][i]
-        for r in range(len(stages) - 1, 0, -1):
-            if stages[r][spare] == stages[r - 1][spare]:
+        stages_RB = below[depth][i]
+        for r in range(len(stages_RB) - 1, 0, -1):
+            if stages_RB[r, spare] == stages_RB[r - 1, spare]:
                 continue
             rank, chance = orders[depth][r - 1]
-            gains = child_gains(depth + 1, i, chance)
-            given = max(
-                range(1, spare + 1),
-                key=lambda b: stages[r - 1][spare - b] + gains[b],  # noqa: B023
-            )
+            child_B = child_gains_IB(depth + 1, chance)[i, 1 : spare + 1]
+            given = 1 + int(np.argmax(stages_RB[r - 1, :spare][::-1] + child_B))
             expand((*path, rank), probability * chance, given)
             spare -= given
 
@@ -431,12 +435,14 @@ def _improved(
     return replace(tree, prompts=tuple(prompts[path] for path in tree.paths))
 
 
-def _with_child(without: list[float], child: list[float]) -> list[float]:
+def _with_child(without_IB: Floats, child_IB: Floats) -> Floats:
     """Return the best gains of b inputs, shared between what was there and one more child."""
-    return [0.0] + [
-        max(without[b], max(map(add, without[b - 1 :: -1], child[1 : b + 1])))
-        for b in range(1, len(without))
-    ]
+    most = without_IB.shape[1] - 1
+    # A child takes 1 to b inputs; -inf stands for what is left of more than b.
+    padded_IB = np.pad(without_IB, ((0, 0), (most, 0)), constant_values=-inf)
+    rests_IBB = np.lib.stride_tricks.sliding_window_view(padded_IB, most + 1, axis=1)[:, :, ::-1]
+    best_IB: Floats = (rests_IBB[:, :, 1:] + child_IB[:, None, 1:]).max(axis=2, initial=-inf)
+    return np.maximum(without_IB, best_IB)
 
 
 @dataclass(frozen=True, slots=True)
