@@ -86,7 +86,7 @@ def insertions(
         steps.append(at_BT)
         known.append(learned_BT)
     teacher_BTM, learned_BTM = torch.stack(steps, -1), torch.stack(known, -1)
-    num_B = (learned_BTM[..., 0].sum(1) * share).ceil().long()
+    num_B = (learned_BTM[..., 0].sum(1).double() * share).ceil().long()
     num_points = max(1, int(num_B.max()))
     # On the CPU, so that the draw does not depend on the device.
     order_BT = torch.zeros(following_BT.shape)
