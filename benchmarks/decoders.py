@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from apar_core.models.apar_tiny_prompts import prompts_path
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -16,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.apar_tiny_medusa import heads_path
+from apar_core.models.apar_tiny_prompts import prompts_path
 from apar_core.offline.data.tiny_corpus.generator import Corpus
 from apar_core.offline.decoders.interface import AnswerDecoder, TokenChoice, decode_answer
 from apar_core.offline.decoders.load import DECODER_NAMES, SINGLE_THREAD, load_decoder

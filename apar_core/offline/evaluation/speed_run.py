@@ -152,11 +152,11 @@ def check_settings(settings: SpeedSettings) -> None:
         raise EvaluationError("--count-only runs no model: omit --random-weights")
     if settings.tokenizer is not None and settings.runs_checkpoint:
         raise EvaluationError("a checkpoint uses its own tokenizer: omit --tokenizer")
-    run = {*settings.decoders, settings.baseline} if not settings.count_only else set()
-    if "medusa_apar" in run and settings.medusa_heads is None:
-        raise EvaluationError("medusa_apar needs --medusa-heads FOLDER")
-    if run & PROMPTED and settings.prompt_tokens is None:
-        raise EvaluationError(f"{min(run & PROMPTED)} needs --prompt-tokens FOLDER")
+    for name in () if settings.count_only else (*settings.decoders, settings.baseline):
+        if name == "medusa_apar" and settings.medusa_heads is None:
+            raise EvaluationError("medusa_apar needs --medusa-heads FOLDER")
+        if name in PROMPTED and settings.prompt_tokens is None:
+            raise EvaluationError(f"{name} needs --prompt-tokens FOLDER")
     for path in settings.replay:
         if not path.is_file():
             raise EvaluationError(f"--replay {path}: no such file")

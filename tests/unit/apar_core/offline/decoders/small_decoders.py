@@ -45,6 +45,19 @@ def small_model() -> LlamaForCausalLM:
     return model
 
 
+def chain_trees(num_prompts: int) -> tuple[SparseTree, ...]:
+    """Return a chain as long as the state, with all prompt tokens behind each node."""
+    return tuple(
+        SparseTree(
+            (0, *range(state)),
+            tuple(range(state + 1)),
+            (0,) * (state + 1),
+            (num_prompts,) * (state + 1),
+        )
+        for state in range(num_prompts + 1)
+    )
+
+
 def random_sparse_tree(
     draws: random.Random, depth: int, most_prompts: int, num_ranks: int
 ) -> SparseTree:
@@ -139,7 +152,7 @@ def watched_passes() -> Iterator[Passes]:
     passes = Passes()
 
     def record(_module: Any, _arguments: Any, named: dict[str, Any]) -> None:
-        inputs = named.get("input_ids", named.get("inputs_embeds"))
+        inputs = named["input_ids"] if "input_ids" in named else named["inputs_embeds"]
         passes.num_rows.append(inputs.shape[0])
         passes.cache = weakref.ref(named["past_key_values"])
 

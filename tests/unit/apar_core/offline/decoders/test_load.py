@@ -252,7 +252,10 @@ def states(*top_k: int) -> Any:
 @pytest.mark.parametrize(
     ("trees", "message"),
     [
-        (states(20, 20), "tree of 844 tokens for 1 rows is larger than the model's context of 256"),
+        (
+            states(20, 20),
+            "tree of 1266 tokens for 1 rows is larger than the model's context of 256",
+        ),
         (states(1, 1, 1), "trees need predictions at 3 distances, and there are 2 prompt tokens"),
         (states(25), "a candidate tree has rank 24, the vocabulary has 24 tokens"),
     ],

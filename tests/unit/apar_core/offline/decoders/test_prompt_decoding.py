@@ -35,12 +35,14 @@ from tests.unit.apar_core.offline.decoders.small_decoders import (
     FORK,
     PROMPT,
     VOCABULARY,
+    chain_trees,
     decoder,
     prompt_decoder,
     random_trees,
     small_model,
 )
 
+CPU = torch.device("cpu")
 NONE, ALL = TypicalAcceptance(epsilon=1.0, delta=1e9), TypicalAcceptance(epsilon=0.0, delta=0.0)
 PAIRS: tuple[tuple[DecoderName, DecoderName], ...] = (
     ("ppd", "plain"),
@@ -57,7 +59,7 @@ def assert_same_threads(found: DecodedAnswer, expected: DecodedAnswer) -> None:
         assert thread.token_ids[:size] == other[:size]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.integers(5, VOCABULARY - 1), min_size=1, max_size=6),
     st.integers(1, 4),
@@ -91,7 +93,7 @@ def test_without_acceptance_prompt_tokens_sample_like_their_reference_with_the_s
     name: DecoderName, reference: DecoderName
 ) -> None:
     limits = DecodeLimits(max_tokens=60, max_forks=6)
-    for seed in range(5):
+    for seed in range(3):
         prompted = prompt_decoder(name, seed=seed, num_ranks=12, acceptance=NONE)
         for prompt in ([5, 6, 7], [9]):
             choice = TokenChoice.sampled(1.0, 0.9, seed)
@@ -99,19 +101,6 @@ def test_without_acceptance_prompt_tokens_sample_like_their_reference_with_the_s
             found = decode_answer(prompted, prompt, choice, limits)
 
             assert_same_threads(found, decode_answer(decoder(reference), prompt, choice, limits))
-
-
-def chain_trees(num_prompts: int) -> tuple[SparseTree, ...]:
-    """Return a chain as long as the state, with all prompt tokens behind each node."""
-    return tuple(
-        SparseTree(
-            (0, *range(state)),
-            tuple(range(state + 1)),
-            (0,) * (state + 1),
-            (num_prompts,) * (state + 1),
-        )
-        for state in range(num_prompts + 1)
-    )
 
 
 @pytest.mark.parametrize("num_prompts", [1, 3])
@@ -228,11 +217,9 @@ def test_trees_depend_on_the_number_of_rows() -> None:
         ThreadDecoder(decoding, CONTROL, frozenset({END}), VOCABULARY, 256), PROMPT, replay
     )
 
-    for step in answer.trace[2:]:
-        assert step.tokens == step.threads if step.threads == 2 else step.tokens <= 3
-
-
-CPU = torch.device("cpu")
+    # The pass that opens the child has one row: three tokens for the root, one for the child. Two
+    # rows have no candidates; the child ends alone.
+    assert [step.tokens for step in answer.trace] == [1, 1, 4, *[2] * 6, 2]
 
 
 def test_the_logits_of_tokens_do_not_change_when_prompt_tokens_are_inserted() -> None:
