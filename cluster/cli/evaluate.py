@@ -159,13 +159,7 @@ def speed(
 def ppd(
     out: Annotated[Path, out_option("evaluate-ppd", help=RESUMABLE)],
     model: Model = DEFAULT_MODEL,
-    prompt_tokens: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder with the model's prompt tokens (default: those of apar-tiny).",
-            file_okay=False,
-        ),
-    ] = None,
+    prompt_tokens: PromptTokens = None,
     medusa_heads: MedusaHeads = None,
     prompts: Prompts = "held-out",
     benchmark_files: BenchmarkFiles = None,
@@ -195,8 +189,9 @@ def ppd(
     """Compare Parallel Prompt Decoding with Medusa heads and plain decoding, alone and with forks.
 
     The report has the PPD paper's tables 1, 2, 3 and 7 and figures 6a, 7 and 8, and the speed-up of
-    speculation by live rows, measured here and predicted for GPUs. An interrupted run continues
-    with the same command and --out. Example:
+    speculation by live rows, measured here and predicted for GPUs. apar-tiny has prompt tokens and
+    heads of its own; another model needs both options. An interrupted run continues with the same
+    command and --out. Example:
 
     [bold]apar evaluate ppd --answers 20 --out out/ppd[/bold]
     """

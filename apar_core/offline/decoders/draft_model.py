@@ -73,7 +73,8 @@ class DraftDecoder:
         family = ThreadFamily(
             len(prompt), None, self.target.end_ids, choice, limits, self.target.max_positions
         )
-        text, trace, thread = TreeStream(family.tree), [], family.root
+        text, thread = TreeStream(family.tree), family.root
+        trace: list[StepRecord] = []
         draft, verifier = _Draft(self.draft, prompt, most), _Verifier(self.target)
         pending = prompt
         while thread.alive:

@@ -424,7 +424,8 @@ def accuracy_table(run: Measurements) -> ReportTable:
             for distance in range(3)
             for top in (1, _TOP)
         ]
-        rows.append((name, place, *cells, float(table.observations[0])))
+        positions = float(table.observations[0]) if table.observations else None
+        rows.append((name, place, *cells, positions))
     note = "Right among the first k, given that the tokens before were right; the paper's tables "
     note += "have the share of all positions."
     if run.variants:

@@ -19,7 +19,7 @@ from apar_core.offline.speculation.sparse_tree import (
     dynamic_tree,
     size_curve,
 )
-from apar_core.reporting import Column, ReportTable
+from apar_core.reporting import Cell, Column, ReportTable
 from apar_core.step_costs.costs import StepBatch, StepCosts
 from apar_core.step_costs.gpus import find_gpu
 from apar_core.step_costs.models import DTYPE_BYTES, ModelSize, find_model, model_of_config
@@ -92,7 +92,7 @@ parameters of model and heads together."""
 
 def trained_parameters_table() -> ReportTable:
     """Return the share of trained parameters next to the paper's table 1."""
-    rows: list[tuple[str | float | None, ...]] = []
+    rows: list[tuple[Cell, ...]] = []
     for published in published_sizes():
         model = published.model
         rows.append(
@@ -145,7 +145,7 @@ def memory_table(
 
     `num_inputs` has names and tokens of a pass, for the KV cache that a pass needs for guesses.
     """
-    rows: list[tuple[str | float | None, ...]] = []
+    rows: list[tuple[Cell, ...]] = []
     for name in ("llama-7b", "llama-13b"):
         model = find_model(name)
         heads = medusa_parameters(model, PAPER_MEDUSA_HEADS) * DTYPE_BYTES[model.dtype]
@@ -202,8 +202,7 @@ def _published_table(
             tuple(p / prefix for p in (*row, *(0.0,) * (width - len(row))))
             for row, prefix in zip(rows, prefixes, strict=True)
         ),
-        observations=(1,) * len(rows),
-        source=_AUTHORS.format(model) + "; measured by them, the number of positions is not given",
+        source=_AUTHORS.format(model),
     )
 
 
@@ -373,7 +372,7 @@ def medusa_chain_length(table: AcceptanceTable) -> float:
 
 def chain_table(context: int = 512, rows: Sequence[int] = (1, 8, 32)) -> ReportTable:
     """Return the prediction of a chain in vLLM for Llama-7B and -13B."""
-    lines = []
+    lines: list[tuple[Cell, ...]] = []
     for name, table in PAPER_TABLES.items():
         for gpu in ("a100-80gb", "h100", "h200"):
             costs = step_costs(paper_model(name), find_gpu(gpu))
