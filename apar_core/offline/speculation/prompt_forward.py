@@ -86,14 +86,14 @@ def insertions(
         steps.append(at_BT)
         known.append(learned_BT)
     teacher_BTM, learned_BTM = torch.stack(steps, -1), torch.stack(known, -1)
-    num_B = (learned_BTM[..., 0].sum(1) * share).ceil().long()
+    num_B = (learned_BTM[..., 0].sum(1).double() * share).ceil().long()
     num_points = max(1, int(num_B.max()))
     # On the CPU, so that the draw does not depend on the device.
     order_BT = torch.zeros(following_BT.shape)
     if share < 1:
         order_BT = torch.rand(following_BT.shape, generator=generator)
     order_BT = order_BT.to(following_BT.device).masked_fill(~learned_BTM[..., 0], 2.0)
-    after_BN = order_BT.argsort(1, stable=True)[:, :num_points]
+    after_BN = order_BT.argsort(dim=1, stable=True)[:, :num_points]
     used_BN = torch.arange(num_points, device=num_B.device) < num_B[:, None]
     wide_BNM = after_BN[..., None].expand(-1, -1, num_prompts)
     return Insertions(
@@ -179,9 +179,7 @@ def prompt_mask(
         def reads(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             token = key.clamp(max=num_tokens - 1)
             on_path = reads_tree(row, head, after_BP[row, query], token)
-            return torch.where(
-                key < num_tokens, on_path, reads_prompt(query, key - num_tokens)
-            )
+            return torch.where(key < num_tokens, on_path, reads_prompt(query, key - num_tokens))
 
         return create_block_mask(
             reads,

@@ -1,4 +1,4 @@
-"""`apar train`, `train-medusa`, `train-prompts` and `train-tiny` for a few steps, and how steps are shown."""
+"""`apar train`, `train-medusa`, `train-prompts` and `train-tiny` for a few steps."""
 
 from __future__ import annotations
 
