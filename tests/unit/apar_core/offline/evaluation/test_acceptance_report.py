@@ -90,21 +90,21 @@ def heads_for(model_folder: str | Path, folder: Path) -> Path:
 def test_a_missing_table_is_measured_once_and_again_on_demand(tmp_path: Path) -> None:
     heads = heads_for(checkpoint_path(), tmp_path / "heads")
     settings = AcceptanceSettings(
-        model=str(checkpoint_path()), model_name="apar-tiny", medusa_heads=heads, limit=2
+        model=str(checkpoint_path()), model_name="apar-tiny", medusa_heads=heads, limit=1
     )
 
     report = run_acceptance(settings)
 
     measured = read_table(heads)
     assert measured.observations is not None
-    assert measured.observations[0] > 100
+    assert measured.observations[0] > 20
     # Heads without training guess nothing of a vocabulary of thousands.
     assert measured.probabilities[0][0] < 0.1
     assert report.facts["Medusa heads measured on"] == measured.source
     TABLE.write(heads)
     assert run_acceptance(settings).facts["Medusa heads measured on"] == "a test"
     again = AcceptanceSettings(
-        model=str(checkpoint_path()), model_name="", medusa_heads=heads, limit=2, measure=True
+        model=str(checkpoint_path()), model_name="", medusa_heads=heads, limit=1, measure=True
     )
     run_acceptance(again)
     assert read_table(heads) == measured
