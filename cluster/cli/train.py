@@ -252,9 +252,7 @@ def _print_acceptance(console: Console, table: AcceptanceTable | None) -> None:
     """Print the acceptance of each distance, behind which all nearer tokens were right."""
     if table is None:
         return
-    for distance, (row, best) in enumerate(
-        zip(table.probabilities, table.top_k(), strict=True), 1
-    ):
+    for distance, (row, best) in enumerate(zip(table.probabilities, table.top_k(), strict=True), 1):
         console.print(
             f"Distance {distance}: {row[0]:.1%} the first candidate, {best[-1]:.1%} among "
             f"{len(row)}, of the model's own greedy tokens.",

@@ -135,9 +135,7 @@ def num_distances(proposer: Proposer) -> int:
     return proposer.settings.medusa_num_heads
 
 
-def _logits(
-    model: PreTrainedModel, proposer: Proposer, batch: Batch, places: Insertions
-) -> Tensor:
+def _logits(model: PreTrainedModel, proposer: Proposer, batch: Batch, places: Insertions) -> Tensor:
     """Return the proposer's logits [K, V], in the order of `places.learned_BNM`."""
     if isinstance(proposer, PromptTokens):
         logits_KEV, _ = prompt_logits(model, proposer(), batch, places)

@@ -179,9 +179,7 @@ def prompt_mask(
         def reads(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             token = key.clamp(max=num_tokens - 1)
             on_path = reads_tree(row, head, after_BP[row, query], token)
-            return torch.where(
-                key < num_tokens, on_path, reads_prompt(query, key - num_tokens)
-            )
+            return torch.where(key < num_tokens, on_path, reads_prompt(query, key - num_tokens))
 
         return create_block_mask(
             reads,

@@ -57,6 +57,7 @@ from apar_core.offline.training.tree_trainer import (
     training_arguments,
 )
 
+
 def distillation_loss(
     student_KV: Tensor, teacher_KV: Tensor, kind: Literal["forward_kl", "reverse_kl"]
 ) -> Tensor:

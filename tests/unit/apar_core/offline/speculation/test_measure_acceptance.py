@@ -124,9 +124,6 @@ def test_heads_are_ranked_by_the_token_as_far_ahead_as_they_propose() -> None:
         order = model(torch.tensor([ids])).logits[0].argsort(-1, descending=True).tolist()
     whole = [*ids, TOKENS.end_id]
     assert ranks_NM.tolist() == [
-        [
-            order[at].index(whole[at + d]) if at + d < len(whole) else THREAD_ENDED
-            for d in (2, 3)
-        ]
+        [order[at].index(whole[at + d]) if at + d < len(whole) else THREAD_ENDED for d in (2, 3)]
         for at in range(1, len(whole) - 2)
     ]
