@@ -25,6 +25,7 @@ from cluster.cli.options import (
     Model,
     ModelName,
     Prompts,
+    PromptTokens,
     TargetKeyEnv,
     finite,
     list_option,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 _NUM_SUMMARY_TABLES = 3
 _SHOWN_FAILURES = 5
-_DECODERS = ("plain", "vanilla_apar", "medusa_apar")
+_DECODERS = ("plain", "vanilla_apar", "medusa_apar", "ppd", "ppd_apar")
 
 evaluate = typer.Typer(
     no_args_is_help=True, help="Measure speed and quality as the APAR paper does."
@@ -100,6 +101,7 @@ def speed(
         ),
     ] = None,
     medusa_heads: MedusaHeads = None,
+    prompt_tokens: PromptTokens = None,
     benchmark_files: BenchmarkFiles = None,
     answers: Answers = None,
     max_tokens: MaxTokens = 1024,
@@ -137,6 +139,7 @@ def speed(
             random_weights=random_weights,
             tokenizer=tokenizer,
             medusa_heads=medusa_heads,
+            prompt_tokens=prompt_tokens,
             questions=benchmark_files,
             limit=answers,
             max_tokens=max_tokens,
