@@ -1,4 +1,4 @@
-"""`apar evaluate`: decoding speed, answer quality, and the benchmark files for both."""
+"""`apar evaluate`: speed, acceptance of guesses, answer quality, and the benchmark files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from cluster.cli.options import (
     list_option,
     out_option,
 )
-from cluster.cli.terminal import clear_errors, rich_table, stage_progress
+from cluster.cli.terminal import clear_errors, rich_table, show_report, stage_progress
 from cluster.config.model import DEFAULT_MODEL, PRESETS
 
 if TYPE_CHECKING:
@@ -153,6 +153,56 @@ def speed(
         for table in report.tables[:_NUM_SUMMARY_TABLES]:
             console.print(rich_table(table))
         console.print(f"Report: [bold]{page}[/bold]", soft_wrap=True)
+
+
+@evaluate.command()
+def acceptance(
+    out: Annotated[Path, out_option("evaluate-acceptance")],
+    model: Model = DEFAULT_MODEL,
+    prompt_tokens: PromptTokens = None,
+    medusa_heads: MedusaHeads = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Measure again, and replace the tables beside the weights. A missing table is "
+            "always measured.",
+        ),
+    ] = False,
+    prompts: Prompts = "held-out",
+    benchmark_files: BenchmarkFiles = None,
+    answers: Answers = None,
+    device: Device = "auto",
+) -> None:
+    """Show how often prompt tokens and Medusa heads guess right, and what trees gain from it.
+
+    The table has the acceptance probability by distance and rank. The report compares prompt
+    tokens with Medusa heads, and dynamic, static and random trees of equal size. Examples:
+
+    [bold]apar evaluate acceptance[/bold]
+
+    [bold]apar evaluate acceptance --model out/apar-7b --prompt-tokens out/prompts --measure[/bold]
+    """
+    # Importing torch takes seconds, and `apar --help` must be fast.
+    from apar_core.models.apar_tiny_medusa import heads_path
+    from apar_core.models.apar_tiny_prompts import prompts_path
+    from apar_core.offline.evaluation.acceptance_report import AcceptanceSettings, run_acceptance
+
+    if model == DEFAULT_MODEL and prompt_tokens is None and medusa_heads is None:
+        prompt_tokens, medusa_heads = prompts_path(), heads_path()
+    with clear_errors():
+        settings = AcceptanceSettings(
+            model=PRESETS[model].path if model in PRESETS else model,
+            model_name=model,
+            prompt_tokens=prompt_tokens,
+            medusa_heads=medusa_heads,
+            measure=measure,
+            prompts=prompts,
+            questions=benchmark_files,
+            limit=answers,
+            device=device,
+        )
+        show_report(run_acceptance(settings), out, hidden=("probabilities",))
 
 
 @evaluate.command(no_args_is_help=True)
