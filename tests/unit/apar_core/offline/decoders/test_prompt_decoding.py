@@ -11,7 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    PreTrainedConfig,
+)
 
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.decoders.interface import (
@@ -244,6 +251,51 @@ def test_the_logits_of_tokens_do_not_change_when_prompt_tokens_are_inserted() ->
     assert len(seen["plain"]) == len(seen["ppd"]) == 5
     for ours, theirs in zip(seen["ppd"], seen["plain"], strict=True):
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
+
+
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2}
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "learned positions": GPT2Config(
+        vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=64
+    ),
+    "parallel layers": GPTNeoXConfig(
+        **SIZES, num_attention_heads=2, intermediate_size=24, max_position_embeddings=64
+    ),
+    "scaled embeddings": GemmaConfig(
+        **SIZES,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=24,
+        max_position_embeddings=64,
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_model_families_decode_the_same_text_to_the_end_of_their_context(
+    family: str,
+) -> None:
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(FAMILIES[family]).double().eval()
+    prompts = PromptTokens.like_text(model, ensemble=2).double()
+    limits = DecodeLimits(max_tokens=100)
+
+    answers = [
+        decode_answer(
+            build_decoder(
+                name, model, None, frozenset({END}), prompts=prompts, trees=random_trees(1, 3, 5)
+            )
+            if name == "ppd"
+            else build_decoder(name, model, None, frozenset({END})),
+            PROMPT,
+            limits=limits,
+        )
+        for name in ("plain", "ppd")
+    ]
+
+    assert len(answers[0].threads[0].token_ids) > 20
+    assert answers[0].threads == answers[1].threads
 
 
 def test_a_tree_near_the_end_of_the_context_stays_within_the_positions_of_the_model() -> None:
