@@ -1,4 +1,4 @@
-"""`apar evaluate`: decoding speed, answer quality, and the benchmark files for both."""
+"""`apar evaluate`: speed, acceptance of guesses, answer quality, and the benchmark files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from cluster.cli.options import (
     list_option,
     out_option,
 )
-from cluster.cli.terminal import clear_errors, rich_table, stage_progress
+from cluster.cli.terminal import clear_errors, rich_table, show_report, stage_progress
 from cluster.config.model import DEFAULT_MODEL, PRESETS
 
 if TYPE_CHECKING:
@@ -153,6 +153,126 @@ def speed(
         for table in report.tables[:_NUM_SUMMARY_TABLES]:
             console.print(rich_table(table))
         console.print(f"Report: [bold]{page}[/bold]", soft_wrap=True)
+
+
+@evaluate.command()
+def acceptance(
+    out: Annotated[Path, out_option("evaluate-acceptance")],
+    model: Model = DEFAULT_MODEL,
+    prompt_tokens: PromptTokens = None,
+    medusa_heads: MedusaHeads = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Measure again, and replace the tables beside the weights. A missing table is "
+            "always measured.",
+        ),
+    ] = False,
+    prompts: Prompts = "held-out",
+    benchmark_files: BenchmarkFiles = None,
+    answers: Answers = None,
+    device: Device = "auto",
+) -> None:
+    """Show how often prompt tokens and Medusa heads guess right, and what trees gain from it.
+
+    The table has the acceptance probability by distance and rank. The report compares prompt
+    tokens with Medusa heads, and dynamic, static and random trees of equal size. Examples:
+
+    [bold]apar evaluate acceptance[/bold]
+
+    [bold]apar evaluate acceptance --model out/apar-7b --prompt-tokens out/prompts --measure[/bold]
+    """
+    # Importing torch takes seconds, and `apar --help` must be fast.
+    from apar_core.models.apar_tiny_medusa import heads_path
+    from apar_core.models.apar_tiny_prompts import prompts_path
+    from apar_core.offline.evaluation.acceptance_report import AcceptanceSettings, run_acceptance
+
+    if model == DEFAULT_MODEL and prompt_tokens is None and medusa_heads is None:
+        prompt_tokens, medusa_heads = prompts_path(), heads_path()
+    with clear_errors():
+        settings = AcceptanceSettings(
+            model=PRESETS[model].path if model in PRESETS else model,
+            model_name=model,
+            prompt_tokens=prompt_tokens,
+            medusa_heads=medusa_heads,
+            measure=measure,
+            prompts=prompts,
+            questions=benchmark_files,
+            limit=answers,
+            device=device,
+        )
+        show_report(run_acceptance(settings), out, hidden=("probabilities",))
+
+
+@evaluate.command()
+def ppd(
+    out: Annotated[Path, out_option("evaluate-ppd", help=RESUMABLE)],
+    model: Model = DEFAULT_MODEL,
+    prompt_tokens: PromptTokens = None,
+    medusa_heads: MedusaHeads = None,
+    prompts: Prompts = "held-out",
+    benchmark_files: BenchmarkFiles = None,
+    answers: Answers = None,
+    max_tokens: MaxTokens = 512,
+    tree_sizes: Annotated[
+        CommaList[int],
+        list_option(
+            help="Inputs of a row in a pass, for comparing trees.",
+            item=int,
+            minimum=2,
+            default="8,16,32",
+        ),
+    ] = CommaList((8, 16, 32)),
+    context: Annotated[
+        int, typer.Option(min=1, help="Context for pass times and predictions (tokens).")
+    ] = 512,
+    train_steps: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Train variants of apar-tiny's prompt tokens for so many steps (0: none)."
+        ),
+    ] = 0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Compare Parallel Prompt Decoding with Medusa heads and plain decoding, alone and with forks.
+
+    The report has the PPD paper's tables 1, 2, 3 and 7 and figures 6a, 7 and 8, and the speed-up of
+    speculation by live rows, measured here and predicted for GPUs. apar-tiny has prompt tokens and
+    heads of its own; another model needs both options. An interrupted run continues with the same
+    command and --out. Example:
+
+    [bold]apar evaluate ppd --answers 20 --out out/ppd[/bold]
+    """
+    from apar_core.models.apar_tiny import checkpoint_path
+    from apar_core.models.apar_tiny_medusa import heads_path
+    from apar_core.models.apar_tiny_prompts import prompts_path
+    from apar_core.offline.evaluation.ppd import run_ppd
+    from apar_core.offline.evaluation.ppd_measurements import PpdSettings
+
+    path = PRESETS[model].path if model in PRESETS else model
+    with clear_errors():
+        if (prompt_tokens is None or medusa_heads is None) and Path(path) != checkpoint_path():
+            raise EvaluationError(f"{model} needs --prompt-tokens and --medusa-heads")
+        settings = PpdSettings(
+            model=path,
+            model_name=model,
+            prompt_tokens=prompt_tokens or prompts_path(),
+            medusa_heads=medusa_heads or heads_path(),
+            prompts=prompts,
+            questions=benchmark_files,
+            limit=answers,
+            max_tokens=max_tokens,
+            device=device,
+            dtype=dtype,
+            tree_sizes=tuple(tree_sizes),
+            context=context,
+            train_steps=train_steps,
+        )
+        with stage_progress() as progress:
+            report = run_ppd(settings, out, progress)
+        show_report(report, out, hidden=("memory", "chain-in-vllm", "gpu-live-rows"))
 
 
 @evaluate.command(no_args_is_help=True)

@@ -136,10 +136,10 @@ def _generate_by_decoder(
     name: str, model: str, medusa_heads: Path | None, prompt_tokens: Path | None, asked: _Asked
 ) -> None:
     # Importing torch takes seconds, and `apar --help` must be fast.
-    from apar_core.models.apar_tiny_prompts import prompts_path
     from transformers.utils.logging import disable_progress_bar
 
     from apar_core.models.apar_tiny_medusa import heads_path
+    from apar_core.models.apar_tiny_prompts import prompts_path
     from apar_core.offline.decoders.interface import DecodeLimits, TokenChoice, decode_answer
     from apar_core.offline.decoders.load import (
         DECODER_NAMES,

@@ -1,4 +1,4 @@
-"""Report of `apar evaluate acceptance`: accuracy of guesses, and tokens per step of trees from it.
+"""`apar evaluate acceptance`: accuracy of guesses, and tokens per step of trees built from it.
 
 Source: Parallel Prompt Decoding (arXiv 2405.18628), figures 6a (top-k accuracy by distance) and 8a
 (tokens per step of dynamic, static and random trees of a size).
@@ -9,13 +9,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 import matplotlib as mpl
+import torch
 from matplotlib.figure import Figure
 
-from apar_core.offline.speculation.acceptance import AcceptanceTable
+from apar_core.errors import EvaluationError
+from apar_core.offline.evaluation.prompt_sets import HELD_OUT, load_prompts
+from apar_core.offline.evaluation.replay_text import ModelText
+from apar_core.offline.evaluation.speed_run import choose_device
+from apar_core.offline.speculation.acceptance import (
+    ACCEPTANCE_FILE,
+    AcceptanceTable,
+    read_table,
+)
+from apar_core.offline.speculation.measure_acceptance import measure_and_write
+from apar_core.offline.speculation.medusa_heads import MedusaHeads, load_medusa_heads
+from apar_core.offline.speculation.prompt_tokens import (
+    PromptTokens,
+    check_prompt_tokens,
+    load_prompt_tokens,
+)
 from apar_core.offline.speculation.sparse_tree import (
     DynamicTree,
     dynamic_tree,
@@ -23,6 +40,7 @@ from apar_core.offline.speculation.sparse_tree import (
     random_tree,
     static_tree,
 )
+from apar_core.offline.training.pretrained import load_model, load_tokenizer
 from apar_core.reporting import PLOT_SETTINGS, RUN_COLOURS, Column, Report, ReportTable
 
 if TYPE_CHECKING:
@@ -46,40 +64,106 @@ class Guesses:
 
 
 @dataclass(frozen=True, slots=True)
+class AcceptanceSettings:
+    """Options of an evaluation of prompt tokens, Medusa heads or both.
+
+    A table is measured if its folder has none or if `measure` asks for it. The measurement decodes
+    answers to the first `limit` of the `prompts`; `questions` is the folder of benchmark files.
+    """
+
+    model: str
+    model_name: str
+    prompt_tokens: Path | None = None
+    medusa_heads: Path | None = None
+    measure: bool = False
+    prompts: str = HELD_OUT
+    questions: Path | None = None
+    limit: int | None = None
+    device: str = "auto"
+
+
+def run_acceptance(settings: AcceptanceSettings) -> Report:
+    """Return the report; write the tables that are measured beside their weights.
+
+    Raises EvaluationError without weights, and CheckpointError for weights or a table that are
+    damaged. Only a measurement notices weights of another model.
+    """
+    proposers: list[PromptTokens | MedusaHeads] = []
+    folders = []
+    if settings.prompt_tokens is not None:
+        proposers.append(load_prompt_tokens(settings.prompt_tokens))
+        folders.append(settings.prompt_tokens)
+    if settings.medusa_heads is not None:
+        proposers.append(load_medusa_heads(settings.medusa_heads))
+        folders.append(settings.medusa_heads)
+    if not proposers:
+        raise EvaluationError("nothing to evaluate: give --prompt-tokens or --medusa-heads")
+    found = []
+    facts = {"Model": settings.model_name}
+    for proposer, folder in zip(proposers, folders, strict=True):
+        if settings.measure or not (folder / ACCEPTANCE_FILE).exists():
+            _measure(settings, proposer, folder)
+        if isinstance(proposer, PromptTokens):
+            name, ensemble = "Prompt tokens", proposer.settings.ensemble
+        else:
+            name, ensemble = "Medusa heads", 0
+        table = read_table(folder)
+        found.append(Guesses(name, table, ensemble))
+        facts |= {name: str(folder), f"{name} measured on": table.source or "unknown"}
+    return acceptance_report(found, facts)
+
+
+def _measure(
+    settings: AcceptanceSettings, proposer: PromptTokens | MedusaHeads, folder: Path
+) -> None:
+    questions = load_prompts(settings.prompts, settings.questions)[: settings.limit]
+    device = torch.device(choose_device(settings.device))
+    model = load_model(settings.model, torch.float32, device)
+    tokenizer = load_tokenizer(settings.model)
+    if isinstance(proposer, PromptTokens):
+        check_prompt_tokens(proposer, model)
+    text = ModelText(tokenizer, settings.model_name)
+    prompts = [
+        text.encode_prompt(question.turns[0])
+        if question.raw_prompt
+        else text.encode_chat(question.messages(0, ()))
+        for question in questions
+    ]
+    measure_and_write(model, tokenizer, proposer, prompts, folder)
+
+
+@dataclass(frozen=True, slots=True)
 class TreeLengths:
     """Expected tokens per step of trees with `num_inputs`; None where no such tree exists.
 
     optimal: best trees of all states together. dynamic: the paper's construction with its best
     division into candidates and prompt tokens. static: M prompt tokens behind every node. random:
-    mean over random trees with the candidates and prompt tokens of `dynamic`.
+    mean over random trees with the candidates and prompt tokens of `dynamic`. Predictions of Medusa
+    heads need no inputs, so their optimal tree is a static one.
     """
 
     num_inputs: int
     optimal: float
-    dynamic: float
+    dynamic: float | None
     static: float | None
     random: float
 
 
 def tree_lengths(table: AcceptanceTable, num_inputs: int, ensemble: int = 1) -> TreeLengths:
-    """Compare kinds of trees that have at most `num_inputs` in a pass.
-
-    Predictions of Medusa heads (`ensemble` 0) need no inputs, so dynamic trees are static there.
-    """
+    """Compare kinds of trees that have at most `num_inputs` in a pass."""
     most = table.num_distances
+    dynamic, num_nodes = None, num_inputs
     division = (num_inputs - 1, most * num_inputs)
-    best = static_tree(table, num_inputs - 1)
-    static: float | None = best.expected_length()
     if ensemble:
         division, best = _best_division(table, num_inputs, ensemble)
+        dynamic = best.expected_length()
         num_nodes = num_inputs // (1 + ensemble * most)
-        static = static_tree(table, num_nodes - 1).expected_length() if num_nodes else None
     drawn = (random_tree(table, *division, seed) for seed in range(_NUM_RANDOM))
     return TreeLengths(
         num_inputs,
         optimal_tree(table, num_inputs, ensemble).expected_length(),
-        best.expected_length(),
-        static,
+        dynamic,
+        static_tree(table, num_nodes - 1).expected_length() if num_nodes else None,
         fmean(tree.expected_length() for tree in drawn),
     )
 
@@ -88,13 +172,11 @@ def _best_division(
     table: AcceptanceTable, num_inputs: int, ensemble: int
 ) -> tuple[tuple[int, int], DynamicTree]:
     """Return the numbers of candidates and prompt tokens with the longest steps, and the tree."""
-    divisions = [
-        (candidates, (num_inputs - 1 - candidates) // ensemble) for candidates in range(num_inputs)
-    ]
     # One prompt token at least stays in a tree; without room for it there are no guesses.
-    trees = {
-        division: dynamic_tree(table, *division) for division in divisions if division[1] > 0
-    } or {(0, 0): static_tree(table, 0)}
+    trees = {(0, 0): optimal_tree(table, 1)}
+    for candidates in range(num_inputs - ensemble):
+        division = candidates, (num_inputs - 1 - candidates) // ensemble
+        trees[division] = dynamic_tree(table, *division)
     return max(trees.items(), key=lambda found: found[1].expected_length())
 
 
@@ -106,10 +188,9 @@ def acceptance_report(
         each.name: [tree_lengths(each.table, size, each.ensemble) for size in sizes]
         for each in proposers
     }
-    sources = {f"Table of {each.name}": each.table.source or "unknown" for each in proposers}
     return Report(
         "Acceptance of guessed tokens",
-        {**facts, **sources},
+        facts,
         [_accuracy(proposers), _probabilities(proposers), _trees(lengths)],
         {"acceptance": _figure(proposers, lengths)},
         {"acceptance": {each.name: each.table.model_dump() for each in proposers}},
@@ -211,6 +292,8 @@ def _draw_trees(panel: Axes, lengths: Mapping[str, Sequence[TreeLengths]]) -> No
             RUN_COLOURS, ("optimal", "dynamic", "static", "random"), strict=False
         ):
             values = [getattr(each, kind) for each in found]
+            if values.count(None) == len(values):
+                continue
             panel.plot(
                 [each.num_inputs for each in found],
                 [float("nan") if value is None else value for value in values],

@@ -348,10 +348,12 @@ def optimal_tree(table: AcceptanceTable, num_inputs: int, ensemble: int = 1) -> 
     The states are those of a Markov decision process whose actions are trees, so policy iteration
     finds the best tree of every state at once. The paper fixes the candidates first, and weighs
     prompt tokens by the next step only. `ensemble` counts the EPTs of a prompt token; 0 stands for
-    Medusa heads.
+    Medusa heads, which predict behind every node.
     """
     if num_inputs < 1:
         raise ValueError(f"a tree has at least 1 input, the last token, not {num_inputs}")
+    if ensemble == 0:
+        return static_tree(table, num_inputs - 1)
     states = range(table.num_distances + 1)
     values = [0.0 for _ in states]
     best: DynamicTree | None = None

@@ -31,7 +31,31 @@ def test_the_parts_of_an_evaluation_are_listed() -> None:
     code, output = run("--help")
 
     assert code == 0
-    assert all(name in output for name in ("speed", "quality", "fetch"))
+    assert all(name in output for name in ("speed", "acceptance", "quality", "fetch"))
+
+
+def test_the_embedded_models_guesses_are_shown_and_plotted(tmp_path: Path) -> None:
+    code, output = run("acceptance", "--out", tmp_path)
+
+    assert code == 0, output
+    assert "Prompt tokens" in output
+    assert "Medusa heads" in output
+    assert (tmp_path / "acceptance.png").is_file()
+
+
+def test_acceptance_of_another_model_needs_weights(tmp_path: Path) -> None:
+    code, output = run("acceptance", "--model", "m", "--out", tmp_path)
+
+    assert code == 1
+    assert "Error: nothing to evaluate: give --prompt-tokens or --medusa-heads" in output
+
+
+def test_acceptance_names_the_folder_that_has_no_weights(tmp_path: Path) -> None:
+    code, output = run("acceptance", "--prompt-tokens", tmp_path / "none", "--out", tmp_path)
+
+    assert code == 1
+    assert str(tmp_path / "none") in output
+    assert "Traceback" not in output
 
 
 def test_fetching_offline_ends_with_one_line(tmp_path: Path) -> None:

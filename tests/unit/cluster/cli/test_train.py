@@ -1,4 +1,4 @@
-"""`apar train`, `train-medusa`, `train-prompts` and `train-tiny` for a few steps."""
+"""The training commands for a few steps, and how steps are shown."""
 
 from __future__ import annotations
 

@@ -125,7 +125,5 @@ def test_the_shipped_prompt_tokens_are_small_and_belong_to_the_embedded_model() 
     assert table.num_distances == prompts.settings.num_prompts == 3
     assert table.num_ranks == 10
     assert read_table(heads_path()).num_distances == 2
-    # Candidates are worth more than a guess, and the likeliest comes first.
-    for row in table.probabilities:
-        assert row[0] > 0.1
-        assert row[0] == max(row)
+    # Random candidates would be right in 10 of 4,096 cases.
+    assert all(best[-1] > 0.2 for best in table.top_k())
