@@ -50,7 +50,6 @@ from apar_core.offline.evaluation.ppd_measurements import (
 from apar_core.offline.evaluation.ppd_predictions import (
     MEDUSA_LENGTH,
     PAPER_TABLES,
-    VICUNA_7B,
     answer_speedups,
     medusa_heads_s,
     paper_model,
@@ -60,7 +59,7 @@ from apar_core.offline.evaluation.ppd_predictions import (
 from apar_core.offline.evaluation.prompt_sets import load_prompts
 from apar_core.offline.evaluation.replay_text import load_text
 from apar_core.offline.evaluation.speed_run import choose_device, choose_dtype
-from apar_core.offline.speculation.acceptance import AcceptanceTable, read_table
+from apar_core.offline.speculation.acceptance import VICUNA_7B, AcceptanceTable, read_table
 from apar_core.offline.speculation.prompt_tokens import load_prompt_tokens
 from apar_core.offline.speculation.sparse_tree import FAMILY_ROWS, best_size
 from apar_core.reporting import (

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from apar_core.offline.speculation.acceptance import AcceptanceTable
+from apar_core.offline.speculation.acceptance import VICUNA_7B, VICUNA_13B, AcceptanceTable
 from apar_core.offline.speculation.sparse_tree import (
     FAMILY_ROWS,
     DynamicTree,
@@ -189,38 +189,6 @@ def memory_table(
 
 # ---- acceptance of the paper's models ----------------------------------------------------------
 
-_AUTHORS = "from the candidate trees in github.com/hmarkc/parallel-prompt-decoding (5305d9f), {}"
-
-
-def _published_table(
-    model: str, *rows: Sequence[float], prefixes: Sequence[float]
-) -> AcceptanceTable:
-    """Return a table from the probabilities of the paths [k], [0, k] and [0, 0, k]."""
-    width = len(rows[0])
-    return AcceptanceTable(
-        probabilities=tuple(
-            tuple(p / prefix for p in (*row, *(0.0,) * (width - len(row))))
-            for row, prefix in zip(rows, prefixes, strict=True)
-        ),
-        source=_AUTHORS.format(model),
-    )
-
-
-VICUNA_7B = _published_table(
-    "Vicuna-7B",
-    (0.48335, 0.14342, 0.0736, 0.0454, 0.03087, 0.02155, 0.01658, 0.01323, 0.00932, 0.00845),
-    (0.12691, 0.07038, 0.03922, 0.02784, 0.0207, 0.01561, 0.01242, 0.0104, 0.0092, 0.00749),
-    (0.02083, 0.01492, 0.01027, 0.00734, 0.00582, 0.00466, 0.00397, 0.00294, 0.00301, 0.00227),
-    prefixes=(1.0, 0.48335, 0.12691),
-)
-# Of distance 3, the trees show five ranks.
-VICUNA_13B = _published_table(
-    "Vicuna-13B",
-    (0.51814, 0.1446, 0.07037, 0.03814, 0.02484, 0.0195, 0.01298, 0.01199, 0.0087, 0.0082),
-    (0.15238, 0.07561, 0.04522, 0.02988, 0.01999, 0.01677, 0.01301, 0.0106, 0.00803, 0.00694),
-    (0.02734, 0.01915, 0.0127, 0.00954, 0.00695),
-    prefixes=(1.0, 0.51814, 0.15238),
-)
 PAPER_TABLES: Mapping[str, AcceptanceTable] = {"Vicuna-7B": VICUNA_7B, "Vicuna-13B": VICUNA_13B}
 
 # Table 1: candidates and inputs of states 1 to 3 (without the last token), accepted tokens.

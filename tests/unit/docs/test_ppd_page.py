@@ -11,7 +11,6 @@ from apar_core.offline.evaluation.ppd_predictions import (
     CHAIN_THRESHOLD,
     PAPER_MEDUSA_HEADS,
     PAPER_TABLES,
-    VICUNA_7B,
     GpuPrediction,
     medusa_chain_length,
     medusa_parameters,
@@ -23,6 +22,7 @@ from apar_core.offline.evaluation.ppd_predictions import (
     prompt_share,
     published_sizes,
 )
+from apar_core.offline.speculation.acceptance import VICUNA_7B
 from apar_core.step_costs.gpus import find_gpu
 from apar_core.step_costs.models import find_model
 from apar_core.step_costs.predict import step_costs

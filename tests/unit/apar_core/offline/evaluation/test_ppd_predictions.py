@@ -7,7 +7,6 @@ import pytest
 from apar_core.offline.evaluation.ppd_predictions import (
     PAPER_MEDUSA_HEADS,
     PAPER_TABLES,
-    VICUNA_7B,
     answer_speedups,
     chain_tree,
     live_rows_table,
@@ -23,7 +22,7 @@ from apar_core.offline.evaluation.ppd_predictions import (
     prompt_share,
     published_sizes,
 )
-from apar_core.offline.speculation.acceptance import AcceptanceTable
+from apar_core.offline.speculation.acceptance import VICUNA_7B, AcceptanceTable
 from apar_core.step_costs.costs import StepCosts
 from apar_core.step_costs.gpus import find_gpu
 from apar_core.step_costs.models import find_model
