@@ -254,6 +254,16 @@ def ppd(
     model: Model = DEFAULT_MODEL,
     prompt_tokens: PromptTokens = None,
     medusa_heads: MedusaHeads = None,
+    draft_model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Checkpoint of a smaller model that guesses for --model.", file_okay=False
+        ),
+    ] = None,
+    draft_prompts: Annotated[
+        Path | None,
+        typer.Option(help="Folder with prompt tokens of --draft-model.", file_okay=False),
+    ] = None,
     prompts: Prompts = "held-out",
     benchmark_files: BenchmarkFiles = None,
     answers: Answers = None,
@@ -303,6 +313,8 @@ def ppd(
             model_name=model,
             prompt_tokens=prompt_tokens or prompts_path(),
             medusa_heads=medusa_heads or heads_path(),
+            draft_model=draft_model,
+            draft_prompts=draft_prompts,
             prompts=prompts,
             questions=benchmark_files,
             limit=answers,

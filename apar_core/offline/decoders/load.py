@@ -63,8 +63,9 @@ PROMPTED: frozenset[str] = frozenset({"ppd", "ppd_apar"})
 # On a GPU passes are memory-bound, so more candidates cost little; a CPU computes each one.
 _CANDIDATES_ON_CPU, _CANDIDATES_ON_GPU = 1, 2
 # Tokens that make a pass twice as long as its fixed costs. GPU: PPD (arXiv 2405.18628), table 1,
-# where 60 tokens of a 13B model take 15 % longer than one. CPU: apar-tiny on two cores.
-_DOUBLING_ON_CPU, _DOUBLING_ON_GPU = 24, 400
+# where 60 tokens of a 13B model take 15 % longer than one. CPU: apar-tiny on one core, whose passes
+# take 3.5 ms with one token, 6.3 with 16 and 11.5 with 64.
+_DOUBLING_ON_CPU, _DOUBLING_ON_GPU = 32, 400
 
 
 def pass_seconds(device: torch.device) -> Callable[[int], float]:

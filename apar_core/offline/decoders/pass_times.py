@@ -118,7 +118,7 @@ def measure_passes(
                 if repeat > 0:
                     seconds = time.perf_counter() - start
                     measured.setdefault((number, inputs), []).append(seconds)
-                cache.crop(context)
+                cache.crop(-inputs)
     return PassTimes(
         {
             number: {inputs: min(measured[number, inputs]) for inputs in PASS_INPUTS}

@@ -30,6 +30,7 @@ from apar_core.offline.decoders.pass_times import (
     stored_passes,
 )
 from apar_core.offline.evaluation.ppd_measurements import (
+    DRAFT,
     MAIN_METHODS,
     MEDUSA,
     PLAIN,
@@ -191,7 +192,7 @@ def differing_texts(by_method: Mapping[str, Sequence[MethodAnswer]]) -> int:
 
 def _unspeculated(name: str) -> str:
     """Return the decoder that writes the same text without speculation."""
-    return PLAIN if name.partition(",")[0] in (PLAIN, PPD) else VANILLA
+    return PLAIN if name.partition(",")[0] in (PLAIN, PPD, DRAFT) else VANILLA
 
 
 # ---- tables ------------------------------------------------------------------------------------
@@ -221,7 +222,9 @@ def methods_table(
                 1 + total.passes / len(answers),
                 length,
                 f"{low:.2f} to {high:.2f}",
-                method.expected_length if not method.name.startswith((PPD_APAR, MEDUSA)) else None,
+                method.expected_length
+                if not method.name.startswith((PPD_APAR, MEDUSA, DRAFT))
+                else None,
                 1e3 * total.seconds / max(total.passes, 1),
                 num_text / total.seconds,
                 same.passes / max(total.passes, 1),

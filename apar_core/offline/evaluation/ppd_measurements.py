@@ -16,13 +16,14 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
 from apar_core.json_lines import append_line, read_finished_lines
+from apar_core.offline.decoders.draft_model import DraftDecoder
 from apar_core.offline.decoders.interface import (
     AnswerDecoder,
     DecodedAnswer,
     DecodeLimits,
     decode_answer,
 )
-from apar_core.offline.decoders.load import load_decoder
+from apar_core.offline.decoders.load import ThreadDecoder, load_decoder
 from apar_core.offline.decoders.pass_times import PassTimes
 from apar_core.offline.evaluation.prompt_sets import Question
 from apar_core.offline.evaluation.replay_text import ModelText
@@ -37,14 +38,16 @@ from apar_core.offline.speculation.sparse_tree import (
 from apar_core.offline.speculation.train_prompts import tiny_prompt_recipe, train_tiny_prompts
 
 PLAIN, PPD, VANILLA, PPD_APAR, MEDUSA = "plain", "ppd", "vanilla_apar", "ppd_apar", "medusa_apar"
+DRAFT = "draft"
 MAIN_METHODS = (PLAIN, PPD, VANILLA, PPD_APAR, MEDUSA)
 
 
 class PpdSettings(BaseModel):
     """Settings of `apar evaluate ppd`.
 
-    `model` is a folder or hub name. `train_steps` trains variants of the prompt tokens of the
-    embedded model, 0 none. `tree_sizes` are inputs of a row in a pass for the comparison of trees.
+    `model` is a folder or hub name. `draft_model` guesses for it, also with prompt tokens of its
+    own, `draft_prompts`. `train_steps` trains variants of the embedded model's prompt tokens, 0
+    none. `tree_sizes` are inputs of a row in a pass for the comparison of trees.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -53,6 +56,8 @@ class PpdSettings(BaseModel):
     model_name: str
     prompt_tokens: Path
     medusa_heads: Path
+    draft_model: Path | None = None
+    draft_prompts: Path | None = None
     prompts: str = "held-out"
     questions: Path | None = None
     limit: PositiveInt | None = None
@@ -185,7 +190,7 @@ def build_methods(
 ) -> list[Method]:
     """Return the decoders: without speculation, with trees by hardware, and of fixed sizes."""
 
-    def load(name: str, tree: TreeFamily | None = None) -> AnswerDecoder:
+    def load(name: str, tree: TreeFamily | None = None) -> ThreadDecoder:
         return load_decoder(
             name,
             model,
@@ -200,8 +205,9 @@ def build_methods(
     family = times.family(prompts, ensemble=ensemble)
     heads_family = times.family(medusa, ensemble=0)
     first, heads_first = family.for_rows(1), heads_family.for_rows(1)
+    plain = load(PLAIN)
     methods = [
-        Method(PLAIN, load(PLAIN)),
+        Method(PLAIN, plain),
         Method(PPD, load(PPD, family), first, ensemble, "hardware"),
         Method(VANILLA, load(VANILLA)),
         Method(PPD_APAR, load(PPD_APAR, family), first, ensemble, "hardware"),
@@ -223,6 +229,27 @@ def build_methods(
         methods.append(
             Method(f"{MEDUSA}, {size}", load(MEDUSA, TreeFamily.of(heads)), heads, 0, "dynamic")
         )
+    return [*methods, *draft_methods(settings, plain, text)]
+
+
+def draft_methods(settings: PpdSettings, target: ThreadDecoder, text: ModelText) -> list[Method]:
+    """Return the target with guesses of the draft model, without and with its prompt tokens."""
+    if settings.draft_model is None:
+        return []
+    model = target.decoding.model
+    methods = []
+    for name, prompts in ((PLAIN, None), (PPD, settings.draft_prompts)):
+        if name == PPD and prompts is None:
+            continue
+        draft = load_decoder(
+            name,
+            settings.draft_model,
+            text.tokenizer,
+            prompt_tokens=prompts,
+            device=str(model.device),
+            dtype=model.dtype,
+        )
+        methods.append(Method(f"{DRAFT}, {name}", DraftDecoder(target, draft)))
     return methods
 
 
@@ -295,6 +322,7 @@ def length_interval(
 # ---- trained variants --------------------------------------------------------------------------
 
 Change = Mapping[str, Any]
+_HELD_OUT_OF_VARIANTS = 60
 
 VARIANTS: Mapping[str, tuple[str, Change]] = {
     "1 EPT, forward KL": ("tables 2, 3", {}),
@@ -331,7 +359,10 @@ def train_variants(
                     "micro_batch_size": min(recipe.micro_batch_size, batch),
                 }
             )  # fmt: skip
-            train_tiny_prompts(checkpoint, out, settings.model_copy(update={"recipe": recipe}))
+            changed_settings = settings.model_copy(
+                update={"recipe": recipe, "num_held_out": _HELD_OUT_OF_VARIANTS}
+            )
+            train_tiny_prompts(checkpoint, out, changed_settings)
         tables[name] = read_table(out)
         show()
     return tables

@@ -124,6 +124,7 @@ def test_the_command_writes_its_report_and_continues(
     command = (
         *("evaluate", "ppd", "--prompt-tokens", weights[0], "--medusa-heads", weights[1]),
         *("--max-tokens", "60", "--context", "16", "--tree-sizes", "4", "--out", out),
+        *("--draft-model", checkpoint_path(), "--draft-prompts", weights[0]),
     )
 
     code, output = apar_command.run(*command, "--answers", "1")
@@ -135,6 +136,9 @@ def test_the_command_writes_its_report_and_continues(
     assert (out / "answers.jsonl").read_text().startswith(written)
     assert "differ from" not in output
     assert (out / "report.html").is_file()
+    methods = (out / "tables" / "methods.csv").read_text()
+    assert '"draft, plain"' in methods
+    assert '"draft, ppd"' in methods
     tables = {path.stem for path in (out / "tables").glob("*.csv")}
     assert {"methods", "trees", "live-rows", "sizes", "chain-in-vllm", "memory"} <= tables
 
