@@ -6,7 +6,7 @@ Source: Parallel Prompt Decoding (arXiv 2405.18628), figures 6a (top-k accuracy 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -91,7 +91,9 @@ def run_acceptance(settings: AcceptanceSettings) -> Report:
     folders = [settings.prompt_tokens, settings.medusa_heads]
     if folders == [None, None]:
         raise EvaluationError("nothing to evaluate: give --prompt-tokens or --medusa-heads")
-    for folder, load in zip(folders, (load_prompt_tokens, load_medusa_heads), strict=True):
+    loaders: tuple[Callable[[Path], PromptTokens | MedusaHeads], ...]
+    loaders = load_prompt_tokens, load_medusa_heads
+    for folder, load in zip(folders, loaders, strict=True):
         if folder is not None and (settings.measure or not (folder / ACCEPTANCE_FILE).exists()):
             _measure(settings, load(folder), folder)
     found = read_guesses(settings.prompt_tokens, settings.medusa_heads)
