@@ -55,6 +55,7 @@ from apar_core.offline.evaluation.ppd_predictions import (
     PAPER_TABLES,
     answer_speedups,
     medusa_heads_s,
+    memory_table,
     paper_model,
     predict_best,
     prediction_tables,
@@ -170,6 +171,7 @@ def ppd_report(run: Measurements, machine: str, num_prompts: int) -> Report:
     ]
     figures = {
         "accuracy": accuracy_figure(run),
+        "memory": memory_figure(),
         "tree-size": tree_size_figure(run, by_method),
         "live-rows": live_rows_figure(run, by_method),
     }
@@ -285,7 +287,8 @@ def trees_table(run: Measurements, by_method: Mapping[str, Sequence[MethodAnswer
             Column("Prediction inside"),
         ),
         tuple(rows),
-        f"Random trees have seed {run.settings.seed}. Intervals are bootstrapped over answers.",
+        f"Dynamic: the best tree of a size. Random trees: seed {run.settings.seed}. Intervals "
+        "are bootstrapped over answers.",
     )
 
 
@@ -511,6 +514,19 @@ def accuracy_figure(run: Measurements) -> Figure:
         panel.set(xlabel="Top-k", ylabel="Accuracy", ylim=(0, 1.02))
         panel.set_title("Accuracy of guesses by distance")
         panel.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def memory_figure() -> Figure:
+    """Return the bytes beside each model's weights (figure 7), on a logarithmic axis."""
+    rows = memory_table().rows[::-1]
+    with mpl.rc_context(PLOT_SETTINGS):
+        figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+        panel = figure.subplots()
+        panel.barh([str(row[0]) for row in rows], [float(row[1] or 0) for row in rows])
+        panel.set_xscale("log")
+        panel.set(xlabel="Bytes")
+        panel.set_title("Memory beside the model's weights, counted")
     return figure
 
 
