@@ -6,7 +6,7 @@ Source: Parallel Prompt Decoding (arXiv 2405.18628), figures 6a (top-k accuracy 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -91,11 +91,9 @@ def run_acceptance(settings: AcceptanceSettings) -> Report:
     folders = [settings.prompt_tokens, settings.medusa_heads]
     if folders == [None, None]:
         raise EvaluationError("nothing to evaluate: give --prompt-tokens or --medusa-heads")
-    loaders: tuple[Callable[[Path], PromptTokens | MedusaHeads], ...]
-    loaders = load_prompt_tokens, load_medusa_heads
-    for folder, load in zip(folders, loaders, strict=True):
+    for folder in folders:
         if folder is not None and (settings.measure or not (folder / ACCEPTANCE_FILE).exists()):
-            _measure(settings, load(folder), folder)
+            _measure(settings, folder)
     found = read_guesses(settings.prompt_tokens, settings.medusa_heads)
     facts = {"Model": settings.model_name}
     for each, folder in zip(found, (path for path in folders if path is not None), strict=True):
@@ -120,9 +118,12 @@ def read_guesses(prompt_tokens: Path | None, medusa_heads: Path | None) -> list[
     return found
 
 
-def _measure(
-    settings: AcceptanceSettings, proposer: PromptTokens | MedusaHeads, folder: Path
-) -> None:
+def _measure(settings: AcceptanceSettings, folder: Path) -> None:
+    proposer: PromptTokens | MedusaHeads
+    if folder == settings.prompt_tokens:
+        proposer = load_prompt_tokens(folder)
+    else:
+        proposer = load_medusa_heads(folder)
     questions = load_prompts(settings.prompts, settings.questions)[: settings.limit]
     device = torch.device(choose_device(settings.device))
     model = load_model(settings.model, torch.float32, device)
