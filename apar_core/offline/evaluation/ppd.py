@@ -23,6 +23,12 @@ from transformers import AutoModelForCausalLM
 from apar_core.errors import EvaluationError
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.decoders.interface import DecodeLimits
+from apar_core.offline.decoders.pass_times import (
+    PASSES_FILE,
+    PassTimes,
+    measure_passes,
+    stored_passes,
+)
 from apar_core.offline.evaluation.ppd_measurements import (
     DRAFT,
     MAIN_METHODS,
@@ -36,15 +42,12 @@ from apar_core.offline.evaluation.ppd_measurements import (
     Method,
     MethodAnswer,
     MethodStore,
-    PassTimes,
     PpdSettings,
     build_methods,
     compared_trees,
     length_interval,
     measure_methods,
-    measure_passes,
     sized_tree,
-    stored_passes,
     train_variants,
 )
 from apar_core.offline.evaluation.ppd_predictions import (
@@ -113,7 +116,7 @@ def run_ppd(settings: PpdSettings, folder: Path, progress: ShowProgress) -> Repo
     ensemble = load_prompt_tokens(settings.prompt_tokens).settings.ensemble
     facts = settings.model_dump(mode="json", exclude={"limit", "questions", "model", "train_steps"})
     claim_folder(folder, {name: str(value) for name, value in facts.items()})
-    times = stored_passes(folder / "passes.json", lambda: measure_passes(model, settings.context))
+    times = stored_passes(folder / PASSES_FILE, lambda: measure_passes(model, settings.context))
     methods = build_methods(settings, model, text, prompts, medusa, times, ensemble)
     store = MethodStore(folder / "answers.jsonl")
     show = progress.start(f"answers to {settings.prompts}", len(questions))
