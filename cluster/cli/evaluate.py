@@ -24,6 +24,7 @@ from cluster.cli.options import (
     MedusaHeads,
     Model,
     ModelName,
+    PassTimes,
     Prompts,
     PromptTokens,
     TargetKeyEnv,
@@ -102,6 +103,7 @@ def speed(
     ] = None,
     medusa_heads: MedusaHeads = None,
     prompt_tokens: PromptTokens = None,
+    pass_times: PassTimes = None,
     benchmark_files: BenchmarkFiles = None,
     answers: Answers = None,
     max_tokens: MaxTokens = 1024,
@@ -140,6 +142,7 @@ def speed(
             tokenizer=tokenizer,
             medusa_heads=medusa_heads,
             prompt_tokens=prompt_tokens,
+            pass_times=pass_times,
             questions=benchmark_files,
             limit=answers,
             max_tokens=max_tokens,
@@ -206,11 +209,61 @@ def acceptance(
 
 
 @evaluate.command()
+def passes(
+    out: Annotated[Path, out_option("evaluate-passes")],
+    model: Model = DEFAULT_MODEL,
+    prompt_tokens: PromptTokens = None,
+    medusa_heads: MedusaHeads = None,
+    context: Annotated[int, typer.Option(min=1, help="Cached tokens of each row.")] = 512,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Passes per measurement; the shortest counts.")
+    ] = 7,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Measure passes by live rows and inputs, and size candidate trees for this device.
+
+    Writes passes.json, which --pass-times of other commands reads. Example:
+
+    [bold]apar evaluate passes --out out/passes[/bold]
+    """
+    # Importing torch takes seconds, and `apar --help` must be fast.
+    from apar_core.models.apar_tiny_medusa import heads_path
+    from apar_core.models.apar_tiny_prompts import prompts_path
+    from apar_core.offline.evaluation.passes_report import PassSettings, run_passes
+
+    if model == DEFAULT_MODEL and prompt_tokens is None and medusa_heads is None:
+        prompt_tokens, medusa_heads = prompts_path(), heads_path()
+    with clear_errors():
+        settings = PassSettings(
+            model=PRESETS[model].path if model in PRESETS else model,
+            model_name=model,
+            prompt_tokens=prompt_tokens,
+            medusa_heads=medusa_heads,
+            context=context,
+            repeats=repeats,
+            device=device,
+            dtype=dtype,
+        )
+        show_report(run_passes(settings, out), out)
+
+
+@evaluate.command()
 def ppd(
     out: Annotated[Path, out_option("evaluate-ppd", help=RESUMABLE)],
     model: Model = DEFAULT_MODEL,
     prompt_tokens: PromptTokens = None,
     medusa_heads: MedusaHeads = None,
+    draft_model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Checkpoint of a smaller model that guesses for --model.", file_okay=False
+        ),
+    ] = None,
+    draft_prompts: Annotated[
+        Path | None,
+        typer.Option(help="Folder with prompt tokens of --draft-model.", file_okay=False),
+    ] = None,
     prompts: Prompts = "held-out",
     benchmark_files: BenchmarkFiles = None,
     answers: Answers = None,
@@ -260,6 +313,8 @@ def ppd(
             model_name=model,
             prompt_tokens=prompt_tokens or prompts_path(),
             medusa_heads=medusa_heads or heads_path(),
+            draft_model=draft_model,
+            draft_prompts=draft_prompts,
             prompts=prompts,
             questions=benchmark_files,
             limit=answers,

@@ -135,7 +135,9 @@ class _Verifier:
 
     def keep(self, num_tokens: int) -> None:
         """Drop the cache behind the first tokens."""
-        self._cache.crop(num_tokens)
+        excess = self._cache.get_seq_length() - num_tokens
+        if excess:
+            self._cache.crop(-excess)
 
 
 class _Draft:

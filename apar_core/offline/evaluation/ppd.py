@@ -23,7 +23,14 @@ from transformers import AutoModelForCausalLM
 from apar_core.errors import EvaluationError
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.decoders.interface import DecodeLimits
+from apar_core.offline.decoders.pass_times import (
+    PASSES_FILE,
+    PassTimes,
+    measure_passes,
+    stored_passes,
+)
 from apar_core.offline.evaluation.ppd_measurements import (
+    DRAFT,
     MAIN_METHODS,
     MEDUSA,
     PLAIN,
@@ -35,15 +42,12 @@ from apar_core.offline.evaluation.ppd_measurements import (
     Method,
     MethodAnswer,
     MethodStore,
-    PassTimes,
     PpdSettings,
     build_methods,
     compared_trees,
     length_interval,
     measure_methods,
-    measure_passes,
     sized_tree,
-    stored_passes,
     train_variants,
 )
 from apar_core.offline.evaluation.ppd_predictions import (
@@ -51,6 +55,7 @@ from apar_core.offline.evaluation.ppd_predictions import (
     PAPER_TABLES,
     answer_speedups,
     medusa_heads_s,
+    memory_table,
     paper_model,
     predict_best,
     prediction_tables,
@@ -111,7 +116,7 @@ def run_ppd(settings: PpdSettings, folder: Path, progress: ShowProgress) -> Repo
     ensemble = load_prompt_tokens(settings.prompt_tokens).settings.ensemble
     facts = settings.model_dump(mode="json", exclude={"limit", "questions", "model", "train_steps"})
     claim_folder(folder, {name: str(value) for name, value in facts.items()})
-    times = stored_passes(folder / "passes.json", lambda: measure_passes(model, settings.context))
+    times = stored_passes(folder / PASSES_FILE, lambda: measure_passes(model, settings.context))
     methods = build_methods(settings, model, text, prompts, medusa, times, ensemble)
     store = MethodStore(folder / "answers.jsonl")
     show = progress.start(f"answers to {settings.prompts}", len(questions))
@@ -166,6 +171,7 @@ def ppd_report(run: Measurements, machine: str, num_prompts: int) -> Report:
     ]
     figures = {
         "accuracy": accuracy_figure(run),
+        "memory": memory_figure(),
         "tree-size": tree_size_figure(run, by_method),
         "live-rows": live_rows_figure(run, by_method),
     }
@@ -188,7 +194,7 @@ def differing_texts(by_method: Mapping[str, Sequence[MethodAnswer]]) -> int:
 
 def _unspeculated(name: str) -> str:
     """Return the decoder that writes the same text without speculation."""
-    return PLAIN if name.partition(",")[0] in (PLAIN, PPD) else VANILLA
+    return PLAIN if name.partition(",")[0] in (PLAIN, PPD, DRAFT) else VANILLA
 
 
 # ---- tables ------------------------------------------------------------------------------------
@@ -218,7 +224,9 @@ def methods_table(
                 1 + total.passes / len(answers),
                 length,
                 f"{low:.2f} to {high:.2f}",
-                method.expected_length if not method.name.startswith((PPD_APAR, MEDUSA)) else None,
+                method.expected_length
+                if not method.name.startswith((PPD_APAR, MEDUSA, DRAFT))
+                else None,
                 1e3 * total.seconds / max(total.passes, 1),
                 num_text / total.seconds,
                 same.passes / max(total.passes, 1),
@@ -279,7 +287,8 @@ def trees_table(run: Measurements, by_method: Mapping[str, Sequence[MethodAnswer
             Column("Prediction inside"),
         ),
         tuple(rows),
-        f"Random trees have seed {run.settings.seed}. Intervals are bootstrapped over answers.",
+        f"Dynamic: the best tree of a size. Random trees: seed {run.settings.seed}. Intervals "
+        "are bootstrapped over answers.",
     )
 
 
@@ -505,6 +514,19 @@ def accuracy_figure(run: Measurements) -> Figure:
         panel.set(xlabel="Top-k", ylabel="Accuracy", ylim=(0, 1.02))
         panel.set_title("Accuracy of guesses by distance")
         panel.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def memory_figure() -> Figure:
+    """Return the bytes beside each model's weights (figure 7), on a logarithmic axis."""
+    rows = memory_table().rows[::-1]
+    with mpl.rc_context(PLOT_SETTINGS):
+        figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+        panel = figure.subplots()
+        panel.barh([str(row[0]) for row in rows], [float(row[1] or 0) for row in rows])
+        panel.set_xscale("log")
+        panel.set(xlabel="Bytes")
+        panel.set_title("Memory beside the model's weights, counted")
     return figure
 
 

@@ -1,4 +1,4 @@
-"""Parallel Prompt Decoding measured: pass times, decoders and trees in turn, trained variants.
+"""Parallel Prompt Decoding measured: decoders and trees in turn, trained variants.
 
 All methods answer the same prompts greedily, one after the other for each prompt and in reversed
 order for every second prompt, so that a disturbance of the machine favours none.
@@ -7,53 +7,47 @@ Source: Parallel Prompt Decoding (arXiv 2405.18628), sections 4 and 5, appendix 
 
 from __future__ import annotations
 
-import json
 import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter
-from transformers import DynamicCache
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
 from apar_core.json_lines import append_line, read_finished_lines
+from apar_core.offline.decoders.draft_model import DraftDecoder
 from apar_core.offline.decoders.interface import (
     AnswerDecoder,
     DecodedAnswer,
     DecodeLimits,
     decode_answer,
 )
-from apar_core.offline.decoders.load import load_decoder
+from apar_core.offline.decoders.load import ThreadDecoder, load_decoder
+from apar_core.offline.decoders.pass_times import PassTimes
 from apar_core.offline.evaluation.prompt_sets import Question
 from apar_core.offline.evaluation.replay_text import ModelText
 from apar_core.offline.speculation.acceptance import ACCEPTANCE_FILE, AcceptanceTable, read_table
 from apar_core.offline.speculation.sparse_tree import (
-    FAMILY_ROWS,
     DynamicTree,
     TreeFamily,
-    best_size,
     random_tree,
     size_curve,
     static_tree,
 )
 from apar_core.offline.speculation.train_prompts import tiny_prompt_recipe, train_tiny_prompts
-from apar_core.step_costs.costs import StepCosts
-
-PASS_INPUTS = (1, 2, 4, 8, 16, 32, 64)
-"""Tokens of a row in the measured passes."""
 
 PLAIN, PPD, VANILLA, PPD_APAR, MEDUSA = "plain", "ppd", "vanilla_apar", "ppd_apar", "medusa_apar"
+DRAFT = "draft"
 MAIN_METHODS = (PLAIN, PPD, VANILLA, PPD_APAR, MEDUSA)
 
 
 class PpdSettings(BaseModel):
     """Settings of `apar evaluate ppd`.
 
-    `model` is a folder or hub name. `train_steps` trains variants of the prompt tokens of the
-    embedded model, 0 none. `tree_sizes` are inputs of a row in a pass for the comparison of trees.
+    `model` is a folder or hub name. `draft_model` guesses for it, also with prompt tokens of its
+    own, `draft_prompts`. `train_steps` trains variants of the embedded model's prompt tokens, 0
+    none. `tree_sizes` are inputs of a row in a pass for the comparison of trees.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -62,6 +56,8 @@ class PpdSettings(BaseModel):
     model_name: str
     prompt_tokens: Path
     medusa_heads: Path
+    draft_model: Path | None = None
+    draft_prompts: Path | None = None
     prompts: str = "held-out"
     questions: Path | None = None
     limit: PositiveInt | None = None
@@ -72,96 +68,6 @@ class PpdSettings(BaseModel):
     context: PositiveInt = 512
     train_steps: NonNegativeInt = 0
     seed: NonNegativeInt = 0
-
-
-# ---- pass times --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PassTimes:
-    """Shortest seconds of a pass by rows of the batch and inputs per row, for one model and device.
-
-    Rows between those measured take the next larger number.
-    """
-
-    seconds: Mapping[int, Mapping[int, float]]
-
-    def pass_s(self, rows: int) -> Callable[[int], float]:
-        """Return the seconds of a pass over so many rows by its tokens, linear between points."""
-        known = min((each for each in self.seconds if each >= rows), default=max(self.seconds))
-        points, slowest = [], 0.0
-        for inputs, seconds in sorted(self.seconds[known].items()):
-            # More inputs take no less time; a smaller value is noise.
-            slowest = max(slowest, seconds)
-            points.append((known * inputs, slowest))
-        costs = StepCosts("passes", "measured", "this run", tuple(points), 0.0)
-        return lambda tokens: costs.matrix_time_s(max(tokens * known // rows, 1))
-
-    def family(
-        self, table: AcceptanceTable, *, ensemble: int, max_inputs: int = PASS_INPUTS[-1]
-    ) -> TreeFamily:
-        """Return the trees that are predicted to be fastest by number of live rows."""
-        return TreeFamily(
-            FAMILY_ROWS,
-            tuple(
-                best_size(
-                    table, self.pass_s(rows), rows, ensemble=ensemble, max_inputs=max_inputs
-                ).tree
-                for rows in FAMILY_ROWS
-            ),
-        )
-
-
-@torch.inference_mode()
-def measure_passes(
-    model: Any, context: int, *, repeats: int = 7, rows: Sequence[int] = FAMILY_ROWS
-) -> PassTimes:
-    """Measure passes over random tokens behind `context` tokens of each row.
-
-    All points are measured once before any is measured again.
-    """
-    generator = torch.Generator().manual_seed(0)
-    size = model.config.vocab_size
-    measured: dict[tuple[int, int], list[float]] = {}
-    for repeat in range(repeats + 1):
-        for number in rows:
-            cache = DynamicCache()
-            draw = torch.randint(size, (number, context), generator=generator).to(model.device)
-            model(input_ids=draw, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            for inputs in PASS_INPUTS:
-                ids = draw[:, :inputs]
-                _synchronize(model.device)
-                start = time.perf_counter()
-                model(input_ids=ids, past_key_values=cache, use_cache=True)
-                _synchronize(model.device)
-                # The first round warms up.
-                if repeat > 0:
-                    seconds = time.perf_counter() - start
-                    measured.setdefault((number, inputs), []).append(seconds)
-                cache.crop(context)
-    return PassTimes(
-        {
-            number: {inputs: min(measured[number, inputs]) for inputs in PASS_INPUTS}
-            for number in rows
-        }
-    )
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-_PASS_FILE = TypeAdapter(dict[int, dict[int, float]])
-
-
-def stored_passes(path: Path, measure: Callable[[], PassTimes]) -> PassTimes:
-    """Return the pass times in a file, or measure and store them."""
-    if path.is_file():
-        return PassTimes(_PASS_FILE.validate_json(path.read_text()))
-    times = measure()
-    path.write_text(json.dumps(times.seconds, indent=1) + "\n")
-    return times
 
 
 # ---- answers -----------------------------------------------------------------------------------
@@ -284,7 +190,7 @@ def build_methods(
 ) -> list[Method]:
     """Return the decoders: without speculation, with trees by hardware, and of fixed sizes."""
 
-    def load(name: str, tree: TreeFamily | None = None) -> AnswerDecoder:
+    def load(name: str, tree: TreeFamily | None = None) -> ThreadDecoder:
         return load_decoder(
             name,
             model,
@@ -299,8 +205,9 @@ def build_methods(
     family = times.family(prompts, ensemble=ensemble)
     heads_family = times.family(medusa, ensemble=0)
     first, heads_first = family.for_rows(1), heads_family.for_rows(1)
+    plain = load(PLAIN)
     methods = [
-        Method(PLAIN, load(PLAIN)),
+        Method(PLAIN, plain),
         Method(PPD, load(PPD, family), first, ensemble, "hardware"),
         Method(VANILLA, load(VANILLA)),
         Method(PPD_APAR, load(PPD_APAR, family), first, ensemble, "hardware"),
@@ -322,6 +229,27 @@ def build_methods(
         methods.append(
             Method(f"{MEDUSA}, {size}", load(MEDUSA, TreeFamily.of(heads)), heads, 0, "dynamic")
         )
+    return [*methods, *draft_methods(settings, plain, text)]
+
+
+def draft_methods(settings: PpdSettings, target: ThreadDecoder, text: ModelText) -> list[Method]:
+    """Return the target with guesses of the draft model, without and with its prompt tokens."""
+    if settings.draft_model is None:
+        return []
+    model = target.decoding.model
+    methods = []
+    for name, prompts in ((PLAIN, None), (PPD, settings.draft_prompts)):
+        if name == PPD and prompts is None:
+            continue
+        draft = load_decoder(
+            name,
+            settings.draft_model,
+            text.tokenizer,
+            prompt_tokens=prompts,
+            device=str(model.device),
+            dtype=model.dtype,
+        )
+        methods.append(Method(f"{DRAFT}, {name}", DraftDecoder(target, draft)))
     return methods
 
 
@@ -394,6 +322,7 @@ def length_interval(
 # ---- trained variants --------------------------------------------------------------------------
 
 Change = Mapping[str, Any]
+_HELD_OUT_OF_VARIANTS = 60
 
 VARIANTS: Mapping[str, tuple[str, Change]] = {
     "1 EPT, forward KL": ("tables 2, 3", {}),
@@ -430,7 +359,10 @@ def train_variants(
                     "micro_batch_size": min(recipe.micro_batch_size, batch),
                 }
             )  # fmt: skip
-            train_tiny_prompts(checkpoint, out, settings.model_copy(update={"recipe": recipe}))
+            changed_settings = settings.model_copy(
+                update={"recipe": recipe, "num_held_out": _HELD_OUT_OF_VARIANTS}
+            )
+            train_tiny_prompts(checkpoint, out, changed_settings)
         tables[name] = read_table(out)
         show()
     return tables

@@ -16,6 +16,7 @@ from apar_core.offline.evaluation.ppd_predictions import (
     medusa_parameters,
     paper_model,
     paper_tree,
+    predict_best,
     predict_chain,
     predict_gpu,
     prompt_parameters,
@@ -80,6 +81,14 @@ def test_live_rows_are_those_of_the_code(gpu: str, title: str) -> None:
     assert lines[0] == [str(each.num_inputs) for each in found.prompts]
     assert lines[1] == [f"{each.speedup:.2f}" for each in found.prompts]
     assert lines[2] == [f"{each.speedup:.2f}" for each in found.paper_prompts]
+
+
+def test_many_live_rows_are_those_of_the_code() -> None:
+    rows = [int(cell) for cell in row("Speed-up of Vicuna-7B with the best tree, live rows")]
+    for title, gpu in (("A100-80GB", "a100-80gb"), ("H100", "h100"), ("H200", "h200")):
+        costs = step_costs(paper_model("Vicuna-7B"), find_gpu(gpu))
+        found = [predict_best(costs, VICUNA_7B, number, 512).speedup for number in rows]
+        assert row(title) == [f"{speedup:.2f}" for speedup in found]
 
 
 def test_the_chain_is_that_of_the_code() -> None:

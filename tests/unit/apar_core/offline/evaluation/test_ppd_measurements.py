@@ -17,12 +17,10 @@ from apar_core.offline.evaluation.ppd_measurements import (
     LivePasses,
     MethodAnswer,
     MethodStore,
-    PassTimes,
     compared_trees,
     length_interval,
     method_answer,
     sized_tree,
-    stored_passes,
 )
 from apar_core.offline.speculation.acceptance import AcceptanceTable
 from apar_core.offline.speculation.prompt_tokens import PromptTokens, save_prompt_tokens
@@ -35,7 +33,6 @@ TABLE = AcceptanceTable(
     observations=(100, 100, 100),
     source="made up",
 )
-TIMES = PassTimes({1: {1: 0.010, 4: 0.010, 8: 0.020}, 4: {1: 0.012, 4: 0.040, 8: 0.080}})
 
 
 def answer_of(question_id: str, live: dict[int, tuple[int, int]]) -> MethodAnswer:
@@ -43,20 +40,6 @@ def answer_of(question_id: str, live: dict[int, tuple[int, int]]) -> MethodAnswe
         question_id=question_id, method="ppd", text_tokens=4, ended=True, text="", prefill_s=0.0,
         live={rows: LivePasses(passes=n, tokens=t, seconds=1.0) for rows, (n, t) in live.items()},
     )  # fmt: skip
-
-
-def test_pass_times_are_linear_between_points() -> None:
-    assert TIMES.pass_s(1)(1) == pytest.approx(0.010)
-    assert TIMES.pass_s(1)(6) == pytest.approx(0.015)
-    # Three rows take the time of four, with as many inputs each.
-    assert TIMES.pass_s(3)(3 * 8) == pytest.approx(0.080)
-
-
-def test_trees_shrink_where_passes_become_longer() -> None:
-    family = TIMES.family(TABLE, ensemble=1, max_inputs=8)
-
-    assert family.for_rows(1).num_inputs() == 4
-    assert family.for_rows(4).num_inputs() == 1
 
 
 @pytest.mark.parametrize("size", [4, 8, 16, 32])
@@ -74,18 +57,6 @@ def test_medusa_heads_need_no_inputs_for_prompts() -> None:
 
     assert heads.trees[-1].num_candidates == 7
     assert heads.expected_length() > prompts.expected_length()
-
-
-def test_pass_times_are_measured_once(tmp_path: Path) -> None:
-    path = tmp_path / "passes.json"
-    calls: list[int] = []
-
-    def measure() -> PassTimes:
-        calls.append(1)
-        return TIMES
-
-    assert stored_passes(path, measure).seconds == stored_passes(path, measure).seconds
-    assert len(calls) == 1
 
 
 def test_an_answer_is_measured_by_live_threads_without_its_prefill() -> None:
@@ -153,6 +124,7 @@ def test_the_command_writes_its_report_and_continues(
     command = (
         *("evaluate", "ppd", "--prompt-tokens", weights[0], "--medusa-heads", weights[1]),
         *("--max-tokens", "60", "--context", "16", "--tree-sizes", "4", "--out", out),
+        *("--draft-model", checkpoint_path(), "--draft-prompts", weights[0]),
     )
 
     code, output = apar_command.run(*command, "--answers", "1")
@@ -164,6 +136,9 @@ def test_the_command_writes_its_report_and_continues(
     assert (out / "answers.jsonl").read_text().startswith(written)
     assert "differ from" not in output
     assert (out / "report.html").is_file()
+    methods = (out / "tables" / "methods.csv").read_text()
+    assert '"draft, plain"' in methods
+    assert '"draft, ppd"' in methods
     tables = {path.stem for path in (out / "tables").glob("*.csv")}
     assert {"methods", "trees", "live-rows", "sizes", "chain-in-vllm", "memory"} <= tables
 
