@@ -64,7 +64,7 @@ def test_the_predicted_length_lies_in_the_interval_of_the_measured_one(
     name: str, folder: Path, build: Any
 ) -> None:
     torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint_path())
+    tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint_path())
     model = AutoModelForCausalLM.from_pretrained(checkpoint_path(), dtype=torch.float32).eval()
     table = read_table(folder)
     tree = build(table, 10)
