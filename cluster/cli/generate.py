@@ -23,7 +23,7 @@ from apar_core.tree import (
     TreeStatistics,
     thread_spans,
 )
-from cluster.cli.options import MaxTokens, MedusaHeads, Model, PromptTokens, finite
+from cluster.cli.options import MaxTokens, MedusaHeads, Model, PassTimes, PromptTokens, finite
 from cluster.cli.terminal import fail
 from cluster.config.model import DEFAULT_MODEL, ModelConfig
 
@@ -75,6 +75,7 @@ def generate(
     ] = "vllm",
     medusa_heads: MedusaHeads = None,
     prompt_tokens: PromptTokens = None,
+    pass_times: PassTimes = None,
 ) -> None:
     """Generate one answer in this process, without a server.
 
@@ -83,10 +84,10 @@ def generate(
     """
     asked = _Asked(prompt, max_tokens, temperature, seed, fork, raw, show_threads)
     try:
-        if decoder == "vllm" and medusa_heads is None and prompt_tokens is None:
+        if decoder == "vllm" and medusa_heads is prompt_tokens is pass_times is None:
             _generate_by_engine(model, asked)
         else:
-            _generate_by_decoder(decoder, model, medusa_heads, prompt_tokens, asked)
+            _generate_by_decoder(decoder, model, medusa_heads, prompt_tokens, pass_times, asked)
     # vLLM and transformers report unusable models with a ValueError.
     except (AparError, OSError, ValueError) as error:
         fail(f"{model}: {error}", error)
@@ -133,7 +134,12 @@ def _start_engine(model: str) -> OfflineEngine:
 
 
 def _generate_by_decoder(
-    name: str, model: str, medusa_heads: Path | None, prompt_tokens: Path | None, asked: _Asked
+    name: str,
+    model: str,
+    medusa_heads: Path | None,
+    prompt_tokens: Path | None,
+    pass_times: Path | None,
+    asked: _Asked,
 ) -> None:
     # Importing torch takes seconds, and `apar --help` must be fast.
     from transformers.utils.logging import disable_progress_bar
@@ -147,6 +153,7 @@ def _generate_by_decoder(
         load_decoder,
         load_tokenizer,
     )
+    from apar_core.offline.decoders.pass_times import read_passes
     from apar_core.offline.evaluation.replay_text import ModelText
     from apar_core.tree.statistics import tree_statistics
 
@@ -164,6 +171,10 @@ def _generate_by_decoder(
     if name in DECODER_NAMES and not asked.fork:
         # What these decoders do with a single thread.
         name = "ppd" if name in PROMPTED else "plain"
+    if pass_times is not None and name not in (*PROMPTED, "medusa_apar"):
+        raise RequestError(
+            f"--pass-times {pass_times}: decoder {name} has no candidate trees", param="pass_times"
+        )
     if model == DEFAULT_MODEL:
         medusa_heads = medusa_heads or heads_path()
         prompt_tokens = prompt_tokens or prompts_path()
@@ -171,7 +182,12 @@ def _generate_by_decoder(
     tokenizer = load_tokenizer(path)
     text = ModelText(tokenizer, path)
     decoder = load_decoder(
-        name, path, tokenizer, medusa_heads=medusa_heads, prompt_tokens=prompt_tokens
+        name,
+        path,
+        tokenizer,
+        medusa_heads=medusa_heads,
+        prompt_tokens=prompt_tokens,
+        pass_times=None if pass_times is None else read_passes(pass_times),
     )
     chat = [ChatMessage("user", asked.prompt)]
     answer = decode_answer(

@@ -25,6 +25,7 @@ from apar_core.offline.decoders.interface import (
     DecodeStream,
     TokenChoice,
 )
+from apar_core.offline.decoders.pass_times import PassTimes
 from apar_core.offline.decoders.proposer import (
     MedusaProposer,
     PromptProposer,
@@ -62,15 +63,16 @@ PROMPTED: frozenset[str] = frozenset({"ppd", "ppd_apar"})
 # On a GPU passes are memory-bound, so more candidates cost little; a CPU computes each one.
 _CANDIDATES_ON_CPU, _CANDIDATES_ON_GPU = 1, 2
 # Tokens that make a pass twice as long as its fixed costs. GPU: PPD (arXiv 2405.18628), table 1,
-# where 60 tokens of a 13B model take 15 % longer than one. CPU: apar-tiny on two cores.
-_DOUBLING_ON_CPU, _DOUBLING_ON_GPU = 24, 400
+# where 60 tokens of a 13B model take 15 % longer than one. CPU: apar-tiny on one core, whose passes
+# take 3.5 ms with one token, 6.3 with 16 and 11.5 with 64.
+_DOUBLING_ON_CPU, _DOUBLING_ON_GPU = 32, 400
 
 
 def pass_seconds(device: torch.device) -> Callable[[int], float]:
     """Return the default duration of a pass by its tokens, relative to a pass of fixed costs only.
 
-    Fixed values keep sampled answers reproducible. Measured durations give better trees: pass
-    `tree_family` of them as `trees` to `load_decoder`.
+    Fixed values keep sampled answers reproducible. Measured durations give better trees:
+    pass them as `pass_times` to `load_decoder`.
     """
     doubling = _DOUBLING_ON_CPU if device.type == "cpu" else _DOUBLING_ON_GPU
     return lambda num_tokens: 1 + num_tokens / doubling
@@ -194,6 +196,7 @@ def load_decoder(
     medusa_heads: Path | None = None,
     prompt_tokens: Path | None = None,
     trees: TreeFamily | None = None,
+    pass_times: PassTimes | None = None,
     device: str = "auto",
     dtype: torch.dtype | None = None,
     top_k: tuple[int, ...] | None = None,
@@ -202,7 +205,7 @@ def load_decoder(
     """Return a decoder of a loaded model, or of a model folder or hub name.
 
     `trees` are the candidate trees by number of live rows; by default they are built from the
-    acceptance table beside the heads or prompt tokens, for the durations of `pass_seconds`. With
+    acceptance table beside the heads or prompt tokens, for `pass_times` or `pass_seconds`. With
     `top_k`, Medusa heads fill a full tree with so many candidates of each head instead. Heads
     without a table have one candidate each on a CPU and two elsewhere.
 
@@ -229,7 +232,7 @@ def load_decoder(
     elif name in PROMPTED:
         folder, prompts = prompt_tokens, _prompts(name, prompt_tokens)
     if trees is None and top_k is None and folder is not None:
-        trees = _family_of_table(folder, loaded, heads, prompts)
+        trees = _family_of_table(folder, loaded, heads, prompts, pass_times)
     return build_decoder(
         name,
         loaded,
@@ -330,12 +333,18 @@ def _prompts(name: str, folder: Path | None) -> PromptTokens:
 
 
 def _family_of_table(
-    folder: Path, model: Any, heads: MedusaHeads | None, prompts: PromptTokens | None
+    folder: Path,
+    model: Any,
+    heads: MedusaHeads | None,
+    prompts: PromptTokens | None,
+    pass_times: PassTimes | None,
 ) -> TreeFamily | None:
     """Return the trees for the acceptance table in a folder; None for heads without one."""
-    if heads is not None and not (folder / ACCEPTANCE_FILE).exists():
+    if heads is not None and pass_times is None and not (folder / ACCEPTANCE_FILE).exists():
         return None
     ensemble = prompts.settings.ensemble if prompts is not None else 0
+    if pass_times is not None:
+        return pass_times.family(read_table(folder), ensemble=ensemble)
     return tree_family(read_table(folder), pass_seconds(model.device), ensemble=ensemble)
 
 

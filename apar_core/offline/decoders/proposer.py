@@ -103,7 +103,8 @@ class PromptProposer:
 class TreeStacks:
     """Tree stacks by number of live rows, built when first needed.
 
-    Child tokens have prompt tokens at all M distances, so that their threads start in state M.
+    Child tokens have prompt tokens at all M distances, so that their threads start in state M; at
+    fewer if no tree is that deep, because every row is padded to the row that opens a child.
     """
 
     def __init__(self, trees_of_rows: TreesOfRows, device: torch.device, ensemble: int) -> None:
@@ -120,9 +121,10 @@ class TreeStacks:
             states = tuple(self._trees_of_rows(num_rows))
             stack = self._of_states.get(states)
             if stack is None:
-                stack = TreeStack(
-                    states, self._device, ensemble=self._ensemble, child_prompts=len(states) - 1
-                )
+                most = len(states) - 1
+                if self._ensemble:
+                    most = max(tree.depth for tree in states)
+                stack = TreeStack(states, self._device, ensemble=self._ensemble, child_prompts=most)
                 self._of_states[states] = stack
             self._of_rows[num_rows] = stack
         return stack

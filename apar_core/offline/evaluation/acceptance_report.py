@@ -88,34 +88,42 @@ def run_acceptance(settings: AcceptanceSettings) -> Report:
     Raises EvaluationError without weights, and CheckpointError for weights or a table that are
     damaged. Only a measurement notices weights of another model.
     """
-    proposers: list[PromptTokens | MedusaHeads] = []
-    folders = []
-    if settings.prompt_tokens is not None:
-        proposers.append(load_prompt_tokens(settings.prompt_tokens))
-        folders.append(settings.prompt_tokens)
-    if settings.medusa_heads is not None:
-        proposers.append(load_medusa_heads(settings.medusa_heads))
-        folders.append(settings.medusa_heads)
-    if not proposers:
+    folders = [settings.prompt_tokens, settings.medusa_heads]
+    if folders == [None, None]:
         raise EvaluationError("nothing to evaluate: give --prompt-tokens or --medusa-heads")
-    found = []
+    for folder in folders:
+        if folder is not None and (settings.measure or not (folder / ACCEPTANCE_FILE).exists()):
+            _measure(settings, folder)
+    found = read_guesses(settings.prompt_tokens, settings.medusa_heads)
     facts = {"Model": settings.model_name}
-    for proposer, folder in zip(proposers, folders, strict=True):
-        if settings.measure or not (folder / ACCEPTANCE_FILE).exists():
-            _measure(settings, proposer, folder)
-        if isinstance(proposer, PromptTokens):
-            name, ensemble = "Prompt tokens", proposer.settings.ensemble
-        else:
-            name, ensemble = "Medusa heads", 0
-        table = read_table(folder)
-        found.append(Guesses(name, table, ensemble))
-        facts |= {name: str(folder), f"{name} measured on": table.source or "unknown"}
+    for each, folder in zip(found, (path for path in folders if path is not None), strict=True):
+        facts |= {
+            each.name: str(folder),
+            f"{each.name} measured on": each.table.source or "unknown",
+        }
     return acceptance_report(found, facts)
 
 
-def _measure(
-    settings: AcceptanceSettings, proposer: PromptTokens | MedusaHeads, folder: Path
-) -> None:
+def read_guesses(prompt_tokens: Path | None, medusa_heads: Path | None) -> list[Guesses]:
+    """Return the tables of the folders that are given.
+
+    Raises CheckpointError for weights or a table that are missing or damaged.
+    """
+    found = []
+    if prompt_tokens is not None:
+        ensemble = load_prompt_tokens(prompt_tokens).settings.ensemble
+        found.append(Guesses("Prompt tokens", read_table(prompt_tokens), ensemble))
+    if medusa_heads is not None:
+        found.append(Guesses("Medusa heads", read_table(medusa_heads), 0))
+    return found
+
+
+def _measure(settings: AcceptanceSettings, folder: Path) -> None:
+    proposer: PromptTokens | MedusaHeads
+    if folder == settings.prompt_tokens:
+        proposer = load_prompt_tokens(folder)
+    else:
+        proposer = load_medusa_heads(folder)
     questions = load_prompts(settings.prompts, settings.questions)[: settings.limit]
     device = torch.device(choose_device(settings.device))
     model = load_model(settings.model, torch.float32, device)

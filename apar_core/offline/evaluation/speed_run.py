@@ -30,6 +30,7 @@ from apar_core.offline.decoders.interface import (
     decode_answer,
 )
 from apar_core.offline.decoders.load import DECODER_NAMES, PROMPTED, SINGLE_THREAD, load_decoder
+from apar_core.offline.decoders.pass_times import read_passes
 from apar_core.offline.evaluation.answer_files import RecordedAnswer
 from apar_core.offline.evaluation.measurement import (
     COUNT,
@@ -86,6 +87,7 @@ class SpeedSettings(BaseModel):
     tokenizer: str | None = None
     medusa_heads: Path | None = None
     prompt_tokens: Path | None = None
+    pass_times: Path | None = None
     questions: Path | None = None
     limit: PositiveInt | None = None
     max_tokens: PositiveInt = 1024
@@ -157,6 +159,9 @@ def check_settings(settings: SpeedSettings) -> None:
             raise EvaluationError("medusa_apar needs --medusa-heads FOLDER")
         if name in PROMPTED and settings.prompt_tokens is None:
             raise EvaluationError(f"{name} needs --prompt-tokens FOLDER")
+    speculative = {*PROMPTED, "medusa_apar"}.intersection((*settings.decoders, settings.baseline))
+    if settings.pass_times is not None and not speculative:
+        raise EvaluationError("--pass-times is for decoders with candidate trees: give --decoders")
     for path in settings.replay:
         if not path.is_file():
             raise EvaluationError(f"--replay {path}: no such file")
@@ -217,6 +222,7 @@ def load_decoders(settings: SpeedSettings, text: ModelText) -> Decoders:
     """
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
+    pass_times = None if settings.pass_times is None else read_passes(settings.pass_times)
 
     def build(name: str, kind: str, model: PreTrainedModel, text: ModelText) -> NamedDecoder:
         decoder = load_decoder(
@@ -225,6 +231,7 @@ def load_decoders(settings: SpeedSettings, text: ModelText) -> Decoders:
             text.tokenizer,
             medusa_heads=settings.medusa_heads,
             prompt_tokens=settings.prompt_tokens,
+            pass_times=pass_times,
             device=device,
             dtype=dtype,
         )

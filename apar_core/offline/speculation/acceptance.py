@@ -96,18 +96,6 @@ class AcceptanceTable(BaseModel):
         return path
 
 
-VICUNA_7B = AcceptanceTable(
-    probabilities=(
-        (0.48335, 0.14342, 0.0736, 0.0454, 0.03087, 0.02155, 0.01658, 0.01323, 0.00932, 0.00845),
-        (0.26256, 0.14561, 0.08114, 0.0576, 0.04283, 0.0323, 0.0257, 0.02152, 0.01903, 0.0155),
-        (0.16413, 0.11756, 0.08092, 0.05784, 0.04586, 0.03672, 0.03128, 0.02317, 0.02372, 0.01789),
-    ),
-    source="prompt tokens of Vicuna-7B, from the paper's published trees: the probabilities of "
-    "their candidates over those of the candidate before (hmarkc/parallel-prompt-decoding)",
-)
-"""The paper's own table of three prompt tokens, for predictions on a GPU."""
-
-
 def read_table(folder: str | Path) -> AcceptanceTable:
     """Read the acceptance table beside prompt tokens or Medusa heads.
 
@@ -124,3 +112,40 @@ def read_table(folder: str | Path) -> AcceptanceTable:
         return AcceptanceTable.model_validate_json(text)
     except ValidationError as error:
         raise CheckpointError(f"{path}: {validation_summary(error)}") from error
+
+
+def _published_table(
+    model: str, *rows: Sequence[float], before: Sequence[float]
+) -> AcceptanceTable:
+    """Return the table of the candidates [k], [0, k] and [0, 0, k] of published trees.
+
+    `rows` have the probabilities of their paths, `before` those of the paths before them.
+    """
+    return AcceptanceTable(
+        probabilities=tuple(
+            tuple(path / first for path in (*row, *(0.0,) * (len(rows[0]) - len(row))))
+            for row, first in zip(rows, before, strict=True)
+        ),
+        source=f"published candidate trees of {model}, "
+        "github.com/hmarkc/parallel-prompt-decoding (5305d9f)",
+    )
+
+
+VICUNA_7B = _published_table(
+    "Vicuna-7B",
+    (0.48335, 0.14342, 0.0736, 0.0454, 0.03087, 0.02155, 0.01658, 0.01323, 0.00932, 0.00845),
+    (0.12691, 0.07038, 0.03922, 0.02784, 0.0207, 0.01561, 0.01242, 0.0104, 0.0092, 0.00749),
+    (0.02083, 0.01492, 0.01027, 0.00734, 0.00582, 0.00466, 0.00397, 0.00294, 0.00301, 0.00227),
+    before=(1.0, 0.48335, 0.12691),
+)
+"""Three prompt tokens of the paper's authors, for predictions. Unlike here, each distance was
+measured by itself: whether nearer tokens were right did not matter."""
+
+VICUNA_13B = _published_table(
+    "Vicuna-13B",
+    (0.51814, 0.1446, 0.07037, 0.03814, 0.02484, 0.0195, 0.01298, 0.01199, 0.0087, 0.0082),
+    (0.15238, 0.07561, 0.04522, 0.02988, 0.01999, 0.01677, 0.01301, 0.0106, 0.00803, 0.00694),
+    (0.02734, 0.01915, 0.0127, 0.00954, 0.00695),
+    before=(1.0, 0.51814, 0.15238),
+)
+"""As VICUNA_7B. Of distance 3, the trees show five ranks."""

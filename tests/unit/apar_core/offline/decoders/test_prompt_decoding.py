@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from dataclasses import dataclass, field
 from functools import cache
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -11,7 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    PreTrainedConfig,
+)
 
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.decoders.interface import (
@@ -246,6 +256,57 @@ def test_the_logits_of_tokens_do_not_change_when_prompt_tokens_are_inserted() ->
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
 
 
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "learned positions": GPT2Config(
+        vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=64
+    ),
+    "parallel layers": GPTNeoXConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=64,
+    ),
+    "scaled embeddings": GemmaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=24,
+        max_position_embeddings=64,
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_model_families_decode_the_same_text_to_the_end_of_their_context(
+    family: str,
+) -> None:
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(FAMILIES[family]).double().eval()
+    prompts = PromptTokens.like_text(model, ensemble=2).double()
+    limits = DecodeLimits(max_tokens=100)
+
+    answers = [
+        decode_answer(
+            build_decoder(
+                name, model, None, frozenset({END}), prompts=prompts, trees=random_trees(1, 3, 5)
+            )
+            if name == "ppd"
+            else build_decoder(name, model, None, frozenset({END})),
+            PROMPT,
+            limits=limits,
+        )
+        for name in ("plain", "ppd")
+    ]
+
+    assert len(answers[0].threads[0].token_ids) > 20
+    assert answers[0].threads == answers[1].threads
+
+
 def test_a_tree_near_the_end_of_the_context_stays_within_the_positions_of_the_model() -> None:
     positions: list[int] = []
 
@@ -296,22 +357,59 @@ def by_thread(answer: DecodedAnswer) -> dict[str, DecodedThread]:
     return {thread.thread: thread for thread in answer.threads}
 
 
-def assert_equal_on_apar_tiny(num_prompts: int) -> int:
-    """Compare both decoders with their references on held-out prompts; return the threads."""
-    num_threads = 0
-    for name, reference in PAIRS:
-        expected = load_decoder(reference, tiny(), tokenizer(), device="cpu")
-        for seed, prompt in enumerate(prompts(num_prompts)):
-            found = decode_answer(tiny_decoder(name, seed), prompt)
-            assert by_thread(found) == by_thread(decode_answer(expected, prompt))
-            num_threads += len(found.threads) if name == "ppd_apar" else 0
-    return num_threads
+def float64_gap(path: list[int], token: int, other: int) -> float:
+    """Return how much more likely apar-tiny finds one token than another after a path."""
+    model = copy.deepcopy(tiny()).double()
+    with torch.inference_mode():
+        logits = model(torch.tensor([path])).logits[0, -1]
+    return abs(float(logits[token] - logits[other]))
 
 
-def test_on_apar_tiny_random_prompt_tokens_and_trees_change_no_thread() -> None:
-    assert assert_equal_on_apar_tiny(4) > 10
+@dataclass
+class Compared:
+    """Threads that were equal, and the gaps of the logits where root threads parted."""
+
+    equal: int = 0
+    gaps: list[float] = field(default_factory=list)
+
+
+def compared_on_apar_tiny(name: DecoderName, reference: DecoderName, num_prompts: int) -> Compared:
+    """Compare a decoder in float32 with its reference on held-out prompts."""
+    result = Compared()
+    expected = load_decoder(reference, tiny(), tokenizer(), device="cpu")
+    for seed, prompt in enumerate(prompts(num_prompts)):
+        ours = by_thread(decode_answer(tiny_decoder(name, seed), prompt))
+        theirs = by_thread(decode_answer(expected, prompt))
+        if ours == theirs:
+            result.equal += len(ours)
+            continue
+        found, wanted = ours["root"].token_ids, theirs["root"].token_ids
+        assert found != wanted, "only a detail differs"
+        pairs = zip(found, wanted, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        path = [*prompt, *wanted[:same]]
+        result.gaps.append(float64_gap(path, found[same], wanted[same]))
+    return result
+
+
+@pytest.mark.parametrize(("name", "reference"), PAIRS)
+def test_on_apar_tiny_random_prompt_tokens_and_trees_change_no_thread(
+    name: DecoderName, reference: DecoderName
+) -> None:
+    result = compared_on_apar_tiny(name, reference, 4)
+
+    assert result.equal >= 4
+    assert result.gaps == []
 
 
 @pytest.mark.slow
-def test_on_apar_tiny_random_prompt_tokens_and_trees_change_none_of_300_threads() -> None:
-    assert assert_equal_on_apar_tiny(80) >= 300
+@pytest.mark.parametrize(("name", "reference", "num_prompts"), [(*PAIRS[0], 320), (*PAIRS[1], 80)])
+def test_on_apar_tiny_random_prompt_tokens_and_trees_change_none_of_300_threads(
+    name: DecoderName, reference: DecoderName, num_prompts: int
+) -> None:
+    result = compared_on_apar_tiny(name, reference, num_prompts)
+
+    assert result.equal >= 300
+    # In float32 a pass over more tokens rounds otherwise, which decides between equal logits.
+    assert len(result.gaps) <= 0.02 * num_prompts
+    assert all(gap < 1e-4 for gap in result.gaps)
