@@ -97,14 +97,16 @@ def measure_ranks(
     proposer: Proposer,
     rows: Sequence[PackedTree],
     *,
+    banned: Sequence[int] = (),
     num_ranks: int = NUM_RANKS,
     micro_batch_size: int = 16,
     pad_id: int = 0,
 ) -> Tensor:
     """Return the rank of each row's targets among the proposals, int64 [N, M].
 
-    A place is a token whose successor in the thread predicts something. The rank is `num_ranks` if
-    the target is not among the best, and THREAD_ENDED behind the end of the thread.
+    A place is a token whose successor in the thread predicts something; those of the shortest rows
+    come first. The rank is `num_ranks` if the target is not among the best, and THREAD_ENDED behind
+    the end of the thread. `banned` tokens are never proposed.
     """
     proposer = copy.deepcopy(proposer).to(device=model.device, dtype=model.dtype)
     collator = PromptCollator(TreeCollator.for_model(model, pad_id))
@@ -117,7 +119,9 @@ def measure_ranks(
         }
         places = insertions(batch, num_distances(proposer))
         learned_BNM = places.learned_BNM
-        best_KR = _logits(model, proposer, batch, places).topk(num_ranks, -1).indices
+        logits_KV = _logits(model, proposer, batch, places)
+        logits_KV[:, list(banned)] = -torch.inf
+        best_KR = logits_KV.topk(num_ranks, -1).indices
         rows_B11 = torch.arange(len(learned_BNM), device=model.device)[:, None, None]
         target_K = batch["targets_BT"][rows_B11, places.teacher_BNM][learned_BNM]
         hit_KR = best_KR == target_K[:, None]
@@ -190,8 +194,11 @@ def measure_and_write(
     # FlexAttention is for training; the decoders' masks are tensors.
     model.set_attn_implementation(SDPA)
     decoder = load_decoder("vanilla_apar", model, tokenizer, device=str(model.device))
-    rows = greedy_rows(decoder, prompts, tree_tokens(tokenizer))
-    ranks_NM = measure_ranks(model, proposer, rows, pad_id=pad_token_id(tokenizer))
+    tokens = tree_tokens(tokenizer)
+    rows = greedy_rows(decoder, prompts, tokens)
+    ranks_NM = measure_ranks(
+        model, proposer, rows, banned=(tokens.child_id,), pad_id=pad_token_id(tokenizer)
+    )
     source = f"{len(prompts)} held-out prompts, {len(rows)} threads, {len(ranks_NM)} places, greedy"
     table = acceptance_table(ranks_NM, NUM_RANKS, source)
     table.write(folder)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from apar_core.errors import TrainingError
+from apar_core.formats.control_tokens import TreeTokens
 from apar_core.offline.data.records import ParagraphRecord, chain
-from apar_core.offline.decoders.interface import DecodedAnswer, DecodedThread
+from apar_core.offline.decoders.interface import (
+    DecodedAnswer,
+    DecodedThread,
+    DecodeLimits,
+    decode_answer,
+)
+from apar_core.offline.decoders.proposer import PromptProposer
 from apar_core.offline.speculation.measure_acceptance import (
     THREAD_ENDED,
     acceptance_table,
@@ -18,8 +27,20 @@ from apar_core.offline.speculation.measure_acceptance import (
 )
 from apar_core.offline.speculation.medusa_heads import MedusaHeads
 from apar_core.offline.speculation.prompt_tokens import PromptTokens
+from apar_core.offline.speculation.sparse_tree import SparseTree
 from apar_core.offline.training.packing import IGNORED_TARGET, written_out
 from apar_core.tree.thread_names import ThreadId
+from tests.unit.apar_core.offline.decoders.small_decoders import (
+    CHILD,
+    END,
+    FORK,
+    PROMPT,
+    VOCABULARY,
+    decoder,
+    prompt_decoder,
+    random_trees,
+    small_model,
+)
 from tests.unit.apar_core.offline.training.random_trees import TOKENS, encode, packed, random_model
 
 ENDED = THREAD_ENDED
@@ -127,3 +148,44 @@ def test_heads_are_ranked_by_the_token_as_far_ahead_as_they_propose() -> None:
         [order[at].index(whole[at + d]) if at + d < len(whole) else THREAD_ENDED for d in (2, 3)]
         for at in range(1, len(whole) - 2)
     ]
+
+
+def test_the_decoder_accepts_what_the_ranks_measured_in_training_say() -> None:
+    """Logits in training equal logits in decoding: each step gains what the ranks predict."""
+    limits = DecodeLimits(max_tokens=80)
+    plain = decode_answer(decoder("plain"), PROMPT, limits=limits)
+    rows = thread_rows(PROMPT, plain, TreeTokens(FORK, CHILD, END))
+    num_accepted = 0
+    for seed in range(8):
+        trees = random_trees(seed, 3, 5, row_counts=(1,))
+        prompted = prompt_decoder("ppd", seed=seed, ensemble=2, trees=trees)
+        proposer = prompted.decoding.proposer
+        assert isinstance(proposer, PromptProposer)
+
+        ranks = measure_ranks(
+            small_model(), proposer.prompts, rows, banned=(FORK, CHILD), num_ranks=VOCABULARY
+        )
+
+        trace = decode_answer(prompted, PROMPT, limits=limits).trace
+        expected = predicted_gains(ranks.tolist(), trees(1))
+        assert [record.tokens for record in trace][: len(expected)] == expected
+        num_accepted += sum(expected) - len(expected)
+    assert num_accepted > 10
+
+
+def predicted_gains(ranks: list[list[int]], states: Sequence[SparseTree]) -> list[int]:
+    """Return the tokens of each step of one thread, up to the last step whose ranks are known."""
+    # The first step reads the prompt; place 0 is the prompt's last token.
+    gains, place, tree, node = [1], 0, states[0], 0
+    while True:
+        known = ranks[place][: tree.prompts[node]]
+        tree, node = states[tree.prompts[node]], 0
+        for rank in known:
+            follower = next((n for n in tree.children[node] if tree.ranks[n] == rank), None)
+            if follower is None:
+                break
+            node = follower
+        place += 1 + tree.depths[node]
+        if place >= len(ranks):
+            return gains
+        gains.append(1 + tree.depths[node])
