@@ -396,9 +396,9 @@ def compared_on_apar_tiny(name: DecoderName, reference: DecoderName, num_prompts
 def test_on_apar_tiny_random_prompt_tokens_and_trees_change_no_thread(
     name: DecoderName, reference: DecoderName
 ) -> None:
-    result = compared_on_apar_tiny(name, reference, 4)
+    result = compared_on_apar_tiny(name, reference, 2)
 
-    assert result.equal >= 4
+    assert result.equal >= 2
     assert result.gaps == []
 
 
