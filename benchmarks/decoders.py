@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerFast
 
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.apar_tiny_medusa import heads_path
+from apar_core.models.apar_tiny_prompts import prompts_path
 from apar_core.offline.data.tiny_corpus.generator import Corpus
 from apar_core.offline.decoders.interface import AnswerDecoder, TokenChoice, decode_answer
-from apar_core.offline.decoders.load import DECODER_NAMES, load_decoder
+from apar_core.offline.decoders.load import DECODER_NAMES, SINGLE_THREAD, load_decoder
 from apar_core.offline.training.example_encoder import prompt_token_ids
 from apar_core.offline.training.pretrained import tree_tokens
 from apar_core.tree.threads import thread_scripts
@@ -32,15 +33,21 @@ class RecordedAnswer:
     flat: TokenChoice
 
     def choice(self, name: str) -> TokenChoice:
-        """Return the replay for a decoder; the plain decoder has a single thread."""
-        return self.flat if name == "plain" else self.threads
+        """Return the replay for a decoder, which may have a single thread."""
+        return self.flat if name in SINGLE_THREAD else self.threads
 
 
 def run(console: Console, *, repeats: int, num_answers: int) -> dict[str, Any]:
     """Time the decoders in turn; return medians over the repeats, without prefill."""
     folder = checkpoint_path()
     decoders: dict[str, AnswerDecoder] = {
-        name: load_decoder(name, folder, medusa_heads=heads_path(), dtype=torch.float32)
+        name: load_decoder(
+            name,
+            folder,
+            medusa_heads=heads_path(),
+            prompt_tokens=prompts_path(),
+            dtype=torch.float32,
+        )
         for name in DECODER_NAMES
     }
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)

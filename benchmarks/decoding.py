@@ -20,7 +20,7 @@ from apar_core.offline.data.tiny_corpus.generator import Corpus
 from apar_core.tree.paragraph import ParagraphTree
 from apar_core.tree.restore import restore
 from apar_core.tree.threads import thread_scripts
-from cluster.cli.terminal import rich_table
+from cluster.cli.terminal import print_table
 from cluster.experiments.fork_cost import fork_cost_table, fork_costs
 from cluster.experiments.program import Submission
 
@@ -166,7 +166,7 @@ def _fork_cost(
         for prompt, arguments in zip(prompts, sampling, strict=True)
     ]
     costs = fork_costs(engine, submissions)
-    console.print(rich_table(fork_cost_table(costs, engine.scheduler.block_size)))
+    print_table(fork_cost_table(costs, engine.scheduler.block_size))
     return {way: asdict(counters) for way, counters in costs.items()}
 
 

@@ -1,4 +1,4 @@
-"""`apar evaluate`: decoding speed, answer quality, and the benchmark files for both."""
+"""`apar evaluate`: speed, acceptance of guesses, answer quality, and the benchmark files."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ from cluster.cli.options import (
     MedusaHeads,
     Model,
     ModelName,
+    PassTimes,
     Prompts,
+    PromptTokens,
     TargetKeyEnv,
     finite,
     list_option,
     out_option,
 )
-from cluster.cli.terminal import clear_errors, print_table, stage_progress
+from cluster.cli.terminal import clear_errors, print_table, show_report, stage_progress
 from cluster.config.model import DEFAULT_MODEL, PRESETS
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 
 _NUM_SUMMARY_TABLES = 3
 _SHOWN_FAILURES = 5
-_DECODERS = ("plain", "vanilla_apar", "medusa_apar")
+_DECODERS = ("plain", "vanilla_apar", "medusa_apar", "ppd", "ppd_apar")
 
 evaluate = typer.Typer(
     no_args_is_help=True, help="Measure speed and quality as the APAR paper does."
@@ -100,6 +102,8 @@ def speed(
         ),
     ] = None,
     medusa_heads: MedusaHeads = None,
+    prompt_tokens: PromptTokens = None,
+    pass_times: PassTimes = None,
     benchmark_files: BenchmarkFiles = None,
     answers: Answers = None,
     max_tokens: MaxTokens = 1024,
@@ -137,6 +141,8 @@ def speed(
             random_weights=random_weights,
             tokenizer=tokenizer,
             medusa_heads=medusa_heads,
+            prompt_tokens=prompt_tokens,
+            pass_times=pass_times,
             questions=benchmark_files,
             limit=answers,
             max_tokens=max_tokens,
@@ -150,6 +156,178 @@ def speed(
         for table in report.tables[:_NUM_SUMMARY_TABLES]:
             print_table(table)
         console.print(f"Report: [bold]{page}[/bold]", soft_wrap=True)
+
+
+@evaluate.command()
+def acceptance(
+    out: Annotated[Path, out_option("evaluate-acceptance")],
+    model: Model = DEFAULT_MODEL,
+    prompt_tokens: PromptTokens = None,
+    medusa_heads: MedusaHeads = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Measure again, and replace the tables beside the weights. A missing table is "
+            "always measured.",
+        ),
+    ] = False,
+    prompts: Prompts = "held-out",
+    benchmark_files: BenchmarkFiles = None,
+    answers: Answers = None,
+    device: Device = "auto",
+) -> None:
+    """Show how often prompt tokens and Medusa heads guess right, and what trees gain from it.
+
+    The table has the acceptance probability by distance and rank. The report compares prompt
+    tokens with Medusa heads, and dynamic, static and random trees of equal size. Examples:
+
+    [bold]apar evaluate acceptance[/bold]
+
+    [bold]apar evaluate acceptance --model out/apar-7b --prompt-tokens out/prompts --measure[/bold]
+    """
+    # Importing torch takes seconds, and `apar --help` must be fast.
+    from apar_core.models.apar_tiny_medusa import heads_path
+    from apar_core.models.apar_tiny_prompts import prompts_path
+    from apar_core.offline.evaluation.acceptance_report import AcceptanceSettings, run_acceptance
+
+    if model == DEFAULT_MODEL and prompt_tokens is None and medusa_heads is None:
+        prompt_tokens, medusa_heads = prompts_path(), heads_path()
+    with clear_errors():
+        settings = AcceptanceSettings(
+            model=PRESETS[model].path if model in PRESETS else model,
+            model_name=model,
+            prompt_tokens=prompt_tokens,
+            medusa_heads=medusa_heads,
+            measure=measure,
+            prompts=prompts,
+            questions=benchmark_files,
+            limit=answers,
+            device=device,
+        )
+        show_report(run_acceptance(settings), out, hidden=("probabilities",))
+
+
+@evaluate.command()
+def passes(
+    out: Annotated[Path, out_option("evaluate-passes")],
+    model: Model = DEFAULT_MODEL,
+    prompt_tokens: PromptTokens = None,
+    medusa_heads: MedusaHeads = None,
+    context: Annotated[int, typer.Option(min=1, help="Cached tokens of each row.")] = 512,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Passes per measurement; the shortest counts.")
+    ] = 7,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Measure passes by live rows and inputs, and size candidate trees for this device.
+
+    Writes passes.json, which --pass-times of other commands reads. Example:
+
+    [bold]apar evaluate passes --out out/passes[/bold]
+    """
+    # Importing torch takes seconds, and `apar --help` must be fast.
+    from apar_core.models.apar_tiny_medusa import heads_path
+    from apar_core.models.apar_tiny_prompts import prompts_path
+    from apar_core.offline.evaluation.passes_report import PassSettings, run_passes
+
+    if model == DEFAULT_MODEL and prompt_tokens is None and medusa_heads is None:
+        prompt_tokens, medusa_heads = prompts_path(), heads_path()
+    with clear_errors():
+        settings = PassSettings(
+            model=PRESETS[model].path if model in PRESETS else model,
+            model_name=model,
+            prompt_tokens=prompt_tokens,
+            medusa_heads=medusa_heads,
+            context=context,
+            repeats=repeats,
+            device=device,
+            dtype=dtype,
+        )
+        show_report(run_passes(settings, out), out)
+
+
+@evaluate.command()
+def ppd(
+    out: Annotated[Path, out_option("evaluate-ppd", help=RESUMABLE)],
+    model: Model = DEFAULT_MODEL,
+    prompt_tokens: PromptTokens = None,
+    medusa_heads: MedusaHeads = None,
+    draft_model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Checkpoint of a smaller model that guesses for --model.", file_okay=False
+        ),
+    ] = None,
+    draft_prompts: Annotated[
+        Path | None,
+        typer.Option(help="Folder with prompt tokens of --draft-model.", file_okay=False),
+    ] = None,
+    prompts: Prompts = "held-out",
+    benchmark_files: BenchmarkFiles = None,
+    answers: Answers = None,
+    max_tokens: MaxTokens = 512,
+    tree_sizes: Annotated[
+        CommaList[int],
+        list_option(
+            help="Inputs of a row in a pass, for comparing trees.",
+            item=int,
+            minimum=2,
+            default="8,16,32",
+        ),
+    ] = CommaList((8, 16, 32)),
+    context: Annotated[
+        int, typer.Option(min=1, help="Context for pass times and predictions (tokens).")
+    ] = 512,
+    train_steps: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Train variants of apar-tiny's prompt tokens for so many steps (0: none)."
+        ),
+    ] = 0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Compare Parallel Prompt Decoding with Medusa heads and plain decoding, alone and with forks.
+
+    The report has the PPD paper's tables 1, 2, 3 and 7 and figures 6a, 7 and 8, and the speed-up of
+    speculation by live rows, measured here and predicted for GPUs. apar-tiny has prompt tokens and
+    heads of its own; another model needs both options. An interrupted run continues with the same
+    command and --out. Example:
+
+    [bold]apar evaluate ppd --answers 20 --out out/ppd[/bold]
+    """
+    from apar_core.models.apar_tiny import checkpoint_path
+    from apar_core.models.apar_tiny_medusa import heads_path
+    from apar_core.models.apar_tiny_prompts import prompts_path
+    from apar_core.offline.evaluation.ppd import run_ppd
+    from apar_core.offline.evaluation.ppd_measurements import PpdSettings
+
+    path = PRESETS[model].path if model in PRESETS else model
+    with clear_errors():
+        if (prompt_tokens is None or medusa_heads is None) and Path(path) != checkpoint_path():
+            raise EvaluationError(f"{model} needs --prompt-tokens and --medusa-heads")
+        settings = PpdSettings(
+            model=path,
+            model_name=model,
+            prompt_tokens=prompt_tokens or prompts_path(),
+            medusa_heads=medusa_heads or heads_path(),
+            draft_model=draft_model,
+            draft_prompts=draft_prompts,
+            prompts=prompts,
+            questions=benchmark_files,
+            limit=answers,
+            max_tokens=max_tokens,
+            device=device,
+            dtype=dtype,
+            tree_sizes=tuple(tree_sizes),
+            context=context,
+            train_steps=train_steps,
+        )
+        with stage_progress() as progress:
+            report = run_ppd(settings, out, progress)
+        show_report(report, out, hidden=("memory", "chain-in-vllm", "gpu-live-rows"))
 
 
 @evaluate.command(no_args_is_help=True)

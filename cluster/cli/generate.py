@@ -23,7 +23,7 @@ from apar_core.tree import (
     TreeStatistics,
     thread_spans,
 )
-from cluster.cli.options import MaxTokens, MedusaHeads, Model, finite
+from cluster.cli.options import MaxTokens, MedusaHeads, Model, PassTimes, PromptTokens, finite
 from cluster.cli.terminal import fail
 from cluster.config.model import DEFAULT_MODEL, ModelConfig
 
@@ -69,10 +69,13 @@ def generate(
     decoder: Annotated[
         str,
         typer.Option(
-            help="vllm, or a decoder on transformers: plain, vanilla_apar or medusa_apar."
+            help="vllm, or a decoder on transformers: plain, vanilla_apar, medusa_apar, ppd or "
+            "ppd_apar."
         ),
     ] = "vllm",
     medusa_heads: MedusaHeads = None,
+    prompt_tokens: PromptTokens = None,
+    pass_times: PassTimes = None,
 ) -> None:
     """Generate one answer in this process, without a server.
 
@@ -81,10 +84,10 @@ def generate(
     """
     asked = _Asked(prompt, max_tokens, temperature, seed, fork, raw, show_threads)
     try:
-        if decoder == "vllm" and medusa_heads is None:
+        if decoder == "vllm" and medusa_heads is prompt_tokens is pass_times is None:
             _generate_by_engine(model, asked)
         else:
-            _generate_by_decoder(decoder, model, medusa_heads, asked)
+            _generate_by_decoder(decoder, model, medusa_heads, prompt_tokens, pass_times, asked)
     # vLLM and transformers report unusable models with a ValueError.
     except (AparError, OSError, ValueError) as error:
         fail(f"{model}: {error}", error)
@@ -130,13 +133,27 @@ def _start_engine(model: str) -> OfflineEngine:
     return OfflineEngine(settings.preset.path, **engine_args)
 
 
-def _generate_by_decoder(name: str, model: str, medusa_heads: Path | None, asked: _Asked) -> None:
+def _generate_by_decoder(
+    name: str,
+    model: str,
+    medusa_heads: Path | None,
+    prompt_tokens: Path | None,
+    pass_times: Path | None,
+    asked: _Asked,
+) -> None:
     # Importing torch takes seconds, and `apar --help` must be fast.
     from transformers.utils.logging import disable_progress_bar
 
     from apar_core.models.apar_tiny_medusa import heads_path
+    from apar_core.models.apar_tiny_prompts import prompts_path
     from apar_core.offline.decoders.interface import DecodeLimits, TokenChoice, decode_answer
-    from apar_core.offline.decoders.load import DECODER_NAMES, load_decoder, load_tokenizer
+    from apar_core.offline.decoders.load import (
+        DECODER_NAMES,
+        PROMPTED,
+        load_decoder,
+        load_tokenizer,
+    )
+    from apar_core.offline.decoders.pass_times import read_passes
     from apar_core.offline.evaluation.replay_text import ModelText
     from apar_core.tree.statistics import tree_statistics
 
@@ -146,14 +163,32 @@ def _generate_by_decoder(name: str, model: str, medusa_heads: Path | None, asked
             f"--medusa-heads {medusa_heads}: only --decoder medusa_apar with forks uses heads",
             param="medusa_heads",
         )
+    if prompt_tokens is not None and name not in PROMPTED:
+        raise RequestError(
+            f"--prompt-tokens {prompt_tokens}: only --decoder ppd and ppd_apar use prompt tokens",
+            param="prompt_tokens",
+        )
     if name in DECODER_NAMES and not asked.fork:
-        name = "plain"  # What every decoder does with a single thread.
-    if medusa_heads is None and model == DEFAULT_MODEL:
-        medusa_heads = heads_path()
+        # What these decoders do with a single thread.
+        name = "ppd" if name in PROMPTED else "plain"
+    if pass_times is not None and name not in (*PROMPTED, "medusa_apar"):
+        raise RequestError(
+            f"--pass-times {pass_times}: decoder {name} has no candidate trees", param="pass_times"
+        )
+    if model == DEFAULT_MODEL:
+        medusa_heads = medusa_heads or heads_path()
+        prompt_tokens = prompt_tokens or prompts_path()
     path = ModelConfig(checkpoint=model).preset.path
     tokenizer = load_tokenizer(path)
     text = ModelText(tokenizer, path)
-    decoder = load_decoder(name, path, tokenizer, medusa_heads=medusa_heads)
+    decoder = load_decoder(
+        name,
+        path,
+        tokenizer,
+        medusa_heads=medusa_heads,
+        prompt_tokens=prompt_tokens,
+        pass_times=None if pass_times is None else read_passes(pass_times),
+    )
     chat = [ChatMessage("user", asked.prompt)]
     answer = decode_answer(
         decoder,

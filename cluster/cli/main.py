@@ -18,7 +18,7 @@ from cluster.cli.monitor import monitor
 from cluster.cli.plan import plan
 from cluster.cli.serve import rollout, serve
 from cluster.cli.simulate import simulate
-from cluster.cli.train import train, train_medusa, train_tiny
+from cluster.cli.train import train, train_medusa, train_prompts, train_tiny
 
 # Commands import Ray, torch and vLLM when they run: `apar --help` must be fast.
 app = typer.Typer(
@@ -28,9 +28,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (
-    serve, rollout, monitor, plan, simulate, generate, train, train_medusa, train_tiny, doctor,
+    serve, rollout, monitor, plan, simulate, generate, train, train_medusa, train_prompts,
+    train_tiny, doctor,
 ):  # fmt: skip
-    app.command(no_args_is_help=command in (generate, simulate, train, train_medusa))(command)
+    needs_options = command in (generate, simulate, train, train_medusa, train_prompts)
+    app.command(no_args_is_help=needs_options)(command)
 app.add_typer(evaluate, name="evaluate")
 app.add_typer(experiment, name="experiment")
 app.add_typer(loadtest, name="loadtest")

@@ -66,6 +66,19 @@ MedusaHeads = Annotated[
     Path | None,
     typer.Option(help="Folder with the Medusa heads of the decoder medusa_apar.", file_okay=False),
 ]
+PromptTokens = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder with the prompt tokens of the decoders ppd and ppd_apar.", file_okay=False
+    ),
+]
+PassTimes = Annotated[
+    Path | None,
+    typer.Option(
+        help="File of `apar evaluate passes`: size candidate trees for these durations.",
+        dir_okay=False,
+    ),
+]
 Recipe = Annotated[str, typer.Option(help="Name of a built-in recipe, or a YAML file.")]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Continue from the last checkpoint in --out.")

@@ -1,4 +1,4 @@
-"""`apar train`, `apar train-medusa` and `apar train-tiny`."""
+"""`apar train`, `apar train-medusa`, `apar train-prompts` and `apar train-tiny`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from cluster.cli.terminal import clear_errors, step_bars
 from cluster.config.model import ModelConfig
 
 if TYPE_CHECKING:
+    from apar_core.offline.speculation.acceptance import AcceptanceTable
     from apar_core.offline.training.tree_trainer import OnStep, StepReport
 
 Data = Annotated[Path, typer.Option(help="Output folder of `apar data prepare`, or a file in it.")]
@@ -108,7 +109,42 @@ def train_medusa(
             result = run_training(path, data, out, settings, resume=resume, on_step=show)
     console.print(f"{result.counts}; {result.padding}.", highlight=False, soft_wrap=True)
     _print_accuracy(console, result.accuracy)
+    _print_acceptance(console, result.table)
     console.print(f"Medusa heads written to [bold]{out}[/bold].", soft_wrap=True)
+
+
+def train_prompts(
+    model: Model,
+    data: Data,
+    out: Annotated[
+        Path, out_option("train-prompts", help="Folder for the prompt tokens and the log.")
+    ],
+    recipe: Recipe = "ppd",
+    steps: Steps = None,
+    resume: Resume = False,
+) -> None:
+    """Train prompt tokens on a frozen APAR model, with the settings of the PPD paper.
+
+    Writes their embeddings and acceptance table for the decoders ppd and ppd_apar. An interrupted
+    run continues with the same options, --out and --resume. Example:
+
+    [bold]apar train-prompts --model out/apar-7b --data out/data --out out/prompts[/bold]
+    """
+    console = process_console()
+    with _training(resumable=out):
+        from apar_core.offline.training.recipe import PromptRecipe, load_recipe
+
+        settings = load_recipe(recipe, PromptRecipe)
+        if steps is not None:
+            settings = settings.model_copy(update={"num_steps": steps})
+        from apar_core.offline.speculation.train_prompts import train_prompts as run_training
+
+        with step_progress(console, "training prompt tokens", settings.num_steps) as show:
+            path = ModelConfig(checkpoint=model).preset.path
+            result = run_training(path, data, out, settings, resume=resume, on_step=show)
+    console.print(f"{result.counts}; {result.padding}.", highlight=False, soft_wrap=True)
+    _print_acceptance(console, result.table)
+    console.print(f"Prompt tokens written to [bold]{out}[/bold].", soft_wrap=True)
 
 
 def train_tiny(
@@ -120,11 +156,14 @@ def train_tiny(
         str | None,
         typer.Option(
             help="Name of a built-in recipe, or a YAML file (default: apar-tiny; with --medusa "
-            "apar-tiny-medusa)."
+            "apar-tiny-medusa, with --prompts apar-tiny-prompts)."
         ),
     ] = None,
     medusa: Annotated[
         bool, typer.Option("--medusa", help="Train Medusa heads for the embedded model instead.")
+    ] = False,
+    prompts: Annotated[
+        bool, typer.Option("--prompts", help="Train prompt tokens for the embedded model instead.")
     ] = False,
 ) -> None:
     """Train the embedded model apar-tiny from scratch (16 minutes on 2 cores).
@@ -133,9 +172,13 @@ def train_tiny(
     the same weights on the same machine. Example:
     [bold]apar train-tiny --out out/apar-tiny[/bold]
     """
+    if medusa and prompts:
+        raise typer.BadParameter("--medusa and --prompts are two runs")
     console = Console()
     with _training():
-        if medusa:
+        if prompts:
+            _train_tiny_prompts(console, out, steps, seed, cpu_threads, recipe)
+        elif medusa:
             _train_tiny_heads(console, out, steps, seed, cpu_threads, recipe)
         else:
             _train_tiny_model(console, out, steps, seed, cpu_threads, recipe)
@@ -177,10 +220,42 @@ def _train_tiny_heads(
     _print_accuracy(console, tuple(accuracy))
 
 
+def _train_tiny_prompts(
+    console: Console, out: Path, steps: int | None, seed: int, cpu_threads: int, recipe: str | None
+) -> None:
+    import torch
+
+    from apar_core.models.apar_tiny import checkpoint_path
+    from apar_core.offline.speculation.train_prompts import (
+        tiny_prompt_recipe,
+        train_tiny_prompts,
+    )
+
+    torch.set_num_threads(cpu_threads)
+    settings = tiny_prompt_recipe(recipe or "apar-tiny-prompts")
+    changes: dict[str, int] = {"seed": seed} | ({} if steps is None else {"num_steps": steps})
+    settings = settings.model_copy(update={"recipe": settings.recipe.model_copy(update=changes)})
+    with step_progress(console, "training prompt tokens", settings.recipe.num_steps) as show:
+        table = train_tiny_prompts(checkpoint_path(), out, settings, show)
+    _print_acceptance(console, table)
+
+
 def _print_accuracy(console: Console, accuracy: tuple[float, ...]) -> None:
     for head, share in enumerate(accuracy):
         console.print(
             f"Head {head} (token {head + 2} ahead): {share:.1%} correct on held-out trees.",
+            highlight=False,
+        )
+
+
+def _print_acceptance(console: Console, table: AcceptanceTable | None) -> None:
+    """Print the acceptance of each distance, behind which all nearer tokens were right."""
+    if table is None:
+        return
+    for distance, (row, best) in enumerate(zip(table.probabilities, table.top_k(), strict=True), 1):
+        console.print(
+            f"Distance {distance}: {row[0]:.1%} the first candidate, {best[-1]:.1%} among "
+            f"{len(row)}, of the model's own greedy tokens.",
             highlight=False,
         )
 

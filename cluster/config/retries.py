@@ -7,7 +7,7 @@ FIRST_PAUSE_S = 0.1
 MAX_DEATHS = 2
 """Engines that may die under a request. One death may be chance; a request that kills engines must
 not reach all of them."""
-_PAUSE_GROWTH = 4
+_PAUSE_GROWTH = 4.0
 _LONGEST_PAUSE_S = 2.0
 
 

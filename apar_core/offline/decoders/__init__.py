@@ -1,1 +1,1 @@
-"""Decoders on transformers, one answer at a time: plain, vanilla_apar and medusa_apar."""
+"""Decoders on transformers, one answer at a time, with forks, Medusa heads and prompt tokens."""

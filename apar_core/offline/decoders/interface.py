@@ -39,7 +39,7 @@ class StepRecord:
     tokens: tokens that all threads gained (text, fork and end tokens).
     seconds: wall time, from preparing the inputs to receiving the tokens.
     cached_tokens: KV tokens on the threads' paths, shared ones counted once; without candidates
-        that Medusa heads propose.
+        and prompt tokens.
     attended_tokens: for each token gained, the tokens before it on its path, summed.
     The last two are defined as in `apar_core.tree.statistics`.
     """

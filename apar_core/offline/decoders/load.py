@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -25,18 +25,57 @@ from apar_core.offline.decoders.interface import (
     DecodeStream,
     TokenChoice,
 )
+from apar_core.offline.decoders.pass_times import PassTimes
+from apar_core.offline.decoders.proposer import (
+    MedusaProposer,
+    PromptProposer,
+    Proposer,
+    TreesOfRows,
+    TreeStacks,
+)
 from apar_core.offline.decoders.thread_family import ThreadFamily
 from apar_core.offline.decoders.token_chooser import TypicalAcceptance
 from apar_core.offline.decoders.tree_decoder import AnswerRun, DecodingModel
+from apar_core.offline.speculation.acceptance import ACCEPTANCE_FILE, read_table
+from apar_core.offline.speculation.candidate_tree import candidate_tree, full_trees
 from apar_core.offline.speculation.medusa_heads import MedusaHeads, load_medusa_heads
+from apar_core.offline.speculation.prompt_tokens import (
+    PromptTokens,
+    check_prompt_tokens,
+    load_prompt_tokens,
+)
+from apar_core.offline.speculation.sparse_tree import (
+    FAMILY_ROWS,
+    SparseTree,
+    TreeFamily,
+    tree_family,
+)
 from apar_core.offline.training.tree_forward import limited_attention
 from apar_core.tree.restore import TreeStream
 
-DecoderName = Literal["plain", "vanilla_apar", "medusa_apar"]
-DECODER_NAMES: tuple[DecoderName, ...] = ("plain", "vanilla_apar", "medusa_apar")
+DecoderName = Literal["plain", "vanilla_apar", "medusa_apar", "ppd", "ppd_apar"]
+DECODER_NAMES: tuple[DecoderName, ...] = get_args(DecoderName)
+SINGLE_THREAD: frozenset[str] = frozenset({"plain", "ppd"})
+"""Decoders that never fork."""
+PROMPTED: frozenset[str] = frozenset({"ppd", "ppd_apar"})
+"""Decoders that need prompt tokens."""
 
 # On a GPU passes are memory-bound, so more candidates cost little; a CPU computes each one.
 _CANDIDATES_ON_CPU, _CANDIDATES_ON_GPU = 1, 2
+# Tokens that make a pass twice as long as its fixed costs. GPU: PPD (arXiv 2405.18628), table 1,
+# where 60 tokens of a 13B model take 15 % longer than one. CPU: apar-tiny on one core, whose passes
+# take 3.5 ms with one token, 6.3 with 16 and 11.5 with 64.
+_DOUBLING_ON_CPU, _DOUBLING_ON_GPU = 32, 400
+
+
+def pass_seconds(device: torch.device) -> Callable[[int], float]:
+    """Return the default duration of a pass by its tokens, relative to a pass of fixed costs only.
+
+    Fixed values keep sampled answers reproducible. Measured durations give better trees:
+    pass them as `pass_times` to `load_decoder`.
+    """
+    doubling = _DOUBLING_ON_CPU if device.type == "cpu" else _DOUBLING_ON_GPU
+    return lambda num_tokens: 1 + num_tokens / doubling
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +97,7 @@ class ThreadDecoder:
         """Decode step by step; see `AnswerDecoder`."""
         choice, limits = choice or TokenChoice.greedy(), limits or DecodeLimits()
         prompt = list(prompt_ids)
-        self._check_prompt(prompt)
+        self.check_prompt(prompt)
         self._check_replay(choice)
         tokens = self.decoding.tokens
         family = ThreadFamily(
@@ -82,7 +121,8 @@ class ThreadDecoder:
             tokens.fork_id if tokens is not None else None,
         )
 
-    def _check_prompt(self, prompt: list[int]) -> None:
+    def check_prompt(self, prompt: list[int]) -> None:
+        """Raise RequestError for a prompt that this decoder does not accept."""
         if not prompt:
             raise RequestError("prompt is empty: at least 1 token is needed", param="prompt")
         if len(prompt) >= self.max_positions:
@@ -154,6 +194,9 @@ def load_decoder(
     tokenizer: Any = None,
     *,
     medusa_heads: Path | None = None,
+    prompt_tokens: Path | None = None,
+    trees: TreeFamily | None = None,
+    pass_times: PassTimes | None = None,
     device: str = "auto",
     dtype: torch.dtype | None = None,
     top_k: tuple[int, ...] | None = None,
@@ -161,8 +204,13 @@ def load_decoder(
 ) -> ThreadDecoder:
     """Return a decoder of a loaded model, or of a model folder or hub name.
 
-    `top_k` has the candidates of each Medusa head; the default is one on a CPU and two elsewhere.
-    Raises CheckpointError for an unknown name, missing control tokens or heads that do not fit.
+    `trees` are the candidate trees by number of live rows; by default they are built from the
+    acceptance table beside the heads or prompt tokens, for `pass_times` or `pass_seconds`. With
+    `top_k`, Medusa heads fill a full tree with so many candidates of each head instead. Heads
+    without a table have one candidate each on a CPU and two elsewhere.
+
+    Raises CheckpointError for an unknown name, missing control tokens, heads or prompt tokens that
+    do not fit, and a missing table of prompt tokens.
     """
     if name not in DECODER_NAMES:
         raise CheckpointError(f"decoder must be one of {', '.join(DECODER_NAMES)}, got {name!r}")
@@ -176,15 +224,23 @@ def load_decoder(
     loaded: Any = model
     loaded = loaded.to(device=device, dtype=dtype or loaded.dtype).eval()
     control = find_control_tokens(tokenizer.get_vocab())
-    if control is None and name != "plain":
+    if control is None and name not in SINGLE_THREAD:
         raise CheckpointError(f"{name} needs a model with control tokens: this vocabulary has none")
-    end_ids = _end_ids(loaded, tokenizer)
+    heads = prompts = folder = None
+    if name == "medusa_apar":
+        folder, heads = medusa_heads, _heads(medusa_heads, loaded)
+    elif name in PROMPTED:
+        folder, prompts = prompt_tokens, _prompts(name, prompt_tokens)
+    if trees is None and top_k is None and folder is not None:
+        trees = _family_of_table(folder, loaded, heads, prompts, pass_times)
     return build_decoder(
         name,
         loaded,
         control,
-        end_ids,
-        heads=_heads(medusa_heads, loaded) if name == "medusa_apar" else None,
+        _end_ids(loaded, tokenizer),
+        heads=heads,
+        prompts=prompts,
+        trees=None if trees is None else _by_rows(trees),
         top_k=top_k,
         acceptance=acceptance,
     )
@@ -202,10 +258,12 @@ def build_decoder(
     end_ids: frozenset[int],
     *,
     heads: MedusaHeads | None = None,
+    prompts: PromptTokens | None = None,
+    trees: TreesOfRows | None = None,
     top_k: tuple[int, ...] | None = None,
     acceptance: TypicalAcceptance | None = None,
 ) -> ThreadDecoder:
-    """Return a decoder of loaded parts; see `load_decoder`."""
+    """Return a decoder of loaded parts; see `load_decoder`. Prompt tokens need `trees`."""
     config: Any = model.config
     limited = limited_attention(config, config.max_position_embeddings)
     if limited is not None:
@@ -213,14 +271,29 @@ def build_decoder(
             f"the decoders need full attention in every layer; model {config.name_or_path!r} has "
             f"{limited}"
         )
+    proposer: Proposer | None = None
     if heads is not None:
-        if top_k is None:
-            candidates = _CANDIDATES_ON_CPU if model.device.type == "cpu" else _CANDIDATES_ON_GPU
-            top_k = (candidates,) * heads.settings.medusa_num_heads
-        _check_heads(heads, config, top_k)
+        if trees is None:
+            trees = _full_trees(heads, top_k, model.device)
+        _check_heads(heads, config)
+        proposer = MedusaProposer(heads)
+    elif prompts is not None:
+        check_prompt_tokens(prompts, model)
+        proposer = PromptProposer(prompts, model)
+    if trees is None:
+        if prompts is not None:
+            raise CheckpointError(f"{name} needs candidate trees")
+        trees = _no_candidates
+    ensemble = proposer.ensemble if proposer is not None else 0
+    _check_trees(trees, config, heads, prompts, ensemble)
     tokens = TreeTokens(control.fork_id, control.child_id, min(end_ids)) if control else None
     decoding = DecodingModel(
-        model, tokens, name != "plain", heads, top_k or (), acceptance or TypicalAcceptance()
+        model,
+        tokens,
+        name not in SINGLE_THREAD,
+        proposer,
+        TreeStacks(trees, model.device, ensemble),
+        acceptance or TypicalAcceptance(),
     )
     return ThreadDecoder(
         decoding, control, end_ids, config.vocab_size, config.max_position_embeddings
@@ -250,12 +323,42 @@ def _heads(folder: Path | None, model: Any) -> MedusaHeads:
     return heads.to(device=model.device, dtype=model.dtype)
 
 
-def _check_heads(heads: MedusaHeads, config: Any, top_k: tuple[int, ...]) -> None:
+def _prompts(name: str, folder: Path | None) -> PromptTokens:
+    if folder is None:
+        raise CheckpointError(
+            f"{name} needs prompt_tokens, the folder of trained prompt tokens "
+            "(`apar train-prompts` writes it)"
+        )
+    return load_prompt_tokens(folder)
+
+
+def _family_of_table(
+    folder: Path,
+    model: Any,
+    heads: MedusaHeads | None,
+    prompts: PromptTokens | None,
+    pass_times: PassTimes | None,
+) -> TreeFamily | None:
+    """Return the trees for the acceptance table in a folder; None for heads without one."""
+    if heads is not None and pass_times is None and not (folder / ACCEPTANCE_FILE).exists():
+        return None
+    ensemble = prompts.settings.ensemble if prompts is not None else 0
+    if pass_times is not None:
+        return pass_times.family(read_table(folder), ensemble=ensemble)
+    return tree_family(read_table(folder), pass_seconds(model.device), ensemble=ensemble)
+
+
+def _by_rows(family: TreeFamily) -> TreesOfRows:
+    return lambda num_rows: family.for_rows(num_rows).trees
+
+
+def _full_trees(
+    heads: MedusaHeads, top_k: tuple[int, ...] | None, device: torch.device
+) -> TreesOfRows:
     settings = heads.settings
-    for field in ("hidden_size", "vocab_size"):
-        theirs, ours = getattr(settings, field), getattr(config, field)
-        if theirs != ours:
-            raise CheckpointError(f"Medusa heads have {field} {theirs}, the model has {ours}")
+    if top_k is None:
+        candidates = _CANDIDATES_ON_CPU if device.type == "cpu" else _CANDIDATES_ON_GPU
+        top_k = (candidates,) * settings.medusa_num_heads
     if not 1 <= len(top_k) <= settings.medusa_num_heads or not all(
         1 <= k <= settings.vocab_size for k in top_k
     ):
@@ -263,3 +366,52 @@ def _check_heads(heads: MedusaHeads, config: Any, top_k: tuple[int, ...]) -> Non
             f"top_k must give 1 to {settings.medusa_num_heads} heads at least 1 candidate each, "
             f"got {top_k}"
         )
+    states = full_trees(top_k)
+    return lambda _num_rows: states
+
+
+def _no_candidates(_num_rows: int) -> tuple[SparseTree, ...]:
+    return full_trees(())
+
+
+def _check_heads(heads: MedusaHeads, config: Any) -> None:
+    for field in ("hidden_size", "vocab_size"):
+        theirs, ours = getattr(heads.settings, field), getattr(config, field)
+        if theirs != ours:
+            raise CheckpointError(f"Medusa heads have {field} {theirs}, the model has {ours}")
+
+
+def _check_trees(
+    trees: TreesOfRows,
+    config: Any,
+    heads: MedusaHeads | None,
+    prompts: PromptTokens | None,
+    ensemble: int,
+) -> None:
+    """Raise CheckpointError for trees that the proposer cannot fill or the context cannot hold."""
+    most = 0
+    if heads is not None:
+        most = heads.settings.medusa_num_heads
+    elif prompts is not None:
+        most = prompts.settings.num_prompts
+    for num_rows in FAMILY_ROWS:
+        states = trees(num_rows)
+        if len(states) - 1 > most:
+            raise CheckpointError(
+                f"the candidate trees need predictions at {len(states) - 1} distances, and there "
+                f"are {most} " + ("Medusa heads" if heads is not None else "prompt tokens")
+            )
+        for tree in states:
+            if max(tree.ranks) >= config.vocab_size:
+                raise CheckpointError(
+                    f"a candidate tree has rank {max(tree.ranks)}, the vocabulary has "
+                    f"{config.vocab_size} tokens"
+                )
+            nodes = candidate_tree(
+                tree, opens_child=True, ensemble=ensemble, child_prompts=len(states) - 1
+            )
+            if len(nodes.parents) > config.max_position_embeddings:
+                raise CheckpointError(
+                    f"a candidate tree of {len(nodes.parents)} tokens for {num_rows} rows is "
+                    f"larger than the model's context of {config.max_position_embeddings}"
+                )

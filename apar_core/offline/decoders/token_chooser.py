@@ -66,12 +66,15 @@ class ChosenTokens:
 def choose_tokens(
     logits_RQV: Tensor,
     tokens_RQ: Tensor,
-    tree: CandidateTree,
+    trees: Sequence[CandidateTree],
     choice: TokenChoice,
     acceptance: TypicalAcceptance,
     uniforms_RQ: list[list[float]] | None,
 ) -> ChosenTokens:
-    """Choose a token after each node, with one transfer from the device."""
+    """Choose a token after each node, with one transfer from the device.
+
+    `trees` has the tree of each row; nodes that a row's tree lacks are computed and ignored.
+    """
     if uniforms_RQ is None:
         both = torch.stack((logits_RQV.argmax(-1), tokens_RQ)).tolist()
         return ChosenTokens(both[0], both[1], None)
@@ -81,13 +84,13 @@ def choose_tokens(
     logits = (logits - logits.amax(-1, keepdim=True)) / max(choice.temperature, MIN_TEMPERATURE)
     nucleus = _nucleus(logits, choice.top_p)
     chosen_RQ = nucleus.draw(uniforms)
-    scores_RQ = _scores(nucleus.probabilities(), tokens_RQ, tree, acceptance)
+    scores_RQ = _scores(nucleus.probabilities(), tokens_RQ, trees, acceptance)
     # A double represents token ids exactly.
     chosen, given, scores = torch.stack((chosen_RQ, tokens_RQ, scores_RQ.double())).tolist()
     return ChosenTokens(
         [[int(token) for token in row] for row in chosen],
         [[int(token) for token in row] for row in given],
-        [accepted_path(row, tree) for row in scores],
+        [accepted_path(row, tree) for row, tree in zip(scores, trees, strict=True)],
     )
 
 
@@ -106,7 +109,7 @@ def accepted_path(scores: Sequence[float], tree: CandidateTree) -> list[bool]:
             for candidate in tree.children[node]
             if scores[candidate] > -math.inf
         ]
-    on_path = [False] * len(tree.parents)
+    on_path = [False] * tree.num_chosen
     node = best[2]
     while node != 0:
         on_path[node] = True
@@ -150,11 +153,17 @@ def _nucleus(logits: Tensor, top_p: float) -> _Nucleus:
 
 
 def _scores(
-    probabilities: Tensor, tokens_RQ: Tensor, tree: CandidateTree, acceptance: TypicalAcceptance
+    probabilities: Tensor,
+    tokens_RQ: Tensor,
+    trees: Sequence[CandidateTree],
+    acceptance: TypicalAcceptance,
 ) -> Tensor:
     """Return each node's log probability given its parent, -inf if not accepted."""
     entropies = -torch.xlogy(probabilities, probabilities).sum(-1)
     bounds = (acceptance.delta * torch.exp(-entropies)).clamp(max=acceptance.epsilon)
-    parents = torch.tensor(tree.parents, device=probabilities.device)
-    of_node = probabilities[:, parents].gather(-1, tokens_RQ[..., None])[..., 0]
-    return of_node.log().masked_fill(of_node <= bounds[:, parents], -torch.inf)
+    num_nodes, device = tokens_RQ.shape[1], probabilities.device
+    parents = [(tree.parents[: tree.num_chosen] + (0,) * num_nodes)[:num_nodes] for tree in trees]
+    parents_RQ = torch.tensor(parents, device=device)
+    rows_R1 = torch.arange(len(trees), device=device)[:, None]
+    of_node = probabilities[rows_R1, parents_RQ, tokens_RQ]
+    return of_node.log().masked_fill(of_node <= bounds.gather(1, parents_RQ), -torch.inf)

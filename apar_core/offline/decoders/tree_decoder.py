@@ -1,8 +1,10 @@
 """Decoding of one answer: threads are rows of a batch, and a fork copies a row.
 
 Source: APAR (arXiv 2401.06761), algorithm 1 and appendix C.1. Each row gains one
-token per pass, plus accepted candidates if there are Medusa heads.
-Dimensions: R rows, Q nodes of a row, T tokens held, D hidden size, V vocabulary.
+token per pass, plus accepted candidates if there is a proposer. Rows of a pass have trees of their
+own, by the predictions that they start with (PPD, arXiv 2405.18628, section 4).
+Dimensions: R rows, Q nodes of a row, N = R * Q nodes of a pass, C nodes that a token is chosen
+after, T tokens held, D hidden size, V vocabulary, M distances, K candidates of each.
 """
 
 from __future__ import annotations
@@ -16,26 +18,26 @@ from torch import Tensor
 
 from apar_core.formats.control_tokens import TreeTokens
 from apar_core.offline.decoders.interface import StepRecord, TokenChoice
+from apar_core.offline.decoders.proposer import Proposer, TreeStacks
 from apar_core.offline.decoders.row_cache import RowCache
 from apar_core.offline.decoders.thread_family import Thread, ThreadFamily
 from apar_core.offline.decoders.token_chooser import ChosenTokens, TypicalAcceptance, choose_tokens
-from apar_core.offline.speculation.candidate_tree import CandidateTree, candidate_tree
-from apar_core.offline.speculation.medusa_heads import MedusaHeads
+from apar_core.offline.speculation.candidate_tree import CandidateTree, TreeStack
 
 
 @dataclass(frozen=True, slots=True)
 class DecodingModel:
-    """Transformers model with tokens, Medusa heads and acceptance.
+    """Transformers model with tokens, proposer, trees and acceptance.
 
-    `tokens` is None for a model without control tokens, `heads` without speculation. `forks` tells
-    whether fork tokens may be sampled. `top_k` has the candidates of each head.
+    `tokens` is None for a model without control tokens, `proposer` without speculation. `forks`
+    tells whether fork tokens may be sampled.
     """
 
     model: Any
     tokens: TreeTokens | None
     forks: bool
-    heads: MedusaHeads | None
-    top_k: tuple[int, ...]
+    proposer: Proposer | None
+    trees: TreeStacks
     acceptance: TypicalAcceptance
 
 
@@ -44,8 +46,9 @@ class Row:
     """Thread in the batch, with `length` cached tokens and the `pending` token to compute next.
 
     `child` opens after the pending fork token in the next pass. `waiting` needs a copy of the row
-    once that token is computed. `source` is the node of the last pass that predicted `pending`, for
-    the heads; None for a child token, which was not predicted.
+    once that token is computed. `state` is the number of distances at which the last pass predicted
+    what follows `pending`, and `first_read` the node of that pass where the predictions begin. A
+    child token that opens a row was not predicted, so its row is in state 0.
     """
 
     thread: Thread
@@ -53,7 +56,8 @@ class Row:
     pending: int
     child: Thread | None = None
     waiting: Thread | None = None
-    source: int | None = None
+    state: int = 0
+    first_read: int = 0
 
     @property
     def carries(self) -> bool:
@@ -78,26 +82,23 @@ class AnswerRun:
         self._saved: dict[Thread, list[Tensor]] = {}
         self._hidden_ND: Tensor | None = None
         self._num_passes = 0
-        self._trees = {
-            (heads, child): candidate_tree(model.top_k if heads else (), opens_child=child)
-            for heads in (False, True)
-            for child in (False, True)
-        }
-        self._visible = {key: tree.visible().to(self._device) for key, tree in self._trees.items()}
-        self._offsets = {
-            key: torch.tensor(tree.depths, device=self._device) for key, tree in self._trees.items()
-        }
+        self._num_nodes = 0
+        tokens = model.tokens
+        # An id for nodes that are no tokens; it is never chosen after.
+        self._child_id = tokens.child_id if tokens is not None else 0
+        banned = [] if tokens is None else [tokens.child_id, *[tokens.fork_id] * (not model.forks)]
+        self._banned = torch.tensor(banned, dtype=torch.int64, device=self._device)
 
     @torch.inference_mode()
     def step(self) -> StepRecord:
         """Run one pass and assign its tokens to threads."""
         start = time.perf_counter()
-        key, chosen = self._run_pass()
+        trees, chosen = self._run_pass()
         readers = [row.thread for row in self.rows if row.thread.alive]
         readers += [row.child for row in self.rows if row.child is not None]
         cached = self._family.cached_tokens(readers)
         before = [(thread, thread.path_length) for thread in readers]
-        self._hand_out(self._trees[key], chosen)
+        self._hand_out(trees, chosen)
         self._num_passes += 1
         num_tokens = attended = 0
         for thread, length in before:
@@ -107,74 +108,110 @@ class AnswerRun:
         seconds = time.perf_counter() - start
         return StepRecord(self._num_passes, len(readers), num_tokens, seconds, cached, attended)
 
-    def _run_pass(self) -> tuple[tuple[bool, bool], ChosenTokens]:
-        proposing = self._model.heads is not None and self._hidden_ND is not None
-        key = (proposing, any(row.child is not None for row in self.rows))
-        tree = self._trees[key]
-        tokens_RQ = self._tokens(tree)
+    def _run_pass(self) -> tuple[list[CandidateTree], ChosenTokens]:
+        stack = self._model.trees.of_rows(len(self.rows))
+        numbers = [2 * row.state + (row.child is not None) for row in self.rows]
+        trees = [stack.trees[number] for number in numbers]
+        num_chosen = max(tree.num_chosen for tree in trees)
+        self._num_nodes = max(len(tree.parents) for tree in trees)
+        facts_FR = torch.tensor(
+            [
+                numbers,
+                [row.pending for row in self.rows],
+                [row.length for row in self.rows],
+                [row.first_read for row in self.rows],
+            ],
+            device=self._device,
+        )
+        trees_R, pending_R, starts_R, firsts_R = facts_FR
+        tokens_RQ = pending_R[:, None]
+        if self._num_nodes > 1:
+            proposals_RMK = self._proposals(stack, max(tree.depth for tree in trees), firsts_R)
+            tokens_RQ = stack.tokens(
+                trees_R, self._num_nodes, tokens_RQ, self._child_id, proposals_RMK
+            )
+        embeddings_RQ = None
+        if stack.has_prompts:
+            embeddings_RQ = stack.embeddings(trees_R, self._num_nodes)
         if self._prompt is not None:
-            logits_RQV = self._prefill(self._prompt)
+            logits_RCV = self._prefill(self._prompt, stack, tokens_RQ, embeddings_RQ)
             self._prompt = None
         else:
-            logits_RQV = self._forward(tokens_RQ, key)
-        self._ban(logits_RQV, tokens_RQ)
-        return key, choose_tokens(
-            logits_RQV, tokens_RQ, tree, self._choice, self._model.acceptance, self._uniforms(tree)
+            starts_R1 = starts_R[:, None]
+            longest = max(row.length for row in self.rows) + self._num_nodes
+            self.cache.begin_pass(starts_R1, len(self.rows), self._num_nodes, longest)
+            mask_R1QT = stack.mask(trees_R[:, None], starts_R1, self._num_nodes, longest)
+            positions_RQ = starts_R1
+            if self._num_nodes > 1:
+                positions_RQ = starts_R1 + stack.depths(trees_R, self._num_nodes)
+            logits_RCV = self._call(tokens_RQ, embeddings_RQ, mask_R1QT, positions_RQ, num_chosen)
+        tokens_RC = tokens_RQ[:, :num_chosen]
+        self._ban(logits_RCV, tokens_RC)
+        return trees, choose_tokens(
+            logits_RCV,
+            tokens_RC,
+            trees,
+            self._choice,
+            self._model.acceptance,
+            self._uniforms(trees, num_chosen),
         )
 
-    def _tokens(self, tree: CandidateTree) -> Tensor:
-        columns = [torch.tensor([[row.pending] for row in self.rows], device=self._device)]
-        if tree.num_candidates:
-            columns.append(self._proposals(tree))
-        if tree.opens_child and self._model.tokens is not None:
-            columns.append(torch.full_like(columns[0], self._model.tokens.child_id))
-        return torch.cat(columns, 1) if len(columns) > 1 else columns[0]
+    def _proposals(self, stack: TreeStack, num_distances: int, firsts_R: Tensor) -> Tensor | None:
+        """Return the candidates [R, M, K] of the rows, likeliest first; None without any."""
+        proposer = self._model.proposer
+        if proposer is None or self._hidden_ND is None or num_distances == 0:
+            return None
+        logits_RMV = proposer.predict(self._hidden_ND, firsts_R, num_distances)
+        logits_RMV = logits_RMV.index_fill(-1, self._banned, -torch.inf)
+        if stack.num_ranks == 1:
+            return logits_RMV.argmax(-1, keepdim=True)
+        return logits_RMV.topk(stack.num_ranks, -1).indices
 
-    def _proposals(self, tree: CandidateTree) -> Tensor:
-        heads = self._model.heads
-        assert heads is not None
-        assert self._hidden_ND is not None
-        sources = torch.tensor([row.source or 0 for row in self.rows], device=self._device)
-        widest = max(self._model.top_k)
-        logits_HRV = heads(self._hidden_ND[sources])[: len(self._model.top_k)]
-        best_RHK = logits_HRV.topk(widest, -1).indices.transpose(0, 1).flatten(1)
-        nodes = range(1, 1 + tree.num_candidates)
-        columns = [(tree.depths[node] - 1) * widest + tree.ranks[node] for node in nodes]
-        proposals: Tensor = best_RHK[:, torch.tensor(columns, device=self._device)]
-        given = [index for index, row in enumerate(self.rows) if row.source is None]
-        if given and self._model.tokens is not None:
-            # Never accepted: a thread's samples must not depend on other threads.
-            proposals[given] = self._model.tokens.child_id
-        return proposals
-
-    def _prefill(self, prompt: list[int]) -> Tensor:
-        size = len(prompt)
-        starts = torch.zeros((1, 1), dtype=torch.int64, device=self._device)
-        self.cache.begin_pass(starts, 1, size, size)
+    def _prefill(
+        self, prompt: list[int], stack: TreeStack, tokens_RQ: Tensor, embeddings_RQ: Tensor | None
+    ) -> Tensor:
+        """Compute the prompt, with the root's tree at its last token; return logits [1, 1, V]."""
+        num_before, num_nodes = len(prompt) - 1, self._num_nodes
+        size = num_before + num_nodes
+        none_R1 = torch.zeros((1, 1), dtype=torch.int64, device=self._device)
+        self.cache.begin_pass(none_R1, 1, size, size)
         mask = torch.ones((1, 1, size, size), dtype=torch.bool, device=self._device).tril()
+        mask[:, :, num_before:] = stack.mask(none_R1, none_R1 + num_before, num_nodes, size)
+        before = torch.tensor([prompt[:-1]], dtype=torch.int64, device=self._device)
+        ids = torch.cat((before, tokens_RQ), 1)
+        if embeddings_RQ is not None:
+            embeddings_RQ = torch.cat((torch.zeros_like(before), embeddings_RQ), 1)
         positions = torch.arange(size, device=self._device)[None]
-        ids = torch.tensor([prompt], device=self._device)
-        return self._call(ids, mask, positions, logits_to_keep=1)
+        if num_nodes > 1:
+            positions[:, num_before:] = num_before + stack.depths(none_R1[0], num_nodes)
+        return self._call(ids, embeddings_RQ, mask, positions, 1, logits_to_keep=num_nodes)
 
-    def _forward(self, tokens_RQ: Tensor, key: tuple[bool, bool]) -> Tensor:
-        num_rows, num_nodes = tokens_RQ.shape
-        longest = max(row.length for row in self.rows) + num_nodes
-        starts_R1 = torch.tensor([[row.length] for row in self.rows], device=self._device)
-        self.cache.begin_pass(starts_R1, num_rows, num_nodes, longest)
-        slots_T = torch.arange(longest, device=self._device)
-        # 0: prefix, 1 ... Q: nodes, Q + 1: slots that this row does not use yet.
-        kinds_RT = (slots_T - starts_R1 + 1).clamp_(0, num_nodes + 1)
-        mask_R1QT = self._visible[key][:, kinds_RT].transpose(0, 1)[:, None]
-        positions_RQ = starts_R1 + self._offsets[key]
-        return self._call(tokens_RQ, mask_R1QT, positions_RQ, logits_to_keep=0)
+    def _call(
+        self,
+        ids: Tensor,
+        embeddings: Tensor | None,
+        mask: Tensor,
+        positions: Tensor,
+        num_chosen: int,
+        logits_to_keep: int = 0,
+    ) -> Tensor:
+        """Run the model; return the logits of the first `num_chosen` of the nodes kept."""
+        model, hook, inputs = self._model.model, None, {"input_ids": ids}
+        if embeddings is not None:
+            inputs = {"inputs_embeds": self._embedded(ids, embeddings)}
+        if self._model.proposer is not None:
 
-    def _call(self, ids: Tensor, mask: Tensor, positions: Tensor, logits_to_keep: int) -> Tensor:
-        model, hook = self._model.model, None
-        if self._model.heads is not None:
-            hook = model.get_output_embeddings().register_forward_pre_hook(self._keep_hidden)
+            def keep_hidden(_module: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+                self._hidden_ND = given[0].flatten(0, 1)
+                # No token is chosen after prompt tokens, whose logits are needed on one path only.
+                return (given[0][:, :num_chosen],)
+
+            hook = model.get_output_embeddings().register_forward_pre_hook(keep_hidden)
+            # Only nodes that no thread reaches lie behind the last position.
+            positions = positions.clamp(max=model.config.max_position_embeddings - 1)
         try:
             output = model(
-                input_ids=ids,
+                **inputs,
                 attention_mask=mask,
                 position_ids=positions,
                 past_key_values=self.cache,
@@ -187,8 +224,13 @@ class AnswerRun:
         logits: Tensor = output.logits
         return logits
 
-    def _keep_hidden(self, _module: Any, inputs: tuple[Tensor, ...]) -> None:
-        self._hidden_ND = inputs[0].flatten(0, 1)
+    def _embedded(self, ids: Tensor, embeddings: Tensor) -> Tensor:
+        """Return the inputs [.., D] of the model: embeddings of tokens and prompt tokens."""
+        assert self._model.proposer is not None
+        prompts_ND = self._model.proposer.embeddings_ND
+        assert prompts_ND is not None
+        tokens: Tensor = self._model.model.get_input_embeddings()(ids)
+        return torch.where((embeddings > 0)[..., None], prompts_ND[embeddings], tokens)
 
     def _ban(self, logits_RQV: Tensor, tokens_RQ: Tensor) -> None:
         tokens = self._model.tokens
@@ -201,23 +243,23 @@ class AnswerRun:
         else:
             logits_RQV[..., tokens.fork_id] = -torch.inf
 
-    def _uniforms(self, tree: CandidateTree) -> list[list[float]] | None:
+    def _uniforms(self, trees: list[CandidateTree], num_chosen: int) -> list[list[float]] | None:
         """Return a random number for each token that a thread may gain; None if none is needed."""
         if self._choice.temperature == 0 or self._choice.tokens_of_thread is not None:
             return None
         uniforms = []
-        for row in self.rows:
-            numbers = [row.thread.uniform(depth) for depth in tree.depths]
+        for row, tree in zip(self.rows, trees, strict=True):
+            depths = tree.depths[: 1 + tree.num_candidates]
+            numbers = [row.thread.uniform(depth) for depth in depths]
             if row.child is not None:
-                numbers[-1] = row.child.uniform(0)
-            uniforms.append(numbers)
+                numbers.append(row.child.uniform(0))
+            uniforms.append(numbers + [0.0] * (num_chosen - len(numbers)))
         return uniforms
 
-    def _hand_out(self, tree: CandidateTree, chosen: ChosenTokens) -> None:
+    def _hand_out(self, trees: list[CandidateTree], chosen: ChosenTokens) -> None:
         """Give each thread its tokens, then add forked rows and remove finished ones."""
         opened: list[Row] = []
-        num_nodes = len(tree.parents)
-        for index, row in enumerate(list(self.rows)):
+        for index, (row, tree) in enumerate(zip(list(self.rows), trees, strict=True)):
             child, row.child = row.child, None
             waiting, row.waiting = row.waiting, None
             start = row.length
@@ -227,12 +269,12 @@ class AnswerRun:
             if child is not None:
                 target = len(self.rows) + len(opened)
                 self.cache.copy_row(index, target, start + 1)
-                self.cache.copy_slot((index, start + num_nodes - 1), (target, start + 1))
+                node = tree.child_node
+                self.cache.copy_slot((index, start + node), (target, start + 1))
                 opened.append(Row(child, start + 2, 0))
-                child_node = num_nodes - 1
                 if child.alive:
-                    token = chosen.next_token(index, child_node, tree, child)
-                    self._give(opened[-1], token, index * num_nodes + child_node)
+                    token = chosen.next_token(index, node, tree, child)
+                    self._give(opened[-1], token, index, node, tree)
         self.rows += opened
         if self._family.closed:
             self.rows.clear()
@@ -248,7 +290,7 @@ class AnswerRun:
         start, path, node, forked = row.length, [0], 0, None
         while row.thread.alive:
             token = chosen.next_token(index, node, tree, row.thread)
-            forked = self._give(row, token, index * len(tree.parents) + node)
+            forked = self._give(row, token, index, node, tree)
             follower = next(
                 (n for n in tree.children[node] if chosen.given[index][n] == token), None
             )
@@ -263,9 +305,18 @@ class AnswerRun:
         if path != list(range(len(path))):
             self.cache.keep_slots(index, start, [start + n for n in path])
 
-    def _give(self, row: Row, token: int, source: int) -> Thread | None:
-        """Append a token to the row's thread, to be computed next; return the child it opens."""
-        row.pending, row.source = token, source
+    def _give(
+        self, row: Row, token: int, index: int, node: int, tree: CandidateTree
+    ) -> Thread | None:
+        """Append the token after a node to the row's thread; return the child it opens.
+
+        `index` is the row of the pass that the node belongs to. The token is computed next.
+        """
+        row.pending = token
+        if self._model.proposer is not None:
+            row.state = tree.prompts[node]
+            first = self._model.proposer.first_read(tree, node)
+            row.first_read = index * self._num_nodes + first
         forked = self._family.add_token(row.thread, token)
         row.child = row.waiting = None
         if forked is not None:

@@ -29,7 +29,8 @@ from apar_core.offline.decoders.interface import (
     TokenChoice,
     decode_answer,
 )
-from apar_core.offline.decoders.load import DECODER_NAMES, load_decoder
+from apar_core.offline.decoders.load import DECODER_NAMES, PROMPTED, SINGLE_THREAD, load_decoder
+from apar_core.offline.decoders.pass_times import read_passes
 from apar_core.offline.evaluation.answer_files import RecordedAnswer
 from apar_core.offline.evaluation.measurement import (
     COUNT,
@@ -85,6 +86,8 @@ class SpeedSettings(BaseModel):
     random_weights: str | None = None
     tokenizer: str | None = None
     medusa_heads: Path | None = None
+    prompt_tokens: Path | None = None
+    pass_times: Path | None = None
     questions: Path | None = None
     limit: PositiveInt | None = None
     max_tokens: PositiveInt = 1024
@@ -151,9 +154,14 @@ def check_settings(settings: SpeedSettings) -> None:
         raise EvaluationError("--count-only runs no model: omit --random-weights")
     if settings.tokenizer is not None and settings.runs_checkpoint:
         raise EvaluationError("a checkpoint uses its own tokenizer: omit --tokenizer")
-    heads_needed = "medusa_apar" in (*settings.decoders, settings.baseline)
-    if heads_needed and not settings.count_only and settings.medusa_heads is None:
-        raise EvaluationError("medusa_apar needs --medusa-heads FOLDER")
+    for name in () if settings.count_only else (*settings.decoders, settings.baseline):
+        if name == "medusa_apar" and settings.medusa_heads is None:
+            raise EvaluationError("medusa_apar needs --medusa-heads FOLDER")
+        if name in PROMPTED and settings.prompt_tokens is None:
+            raise EvaluationError(f"{name} needs --prompt-tokens FOLDER")
+    speculative = {*PROMPTED, "medusa_apar"}.intersection((*settings.decoders, settings.baseline))
+    if settings.pass_times is not None and not speculative:
+        raise EvaluationError("--pass-times is for decoders with candidate trees: give --decoders")
     for path in settings.replay:
         if not path.is_file():
             raise EvaluationError(f"--replay {path}: no such file")
@@ -214,11 +222,18 @@ def load_decoders(settings: SpeedSettings, text: ModelText) -> Decoders:
     """
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
+    pass_times = None if settings.pass_times is None else read_passes(settings.pass_times)
 
     def build(name: str, kind: str, model: PreTrainedModel, text: ModelText) -> NamedDecoder:
-        heads = settings.medusa_heads if kind == "medusa_apar" else None
         decoder = load_decoder(
-            kind, model, text.tokenizer, medusa_heads=heads, device=device, dtype=dtype
+            kind,
+            model,
+            text.tokenizer,
+            medusa_heads=settings.medusa_heads,
+            prompt_tokens=settings.prompt_tokens,
+            pass_times=pass_times,
+            device=device,
+            dtype=dtype,
         )
         return NamedDecoder(name, kind, decoder, text)
 
@@ -432,8 +447,8 @@ def _replay(decoders: Decoders, answer: RecordedAnswer, number: int, store: Answ
 
 def _scripts(answer: ParagraphRecord, decoder: NamedDecoder) -> dict[str, list[int]]:
     tree = token_tree(answer, decoder.text.encode)
-    # A plain decoder takes no fork tokens: it gets the same text in reading order.
-    if decoder.kind == PLAIN:
+    # A decoder of one thread takes no fork tokens: it gets the same text in reading order.
+    if decoder.kind in SINGLE_THREAD:
         return {"": [*restore(tree), decoder.text.end_id]}
     tokens = decoder.text.tokens
     return thread_scripts(tree, tokens.fork_id, tokens.end_id)

@@ -1,1 +1,1 @@
-"""Speculative decoding: candidate trees, Medusa heads and their training."""
+"""Speculative decoding: candidate trees, Medusa heads, prompt tokens and their training."""

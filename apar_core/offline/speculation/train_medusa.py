@@ -21,6 +21,8 @@ from transformers import PreTrainedModel
 
 from apar_core.errors import TrainingError
 from apar_core.offline.data.tiny_corpus.generator import BROAD_WEIGHTS, Corpus
+from apar_core.offline.speculation.acceptance import AcceptanceTable
+from apar_core.offline.speculation.measure_acceptance import measure_and_write, prompts_of
 from apar_core.offline.speculation.medusa_heads import MedusaHeads, save_medusa_heads
 from apar_core.offline.training.example_encoder import EncodingCounts, ExampleEncoder
 from apar_core.offline.training.fine_tune import (
@@ -161,6 +163,7 @@ class MedusaResult:
     padding: Padding
     validation_loss: float | None
     accuracy: tuple[float, ...]
+    table: AcceptanceTable | None
 
 
 def train_medusa(
@@ -174,7 +177,8 @@ def train_medusa(
 ) -> MedusaResult:
     """Train heads for a model and write them to `out`, for vLLM and our decoder.
 
-    Raises TrainingError or DataError for invalid inputs.
+    Their acceptance table is measured on the model's greedy answers to validation prompts; without
+    a validation share there is none. Raises TrainingError or DataError for invalid inputs.
     """
     tokenizer = load_tokenizer(model_name)
     inputs = run_inputs(model_name, tokenizer, data)
@@ -203,9 +207,13 @@ def train_medusa(
     train_from(last, trainer, out, inputs)
     loss = trainer.final_validation_loss() if validation.all_rows else None
     accuracy = trainer.accuracy() if validation.all_rows else []
+    table = None
     if trainer.is_world_process_zero():
         save_medusa_heads(heads.bfloat16(), out)
-    return MedusaResult(encoder.counts, plan.padding, loss, tuple(accuracy))
+        if validation.all_rows:
+            chosen = prompts_of(validation.all_rows, recipe.num_measured, recipe.seed)
+            table = measure_and_write(model, tokenizer, heads, chosen, out)
+    return MedusaResult(encoder.counts, plan.padding, loss, tuple(accuracy), table)
 
 
 class TinyMedusaSettings(BaseModel):
@@ -216,7 +224,7 @@ class TinyMedusaSettings(BaseModel):
     recipe: MedusaRecipe = Field(
         description="Settings of the run; its seed determines split and draws."
     )
-    num_held_out: int = Field(200, ge=1, description="Held-out examples for the accuracy.")
+    num_held_out: int = Field(200, ge=1, description="Held-out examples for accuracy and table.")
 
 
 def tiny_medusa_recipe(name_or_file: str = "apar-tiny-medusa") -> TinyMedusaSettings:
@@ -227,12 +235,17 @@ def tiny_medusa_recipe(name_or_file: str = "apar-tiny-medusa") -> TinyMedusaSett
 def train_tiny_medusa(
     checkpoint: Path, out: Path, settings: TinyMedusaSettings, on_step: OnStep | None = None
 ) -> list[float]:
-    """Train heads for the checkpoint on a CPU and write them to `out`; return their accuracy."""
+    """Train heads for the checkpoint on a CPU; return their accuracy.
+
+    Writes them to `out` with their acceptance table.
+    """
     recipe = settings.recipe
     tokenizer = load_tokenizer(str(checkpoint))
     model = load_model(str(checkpoint), torch.float32, torch.device("cpu"))
     encoder = ExampleEncoder(tokenizer, recipe.context_length)
-    held_out = Corpus(recipe.seed, held_out=True).examples(settings.num_held_out)
+    held_out = encoder.encode_all(
+        Corpus(recipe.seed, held_out=True).examples(settings.num_held_out)
+    )
     heads = initial_heads(model, num_heads=recipe.num_heads, num_layers=recipe.num_layers)
     with TemporaryDirectory() as folder:
         arguments = training_arguments(
@@ -249,10 +262,13 @@ def train_tiny_medusa(
             train_rows=CorpusTrees(
                 BROAD_WEIGHTS, "medusa", recipe.seed, recipe, encoder, arguments.world_size
             ),
-            validation_rows=RowList([[row] for row in encoder.encode_all(held_out)]),
+            validation_rows=RowList([[row] for row in held_out]),
             on_step=on_step,
         )
         trainer.train()
         accuracy = trainer.accuracy()
     save_medusa_heads(heads.bfloat16(), out)
+    measure_and_write(
+        model, tokenizer, heads, prompts_of(held_out, len(held_out), recipe.seed), out
+    )
     return accuracy

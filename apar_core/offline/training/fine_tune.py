@@ -66,6 +66,7 @@ _FREE_FIELDS = {
     "keep_checkpoints",
     "log_every_steps",
     "num_loaders",
+    "num_measured",
 }
 
 Inputs = Mapping[str, str]

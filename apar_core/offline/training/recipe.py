@@ -113,7 +113,24 @@ class TrainingRecipe(BaseModel):
     seed: NonNegativeInt = Field(0, description="Seed for the split, the draws and new weights.")
 
 
-class MedusaRecipe(TrainingRecipe):
+class FrozenModelRecipe(TrainingRecipe):
+    """Settings of a run that trains something beside a frozen model."""
+
+    num_measured: PositiveInt = Field(
+        100,
+        description="Validation prompts; the model's greedy answers to them give the acceptance "
+        "table.",
+    )
+
+    @model_validator(mode="after")
+    def _refuse_unused_settings(self) -> Self:
+        for name in ("lora", "gradient_checkpointing"):
+            if getattr(self, name):
+                raise ValueError(f"{name}: the model is frozen in this training")
+        return self
+
+
+class MedusaRecipe(FrozenModelRecipe):
     """Settings of a run that trains Medusa heads on a frozen model."""
 
     num_heads: PositiveInt = Field(
@@ -121,12 +138,36 @@ class MedusaRecipe(TrainingRecipe):
     )
     num_layers: PositiveInt = Field(2, description="Residual layers per head.")
 
-    @model_validator(mode="after")
-    def _refuse_unused_settings(self) -> Self:
-        for name in ("lora", "gradient_checkpointing"):
-            if getattr(self, name):
-                raise ValueError(f"{name}: the model is frozen while heads are trained")
-        return self
+
+class PromptRecipe(FrozenModelRecipe):
+    """Settings of a run that trains prompt tokens. Source: PPD (arXiv 2405.18628), section 3.3.
+
+    Equation 1 writes D(student || teacher), the reverse divergence, and gives no alpha. The
+    authors' training code has the forward divergence and 0.8, the defaults here.
+    """
+
+    num_prompts: PositiveInt = Field(
+        3, description="Prompt tokens; number d (from 0) predicts the token d + 2 places ahead."
+    )
+    ensemble: PositiveInt = Field(1, description="Embeddings per prompt token.")
+    average: Literal["logits", "probabilities"] = Field(
+        "logits", description="What an ensemble averages."
+    )
+    loss: Literal["forward_kl", "reverse_kl", "labels"] = Field(
+        "forward_kl",
+        description="Divergence D(teacher || student) or D(student || teacher), or cross-entropy "
+        "with the examples' own tokens, without distillation.",
+    )
+    alpha: float = Field(
+        0.8, gt=0, le=1, description="The loss of prompt token d is weighted by alpha to the d."
+    )
+    insertion_share: float = Field(
+        0.25,
+        gt=0,
+        le=1,
+        description="Share of an answer's tokens behind which prompt tokens are inserted, drawn "
+        "anew in each step.",
+    )
 
 
 RecipeT = TypeVar("RecipeT", bound=BaseModel)

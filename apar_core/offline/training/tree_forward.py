@@ -116,7 +116,7 @@ def learned_logits(model: Module, batch: TreeBatch, configured: PreTrainedModel)
     `configured` is the model itself if `model` wraps it, for example for data parallelism.
     """
     learned_BT = batch.targets_BT != IGNORED_TARGET
-    with _before_output_layer(configured, lambda hidden_BTD: hidden_BTD[learned_BT]):
+    with before_output_layer(configured, lambda hidden_BTD: hidden_BTD[learned_BT]):
         logits: Tensor = model(
             input_ids=batch.token_ids_BT,
             position_ids=batch.positions_BT,
@@ -134,7 +134,7 @@ def hidden_states(model: PreTrainedModel, batch: TreeBatch) -> Tensor:
         read.append(hidden_BTD)
         return hidden_BTD[:, :0]
 
-    with _before_output_layer(model, keep):
+    with before_output_layer(model, keep):
         model(
             input_ids=batch.token_ids_BT,
             position_ids=batch.positions_BT,
@@ -145,7 +145,7 @@ def hidden_states(model: PreTrainedModel, batch: TreeBatch) -> Tensor:
 
 
 @contextmanager
-def _before_output_layer(
+def before_output_layer(
     model: PreTrainedModel, change: Callable[[Tensor], Tensor]
 ) -> Iterator[None]:
     """Change the input of the output layer, since logits are the largest tensor of a step."""

@@ -31,7 +31,52 @@ def test_the_parts_of_an_evaluation_are_listed() -> None:
     code, output = run("--help")
 
     assert code == 0
-    assert all(name in output for name in ("speed", "quality", "fetch"))
+    assert all(name in output for name in ("speed", "acceptance", "passes", "quality", "fetch"))
+
+
+def test_the_embedded_models_guesses_are_shown_and_plotted(tmp_path: Path) -> None:
+    code, output = run("acceptance", "--out", tmp_path)
+
+    assert code == 0, output
+    assert "Prompt tokens" in output
+    assert "Medusa heads" in output
+    assert (tmp_path / "acceptance.png").is_file()
+
+
+def test_measured_passes_size_the_trees_of_a_decoder(tmp_path: Path) -> None:
+    code, output = run("passes", "--context", "8", "--repeats", "1", "--out", tmp_path / "passes")
+    assert code == 0, output
+    assert "Speed-up" in output
+
+    file = tmp_path / "passes" / "passes.json"
+    code, output = apar_command.run(
+        *("generate", "Tell me a story", "--decoder", "medusa_apar", "--max-tokens", "3"),
+        *("--pass-times", file),
+    )
+    assert code == 0, output
+    code, output = run("speed", "--pass-times", file, "--out", tmp_path / "speed")
+    assert code == 1
+    assert "Error: --pass-times is for decoders with candidate trees" in output
+    code, output = apar_command.run(
+        "generate", "Hello", "--decoder", "plain", "--pass-times", tmp_path / "none"
+    )
+    assert code == 1
+    assert "decoder plain has no candidate trees" in output
+
+
+def test_acceptance_of_another_model_needs_weights(tmp_path: Path) -> None:
+    code, output = run("acceptance", "--model", "m", "--out", tmp_path)
+
+    assert code == 1
+    assert "Error: nothing to evaluate: give --prompt-tokens or --medusa-heads" in output
+
+
+def test_acceptance_names_the_folder_that_has_no_weights(tmp_path: Path) -> None:
+    code, output = run("acceptance", "--prompt-tokens", tmp_path / "none", "--out", tmp_path)
+
+    assert code == 1
+    assert str(tmp_path / "none") in output
+    assert "Traceback" not in output
 
 
 def test_fetching_offline_ends_with_one_line(tmp_path: Path) -> None:

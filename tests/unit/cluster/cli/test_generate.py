@@ -17,7 +17,7 @@ from tests.fakes.apar_command import apar
 from tests.integration.random_checkpoint import write_checkpoint
 
 LIST_PROMPT = "Give me 5 tips for learning guitar."
-DECODERS = ("plain", "vanilla_apar", "medusa_apar")
+DECODERS = ("plain", "vanilla_apar", "medusa_apar", "ppd", "ppd_apar")
 
 
 def generate(*arguments: str) -> tuple[int, str, str]:
@@ -32,12 +32,13 @@ def num_passes(output: str) -> int:
 
 
 def test_forking_decoders_print_the_same_list() -> None:
-    vanilla, medusa = (
-        generate(LIST_PROMPT, "--decoder", name) for name in ("vanilla_apar", "medusa_apar")
+    vanilla, medusa, prompted = (
+        generate(LIST_PROMPT, "--decoder", name)
+        for name in ("vanilla_apar", "medusa_apar", "ppd_apar")
     )
 
     assert vanilla[0] == 0, vanilla[2]
-    assert vanilla[:2] == medusa[:2]
+    assert vanilla[:2] == medusa[:2] == prompted[:2]
     for number in range(1, 6):
         assert f"{number}. " in vanilla[1]
     assert "[Fork]" not in vanilla[1]
@@ -54,9 +55,11 @@ def test_threads_are_shown_with_their_forward_passes() -> None:
     assert "├── root." in shown["vanilla_apar"][1]
     passes = {name: num_passes(output) for name, (_, output, _) in shown.items()}
     assert passes["medusa_apar"] < passes["vanilla_apar"]
+    assert passes["ppd_apar"] < passes["vanilla_apar"]
+    assert passes["ppd"] < passes["plain"]
 
 
-def test_without_forks_every_decoder_is_plain() -> None:
+def test_without_forks_every_decoder_prints_what_plain_does() -> None:
     expected = generate(LIST_PROMPT, "--decoder", "plain", "--max-tokens", "30")
 
     assert expected[0] == 0, expected[2]
@@ -129,10 +132,27 @@ def test_heads_for_another_decoder_are_an_error(arguments: tuple[str, ...]) -> N
     assert "--medusa-heads my-heads: only --decoder medusa_apar with forks uses heads" in error
 
 
+@pytest.mark.parametrize("name", ["vllm", "plain", "medusa_apar"])
+def test_prompt_tokens_for_another_decoder_are_an_error(name: str) -> None:
+    exit_code, output, error = generate("Hi", "--decoder", name, "--prompt-tokens", "mine")
+
+    assert (exit_code, output) == (1, "")
+    assert "--prompt-tokens mine: only --decoder ppd and ppd_apar use prompt tokens" in error
+
+
+@pytest.mark.parametrize("name", ["ppd", "ppd_apar"])
+def test_ppd_without_prompt_tokens_on_another_model_is_an_error(name: str) -> None:
+    exit_code, output, error = generate("Hi", "--model", str(checkpoint_path()), "--decoder", name)
+
+    assert (exit_code, output) == (1, "")
+    assert f"Error: {checkpoint_path()}: {name} needs prompt_tokens" in error
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--decoder", "fast"), "decoder must be one of plain, vanilla_apar, medusa_apar"),
+        (("--decoder", "fast"), "decoder must be one of plain, vanilla_apar, medusa_apar, ppd"),
+        (("--decoder", "ppd", "--prompt-tokens", "{folder}"), "no configuration of prompt tokens"),
         (("--decoder", "plain", "--model", "{folder}"), "cannot load model"),
         (("--decoder", "medusa_apar", "--medusa-heads", "{folder}"), "no configuration of Medusa"),
     ],

@@ -30,7 +30,8 @@ def test_without_arguments_the_help_lists_every_command() -> None:
     listed = re.findall(r"^\W+ ([a-z][a-z-]+)  ", output.partition("Commands")[2], re.MULTILINE)
     assert sorted(listed) == [
         "config", "data", "doctor", "evaluate", "experiment", "generate", "keys", "loadtest",
-        "monitor", "plan", "rollout", "serve", "simulate", "train", "train-medusa", "train-tiny",
+        "monitor", "plan", "rollout", "serve", "simulate", "train", "train-medusa",
+        "train-prompts", "train-tiny",
     ]  # fmt: skip
 
 
@@ -41,7 +42,8 @@ def test_without_arguments_the_help_lists_every_command() -> None:
         ("generate", ["--show-threads", "--no-fork", "--max-tokens", "--seed", "--raw"]),
         ("train", ["--recipe", "--model", "--data", "--resume", "--chat-template", "fsdp.yaml"]),
         ("train-medusa", ["--recipe", "--model", "--data", "--resume"]),
-        ("train-tiny", ["--out", "--steps", "--seed", "--medusa"]),
+        ("train-prompts", ["--recipe", "--model", "--data", "--resume"]),
+        ("train-tiny", ["--out", "--steps", "--seed", "--medusa", "--prompts"]),
         ("doctor", ["--model", "exits with 1"]),
         ("loadtest run", ["--target", "--prompts", "--replay", "--concurrency", "--rate", "--slo"]),
         ("loadtest compare", ["baseline", "--out"]),

@@ -1,4 +1,4 @@
-"""`apar train`, `train-medusa` and `train-tiny` for a few steps, and how steps are shown."""
+"""The training commands for a few steps, and how steps are shown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from typer.testing import Result
 
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.data.records import ChatMessage, ExampleRecord, ParagraphRecord, chain
+from apar_core.offline.speculation.acceptance import read_table
 from apar_core.offline.speculation.medusa_heads import load_medusa_heads
+from apar_core.offline.speculation.prompt_tokens import load_prompt_tokens
 from apar_core.offline.training.tree_trainer import StepReport
 from cluster.cli.train import StepLines, step_progress
 from tests.fakes.apar_command import apar
@@ -78,6 +80,16 @@ def test_medusa_heads_are_trained_and_load(files: Path) -> None:
     assert load_medusa_heads(files / "out").settings.medusa_num_heads == 2
 
 
+def test_prompt_tokens_are_trained_and_load_with_their_table(files: Path) -> None:
+    result = run("train-prompts", files, "--steps", "2", "--model", "apar-tiny")
+
+    assert result.exit_code == 0, result.output
+    assert "step 2/2  loss " in result.output
+    assert "Distance 3: " in result.output
+    assert load_prompt_tokens(files / "out").settings.num_prompts == 3
+    assert read_table(files / "out").num_distances == 3
+
+
 @pytest.mark.parametrize("command", ["train", "train-medusa"])
 def test_a_run_is_resumed_only_with_the_same_model_and_data(files: Path, command: str) -> None:
     assert run(command, files, "--steps", "1").exit_code == 0
@@ -117,7 +129,7 @@ def test_a_run_is_resumed_only_with_the_same_model_and_data(files: Path, command
         (("--resume",), "nothing to resume"),
     ],
 )
-@pytest.mark.parametrize("command", ["train", "train-medusa"])
+@pytest.mark.parametrize("command", ["train", "train-medusa", "train-prompts"])
 def test_bad_input_is_reported_in_one_line(
     files: Path, command: str, options: tuple[str, ...], message: str
 ) -> None:
@@ -130,6 +142,13 @@ def test_bad_input_is_reported_in_one_line(
 
 def test_options_are_required(files: Path) -> None:
     assert apar("train", "--model", "x").exit_code == 2
+
+
+def test_heads_and_prompt_tokens_are_two_runs(tmp_path: Path) -> None:
+    result = apar("train-tiny", "--medusa", "--prompts", "--out", str(tmp_path))
+
+    assert result.exit_code == 2
+    assert "--medusa and --prompts are two runs" in result.output
 
 
 def test_train_tiny_writes_a_checkpoint_that_loads(tmp_path: Path) -> None:

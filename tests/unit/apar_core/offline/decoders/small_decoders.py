@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from apar_core.formats.control_tokens import ControlTokens
 from apar_core.offline.decoders.load import DecoderName, ThreadDecoder, build_decoder
+from apar_core.offline.decoders.proposer import TreesOfRows
+from apar_core.offline.decoders.token_chooser import TypicalAcceptance
 from apar_core.offline.speculation.medusa_heads import MedusaHeads, MedusaHeadSettings
+from apar_core.offline.speculation.prompt_tokens import PromptTokens
+from apar_core.offline.speculation.sparse_tree import SparseTree
 
 END, FORK, CHILD, VOCABULARY = 2, 3, 4, 24
 MAX_POSITIONS = 256
@@ -40,8 +45,90 @@ def small_model() -> LlamaForCausalLM:
     return model
 
 
+def chain_trees(num_prompts: int) -> tuple[SparseTree, ...]:
+    """Return a chain as long as the state, with all prompt tokens behind each node."""
+    return tuple(
+        SparseTree(
+            (0, *range(state)),
+            tuple(range(state + 1)),
+            (0,) * (state + 1),
+            (num_prompts,) * (state + 1),
+        )
+        for state in range(num_prompts + 1)
+    )
+
+
+def random_sparse_tree(
+    draws: random.Random, depth: int, most_prompts: int, num_ranks: int
+) -> SparseTree:
+    """Return a tree of up to seven candidates, with random prompt tokens behind each node."""
+    parents, depths, ranks = [0], [0], [0]
+
+    def add_below(node: int) -> None:
+        if depths[node] == depth:
+            return
+        for rank in draws.sample(range(num_ranks), draws.randint(0, min(3, num_ranks))):
+            if len(parents) > 7:
+                return
+            parents.append(node)
+            depths.append(depths[node] + 1)
+            ranks.append(rank)
+            add_below(len(parents) - 1)
+
+    add_below(0)
+    prompts = tuple(draws.randint(0, most_prompts) for _ in parents)
+    return SparseTree(tuple(parents), tuple(depths), tuple(ranks), prompts)
+
+
+def random_trees(
+    seed: int, num_prompts: int, num_ranks: int, row_counts: tuple[int, ...] = (1, 2, 4)
+) -> TreesOfRows:
+    """Return random trees of every state, different ones for each number of rows."""
+    draws = random.Random(seed)
+    states = {
+        rows: tuple(
+            random_sparse_tree(draws, state, num_prompts, num_ranks)
+            for state in range(num_prompts + 1)
+        )
+        for rows in row_counts
+    }
+    return lambda num_rows: states[max(rows for rows in row_counts if rows <= num_rows)]
+
+
+def prompt_decoder(
+    name: DecoderName,
+    *,
+    seed: int = 0,
+    num_prompts: int = 3,
+    ensemble: int = 1,
+    average: Any = "logits",
+    num_ranks: int = 3,
+    trees: TreesOfRows | None = None,
+    acceptance: TypicalAcceptance | None = None,
+) -> ThreadDecoder:
+    """Return a decoder with random prompt embeddings and, by default, random trees."""
+    model = small_model()
+    prompts = PromptTokens.like_text(
+        model, num_prompts=num_prompts, ensemble=ensemble, average=average, seed=seed
+    )
+    torch.manual_seed(seed)
+    torch.nn.init.normal_(prompts.embeddings)
+    trees = trees or random_trees(seed, num_prompts, num_ranks)
+    return build_decoder(
+        name,
+        model,
+        CONTROL,
+        frozenset({END}),
+        prompts=prompts.double(),
+        trees=trees,
+        acceptance=acceptance,
+    )
+
+
 @cache
 def decoder(name: DecoderName, top_k: tuple[int, ...] = (2, 2)) -> ThreadDecoder:
+    if name in ("ppd", "ppd_apar"):
+        return prompt_decoder(name)
     model = small_model()
     heads = None
     if name == "medusa_apar":
@@ -65,7 +152,8 @@ def watched_passes() -> Iterator[Passes]:
     passes = Passes()
 
     def record(_module: Any, _arguments: Any, named: dict[str, Any]) -> None:
-        passes.num_rows.append(named["input_ids"].shape[0])
+        inputs = named["input_ids"] if "input_ids" in named else named["inputs_embeds"]
+        passes.num_rows.append(inputs.shape[0])
         passes.cache = weakref.ref(named["past_key_values"])
 
     hook = small_model().register_forward_pre_hook(record, with_kwargs=True)

@@ -6,6 +6,7 @@ import pytest
 
 from apar_core.offline.decoders.interface import DecodeLimits, TokenChoice, decode_answer
 from apar_core.offline.decoders.load import ThreadDecoder, build_decoder
+from apar_core.offline.decoders.proposer import MedusaProposer
 from apar_core.offline.decoders.token_chooser import TypicalAcceptance
 from tests.unit.apar_core.offline.decoders.small_decoders import CONTROL, END, decoder, small_model
 
@@ -16,13 +17,14 @@ NONE, ALL = TypicalAcceptance(epsilon=1.0, delta=1e9), TypicalAcceptance(epsilon
 
 
 def medusa(acceptance: TypicalAcceptance, top_k: tuple[int, ...] = (2, 2)) -> ThreadDecoder:
-    heads = decoder("medusa_apar").decoding.heads
+    proposer = decoder("medusa_apar").decoding.proposer
+    assert isinstance(proposer, MedusaProposer)
     return build_decoder(
         "medusa_apar",
         small_model(),
         CONTROL,
         frozenset({END}),
-        heads=heads,
+        heads=proposer.heads,
         top_k=top_k,
         acceptance=acceptance,
     )

@@ -10,18 +10,27 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from apar_core.errors import CheckpointError, RequestError
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.apar_tiny_medusa import heads_path
 from apar_core.offline.decoders.interface import DecodeLimits, TokenChoice, decode_answer
 from apar_core.offline.decoders.load import build_decoder, load_decoder, load_tokenizer
+from apar_core.offline.speculation.acceptance import AcceptanceTable
+from apar_core.offline.speculation.candidate_tree import full_trees
 from apar_core.offline.speculation.medusa_heads import (
     MedusaHeads,
     MedusaHeadSettings,
     save_medusa_heads,
 )
+from apar_core.offline.speculation.prompt_tokens import PromptTokens, save_prompt_tokens
 from tests.unit.apar_core.offline.decoders.small_decoders import (
     CHILD,
     CONTROL,
@@ -34,7 +43,7 @@ from tests.unit.apar_core.offline.decoders.small_decoders import (
 )
 
 
-@pytest.mark.parametrize("name", ["plain", "vanilla_apar", "medusa_apar"])
+@pytest.mark.parametrize("name", ["plain", "vanilla_apar", "medusa_apar", "ppd", "ppd_apar"])
 @pytest.mark.parametrize(
     ("prompt", "message", "param"),
     [
@@ -114,7 +123,9 @@ def test_limits_below_one_are_refused_by_name(field: str) -> None:
 
 
 def test_an_unknown_decoder_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="plain, vanilla_apar, medusa_apar, got 'fast'"):
+    with pytest.raises(
+        CheckpointError, match="plain, vanilla_apar, medusa_apar, ppd, ppd_apar, got 'fast'"
+    ):
         load_decoder("fast", checkpoint_path())
 
 
@@ -181,17 +192,102 @@ def test_an_invalid_number_of_candidates_is_refused(top_k: tuple[int, ...]) -> N
     assert str(top_k) in str(caught.value)
 
 
-def test_a_model_without_control_tokens_supports_only_plain(tmp_path: Path) -> None:
+def test_ppd_without_prompt_tokens_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="ppd_apar needs prompt_tokens, the folder of"):
+        load_decoder("ppd_apar", checkpoint_path(), device="cpu")
+
+
+def saved_prompt_tokens(folder: Path, model: Any) -> Path:
+    save_prompt_tokens(PromptTokens.like_text(model), folder)
+    return folder
+
+
+def test_a_missing_folder_of_prompt_tokens_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"no configuration of prompt tokens in {tmp_path}"):
+        load_decoder("ppd", checkpoint_path(), prompt_tokens=tmp_path, device="cpu")
+
+
+def test_prompt_tokens_of_another_model_are_refused(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint_path())
+    small = saved_prompt_tokens(tmp_path / "small", small_model())
+    with torch.no_grad():
+        model.model.norm.weight.add_(1)
+    tuned = saved_prompt_tokens(tmp_path / "tuned", model)
+    table = AcceptanceTable(probabilities=((0.5,),) * 3, observations=(9,) * 3)
+    for folder, message in (
+        (small, "prompt tokens have hidden_size 16, the model has 256"),
+        (tuned, "prompt tokens were trained for another model"),
+    ):
+        table.write(folder)
+
+        with pytest.raises(CheckpointError, match=message):
+            load_decoder("ppd", checkpoint_path(), prompt_tokens=folder, device="cpu")
+
+
+def test_prompt_tokens_without_an_acceptance_table_are_refused(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint_path())
+    folder = saved_prompt_tokens(tmp_path, model)
+
+    with pytest.raises(CheckpointError, match=f"no acceptance table in {folder}"):
+        load_decoder("ppd", checkpoint_path(), prompt_tokens=folder, device="cpu")
+
+
+def test_medusa_heads_use_the_tree_of_their_acceptance_table(tmp_path: Path) -> None:
+    shutil.copytree(heads_path(), tmp_path, dirs_exist_ok=True)
+    # Only the second candidate of the first head is ever right.
+    table = AcceptanceTable(probabilities=((0.0, 0.9), (0.0, 0.0)), observations=(9, 9))
+    table.write(tmp_path)
+
+    built = load_decoder("medusa_apar", checkpoint_path(), medusa_heads=tmp_path, device="cpu")
+
+    tree = built.decoding.trees.of_rows(1).trees[-2]
+    assert (tree.depths, tree.ranks) == ((0, 1), (0, 1))
+
+
+def states(*top_k: int) -> Any:
+    trees = full_trees(top_k)
+    return lambda _num_rows: trees
+
+
+@pytest.mark.parametrize(
+    ("trees", "message"),
+    [
+        (
+            states(20, 20),
+            "tree of 1266 tokens for 1 rows is larger than the model's context of 256",
+        ),
+        (states(1, 1, 1), "trees need predictions at 3 distances, and there are 2 prompt tokens"),
+        (states(25), "a candidate tree has rank 24, the vocabulary has 24 tokens"),
+    ],
+)
+def test_trees_that_cannot_be_computed_are_refused(trees: Any, message: str) -> None:
+    prompts = PromptTokens.like_text(small_model(), num_prompts=2)
+
+    with pytest.raises(CheckpointError, match=message):
+        build_decoder("ppd", small_model(), CONTROL, frozenset({END}), prompts=prompts, trees=trees)
+
+
+def test_a_model_without_control_tokens_supports_only_plain_and_ppd(tmp_path: Path) -> None:
     ordinary = ordinary_checkpoint(tmp_path)
 
     with pytest.raises(CheckpointError, match="vanilla_apar needs a model with control tokens"):
         load_decoder("vanilla_apar", ordinary, device="cpu")
-    answer = decode_answer(
-        load_decoder("plain", ordinary, device="cpu"), [5, 6], limits=DecodeLimits(max_tokens=7)
+    prompts = saved_prompt_tokens(
+        tmp_path / "prompts", AutoModelForCausalLM.from_pretrained(ordinary)
     )
-    assert answer.fork_id is None
-    assert len(answer.threads) == 1
-    assert len(answer.text_ids) <= 7
+    AcceptanceTable(probabilities=((0.5,),) * 3, observations=(9,) * 3).write(prompts)
+    answers = [
+        decode_answer(
+            load_decoder(name, ordinary, prompt_tokens=prompts, device="cpu"),
+            [5, 6],
+            limits=DecodeLimits(max_tokens=7),
+        )
+        for name in ("plain", "ppd")
+    ]
+    assert answers[0].threads == answers[1].threads
+    assert answers[0].fork_id is None
+    assert len(answers[0].threads) == 1
+    assert len(answers[0].text_ids) <= 7
 
 
 def test_a_model_without_full_attention_is_refused() -> None:
@@ -242,4 +338,6 @@ def test_a_cpu_verifies_one_candidate_per_head_by_default(num_heads: int) -> Non
         "medusa_apar", model, CONTROL, frozenset({END}), heads=MedusaHeads(settings)
     )
 
-    assert built.decoding.top_k == (1,) * num_heads
+    stack = built.decoding.trees.of_rows(1)
+    assert [tree.num_candidates for tree in stack.trees[-2:]] == [num_heads] * 2
+    assert stack.num_ranks == 1

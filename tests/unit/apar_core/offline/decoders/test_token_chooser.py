@@ -13,11 +13,17 @@ from apar_core.offline.decoders.token_chooser import (
     accepted_path,
     choose_tokens,
 )
-from apar_core.offline.speculation.candidate_tree import candidate_tree
+from apar_core.offline.speculation.candidate_tree import CandidateTree, candidate_tree, full_trees
 
 NO = -math.inf
+
+
+def full_tree(*top_k: int, opens_child: bool = False) -> CandidateTree:
+    return candidate_tree(full_trees(top_k)[-1], opens_child=opens_child, ensemble=0)
+
+
 # 0 -> 1 -> (2, 3), 0 -> 4 -> (5, 6)
-BINARY = candidate_tree((2, 2), opens_child=False)
+BINARY = full_tree(2, 2)
 
 
 def choose(
@@ -33,7 +39,7 @@ def choose(
     return choose_tokens(
         logits_RQV,
         torch.tensor([tokens]),
-        candidate_tree(top_k, opens_child=False),
+        [full_tree(*top_k)],
         choice,
         acceptance or TypicalAcceptance(),
         uniforms,
@@ -108,7 +114,7 @@ def test_the_longest_accepted_path_is_kept_and_ties_go_to_the_likeliest(
 
 
 def test_a_child_token_is_not_a_candidate() -> None:
-    tree = candidate_tree((1,), opens_child=True)
+    tree = full_tree(1, opens_child=True)
 
     assert accepted_path([0, NO, -0.1], tree) == [True, False, False]
 
@@ -176,3 +182,20 @@ def test_a_temperature_near_zero_draws_the_likeliest_token() -> None:
         chosen = choose([[0.3, 0.7]] * 2, [0, 0], TokenChoice.sampled(temperature), uniform=0.999)
 
         assert chosen.chosen == [[1, 1]]
+
+
+def test_rows_with_different_trees_are_accepted_by_their_own_tree() -> None:
+    likely, other = [0.6, 0.3, 0.1], [0.1, 0.1, 0.8]
+    logits: Tensor = torch.tensor([[likely, other, likely], [likely, likely, likely]]).log()
+
+    chosen = choose_tokens(
+        logits,
+        torch.tensor([[0, 1, 2], [0, 1, 0]]),
+        # A chain, and a single candidate with a padding node.
+        [full_tree(1, 1), full_tree(1)],
+        TokenChoice.sampled(1.0),
+        TypicalAcceptance(),
+        [[0.5] * 3] * 2,
+    )
+
+    assert chosen.accepted == [[True, True, True], [True, True]]

@@ -28,7 +28,7 @@ def settings(**fields: Any) -> SpeedSettings:
     [
         (
             {"decoders": ("fast",)},
-            "--decoders 'fast' is not one of plain, vanilla_apar, medusa_apar",
+            "--decoders 'fast' is not one of plain, vanilla_apar, medusa_apar, ppd, ppd_apar",
         ),
         ({"baseline": "slow"}, "--against 'slow' is not one of"),
         ({"decoders": ("plain",)}, "the same decoder twice"),
@@ -40,6 +40,8 @@ def settings(**fields: Any) -> SpeedSettings:
         ),
         ({"tokenizer": "llama"}, "omit --tokenizer"),
         ({"decoders": ("medusa_apar",)}, "medusa_apar needs --medusa-heads"),
+        ({"decoders": ("ppd_apar",)}, "ppd_apar needs --prompt-tokens"),
+        ({"baseline": "ppd"}, "ppd needs --prompt-tokens"),
         ({"baseline": None, "baseline_model": "o"}, "--against-model needs --against plain or"),
         (
             {"baseline_model": "o", "replay": HERE, "random_weights": "tiny"},

@@ -9,10 +9,12 @@ from pydantic import BaseModel
 
 from apar_core.errors import TrainingError
 from apar_core.offline.speculation.train_medusa import TinyMedusaSettings
+from apar_core.offline.speculation.train_prompts import TinyPromptSettings
 from apar_core.offline.training.recipe import (
     LoraSettings,
     MedusaRecipe,
     MuonSettings,
+    PromptRecipe,
     Schedule,
     TrainingRecipe,
     load_recipe,
@@ -40,13 +42,24 @@ def test_the_recipe_of_medusa_heads_is_the_papers_table_6() -> None:
     assert (recipe.num_heads, recipe.num_layers, recipe.context_length) == (2, 2, 2048)
 
 
+def test_the_recipe_of_prompt_tokens_has_the_ppd_papers_settings() -> None:
+    recipe = load_recipe("ppd", PromptRecipe)
+
+    assert (recipe.learning_rate, recipe.context_length, recipe.batch_size) == (1e-2, 1024, 4)
+    assert (recipe.schedule.shape, recipe.schedule.warmup_share) == ("cosine", 0.0)
+    assert (recipe.num_prompts, recipe.ensemble, recipe.average) == (3, 1, "logits")
+    assert (recipe.loss, recipe.alpha) == ("forward_kl", 0.8)
+
+
 def test_every_shipped_recipe_loads() -> None:
     kinds: dict[str, type[BaseModel]] = {
         "apar": TrainingRecipe,
         "apar-lora": TrainingRecipe,
         "apar-tiny": TinyTrainingSettings,
         "apar-tiny-medusa": TinyMedusaSettings,
+        "apar-tiny-prompts": TinyPromptSettings,
         "medusa": MedusaRecipe,
+        "ppd": PromptRecipe,
     }
 
     assert shipped_recipes() == sorted(kinds)
@@ -56,7 +69,8 @@ def test_every_shipped_recipe_loads() -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [TrainingRecipe, MedusaRecipe, LoraSettings, Schedule, MuonSettings]
+    "model",
+    [TrainingRecipe, MedusaRecipe, PromptRecipe, LoraSettings, Schedule, MuonSettings],
 )
 def test_every_field_is_described(model: type[BaseModel]) -> None:
     assert [name for name, field in model.model_fields.items() if not field.description] == []
@@ -96,6 +110,10 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
         ("adam_betas: [0.9, 1.5]", TrainingRecipe, "adam_betas.1: Input should be less than 1"),
         ("lora: {rank: 4}", MedusaRecipe, "lora: the model is frozen"),
         ("gradient_checkpointing: true", MedusaRecipe, "gradient_checkpointing: the model is"),
+        ("lora: {rank: 4}", PromptRecipe, "lora: the model is frozen"),
+        ("loss: kl", PromptRecipe, "loss: Input should be 'forward_kl', 'reverse_kl' or 'labels'"),
+        ("insertion_share: 0", PromptRecipe, "insertion_share: Input should be greater than 0"),
+        ("alpha: 2", PromptRecipe, "alpha: Input should be less than or equal to 1"),
     ],
 )
 def test_unsupported_combinations_are_refused_before_loading(

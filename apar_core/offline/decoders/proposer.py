@@ -1,0 +1,130 @@
+"""Proposers of candidates, Medusa heads or prompt tokens, and the trees that they fill.
+
+Dimensions: R rows, N nodes of the last pass, M distances, E members of an ensemble, D hidden size,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from apar_core.offline.speculation.candidate_tree import CandidateTree, TreeStack
+from apar_core.offline.speculation.medusa_heads import MedusaHeads
+from apar_core.offline.speculation.prompt_tokens import PromptTokens
+from apar_core.offline.speculation.sparse_tree import SparseTree
+
+TreesOfRows = Callable[[int], Sequence[SparseTree]]
+"""Function from the number of live rows to the tree of each state 0 to M.
+
+The state of a row is the number of distances at which it has predictions.
+"""
+
+
+class Proposer(Protocol):
+    """Predicts the tokens behind a row's pending token from the hidden states of the last pass."""
+
+    @property
+    def embeddings_ND(self) -> Tensor | None:
+        """Embeddings [1 + M * E, D] of prompt tokens, behind a row of zeros; None without any."""
+        ...
+
+    @property
+    def ensemble(self) -> int:
+        """Embeddings per prompt token; 0 if predictions need no input."""
+        ...
+
+    def first_read(self, tree: CandidateTree, node: int) -> int:
+        """Return the first node that `predict` reads if `node` is the last one accepted."""
+        ...
+
+    def predict(self, hidden_ND: Tensor, firsts_R: Tensor, num_distances: int) -> Tensor:
+        """Return logits [R, num_distances, V] of the tokens behind each row's pending token.
+
+        `firsts_R` has the nodes from `first_read`. Distances beyond a row's state are undefined.
+        """
+        ...
+
+
+class MedusaProposer:
+    """Medusa heads: head d reads the node that predicted the pending token."""
+
+    embeddings_ND: Tensor | None = None
+    ensemble = 0
+
+    def __init__(self, heads: MedusaHeads) -> None:
+        self.heads = heads
+
+    def first_read(self, tree: CandidateTree, node: int) -> int:
+        """Return the node itself."""
+        return node
+
+    def predict(self, hidden_ND: Tensor, firsts_R: Tensor, num_distances: int) -> Tensor:
+        """Return the heads' logits."""
+        logits_HRV: Tensor = self.heads(hidden_ND[firsts_R])
+        return logits_HRV[:num_distances].transpose(0, 1)
+
+
+class PromptProposer:
+    """Prompt tokens: those behind a node predict what follows the token chosen after it.
+
+    Source: PPD (arXiv 2405.18628), sections 3.1 and 3.2.
+    """
+
+    def __init__(self, prompts: PromptTokens, model: Any) -> None:
+        self.prompts = prompts
+        self.ensemble = prompts.settings.ensemble
+        self._output_layer = model.get_output_embeddings()
+        embeddings_ND = prompts.embeddings.detach().flatten(0, 1)
+        embeddings_ND = embeddings_ND.to(device=model.device, dtype=model.dtype)
+        no_prompt_ND = torch.zeros_like(embeddings_ND[:1])
+        self.embeddings_ND: Tensor | None = torch.cat((no_prompt_ND, embeddings_ND))
+
+    def first_read(self, tree: CandidateTree, node: int) -> int:
+        """Return the first prompt token behind the node."""
+        return tree.first_prompts[node]
+
+    def predict(self, hidden_ND: Tensor, firsts_R: Tensor, num_distances: int) -> Tensor:
+        """Return the logits of the prompt tokens, combined over the members of the ensemble."""
+        places_N = torch.arange(num_distances * self.ensemble, device=hidden_ND.device)
+        # A row in a lower state reads other nodes here, and its tree ignores the result.
+        index_RN = (firsts_R[:, None] + places_N).clamp_(max=len(hidden_ND) - 1)
+        hidden_RMED = hidden_ND[index_RN].unflatten(1, (num_distances, self.ensemble))
+        if self.prompts.settings.average == "logits":
+            # The output layer is linear, so it commutes with the mean.
+            logits_RMV: Tensor = self._output_layer(hidden_RMED.mean(2))
+            return logits_RMV
+        return self.prompts.combined(self._output_layer(hidden_RMED))
+
+
+class TreeStacks:
+    """Tree stacks by number of live rows, built when first needed.
+
+    Child tokens have prompt tokens at all M distances, so that their threads start in state M; at
+    fewer if no tree is that deep, because every row is padded to the row that opens a child.
+    """
+
+    def __init__(self, trees_of_rows: TreesOfRows, device: torch.device, ensemble: int) -> None:
+        self._trees_of_rows = trees_of_rows
+        self._device = device
+        self._ensemble = ensemble
+        self._of_rows: dict[int, TreeStack] = {}
+        self._of_states: dict[tuple[SparseTree, ...], TreeStack] = {}
+
+    def of_rows(self, num_rows: int) -> TreeStack:
+        """Return the trees for a pass with this many rows."""
+        stack = self._of_rows.get(num_rows)
+        if stack is None:
+            states = tuple(self._trees_of_rows(num_rows))
+            stack = self._of_states.get(states)
+            if stack is None:
+                most = len(states) - 1
+                if self._ensemble:
+                    most = max(tree.depth for tree in states)
+                stack = TreeStack(states, self._device, ensemble=self._ensemble, child_prompts=most)
+                self._of_states[states] = stack
+            self._of_rows[num_rows] = stack
+        return stack

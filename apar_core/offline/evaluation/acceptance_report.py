@@ -1,0 +1,316 @@
+"""`apar evaluate acceptance`: accuracy of guesses, and tokens per step of trees built from it.
+
+Source: Parallel Prompt Decoding (arXiv 2405.18628), figures 6a (top-k accuracy by distance) and 8a
+(tokens per step of dynamic, static and random trees of a size).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import matplotlib as mpl
+import torch
+from matplotlib.figure import Figure
+
+from apar_core.errors import EvaluationError
+from apar_core.offline.evaluation.prompt_sets import HELD_OUT, load_prompts
+from apar_core.offline.evaluation.replay_text import ModelText
+from apar_core.offline.evaluation.speed_run import choose_device
+from apar_core.offline.speculation.acceptance import (
+    ACCEPTANCE_FILE,
+    AcceptanceTable,
+    read_table,
+)
+from apar_core.offline.speculation.measure_acceptance import measure_and_write
+from apar_core.offline.speculation.medusa_heads import MedusaHeads, load_medusa_heads
+from apar_core.offline.speculation.prompt_tokens import (
+    PromptTokens,
+    check_prompt_tokens,
+    load_prompt_tokens,
+)
+from apar_core.offline.speculation.sparse_tree import (
+    DynamicTree,
+    dynamic_tree,
+    optimal_tree,
+    random_tree,
+    static_tree,
+)
+from apar_core.offline.training.pretrained import load_model, load_tokenizer
+from apar_core.reporting import PLOT_SETTINGS, RUN_COLOURS, Column, Report, ReportTable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TREE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+"""Inputs of a row in a pass: last token, candidates and prompt tokens."""
+
+_TOP_K = (1, 5, 10)
+_NUM_RANDOM = 20
+_NORMAL_95 = 1.96
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """Acceptance table with the name and ensemble of its proposer; 0 for Medusa heads."""
+
+    name: str
+    table: AcceptanceTable
+    ensemble: int
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceSettings:
+    """Options of an evaluation of prompt tokens, Medusa heads or both.
+
+    A table is measured if its folder has none or if `measure` asks for it. The measurement decodes
+    answers to the first `limit` of the `prompts`; `questions` is the folder of benchmark files.
+    """
+
+    model: str
+    model_name: str
+    prompt_tokens: Path | None = None
+    medusa_heads: Path | None = None
+    measure: bool = False
+    prompts: str = HELD_OUT
+    questions: Path | None = None
+    limit: int | None = None
+    device: str = "auto"
+
+
+def run_acceptance(settings: AcceptanceSettings) -> Report:
+    """Return the report; write the tables that are measured beside their weights.
+
+    Raises EvaluationError without weights, and CheckpointError for weights or a table that are
+    damaged. Only a measurement notices weights of another model.
+    """
+    folders = [settings.prompt_tokens, settings.medusa_heads]
+    if folders == [None, None]:
+        raise EvaluationError("nothing to evaluate: give --prompt-tokens or --medusa-heads")
+    for folder in folders:
+        if folder is not None and (settings.measure or not (folder / ACCEPTANCE_FILE).exists()):
+            _measure(settings, folder)
+    found = read_guesses(settings.prompt_tokens, settings.medusa_heads)
+    facts = {"Model": settings.model_name}
+    for each, folder in zip(found, (path for path in folders if path is not None), strict=True):
+        facts |= {
+            each.name: str(folder),
+            f"{each.name} measured on": each.table.source or "unknown",
+        }
+    return acceptance_report(found, facts)
+
+
+def read_guesses(prompt_tokens: Path | None, medusa_heads: Path | None) -> list[Guesses]:
+    """Return the tables of the folders that are given.
+
+    Raises CheckpointError for weights or a table that are missing or damaged.
+    """
+    found = []
+    if prompt_tokens is not None:
+        ensemble = load_prompt_tokens(prompt_tokens).settings.ensemble
+        found.append(Guesses("Prompt tokens", read_table(prompt_tokens), ensemble))
+    if medusa_heads is not None:
+        found.append(Guesses("Medusa heads", read_table(medusa_heads), 0))
+    return found
+
+
+def _measure(settings: AcceptanceSettings, folder: Path) -> None:
+    proposer: PromptTokens | MedusaHeads
+    if folder == settings.prompt_tokens:
+        proposer = load_prompt_tokens(folder)
+    else:
+        proposer = load_medusa_heads(folder)
+    questions = load_prompts(settings.prompts, settings.questions)[: settings.limit]
+    device = torch.device(choose_device(settings.device))
+    model = load_model(settings.model, torch.float32, device)
+    tokenizer = load_tokenizer(settings.model)
+    if isinstance(proposer, PromptTokens):
+        check_prompt_tokens(proposer, model)
+    text = ModelText(tokenizer, settings.model_name)
+    prompts = [
+        text.encode_prompt(question.turns[0])
+        if question.raw_prompt
+        else text.encode_chat(question.messages(0, ()))
+        for question in questions
+    ]
+    measure_and_write(model, tokenizer, proposer, prompts, folder)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLengths:
+    """Expected tokens per step of trees with `num_inputs`; None where no such tree exists.
+
+    optimal: best trees of all states together. dynamic: the paper's construction with its best
+    division into candidates and prompt tokens. static: M prompt tokens behind every node. random:
+    mean over random trees with the candidates and prompt tokens of `dynamic`. Predictions of Medusa
+    heads need no inputs, so their optimal tree is a static one.
+    """
+
+    num_inputs: int
+    optimal: float
+    dynamic: float | None
+    static: float | None
+    random: float
+
+
+def tree_lengths(table: AcceptanceTable, num_inputs: int, ensemble: int = 1) -> TreeLengths:
+    """Compare kinds of trees that have at most `num_inputs` in a pass."""
+    most = table.num_distances
+    dynamic, num_nodes = None, num_inputs
+    division = (num_inputs - 1, most * num_inputs)
+    if ensemble:
+        division, best = _best_division(table, num_inputs, ensemble)
+        dynamic = best.expected_length()
+        num_nodes = num_inputs // (1 + ensemble * most)
+    drawn = (random_tree(table, *division, seed) for seed in range(_NUM_RANDOM))
+    return TreeLengths(
+        num_inputs,
+        optimal_tree(table, num_inputs, ensemble).expected_length(),
+        dynamic,
+        static_tree(table, num_nodes - 1).expected_length() if num_nodes else None,
+        fmean(tree.expected_length() for tree in drawn),
+    )
+
+
+def _best_division(
+    table: AcceptanceTable, num_inputs: int, ensemble: int
+) -> tuple[tuple[int, int], DynamicTree]:
+    """Return the numbers of candidates and prompt tokens with the longest steps, and the tree."""
+    # One prompt token at least stays in a tree; without room for it there are no guesses.
+    trees = {(0, 0): optimal_tree(table, 1)}
+    for candidates in range(num_inputs - ensemble):
+        division = candidates, (num_inputs - 1 - candidates) // ensemble
+        trees[division] = dynamic_tree(table, *division)
+    return max(trees.items(), key=lambda found: found[1].expected_length())
+
+
+def acceptance_report(
+    proposers: Sequence[Guesses], facts: Mapping[str, str], sizes: Sequence[int] = TREE_SIZES
+) -> Report:
+    """Return the report of one or more proposers."""
+    lengths = {
+        each.name: [tree_lengths(each.table, size, each.ensemble) for size in sizes]
+        for each in proposers
+    }
+    return Report(
+        "Acceptance of guessed tokens",
+        facts,
+        [_accuracy(proposers), _probabilities(proposers), _trees(lengths)],
+        {"acceptance": _figure(proposers, lengths)},
+        {"acceptance": {each.name: each.table.model_dump() for each in proposers}},
+    )
+
+
+def _accuracy(proposers: Sequence[Guesses]) -> ReportTable:
+    rows = []
+    for each in proposers:
+        known = each.table.observations or (None,) * each.table.num_distances
+        for distance, (shares, positions) in enumerate(
+            zip(each.table.top_k(), known, strict=True), 1
+        ):
+            interval = None
+            if positions is not None:
+                interval = 100 * _NORMAL_95 * sqrt(shares[0] * (1 - shares[0]) / positions)
+            tops = [100 * shares[k - 1] if k <= len(shares) else None for k in _TOP_K]
+            rows.append((each.name, distance, positions, tops[0], interval, *tops[1:]))
+    return ReportTable(
+        "accuracy",
+        "Accuracy of guesses, if all nearer tokens were guessed",
+        (
+            Column("Proposer"),
+            Column("Distance", "d"),
+            Column("Positions", "d"),
+            Column("Top-1 %"),
+            Column("± (95 %)"),
+            *(Column(f"Top-{k} %") for k in _TOP_K[1:]),
+        ),
+        tuple(rows),
+        "Distance 1 is the token behind the model's own next token. Top-k: one of the k likeliest "
+        "candidates is right. The interval takes positions as independent.",
+    )
+
+
+def _probabilities(proposers: Sequence[Guesses]) -> ReportTable:
+    num_ranks = max(each.table.num_ranks for each in proposers)
+    rows = tuple(
+        (each.name, distance, *(100 * share for share in row), *[None] * (num_ranks - len(row)))
+        for each in proposers
+        for distance, row in enumerate(each.table.probabilities, 1)
+    )
+    ranks = (Column(f"{rank}", ".2f") for rank in range(1, num_ranks + 1))
+    return ReportTable(
+        "probabilities",
+        "Acceptance by rank of the candidate, %",
+        (Column("Proposer"), Column("Distance", "d"), *ranks),
+        rows,
+    )
+
+
+def _trees(lengths: Mapping[str, Sequence[TreeLengths]]) -> ReportTable:
+    rows = tuple(
+        (name, each.num_inputs, each.optimal, each.dynamic, each.static, each.random)
+        for name, found in lengths.items()
+        for each in found
+    )
+    kinds = ("Optimal", "Dynamic (paper)", "Static", "Random")
+    return ReportTable(
+        "trees",
+        "Expected tokens per step by kind and size of tree",
+        (Column("Proposer"), Column("Inputs", "d"), *(Column(kind, ".3f") for kind in kinds)),
+        rows,
+        "Predicted from the table. Inputs: last token, candidates and prompt tokens of a row in a "
+        f"pass. Random: mean of {_NUM_RANDOM} trees. Medusa heads predict without inputs.",
+    )
+
+
+def _figure(proposers: Sequence[Guesses], lengths: Mapping[str, Sequence[TreeLengths]]) -> Figure:
+    with mpl.rc_context(PLOT_SETTINGS):
+        figure = Figure(figsize=(11, 4), layout="constrained")
+        accuracy, trees = figure.subplots(1, 2)
+        _draw_accuracy(accuracy, proposers)
+        _draw_trees(trees, lengths)
+    return figure
+
+
+def _draw_accuracy(panel: Axes, proposers: Sequence[Guesses]) -> None:
+    for style, each in zip(("o-", "s--", "^:"), proposers, strict=False):
+        for distance, shares in enumerate(each.table.top_k(), 1):
+            panel.plot(
+                range(1, len(shares) + 1),
+                [100 * share for share in shares],
+                style,
+                color=RUN_COLOURS[(distance - 1) % len(RUN_COLOURS)],
+                markersize=4,
+                label=f"{each.name} @{distance}",
+            )
+    panel.set_title("Accuracy by distance")
+    panel.set_xlabel("k candidates")
+    panel.set_ylabel("top-k accuracy, %")
+    panel.set_ylim(0, 100)
+    panel.legend(frameon=False, fontsize=8)
+
+
+def _draw_trees(panel: Axes, lengths: Mapping[str, Sequence[TreeLengths]]) -> None:
+    for style, (name, found) in zip(("o-", "s--", "^:"), lengths.items(), strict=False):
+        for colour, kind in zip(
+            RUN_COLOURS, ("optimal", "dynamic", "static", "random"), strict=False
+        ):
+            values = [getattr(each, kind) for each in found]
+            if values.count(None) == len(values):
+                continue
+            panel.plot(
+                [each.num_inputs for each in found],
+                [float("nan") if value is None else value for value in values],
+                style,
+                color=colour,
+                markersize=4,
+                label=f"{name}, {kind}",
+            )
+    panel.set_title("Trees of a size (predicted)")
+    panel.set_xlabel("inputs of a row in a pass")
+    panel.set_ylabel("tokens per step")
+    panel.legend(frameon=False, fontsize=8)

@@ -1,0 +1,593 @@
+"""Report of `apar evaluate ppd`: the paper's tables and figures as far as a small model shows them.
+
+Tables 1 (sizes), 2, 3 and 7 (variants), figures 6a, 7 and 8, and speculation by live rows: measured
+on this machine next to predictions for GPUs. Not here: attention masks other than the ensemble's
+(table 6) and several exits (table 8), which the training does not have.
+Source: Parallel Prompt Decoding (arXiv 2405.18628).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import torch
+from matplotlib.figure import Figure
+from transformers import AutoModelForCausalLM
+
+from apar_core.errors import EvaluationError
+from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.offline.decoders.interface import DecodeLimits
+from apar_core.offline.decoders.pass_times import (
+    PASSES_FILE,
+    PassTimes,
+    measure_passes,
+    stored_passes,
+)
+from apar_core.offline.evaluation.ppd_measurements import (
+    DRAFT,
+    MAIN_METHODS,
+    MEDUSA,
+    PLAIN,
+    PPD,
+    PPD_APAR,
+    VANILLA,
+    VARIANTS,
+    LivePasses,
+    Method,
+    MethodAnswer,
+    MethodStore,
+    PpdSettings,
+    build_methods,
+    compared_trees,
+    length_interval,
+    measure_methods,
+    sized_tree,
+    train_variants,
+)
+from apar_core.offline.evaluation.ppd_predictions import (
+    MEDUSA_LENGTH,
+    PAPER_TABLES,
+    answer_speedups,
+    medusa_heads_s,
+    memory_table,
+    paper_model,
+    predict_best,
+    prediction_tables,
+)
+from apar_core.offline.evaluation.prompt_sets import load_prompts
+from apar_core.offline.evaluation.replay_text import load_text
+from apar_core.offline.evaluation.speed_run import choose_device, choose_dtype
+from apar_core.offline.speculation.acceptance import VICUNA_7B, AcceptanceTable, read_table
+from apar_core.offline.speculation.prompt_tokens import load_prompt_tokens
+from apar_core.offline.speculation.sparse_tree import FAMILY_ROWS, best_size
+from apar_core.reporting import (
+    PLOT_SETTINGS,
+    RUN_COLOURS,
+    Column,
+    Report,
+    ReportTable,
+    ShowProgress,
+    claim_folder,
+)
+from apar_core.step_costs.gpus import find_gpu
+from apar_core.step_costs.models import find_model
+from apar_core.step_costs.predict import step_costs
+
+_TOP = 5
+_ROW_BINS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16))
+_GPUS = ("a100-80gb", "h100")
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Everything that a run has measured, for the report."""
+
+    settings: PpdSettings
+    methods: Sequence[Method]
+    store: MethodStore
+    prompts: AcceptanceTable
+    medusa: AcceptanceTable
+    variants: Mapping[str, AcceptanceTable]
+    times: PassTimes
+    ensemble: int
+
+
+def run_ppd(settings: PpdSettings, folder: Path, progress: ShowProgress) -> Report:
+    """Measure what the folder does not contain yet; return the report.
+
+    Raises EvaluationError or CheckpointError for invalid settings, weights or folder.
+    """
+    if settings.train_steps and Path(settings.model) != checkpoint_path():
+        raise EvaluationError("--train-steps trains variants of apar-tiny only")
+    questions = load_prompts(settings.prompts, settings.questions)[: settings.limit]
+    text = load_text(settings.model)
+    device = choose_device(settings.device)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        settings.model, dtype=choose_dtype(settings.dtype, device)
+    )
+    model = loaded.to(device).eval()
+    prompts, medusa = read_table(settings.prompt_tokens), read_table(settings.medusa_heads)
+    ensemble = load_prompt_tokens(settings.prompt_tokens).settings.ensemble
+    facts = settings.model_dump(mode="json", exclude={"limit", "questions", "model", "train_steps"})
+    claim_folder(folder, {name: str(value) for name, value in facts.items()})
+    times = stored_passes(folder / PASSES_FILE, lambda: measure_passes(model, settings.context))
+    methods = build_methods(settings, model, text, prompts, medusa, times, ensemble)
+    store = MethodStore(folder / "answers.jsonl")
+    show = progress.start(f"answers to {settings.prompts}", len(questions))
+    limits = DecodeLimits(max_tokens=settings.max_tokens)
+    measure_methods(methods, questions, text, limits, store, show)
+    variants: dict[str, AcceptanceTable] = {}
+    if settings.train_steps:
+        show = progress.start("variants of prompt tokens", len(VARIANTS))
+        variants = train_variants(
+            checkpoint_path(), folder / f"variants-{settings.train_steps}", settings.train_steps,
+            show,
+        )  # fmt: skip
+    run = Measurements(settings, methods, store, prompts, medusa, variants, times, ensemble)
+    return ppd_report(run, _machine(device), len(questions))
+
+
+def _machine(device: str) -> str:
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+
+
+def ppd_report(run: Measurements, machine: str, num_prompts: int) -> Report:
+    """Return the report of a run."""
+    settings = run.settings
+    by_method = {method.name: run.store.of_method(method.name) for method in run.methods}
+    cut = sum(not answer.ended for answers in by_method.values() for answer in answers)
+    facts = {
+        "Model": settings.model_name,
+        "Prompts": f"{num_prompts} of {settings.prompts}, first turns, greedy",
+        "Machine": machine,
+        "Acceptance of prompt tokens": run.prompts.source,
+        "Acceptance of Medusa heads": run.medusa.source,
+    }
+    if cut:
+        facts["Cut off"] = f"{cut} answers, by the token limit or the model's context"
+    different = differing_texts(by_method)
+    facts["Texts"] = (
+        "those of plain for all methods without forks, of vanilla_apar for all with forks"
+        if not different
+        else f"{different} answers differ from those without speculation"
+    )
+    tables = [
+        methods_table(run, by_method),
+        trees_table(run, by_method),
+        live_rows_measured(run, by_method),
+        sizes_table(run, by_method),
+        accuracy_table(run),
+        answers_on_gpu(run, by_method[VANILLA]),
+        *prediction_tables(settings.context),
+    ]
+    figures = {
+        "accuracy": accuracy_figure(run),
+        "memory": memory_figure(),
+        "tree-size": tree_size_figure(run, by_method),
+        "live-rows": live_rows_figure(run, by_method),
+    }
+    return Report("Parallel Prompt Decoding", facts, tables, figures, {})
+
+
+def differing_texts(by_method: Mapping[str, Sequence[MethodAnswer]]) -> int:
+    """Return how many answers differ from those of the same threads without speculation.
+
+    Answers that a limit cut off are left out: where they end depends on the order of the passes.
+    """
+    number = 0
+    for name, answers in by_method.items():
+        base = {each.question_id: each for each in by_method[_unspeculated(name)]}
+        for answer in answers:
+            other = base[answer.question_id]
+            number += answer.ended and other.ended and answer.text != other.text
+    return number
+
+
+def _unspeculated(name: str) -> str:
+    """Return the decoder that writes the same text without speculation."""
+    return PLAIN if name.partition(",")[0] in (PLAIN, PPD, DRAFT) else VANILLA
+
+
+# ---- tables ------------------------------------------------------------------------------------
+
+
+def _total(answers: Sequence[MethodAnswer]) -> LivePasses:
+    return sum((answer.total for answer in answers), LivePasses())
+
+
+def methods_table(
+    run: Measurements, by_method: Mapping[str, Sequence[MethodAnswer]]
+) -> ReportTable:
+    """Return steps, tokens per pass, pass time and speed of all methods."""
+    rows = []
+    for method in run.methods:
+        answers = by_method[method.name]
+        total = _total(answers)
+        same = _total(by_method[_unspeculated(method.name)])
+        length, low, high = length_interval(answers)
+        num_text = sum(answer.text_tokens for answer in answers)
+        plain = by_method[PLAIN]
+        plain_speed = sum(answer.text_tokens for answer in plain) / _total(plain).seconds
+        rows.append(
+            (
+                method.name,
+                float(method.num_inputs),
+                1 + total.passes / len(answers),
+                length,
+                f"{low:.2f} to {high:.2f}",
+                method.expected_length
+                if not method.name.startswith((PPD_APAR, MEDUSA, DRAFT))
+                else None,
+                1e3 * total.seconds / max(total.passes, 1),
+                num_text / total.seconds,
+                same.passes / max(total.passes, 1),
+                same.seconds / total.seconds,
+                num_text / total.seconds / plain_speed,
+            )
+        )
+    return ReportTable(
+        "methods",
+        "Decoders, measured in turn",
+        (
+            Column("Method"),
+            Column("Inputs", ".0f"),
+            Column("Steps per answer", ".1f"),
+            Column("Tokens per thread and pass", ".3f"),
+            Column("95% interval"),
+            Column("Predicted", ".3f"),
+            Column("ms per pass", ".2f"),
+            Column("Tokens/s", ".0f"),
+            Column("Fewer steps", ".2f"),
+            Column("Speed-up", ".2f"),
+            Column("Speed against plain", ".2f"),
+        ),
+        tuple(rows),
+        "Inputs: the largest number of a row at one live row; trees sized by hardware change with "
+        "the live rows. Fewer steps and speed-up: relative to the same texts without speculation "
+        "(plain for ppd, vanilla_apar for the others), the prefill left out. Speed against plain: "
+        "text tokens per second, where texts with and without forks differ.",
+    )
+
+
+def trees_table(run: Measurements, by_method: Mapping[str, Sequence[MethodAnswer]]) -> ReportTable:
+    """Return dynamic, static and random trees of the same size (figure 8a)."""
+    rows = []
+    for method in run.methods:
+        if method.sized in ("dynamic", "static", "random") and method.name.startswith(f"{PPD},"):
+            assert method.tree is not None
+            length, low, high = length_interval(by_method[method.name])
+            last = method.tree.trees[-1]
+            inside = "yes" if low <= method.expected_length <= high else "no"
+            rows.append(
+                (method.name.split(", ")[2], method.sized, float(method.num_inputs),
+                 float(last.num_candidates), float(last.num_prompts), method.expected_length,
+                 length, f"{low:.3f} to {high:.3f}", inside)
+            )  # fmt: skip
+    return ReportTable(
+        "trees",
+        "Dynamic, static and random trees (figure 8a), one live row",
+        (
+            Column("At most"),
+            Column("Tree"),
+            Column("Inputs", ".0f"),
+            Column("Candidates, state M", ".0f"),
+            Column("Prompt tokens, state M", ".0f"),
+            Column("Predicted tokens per pass", ".3f"),
+            Column("Measured", ".3f"),
+            Column("95% interval"),
+            Column("Prediction inside"),
+        ),
+        tuple(rows),
+        f"Dynamic: the best tree of a size. Random trees: seed {run.settings.seed}. Intervals "
+        "are bootstrapped over answers.",
+    )
+
+
+def _binned(answers: Sequence[MethodAnswer], low: int, high: int) -> tuple[LivePasses, int]:
+    """Return the passes with `low` to `high` live threads, and their sum over threads."""
+    parts = [
+        (rows, part)
+        for answer in answers
+        for rows, part in answer.live.items()
+        if low <= rows <= high
+    ]
+    total = sum((part for _, part in parts), LivePasses())
+    return total, sum(rows * part.passes for rows, part in parts)
+
+
+def _fixed_size(run: Measurements) -> int:
+    """Return the middle one of the compared tree sizes."""
+    return sorted(run.settings.tree_sizes)[len(run.settings.tree_sizes) // 2]
+
+
+def _measured_gain(
+    by_method: Mapping[str, Sequence[MethodAnswer]], name: str, low: int, high: int
+) -> float | None:
+    """Return tokens per second relative to vanilla_apar in passes with as many live threads."""
+    speeds = []
+    for each in (name, VANILLA):
+        part, _ = _binned(by_method[each], low, high)
+        if not part.passes or not part.tokens:
+            return None
+        speeds.append(part.tokens / part.seconds)
+    return speeds[0] / speeds[1]
+
+
+def live_rows_measured(
+    run: Measurements, by_method: Mapping[str, Sequence[MethodAnswer]]
+) -> ReportTable:
+    """Return where speculation pays by live rows: measured here, and predicted for GPUs."""
+    size = _fixed_size(run)
+    costs = [step_costs(find_model("llama-7b"), find_gpu(gpu)) for gpu in _GPUS]
+    context = run.settings.context
+    rows = []
+    for low, high in _ROW_BINS:
+        vanilla, _threads = _binned(by_method[VANILLA], low, high)
+        pass_s = run.times.pass_s(high)
+        best = best_size(run.prompts, pass_s, high, ensemble=run.ensemble)
+        heads = best_size(run.medusa, pass_s, high, ensemble=0)
+        rows.append(
+            (
+                str(low) if low == high else f"{low} to {high}",
+                float(vanilla.passes),
+                1e3 * vanilla.seconds / vanilla.passes if vanilla.passes else None,
+                _measured_gain(by_method, PPD_APAR, low, high),
+                _measured_gain(by_method, f"{PPD_APAR}, {size}", low, high),
+                _measured_gain(by_method, MEDUSA, low, high),
+                _measured_gain(by_method, f"{MEDUSA}, {size}", low, high),
+                float(best.num_inputs),
+                best.tokens_per_s * pass_s(high),
+                heads.tokens_per_s * pass_s(high),
+                *(
+                    predict_best(each, table, high, context).speedup
+                    for table in (run.prompts, VICUNA_7B)
+                    for each in costs
+                ),
+            )
+        )
+    return ReportTable(
+        "live-rows",
+        "Speed-up of speculation by live rows",
+        (
+            Column("Live rows"),
+            Column("Passes measured", ".0f"),
+            Column("vanilla_apar, ms per pass", ".2f"),
+            Column("ppd_apar", ".2f"),
+            Column(f"ppd_apar, {size} inputs", ".2f"),
+            Column("medusa_apar", ".2f"),
+            Column(f"medusa_apar, {size} inputs", ".2f"),
+            Column("Best inputs here", ".0f"),
+            Column("predicted: prompts", ".2f"),
+            Column("predicted: Medusa", ".2f"),
+            *(Column(f"7B on {gpu}, this table", ".2f") for gpu in _GPUS),
+            *(Column(f"7B on {gpu}, Vicuna's table", ".2f") for gpu in _GPUS),
+        ),
+        tuple(rows),
+        "Measured: tokens per second in passes with so many live threads, relative to vanilla_apar "
+        "in such passes. Predicted here: from the measured pass times and the acceptance table, at "
+        "the upper end of the range. GPUs: predicted from step costs with this model's acceptance "
+        "table and with the one of Vicuna-7B's authors.",
+    )
+
+
+def sizes_table(run: Measurements, by_method: Mapping[str, Sequence[MethodAnswer]]) -> ReportTable:
+    """Return predicted and measured speed by tree size at one live row (figures 8b and 8c)."""
+    pass_s = run.times.pass_s(1)
+    plain = _total(by_method[PLAIN])
+    rows = []
+    for size in (1, *run.settings.tree_sizes):
+        name = PLAIN if size == 1 else f"{PPD}, dynamic, {size}"
+        method = next(each for each in run.methods if each.name == name)
+        total = _total(by_method[name])
+        rows.append(
+            (
+                float(method.num_inputs),
+                method.expected_length,
+                1e3 * pass_s(method.num_inputs),
+                method.expected_length * pass_s(1) / pass_s(method.num_inputs),
+                1e3 * total.seconds / total.passes,
+                plain.seconds / total.seconds,
+            )
+        )
+    best = best_size(run.prompts, pass_s, 1, ensemble=run.ensemble)
+    measured = max(rows, key=lambda row: row[-1])
+    return ReportTable(
+        "sizes",
+        "Tree size and speed at one live row (figures 8b and 8c)",
+        (
+            Column("Inputs", ".0f"),
+            Column("Tokens per pass", ".3f"),
+            Column("Model's pass (ms)", ".2f"),
+            Column("Predicted speed-up", ".2f"),
+            Column("Measured: pass (ms)", ".2f"),
+            Column("speed-up", ".2f"),
+        ),
+        tuple(rows),
+        f"Predicted best of all sizes: {best.num_inputs} inputs. Measured best of these: "
+        f"{measured[0]:.0f}. The model's pass leaves out proposing and handing out tokens.",
+    )
+
+
+def accuracy_table(run: Measurements) -> ReportTable:
+    """Return top-1 and top-5 accuracy by distance (tables 2, 3 and 7, figure 6a)."""
+    rows = []
+    tables = {
+        "prompt tokens": ("figure 6a", run.prompts),
+        "Medusa heads": ("figure 6a", run.medusa),
+    }
+    tables |= {name: (VARIANTS[name][0], table) for name, table in run.variants.items()}
+    for name, (place, table) in tables.items():
+        sums = table.top_k()
+        cells = [
+            sums[distance][min(top, table.num_ranks) - 1] if distance < len(sums) else None
+            for distance in range(3)
+            for top in (1, _TOP)
+        ]
+        positions = float(table.observations[0]) if table.observations else None
+        rows.append((name, place, *cells, positions))
+    note = "Right among the first k, given that the tokens before were right; the paper's tables "
+    note += "have the share of all positions."
+    if run.variants:
+        note += f" Variants were trained for {run.settings.train_steps} steps each."
+    return ReportTable(
+        "accuracy",
+        "Accuracy by distance on held-out prompts",
+        (
+            Column("Weights"),
+            Column("In the paper"),
+            *(
+                Column(f"@{distance} Top-{top}", ".3f")
+                for distance in (1, 2, 3)
+                for top in (1, _TOP)
+            ),
+            Column("Positions", ",.0f"),
+        ),
+        tuple(rows),
+        note,
+    )
+
+
+def answers_on_gpu(run: Measurements, vanilla: Sequence[MethodAnswer]) -> ReportTable:
+    """Return the predicted speed-up of each decoder on a GPU for the answers of this run."""
+    live = [{rows: part.passes for rows, part in answer.live.items()} for answer in vanilla]
+    sequential = sum(answer.text_tokens + answer.ended for answer in vanilla)
+    rows = []
+    for name, published in PAPER_TABLES.items():
+        for gpu in _GPUS:
+            model = paper_model(name)
+            for source, table, medusa_length in (
+                (f"{name}'s", published, MEDUSA_LENGTH[name]),
+                ("this model's", run.prompts, None),
+            ):
+                speedups = answer_speedups(
+                    step_costs(model, find_gpu(gpu)),
+                    table,
+                    live,
+                    sequential,
+                    run.settings.context,
+                    heads_s=medusa_heads_s(model, gpu),
+                    medusa_length=medusa_length,
+                )
+                rows.append(
+                    (f"{name} on {gpu}", source, *(speedups.get(each) for each in MAIN_METHODS))
+                )
+    return ReportTable(
+        "answers-on-gpu",
+        "These answers on a GPU, predicted, relative to plain",
+        (
+            Column("Model and GPU"),
+            Column("Acceptance"),
+            *(Column(each, ".2f") for each in MAIN_METHODS),
+        ),
+        tuple(rows),
+        f"One answer at a time, {run.settings.context} tokens of context, from the live threads of "
+        "vanilla_apar's passes; plain has to write the same text in one thread. Medusa has table "
+        "1's tree of 63 and its tokens per step at any number of rows.",
+    )
+
+
+# ---- figures -----------------------------------------------------------------------------------
+
+
+def accuracy_figure(run: Measurements) -> Figure:
+    """Return accumulated accuracy by rank for prompt tokens and Medusa heads (figure 6a)."""
+    with mpl.rc_context(PLOT_SETTINGS):
+        figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+        panel = figure.subplots()
+        for table, name, style in (
+            (run.prompts, "prompt tokens", "-"), (run.medusa, "Medusa heads", "--")
+        ):  # fmt: skip
+            for distance, sums in enumerate(table.top_k(), start=1):
+                panel.plot(
+                    range(1, len(sums) + 1), sums, style, color=RUN_COLOURS[distance - 1],
+                    label=f"{name} @{distance}",
+                )  # fmt: skip
+        panel.set(xlabel="Top-k", ylabel="Accuracy", ylim=(0, 1.02))
+        panel.set_title("Accuracy of guesses by distance")
+        panel.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def memory_figure() -> Figure:
+    """Return the bytes beside each model's weights (figure 7), on a logarithmic axis."""
+    rows = memory_table().rows[::-1]
+    with mpl.rc_context(PLOT_SETTINGS):
+        figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+        panel = figure.subplots()
+        panel.barh([str(row[0]) for row in rows], [float(row[1] or 0) for row in rows])
+        panel.set_xscale("log")
+        panel.set(xlabel="Bytes")
+        panel.set_title("Memory beside the model's weights, counted")
+    return figure
+
+
+def tree_size_figure(run: Measurements, by_method: Mapping[str, Sequence[MethodAnswer]]) -> Figure:
+    """Return tokens per pass by tree size: predicted lines, measured points (figure 8a)."""
+    sizes = (4, 6, 8, 12, 16, 24, 32, 48, 64)
+    curves: dict[str, list[float]] = {"dynamic": [], "static": [], "random": []}
+    for size in sizes:
+        trees = compared_trees(run.prompts, size, run.ensemble, run.settings.seed)
+        for kind, tree in trees.items():
+            curves[kind].append(tree.expected_length())
+    medusa = [sized_tree(run.medusa, size, 0).expected_length() for size in sizes]
+    with mpl.rc_context(PLOT_SETTINGS):
+        figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+        panel = figure.subplots()
+        for colour, (kind, lengths) in zip(RUN_COLOURS, curves.items(), strict=False):
+            panel.plot(sizes, lengths, color=colour, label=f"{kind}, predicted")
+            for size in run.settings.tree_sizes:
+                length, low, high = length_interval(by_method[f"{PPD}, {kind}, {size}"])
+                panel.errorbar(
+                    [size], [length], yerr=[[length - low], [high - length]], fmt="o", color=colour
+                )
+        panel.plot(sizes, medusa, "--", color=RUN_COLOURS[3], label="Medusa heads, predicted")
+        panel.set(xlabel="Inputs of a row in a pass", ylabel="Tokens per pass")
+        panel.set_title("Tree size: predicted, and measured with 95% intervals")
+        panel.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def live_rows_figure(run: Measurements, by_method: Mapping[str, Sequence[MethodAnswer]]) -> Figure:
+    """Return the speed-up of speculation by live rows, measured and predicted."""
+    with mpl.rc_context(PLOT_SETTINGS):
+        figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+        panel = figure.subplots()
+        for colour, gpu in zip(RUN_COLOURS, _GPUS, strict=False):
+            costs = step_costs(find_model("llama-7b"), find_gpu(gpu))
+            speedups = [
+                predict_best(costs, VICUNA_7B, rows, run.settings.context).speedup
+                for rows in FAMILY_ROWS
+            ]
+            panel.plot(FAMILY_ROWS, speedups, color=colour, label=f"Vicuna-7B on {gpu}, predicted")
+        here = []
+        for rows in FAMILY_ROWS:
+            pass_s = run.times.pass_s(rows)
+            best = best_size(run.prompts, pass_s, rows, ensemble=run.ensemble)
+            here.append(best.tokens_per_s * pass_s(rows))
+        panel.plot(FAMILY_ROWS, here, color=RUN_COLOURS[2], label="this machine, predicted")
+        for name, marker in ((PPD_APAR, "o"), (f"{PPD_APAR}, {_fixed_size(run)}", "s")):
+            points = [
+                (high, gain)
+                for low, high in _ROW_BINS
+                if (gain := _measured_gain(by_method, name, low, high)) is not None
+            ]
+            panel.plot(
+                [rows for rows, _ in points], [gain for _, gain in points], marker,
+                color=RUN_COLOURS[3], label=f"{name} here, measured",
+            )  # fmt: skip
+        panel.axhline(1.0, color="#9aa5b1", linewidth=0.8)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(FAMILY_ROWS, [str(rows) for rows in FAMILY_ROWS])
+        panel.set(xlabel="Live rows", ylabel="Speed-up over no speculation")
+        panel.set_title("Where speculation stops paying")
+        panel.legend(frameon=False, fontsize=8)
+    return figure

@@ -1,0 +1,150 @@
+"""Measurements of Parallel Prompt Decoding: trees, pass times, answers and their report."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.models.apar_tiny_medusa import heads_path
+from apar_core.offline.decoders.interface import DecodedAnswer, DecodedThread, StepRecord
+from apar_core.offline.evaluation.ppd_measurements import (
+    VARIANTS,
+    LivePasses,
+    MethodAnswer,
+    MethodStore,
+    compared_trees,
+    length_interval,
+    method_answer,
+    sized_tree,
+)
+from apar_core.offline.speculation.acceptance import AcceptanceTable
+from apar_core.offline.speculation.prompt_tokens import PromptTokens, save_prompt_tokens
+from apar_core.offline.speculation.train_prompts import tiny_prompt_recipe
+from apar_core.tree.thread_names import ROOT_THREAD
+from tests.fakes import apar_command
+
+TABLE = AcceptanceTable(
+    probabilities=((0.5, 0.2, 0.1), (0.4, 0.2, 0.1), (0.3, 0.1, 0.1)),
+    observations=(100, 100, 100),
+    source="made up",
+)
+
+
+def answer_of(question_id: str, live: dict[int, tuple[int, int]]) -> MethodAnswer:
+    return MethodAnswer(
+        question_id=question_id, method="ppd", text_tokens=4, ended=True, text="", prefill_s=0.0,
+        live={rows: LivePasses(passes=n, tokens=t, seconds=1.0) for rows, (n, t) in live.items()},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [4, 8, 16, 32])
+def test_compared_trees_fit_their_size_and_rank_as_in_the_paper(size: int) -> None:
+    trees = compared_trees(TABLE, size, 1, seed=0)
+    lengths = {kind: tree.expected_length() for kind, tree in trees.items()}
+
+    assert all(tree.num_inputs() <= size for kind, tree in trees.items() if kind != "random")
+    assert lengths["dynamic"] >= lengths["static"] - 1e-9
+    assert lengths["dynamic"] >= lengths["random"] - 1e-9
+
+
+def test_medusa_heads_need_no_inputs_for_prompts() -> None:
+    heads, prompts = sized_tree(TABLE, 8, 0), sized_tree(TABLE, 8, 1)
+
+    assert heads.trees[-1].num_candidates == 7
+    assert heads.expected_length() > prompts.expected_length()
+
+
+def test_an_answer_is_measured_by_live_threads_without_its_prefill() -> None:
+    records = (
+        StepRecord(1, 1, 1, 9.0, 3, 3),
+        StepRecord(2, 1, 2, 0.1, 4, 4),
+        StepRecord(3, 2, 3, 0.2, 4, 4),
+        StepRecord(4, 2, 1, 0.4, 4, 4),
+    )
+    threads = (DecodedThread(ROOT_THREAD, None, 0, (5, 6, 7), True),)
+
+    answer = method_answer("q", "ppd", DecodedAnswer(threads, records, 3, None), "text")
+
+    assert answer.prefill_s == 9.0
+    assert answer.live[1] == LivePasses(passes=1, tokens=2, seconds=0.1)
+    assert answer.live[2].tokens == 4
+    assert answer.thread_passes == 1 + 2 * 2
+    assert answer.total.seconds == pytest.approx(0.7)
+
+
+def test_the_interval_of_equal_answers_is_a_point() -> None:
+    answers = [answer_of(str(number), {1: (2, 4), 2: (1, 4)}) for number in range(5)]
+
+    assert length_interval(answers) == (2.0, 2.0, 2.0)
+
+
+def test_stored_answers_are_found_again(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    MethodStore(path).add(answer_of("7", {3: (1, 2)}))
+
+    again = MethodStore(path)
+
+    assert again.has("7", "ppd")
+    assert not again.has("7", "plain")
+    assert again.of_method("ppd")[0].live == {3: LivePasses(passes=1, tokens=2, seconds=1.0)}
+
+
+def test_variants_change_settings_that_the_recipe_has() -> None:
+    fields = set(type(tiny_prompt_recipe().recipe).model_fields)
+
+    for _, change in VARIANTS.values():
+        assert set(change) <= fields | {"steps_divisor", "batch_divisor"}
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> tuple[Path, Path]:
+    """Untrained prompt tokens and the Medusa heads, with made-up acceptance tables."""
+    prompts, heads = tmp_path / "prompts", tmp_path / "heads"
+    model = AutoModelForCausalLM.from_pretrained(checkpoint_path(), dtype=torch.float32)
+    save_prompt_tokens(PromptTokens.like_text(model), prompts)
+    TABLE.write(prompts)
+    shutil.copytree(heads_path(), heads)
+    two = AcceptanceTable(
+        probabilities=TABLE.probabilities[:2], observations=(100, 100), source="made up"
+    )
+    two.write(heads)
+    return prompts, heads
+
+
+@pytest.mark.slow
+def test_the_command_writes_its_report_and_continues(
+    tmp_path: Path, weights: tuple[Path, Path]
+) -> None:
+    out = tmp_path / "out"
+    command = (
+        *("evaluate", "ppd", "--prompt-tokens", weights[0], "--medusa-heads", weights[1]),
+        *("--max-tokens", "60", "--context", "16", "--tree-sizes", "4", "--out", out),
+        *("--draft-model", checkpoint_path(), "--draft-prompts", weights[0]),
+    )
+
+    code, output = apar_command.run(*command, "--answers", "1")
+    assert code == 0, output
+    written = (out / "answers.jsonl").read_text()
+    code, output = apar_command.run(*command, "--answers", "2")
+
+    assert code == 0, output
+    assert (out / "answers.jsonl").read_text().startswith(written)
+    assert "differ from" not in output
+    assert (out / "report.html").is_file()
+    methods = (out / "tables" / "methods.csv").read_text()
+    assert '"draft, plain"' in methods
+    assert '"draft, ppd"' in methods
+    tables = {path.stem for path in (out / "tables").glob("*.csv")}
+    assert {"methods", "trees", "live-rows", "sizes", "chain-in-vllm", "memory"} <= tables
+
+
+def test_another_model_needs_its_own_weights(tmp_path: Path) -> None:
+    code, output = apar_command.run("evaluate", "ppd", "--model", "x/y", "--out", tmp_path / "o")
+
+    assert code == 1
+    assert "x/y needs --prompt-tokens and --medusa-heads" in output

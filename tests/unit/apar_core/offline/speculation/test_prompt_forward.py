@@ -1,0 +1,219 @@
+"""Prompt tokens on packed trees: what they read and imitate, and what gradients reach."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import LlamaForCausalLM
+
+from apar_core.offline.data.records import ParagraphRecord, chain
+from apar_core.offline.speculation.prompt_forward import (
+    Insertions,
+    PromptCollator,
+    insertions,
+    prompt_logits,
+    prompt_mask,
+)
+from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, written_out
+from apar_core.offline.training.tree_trainer import Batch, TreeCollator
+from tests.unit.apar_core.offline.training.random_trees import (
+    PAD_ID,
+    TOKENS,
+    packed,
+    random_model,
+    trees,
+)
+
+COLLATOR = PromptCollator(TreeCollator(PAD_ID))
+rows_of_trees = st.lists(trees, min_size=1, max_size=3)
+
+
+def embeddings(num_prompts: int = 3, ensemble: int = 2) -> Tensor:
+    generator = torch.Generator().manual_seed(num_prompts * 10 + ensemble)
+    return torch.randn(num_prompts, ensemble, 32, generator=generator)
+
+
+def path_to(tree: PackedTree, index: int) -> list[int]:
+    """Return the row indices on a token's path, the token included."""
+    path = [index]
+    while path[0] > 0:
+        before = path[0] - 1
+        segment = tree.segments[path[0]]
+        while tree.segments[before] != segment and before >= 0:
+            before -= 1
+        if before < 0:
+            parent = tree.segment_parents[segment]
+            assert parent is not None
+            before = max(i for i, each in enumerate(tree.segments) if each == parent)
+        path.insert(0, before)
+    return path
+
+
+def chains(places: Insertions) -> list[tuple[int, int, int, int]]:
+    """Return row, token, prompt token and teacher of each prediction."""
+    return [
+        (row, int(places.after_BN[row, n]), d, int(places.teacher_BNM[row, n, d]))
+        for row, n, d in places.learned_BNM.nonzero().tolist()
+    ]
+
+
+def test_a_small_tree_gives_the_teachers_worked_out_by_hand() -> None:
+    tree = packed("hg", chain([("a", ParagraphRecord("bc"))], closing="d"))
+
+    places = insertions(COLLATOR([tree]), 2)
+
+    # The row: 0 h, 1 g, 2 a, 3 [Fork], 4 [Child], 5 b, 6 c, 7 end, 8 d, 9 end
+    assert [(after, d, teacher) for _, after, d, teacher in chains(places)] == [
+        (1, 0, 2), (1, 1, 3),
+        (2, 0, 3), (2, 1, 8),
+        (3, 0, 8),
+        (4, 0, 5), (4, 1, 6),
+        (5, 0, 6),
+    ]  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=rows_of_trees)
+def test_teachers_predict_the_later_tokens_of_the_same_thread(rows: list[PackedTree]) -> None:
+    found = chains(insertions(COLLATOR(rows), 3))
+
+    expected = set()
+    for number, tree in enumerate(rows):
+        for written in written_out(tree, TOKENS):
+            path = tuple(written.token_ids)
+            for at, target in enumerate(written.targets):
+                for d in range(3):
+                    if target != IGNORED_TARGET and at + d + 2 < len(path):
+                        expected.add((number, path[: at + 1], d, path[at + d + 2]))
+    assert {
+        (
+            row,
+            tuple(rows[row].token_ids[index] for index in path_to(rows[row], after)),
+            d,
+            rows[row].targets[teacher],
+        )
+        for row, after, d, teacher in found
+    } == expected
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=rows_of_trees, share=st.sampled_from([0.1, 0.5, 0.9]), seed=st.integers(0, 5))
+def test_a_random_share_of_the_places_is_drawn_per_row(
+    rows: list[PackedTree], share: float, seed: int
+) -> None:
+    batch = COLLATOR(rows)
+    every = chains(insertions(batch, 2))
+
+    drawn, again = (
+        chains(insertions(batch, 2, share, torch.Generator().manual_seed(seed))) for _ in range(2)
+    )
+
+    assert drawn == again
+    assert set(drawn) <= set(every)
+    for row in range(len(rows)):
+        num_all = len({place for place in every if place[0] == row and place[2] == 0})
+        num_drawn = len({place for place in drawn if place[0] == row and place[2] == 0})
+        assert num_all * share <= num_drawn < num_all * share + 1
+
+
+@settings(max_examples=10, deadline=None)
+@given(rows=rows_of_trees)
+def test_teachers_predict_as_if_there_were_no_prompt_tokens(rows: list[PackedTree]) -> None:
+    model, batch = random_model(), COLLATOR(rows)
+    places = insertions(batch, 2)
+
+    _, teacher_KV = prompt_logits(model, embeddings(2), batch, places)
+
+    alone = {}
+    for row, tree in enumerate(rows):
+        for written in written_out(tree, TOKENS):
+            with torch.no_grad():
+                logits_TV = model(input_ids=torch.tensor([written.token_ids])).logits[0]
+            for at, logits_V in enumerate(logits_TV):
+                alone[row, tuple(written.token_ids[: at + 1])] = logits_V
+    expected_KV = [
+        alone[row, tuple(rows[row].token_ids[index] for index in path_to(rows[row], teacher))]
+        for row, _, _, teacher in chains(places)
+    ]
+    if expected_KV:
+        torch.testing.assert_close(teacher_KV, torch.stack(expected_KV), rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=10, deadline=None)
+@given(tree=trees)
+def test_prompt_tokens_predict_in_training_as_behind_the_same_prefix_alone(
+    tree: PackedTree,
+) -> None:
+    """A decoder computes the path as a sequence, followed by one member of each prompt token."""
+    model, batch, prompts_MED = random_model(), COLLATOR([tree]), embeddings()
+    places = insertions(batch, 3)
+
+    with torch.no_grad():
+        logits_KEV, _ = prompt_logits(model, prompts_MED, batch, places)
+
+    text, alone_EMV = model.get_input_embeddings(), torch.empty(0)
+    for logits_EV, (_, after, d, _) in zip(logits_KEV, chains(places), strict=True):
+        if d == 0:
+            ids = [tree.token_ids[index] for index in path_to(tree, after)]
+            with torch.no_grad():
+                path_ETD = text(torch.tensor(ids)).expand(2, -1, -1)
+                sequence = torch.cat((path_ETD, prompts_MED.transpose(0, 1)), 1)
+                alone_EMV = model(inputs_embeds=sequence).logits[:, -3:]
+        torch.testing.assert_close(logits_EV, alone_EMV[:, d], rtol=1e-4, atol=1e-4)
+
+
+def fixed_batch() -> tuple[LlamaForCausalLM, Batch, Insertions]:
+    answer = chain([("ab", ParagraphRecord("cd")), ("e", ParagraphRecord("f"))], closing="gh")
+    batch = COLLATOR([packed("hg", answer), packed("a", ParagraphRecord("bcde"))])
+    return random_model(), batch, insertions(batch, 3)
+
+
+@pytest.mark.parametrize("member", [0, 1])
+def test_no_gradient_passes_between_members_of_an_ensemble(member: int) -> None:
+    model, batch, places = fixed_batch()
+    prompts_MED = embeddings().requires_grad_()
+
+    logits_KEV, _ = prompt_logits(model, prompts_MED, batch, places)
+    logits_KEV[:, member].square().sum().backward()
+
+    gradient_MED = prompts_MED.grad
+    assert gradient_MED is not None
+    assert gradient_MED[:, 1 - member].count_nonzero() == 0
+    assert (gradient_MED[:, member].abs().sum(-1) > 0).all()
+
+
+def test_gradients_reach_the_prompt_tokens_before_and_nothing_else() -> None:
+    model, batch, places = fixed_batch()
+    prompts_MED = embeddings().requires_grad_()
+    depth_K = places.learned_BNM.nonzero()[:, 2]
+
+    logits_KEV, teacher_KV = prompt_logits(model, prompts_MED, batch, places)
+    logits_KEV[depth_K == 1].square().sum().backward()
+
+    gradient_MED = prompts_MED.grad
+    assert gradient_MED is not None
+    assert (gradient_MED[:2].abs().sum(-1) > 0).all()
+    assert gradient_MED[2].count_nonzero() == 0
+    assert not teacher_KV.requires_grad
+
+
+@settings(max_examples=15, deadline=None)
+@given(rows=rows_of_trees)
+def test_flex_attention_and_sdpa_masks_are_equal(rows: list[PackedTree]) -> None:
+    batch = COLLATOR(rows)
+    after_BP = insertions(batch, 3).after_BN.repeat_interleave(6, dim=1)
+
+    expected = prompt_mask(random_model(), batch, after_BP, 3, 2)
+    flex = prompt_mask(random_model(attention="flex_attention"), batch, after_BP, 3, 2)
+
+    assert isinstance(expected, Tensor)
+    assert isinstance(flex, BlockMask)
+    num_rows, _, num_queries, num_keys = expected.shape
+    row, query, key = torch.meshgrid(
+        torch.arange(num_rows), torch.arange(num_queries), torch.arange(num_keys), indexing="ij"
+    )
+    assert torch.equal(flex.mask_mod(row, torch.zeros_like(row), query, key), expected[:, 0])

@@ -1,0 +1,104 @@
+"""The page on Parallel Prompt Decoding has the numbers of the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from apar_core.offline.evaluation.ppd_predictions import (
+    CHAIN_THRESHOLD,
+    PAPER_MEDUSA_HEADS,
+    PAPER_TABLES,
+    GpuPrediction,
+    medusa_chain_length,
+    medusa_parameters,
+    paper_model,
+    paper_tree,
+    predict_best,
+    predict_chain,
+    predict_gpu,
+    prompt_parameters,
+    prompt_share,
+    published_sizes,
+)
+from apar_core.offline.speculation.acceptance import VICUNA_7B
+from apar_core.step_costs.gpus import find_gpu
+from apar_core.step_costs.models import find_model
+from apar_core.step_costs.predict import step_costs
+
+TEXT = (Path(__file__).resolve().parents[3] / "docs" / "ppd.md").read_text(encoding="utf-8")
+FLAT = " ".join(TEXT.split())
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in TEXT.splitlines()
+    if line.startswith("|")
+]
+
+
+def row(name: str) -> list[str]:
+    [found] = [cells for cells in ROWS if cells[0] == name]
+    return found[1:]
+
+
+def test_shares_of_trained_parameters_are_counted() -> None:
+    models = {each.model.name: each.model for each in published_sizes()}
+    named = {
+        "MobileLLaMA-1.4B": models["MobileLLaMA-1.4B"],
+        "Vicuna-7B": paper_model("Vicuna-7B"),
+        "Vicuna-13B": paper_model("Vicuna-13B"),
+        "apar-tiny": find_model("apar-tiny"),
+    }
+    for name, model in named.items():
+        assert row(name)[0] == f"{100 * prompt_share(model):.2e} %"
+
+
+def test_bytes_are_counted() -> None:
+    model = paper_model("Vicuna-7B")
+    for number in (
+        4 * prompt_parameters(model),
+        2 * medusa_parameters(model, PAPER_MEDUSA_HEADS),
+        105 * model.kv_bytes_per_token,
+        63 * model.kv_bytes_per_token,
+    ):
+        assert f"{number:,} bytes" in FLAT
+
+
+def test_tokens_per_step_of_the_paper_s_trees_are_those_of_the_code() -> None:
+    assert f"yield {paper_tree('Vicuna-7B').expected_length():.2f} tokens per step" in FLAT
+
+
+@pytest.mark.parametrize(("gpu", "title"), [("a100-80gb", "A100-80GB"), ("h100", "H100")])
+def test_live_rows_are_those_of_the_code(gpu: str, title: str) -> None:
+    start = TEXT.index(f"| Vicuna-7B on {title}, live rows |")
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")][1:]
+        for line in TEXT[start:].splitlines()[2:5]
+    ]
+    found: GpuPrediction = predict_gpu("Vicuna-7B", gpu, 512)
+
+    assert lines[0] == [str(each.num_inputs) for each in found.prompts]
+    assert lines[1] == [f"{each.speedup:.2f}" for each in found.prompts]
+    assert lines[2] == [f"{each.speedup:.2f}" for each in found.paper_prompts]
+
+
+def test_many_live_rows_are_those_of_the_code() -> None:
+    rows = [int(cell) for cell in row("Speed-up of Vicuna-7B with the best tree, live rows")]
+    for title, gpu in (("A100-80GB", "a100-80gb"), ("H100", "h100"), ("H200", "h200")):
+        costs = step_costs(paper_model("Vicuna-7B"), find_gpu(gpu))
+        found = [predict_best(costs, VICUNA_7B, number, 512).speedup for number in rows]
+        assert row(title) == [f"{speedup:.2f}" for speedup in found]
+
+
+def test_the_chain_is_that_of_the_code() -> None:
+    for name, table in PAPER_TABLES.items():
+        for place, gpu in enumerate(("a100-80gb", "h100", "h200")):
+            costs = step_costs(paper_model(name), find_gpu(gpu))
+            chain = predict_chain(costs, table, 2, rows=1, context=512)
+            assert row(f"{name}, chain of 2: speed-up")[place] == f"{chain.speedup:.2f}"
+            if name == "Vicuna-7B":
+                spare = row(f"{name}, chain of 2: spare time per step (ms)")[place]
+                assert spare == f"{1e3 * chain.spare_s:.2f}"
+    assert f"limit of {CHAIN_THRESHOLD}" in FLAT
+    assert re.search(rf"would yield {medusa_chain_length(VICUNA_7B):.2f} tokens per step", FLAT)
