@@ -53,16 +53,17 @@ LAYERS = {
         "models": set(),
         "scheduler": {"step_costs", "tree"},
         "engine": {"formats", "scheduler", "tree"},
-        "offline": {"formats", "models", "tree"},
+        "offline": {"formats", "models", "step_costs", "tree"},
         "virtual": {"engine", "formats", "models", "offline", "scheduler", "step_costs", "tree"},
         "workload": {"formats", "offline", "tree"},
     },
     "apar_core.offline": {
         "data": set(),
         "training": {"data"},
-        "speculation": {"data", "training"},
+        # Acceptance is measured on answers that the decoders generate.
+        "speculation": {"data", "decoders", "training"},
         "decoders": {"speculation", "training"},
-        "evaluation": {"data", "decoders", "training"},
+        "evaluation": {"data", "decoders", "speculation", "training"},
     },
     "deployments": {
         "app": {"gateway", "metrics", "relay", "replica", "routing", "tracing", "wire"},
