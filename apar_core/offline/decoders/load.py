@@ -51,6 +51,7 @@ from apar_core.offline.speculation.sparse_tree import (
     tree_family,
 )
 from apar_core.offline.training.tree_forward import limited_attention
+from apar_core.step_costs.costs import StepCosts
 from apar_core.tree.restore import TreeStream
 
 DecoderName = Literal["plain", "vanilla_apar", "medusa_apar", "ppd", "ppd_apar"]
@@ -62,20 +63,23 @@ PROMPTED: frozenset[str] = frozenset({"ppd", "ppd_apar"})
 
 # On a GPU passes are memory-bound, so more candidates cost little; a CPU computes each one.
 _CANDIDATES_ON_CPU, _CANDIDATES_ON_GPU = 1, 2
-# Tokens that make a pass twice as long as its fixed costs. GPU: PPD (arXiv 2405.18628), table 1,
-# where 60 tokens of a 13B model take 15 % longer than one. CPU: apar-tiny on one core, whose passes
-# take 3.5 ms with one token, 6.3 with 16 and 11.5 with 64.
-_DOUBLING_ON_CPU, _DOUBLING_ON_GPU = 32, 400
+# Milliseconds of a pass of apar-tiny in float32 on one core by its tokens, with its proposals.
+_CPU_PASS_MS = ((1, 3.5), (4, 4.5), (8, 5.5), (16, 6.3), (32, 8.2), (64, 11.5))
+# Tokens that make a pass on a GPU twice as long: in table 1 of PPD (arXiv 2405.18628), 60 tokens of
+# a 13B model take 15 % longer than one.
+_DOUBLING_ON_GPU = 400
 
 
 def pass_seconds(device: torch.device) -> Callable[[int], float]:
-    """Return the default duration of a pass by its tokens, relative to a pass of fixed costs only.
+    """Return the default duration of a pass by its tokens; only the ratios count.
 
     Fixed values keep sampled answers reproducible. Measured durations give better trees:
     pass them as `pass_times` to `load_decoder`.
     """
-    doubling = _DOUBLING_ON_CPU if device.type == "cpu" else _DOUBLING_ON_GPU
-    return lambda num_tokens: 1 + num_tokens / doubling
+    if device.type != "cpu":
+        return lambda num_tokens: 1 + num_tokens / _DOUBLING_ON_GPU
+    costs = StepCosts("apar-tiny", "measured", "one core", _CPU_PASS_MS, 0.0)
+    return costs.matrix_time_s
 
 
 @dataclass(frozen=True, slots=True)
