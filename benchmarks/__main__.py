@@ -70,7 +70,7 @@ def decoders(
     answers: Annotated[int, typer.Option(min=1, help="Number of answers per repeat.")] = 12,
     cpu_threads: Annotated[int, typer.Option(min=1, help="Number of CPU threads.")] = 1,
 ) -> None:
-    """Compare the decoders plain, vanilla_apar and medusa_apar on the same answers."""
+    """Compare the decoders five decoders on the same answers."""
     import torch
 
     from benchmarks import decoders
