@@ -5,6 +5,7 @@ No test reaches another machine, and the tests share its cores.
 
 import gc
 import os
+import signal
 from typing import Any
 
 import pytest
@@ -20,6 +21,10 @@ os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 for name, value in SERVE_FLAGS.items():
     os.environ.setdefault(name, value)
+
+# A background job of a shell ignores SIGINT, and would hand that down to the commands of tests.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # By default an example fails after 0.2 s, which a busy machine cannot promise.
 settings.register_profile("no deadline", deadline=None)

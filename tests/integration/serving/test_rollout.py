@@ -18,6 +18,7 @@ def engines(server: Server) -> list[int]:
     return [process.pid for process in server.processes(ENGINE)]
 
 
+@pytest.mark.slow
 async def test_rollouts_under_load_lose_no_request(
     shared: SharedServer, server: Server, tmp_path: Path
 ) -> None:

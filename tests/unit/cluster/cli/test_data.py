@@ -151,8 +151,6 @@ def test_ctrl_c_leaves_nothing_and_no_traceback(tmp_path: Path, workers: str) ->
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # A background job of a shell hands down that it ignores SIGINT.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     with source.open("w") as pipe:
         pipe.write(chat(LIST) * 200)

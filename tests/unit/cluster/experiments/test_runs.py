@@ -96,6 +96,7 @@ def test_each_method_submits_as_many_sequences_as_it_should(runs: dict[str, Run]
         "eager": NUM_ANSWERS + FORKS,
         "adaptive": NUM_ANSWERS + FORKS,
         "sequential-reserve": NUM_ANSWERS,
+        "eager-unreserved": NUM_ANSWERS + FORKS,
         "client-forking": NUM_ANSWERS + FORKS,
         "skeleton": NUM_ANSWERS + FORKS,
         # The rest of the parent is a request of its own.
