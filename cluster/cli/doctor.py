@@ -20,7 +20,7 @@ from rich.text import Text
 
 from apar_core.errors import CheckpointError
 from cluster.cli.options import Model
-from cluster.config.model import DEFAULT_MODEL, PRESETS
+from cluster.config.model import DEFAULT_MODEL, model_path
 
 if TYPE_CHECKING:
     from apar_core.engine.checkpoint import CheckpointReport
@@ -159,7 +159,7 @@ def check_checkpoint(model: str) -> list[Finding]:
     # Importing vLLM takes seconds, and `apar --help` must be fast.
     from apar_core.engine.checkpoint import inspect_checkpoint
 
-    path = PRESETS[model].path if model in PRESETS else model
+    path = model_path(model)
     try:
         return [Finding("checkpoint", path), *describe(inspect_checkpoint(path))]
     except CheckpointError as error:

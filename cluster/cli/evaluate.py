@@ -33,7 +33,7 @@ from cluster.cli.options import (
     out_option,
 )
 from cluster.cli.terminal import clear_errors, print_table, show_report, stage_progress
-from cluster.config.model import DEFAULT_MODEL, PRESETS
+from cluster.config.model import DEFAULT_MODEL, model_path
 
 if TYPE_CHECKING:
     from apar_core.offline.evaluation.chat_endpoint import EndpointSettings
@@ -125,7 +125,7 @@ def speed(
     from apar_core.reporting import write_report
 
     def path_of(name: str) -> str:
-        return PRESETS[name].path if name in PRESETS else name
+        return model_path(name)
 
     with clear_errors():
         settings = SpeedSettings(
@@ -187,15 +187,12 @@ def acceptance(
     [bold]apar evaluate acceptance --model out/apar-7b --prompt-tokens out/prompts --measure[/bold]
     """
     # Importing torch takes seconds, and `apar --help` must be fast.
-    from apar_core.models.apar_tiny_medusa import heads_path
-    from apar_core.models.apar_tiny_prompts import prompts_path
     from apar_core.offline.evaluation.acceptance_report import AcceptanceSettings, run_acceptance
 
-    if model == DEFAULT_MODEL and prompt_tokens is None and medusa_heads is None:
-        prompt_tokens, medusa_heads = prompts_path(), heads_path()
+    prompt_tokens, medusa_heads = _weights(model, prompt_tokens, medusa_heads)
     with clear_errors():
         settings = AcceptanceSettings(
-            model=PRESETS[model].path if model in PRESETS else model,
+            model=model_path(model),
             model_name=model,
             prompt_tokens=prompt_tokens,
             medusa_heads=medusa_heads,
@@ -228,15 +225,12 @@ def passes(
     [bold]apar evaluate passes --out out/passes[/bold]
     """
     # Importing torch takes seconds, and `apar --help` must be fast.
-    from apar_core.models.apar_tiny_medusa import heads_path
-    from apar_core.models.apar_tiny_prompts import prompts_path
     from apar_core.offline.evaluation.passes_report import PassSettings, run_passes
 
-    if model == DEFAULT_MODEL and prompt_tokens is None and medusa_heads is None:
-        prompt_tokens, medusa_heads = prompts_path(), heads_path()
+    prompt_tokens, medusa_heads = _weights(model, prompt_tokens, medusa_heads)
     with clear_errors():
         settings = PassSettings(
-            model=PRESETS[model].path if model in PRESETS else model,
+            model=model_path(model),
             model_name=model,
             prompt_tokens=prompt_tokens,
             medusa_heads=medusa_heads,
@@ -246,6 +240,18 @@ def passes(
             dtype=dtype,
         )
         show_report(run_passes(settings, out), out)
+
+
+def _weights(
+    model: str, prompt_tokens: Path | None, medusa_heads: Path | None
+) -> tuple[Path | None, Path | None]:
+    """Return the folders as given; those of the default model if none was given for it."""
+    from apar_core.models.apar_tiny_medusa import heads_path
+    from apar_core.models.apar_tiny_prompts import prompts_path
+
+    if model == DEFAULT_MODEL and prompt_tokens is None and medusa_heads is None:
+        return prompts_path(), heads_path()
+    return prompt_tokens, medusa_heads
 
 
 @evaluate.command()
@@ -304,7 +310,7 @@ def ppd(
     from apar_core.offline.evaluation.ppd import run_ppd
     from apar_core.offline.evaluation.ppd_measurements import PpdSettings
 
-    path = PRESETS[model].path if model in PRESETS else model
+    path = model_path(model)
     with clear_errors():
         if (prompt_tokens is None or medusa_heads is None) and Path(path) != checkpoint_path():
             raise EvaluationError(f"{model} needs --prompt-tokens and --medusa-heads")

@@ -52,6 +52,12 @@ PRESETS = {
 }
 
 
+def model_path(name: str) -> str:
+    """Return the checkpoint of a preset; folders and Hugging Face names stay as they are."""
+    preset = PRESETS.get(name)
+    return name if preset is None else preset.path
+
+
 class ForkLimits(BaseModel):
     """Limits on forking; unset fields use the engine's defaults."""
 

@@ -17,7 +17,7 @@ from apar_core.scheduler.fork_policy import build_policy
 from apar_core.scheduler.step_time import StepClock
 from apar_core.step_costs.models import find_model
 from apar_core.virtual.engine import VirtualEngine, VirtualSpec
-from cluster.config.model import PRESETS
+from cluster.config.model import model_path
 from cluster.experiments.methods import Policy, Workload, load_workload, marker_id
 
 if TYPE_CHECKING:
@@ -343,9 +343,3 @@ def replaying_engine(
         kv_bytes = 2 * num_blocks * block_size * find_model(path).kv_bytes_per_token
         memory = {"num_gpu_blocks_override": num_blocks, "kv_cache_memory_bytes": kv_bytes}
     return OfflineEngine(path, logits_processors=[REPLAY], **{**memory, **arguments})
-
-
-def model_path(model: str) -> str:
-    """Return the folder of a preset; other names as they are."""
-    preset = PRESETS.get(model)
-    return model if preset is None else preset.path

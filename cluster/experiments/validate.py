@@ -34,6 +34,7 @@ from apar_core.step_costs.costs import StepCosts
 from apar_core.virtual.engine import VirtualEngine, VirtualSpec
 from apar_core.workload.replay_answers import ReplayAnswer, replay_answers
 from apar_core.workload.trace import read_trace
+from cluster.config.model import model_path
 from cluster.experiments.calibrate import (
     Grid,
     StepTimer,
@@ -45,7 +46,7 @@ from cluster.experiments.calibrate import (
     plain_sample,
     read_samples,
 )
-from cluster.experiments.engine import Conditions, ExperimentEngine, hidden_ids, model_path
+from cluster.experiments.engine import Conditions, ExperimentEngine, hidden_ids
 from cluster.experiments.parts import PartStore, StartStage
 from cluster.experiments.program import OneRequest
 from cluster.experiments.settings import machine_name
