@@ -3,8 +3,8 @@
 Source: APAR (arXiv 2401.06761), algorithm 1 and appendix C.1. Each row gains one
 token per pass, plus accepted candidates if there is a proposer. Rows of a pass have trees of their
 own, by the predictions that they start with (PPD, arXiv 2405.18628, section 4).
-Dimensions: R rows, Q nodes of a row, N = R * Q nodes of a pass, C nodes that a token is chosen
-after, T tokens held, D hidden size, V vocabulary, M distances, K candidates of each.
+Dimensions: R rows, Q nodes of a row, N = R * Q nodes of a pass, T tokens held. C nodes have a token
+chosen after them. D hidden size, V vocabulary, M distances, K candidates of each.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ class Row:
     """Thread in the batch, with `length` cached tokens and the `pending` token to compute next.
 
     `child` opens after the pending fork token in the next pass. `waiting` needs a copy of the row
-    once that token is computed. `state` is the number of distances at which the last pass predicted
-    what follows `pending`, and `first_read` the node of that pass where the predictions begin. A
-    child token that opens a row was not predicted, so its row is in state 0.
+    once that token is computed. The last pass predicted what follows `pending` at `state`
+    distances. Its predictions begin at its node `first_read`. A child token that opens a row was not predicted, so its row is in state 0.
     """
 
     thread: Thread

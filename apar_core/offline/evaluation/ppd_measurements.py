@@ -1,7 +1,7 @@
 """Parallel Prompt Decoding measured: decoders and trees in turn, trained variants.
 
-All methods answer the same prompts greedily, one after the other for each prompt and in reversed
-order for every second prompt, so that a disturbance of the machine favours none.
+All methods answer the same prompts greedily, one after the other for each prompt. Every second
+prompt reverses their order, so that a disturbance of the machine favours none.
 Source: Parallel Prompt Decoding (arXiv 2405.18628), sections 4 and 5, appendix B.
 """
 
