@@ -47,7 +47,8 @@ class Row:
 
     `child` opens after the pending fork token in the next pass. `waiting` needs a copy of the row
     once that token is computed. The last pass predicted what follows `pending` at `state`
-    distances. Its predictions begin at its node `first_read`. A child token that opens a row was not predicted, so its row is in state 0.
+    distances. Its predictions begin at its node `first_read`. A child token that opens a row was
+    not predicted, so its row is in state 0.
     """
 
     thread: Thread

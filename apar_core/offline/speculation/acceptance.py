@@ -26,8 +26,9 @@ class AcceptanceTable(BaseModel):
     """Acceptance probability by distance and rank.
 
     `probabilities[d][k]` belongs to the token at distance d + 1 behind the model's own next token.
-    It is the probability that this token is the candidate of rank k (0 is the likeliest), given that
-    all tokens before it were among their candidates. `observations[d]` has the positions that the row was measured on; None if unknown.
+    It is the probability that this token is the candidate of rank k (0 is the likeliest), given
+    that all tokens before it were among their candidates. `observations[d]` has the positions that
+    the row was measured on; None if unknown.
     `source` says which weights and prompts were measured. Construction raises pydantic's
     ValidationError.
     """
