@@ -7,9 +7,9 @@ places ahead. Source: Medusa (arXiv 2401.10774). Dimensions: H heads, D hidden s
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
@@ -21,6 +21,8 @@ from apar_core.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+
+SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
 
 class MedusaHeadSettings(BaseModel):
@@ -117,7 +119,9 @@ def load_medusa_heads(folder: str | Path) -> MedusaHeads:
     Raises CheckpointError naming the file, field or weight that is missing or does not match.
     """
     folder = Path(folder)
-    settings = _read_settings(folder / CONFIG_FILE)
+    settings = read_settings(
+        folder / CONFIG_FILE, "Medusa heads", "medusa", MedusaHeadSettings, _vllm_settings
+    )
     weights = _read_weights(folder)
     heads = MedusaHeads(settings)
     wanted = _weights(heads)
@@ -142,23 +146,48 @@ def _weights(heads: MedusaHeads) -> dict[str, Tensor]:
     return dict(heads.state_dict())
 
 
-def _read_settings(path: Path) -> MedusaHeadSettings:
+def read_settings(
+    path: Path,
+    name: str,
+    model_type: str,
+    kind: type[SettingsT],
+    prepare: Callable[[dict[str, Any], Path], dict[str, Any]] | None = None,
+) -> SettingsT:
+    """Read the `config.json` of heads or prompt tokens.
+
+    `prepare` checks and renames its fields. Raises CheckpointError for a missing or damaged file,
+    another `model_type`, and naming the first field that is wrong.
+    """
     try:
         config = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"no configuration of Medusa heads in {path}: {error}") from error
-    if not isinstance(config, dict) or config.get("model_type") != "medusa":
-        found = config.get("model_type") if isinstance(config, dict) else config
-        raise CheckpointError(f"{path}: model_type must be 'medusa', got {found!r}")
-    _refuse_reduced_vocabulary(config, path)
+        raise CheckpointError(f"no configuration of {name} in {path}: {error}") from error
+    found = config.get("model_type") if isinstance(config, dict) else config
+    if found != model_type:
+        raise CheckpointError(f"{path}: model_type must be {model_type!r}, got {found!r}")
     try:
-        return MedusaHeadSettings.model_validate(_renamed_keys(config))
+        return kind.model_validate(config if prepare is None else prepare(config, path))
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         raise CheckpointError(
             f"{path}: {field}: {first['msg']} (got {first['input']!r})"
         ) from error
+
+
+def _vllm_settings(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the fields by our names. Raises CheckpointError for heads of a reduced vocabulary."""
+    truncated = config.get("truncated_vocab_size")
+    if truncated is not None and truncated != config.get("vocab_size"):
+        raise CheckpointError(
+            f"{path}: truncated_vocab_size {truncated} is not supported: heads must propose from "
+            f"the whole vocabulary ({config.get('vocab_size')})"
+        )
+    if config.get("original_lm_head"):
+        raise CheckpointError(
+            f"{path}: original_lm_head is not supported: each head needs its own vocabulary matrix"
+        )
+    return _renamed_keys(config)
 
 
 def _renamed_keys(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,19 +201,6 @@ def _renamed_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         else:
             named[key] = value
     return named
-
-
-def _refuse_reduced_vocabulary(config: Mapping[str, Any], path: Path) -> None:
-    truncated = config.get("truncated_vocab_size")
-    if truncated is not None and truncated != config.get("vocab_size"):
-        raise CheckpointError(
-            f"{path}: truncated_vocab_size {truncated} is not supported: heads must propose from "
-            f"the whole vocabulary ({config.get('vocab_size')})"
-        )
-    if config.get("original_lm_head"):
-        raise CheckpointError(
-            f"{path}: original_lm_head is not supported: each head needs its own vocabulary matrix"
-        )
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:

@@ -13,21 +13,21 @@ import hashlib
 import json
 import math
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from apar_core.errors import CheckpointError
+from apar_core.offline.speculation.medusa_heads import read_settings
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 MODEL_TYPE = "ppd_prompt_tokens"
-_EMBEDDINGS = "embeddings"
 
 # Values per weight that the fingerprint of a model reads.
 _VALUES_PER_WEIGHT = 64
@@ -41,22 +41,34 @@ class PromptTokenSettings(BaseModel):
     num_prompts: PositiveInt = Field(3, description="Prompt tokens behind a token.")
     ensemble: PositiveInt = Field(1, description="Embeddings per prompt token.")
     hidden_size: PositiveInt = Field(description="Hidden size of the model.")
-    average: Literal["logits", "probabilities"] = Field(
+    average: Literal["logits", "probabilities", "learned"] = Field(
         "logits",
         description="What an ensemble averages. The paper's text has logits, its formula "
-        "probabilities (section 3.2).",
+        "probabilities (section 3.2), appendix B.6 logits with learned weights.",
+    )
+    mask: Literal["ensemble", "decoder", "encoder"] = Field(
+        "ensemble", description="Which prompt tokens an embedding reads (appendix B.5)."
+    )
+    exits: PositiveInt = Field(
+        1, description="Last layers whose hidden states are averaged (appendix B.7)."
     )
     fingerprint: str = Field(description="Fingerprint of the model, by `model_fingerprint`.")
 
 
 class PromptTokens(nn.Module):
-    """Embeddings [M, E, D] of the prompt tokens of one model."""
+    """Embeddings [M, E, D] of the prompt tokens of one model.
+
+    `weights` [M, E] of the members are trained with `average: learned`, and else None.
+    """
 
     def __init__(self, settings: PromptTokenSettings) -> None:
         super().__init__()
         self.settings = settings
-        shape = (settings.num_prompts, settings.ensemble, settings.hidden_size)
-        self.embeddings = nn.Parameter(torch.zeros(shape))
+        size = (settings.num_prompts, settings.ensemble)
+        self.embeddings = nn.Parameter(torch.zeros(*size, settings.hidden_size))
+        self.weights: nn.Parameter | None = None
+        if settings.average == "learned":
+            self.weights = nn.Parameter(torch.full(size, 1 / settings.ensemble))
 
     @classmethod
     def like_text(
@@ -65,23 +77,24 @@ class PromptTokens(nn.Module):
         *,
         num_prompts: int = 3,
         ensemble: int = 1,
-        average: Literal["logits", "probabilities"] = "logits",
         seed: int = 0,
+        **settings: Any,
     ) -> Self:
         """Initialize each embedding in float32 as that of a random token of the vocabulary.
 
-        Source: PPD, section 5, "Training".
+        `settings` are further fields of PromptTokenSettings. Source: PPD, section 5, "Training".
         """
         rows = model.get_input_embeddings().weight
         assert isinstance(rows, Tensor)
-        settings = PromptTokenSettings(
-            num_prompts=num_prompts,
-            ensemble=ensemble,
-            hidden_size=rows.shape[1],
-            average=average,
-            fingerprint=model_fingerprint(model),
-        )
-        prompts = cls(settings).to(rows.device)
+        prompts = cls(
+            PromptTokenSettings(
+                num_prompts=num_prompts,
+                ensemble=ensemble,
+                hidden_size=rows.shape[1],
+                fingerprint=model_fingerprint(model),
+                **settings,
+            )
+        ).to(rows.device)
         generator = torch.Generator().manual_seed(seed)
         chosen_ME = torch.randint(len(rows), (num_prompts, ensemble), generator=generator)
         with torch.no_grad():
@@ -92,16 +105,28 @@ class PromptTokens(nn.Module):
         """Return the embeddings [M, E, D]; trainers need a forward pass to exchange gradients."""
         return self.embeddings
 
+    def merged(self, hidden_KED: Tensor, distance_K: Tensor) -> Tensor:
+        """Average the hidden states of an ensemble where that equals averaging its logits.
+
+        The output layer is linear, so logits are averaged before it: the result [K, 1, D] needs one
+        logit vector instead of E. For probabilities the hidden states are returned as they are.
+        `distance_K` has the prompt token, from 0, that each ensemble belongs to.
+        """
+        if self.settings.average == "probabilities":
+            return hidden_KED
+        if self.weights is None:
+            return hidden_KED.mean(-2, keepdim=True)
+        weights_KE = self.weights[distance_K].to(hidden_KED.dtype)
+        return (weights_KE[..., None] * hidden_KED).sum(-2, keepdim=True)
+
     def combined(self, logits_EV: Tensor) -> Tensor:
-        """Return one prediction [..., V] from the logits [..., E, V] of an ensemble.
+        """Return one prediction [..., V] from the logits of what `merged` returned.
 
         The result is log-probabilities up to a constant: its softmax is the distribution.
         """
-        if self.settings.ensemble == 1:
+        if logits_EV.shape[-2] == 1:
             return logits_EV.squeeze(-2)
-        if self.settings.average == "logits":
-            return logits_EV.mean(-2)
-        return logits_EV.log_softmax(-1).logsumexp(-2) - math.log(self.settings.ensemble)
+        return logits_EV.log_softmax(-1).logsumexp(-2) - math.log(logits_EV.shape[-2])
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:
@@ -138,14 +163,16 @@ def save_prompt_tokens(prompts: PromptTokens, folder: str | Path) -> None:
     """Write `config.json` and safetensors in the dtype of the embeddings."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    embeddings_MED = prompts.embeddings.detach().cpu().contiguous()
+    weights = {
+        name: tensor.detach().cpu().contiguous() for name, tensor in prompts.state_dict().items()
+    }
     config = {
         "model_type": MODEL_TYPE,
         **prompts.settings.model_dump(),
-        "dtype": str(embeddings_MED.dtype).removeprefix("torch."),
+        "dtype": str(prompts.embeddings.dtype).removeprefix("torch."),
     }
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
-    save_file({_EMBEDDINGS: embeddings_MED}, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 def load_prompt_tokens(folder: str | Path) -> PromptTokens:
@@ -155,38 +182,21 @@ def load_prompt_tokens(folder: str | Path) -> PromptTokens:
     `check_prompt_tokens` compares them with a model.
     """
     folder = Path(folder)
-    settings = _read_settings(folder / CONFIG_FILE)
+    settings = read_settings(folder / CONFIG_FILE, "prompt tokens", MODEL_TYPE, PromptTokenSettings)
     path = folder / WEIGHTS_FILE
     try:
         weights = load_file(path)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"cannot read the prompt tokens in {path}: {error}") from error
-    if weights.keys() != {_EMBEDDINGS}:
-        raise CheckpointError(f"{path}: weights must be ['{_EMBEDDINGS}'], got {sorted(weights)}")
     prompts = PromptTokens(settings)
-    embeddings_MED = weights[_EMBEDDINGS]
-    if embeddings_MED.shape != prompts.embeddings.shape:
-        raise CheckpointError(
-            f"{path}: {_EMBEDDINGS} has shape {list(embeddings_MED.shape)}, the configuration asks "
-            f"for {list(prompts.embeddings.shape)}"
-        )
+    wanted = prompts.state_dict()
+    if weights.keys() != wanted.keys():
+        raise CheckpointError(f"{path}: weights must be {sorted(wanted)}, got {sorted(weights)}")
+    for name, tensor in weights.items():
+        if tensor.shape != wanted[name].shape:
+            raise CheckpointError(
+                f"{path}: {name} has shape {list(tensor.shape)}, the configuration asks for "
+                f"{list(wanted[name].shape)}"
+            )
     prompts.load_state_dict(weights, assign=True)
     return prompts.eval()
-
-
-def _read_settings(path: Path) -> PromptTokenSettings:
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"no configuration of prompt tokens in {path}: {error}") from error
-    found = config.get("model_type") if isinstance(config, dict) else config
-    if found != MODEL_TYPE:
-        raise CheckpointError(f"{path}: model_type must be {MODEL_TYPE!r}, got {found!r}")
-    try:
-        return PromptTokenSettings.model_validate(config)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise CheckpointError(
-            f"{path}: {field}: {first['msg']} (got {first['input']!r})"
-        ) from error
