@@ -8,10 +8,17 @@ from __future__ import annotations
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
+from apar_core.engine.replay import REPLAY, REPLAY_V2
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 FORK_BANS = "apar_core.engine.logits_processors:ForkBans"
+_V2 = {
+    FORK_BANS: "apar_core.engine.logits_processors_v2:ForkBans",
+    REPLAY: REPLAY_V2,
+}
+"""Our logits processors for the V2 model runner, by their names for V1."""
 _COMPLETES = "_apar_completes"
 """Mark of our own `create_engine_config`, so that it is not wrapped twice."""
 
@@ -47,18 +54,23 @@ def register() -> None:
 
 
 def complete(vllm_config: VllmConfig) -> VllmConfig:
-    """Set the scheduler variant and the logits processor of an engine that forks."""
+    """Set the scheduler variant and the logits processors of an engine that forks or replays."""
     from apar_core.engine.input_processor import bans_by_logits_processor, forks
     from apar_core.scheduler.fork_scheduler import ForkAsyncScheduler, ForkScheduler
 
-    if not forks(vllm_config):
+    is_forking = forks(vllm_config)
+    processors = list(vllm_config.model_config.logits_processors or [])
+    if is_forking and bans_by_logits_processor(vllm_config):
+        processors.append(FORK_BANS)
+    if vllm_config.use_v2_model_runner:
+        processors = [_V2.get(name, name) for name in processors]
+    if processors:
+        vllm_config.model_config.logits_processors = list(dict.fromkeys(processors))
+    if not is_forking:
         return vllm_config
     scheduler_config = vllm_config.scheduler_config
     if scheduler_config.get_scheduler_cls() in (ForkScheduler, ForkAsyncScheduler):
         scheduler_config.scheduler_cls = (
             ForkAsyncScheduler if scheduler_config.async_scheduling else ForkScheduler
         )
-    processors = list(vllm_config.model_config.logits_processors or [])
-    if bans_by_logits_processor(vllm_config) and FORK_BANS not in processors:
-        vllm_config.model_config.logits_processors = [*processors, FORK_BANS]
     return vllm_config
