@@ -63,7 +63,7 @@ def complete(vllm_config: VllmConfig) -> VllmConfig:
     if is_forking and bans_by_logits_processor(vllm_config):
         processors.append(FORK_BANS)
     if vllm_config.use_v2_model_runner:
-        processors = [_V2.get(name, name) for name in processors]
+        processors = [_V2.get(each, each) if isinstance(each, str) else each for each in processors]
     if processors:
         vllm_config.model_config.logits_processors = list(dict.fromkeys(processors))
     if not is_forking:

@@ -192,13 +192,14 @@ def test_bans_copy_nothing_from_the_host_in_a_step() -> None:
     runner = Runner()
     runner.add("a", Thread(forking(), [9], [FORK]))
     bans: Any = runner.sampler.logits_processors[-1]
-    captured: list[Any] = []
-    apply = bans.apply
-    bans.apply = lambda *given: captured.append(given) or apply(*given)
-    runner.banned(["a"])
+    apply, operations = bans.apply, Operations()
 
-    with Operations() as operations:
-        apply(*captured[0])
+    def watched(*given: Any) -> Any:
+        with operations:
+            return apply(*given)
+
+    bans.apply = watched
+    assert runner.banned(["a"]) == [{CHILD, FORK}]
 
     from_host = {"aten.lift_fresh.default", "aten._to_copy.default", "aten.copy_.default"}
     assert operations.names.isdisjoint(from_host)
