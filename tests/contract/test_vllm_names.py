@@ -525,7 +525,9 @@ def test_no_other_module_imports_an_unstable_module_of_vllm() -> None:
 
 def test_no_other_module_uses_a_private_attribute_of_vllm() -> None:
     """What `super()` has is in OVERRIDES, and `self` is one of our own classes."""
-    classes = [each for name in _MODULE_OF if inspect.isclass(each := getattr(vllm_names, name))]
+    classes: list[type[Any]] = [
+        each for name in _MODULE_OF if inspect.isclass(each := getattr(vllm_names, name))
+    ]
     private = {
         name
         for owner in (*classes, SamplingParams)
