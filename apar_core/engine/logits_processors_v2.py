@@ -13,27 +13,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 from apar_core.engine.logits_processors import CERTAIN_LOGIT
 from apar_core.engine.replay import REPLAY_ARG, thread_script
 from apar_core.fork_parameters import ForkParameters
 from apar_core.tree.thread_names import replay_key_of_path
+from apar_core.vllm_names import V2LogitsProcessor
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.worker.gpu.sample.logits_processor.interface import (
-        LogitsContext,
-        LogitsProcRequestState,
-    )
+
+    from apar_core.vllm_names import LogitsContext, LogitsProcRequestState
 
 # What a slot's request may sample: anything; no control token; forks, but not behind a control
 # token.
 _FREE, _UNFORKED, _FORKING = 0, 1, 2
 
 
-class ForkBans(LogitsProcessor):
+class ForkBans(V2LogitsProcessor):
     """Bans the sampling of control tokens, as the V1 processor of the same name.
 
     With speculative decoding, each draft token has a row of its own, which is checked as well.
@@ -82,7 +80,7 @@ class ForkBans(LogitsProcessor):
         return logits
 
 
-class Replay(LogitsProcessor):
+class Replay(V2LogitsProcessor):
     """Makes each replayed thread generate its tokens, as the V1 processor of the same name.
 
     vLLM's own trace replay (`trace_decode_token_ids`) gives the tokens of one sequence, not those
