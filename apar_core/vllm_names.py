@@ -79,6 +79,8 @@ if TYPE_CHECKING:
         LogitsProcRequestState as LogitsProcRequestState,
     )
 
+    V2LogitsProcessor = _V2LogitsProcessor
+
 SUPPORTED = ("0.32", "0.33")
 """Versions of vLLM whose names have been checked, as major.minor."""
 
