@@ -76,6 +76,9 @@ if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates as process_dict_updates
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext as LogitsContext
     from vllm.v1.worker.gpu.sample.logits_processor.interface import (
+        LogitsProcessor as _V2LogitsProcessor,
+    )
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import (
         LogitsProcRequestState as LogitsProcRequestState,
     )
 
