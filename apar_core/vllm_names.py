@@ -75,6 +75,15 @@ if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import BatchUpdate as BatchUpdate
     from vllm.v1.sample.logits_processor import LogitsProcessor as LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates as process_dict_updates
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext as LogitsContext
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import (
+        LogitsProcessor as _V2LogitsProcessor,
+    )
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import (
+        LogitsProcRequestState as LogitsProcRequestState,
+    )
+
+    V2LogitsProcessor = _V2LogitsProcessor
 
 SUPPORTED = ("0.32", "0.33")
 """Versions of vLLM whose names have been checked, as major.minor."""
@@ -121,12 +130,16 @@ NAMES = {
     "vllm.v1.request": "Request RequestStatus",
     "vllm.v1.sample.logits_processor": "BatchUpdate LogitsProcessor",
     "vllm.v1.sample.logits_processor.builtin": "process_dict_updates",
+    "vllm.v1.worker.gpu.sample.logits_processor.interface": "LogitsContext V2LogitsProcessor "
+    "LogitsProcRequestState",
 }
 MOVED = {
     # vLLM 0.33
     "vllm.entrypoints.launchers.cli_args": "vllm.entrypoints.common.cli_args",
 }
 """Modules of `NAMES` that a later version has renamed."""
+_RENAMED = {"V2LogitsProcessor": "LogitsProcessor"}
+"""Names that vLLM uses twice, by ours."""
 _MODULE_OF = {name: module for module, names in NAMES.items() for name in names.split()}
 
 OVERRIDES = {
@@ -163,7 +176,7 @@ def __getattr__(name: str) -> Any:
     if module in MOVED and find_spec(module) is None:
         module = MOVED[module]
     try:
-        value = getattr(import_module(module), name)
+        value = getattr(import_module(module), _RENAMED.get(name, name))
     except (ImportError, AttributeError) as error:
         raise EngineError(f"vLLM {version} has no {module}.{name}: {error}") from error
     globals()[name] = value

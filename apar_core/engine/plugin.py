@@ -12,6 +12,7 @@ from functools import cache, wraps
 from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any
 
+from apar_core.engine.replay import REPLAY, REPLAY_V2
 from apar_core.vllm_names import SUPPORTED, is_supported, patch_processors, vllm_version
 
 if TYPE_CHECKING:
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORK_BANS = "apar_core.engine.logits_processors:ForkBans"
+_V2 = {
+    FORK_BANS: "apar_core.engine.logits_processors_v2:ForkBans",
+    REPLAY: REPLAY_V2,
+}
+"""Our logits processors for the V2 model runner, by their names for V1."""
 _OUR_SCHEDULERS = "apar_core.scheduler.fork_scheduler"
 _COMPLETES = "_apar_completes"
 """Mark of our own `create_engine_config`, so that it is not wrapped twice."""
@@ -83,19 +89,24 @@ def install_processors() -> None:
 
 
 def complete(vllm_config: VllmConfig) -> VllmConfig:
-    """Set up an engine that forks: processors, scheduler variant and logits processor."""
+    """Set up an engine that forks: processors, logits processors and scheduler variant."""
     from apar_core.engine.input_processor import bans_by_logits_processor, forks
     from apar_core.scheduler.fork_scheduler import ForkAsyncScheduler, ForkScheduler
 
     if not forks(vllm_config):
         return vllm_config
     install_processors()
+    processors = list(vllm_config.model_config.logits_processors or [])
+    if bans_by_logits_processor(vllm_config):
+        processors.append(FORK_BANS)
+    if vllm_config.use_v2_model_runner:
+        processors = [_V2.get(each, each) if isinstance(each, str) else each for each in processors]
+    if processors:
+        # Once each: a virtual engine completes its configuration again.
+        vllm_config.model_config.logits_processors = list(dict.fromkeys(processors))
     scheduler_config = vllm_config.scheduler_config
     if scheduler_config.get_scheduler_cls() in (ForkScheduler, ForkAsyncScheduler):
         scheduler_config.scheduler_cls = (
             ForkAsyncScheduler if scheduler_config.async_scheduling else ForkScheduler
         )
-    processors = list(vllm_config.model_config.logits_processors or [])
-    if bans_by_logits_processor(vllm_config) and FORK_BANS not in processors:
-        vllm_config.model_config.logits_processors = [*processors, FORK_BANS]
     return vllm_config

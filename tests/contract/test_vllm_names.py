@@ -76,7 +76,9 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.worker.gpu.sample import logits_processor as v2_processors
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from apar_core import vllm_names
 from apar_core.engine.plugin import install_processors
@@ -223,6 +225,13 @@ SIGNATURES = (
         LogitsProcessor.__init__, "self, vllm_config, device, is_pin_memory", "vLLM builds ours"
     ),
     Signature(LogitsProcessor.apply, "self, logits", "bans"),
+    # The same for the V2 model runner.
+    Signature(v2_processors.LogitsProcessor.__init__, "self, vllm_config, req_states", "as above"),
+    Signature(
+        v2_processors.LogitsProcessor.add_request, "self, req_idx, sampling_params", "new slots"
+    ),
+    Signature(v2_processors.LogitsProcessor.apply_staged_writes, "self", "before each step"),
+    Signature(v2_processors.LogitsProcessor.apply, "self, logits, ctx", "bans"),
     Signature(LogprobsLists.slice_request, "self, req_idx, num_positions", "rows"),
     # Overridden by the virtual executor; timed by `apar experiment calibrate`.
     Signature(Executor._init_executor, "self", "no workers"),
@@ -260,6 +269,14 @@ ATTRIBUTES = (
     ),
     Attributes(SchedulerConfig, "get_scheduler_cls async_scheduling policy", "our scheduler"),
     Attributes(VllmConfig, "use_v2_model_runner aux_output_config", "how tokens are banned"),
+    Attributes(
+        v2_processors.LogitsContext,
+        "expanded_idx_mapping input_ids idx_mapping_np seq_lens_upper_bound_np",
+        "rows of V2's logits",
+    ),
+    Attributes(
+        v2_processors.LogitsProcRequestState, "device max_num_reqs prompt_len", "slots of V2"
+    ),
     Attributes(AuxOutputConfig, "enable_return_routed_experts", "such engines do not fork"),
     Attributes(
         Request,
@@ -420,6 +437,12 @@ PASSAGES = (
         "outputs of threads after their request's end are ignored",
     ),
     Passage(
+        Sampler.apply_sampling_params,
+        r"for processor in self\.logits_processors: logits = processor\.apply\(logits, ctx\).*"
+        r"self\.sampling_states\.apply_temperature",
+        "V2's processors see the logits before the temperature",
+    ),
+    Passage(
         BadWordsState.add_request,
         r"if num_bad_words > max_num_bad_words: raise ValueError.*"
         r"if len\(flattened_tokens\) > max_total_tokens: raise ValueError",
@@ -503,7 +526,7 @@ def test_every_name_exists_and_has_the_type_that_mypy_sees() -> None:
         node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECK" in ast.dump(node)
     ]
     seen = {
-        (node.module, alias.name)
+        (node.module, alias.asname.removeprefix("_"))
         for node in types.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
