@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from apar_core.errors import EngineError
@@ -132,6 +133,11 @@ NAMES = {
     "vllm.v1.worker.gpu.sample.logits_processor.interface": "LogitsContext V2LogitsProcessor "
     "LogitsProcRequestState",
 }
+MOVED = {
+    # vLLM 0.33
+    "vllm.entrypoints.launchers.cli_args": "vllm.entrypoints.common.cli_args",
+}
+"""Modules of `NAMES` that a later version has renamed."""
 _RENAMED = {"V2LogitsProcessor": "LogitsProcessor"}
 """Names that vLLM uses twice, by ours."""
 _MODULE_OF = {name: module for module, names in NAMES.items() for name in names.split()}
@@ -167,6 +173,8 @@ def __getattr__(name: str) -> Any:
             f"vLLM {version} is installed, but forks use internals that were checked with vLLM "
             f"{' and '.join(SUPPORTED)} only; see docs/upgrade-vllm.md"
         )
+    if module in MOVED and find_spec(module) is None:
+        module = MOVED[module]
     try:
         value = getattr(import_module(module), _RENAMED.get(name, name))
     except (ImportError, AttributeError) as error:
@@ -206,6 +214,14 @@ def inherit_block_hashes(parent: Request, child: Request, *, num_shared_tokens: 
     child._block_hasher = hasher
     child.block_hashes = list(parent.block_hashes[:num_shared])
     child.update_block_hashes()
+
+
+def copy_error(source: EngineCoreOutput, target: EngineCoreOutput) -> None:
+    """Take over the error of an output, a field that vLLM has since 0.33."""
+    error = getattr(source, "error", None)
+    if error is not None:
+        with_error: Any = target
+        with_error.error = error
 
 
 def bad_words_of(params: SamplingParams) -> list[list[int]]:

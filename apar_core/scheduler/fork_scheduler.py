@@ -217,11 +217,14 @@ class ForkMixin(Scheduler):
         self.block_sharing.release_all()
         return super().reset_prefix_cache(reset_running_requests, reset_connector)
 
-    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
+    def _get_local_prefix_cache_hit(
+        self, request: Request, *limit: Any
+    ) -> tuple[KVCacheBlocks, int, int, bool]:
+        # vLLM 0.33 may limit the hit, but only in engines that do not fork (routed experts).
         prefix = self.block_sharing.prefix(request.request_id)
         if prefix is not None:
             return prefix.blocks, prefix.num_tokens, 0, False
-        return super()._get_local_prefix_cache_hit(request)
+        return super()._get_local_prefix_cache_hit(request, *limit)
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False

@@ -201,7 +201,7 @@ class VirtualExecutor(Executor):
         """Return the layouts that vLLM's attention backends have."""
         return [["NHD", "HND"]]
 
-    def set_kv_cache_layout(self, layout_name: str) -> None:
+    def set_kv_cache_layout(self, layout_name: str, *interleaving: Any) -> None:
         """Ignore the layout."""
 
     def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
