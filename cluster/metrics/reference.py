@@ -33,12 +33,12 @@ def as_markdown() -> str:
 
 def _row(metric: Metric) -> str:
     labels = ", ".join(metric.labels)
-    return f"| `{metric.exported}` | {metric.kind.value} | {metric.unit} | {labels} |"
+    return f"| `{metric.name}` | {metric.kind.value} | {metric.unit} | {labels} |"
 
 
 def _section(metric: Metric) -> str:
     facts = f"{metric.kind.value.capitalize()}, in {metric.unit}."
-    lines = [f"## `{metric.exported}`", "", f"{facts} {metric.help}", ""]
+    lines = [f"## `{metric.name}`", "", f"{facts} {metric.help}", ""]
     lines += [f"- `{name}`: {values}" for name, values in metric.labels.items()]
     if metric.kind is Kind.HISTOGRAM:
         bounds = ", ".join(f"{bound:g}" for bound in metric.buckets)

@@ -2,7 +2,7 @@
 
 import functools
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 from fastapi import FastAPI
@@ -42,17 +42,12 @@ def server_arguments(model: str, served_name: str, engine: Mapping[str, Any]) ->
     return args
 
 
-def build_engine(args: Namespace, stat_loggers: Sequence[Any] = ()) -> AparAsyncLLM:
-    """Build the engine and start its process; call inside the event loop that will use it.
-
-    `stat_loggers` receive vLLM's statistics in addition to its own log.
-    """
+def build_engine(args: Namespace) -> AparAsyncLLM:
+    """Build the engine and start its process; call inside the event loop that will use it."""
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
         usage_context=UsageContext.OPENAI_API_SERVER
     )
-    engine = AparAsyncLLM.from_vllm_config(
-        config, usage_context=UsageContext.OPENAI_API_SERVER, stat_loggers=list(stat_loggers)
-    )
+    engine = AparAsyncLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
     return cast(AparAsyncLLM, engine)
 
 

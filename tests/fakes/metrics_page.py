@@ -52,7 +52,7 @@ class MetricsPage:
         return self._metrics[metric.name].labels(**labels, **own)
 
     def _new(self, metric: Metric, labels: list[str]) -> Counter | Gauge | Histogram:
-        name, text, registry = metric.exported, metric.help, self.registry
+        name, text, registry = metric.name, metric.help, self.registry
         if metric.kind is Kind.COUNTER:
             return Counter(name, text, labels, registry=registry)
         if metric.kind is Kind.GAUGE:

@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from dashboards.vllm_metrics import VLLM_METRICS
 
 from cluster.config.keys import KeyConfig, hash_of
 from cluster.local_ray import free_port
 from dashboards.prometheus.settings import ScrapeSettings, prometheus_config
-from dashboards.vllm_metrics import VLLM_METRICS
 from tests.fakes.grafana import (
     PanelQuery,
     QueryError,
@@ -196,7 +196,7 @@ def test_outcomes_rejections_and_forks_appear_in_the_panels(watched: Watched) ->
 
 
 def test_vllm_exports_what_the_dashboards_use_of_it(watched: Watched) -> None:
-    assert {metric.exported for metric in VLLM_METRICS} <= watched.prometheus.metric_names()
+    assert {metric.name for metric in VLLM_METRICS} <= watched.prometheus.metric_names()
 
 
 def test_the_variables_find_the_model_and_both_replicas(watched: Watched) -> None:

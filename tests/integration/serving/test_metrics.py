@@ -109,7 +109,7 @@ def test_every_metric_is_told_and_every_told_one_is_in_the_catalogue(
 ) -> None:
     ask(server, Answered(), max_tokens=5)
     declared = {
-        metric.exported + part
+        metric.name + part
         for metric in catalogue.metrics()
         for part in (("_bucket", "_sum", "_count") if metric.kind is Kind.HISTOGRAM else ("",))
     }
@@ -121,7 +121,7 @@ def test_every_metric_is_told_and_every_told_one_is_in_the_catalogue(
     for metric in catalogue.metrics():
         expected = {*metric.labels, "WorkerId"}
         for name, labels, _ in page.samples:
-            if name == metric.exported:
+            if name == metric.name:
                 assert expected <= set(labels), name
 
 
