@@ -124,7 +124,7 @@ def test_every_metric_that_a_page_names_exists() -> None:
     named = {
         (page.name, name)
         for page in CURRENT
-        for name in re.findall(r"\bray_apar_\w+[a-z]", page.read_text())
+        for name in re.findall(r"\bapar_[a-z_]+_(?:total|seconds|ratio)\b", page.read_text())
     }
     known = [re.escape(metric.name) for metric in catalogue.metrics()]
     exported = re.compile(rf"({'|'.join(known)})(_bucket|_sum|_count)?")

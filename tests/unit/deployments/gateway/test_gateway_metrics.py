@@ -240,7 +240,7 @@ async def test_every_key_class_starts_at_0() -> None:
 async def test_requests_and_tokens_are_counted_by_key_class() -> None:
     key = KeyConfig(name="k", hash=hash_of("k"), metrics_class="paying")
     exported = ExportedMetrics(
-        FakeReplicas(OK, AnswerEnd(prompt_tokens=3, generated_tokens=5)), keys=(key,)
+        FakeReplicas(OK, end=AnswerEnd(prompt_tokens=3, generated_tokens=5)), keys=(key,)
     )
 
     await exported.http.post(CHAT, json={"model": "m"}, headers={"authorization": "Bearer k"})
