@@ -73,6 +73,7 @@ def test_the_plan_says_what_it_is_based_on(planned: dict[str, Any]) -> None:
     assert planned["provenance"] == "predicted for mine"
     assert planned["step_costs"]["source"] == "made up"
     assert planned["facts"]["step costs"] == "made up"
+    assert " at most; `apar serve` captures CUDA graphs of up to 512" in planned["facts"]["rows"]
     assert planned["limits_s"] == {"first token": 0.3}
     assert planned["confirmed"]["times"]["first token"]["p99_s"] <= 0.3
     assert {each["forked"] for each in planned["candidates"]} == {True, False}

@@ -122,7 +122,30 @@ def test_user_arguments_override_the_presets_which_override_ours() -> None:
         "max_num_seqs": 700,
         "block_size": 64,
         "max_model_len": 2048,
+        # A multiple of 16 that holds all rows; vLLM's default is 512.
+        "max_cudagraph_capture_size": 704,
     }
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"checkpoint": "apar-7b"}, 1024),
+        ({"max_concurrency": 128}, None),
+        ({"max_concurrency": 129}, 528),
+        ({"max_concurrency": 129, "engine": {"enforce_eager": True}}, None),
+        ({"max_concurrency": 129, "engine": {"max_num_seqs": 512}}, None),
+        ({"max_concurrency": 129, "engine": {"max_cudagraph_capture_size": 64}}, 64),
+        ({"max_concurrency": 129, "engine": {"compilation_config": {"mode": 0}}}, None),
+    ],
+)
+def test_cuda_graphs_hold_all_rows_of_forked_requests(
+    settings: dict[str, Any], expected: int | None
+) -> None:
+    model = ModelConfig.model_validate({"checkpoint": "org/any", **settings})
+
+    assert engine_arguments(model, on_gpu=True).get("max_cudagraph_capture_size") == expected
+    assert engine_arguments(model, on_gpu=False).keys().isdisjoint({"cudagraph_capture_sizes"})
 
 
 def test_gpus_of_a_model_reach_its_engine() -> None:
@@ -154,10 +177,9 @@ def test_an_engine_replays_only_if_its_model_is_configured_to() -> None:
     assert replaying["logits_processors"] == ["mine:Processor", REPLAY]
     assert default["logits_processors"] == ["mine:Processor"]
     assert "logits_processors" not in engine_arguments(ModelConfig(), on_gpu=True)
-    # On GPU, only vLLM's V1 model runner has such processors.
+    # Both of vLLM's model runners replay.
     environment = replica_environment(ModelConfig(replay=True), on_gpu=True)
-    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
-    assert "VLLM_USE_V2_MODEL_RUNNER" not in replica_environment(ModelConfig(), on_gpu=True)
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in environment
 
 
 def test_fork_limits_of_a_model_reach_its_engine() -> None:
