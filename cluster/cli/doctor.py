@@ -18,7 +18,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from apar_core.engine.gpu_start import flashinfer_problem
 from apar_core.errors import CheckpointError
+from apar_core.scheduler.row_limits import DEFAULT_LARGEST_GRAPH
 from cluster.cli.options import Model
 from cluster.config.model import DEFAULT_MODEL, model_path
 
@@ -150,7 +152,31 @@ def _gpus() -> list[Finding]:
     answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
     if answer.returncode != 0:
         return [Finding("gpu", "unknown", f"nvidia-smi failed: {answer.stderr.strip()}")]
-    return [Finding("gpu", line.strip()) for line in answer.stdout.splitlines()]
+    gpus = [Finding("gpu", line.strip()) for line in answer.stdout.splitlines()]
+    return [*gpus, check_sampler(), *check_rows(gpus[0].value if gpus else "")]
+
+
+def check_sampler() -> Finding:
+    """Say which sampler an engine on a GPU uses; both start."""
+    problem = flashinfer_problem()
+    return Finding("sampler", "FlashInfer" if problem is None else f"vLLM's own: {problem}")
+
+
+def check_rows(gpu: str) -> list[Finding]:
+    """Say how many rows `vllm serve` runs on a GPU, given as nvidia-smi's "NAME, N MiB".
+
+    Source: `_set_default_max_num_seqs_and_batched_tokens_args` in vLLM 0.32's engine/arg_utils.py.
+    """
+    name, _, memory = gpu.rpartition(", ")
+    mib = memory.removesuffix(" MiB")
+    if not mib.isdigit():
+        return []
+    is_large = int(mib) >= 70 * 1024 and ("a100" not in name.lower() or int(mib) >= 160 * 1024)
+    rows = 1024 if is_large else 256
+    value = f"`vllm serve` runs up to {rows} (--max-num-seqs), one for each thread of a request"
+    if rows > DEFAULT_LARGEST_GRAPH:
+        value += f", {DEFAULT_LARGEST_GRAPH} of them as a CUDA graph (--max-cudagraph-capture-size)"
+    return [Finding("rows", f"{value}; `apar serve` sets both for its configuration")]
 
 
 def check_checkpoint(model: str) -> list[Finding]:

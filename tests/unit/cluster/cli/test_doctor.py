@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from apar_core.engine.checkpoint import CheckpointReport
 from cluster.cli.doctor import (
     TESTED_VERSIONS,
@@ -12,6 +14,7 @@ from cluster.cli.doctor import (
     check_cuda_only_packages,
     check_memory,
     check_plugin,
+    check_rows,
     check_versions,
     describe,
     diagnose,
@@ -109,3 +112,24 @@ def test_this_environment_has_the_tested_versions_and_the_plugin() -> None:
     names = [finding.name for finding in diagnose()]
     assert names[:2] == ["python", "vllm"]
     assert {"cpu", "memory", "gpu"} <= set(names)
+
+
+def test_a_gpu_shows_its_rows_and_its_sampler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    findings = {finding.name: finding for finding in diagnose()}
+
+    assert findings["gpu"].value == "NVIDIA H200, 143771 MiB"
+    # FlashInfer is not part of the CPU environment.
+    assert findings["sampler"].value == "vLLM's own: flashinfer-python is not installed"
+    assert "up to 1024" in findings["rows"].value
+    assert "512 of them as a CUDA graph" in findings["rows"].value
+    [small] = check_rows("NVIDIA A100-SXM4-80GB, 81920 MiB")
+    assert "up to 256" in small.value
+    assert "CUDA" not in small.value
+    assert check_rows("unknown") == []
