@@ -1,7 +1,7 @@
 """Builds the wheel without `cluster/__init__.py`.
 
-PyPI has an unrelated package `cluster`, whose file of that name pip would overwrite, or ours. Without
-it both work in one environment. Everything else is in pyproject.toml.
+PyPI has an unrelated package `cluster`, and pip would overwrite its file of that name, or ours.
+Without it both work in one environment. Everything else is in pyproject.toml.
 """
 
 from setuptools import setup

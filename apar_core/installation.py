@@ -45,6 +45,7 @@ EXTRAS = {
 }
 """The extra to install for a module that is missing; some are in further extras."""
 
+ROOT = Path(__file__).resolve().parents[1]
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -60,7 +61,7 @@ def missing_extra(error: ModuleNotFoundError) -> str | None:
     )
 
 
-def hidden_packages(root: Path = Path(__file__).resolve().parents[1]) -> list[str]:
+def hidden_packages(root: Path = ROOT) -> list[str]:
     """Describe each of our packages under `root` that Python would import from somewhere else."""
     found = []
     for package in PACKAGES:
