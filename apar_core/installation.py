@@ -67,8 +67,8 @@ def hidden_packages(root: Path = ROOT) -> list[str]:
     for package in PACKAGES:
         spec = PathFinder.find_spec(package)
         # An editable installation has its own finder, which Python asks last.
-        folders = [] if spec is None else list(spec.submodule_search_locations or [spec.origin])
-        if not folders or root / package in [Path(str(each)).resolve() for each in folders]:
+        folders = [] if spec is None else [*(spec.submodule_search_locations or [str(spec.origin)])]
+        if not folders or root / package in [Path(each).resolve() for each in folders]:
             continue
         owners = sorted(set(packages_distributions().get(package, ())) - {"apar-serve"})
         owner = f" of the distribution {', '.join(owners)}" if owners else ""
