@@ -11,6 +11,7 @@ from typing import Any
 from ray import serve
 
 from apar_core.engine.replay import REPLAY
+from apar_core.scheduler.row_limits import largest_graph
 from cluster.config import ClusterConfig
 from cluster.config.model import ModelConfig
 from cluster.local_ray import APPLICATION_FLAGS
@@ -69,6 +70,8 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
             "kv_cache_memory_bytes": model.kv_cache_bytes,
         }
     arguments |= model.preset.engine | model.engine
+    if on_gpu and (size := largest_graph(arguments)) is not None:
+        arguments["max_cudagraph_capture_size"] = size
     if limits := model.forks.model_dump(exclude_none=True):
         arguments["additional_config"] = arguments.get("additional_config", {}) | {"apar": limits}
     if model.replay:
