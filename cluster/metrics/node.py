@@ -26,7 +26,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -37,7 +37,7 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, start_http_server, values
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
-from prometheus_client.mmap_dict import MmapedDict
+from prometheus_client.mmap_dict import MmapedDict as UntypedMmapedDict
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
@@ -45,6 +45,11 @@ from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Kind
 
 logger = logging.getLogger(__name__)
+
+# Parts of prometheus_client without types.
+MmapedDict: Any = UntypedMmapedDict
+merge: Callable[[list[str]], Iterable[Family]] = MultiProcessCollector.merge
+_make_value_class: Callable[[], Any] = values.MultiProcessValue
 
 KEEP_S = 300.0
 """Time that the counts of an ended replica stay on the page: several scrapes."""
@@ -91,9 +96,9 @@ def open_process(node: Path, name: str, labels: Mapping[str, str]) -> IO[str]:
 
 def _value_class() -> type:
     """Class of values in this process's files."""
-    in_files: type = values.MultiProcessValue()
+    in_files = _make_value_class()
 
-    class Value(in_files):  # type: ignore[misc, valid-type]
+    class Value(in_files):  # type: ignore[misc] # made at run time
         """Value in the process's own folder, where no other process sets the same gauge.
 
         vLLM's gauges have the mode `mostrecent`, which leaves out those that were never set.
@@ -206,10 +211,10 @@ class NodePage(Collector):
         for process in self._processes():
             files = process.files(with_gauges=process.is_alive)
             if process.labels:
-                merged.add(MultiProcessCollector.merge(files), process.labels)
+                merged.add(merge(files), process.labels)
             else:
                 shared += files
-        merged.add(MultiProcessCollector.merge(shared), {})
+        merged.add(merge(shared), {})
         return merged.families()
 
     def _processes(self) -> list[_Process]:
@@ -226,7 +231,7 @@ class NodePage(Collector):
         ended = self._folder / _ENDED
         ended.mkdir(exist_ok=True)
         for kind in ("counter", "histogram"):
-            sums: MmapedDict | None = None
+            sums = None
             for file in process.folder.glob(f"{kind}_*.db"):
                 for key, value, _, _ in MmapedDict.read_all_values_from_file(str(file)):
                     if json.loads(key)[0] in _SHARED:
@@ -256,7 +261,7 @@ class _Merged:
                 # An unknown gauge is NaN, because a file cannot forget a series.
                 if sample.value != sample.value:
                     continue
-                key = (sample.name, tuple((sample.labels | own).items()))
+                key = (sample.name, tuple({**sample.labels, **own}.items()))
                 samples[key] = samples.get(key, 0.0) + sample.value
 
     def families(self) -> list[Family]:

@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -86,7 +87,7 @@ class Recorder:
         if metric.kind is Kind.COUNTER:
             return Counter(metric.name, metric.help, labels, registry=self.registry)
         if metric.kind is Kind.GAUGE:
-            mode = "max" if metric.same_everywhere else "sum"
+            mode: Literal["max", "sum"] = "max" if metric.same_everywhere else "sum"
             return Gauge(
                 metric.name, metric.help, labels, registry=self.registry, multiprocess_mode=mode
             )

@@ -102,7 +102,8 @@ class ReplicaMetrics:
         for metric, value in zip(_STATE_GAUGES, values, strict=True):
             record.set(metric, value)
         for name, field in _THREAD_STATES.items():
-            record.set(catalogue.THREADS, state and state.get(field, 0), state=name)
+            number = None if state is None else state.get(field, 0)
+            record.set(catalogue.THREADS, number, state=name)
 
     def _take_totals(self, state: Mapping[str, Any]) -> None:
         """Set the counters that the scheduler keeps since the engine's start."""

@@ -775,7 +775,8 @@ def test_vllm_counts_with_prometheus_client_in_the_api_process() -> None:
 def test_the_files_of_prometheus_client_can_be_chosen_late() -> None:
     # Values look their class up when they are made, and the folder when they open a file.
     assert "values.ValueClass(" in inspect.getsource(prometheus_client.metrics.Counter)
-    value = prometheus_client.values.MultiProcessValue()
+    make: Any = prometheus_client.values.MultiProcessValue
+    value = make()
     assert "multiprocess_mode" in inspect.signature(value.__init__).parameters
     source = inspect.getsource(prometheus_client.values.MultiProcessValue)
     assert "os.environ.get('PROMETHEUS_MULTIPROC_DIR')" in source

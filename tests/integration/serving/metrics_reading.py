@@ -13,7 +13,7 @@ from tests.integration.serving.apar_process import Server
 SETTLE_S = 40.0
 # Longer than a count is on its way: handed over once a second, and reported once a second.
 REST_S = 3.0
-OURS = "ray_apar_"
+OURS = "apar_"
 
 
 @dataclass(frozen=True)
