@@ -98,7 +98,7 @@ def _value_class() -> type:
     """Class of values in this process's files."""
     in_files = _make_value_class()
 
-    class Value(in_files):  # type: ignore[misc] # made at run time
+    class Value(in_files):  # type: ignore[misc, valid-type] # made at run time
         """Value in the process's own folder, where no other process sets the same gauge.
 
         vLLM's gauges have the mode `mostrecent`, which leaves out those that were never set.
