@@ -49,8 +49,12 @@ def register() -> None:
 def complete(vllm_config: VllmConfig) -> VllmConfig:
     """Set the scheduler variant and the logits processor of an engine that forks."""
     from apar_core.engine.input_processor import bans_by_logits_processor, forks
+    from apar_core.engine.prompt_chain import load_prompt_rows, uses_prompt_chain
     from apar_core.scheduler.fork_scheduler import ForkAsyncScheduler, ForkScheduler
 
+    if uses_prompt_chain(vllm_config):
+        # For its errors, which otherwise end a worker.
+        load_prompt_rows(vllm_config)
     if not forks(vllm_config):
         return vllm_config
     scheduler_config = vllm_config.scheduler_config
