@@ -43,6 +43,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -62,15 +63,6 @@ _SETTING = f"additional_config.{CONFIG_KEY}.prompt_tokens"
 _METHOD = "custom_class"
 # Fewer drafts hold no guess together with the prompt token that finds the next one.
 _LEAST_DRAFTS = 2
-
-
-def speculative_config(num_speculative_tokens: int) -> dict[str, Any]:
-    """Return vLLM's `speculative_config` for a chain of this many guesses and prompt tokens."""
-    return {
-        "method": _METHOD,
-        "model": PROPOSER,
-        "num_speculative_tokens": num_speculative_tokens,
-    }
 
 
 def uses_prompt_chain(vllm_config: VllmConfig) -> bool:
@@ -207,6 +199,8 @@ class PromptChain:
         self._predictions: Tensor | None = None
         self._on_host: Tensor | None = None
         _build_next_sampler_for(self)
+        if vllm_config.device_config.device_type == "cpu":
+            vars(rejection_sampler)["expand_batch_to_tokens"] = _expand_batch_to_tokens
 
     def load_model(self, model: nn.Module) -> None:
         """Add the prompt tokens to the loaded model."""
@@ -359,3 +353,20 @@ def _build_next_sampler_for(chain: PromptChain) -> None:
         return ChainSampler(chain, *args, **kwargs)
 
     vars(gpu_model_runner)["RejectionSampler"] = build
+
+
+def _expand_batch_to_tokens(
+    values: Tensor,
+    cu_num_tokens: Tensor,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> Tensor:
+    """Repeat each thread's value for its drafts, as vLLM's function of the same name.
+
+    In vLLM 0.32 the CPU kernel behind that function writes into a copy of its result, so that
+    temperature, top_k and top_p of drafts are whatever the memory held.
+    """
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    replaced = torch.where(values == replace_from, replace_to, values)
+    return replaced.repeat_interleave(counts, output_size=num_tokens)

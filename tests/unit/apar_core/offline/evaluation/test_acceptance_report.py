@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from apar_core.errors import CheckpointError, EvaluationError
+from apar_core.formats.prompt_file import PromptTokenSettings
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.apar_tiny_medusa import heads_path
-from apar_core.formats.prompt_file import PromptTokenSettings
 from apar_core.offline.evaluation.acceptance_report import (
     AcceptanceSettings,
     Guesses,
