@@ -21,19 +21,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.utils.math_utils import cdiv
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
 
 from apar_core.errors import EngineError
 from apar_core.fork_parameters import ForkParameters
 from apar_core.journal import Journal
 from apar_core.scheduler.block_sharing import BlockSharing
+from apar_core.scheduler.core_state import install_core_state
 from apar_core.scheduler.fork_admission import ForkAdmission
 from apar_core.scheduler.fork_policy import AdaptivePolicy, build_policy
 from apar_core.scheduler.fork_settings import fork_settings
@@ -48,6 +41,19 @@ from apar_core.scheduler.thread_requests import (
 from apar_core.scheduler.thread_table import ThreadGroup, ThreadTable
 from apar_core.step_costs.costs import StepBatch
 from apar_core.step_costs.files import read_costs
+from apar_core.vllm_names import (
+    AsyncScheduler,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    KVCacheBlocks,
+    ModelRunnerOutput,
+    Request,
+    RequestStatus,
+    Scheduler,
+    SchedulerOutput,
+    cdiv,
+)
 
 
 class ForkMixin(Scheduler):
@@ -66,6 +72,7 @@ class ForkMixin(Scheduler):
         # Order by arrival: children before newer requests, the youngest request preempted first.
         vllm_config.scheduler_config.policy = "priority"
         super().__init__(vllm_config, *args, **kwargs)
+        install_core_state()
         self.threads: ThreadTable[Request] = ThreadTable()
         self.block_sharing = BlockSharing(
             self.kv_cache_manager,
@@ -204,11 +211,14 @@ class ForkMixin(Scheduler):
         self.block_sharing.release_all()
         return super().reset_prefix_cache(reset_running_requests, reset_connector)
 
-    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
+    def _get_local_prefix_cache_hit(
+        self, request: Request, *limit: Any
+    ) -> tuple[KVCacheBlocks, int, int, bool]:
+        # vLLM 0.33 may limit the hit, but only in engines that do not fork (routed experts).
         prefix = self.block_sharing.prefix(request.request_id)
         if prefix is not None:
             return prefix.blocks, prefix.num_tokens, 0, False
-        return super()._get_local_prefix_cache_hit(request)
+        return super()._get_local_prefix_cache_hit(request, *limit)
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False

@@ -93,8 +93,7 @@ def replica_environment(
         "VLLM_MAX_N_SEQUENCES": str(MAX_CHOICES),
     }
     if on_gpu:
-        # vLLM's V2 model runner, the default on GPU, has another logits-processor interface.
-        return environment | ({"VLLM_USE_V2_MODEL_RUNNER": "0"} if model.replay else {})
+        return environment
     threads = model.cpu_threads or max(1, (os.cpu_count() or 1) // num_replicas)
     if engine_arguments(model, on_gpu=False).get("enforce_eager"):
         # The sampler would still compile small functions, which takes half a minute in a process

@@ -5,10 +5,13 @@ A vLLM upgrade that changes one of them fails here and says why it matters. No e
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +22,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionRequest,
     ChatCompletionStreamResponse,
@@ -74,9 +76,25 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.worker.gpu.sample import logits_processor as v2_processors
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+from apar_core import vllm_names
+from apar_core.engine.plugin import install_processors
 from apar_core.engine.resume_request import stop_reason
+from apar_core.vllm_names import (
+    _MODULE_OF,
+    NAMES,
+    OVERRIDES,
+    STABLE,
+    SUPPORTED,
+    make_arg_parser,
+    vllm_version,
+)
+
+VERSION = ".".join(vllm_version().split(".")[:2])
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -120,7 +138,7 @@ SIGNATURES = (
     ),
     Signature(
         Scheduler._get_local_prefix_cache_hit,
-        "self, request",
+        "self, request, ...",
         "a child's prefix hit is its parent's blocks",
     ),
     Signature(
@@ -207,6 +225,13 @@ SIGNATURES = (
         LogitsProcessor.__init__, "self, vllm_config, device, is_pin_memory", "vLLM builds ours"
     ),
     Signature(LogitsProcessor.apply, "self, logits", "bans"),
+    # The same for the V2 model runner.
+    Signature(v2_processors.LogitsProcessor.__init__, "self, vllm_config, req_states", "as above"),
+    Signature(
+        v2_processors.LogitsProcessor.add_request, "self, req_idx, sampling_params", "new slots"
+    ),
+    Signature(v2_processors.LogitsProcessor.apply_staged_writes, "self", "before each step"),
+    Signature(v2_processors.LogitsProcessor.apply, "self, logits, ctx", "bans"),
     Signature(LogprobsLists.slice_request, "self, req_idx, num_positions", "rows"),
     # Overridden by the virtual executor; timed by `apar experiment calibrate`.
     Signature(Executor._init_executor, "self", "no workers"),
@@ -220,7 +245,7 @@ SIGNATURES = (
     Signature(Executor.get_kv_cache_specs, "self", "size of a KV block"),
     Signature(Executor.determine_available_memory, "self", "the override decides"),
     Signature(Executor.get_supported_kv_cache_layouts, "self", "any"),
-    Signature(Executor.set_kv_cache_layout, "self, layout_name", "ignored"),
+    Signature(Executor.set_kv_cache_layout, "self, layout_name, ...", "ignored"),
     Signature(Executor.initialize_from_config, "self, kv_cache_configs", "allocates nothing"),
     Signature(Executor.compile_or_warm_up_model, "self", "nothing to compile"),
     Signature(Executor.supports_async_scheduling, "", "outputs are futures"),
@@ -244,6 +269,14 @@ ATTRIBUTES = (
     ),
     Attributes(SchedulerConfig, "get_scheduler_cls async_scheduling policy", "our scheduler"),
     Attributes(VllmConfig, "use_v2_model_runner aux_output_config", "how tokens are banned"),
+    Attributes(
+        v2_processors.LogitsContext,
+        "expanded_idx_mapping input_ids idx_mapping_np seq_lens_upper_bound_np",
+        "rows of V2's logits",
+    ),
+    Attributes(
+        v2_processors.LogitsProcRequestState, "device max_num_reqs prompt_len", "slots of V2"
+    ),
     Attributes(AuxOutputConfig, "enable_return_routed_experts", "such engines do not fork"),
     Attributes(
         Request,
@@ -297,6 +330,7 @@ FIELDS = {
         "prefill_stats trace_headers",
         "of the root, at the end": "kv_transfer_params ec_transfer_params mm_cache_miss_hashes "
         "spec_decode_metrics",
+        "of the thread that failed": "error",
         "only of requests that do not generate text": "pooling_output",
         "only of engines whose requests do not fork": "routed_experts",
     },
@@ -333,6 +367,10 @@ FIELDS = {
 }
 
 
+NEW_FIELDS = {"error": "0.33"}
+"""Fields that only vLLM from this version has."""
+
+
 PASSAGES = (
     Passage(
         async_llm.AsyncLLM._run_output_handler,
@@ -352,7 +390,7 @@ PASSAGES = (
     Passage(
         Scheduler.schedule,
         r"new_computed_blocks, num_new_local_computed_tokens, request\.shared_prefix_boundary, "
-        r"hit_diverged, \) = self\._get_local_prefix_cache_hit\(request\)",
+        r"hit_diverged, \) = self\._get_local_prefix_cache_hit\(request(, max_cache_hit_length)?\)",
         "a hit has four parts: blocks, tokens, boundary, diverged",
     ),
     Passage(
@@ -397,6 +435,12 @@ PASSAGES = (
         OutputProcessor.process_outputs,
         r"if req_state is None: .*continue",
         "outputs of threads after their request's end are ignored",
+    ),
+    Passage(
+        Sampler.apply_sampling_params,
+        r"for processor in self\.logits_processors: logits = processor\.apply\(logits, ctx\).*"
+        r"self\.sampling_states\.apply_temperature",
+        "V2's processors see the logits before the temperature",
     ),
     Passage(
         BadWordsState.add_request,
@@ -460,8 +504,13 @@ def test_attributes(expected: Attributes) -> None:
 @pytest.mark.parametrize("struct", FIELDS, ids=lambda each: each.__name__)
 def test_every_field_is_handled(struct: Any) -> None:
     placed = " ".join(FIELDS[struct].values()).split()
+    expected = [
+        name
+        for name in placed
+        if SUPPORTED.index(NEW_FIELDS.get(name, SUPPORTED[0])) <= SUPPORTED.index(VERSION)
+    ]
 
-    assert sorted(placed) == sorted(struct.__struct_fields__)
+    assert sorted(expected) == sorted(struct.__struct_fields__)
 
 
 @pytest.mark.parametrize("expected", PASSAGES, ids=lambda each: each.where.__qualname__)
@@ -471,7 +520,115 @@ def test_passage(expected: Passage) -> None:
     assert re.search(expected.pattern, source), expected.why
 
 
+def test_every_name_exists_and_has_the_type_that_mypy_sees() -> None:
+    tree = ast.parse(inspect.getsource(vllm_names))
+    (types,) = [
+        node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECK" in ast.dump(node)
+    ]
+    seen = {
+        (node.module, alias.asname.removeprefix("_"))
+        for node in types.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname
+    }
+
+    assert seen == {(module, name) for module, names in NAMES.items() for name in names.split()}
+    for _, name in seen:
+        assert getattr(vllm_names, name) is not None
+
+
+def our_sources() -> Iterator[tuple[Path, ast.Module]]:
+    for package in ("apar_core", "cluster", "deployments"):
+        for path in (ROOT / package).rglob("*.py"):
+            if path != Path(vllm_names.__file__):
+                yield path.relative_to(ROOT), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_no_other_module_imports_an_unstable_module_of_vllm() -> None:
+    found = []
+    for path, tree in our_sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                modules = [str(node.module)]
+            else:
+                continue
+            found += [
+                f"{path}:{node.lineno} {module}"
+                for module in modules
+                if module.partition(".")[0] == "vllm" and module not in STABLE
+            ]
+
+    assert found == []
+
+
+def test_no_other_module_uses_a_private_attribute_of_vllm() -> None:
+    """What `super()` has is in OVERRIDES, and `self` is one of our own classes."""
+    classes: list[type[Any]] = [
+        each for name in _MODULE_OF if inspect.isclass(each := getattr(vllm_names, name))
+    ]
+    classes.append(SamplingParams)
+    private = {
+        name
+        for owner in classes
+        for name in re.findall(r"\bself\.(_[a-z]\w*)|^    (_[a-z]\w*)\b", source_of(owner), re.M)
+        for name in name
+    }
+    assert {"_block_hasher", "_logger_ref", "_preempt_request", "_bad_words_token_ids"} <= private
+
+    found = [
+        f"{path}:{node.lineno} {ast.unparse(node)}"
+        for path, tree in our_sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr in private
+        and ast.unparse(node.value) not in ("self", "cls", "super()")
+    ]
+
+    assert found == []
+
+
+def source_of(owner: type) -> str:
+    return "".join(
+        inspect.getsource(base) for base in owner.__mro__ if base.__module__.startswith("vllm.")
+    )
+
+
+def subclasses(owner: type[Any]) -> Iterator[type[Any]]:
+    for each in type.__subclasses__(owner):
+        yield each
+        yield from subclasses(each)
+
+
+def test_every_private_method_that_we_replace_is_listed() -> None:
+    for path, tree in our_sources():
+        if any(isinstance(node, ast.ClassDef) and node.bases for node in tree.body):
+            names = {name.id for name in ast.walk(tree) if isinstance(name, ast.Name)}
+            if names & _MODULE_OF.keys():
+                import_module(".".join(path.with_suffix("").parts))
+    replaced: dict[str, set[str]] = {}
+    for name in _MODULE_OF:
+        owner = getattr(vllm_names, name)
+        if not inspect.isclass(owner):
+            continue
+        theirs = {member for base in owner.__mro__ for member in vars(base)}
+        ours = {
+            member
+            for each in subclasses(owner)
+            if each.__module__.partition(".")[0] in ("apar_core", "cluster", "deployments")
+            for member in vars(each)
+            if re.match("_(?!abc_)[a-z]", member) and member in theirs
+        }
+        if ours:
+            replaced[name] = ours
+
+    assert replaced == {name: set(methods.split()) for name, methods in OVERRIDES.items()}
+
+
 def test_engines_look_up_their_processors_by_name() -> None:
+    install_processors()
     for module in (async_llm, llm_engine):
         assert issubclass(vars(module)["InputProcessor"], InputProcessor)
         assert issubclass(vars(module)["OutputProcessor"], OutputProcessor)

@@ -156,10 +156,9 @@ def test_an_engine_replays_only_if_its_model_is_configured_to() -> None:
     assert replaying["logits_processors"] == ["mine:Processor", REPLAY]
     assert default["logits_processors"] == ["mine:Processor"]
     assert "logits_processors" not in engine_arguments(ModelConfig(), on_gpu=True)
-    # On GPU, only vLLM's V1 model runner has such processors.
+    # Both of vLLM's model runners replay.
     environment = replica_environment(ModelConfig(replay=True), on_gpu=True)
-    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
-    assert "VLLM_USE_V2_MODEL_RUNNER" not in replica_environment(ModelConfig(), on_gpu=True)
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in environment
 
 
 def test_fork_limits_of_a_model_reach_its_engine() -> None:
