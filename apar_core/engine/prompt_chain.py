@@ -31,6 +31,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -38,21 +39,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    ParallelLMHead,
-    VocabParallelEmbedding,
-)
-from vllm.v1.outputs import SamplerOutput
-from vllm.v1.sample import rejection_sampler
-from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.rejection_sampler import RejectionSampler
-from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-from vllm.v1.worker import gpu_model_runner
 
 from apar_core.engine.checkpoint import weight_files
 from apar_core.errors import CheckpointError, EngineError
 from apar_core.formats.prompt_file import check_model, files_fingerprint, read_prompt_file
 from apar_core.scheduler.fork_settings import CONFIG_KEY, fork_settings
+from apar_core.vllm_names import (
+    ParallelLMHead,
+    RejectionSampler,
+    SamplerOutput,
+    SamplingMetadata,
+    SpecDecodeMetadata,
+    VocabParallelEmbedding,
+    repair_cpu_drafts,
+    replace_next_rejection_sampler,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -198,9 +199,10 @@ class PromptChain:
         self._rows: list[_Row] = []
         self._predictions: Tensor | None = None
         self._on_host: Tensor | None = None
-        _build_next_sampler_for(self)
+        # vLLM builds the sampler right after its proposer, which cannot reach the model runner.
+        replace_next_rejection_sampler(partial(ChainSampler, self))
         if vllm_config.device_config.device_type == "cpu":
-            vars(rejection_sampler)["expand_batch_to_tokens"] = _expand_batch_to_tokens
+            repair_cpu_drafts(_expand_batch_to_tokens)
 
     def load_model(self, model: nn.Module) -> None:
         """Add the prompt tokens to the loaded model."""
@@ -302,57 +304,53 @@ def _only_guesses(
 ) -> tuple[SpecDecodeMetadata, Tensor]:
     """Return the metadata of the guesses alone, and the indices of the prompt tokens' logits.
 
-    Indices still point into the logits of all drafts; a thread has one row for its last token, then
-    one for each draft. So the number of sampled tokens, by which vLLM finds a thread's first row
-    for log-probabilities, stays as it was.
+    Indices still point into the logits of all drafts. So the number of sampled tokens, by which
+    vLLM finds a thread's first row for log-probabilities, stays as it was.
+    """
+    counts = tuple((row.num_guesses, row.num_prompts) for row in rows)
+    targets, bonus, predicting, verified, cumulated = _indices(counts, device)
+    guesses = SpecDecodeMetadata(
+        draft_token_ids=metadata.draft_token_ids[verified],
+        num_draft_tokens=[row.num_guesses for row in rows],
+        cu_num_draft_tokens=cumulated,
+        cu_num_sampled_tokens=metadata.cu_num_sampled_tokens,
+        target_logits_indices=targets,
+        bonus_logits_indices=bonus,
+        logits_indices=metadata.logits_indices,
+    )
+    return guesses, predicting
+
+
+# With few threads the same numbers come back in every other step.
+@lru_cache(maxsize=256)
+def _indices(counts: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, ...]:
+    """Return indices of logits and drafts, from the guesses and prompt tokens of each thread.
+
+    A thread has one row of logits for its last token, then one for each draft. The indices are of
+    the rows that verify guesses, of the rows behind them, of the prompt tokens' rows, of the
+    guesses among all drafts; the last tensor adds up the guesses.
     """
     targets: list[int] = []
     bonus: list[int] = []
     predicting: list[int] = []
     verified: list[int] = []
     start = num_drafts = 0
-    for row in rows:
-        last = start + row.num_guesses
+    for num_guesses, num_prompts in counts:
+        last = start + num_guesses
         targets.extend(range(start, last))
         bonus.append(last)
-        predicting.extend(range(last + 1, last + 1 + row.num_prompts))
-        verified.extend(range(num_drafts, num_drafts + row.num_guesses))
-        start = last + 1 + row.num_prompts
-        num_drafts += row.num_guesses + row.num_prompts
-    counts = [row.num_guesses for row in rows]
-    parts = (targets, bonus, predicting, verified, list(accumulate(counts)))
-    # One copy to the device for all indices.
-    on_host = torch.tensor([i for part in parts for i in part], dtype=torch.int32)
+        predicting.extend(range(last + 1, last + 1 + num_prompts))
+        verified.extend(range(num_drafts, num_drafts + num_guesses))
+        start = last + 1 + num_prompts
+        num_drafts += num_guesses + num_prompts
+    cumulated = list(accumulate(num_guesses for num_guesses, _ in counts))
+    parts = (targets, bonus, predicting, verified, cumulated)
+    # One copy to the device for all.
+    on_host = torch.tensor([index for part in parts for index in part], dtype=torch.int32)
     if device.type == "cuda":
         on_host = on_host.pin_memory()
-    targets_i, bonus_i, predicting_i, verified_i, cumulated = on_host.to(
-        device, non_blocking=True
-    ).split([len(part) for part in parts])
-    return (
-        SpecDecodeMetadata(
-            draft_token_ids=metadata.draft_token_ids[verified_i],
-            num_draft_tokens=counts,
-            cu_num_draft_tokens=cumulated,
-            cu_num_sampled_tokens=metadata.cu_num_sampled_tokens,
-            target_logits_indices=targets_i,
-            bonus_logits_indices=bonus_i,
-            logits_indices=metadata.logits_indices,
-        ),
-        predicting_i,
-    )
-
-
-def _build_next_sampler_for(chain: PromptChain) -> None:
-    """Make the rejection sampler that vLLM builds next a `ChainSampler`.
-
-    The model runner builds it right after its proposer, which cannot reach the runner.
-    """
-
-    def build(*args: Any, **kwargs: Any) -> ChainSampler:
-        vars(gpu_model_runner)["RejectionSampler"] = RejectionSampler
-        return ChainSampler(chain, *args, **kwargs)
-
-    vars(gpu_model_runner)["RejectionSampler"] = build
+    on_device = on_host.to(device, non_blocking=True)
+    return on_device.split([len(part) for part in parts])
 
 
 def _expand_batch_to_tokens(
@@ -362,11 +360,7 @@ def _expand_batch_to_tokens(
     replace_from: int = 0,
     replace_to: int = 0,
 ) -> Tensor:
-    """Repeat each thread's value for its drafts, as vLLM's function of the same name.
-
-    In vLLM 0.32 the CPU kernel behind that function writes into a copy of its result, so that
-    temperature, top_k and top_p of drafts are whatever the memory held.
-    """
+    """Repeat each thread's value for its drafts, as vLLM's function of the same name."""
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     replaced = torch.where(values == replace_from, replace_to, values)
     return replaced.repeat_interleave(counts, output_size=num_tokens)

@@ -15,12 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm.sampling_params import StructuredOutputsParams
 
-from apar_core.engine.core_state import core_state
 from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.engine.prompt_chain import PROPOSER
 from apar_core.formats.prompt_file import read_prompt_file
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.apar_tiny_prompts import prompts_path
+from apar_core.scheduler.core_state import core_state
 from tests.integration.engine_process import EngineProcess
 from tests.integration.plain_decoding import (
     FLOAT_NOISE,

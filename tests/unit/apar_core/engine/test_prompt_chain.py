@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker import gpu_model_runner
 
@@ -52,11 +51,13 @@ def config(
 @pytest.fixture
 def chain() -> Iterator[PromptChain]:
     """A chain with three prompt tokens and drafts of three tokens."""
+    names = vars(gpu_model_runner)
+    original = names["RejectionSampler"]
     proposer = PromptChain(config())
     proposer._prompt_ids = [P1, P2, P3]
     yield proposer
     # No model runner has built the sampler of this chain.
-    vars(gpu_model_runner)["RejectionSampler"] = RejectionSampler
+    names["RejectionSampler"] = original
 
 
 def step(
