@@ -190,7 +190,7 @@ PARAMETERS: list[dict[str, Any]] = [
     {"temperature": 0.01, "seed": 1},
     {"temperature": 1.0, "top_k": 1},
     {"temperature": 1.0, "top_p": 0.01},
-    {"temperature": 3.0, "seed": 2},
+    {"temperature": 2.0, "seed": 2},
     {"temperature": 0.0, "presence_penalty": 0.5, "repetition_penalty": 1.1},
     {"temperature": 0.0, "allowed_token_ids": list(range(40, 900))},
     {"temperature": 0.7, "logprobs": 3},
