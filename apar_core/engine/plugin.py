@@ -12,6 +12,7 @@ from functools import cache, wraps
 from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any
 
+from apar_core.engine.gpu_start import choose_sampler
 from apar_core.engine.replay import REPLAY, REPLAY_V2
 from apar_core.vllm_names import SUPPORTED, is_supported, patch_processors, vllm_version
 
@@ -100,6 +101,7 @@ def complete(vllm_config: VllmConfig) -> VllmConfig:
     if not forks(vllm_config):
         return vllm_config
     install_processors()
+    choose_sampler()
     processors = list(vllm_config.model_config.logits_processors or [])
     if bans_by_logits_processor(vllm_config):
         processors.append(FORK_BANS)

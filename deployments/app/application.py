@@ -11,6 +11,7 @@ from typing import Any
 from ray import serve
 
 from apar_core.engine.replay import REPLAY
+from apar_core.scheduler.row_limits import largest_graph
 from cluster.config import ClusterConfig
 from cluster.config.model import ModelConfig
 from cluster.local_ray import APPLICATION_FLAGS
@@ -73,6 +74,8 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
     if (chain := model.prompt_chain) is not None:
         settings["prompt_tokens"] = chain.path
         arguments["speculative_config"] = chain.speculative_config
+    if on_gpu and (size := largest_graph(arguments)) is not None:
+        arguments["max_cudagraph_capture_size"] = size
     if settings:
         arguments["additional_config"] = arguments.get("additional_config", {}) | {"apar": settings}
     if model.replay:

@@ -124,7 +124,30 @@ def test_user_arguments_override_the_presets_which_override_ours() -> None:
         "max_num_seqs": 700,
         "block_size": 64,
         "max_model_len": 2048,
+        # A multiple of 16 that holds all rows; vLLM's default is 512.
+        "max_cudagraph_capture_size": 704,
     }
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"checkpoint": "apar-7b"}, 1024),
+        ({"max_concurrency": 128}, None),
+        ({"max_concurrency": 129}, 528),
+        ({"max_concurrency": 129, "engine": {"enforce_eager": True}}, None),
+        ({"max_concurrency": 129, "engine": {"max_num_seqs": 512}}, None),
+        ({"max_concurrency": 129, "engine": {"max_cudagraph_capture_size": 64}}, 64),
+        ({"max_concurrency": 129, "engine": {"compilation_config": {"mode": 0}}}, None),
+    ],
+)
+def test_cuda_graphs_hold_all_rows_of_forked_requests(
+    settings: dict[str, Any], expected: int | None
+) -> None:
+    model = ModelConfig.model_validate({"checkpoint": "org/any", **settings})
+
+    assert engine_arguments(model, on_gpu=True).get("max_cudagraph_capture_size") == expected
+    assert engine_arguments(model, on_gpu=False).keys().isdisjoint({"cudagraph_capture_sizes"})
 
 
 def test_gpus_of_a_model_reach_its_engine() -> None:
