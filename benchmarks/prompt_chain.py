@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -35,6 +35,10 @@ ON_DEVICE = frozenset({"forward", "logits"})
 _VOCABULARY = 4096
 
 
+def _zeros() -> defaultdict[str, float]:
+    return defaultdict(float)
+
+
 @dataclass
 class Measured:
     """All answers of one engine. Seconds by part; `step` is the whole step of the engine core.
@@ -46,7 +50,7 @@ class Measured:
     rows: int = 0
     steps: int = 0
     wall_s: float = 0.0
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: defaultdict[str, float] = field(default_factory=_zeros)
     outcomes: Counter[tuple[int, int]] = field(default_factory=Counter)
     texts: list[tuple[int, ...]] = field(default_factory=list)
 
@@ -56,7 +60,8 @@ class Measured:
         self.rows += other.rows
         self.steps += other.steps
         self.wall_s += other.wall_s
-        self.seconds += other.seconds
+        for part, seconds in other.seconds.items():
+            self.seconds[part] += seconds
         self.outcomes += other.outcomes
         self.texts += other.texts
 

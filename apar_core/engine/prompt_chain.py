@@ -168,7 +168,7 @@ def add_prompt_rows(model: nn.Module, rows_MD: Tensor, first_id: int) -> None:
         )
     name, embedding = found[0]
     parent_name, _, attribute = name.rpartition(".")
-    weight = embedding.weight
+    weight: Any = embedding.weight
     rows_MD = rows_MD.to(device=weight.device, dtype=embedding.params_dtype)
     setattr(
         model.get_submodule(parent_name), attribute, PromptEmbedding(embedding, rows_MD, first_id)
@@ -350,7 +350,7 @@ def _indices(counts: tuple[tuple[int, int], ...], device: torch.device) -> tuple
     if device.type == "cuda":
         on_host = on_host.pin_memory()
     on_device = on_host.to(device, non_blocking=True)
-    return on_device.split([len(part) for part in parts])
+    return tuple(torch.split(on_device, [len(part) for part in parts]))
 
 
 def _expand_batch_to_tokens(

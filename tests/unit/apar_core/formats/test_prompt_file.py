@@ -38,12 +38,14 @@ def test_files_have_the_fingerprint_of_their_model(tmp_path: Path, tied: bool) -
 
 def test_copies_and_buffers_of_older_checkpoints_do_not_count(tmp_path: Path) -> None:
     model = save_model(tmp_path, tied=True)
+    embedding = model.get_input_embeddings().weight
+    assert isinstance(embedding, torch.Tensor)
     file = sorted(tmp_path.glob("*.safetensors"))[0]
     weights = load_file(file)
     save_file(
         {
             **weights,
-            "lm_head.weight": model.get_input_embeddings().weight.detach().clone(),
+            "lm_head.weight": embedding.detach().clone(),
             "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
         },
         file,
