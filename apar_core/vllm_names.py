@@ -61,11 +61,6 @@ if TYPE_CHECKING:
     from vllm.v1.executor.abstract import Executor as Executor
     from vllm.v1.kv_cache_interface import FullAttentionSpec as FullAttentionSpec
     from vllm.v1.kv_cache_interface import KVCacheConfig as KVCacheConfig
-    from vllm.v1.metrics.ray_wrappers import RayKVConnectorProm as RayKVConnectorProm
-    from vllm.v1.metrics.ray_wrappers import RayPerfMetricsProm as RayPerfMetricsProm
-    from vllm.v1.metrics.ray_wrappers import RayPrometheusMetric as RayPrometheusMetric
-    from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger as RayPrometheusStatLogger
-    from vllm.v1.metrics.ray_wrappers import RaySpecDecodingProm as RaySpecDecodingProm
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT as EMPTY_MODEL_RUNNER_OUTPUT
     from vllm.v1.outputs import LogprobsLists as LogprobsLists
     from vllm.v1.outputs import ModelRunnerOutput as ModelRunnerOutput
@@ -123,8 +118,6 @@ NAMES = {
     "RequestOutputCollector RequestState",
     "vllm.v1.executor.abstract": "Executor",
     "vllm.v1.kv_cache_interface": "FullAttentionSpec KVCacheConfig",
-    "vllm.v1.metrics.ray_wrappers": "RayKVConnectorProm RayPerfMetricsProm RayPrometheusMetric "
-    "RayPrometheusStatLogger RaySpecDecodingProm",
     "vllm.v1.outputs": "EMPTY_MODEL_RUNNER_OUTPUT LogprobsLists ModelRunnerOutput "
     "SamplingMaskLists",
     "vllm.v1.request": "Request RequestStatus",

@@ -120,6 +120,7 @@ def build_replicas(
         coalesce_s=model.coalesce_s,
         logging=config.logging,
         metrics=config.metrics.enabled,
+        metrics_port=config.metrics_port_of_nodes,
         tracing=config.tracing,
     )
     autoscaling = model_autoscaling(model)

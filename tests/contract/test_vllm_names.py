@@ -15,7 +15,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import prometheus_client
 import pytest
+from prometheus_client.multiprocess import MultiProcessCollector
 from vllm import envs
 from vllm.config import SchedulerConfig, VllmConfig
 from vllm.config.aux_output import AuxOutputConfig
@@ -71,8 +73,7 @@ from vllm.v1.engine.output_processor import (
 )
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.metrics import ray_wrappers
-from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.logits_processor import LogitsProcessor
@@ -764,15 +765,22 @@ def test_events_of_a_stream_are_single_lines_and_end_with_done(serving: type) ->
     assert 'yield f"data: {' in source
 
 
-def test_metric_classes_can_be_replaced() -> None:
-    replaced = {"_gauge_cls", "_counter_cls", "_histogram_cls", "_spec_decoding_cls"}
-    replaced |= {"_kv_connector_cls", "_perf_metrics_cls"}
+def test_vllm_counts_with_prometheus_client_in_the_api_process() -> None:
+    # With its own class of loggers or without any; its modules import the client when it is made.
+    assert PrometheusStatLogger._counter_cls is prometheus_client.Counter
+    made = inspect.getsource(StatLoggerManager.__init__)
+    assert "PrometheusStatLogger(vllm_config, self.engine_indexes)" in made
 
-    assert replaced <= set(vars(PrometheusStatLogger))
-    assert issubclass(ray_wrappers.RayPrometheusStatLogger, PrometheusStatLogger)
-    sanitize = ray_wrappers.RayPrometheusMetric._get_sanitized_opentelemetry_name
-    assert sanitize("vllm:a_b") == "vllm_a_b"
-    assert "stat_loggers" in inspect.signature(AsyncLLM.from_vllm_config).parameters
+
+def test_the_files_of_prometheus_client_can_be_chosen_late() -> None:
+    # Values look their class up when they are made, and the folder when they open a file.
+    assert "values.ValueClass(" in inspect.getsource(prometheus_client.metrics.Counter)
+    make: Any = prometheus_client.values.MultiProcessValue
+    value = make()
+    assert "multiprocess_mode" in inspect.signature(value.__init__).parameters
+    source = inspect.getsource(prometheus_client.values.MultiProcessValue)
+    assert "os.environ.get('PROMETHEUS_MULTIPROC_DIR')" in source
+    assert "files" in inspect.signature(MultiProcessCollector.merge).parameters
 
 
 def test_a_model_runner_output_can_be_built_by_hand() -> None:
