@@ -143,7 +143,7 @@ def decoders(setup: Setup) -> Found:
             ]
             seconds[f"{name} {device}"] = time.perf_counter() - begin_s
     # Speculation and forks change no greedy token: within a device, decoders agree as well.
-    expected = {
+    expected: dict[str, list[tuple[int, ...]]] = {
         name: texts["plain cpu" if name in SINGLE_THREAD else "vanilla_apar cpu"]
         for name in DECODER_NAMES
     }
@@ -403,11 +403,12 @@ def _llama(setup: Setup, vocabulary: int, dtype: torch.dtype, attention: str) ->
     config = LlamaConfig(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=3 * hidden,
         num_hidden_layers=layers, num_attention_heads=hidden // 16 if hidden < 128 else 32,
-        max_position_embeddings=8192, attn_implementation=attention, use_cache=False,
+        max_position_embeddings=8192, use_cache=False,
     )  # fmt: skip
+    config._attn_implementation = attention
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(dtype=dtype, device=setup.device)
-    return model.train()
+    model: Any = LlamaForCausalLM(config)
+    return model.to(dtype=dtype, device=setup.device).train()
 
 
 def _median_s(function: Callable[[], Any], setup: Setup, *, repeats: int = 10) -> float:
