@@ -1,4 +1,7 @@
-"""vLLM logits processors: bans of control tokens, and replay of given tokens."""
+"""Bans of control tokens and replay for vLLM's V1 model runner, the only one on a CPU.
+
+`logits_processors_v2.py` has the same two for the V2 runner.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,17 @@ from typing import Any, Generic, TypeVar
 import torch
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
-from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from apar_core.engine.replay import REPLAY_ARG, thread_script
 from apar_core.fork_parameters import ForkParameters
 from apar_core.tree.thread_names import replay_key_of_path
+from apar_core.vllm_names import BatchUpdate, LogitsProcessor, process_dict_updates
 
 Row = TypeVar("Row")
 
-# Above any logit, so that no other token is ever sampled, and still finite when divided by the
-# smallest temperature. Filling the row with minus infinity would cost as much as sampling.
-_CERTAIN = 1e30
+CERTAIN_LOGIT = 1e30
+"""Above any logit, so that no other token is ever sampled, and still finite when divided by the
+smallest temperature. Filling the row with minus infinity would cost as much as sampling."""
 
 
 class RowProcessor(LogitsProcessor, Generic[Row]):
@@ -174,5 +176,5 @@ class Replay(RowProcessor[_ReplayRow]):
                 chosen.append(row.token_ids[position])
         if rows:
             indices = torch.tensor([rows, chosen], device=self.device)
-            logits[indices[0], indices[1]] = _CERTAIN
+            logits[indices[0], indices[1]] = CERTAIN_LOGIT
         return logits

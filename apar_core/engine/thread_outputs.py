@@ -13,8 +13,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, FinishReason
-from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
 from apar_core.engine.request_follower import RequestFollower
 from apar_core.errors import TreeError
@@ -23,6 +21,15 @@ from apar_core.tree.paragraph import ParagraphTree
 from apar_core.tree.restore import Separator, TreeStream
 from apar_core.tree.statistics import TreeStatistics, tree_statistics, unforked_statistics
 from apar_core.tree.thread_names import ROOT_THREAD, ThreadId, child_request_id, child_thread
+from apar_core.vllm_names import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    FinishReason,
+    LogprobsLists,
+    SamplingMaskLists,
+    copy_error,
+)
 
 # Finish reason of a request whose threads end with different ones: the first in this order.
 _PRECEDENCE = (
@@ -150,6 +157,8 @@ class RequestThreads:
         # The root's last output, with the fields that vLLM reports at a request's end.
         self._root_end: EngineCoreOutput | None = None
         self._trace_headers: Any = None
+        # The output of the thread that failed.
+        self._failure: EngineCoreOutput | None = None
         self._carried: _Carried | None = None
         # Whether any token has more than an id.
         self._has_details = False
@@ -261,6 +270,8 @@ class RequestThreads:
             items[-1] = items[-1]._replace(stops=True)
         elif reason in (FinishReason.REPETITION, FinishReason.ERROR):
             self._stop_reason = output.stop_reason
+        if reason == FinishReason.ERROR:
+            self._failure = output
         self.tree.finish(thread, ended=ended)
         if reason in (FinishReason.ERROR, FinishReason.ABORT):
             self.cut()
@@ -317,6 +328,8 @@ class RequestThreads:
             output.ec_transfer_params = self._root_end.ec_transfer_params
             output.mm_cache_miss_hashes = self._root_end.mm_cache_miss_hashes
             output.spec_decode_metrics = self._root_end.spec_decode_metrics
+        if finish_reason is not None and self._failure is not None:
+            copy_error(self._failure, output)
         return output
 
 

@@ -2,20 +2,23 @@
 
 import functools
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 from fastapi import FastAPI
 from vllm import AsyncEngineArgs, envs
-from vllm.engine.protocol import EngineClient
-from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.usage.usage_lib import UsageContext
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from apar_core.engine.async_engine import SCHEDULER_CLS, AparAsyncLLM
+from apar_core.engine.input_processor import forks
 from apar_core.errors import CheckpointError
+from apar_core.vllm_names import (
+    EngineClient,
+    FlexibleArgumentParser,
+    UsageContext,
+    build_app,
+    init_app_state,
+    make_arg_parser,
+)
 from deployments.replica.openapi import OFFERED, describe
 from deployments.replica.openapi import PATH as OPENAPI_PATH
 
@@ -42,17 +45,19 @@ def server_arguments(model: str, served_name: str, engine: Mapping[str, Any]) ->
     return args
 
 
-def build_engine(args: Namespace, stat_loggers: Sequence[Any] = ()) -> AparAsyncLLM:
+def build_engine(args: Namespace) -> AparAsyncLLM:
     """Build the engine and start its process; call inside the event loop that will use it.
 
-    `stat_loggers` receive vLLM's statistics in addition to its own log.
+    Raises CheckpointError for a scheduler that is not derived from ours.
     """
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
         usage_context=UsageContext.OPENAI_API_SERVER
     )
-    engine = AparAsyncLLM.from_vllm_config(
-        config, usage_context=UsageContext.OPENAI_API_SERVER, stat_loggers=list(stat_loggers)
-    )
+    if not forks(config):
+        raise CheckpointError(
+            f"engine.scheduler_cls: {args.scheduler_cls!r} is not derived from {SCHEDULER_CLS}"
+        )
+    engine = AparAsyncLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
     return cast(AparAsyncLLM, engine)
 
 

@@ -7,22 +7,20 @@ places ahead. Source: Medusa (arXiv 2401.10774). Dimensions: H heads, D hidden s
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from apar_core.errors import CheckpointError
+from apar_core.formats.config_file import CONFIG_FILE, read_settings
 
-CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-
-SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
 
 class MedusaHeadSettings(BaseModel):
@@ -144,35 +142,6 @@ def load_medusa_heads(folder: str | Path) -> MedusaHeads:
 
 def _weights(heads: MedusaHeads) -> dict[str, Tensor]:
     return dict(heads.state_dict())
-
-
-def read_settings(
-    path: Path,
-    name: str,
-    model_type: str,
-    kind: type[SettingsT],
-    prepare: Callable[[dict[str, Any], Path], dict[str, Any]] | None = None,
-) -> SettingsT:
-    """Read the `config.json` of heads or prompt tokens.
-
-    `prepare` checks and renames its fields. Raises CheckpointError for a missing or damaged file,
-    another `model_type`, and naming the first field that is wrong.
-    """
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"no configuration of {name} in {path}: {error}") from error
-    found = config.get("model_type") if isinstance(config, dict) else config
-    if found != model_type:
-        raise CheckpointError(f"{path}: model_type must be {model_type!r}, got {found!r}")
-    try:
-        return kind.model_validate(config if prepare is None else prepare(config, path))
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise CheckpointError(
-            f"{path}: {field}: {first['msg']} (got {first['input']!r})"
-        ) from error
 
 
 def _vllm_settings(config: dict[str, Any], path: Path) -> dict[str, Any]:

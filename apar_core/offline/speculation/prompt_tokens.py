@@ -9,50 +9,21 @@ Dimensions: M prompt tokens, E members, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from apar_core.errors import CheckpointError
-from apar_core.offline.speculation.medusa_heads import read_settings
-
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
-MODEL_TYPE = "ppd_prompt_tokens"
-
-# Values per weight that the fingerprint of a model reads.
-_VALUES_PER_WEIGHT = 64
-
-
-class PromptTokenSettings(BaseModel):
-    """Sizes of the prompt tokens and the model they belong to, as in `config.json`."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    num_prompts: PositiveInt = Field(3, description="Prompt tokens behind a token.")
-    ensemble: PositiveInt = Field(1, description="Embeddings per prompt token.")
-    hidden_size: PositiveInt = Field(description="Hidden size of the model.")
-    average: Literal["logits", "probabilities", "learned"] = Field(
-        "logits",
-        description="What an ensemble averages. The paper's text has logits, its formula "
-        "probabilities (section 3.2), appendix B.6 logits with learned weights.",
-    )
-    mask: Literal["ensemble", "decoder", "encoder"] = Field(
-        "ensemble", description="Which prompt tokens an embedding reads (appendix B.5)."
-    )
-    exits: PositiveInt = Field(
-        1, description="Last layers whose hidden states are averaged (appendix B.7)."
-    )
-    fingerprint: str = Field(description="Fingerprint of the model, by `model_fingerprint`.")
+from apar_core.formats.prompt_file import (
+    PromptTokenSettings,
+    check_model,
+    read_prompt_tensors,
+    weights_fingerprint,
+    write_prompt_file,
+)
 
 
 class PromptTokens(nn.Module):
@@ -64,11 +35,10 @@ class PromptTokens(nn.Module):
     def __init__(self, settings: PromptTokenSettings) -> None:
         super().__init__()
         self.settings = settings
-        size = (settings.num_prompts, settings.ensemble)
-        self.embeddings = nn.Parameter(torch.zeros(*size, settings.hidden_size))
+        self.embeddings = nn.Parameter(torch.zeros(settings.shape))
         self.weights: nn.Parameter | None = None
         if settings.average == "learned":
-            self.weights = nn.Parameter(torch.full(size, 1 / settings.ensemble))
+            self.weights = nn.Parameter(torch.full(settings.shape[:2], 1 / settings.ensemble))
 
     @classmethod
     def like_text(
@@ -130,49 +100,24 @@ class PromptTokens(nn.Module):
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:
-    """Return a digest of the model's weights that does not depend on device or loading dtype.
-
-    It reads the first values of every weight, rounded to bfloat16, so a fine-tuned model has
-    another fingerprint than its base.
-    """
-    digest = hashlib.sha256()
-    for name, weight in sorted(model.named_parameters()):
-        start = weight.detach().flatten()[:_VALUES_PER_WEIGHT].cpu().bfloat16()
-        digest.update(f"{name} {list(weight.shape)} ".encode())
-        digest.update(start.view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()[:32]
+    """Return the fingerprint of a model's weights: see `weights_fingerprint`."""
+    return weights_fingerprint(
+        (name, weight.shape, weight) for name, weight in model.named_parameters()
+    )
 
 
 def check_prompt_tokens(prompts: PromptTokens, model: PreTrainedModel) -> None:
     """Raise CheckpointError if the prompt tokens were trained for another model."""
-    hidden_size = model.config.get_text_config().hidden_size
-    if prompts.settings.hidden_size != hidden_size:
-        raise CheckpointError(
-            f"prompt tokens have hidden_size {prompts.settings.hidden_size}, the model has "
-            f"{hidden_size}"
-        )
-    fingerprint = model_fingerprint(model)
-    if prompts.settings.fingerprint != fingerprint:
-        raise CheckpointError(
-            "prompt tokens were trained for another model: they have fingerprint "
-            f"{prompts.settings.fingerprint}, the model has {fingerprint}"
-        )
+    check_model(
+        prompts.settings,
+        hidden_size=model.config.get_text_config().hidden_size,
+        fingerprint=model_fingerprint(model),
+    )
 
 
 def save_prompt_tokens(prompts: PromptTokens, folder: str | Path) -> None:
     """Write `config.json` and safetensors in the dtype of the embeddings."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {
-        name: tensor.detach().cpu().contiguous() for name, tensor in prompts.state_dict().items()
-    }
-    config = {
-        "model_type": MODEL_TYPE,
-        **prompts.settings.model_dump(),
-        "dtype": str(prompts.embeddings.dtype).removeprefix("torch."),
-    }
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
-    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    write_prompt_file(prompts.settings, prompts.embeddings, folder, prompts.weights)
 
 
 def load_prompt_tokens(folder: str | Path) -> PromptTokens:
@@ -181,22 +126,7 @@ def load_prompt_tokens(folder: str | Path) -> PromptTokens:
     Raises CheckpointError naming the file, field or weight that is missing or does not match.
     `check_prompt_tokens` compares them with a model.
     """
-    folder = Path(folder)
-    settings = read_settings(folder / CONFIG_FILE, "prompt tokens", MODEL_TYPE, PromptTokenSettings)
-    path = folder / WEIGHTS_FILE
-    try:
-        weights = load_file(path)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read the prompt tokens in {path}: {error}") from error
+    settings, tensors = read_prompt_tensors(folder)
     prompts = PromptTokens(settings)
-    wanted = prompts.state_dict()
-    if weights.keys() != wanted.keys():
-        raise CheckpointError(f"{path}: weights must be {sorted(wanted)}, got {sorted(weights)}")
-    for name, tensor in weights.items():
-        if tensor.shape != wanted[name].shape:
-            raise CheckpointError(
-                f"{path}: {name} has shape {list(tensor.shape)}, the configuration asks for "
-                f"{list(wanted[name].shape)}"
-            )
-    prompts.load_state_dict(weights, assign=True)
+    prompts.load_state_dict(tensors, assign=True)
     return prompts.eval()

@@ -1,0 +1,61 @@
+"""State of the engine core: live threads, free KV blocks, counters and step times."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from apar_core.scheduler.fork_policy import AdaptivePolicy
+from apar_core.scheduler.thread_table import ThreadTable
+from apar_core.vllm_names import add_utility
+
+CORE_STATE_CALL = "apar_core_state"
+
+
+def core_state(scheduler: Any) -> dict[str, Any]:
+    """Return the current counts and the counters since the start, as plain values.
+
+    requests: requests of the engine with a live thread; a client's request with several choices or
+        prompts counts as several.
+    threads: running and waiting threads. deferred_threads: children that have not started.
+    kv_blocks, free_blocks: blocks of the KV cache, and blocks that no thread holds.
+    step_s: mean time of the last steps. steps: number, rows and seconds of all steps.
+    generated_tokens: tokens sampled. step_costs: what the adaptive fork policy has learned.
+    """
+    pool = scheduler.kv_cache_manager.block_pool
+    num_running, num_waiting = scheduler.get_request_counts()
+    state: dict[str, Any] = {
+        "threads": len(scheduler.requests),
+        "running_threads": num_running,
+        "waiting_threads": num_waiting,
+        # Without vLLM's null block, which is never free and never used.
+        "kv_blocks": pool.num_gpu_blocks - 1,
+        "free_blocks": pool.get_num_free_blocks(),
+        "requests": len(scheduler.requests),
+    }
+    # vLLM's own schedulers have no threads.
+    if isinstance(getattr(scheduler, "threads", None), ThreadTable):
+        groups = scheduler.threads.groups
+        num_forked = sum(len(group.live) for group in groups)
+        state["requests"] = len(groups) + len(scheduler.requests) - num_forked
+        state["deferred_threads"] = sum(len(group.deferred) for group in groups)
+        state["deferred_by_reason"] = scheduler.admission.waiting_by_reason(groups)
+        state["generated_tokens"] = scheduler.num_generated_tokens
+        state["fork_counters"] = asdict(scheduler.block_sharing.counters)
+        state["admission_counters"] = asdict(scheduler.admission.counters)
+        clock = scheduler.step_clock
+        state["step_s"] = clock.mean_s
+        state["steps"] = {
+            "num_steps": clock.num_steps,
+            "num_rows": clock.num_rows,
+            "busy_s": clock.busy_s,
+        }
+        policy = scheduler.admission.policy
+        if isinstance(policy, AdaptivePolicy):
+            state["step_costs"] = asdict(policy.learned.costs)
+    return state
+
+
+def install_core_state() -> None:
+    """Make `core_state` callable from the API process, as an engine-core utility."""
+    add_utility(CORE_STATE_CALL, lambda engine_core: core_state(engine_core.scheduler))
