@@ -178,6 +178,8 @@ def __getattr__(name: str) -> Any:
     try:
         value = getattr(import_module(module), _RENAMED.get(name, name))
     except (ImportError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("vllm"):
+            raise
         raise EngineError(f"vLLM {version} has no {module}.{name}: {error}") from error
     globals()[name] = value
     return value

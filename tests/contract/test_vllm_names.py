@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -538,11 +539,14 @@ def test_every_name_exists_and_has_the_type_that_mypy_sees() -> None:
         assert getattr(vllm_names, name) is not None
 
 
-def our_sources() -> Iterator[tuple[Path, ast.Module]]:
-    for package in ("apar_core", "cluster", "deployments"):
-        for path in (ROOT / package).rglob("*.py"):
-            if path != Path(vllm_names.__file__):
-                yield path.relative_to(ROOT), ast.parse(path.read_text(encoding="utf-8"))
+@cache
+def our_sources() -> list[tuple[Path, ast.Module]]:
+    return [
+        (path.relative_to(ROOT), ast.parse(path.read_text(encoding="utf-8")))
+        for package in ("apar_core", "cluster", "deployments")
+        for path in (ROOT / package).rglob("*.py")
+        if path != Path(vllm_names.__file__)
+    ]
 
 
 def test_no_other_module_imports_an_unstable_module_of_vllm() -> None:
