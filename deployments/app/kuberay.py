@@ -79,7 +79,7 @@ def arguments_of(args: dict[str, Any]) -> KubeRayArguments:
     for name in sorted(_SET_ELSEWHERE.keys() & cluster.keys()):
         raise ConfigError(f"args.cluster.{name}: leave it out; it is {_SET_ELSEWHERE[name]}")
     # The pods are reachable from outside, so `cluster` must configure keys or allow_anonymous.
-    reachable = args | {"cluster": cluster | {"host": "0.0.0.0"}}
+    reachable = args | {"cluster": cluster | {"host": "0.0.0.0", "ray_address": "auto"}}
     try:
         arguments = KubeRayArguments.model_validate(reachable)
     except ValidationError as error:

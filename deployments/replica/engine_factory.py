@@ -2,7 +2,7 @@
 
 import functools
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 from fastapi import FastAPI
@@ -45,11 +45,10 @@ def server_arguments(model: str, served_name: str, engine: Mapping[str, Any]) ->
     return args
 
 
-def build_engine(args: Namespace, stat_loggers: Sequence[Any] = ()) -> AparAsyncLLM:
+def build_engine(args: Namespace) -> AparAsyncLLM:
     """Build the engine and start its process; call inside the event loop that will use it.
 
-    `stat_loggers` receive vLLM's statistics in addition to its own log. Raises CheckpointError for
-    a scheduler that is not derived from ours.
+    Raises CheckpointError for a scheduler that is not derived from ours.
     """
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
         usage_context=UsageContext.OPENAI_API_SERVER
@@ -58,9 +57,7 @@ def build_engine(args: Namespace, stat_loggers: Sequence[Any] = ()) -> AparAsync
         raise CheckpointError(
             f"engine.scheduler_cls: {args.scheduler_cls!r} is not derived from {SCHEDULER_CLS}"
         )
-    engine = AparAsyncLLM.from_vllm_config(
-        config, usage_context=UsageContext.OPENAI_API_SERVER, stat_loggers=list(stat_loggers)
-    )
+    engine = AparAsyncLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
     return cast(AparAsyncLLM, engine)
 
 

@@ -15,7 +15,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import prometheus_client
 import pytest
+from prometheus_client.multiprocess import MultiProcessCollector
 from vllm import envs
 from vllm.config import SchedulerConfig, VllmConfig
 from vllm.config.aux_output import AuxOutputConfig
@@ -71,15 +73,16 @@ from vllm.v1.engine.output_processor import (
 )
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.metrics import ray_wrappers
-from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 from vllm.v1.worker.gpu.sample import logits_processor as v2_processors
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from apar_core import vllm_names
 from apar_core.engine.plugin import install_processors
@@ -152,6 +155,11 @@ SIGNATURES = (
         Scheduler.finish_requests,
         "self, request_ids, finished_status",
         "an abort of a request ends all its threads",
+    ),
+    Signature(
+        expand_batch_to_tokens,
+        "x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0",
+        "replaced on CPU, where vLLM's does nothing",
     ),
     Signature(Scheduler.schedule, "self, throttle_prefills=False", "starts the step timer"),
     Signature(
@@ -470,6 +478,29 @@ PASSAGES = (
         "the module's names, which our processors replace",
     ),
     Passage(
+        GPUModelRunner.__init__,
+        r"self\.drafter = create_custom_proposer\(.*self\.rejection_sampler = RejectionSampler\( "
+        r"self\.sampler, self\.speculative_config, self\.device",
+        "PromptChain replaces the sampler that is built right after it",
+    ),
+    Passage(
+        GPUModelRunner.load_model,
+        r"self\.drafter\.load_model\(self\.model\)",
+        "a custom proposer gets the model, to which PromptChain adds its embeddings",
+    ),
+    Passage(
+        GPUModelRunner._sample,
+        r"self\.rejection_sampler\( spec_decode_metadata, draft_probs, logits, sampling_metadata,",
+        "ChainSampler reads the logits at the prompt tokens",
+    ),
+    Passage(
+        GPUModelRunner.propose_draft_token_ids,
+        r'"custom_class": assert isinstance\(sampled_token_ids, list\) .*\.propose\( '
+        r"sampled_token_ids, self\.input_batch\.num_tokens_no_spec, "
+        r"self\.input_batch\.token_ids_cpu, slot_mappings=slot_mappings,",
+        "threads come in the order of the logits; the tokens have been waited for",
+    ),
+    Passage(
         EngineCoreProc,
         r"method := getattr\(self, method_name\)",
         "core_state becomes a method of EngineCore",
@@ -764,15 +795,22 @@ def test_events_of_a_stream_are_single_lines_and_end_with_done(serving: type) ->
     assert 'yield f"data: {' in source
 
 
-def test_metric_classes_can_be_replaced() -> None:
-    replaced = {"_gauge_cls", "_counter_cls", "_histogram_cls", "_spec_decoding_cls"}
-    replaced |= {"_kv_connector_cls", "_perf_metrics_cls"}
+def test_vllm_counts_with_prometheus_client_in_the_api_process() -> None:
+    # With its own class of loggers or without any; its modules import the client when it is made.
+    assert PrometheusStatLogger._counter_cls is prometheus_client.Counter
+    made = inspect.getsource(StatLoggerManager.__init__)
+    assert "PrometheusStatLogger(vllm_config, self.engine_indexes)" in made
 
-    assert replaced <= set(vars(PrometheusStatLogger))
-    assert issubclass(ray_wrappers.RayPrometheusStatLogger, PrometheusStatLogger)
-    sanitize = ray_wrappers.RayPrometheusMetric._get_sanitized_opentelemetry_name
-    assert sanitize("vllm:a_b") == "vllm_a_b"
-    assert "stat_loggers" in inspect.signature(AsyncLLM.from_vllm_config).parameters
+
+def test_the_files_of_prometheus_client_can_be_chosen_late() -> None:
+    # Values look their class up when they are made, and the folder when they open a file.
+    assert "values.ValueClass(" in inspect.getsource(prometheus_client.metrics.Counter)
+    make: Any = prometheus_client.values.MultiProcessValue
+    value = make()
+    assert "multiprocess_mode" in inspect.signature(value.__init__).parameters
+    source = inspect.getsource(prometheus_client.values.MultiProcessValue)
+    assert "os.environ.get('PROMETHEUS_MULTIPROC_DIR')" in source
+    assert "files" in inspect.signature(MultiProcessCollector.merge).parameters
 
 
 def test_a_model_runner_output_can_be_built_by_hand() -> None:

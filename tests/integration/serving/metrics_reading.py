@@ -13,7 +13,7 @@ from tests.integration.serving.apar_process import Server
 SETTLE_S = 40.0
 # Longer than a count is on its way: handed over once a second, and reported once a second.
 REST_S = 3.0
-OURS = "ray_apar_"
+OURS = "apar_"
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Page:
         return sum(
             value
             for name, given, value in self.samples
-            if name == metric.exported + part and labels.items() <= given.items()
+            if name == metric.name + part and labels.items() <= given.items()
         )
 
     def by(self, metric: Metric, *names: str) -> dict[tuple[str, ...], float]:
         """Return a metric's nonzero values by some of its labels."""
         found: dict[tuple[str, ...], float] = {}
         for name, given, value in self.samples:
-            if name == metric.exported and value:
+            if name == metric.name and value:
                 key = tuple(given[label] for label in names)
                 found[key] = found.get(key, 0.0) + value
         return found

@@ -64,7 +64,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         model,
         keys=KEYS,
         limits={"max_body_bytes": 4000, "max_prompt_chars": 500},
-        metrics={"port": 0, "report_s": 1},
+        metrics={"port": 0},
     ) as started:
         yield started
 
@@ -109,7 +109,7 @@ def test_every_metric_is_told_and_every_told_one_is_in_the_catalogue(
 ) -> None:
     ask(server, Answered(), max_tokens=5)
     declared = {
-        metric.exported + part
+        metric.name + part
         for metric in catalogue.metrics()
         for part in (("_bucket", "_sum", "_count") if metric.kind is Kind.HISTOGRAM else ("",))
     }
@@ -117,11 +117,11 @@ def test_every_metric_is_told_and_every_told_one_is_in_the_catalogue(
     page = read_when(page_url, lambda page: declared <= page.names)
 
     assert {name for name in page.names if name.startswith(OURS)} == declared
-    assert any(name.startswith("ray_vllm_time_to_first_token_seconds") for name in page.names)
+    assert any(name.startswith("vllm:time_to_first_token_seconds") for name in page.names)
     for metric in catalogue.metrics():
         expected = {*metric.labels, "WorkerId"}
         for name, labels, _ in page.samples:
-            if name == metric.exported:
+            if name == metric.name:
                 assert expected <= set(labels), name
 
 

@@ -125,7 +125,8 @@ def test_rays_pods_reach_each_other_on_any_port(overlay: str) -> None:
 def test_prometheus_reads_the_metrics(overlay: str) -> None:
     objects = objects_of(overlay)
     for pod in ray_pods(objects):
-        assert opens(objects, "ingress", pod, MONITORING, {}, "metrics"), pod.owner
+        for port in ("ray-metrics",) if pod.is_head else ("ray-metrics", "metrics"):
+            assert opens(objects, "ingress", pod, MONITORING, {}, port), (pod.owner, port)
 
 
 @EVERY

@@ -6,6 +6,7 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+from cluster.config.metrics import DEFAULT_PORT
 from dashboards.grafana import dashboards
 from deployments.app.kuberay import arguments_of
 from k8s.__main__ import FILE, prometheus_rule
@@ -189,14 +190,17 @@ def test_with_monitoring_each_ray_pod_has_one_monitor_of_its_metrics_port(overla
     watched = []
     for monitor in of_kind(objects, "PodMonitor"):
         [endpoint] = monitor["spec"]["podMetricsEndpoints"]
-        assert endpoint["port"] == "metrics"
+        role = monitor["spec"]["selector"]["matchLabels"]["app.kubernetes.io/component"]
+        # Ours where there are engines, and Ray's own on the head.
+        assert endpoint["port"] == ("metrics" if role == "engine" else "ray-metrics")
         watched += [pod.owner for pod in _selected(objects, monitor["spec"]["selector"])]
 
     expected = ray_pods(objects) if overlay.endswith("-everything") else []
     assert sorted(watched) == sorted(pod.owner for pod in expected)
     for pod in ray_pods(objects):
         assert pod.ray_start is not None
-        assert pod.ray_start["metrics-export-port"] == str(pod.ports["metrics"])
+        assert pod.ray_start["metrics-export-port"] == str(pod.ports["ray-metrics"])
+        assert pod.is_head or pod.ports["metrics"] == DEFAULT_PORT
 
 
 @EVERY
