@@ -12,8 +12,6 @@ from functools import cache, wraps
 from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any
 
-from apar_core.engine.gpu_start import choose_sampler
-from apar_core.engine.replay import REPLAY, REPLAY_V2
 from apar_core.vllm_names import SUPPORTED, is_supported, patch_processors, vllm_version
 
 if TYPE_CHECKING:
@@ -22,11 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORK_BANS = "apar_core.engine.logits_processors:ForkBans"
-_V2 = {
-    FORK_BANS: "apar_core.engine.logits_processors_v2:ForkBans",
-    REPLAY: REPLAY_V2,
-}
-"""Our logits processors for the V2 model runner, by their names for V1."""
+FORK_BANS_V2 = "apar_core.engine.logits_processors_v2:ForkBans"
 _OUR_SCHEDULERS = "apar_core.scheduler.fork_scheduler"
 _COMPLETES = "_apar_completes"
 """Mark of our own `create_engine_config`, so that it is not wrapped twice."""
@@ -91,9 +85,15 @@ def install_processors() -> None:
 
 def complete(vllm_config: VllmConfig) -> VllmConfig:
     """Set up an engine that forks: processors, logits processors and scheduler variant."""
+    from apar_core.engine.gpu_start import choose_sampler
     from apar_core.engine.input_processor import bans_by_logits_processor, forks
+    from apar_core.engine.prompt_chain import load_prompt_rows, uses_prompt_chain
+    from apar_core.engine.replay import REPLAY, REPLAY_V2
     from apar_core.scheduler.fork_scheduler import ForkAsyncScheduler, ForkScheduler
 
+    if uses_prompt_chain(vllm_config):
+        # For its errors, which otherwise end a worker.
+        load_prompt_rows(vllm_config)
     if not forks(vllm_config):
         return vllm_config
     install_processors()
@@ -102,7 +102,8 @@ def complete(vllm_config: VllmConfig) -> VllmConfig:
     if bans_by_logits_processor(vllm_config):
         processors.append(FORK_BANS)
     if vllm_config.use_v2_model_runner:
-        processors = [_V2.get(each, each) if isinstance(each, str) else each for each in processors]
+        v2 = {FORK_BANS: FORK_BANS_V2, REPLAY: REPLAY_V2}
+        processors = [v2.get(each, each) if isinstance(each, str) else each for each in processors]
     if processors:
         # Once each: a virtual engine completes its configuration again.
         vllm_config.model_config.logits_processors = list(dict.fromkeys(processors))
