@@ -13,7 +13,7 @@ import functools
 import os
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,7 +39,7 @@ class Clock:
     """Adds up the CPU time of functions, by a name for each."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
 
     @contextmanager
@@ -121,7 +121,7 @@ async def _measure(
         "kv_cache_memory_bytes": 256 << 20,
         "max_num_seqs": 256,
     }
-    args = server_arguments(checkpoint_path(), "apar-tiny", engine_arguments)
+    args = server_arguments(str(checkpoint_path()), "apar-tiny", engine_arguments)
     engine = build_engine(args)
     engine.pace_streams(0.05)
     await engine.warm_up()
