@@ -29,6 +29,10 @@ if TYPE_CHECKING:
         ChatCompletionRequest as ChatCompletionRequest,
     )
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest as ResponsesRequest
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead as ParallelLMHead
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        VocabParallelEmbedding as VocabParallelEmbedding,
+    )
     from vllm.tokenizers import get_tokenizer as get_tokenizer
     from vllm.transformers_utils.config import get_config as get_config
     from vllm.transformers_utils.config import get_hf_text_config as get_hf_text_config
@@ -64,12 +68,16 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT as EMPTY_MODEL_RUNNER_OUTPUT
     from vllm.v1.outputs import LogprobsLists as LogprobsLists
     from vllm.v1.outputs import ModelRunnerOutput as ModelRunnerOutput
+    from vllm.v1.outputs import SamplerOutput as SamplerOutput
     from vllm.v1.outputs import SamplingMaskLists as SamplingMaskLists
     from vllm.v1.request import Request as Request
     from vllm.v1.request import RequestStatus as RequestStatus
     from vllm.v1.sample.logits_processor import BatchUpdate as BatchUpdate
     from vllm.v1.sample.logits_processor import LogitsProcessor as LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates as process_dict_updates
+    from vllm.v1.sample.metadata import SamplingMetadata as SamplingMetadata
+    from vllm.v1.sample.rejection_sampler import RejectionSampler as RejectionSampler
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata as SpecDecodeMetadata
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext as LogitsContext
     from vllm.v1.worker.gpu.sample.logits_processor.interface import (
         LogitsProcessor as _V2LogitsProcessor,
@@ -97,6 +105,7 @@ NAMES = {
     "vllm.entrypoints.launchers.cli_args": "make_arg_parser",
     "vllm.entrypoints.openai.chat_completion.protocol": "ChatCompletionRequest",
     "vllm.entrypoints.openai.responses.protocol": "ResponsesRequest",
+    "vllm.model_executor.layers.vocab_parallel_embedding": "ParallelLMHead VocabParallelEmbedding",
     "vllm.tokenizers": "get_tokenizer",
     "vllm.transformers_utils.config": "get_config get_hf_text_config",
     "vllm.usage.usage_lib": "UsageContext",
@@ -119,10 +128,13 @@ NAMES = {
     "vllm.v1.executor.abstract": "Executor",
     "vllm.v1.kv_cache_interface": "FullAttentionSpec KVCacheConfig",
     "vllm.v1.outputs": "EMPTY_MODEL_RUNNER_OUTPUT LogprobsLists ModelRunnerOutput "
-    "SamplingMaskLists",
+    "SamplerOutput SamplingMaskLists",
     "vllm.v1.request": "Request RequestStatus",
     "vllm.v1.sample.logits_processor": "BatchUpdate LogitsProcessor",
     "vllm.v1.sample.logits_processor.builtin": "process_dict_updates",
+    "vllm.v1.sample.metadata": "SamplingMetadata",
+    "vllm.v1.sample.rejection_sampler": "RejectionSampler",
+    "vllm.v1.spec_decode.metadata": "SpecDecodeMetadata",
     "vllm.v1.worker.gpu.sample.logits_processor.interface": "LogitsContext V2LogitsProcessor "
     "LogitsProcRequestState",
 }
@@ -187,6 +199,33 @@ def patch_processors(input_processor: type, output_processor: type) -> None:
         names = vars(import_module(engine))
         names["InputProcessor"] = input_processor
         names["OutputProcessor"] = output_processor
+
+
+def replace_next_rejection_sampler(build: Callable[..., Any]) -> None:
+    """Let the model runner that is being built take its rejection sampler from `build`.
+
+    The V1 model runner builds its proposer and then, by a name in its module, its rejection
+    sampler. The name is restored before `build` is called.
+    """
+    names = vars(import_module("vllm.v1.worker.gpu_model_runner"))
+    original = names["RejectionSampler"]
+
+    def build_once(*args: Any, **kwargs: Any) -> Any:
+        names["RejectionSampler"] = original
+        return build(*args, **kwargs)
+
+    names["RejectionSampler"] = build_once
+
+
+def repair_cpu_drafts(expand_batch_to_tokens: Callable[..., Any]) -> None:
+    """Replace the function that gives each draft its thread's temperature, top_k and top_p.
+
+    In vLLM 0.32 the CPU kernel behind it writes into a copy of its result, so that the drafts are
+    sampled with whatever the memory held.
+    """
+    vars(import_module("vllm.v1.sample.rejection_sampler"))["expand_batch_to_tokens"] = (
+        expand_batch_to_tokens
+    )
 
 
 def add_utility(name: str, function: Callable[[Any], Any]) -> None:

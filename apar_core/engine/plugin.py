@@ -87,9 +87,13 @@ def complete(vllm_config: VllmConfig) -> VllmConfig:
     """Set up an engine that forks: processors, logits processors and scheduler variant."""
     from apar_core.engine.gpu_start import choose_sampler
     from apar_core.engine.input_processor import bans_by_logits_processor, forks
+    from apar_core.engine.prompt_chain import load_prompt_rows, uses_prompt_chain
     from apar_core.engine.replay import REPLAY, REPLAY_V2
     from apar_core.scheduler.fork_scheduler import ForkAsyncScheduler, ForkScheduler
 
+    if uses_prompt_chain(vllm_config):
+        # For its errors, which otherwise end a worker.
+        load_prompt_rows(vllm_config)
     if not forks(vllm_config):
         return vllm_config
     install_processors()

@@ -70,10 +70,14 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
             "kv_cache_memory_bytes": model.kv_cache_bytes,
         }
     arguments |= model.preset.engine | model.engine
+    settings = model.forks.model_dump(exclude_none=True)
+    if (chain := model.prompt_chain) is not None:
+        settings["prompt_tokens"] = chain.path
+        arguments["speculative_config"] = chain.speculative_config
     if on_gpu and (size := largest_graph(arguments)) is not None:
         arguments["max_cudagraph_capture_size"] = size
-    if limits := model.forks.model_dump(exclude_none=True):
-        arguments["additional_config"] = arguments.get("additional_config", {}) | {"apar": limits}
+    if settings:
+        arguments["additional_config"] = arguments.get("additional_config", {}) | {"apar": settings}
     if model.replay:
         arguments["logits_processors"] = [*arguments.get("logits_processors", ()), REPLAY]
     return arguments

@@ -78,9 +78,11 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 from vllm.v1.worker.gpu.sample import logits_processor as v2_processors
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from apar_core import vllm_names
 from apar_core.engine.plugin import install_processors
@@ -153,6 +155,11 @@ SIGNATURES = (
         Scheduler.finish_requests,
         "self, request_ids, finished_status",
         "an abort of a request ends all its threads",
+    ),
+    Signature(
+        expand_batch_to_tokens,
+        "x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0",
+        "replaced on CPU, where vLLM's does nothing",
     ),
     Signature(Scheduler.schedule, "self, throttle_prefills=False", "starts the step timer"),
     Signature(
@@ -469,6 +476,29 @@ PASSAGES = (
         llm_engine.LLMEngine.__init__,
         r"self\.input_processor = InputProcessor\(.*self\.output_processor = OutputProcessor\(",
         "the module's names, which our processors replace",
+    ),
+    Passage(
+        GPUModelRunner.__init__,
+        r"self\.drafter = create_custom_proposer\(.*self\.rejection_sampler = RejectionSampler\( "
+        r"self\.sampler, self\.speculative_config, self\.device",
+        "PromptChain replaces the sampler that is built right after it",
+    ),
+    Passage(
+        GPUModelRunner.load_model,
+        r"self\.drafter\.load_model\(self\.model\)",
+        "a custom proposer gets the model, to which PromptChain adds its embeddings",
+    ),
+    Passage(
+        GPUModelRunner._sample,
+        r"self\.rejection_sampler\( spec_decode_metadata, draft_probs, logits, sampling_metadata,",
+        "ChainSampler reads the logits at the prompt tokens",
+    ),
+    Passage(
+        GPUModelRunner.propose_draft_token_ids,
+        r'"custom_class": assert isinstance\(sampled_token_ids, list\) .*\.propose\( '
+        r"sampled_token_ids, self\.input_batch\.num_tokens_no_spec, "
+        r"self\.input_batch\.token_ids_cpu, slot_mappings=slot_mappings,",
+        "threads come in the order of the logits; the tokens have been waited for",
     ),
     Passage(
         EngineCoreProc,

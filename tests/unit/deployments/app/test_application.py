@@ -10,10 +10,12 @@ import pytest
 from ray.serve.schema import LoggingConfig
 from vllm.config import VllmConfig
 
+from apar_core.engine.prompt_chain import PROPOSER
 from apar_core.engine.replay import REPLAY
+from apar_core.models.apar_tiny_prompts import prompts_path
 from apar_core.scheduler.fork_settings import fork_settings
 from cluster.config import ClusterConfig
-from cluster.config.model import ForkLimits, ModelConfig
+from cluster.config.model import ForkLimits, ModelConfig, PromptChainConfig
 from cluster.local_ray import APPLICATION_FLAGS
 from deployments.app.application import (
     build_application,
@@ -189,6 +191,23 @@ def test_fork_limits_of_a_model_reach_its_engine() -> None:
 
     read = fork_settings(VllmConfig(additional_config=arguments["additional_config"]))
     assert (read.enabled, read.max_threads, read.max_forks) == (True, 4, 9)
+
+
+def test_a_chain_of_prompt_tokens_reaches_the_engine_beside_the_fork_limits() -> None:
+    model = ModelConfig(
+        forks=ForkLimits(max_threads=4),
+        prompt_chain=PromptChainConfig(prompt_tokens="apar-tiny", num_speculative_tokens=2),
+    )
+
+    arguments = engine_arguments(model, on_gpu=False)
+
+    settings = fork_settings(VllmConfig(additional_config=arguments["additional_config"]))
+    assert (settings.max_threads, settings.prompt_tokens) == (4, prompts_path())
+    assert arguments["speculative_config"] == {
+        "method": "custom_class",
+        "model": PROPOSER,
+        "num_speculative_tokens": 2,
+    }
 
 
 def test_replicas_on_cpu_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
