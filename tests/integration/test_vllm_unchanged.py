@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration.vllm_server import vllm_server
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(2400)]
 
 QUESTION = [{"role": "user", "content": "Give me 4 tips for learning guitar."}]
 TOOL = {

@@ -13,7 +13,7 @@ import httpx
 from apar_core.models.apar_tiny import checkpoint_path
 from cluster.local_ray import free_port
 
-START_S = 400.0
+START_S = 900.0
 
 
 @contextmanager
