@@ -242,6 +242,9 @@ def methods_table(
                 same.passes / max(total.passes, 1),
                 same.seconds / total.seconds,
                 num_text / total.seconds / plain_speed,
+                sum(answer.draft_passes for answer in answers) / len(answers)
+                if method.name.startswith(DRAFT)
+                else None,
             )
         )
     return ReportTable(
@@ -259,6 +262,7 @@ def methods_table(
             Column("Fewer steps", ".2f"),
             Column("Speed-up", ".2f"),
             Column("Speed against plain", ".2f"),
+            Column("Draft passes per answer", ".1f"),
         ),
         tuple(rows),
         "Inputs: the largest number of a row at one live row; trees sized by hardware change with "
