@@ -53,6 +53,7 @@ _make_value_class: Callable[[], Any] = values.MultiProcessValue
 
 KEEP_S = 300.0
 """Time that the counts of an ended replica stay on the page: several scrapes."""
+_ABANDONED_S = 3600.0
 _PERIOD_S = 1.0
 _SWEEP_S = 30.0
 _ENDED = "ended"
@@ -163,6 +164,17 @@ class _Process:
             # A new file is empty for a moment.
             if file.stat().st_size > 0 and (with_gauges or not file.name.startswith("gauge_"))
         ]
+
+
+def remove_abandoned(folder: Path, *, older_than_s: float = _ABANDONED_S) -> None:
+    """Remove the folders beside a node's that no process uses: their nodes were killed."""
+    for other in folder.parent.glob("apar-metrics-*"):
+        with suppress(OSError):  # Another user's.
+            is_old = time.time() - other.stat().st_mtime >= older_than_s
+            locks = (other / "lock", *other.glob("*/lock"))
+            in_use = any(_is_locked(lock) for lock in locks if lock.exists())
+            if other != folder and is_old and not in_use:
+                shutil.rmtree(other)
 
 
 def _is_locked(path: Path) -> bool:
@@ -331,6 +343,7 @@ class PageThread:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 self._closed.wait(_PERIOD_S)
+            remove_abandoned(self._folder)
             self._serve()
 
     def _serve(self) -> None:

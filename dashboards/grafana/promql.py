@@ -49,8 +49,11 @@ def rate(
 
 
 def events(metric: Metric, *by: str) -> str:
-    """Count rare events in the last scrapes; every counter starts at 0."""
-    return total(f"increase({selector(metric)}[{RATE_WINDOW}])", *by)
+    """Count rare events in the last scrapes; every counter starts at 0.
+
+    `increase` extrapolates to the ends of the window, so that one event counts as a little more.
+    """
+    return total(f"round(increase({selector(metric)}[{RATE_WINDOW}]))", *by)
 
 
 def ratio(part: str, whole: str) -> str:

@@ -64,18 +64,16 @@ LAYERS = {
     "apar_core.offline": {
         "data": set(),
         "training": {"data"},
-        # Acceptance is measured on answers that the decoders generate.
-        "speculation": {"data", "decoders", "training"},
+        "speculation": {"data", "training"},
         "decoders": {"speculation", "training"},
         "evaluation": {"data", "decoders", "speculation", "training"},
     },
     "deployments": {
-        "app": {"gateway", "metrics", "relay", "replica", "routing", "tracing", "wire"},
-        "gateway": {"metrics", "relay", "routing", "tracing", "wire"},
+        "app": {"gateway", "relay", "replica", "routing", "tracing", "wire"},
+        "gateway": {"relay", "routing", "tracing", "wire"},
         "relay": {"routing", "wire"},
-        "replica": {"metrics", "tracing", "wire"},
+        "replica": {"tracing", "wire"},
         "routing": {"wire"},
-        "metrics": set(),
         "tracing": set(),
         "wire": set(),
     },

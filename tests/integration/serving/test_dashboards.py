@@ -16,6 +16,7 @@ import yaml
 from cluster.config.keys import KeyConfig, hash_of
 from cluster.local_ray import free_port
 from cluster.metrics import catalogue
+from dashboards.prometheus.files import FOLDER
 from dashboards.prometheus.settings import ScrapeSettings, prometheus_config
 from tests.fakes.grafana import (
     PanelQuery,
@@ -50,7 +51,12 @@ KEY = KeyConfig.model_validate({"name": "load", "hash": hash_of("load"), "metric
 ALERT = {
     "alert": "AparTest",
     "expr": "vector(1)",
-    "labels": {"severity": "ticket", "model": MODEL},
+    "labels": {
+        "severity": "ticket",
+        "model": MODEL,
+        "cluster": "default",
+        "namespace": "default",
+    },
 }
 
 
@@ -113,7 +119,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         targets=(f"127.0.0.1:{port}",),
         scrape_s=SCRAPE_S,
         evaluation_s=SCRAPE_S,
-        rule_files=("alert.yml",),
+        rule_files=("alert.yml", str(FOLDER / "rules" / "recording.yml")),
     )
     config = folder / "prometheus.yml"
     config.write_text(yaml.safe_dump(prometheus_config(settings)))
@@ -202,9 +208,15 @@ def test_vllm_exports_what_the_dashboards_use_of_it(watched: Watched) -> None:
 def test_the_variables_find_the_model_and_both_replicas(watched: Watched) -> None:
     board = next(iter(boards().values()))
     variables = {each["name"]: each for each in board["templating"]["list"]}
-    [(metric, label)] = re.findall(r"label_values\((\w+), (\w+)\)", variables["model"]["query"])
+    query = r"label_values\((\w+(?:\{.*\})?), (\w+)\)"
 
-    models = ask(watched.url, f"label/{label}/values", {"match[]": metric})
+    def values(name: str) -> list[str]:
+        [(series, label)] = re.findall(query, variables[name]["query"])
+        match = watched.view.expression(series)
+        return list(ask(watched.url, f"label/{label}/values", {"match[]": match}))
+
+    assert values("cluster") == values("namespace") == ["default"]
+    models = values("model")
     replicas = replicas_alive(watched.url, watched.view)
     assert models == [MODEL]
     assert len(replicas) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.local_ray import free_port
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Kind, Metric
-from cluster.metrics.node import NodePage, PageThread
+from cluster.metrics.node import NodePage, PageThread, remove_abandoned
 from tests.fakes.tools import needs
 
 needs_promtool = needs("promtool")
@@ -187,6 +188,23 @@ def test_foreign_metrics_get_the_replica_and_unknown_gauges_are_left_out(node: N
     assert node.value("vllm:running", m="a", replica="r1") == 0
     assert node.value("http_requests_total", replica="r1") is None
     assert node.value("apar_kv_blocks", model="m", replica="r1") is None
+
+
+def test_folders_of_killed_nodes_are_removed(tmp_path: Path) -> None:
+    own, used, old = (tmp_path / f"apar-metrics-{name}" for name in ("own", "used", "old"))
+    (tmp_path / "other").mkdir()
+    for folder in (own, used, old):
+        (folder / "m-1").mkdir(parents=True)
+        (folder / "m-1" / "lock").touch()
+
+    with (used / "m-1" / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        remove_abandoned(own)
+        young = {path.name for path in tmp_path.iterdir()}
+        remove_abandoned(own, older_than_s=0.0)
+
+    assert old.name in young
+    assert {path.name for path in tmp_path.iterdir()} == {own.name, used.name, "other"}
 
 
 def test_the_versions_are_on_the_page(node: Node) -> None:

@@ -32,7 +32,7 @@ RECORDS = {
 }
 WORDS = {"sum", "avg", "max", "min", "count", "count_values", "by", "on", "or", "and", "unless"}
 WORDS |= {"offset", "group_left", "rate", "increase", "histogram_quantile", "avg_over_time"}
-WORDS |= {"quantile_over_time", "floor", "log2", "clamp_min", "clamp_max"}
+WORDS |= {"round", "quantile_over_time", "floor", "log2", "clamp_min", "clamp_max"}
 NAME = r"[a-zA-Z_][a-zA-Z0-9_:]*"
 
 
