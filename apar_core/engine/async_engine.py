@@ -97,6 +97,8 @@ class AparAsyncLLM(AsyncLLM):
         which stalls all running streams: on a CPU for half a minute. vLLM's statistics do not count
         these requests; the engine core's own counters do.
         """
+        if self.model_config.runner_type == "pooling":
+            return  # Nothing is sampled.
         begin_s = time.monotonic()
         loggers, self._logger_ref[0] = self._logger_ref[0], None
         try:

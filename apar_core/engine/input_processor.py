@@ -194,7 +194,10 @@ class ForkInputProcessor(InputProcessor):
                 value=params.stop_token_ids,
             )
         extra_args = dict(params.extra_args or {})
-        wanted = _choice(extra_args, ENABLED_ARG, bool, self._settings.enabled)
+        by_default = self._settings.enabled
+        if request.lora_request is not None:
+            by_default = self._settings.adapters.get(request.lora_request.lora_name, by_default)
+        wanted = _choice(extra_args, ENABLED_ARG, bool, by_default)
         max_threads = _choice(extra_args, MAX_THREADS_ARG, int, self._settings.max_threads)
         if max_threads < 1:
             raise VLLMValidationError(

@@ -54,6 +54,12 @@ def complete(vllm_config: VllmConfig) -> VllmConfig:
     if not forks(vllm_config):
         return vllm_config
     scheduler_config = vllm_config.scheduler_config
+    model_config = vllm_config.model_config
+    if model_config.runner_type == "pooling":
+        # Such a model generates nothing. An encoder may also have no prefix cache.
+        scheduler_config.scheduler_cls = None
+        vllm_config.cache_config.enable_prefix_caching &= model_config.is_prefix_caching_supported
+        return vllm_config
     if scheduler_config.get_scheduler_cls() in (ForkScheduler, ForkAsyncScheduler):
         scheduler_config.scheduler_cls = (
             ForkAsyncScheduler if scheduler_config.async_scheduling else ForkScheduler

@@ -29,6 +29,11 @@ class ForkSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     enabled: bool = Field(True, description="Whether requests fork unless they say otherwise.")
+    adapters: dict[str, bool] = Field(
+        {},
+        description="Whether requests to a LoRA adapter fork unless they say otherwise, by its "
+        "name; others as `enabled`.",
+    )
     max_threads: PositiveInt = Field(
         32, description="Live threads per request; further forks wait."
     )

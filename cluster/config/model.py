@@ -26,7 +26,7 @@ DEFAULT_MAX_CONCURRENCY = 64
 # Above this, CUDA graphs and the sampler's buffers cost more than the larger batch gains.
 MAX_THREADS = 1024
 # Engine arguments that have fields of their own, because the cluster needs them too.
-_SET_BY_FIELDS = {"model": "checkpoint", "served_model_name": "name"}
+_SET_BY_FIELDS = {"model": "checkpoint", "served_model_name": "name", "lora_modules": "adapters"}
 _MODELS = Path(__file__).resolve().parents[2] / "apar_core" / "models"
 
 
@@ -107,6 +107,25 @@ class ForkLimits(BaseModel):
         return self
 
 
+class AdapterConfig(BaseModel):
+    """A LoRA adapter, served under a name of its own by the replicas of its base model."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(min_length=1, description="Name of the adapter in the API.")
+    path: str = Field(min_length=1, description="Folder of the adapter, or Hugging Face name.")
+    forks: bool | None = Field(
+        None,
+        description="Whether requests to the adapter fork unless they say otherwise; by default "
+        "as `forks.enabled` of the model.",
+    )
+
+    @property
+    def folder(self) -> str:
+        """The path with the user's home folder written out."""
+        return str(Path(self.path).expanduser()) if self.path.startswith("~") else self.path
+
+
 class ModelConfig(BaseModel):
     """A model, its replicas, and their limits."""
 
@@ -121,6 +140,10 @@ class ModelConfig(BaseModel):
         None,
         min_length=1,
         description="Name of the model in the API; by default the preset's or the folder's.",
+    )
+    adapters: tuple[AdapterConfig, ...] = Field(
+        (),
+        description="LoRA adapters that the replicas serve beside the model, without merging.",
     )
     replicas: PositiveInt = Field(
         1, description="Number of replicas, each with an engine of its own."
@@ -212,10 +235,13 @@ class ModelConfig(BaseModel):
         return PRESETS.get(given) or Preset(path, DEFAULT_MAX_CONCURRENCY)
 
     def check_checkpoint(self) -> None:
-        """Raise ConfigError if the checkpoint is a path and there is no such folder."""
-        path = Path(self.checkpoint).expanduser()
-        if self.checkpoint.startswith(("/", ".", "~")) and not path.is_dir():
-            raise ConfigError(f"checkpoint: no such folder: {path}")
+        """Raise ConfigError if the checkpoint or an adapter is a path without such a folder."""
+        given = {"checkpoint": self.checkpoint}
+        given |= {f"adapters: {adapter.name}": adapter.path for adapter in self.adapters}
+        for field, name in given.items():
+            path = Path(name).expanduser()
+            if name.startswith(("/", ".", "~")) and not path.is_dir():
+                raise ConfigError(f"{field}: no such folder: {path}")
 
     @property
     def public_name(self) -> str:
@@ -224,6 +250,11 @@ class ModelConfig(BaseModel):
             return self.name or self.checkpoint
         path = Path(self.preset.path)
         return path.resolve().name if path.exists() else self.checkpoint
+
+    @property
+    def public_names(self) -> tuple[str, ...]:
+        """Names by which requests reach this model: its own, then those of its adapters."""
+        return (self.public_name, *(adapter.name for adapter in self.adapters))
 
     @property
     def deployment_name(self) -> str:

@@ -69,8 +69,16 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
             "kv_cache_memory_bytes": model.kv_cache_bytes,
         }
     arguments |= model.preset.engine | model.engine
-    if limits := model.forks.model_dump(exclude_none=True):
-        arguments["additional_config"] = arguments.get("additional_config", {}) | {"apar": limits}
+    forks = model.forks.model_dump(exclude_none=True)
+    if model.adapters:
+        adapters = [{"name": each.name, "path": each.folder} for each in model.adapters]
+        # By default vLLM runs one adapter per step, so that requests to others would wait.
+        lora = {"enable_lora": True, "max_loras": len(adapters), "lora_modules": adapters}
+        arguments = lora | arguments
+        given = {each.name: each.forks for each in model.adapters if each.forks is not None}
+        forks |= {"adapters": given} if given else {}
+    if forks:
+        arguments["additional_config"] = arguments.get("additional_config", {}) | {"apar": forks}
     if model.replay:
         arguments["logits_processors"] = [*arguments.get("logits_processors", ()), REPLAY]
     return arguments

@@ -17,7 +17,7 @@ _EVENT = b"data: "
 class RequestRecord:
     """The facts of one request; None for what never happened.
 
-    `queue_s` is the wait in the model's queue. `sent_s` (first sent to a replica), `first_byte_s`
+    `adapter` is the LoRA adapter of `model` that the request names. `queue_s` is the wait in the model's queue. `sent_s` (first sent to a replica), `first_byte_s`
     and `total_s` count from the request's arrival. `replica_s` and, within it, `engine_s` are the
     seconds at the last replica and in its engine. `generated_tokens` counts the tokens of all
     threads; if the final cost is unknown, those reported so far. `retries` counts lost replicas.
@@ -30,6 +30,7 @@ class RequestRecord:
     path: str
     key: str | None = None
     model: str | None = None
+    adapter: str | None = None
     status: int | None = None
     error_code: str | None = None
     stream: bool = False

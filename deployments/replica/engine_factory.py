@@ -1,16 +1,20 @@
 """Build the engine of a replica, and vLLM's HTTP application on top of it."""
 
 import functools
+import json
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, cast, get_args
 
 from fastapi import FastAPI
 from vllm import AsyncEngineArgs, envs
+from vllm.config.lora import LoRAConfig, MaxLoRARanks
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.openai.models.protocol import LoRAModulePath
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -18,6 +22,8 @@ from apar_core.engine.async_engine import SCHEDULER_CLS, AparAsyncLLM
 from apar_core.errors import CheckpointError
 from deployments.replica.openapi import OFFERED, describe
 from deployments.replica.openapi import PATH as OPENAPI_PATH
+
+DEFAULT_MAX_LORA_RANK = LoRAConfig.max_lora_rank
 
 
 def server_arguments(model: str, served_name: str, engine: Mapping[str, Any]) -> Namespace:
@@ -39,7 +45,26 @@ def server_arguments(model: str, served_name: str, engine: Mapping[str, Any]) ->
         if not hasattr(args, name):
             raise CheckpointError(f"vLLM has no engine argument {name!r}")
         setattr(args, name, value)
+    if adapters := engine.get("lora_modules"):
+        args.lora_modules = [LoRAModulePath(**adapter) for adapter in adapters]
+        args.max_lora_rank = engine.get("max_lora_rank") or _rank_of(args.lora_modules)
     return args
+
+
+def _rank_of(adapters: Sequence[LoRAModulePath]) -> int:
+    """Return the smallest rank that vLLM can allocate for these adapters.
+
+    It is vLLM's default if one of them is not a folder on this machine.
+    """
+    ranks = [8]
+    for adapter in adapters:
+        path = Path(adapter.path) / "adapter_config.json"
+        if not path.is_file():
+            return DEFAULT_MAX_LORA_RANK
+        config = json.loads(path.read_text())
+        ranks += [config.get("r", 1), *config.get("rank_pattern", {}).values()]
+    # vLLM itself refuses an adapter above the largest.
+    return next((rank for rank in get_args(MaxLoRARanks) if rank >= max(ranks)), max(ranks))
 
 
 def build_engine(args: Namespace, stat_loggers: Sequence[Any] = ()) -> AparAsyncLLM:
