@@ -11,12 +11,8 @@ from typing import Any, cast
 from vllm import SamplingParams, TokensPrompt
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineGenerateError
 
 from apar_core.engine import plugin
-from apar_core.engine.core_state import CORE_STATE_CALL
 from apar_core.engine.input_processor import ForkInputProcessor
 from apar_core.engine.output_processor import ForkOutputProcessor
 from apar_core.engine.request_follower import RequestFollower
@@ -25,11 +21,20 @@ from apar_core.engine.thread_outputs import RequestRecord
 from apar_core.fork_parameters import KeyTerms
 from apar_core.formats.control_tokens import ControlTokens
 from apar_core.journal import Journal
+from apar_core.scheduler.core_state import CORE_STATE_CALL
+from apar_core.scheduler.fork_settings import generates
+from apar_core.vllm_names import (
+    AsyncLLM,
+    EngineCoreRequest,
+    EngineGenerateError,
+    without_statistics,
+)
 
 logger = logging.getLogger(__name__)
 
 # Before any engine is built, because AsyncLLM looks its processors up by name.
 plugin.register()
+plugin.install_processors()
 
 SCHEDULER_CLS = "apar_core.scheduler.fork_scheduler.ForkScheduler"
 """Value of vLLM's `scheduler_cls` for an engine that forks."""
@@ -97,11 +102,10 @@ class AparAsyncLLM(AsyncLLM):
         which stalls all running streams: on a CPU for half a minute. vLLM's statistics do not count
         these requests; the engine core's own counters do.
         """
-        if self.model_config.runner_type == "pooling":
-            return  # Nothing is sampled.
+        if not generates(self.vllm_config):
+            return
         begin_s = time.monotonic()
-        loggers, self._logger_ref[0] = self._logger_ref[0], None
-        try:
+        with without_statistics(self):
             num_engines = self.vllm_config.parallel_config.data_parallel_size
             ranks: Sequence[int | None] = range(num_engines) if num_engines > 1 else [None]
             for rank in ranks:
@@ -111,8 +115,6 @@ class AparAsyncLLM(AsyncLLM):
                 await asyncio.gather(
                     *(self._warm_up_with(name, params, rank) for name, params in _warm_up_params())
                 )
-        finally:
-            self._logger_ref[0] = loggers
         logger.info("engine warmed up", extra={"seconds": round(time.monotonic() - begin_s, 1)})
 
     async def _warm_up_with(self, name: str, params: SamplingParams, rank: int | None) -> None:

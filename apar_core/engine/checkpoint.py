@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from vllm.tokenizers import get_tokenizer
-from vllm.transformers_utils.config import get_config, get_hf_text_config
 
 from apar_core.errors import CheckpointError
 from apar_core.formats.control_tokens import (
@@ -20,6 +18,7 @@ from apar_core.formats.control_tokens import (
     find_control_tokens,
     plain_spellings,
 )
+from apar_core.vllm_names import get_config, get_hf_text_config, get_tokenizer
 
 _HEADER_LENGTH_BYTES = 8
 

@@ -11,8 +11,6 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.input_processor import InputProcessor
 
 from apar_core.engine.logits_processors import bad_words
 from apar_core.engine.replay import (
@@ -35,7 +33,8 @@ from apar_core.formats.control_tokens import (
     refuse_control_tokens,
 )
 from apar_core.scheduler.fork_scheduler import ForkMixin
-from apar_core.scheduler.fork_settings import ForkSettings, fork_settings
+from apar_core.scheduler.fork_settings import ForkSettings, fork_settings, generates
+from apar_core.vllm_names import EngineCoreRequest, InputProcessor, add_bad_words, bad_words_of
 
 logger = logging.getLogger(__name__)
 
@@ -215,10 +214,7 @@ class ForkInputProcessor(InputProcessor):
         extra_args[EXTRA_ARG] = parameters.to_extra_arg()
         params.extra_args = extra_args
         if self._bans_as_bad_words:
-            params._bad_words_token_ids = [
-                *(params._bad_words_token_ids or []),
-                *bad_words(parameters),
-            ]
+            add_bad_words(params, bad_words(parameters))
 
     def _set_replay(self, request: EngineCoreRequest, params: SamplingParams) -> None:
         """Check the client's replay, if any, and write it for the logits processor."""
@@ -259,7 +255,7 @@ class ForkInputProcessor(InputProcessor):
 
 def _control_tokens(vllm_config: VllmConfig, tokenizer: Any) -> ControlTokens | None:
     """Return the checkpoint's control tokens; None if it has none or the engine does not fork."""
-    if not forks(vllm_config) or tokenizer is None:
+    if not forks(vllm_config) or not generates(vllm_config) or tokenizer is None:
         return None
     control_tokens = find_control_tokens(tokenizer.get_vocab())
     if control_tokens is None:
@@ -272,7 +268,7 @@ def _control_tokens(vllm_config: VllmConfig, tokenizer: Any) -> ControlTokens | 
 
 def _check_bad_words(params: SamplingParams) -> None:
     """Refuse more bad words than the worker accepts in addition to ours."""
-    words = params._bad_words_token_ids or []
+    words = bad_words_of(params)
     parameters = ForkParameters.from_extra_args(params.extra_args)
     ours = [] if parameters is None else bad_words(parameters)
     for kind, number, num_ours, limit in (
@@ -327,8 +323,7 @@ def _keep_tool_calls_unforked() -> None:
     layer.
     """
     # Imported here: only processes with a forking engine need vLLM's HTTP layer.
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from apar_core.vllm_names import ChatCompletionRequest, ResponsesRequest
 
     for request_class in (ChatCompletionRequest, ResponsesRequest):
         to_sampling_params = request_class.to_sampling_params

@@ -10,12 +10,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
-from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from apar_core.engine.replay import REPLAY_ARG, thread_script
 from apar_core.fork_parameters import ForkParameters
 from apar_core.tree.thread_names import replay_key_of_path
+from apar_core.vllm_names import BatchUpdate, LogitsProcessor, process_dict_updates
 
 Row = TypeVar("Row")
 

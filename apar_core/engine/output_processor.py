@@ -8,9 +8,6 @@ from typing import Any
 
 import numpy as np
 from vllm import SamplingParams
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
-from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
-from vllm.v1.outputs import LogprobsLists
 
 from apar_core.engine.paced_outputs import interval_under_load, pace
 from apar_core.engine.request_follower import RequestFollower, beam_search_of, find_client
@@ -25,6 +22,14 @@ from apar_core.fork_parameters import ForkParameters
 from apar_core.journal import Journal
 from apar_core.scheduler.thread_requests import forget_journal
 from apar_core.tree.restore import Edge, Separator
+from apar_core.vllm_names import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    LogprobsLists,
+    OutputProcessor,
+    OutputProcessorOutput,
+    RequestState,
+)
 
 
 class ForkOutputProcessor(OutputProcessor):

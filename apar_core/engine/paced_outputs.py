@@ -13,7 +13,8 @@ from typing import Any, Protocol, cast
 
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
+
+from apar_core.vllm_names import RequestOutputCollector, RequestState
 
 _REQUESTS_A_STEP = 16
 _MOST_STEPS = 4

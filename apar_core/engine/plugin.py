@@ -1,70 +1,106 @@
 """Install forks into vLLM: entry point of the group `vllm.general_plugins`.
 
-vLLM loads it in every process. Engines without our `scheduler_cls` are not changed.
+vLLM loads the plugin in every process of an environment that has this package, without catching
+exceptions. So it only waits for an engine configuration that names our scheduler. It stays out of a
+vLLM version that has not been checked.
 """
 
 from __future__ import annotations
 
-from functools import wraps
+import logging
+from functools import cache, wraps
+from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any
+
+from apar_core.vllm_names import SUPPORTED, is_supported, patch_processors, vllm_version
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+logger = logging.getLogger(__name__)
+
 FORK_BANS = "apar_core.engine.logits_processors:ForkBans"
+_OUR_SCHEDULERS = "apar_core.scheduler.fork_scheduler"
 _COMPLETES = "_apar_completes"
 """Mark of our own `create_engine_config`, so that it is not wrapped twice."""
 
 
+@cache
 def register() -> None:
-    """Let vLLM's engines build our processors; may be called more than once.
+    """Prepare for an engine that forks; may be called more than once, and never raises."""
+    version = vllm_version()
+    # vLLM loads plugins in its workers, too, which would repeat the warning.
+    is_main = parent_process() is None
+    if not is_supported(version):
+        if is_main:
+            logger.warning(
+                "apar-serve stays out of vLLM %s: it was checked with vLLM %s",
+                version,
+                " and ".join(SUPPORTED),
+            )
+        return
+    try:
+        _wrap_configuration()
+    except Exception:  # would end a vLLM that does not use forks
+        logger.warning("apar-serve stays out of vLLM %s", version, exc_info=is_main)
 
-    vLLM has no setting for the classes of its input and output processor, so their names are
-    replaced where its two engines look them up. Both act like vLLM's own unless an engine forks.
-    """
+
+def _wrap_configuration() -> None:
+    """Let each new engine configuration pass through `complete`."""
     # Imported here: vLLM calls this while its own modules load.
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine import async_llm, llm_engine
+    from apar_core.vllm_names import EngineArgs
 
-    from apar_core.engine.core_state import install_core_state
-    from apar_core.engine.input_processor import ForkInputProcessor
-    from apar_core.engine.output_processor import ForkOutputProcessor
-
-    for module in (async_llm, llm_engine):
-        vars(module)["InputProcessor"] = ForkInputProcessor
-        vars(module)["OutputProcessor"] = ForkOutputProcessor
-    install_core_state()
     create = EngineArgs.create_engine_config
     if hasattr(create, _COMPLETES):
         return
 
     @wraps(create)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return complete(create(self, *args, **kwargs))
+        vllm_config = create(self, *args, **kwargs)
+        return complete(vllm_config) if _has_our_scheduler(vllm_config) else vllm_config
 
     setattr(create_engine_config, _COMPLETES, True)
     setattr(EngineArgs, create.__name__, create_engine_config)
 
 
+def _has_our_scheduler(vllm_config: VllmConfig) -> bool:
+    """Return whether an engine's scheduler derives from ours; imports nothing of ours."""
+    if vllm_config.scheduler_config.scheduler_cls is None:
+        return False
+    bases = getattr(vllm_config.scheduler_config.get_scheduler_cls(), "__mro__", ())
+    return any(base.__module__ == _OUR_SCHEDULERS for base in bases)
+
+
+def install_processors() -> None:
+    """Let vLLM's engines in this process build our processors; may be called more than once.
+
+    Both act like vLLM's own in an engine that does not fork.
+    """
+    from apar_core.engine.input_processor import ForkInputProcessor
+    from apar_core.engine.output_processor import ForkOutputProcessor
+
+    patch_processors(ForkInputProcessor, ForkOutputProcessor)
+
+
 def complete(vllm_config: VllmConfig) -> VllmConfig:
-    """Set the scheduler variant and the logits processor of an engine that forks."""
+    """Set up an engine that forks: processors, scheduler variant and logits processor."""
     from apar_core.engine.input_processor import bans_by_logits_processor, forks
     from apar_core.scheduler.fork_scheduler import ForkAsyncScheduler, ForkScheduler
+    from apar_core.scheduler.fork_settings import generates
 
     if not forks(vllm_config):
         return vllm_config
+    install_processors()
     scheduler_config = vllm_config.scheduler_config
-    model_config = vllm_config.model_config
-    if model_config.runner_type == "pooling":
-        # Such a model generates nothing. An encoder may also have no prefix cache.
-        scheduler_config.scheduler_cls = None
-        vllm_config.cache_config.enable_prefix_caching &= model_config.is_prefix_caching_supported
-        return vllm_config
+    if not generates(vllm_config):
+        # Encoders cannot have the prefix cache that forks need.
+        supported = vllm_config.model_config.is_prefix_caching_supported
+        vllm_config.cache_config.enable_prefix_caching &= supported
     if scheduler_config.get_scheduler_cls() in (ForkScheduler, ForkAsyncScheduler):
         scheduler_config.scheduler_cls = (
             ForkAsyncScheduler if scheduler_config.async_scheduling else ForkScheduler
         )
     processors = list(vllm_config.model_config.logits_processors or [])
-    if bans_by_logits_processor(vllm_config) and FORK_BANS not in processors:
+    if generates(vllm_config) and bans_by_logits_processor(vllm_config) and FORK_BANS not in processors:
         vllm_config.model_config.logits_processors = [*processors, FORK_BANS]
     return vllm_config

@@ -19,7 +19,8 @@ from apar_core.tree.thread_names import ThreadPath, thread_path
 # Importing vLLM takes seconds, and the process that composes the application imports this module.
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine import EngineCoreOutput
+
+    from apar_core.vllm_names import EngineCoreOutput
 
 Value = TypeVar("Value")
 

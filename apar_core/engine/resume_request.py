@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
-from vllm.v1.request import Request
 
 from apar_core.engine.replay import without_generated
 from apar_core.fork_parameters import ForkParameters
 from apar_core.journal import Journal, ThreadDelta, to_plain
 from apar_core.scheduler.thread_requests import RESUME_ARG, thread_sequences, was_refused
 from apar_core.tree.thread_names import ThreadPath, thread_request_id
+from apar_core.vllm_names import EngineCoreOutput, EngineCoreRequest, FinishReason, Request
 
 # `EngineCoreRequest` in the API process, `Request` in the scheduler and its tests.
 AnyRequest = EngineCoreRequest | Request

@@ -13,8 +13,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, FinishReason
-from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
 from apar_core.engine.request_follower import RequestFollower
 from apar_core.errors import TreeError
@@ -23,6 +21,14 @@ from apar_core.tree.paragraph import ParagraphTree
 from apar_core.tree.restore import Separator, TreeStream
 from apar_core.tree.statistics import TreeStatistics, tree_statistics, unforked_statistics
 from apar_core.tree.thread_names import ROOT_THREAD, ThreadId, child_request_id, child_thread
+from apar_core.vllm_names import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    FinishReason,
+    LogprobsLists,
+    SamplingMaskLists,
+)
 
 # Finish reason of a request whose threads end with different ones: the first in this order.
 _PRECEDENCE = (

@@ -11,10 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.utils.math_utils import cdiv
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.request import Request, RequestStatus
+from apar_core.vllm_names import (
+    FullAttentionManager,
+    KVCacheBlocks,
+    KVCacheManager,
+    Request,
+    RequestStatus,
+    cdiv,
+)
 
 _ALLOCATE = "allocate_slots"
 

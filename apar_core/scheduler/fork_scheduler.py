@@ -21,22 +21,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.utils.math_utils import cdiv
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
 
 from apar_core.errors import EngineError
 from apar_core.fork_parameters import ForkParameters
 from apar_core.journal import Journal
 from apar_core.scheduler.block_sharing import BlockSharing
+from apar_core.scheduler.core_state import install_core_state
 from apar_core.scheduler.fork_admission import ForkAdmission
 from apar_core.scheduler.fork_policy import AdaptivePolicy, build_policy
-from apar_core.scheduler.fork_settings import fork_settings
+from apar_core.scheduler.fork_settings import fork_settings, generates
 from apar_core.scheduler.request_gate import GatedQueue
 from apar_core.scheduler.step_time import StepClock
 from apar_core.scheduler.thread_requests import (
@@ -48,6 +41,19 @@ from apar_core.scheduler.thread_requests import (
 from apar_core.scheduler.thread_table import ThreadGroup, ThreadTable
 from apar_core.step_costs.costs import StepBatch
 from apar_core.step_costs.files import read_costs
+from apar_core.vllm_names import (
+    AsyncScheduler,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    KVCacheBlocks,
+    ModelRunnerOutput,
+    Request,
+    RequestStatus,
+    Scheduler,
+    SchedulerOutput,
+    cdiv,
+)
 
 
 class ForkMixin(Scheduler):
@@ -58,7 +64,7 @@ class ForkMixin(Scheduler):
     """
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        if not vllm_config.cache_config.enable_prefix_caching:
+        if generates(vllm_config) and not vllm_config.cache_config.enable_prefix_caching:
             raise EngineError(
                 "forking needs prefix caching, through which children share their parent's KV "
                 "blocks: set enable_prefix_caching=True"
@@ -66,6 +72,7 @@ class ForkMixin(Scheduler):
         # Order by arrival: children before newer requests, the youngest request preempted first.
         vllm_config.scheduler_config.policy = "priority"
         super().__init__(vllm_config, *args, **kwargs)
+        install_core_state()
         self.threads: ThreadTable[Request] = ThreadTable()
         self.block_sharing = BlockSharing(
             self.kv_cache_manager,

@@ -76,6 +76,11 @@ class ForkSettings(BaseModel):
     )
 
 
+def generates(vllm_config: VllmConfig) -> bool:
+    """Return whether an engine's model generates text; embedding models have nothing to fork."""
+    return vllm_config.model_config.runner_type == "generate"
+
+
 def fork_settings(vllm_config: VllmConfig) -> ForkSettings:
     """Return the settings in an engine's `additional_config`.
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator
 
-from vllm.v1.core.sched.request_queue import PriorityRequestQueue
-from vllm.v1.request import Request
+from apar_core.vllm_names import PriorityRequestQueue, Request
 
 
 class GatedQueue(PriorityRequestQueue):

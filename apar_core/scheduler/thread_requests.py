@@ -14,14 +14,13 @@ from collections.abc import Sequence
 from copy import copy
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import FinishReason
-from vllm.v1.request import Request
 
 from apar_core.errors import TreeError
 from apar_core.fork_parameters import EXTRA_ARG, ForkParameters, child_seed, derived_seed
 from apar_core.journal import Journal, ThreadDelta, from_plain
 from apar_core.scheduler.thread_table import ThreadGroup
 from apar_core.tree.thread_names import ThreadPath, thread_request_id
+from apar_core.vllm_names import FinishReason, Request, block_hasher, inherit_block_hashes
 
 RESUME_ARG = "apar_resume"
 """Key of `SamplingParams.extra_args` with a journal for the scheduler, as plain values.
@@ -72,7 +71,7 @@ def build_child_request(
         cache_salt=parent.cache_salt,
         priority=parent.priority,
     )
-    _inherit_block_hashes(parent, child, num_shared_tokens=fork_index + 1)
+    inherit_block_hashes(parent, child, num_shared_tokens=fork_index + 1)
     return child
 
 
@@ -186,7 +185,7 @@ def _resumed_thread(
         cache_salt=request.cache_salt,
         priority=request.priority,
         trace_headers=None if delta.path else request.trace_headers,
-        block_hasher=request._block_hasher,
+        block_hasher=block_hasher(request),
     )
 
 
@@ -216,15 +215,3 @@ def _resumed_seed(seed: int | None, delta: ThreadDelta) -> int | None:
     for ordinal in delta.path:
         seed = child_seed(seed, ordinal)
     return derived_seed(seed, f"+{len(delta.token_ids)}") if delta.token_ids else seed
-
-
-def _inherit_block_hashes(parent: Request, child: Request, *, num_shared_tokens: int) -> None:
-    """Take over the hashes of the shared blocks instead of computing them again."""
-    hasher = parent._block_hasher
-    if hasher is None:
-        return
-    # Hashes cover whole blocks and agree as far as the tokens do, so the number is rounded down.
-    num_shared = len(parent.block_hashes) * num_shared_tokens // parent.num_tokens
-    child._block_hasher = hasher
-    child.block_hashes = list(parent.block_hashes[:num_shared])
-    child.update_block_hashes()

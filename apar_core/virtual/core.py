@@ -26,19 +26,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import FinishReason
-from vllm.v1.engine.core import EngineCore
-from vllm.v1.request import Request
 
-from apar_core.engine.core_state import core_state
 from apar_core.engine.offline_engine import engine_core_in_this_process
 from apar_core.engine.replay import Scripts, replay_args
 from apar_core.engine.resume_request import completed, hand_to_scheduler
 from apar_core.errors import EngineError
 from apar_core.fork_parameters import EXTRA_ARG, ForkParameters
 from apar_core.journal import Journal, ThreadDelta
+from apar_core.scheduler.core_state import core_state
 from apar_core.scheduler.fork_settings import ForkSettings
 from apar_core.step_costs.costs import StepCosts
 from apar_core.tree.thread_names import (
@@ -50,6 +46,7 @@ from apar_core.tree.thread_names import (
 from apar_core.virtual.engine import VirtualSpec, engine_arguments, write_model_folder
 from apar_core.virtual.executor import StepTotals, VirtualClock, VirtualDevice
 from apar_core.virtual.text import checkpoint_tokens
+from apar_core.vllm_names import EngineArgs, EngineCore, FinishReason, Request, call_at_preemption
 
 # More steps than this without a token, and nothing will ever change.
 _MAX_IDLE_STEPS = 8
@@ -138,7 +135,7 @@ class VirtualCore:
         self._cores = cores
         self.scheduler: Any = self._core.scheduler
         self._core.model_executor.attach(self.device, self.scheduler)
-        self._count_preemptions()
+        call_at_preemption(self.scheduler, self._count_preemption)
         settings = ForkSettings.model_validate(dict(spec.forks or {}))
         self._parameters = ForkParameters(
             fork_id=self.tokens.fork_id,
@@ -329,15 +326,8 @@ class VirtualCore:
             generated - num_hidden,
         )
 
-    def _count_preemptions(self) -> None:
-        scheduler = self.scheduler
-        preempt = scheduler._preempt_request
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.preemptions += 1
-            return preempt(*args, **kwargs)
-
-        scheduler._preempt_request = counted
+    def _count_preemption(self) -> None:
+        self.preemptions += 1
 
 
 @dataclass(frozen=True, slots=True)

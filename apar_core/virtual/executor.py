@@ -16,10 +16,6 @@ from typing import Any
 
 import torch
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.executor.abstract import Executor
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from apar_core.engine.plugin import complete
 from apar_core.engine.replay import REPLAY_ARG, thread_script
@@ -27,6 +23,14 @@ from apar_core.fork_parameters import ForkParameters
 from apar_core.scheduler.step_time import StepClock
 from apar_core.step_costs.costs import StepBatch, StepCosts
 from apar_core.tree.thread_names import replay_key_of_path
+from apar_core.vllm_names import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    Executor,
+    FullAttentionSpec,
+    KVCacheConfig,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 
 # What a sequence without a replay generates; any ordinary token.
 _UNSCRIPTED_TOKEN = 100

@@ -142,7 +142,7 @@ def engine_arguments(text: str | None) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise wrong_value("--engine-args", f"{text!r} is not a JSON object")
     # Importing vLLM takes seconds.
-    from vllm.engine.arg_utils import EngineArgs
+    from apar_core.vllm_names import EngineArgs
 
     known = {field.name for field in fields(EngineArgs)}
     for name in arguments:

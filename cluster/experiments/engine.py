@@ -17,6 +17,7 @@ from apar_core.scheduler.fork_policy import build_policy
 from apar_core.scheduler.step_time import StepClock
 from apar_core.step_costs.models import find_model
 from apar_core.virtual.engine import VirtualEngine, VirtualSpec
+from apar_core.vllm_names import call_at_preemption
 from cluster.config.model import model_path
 from cluster.experiments.methods import Policy, Workload, load_workload, marker_id
 
@@ -209,7 +210,6 @@ class ExperimentEngine:
     def _count_steps(self) -> None:
         scheduler = self.scheduler
         schedule, update = scheduler.schedule, scheduler.update_from_output
-        preempt = scheduler._preempt_request
 
         def counted_schedule(*args: Any, **kwargs: Any) -> Any:
             step = schedule(*args, **kwargs)
@@ -235,13 +235,12 @@ class ExperimentEngine:
             )
             return outputs
 
-        def counted_preempt(*args: Any, **kwargs: Any) -> Any:
+        def count_preemption() -> None:
             self.counts.preemptions += 1
-            return preempt(*args, **kwargs)
 
         scheduler.schedule = counted_schedule
         scheduler.update_from_output = counted_update
-        scheduler._preempt_request = counted_preempt
+        call_at_preemption(scheduler, count_preemption)
 
 
 def open_engine(settings: ExperimentSettings, model: str) -> ExperimentEngine:

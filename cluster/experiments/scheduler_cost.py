@@ -32,10 +32,9 @@ from cluster.experiments.parts import PartStore, StartStage
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from vllm.v1.core.sched.output import SchedulerOutput
-
     from apar_core.engine.offline_engine import OfflineEngine
     from apar_core.virtual.engine import VirtualSpec
+    from apar_core.vllm_names import SchedulerOutput
     from apar_core.workload.replay_answers import ReplayAnswer
 
 Way = Literal["vLLM", "ours, sequential", "ours, forked"]

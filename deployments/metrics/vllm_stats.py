@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from vllm.v1.metrics.ray_wrappers import (
+from apar_core.vllm_names import (
     RayKVConnectorProm,
     RayPerfMetricsProm,
     RayPrometheusMetric,
     RayPrometheusStatLogger,
     RaySpecDecodingProm,
 )
-
 from deployments.metrics.recorder import Counter, Gauge, Histogram, Instruments, Labels
 
 REPLICA_LABEL = "ReplicaId"

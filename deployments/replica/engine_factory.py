@@ -9,21 +9,22 @@ from typing import Any, cast, get_args
 
 from fastapi import FastAPI
 from vllm import AsyncEngineArgs, envs
-from vllm.config.lora import LoRAConfig, MaxLoRARanks
-from vllm.engine.protocol import EngineClient
-from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.entrypoints.openai.models.protocol import LoRAModulePath
-from vllm.usage.usage_lib import UsageContext
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from apar_core.engine.async_engine import SCHEDULER_CLS, AparAsyncLLM
+from apar_core.engine.input_processor import forks
 from apar_core.errors import CheckpointError
+from apar_core.vllm_names import (
+    EngineClient,
+    FlexibleArgumentParser,
+    LoRAModulePath,
+    MaxLoRARanks,
+    UsageContext,
+    build_app,
+    init_app_state,
+    make_arg_parser,
+)
 from deployments.replica.openapi import OFFERED, describe
 from deployments.replica.openapi import PATH as OPENAPI_PATH
-
-DEFAULT_MAX_LORA_RANK = LoRAConfig.max_lora_rank
 
 
 def server_arguments(model: str, served_name: str, engine: Mapping[str, Any]) -> Namespace:
@@ -47,20 +48,21 @@ def server_arguments(model: str, served_name: str, engine: Mapping[str, Any]) ->
         setattr(args, name, value)
     if adapters := engine.get("lora_modules"):
         args.lora_modules = [LoRAModulePath(**adapter) for adapter in adapters]
-        args.max_lora_rank = engine.get("max_lora_rank") or _rank_of(args.lora_modules)
+        if "max_lora_rank" not in engine:
+            args.max_lora_rank = _rank_for(args.lora_modules, args.max_lora_rank)
     return args
 
 
-def _rank_of(adapters: Sequence[LoRAModulePath]) -> int:
+def _rank_for(adapters: Sequence[LoRAModulePath], default: int) -> int:
     """Return the smallest rank that vLLM can allocate for these adapters.
 
-    It is vLLM's default if one of them is not a folder on this machine.
+    It is `default` if one of them is not a folder on this machine.
     """
     ranks = [8]
     for adapter in adapters:
         path = Path(adapter.path) / "adapter_config.json"
         if not path.is_file():
-            return DEFAULT_MAX_LORA_RANK
+            return default
         config = json.loads(path.read_text())
         ranks += [config.get("r", 1), *config.get("rank_pattern", {}).values()]
     # vLLM itself refuses an adapter above the largest.
@@ -70,11 +72,16 @@ def _rank_of(adapters: Sequence[LoRAModulePath]) -> int:
 def build_engine(args: Namespace, stat_loggers: Sequence[Any] = ()) -> AparAsyncLLM:
     """Build the engine and start its process; call inside the event loop that will use it.
 
-    `stat_loggers` receive vLLM's statistics in addition to its own log.
+    `stat_loggers` receive vLLM's statistics in addition to its own log. Raises CheckpointError for
+    a scheduler that is not derived from ours.
     """
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
         usage_context=UsageContext.OPENAI_API_SERVER
     )
+    if not forks(config):
+        raise CheckpointError(
+            f"engine.scheduler_cls: {args.scheduler_cls!r} is not derived from {SCHEDULER_CLS}"
+        )
     engine = AparAsyncLLM.from_vllm_config(
         config, usage_context=UsageContext.OPENAI_API_SERVER, stat_loggers=list(stat_loggers)
     )

@@ -23,7 +23,7 @@ from deployments.tracing.tracing import Tracing
 from deployments.wire.answer import AnswerEnd
 
 if TYPE_CHECKING:
-    from vllm.v1.engine import EngineCoreOutput
+    from apar_core.vllm_names import EngineCoreOutput
 
 # Values of vLLM's `EngineCoreEventType` and `FinishReason`, which takes seconds to import.
 _SCHEDULED, _PREEMPTED = 2, 3

@@ -5,10 +5,13 @@ A vLLM upgrade that changes one of them fails here and says why it matters. No e
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,7 +79,12 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 
+from apar_core import vllm_names
+from apar_core.engine.plugin import install_processors
 from apar_core.engine.resume_request import stop_reason
+from apar_core.vllm_names import _MODULE_OF, NAMES, OVERRIDES, STABLE
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -471,7 +479,115 @@ def test_passage(expected: Passage) -> None:
     assert re.search(expected.pattern, source), expected.why
 
 
+def test_every_name_exists_and_has_the_type_that_mypy_sees() -> None:
+    tree = ast.parse(inspect.getsource(vllm_names))
+    (types,) = [
+        node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECK" in ast.dump(node)
+    ]
+    seen = {
+        (node.module, alias.name)
+        for node in types.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname
+    }
+
+    assert seen == {(module, name) for module, names in NAMES.items() for name in names.split()}
+    for _, name in seen:
+        assert getattr(vllm_names, name) is not None
+
+
+def our_sources() -> Iterator[tuple[Path, ast.Module]]:
+    for package in ("apar_core", "cluster", "deployments"):
+        for path in (ROOT / package).rglob("*.py"):
+            if path != Path(vllm_names.__file__):
+                yield path.relative_to(ROOT), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_no_other_module_imports_an_unstable_module_of_vllm() -> None:
+    found = []
+    for path, tree in our_sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                modules = [str(node.module)]
+            else:
+                continue
+            found += [
+                f"{path}:{node.lineno} {module}"
+                for module in modules
+                if module.partition(".")[0] == "vllm" and module not in STABLE
+            ]
+
+    assert found == []
+
+
+def test_no_other_module_uses_a_private_attribute_of_vllm() -> None:
+    """What `super()` has is in OVERRIDES, and `self` is one of our own classes."""
+    classes: list[type[Any]] = [
+        each for name in _MODULE_OF if inspect.isclass(each := getattr(vllm_names, name))
+    ]
+    classes.append(SamplingParams)
+    private = {
+        name
+        for owner in classes
+        for name in re.findall(r"\bself\.(_[a-z]\w*)|^    (_[a-z]\w*)\b", source_of(owner), re.M)
+        for name in name
+    }
+    assert {"_block_hasher", "_logger_ref", "_preempt_request", "_bad_words_token_ids"} <= private
+
+    found = [
+        f"{path}:{node.lineno} {ast.unparse(node)}"
+        for path, tree in our_sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr in private
+        and ast.unparse(node.value) not in ("self", "cls", "super()")
+    ]
+
+    assert found == []
+
+
+def source_of(owner: type) -> str:
+    return "".join(
+        inspect.getsource(base) for base in owner.__mro__ if base.__module__.startswith("vllm.")
+    )
+
+
+def subclasses(owner: type[Any]) -> Iterator[type[Any]]:
+    for each in type.__subclasses__(owner):
+        yield each
+        yield from subclasses(each)
+
+
+def test_every_private_method_that_we_replace_is_listed() -> None:
+    for path, tree in our_sources():
+        if any(isinstance(node, ast.ClassDef) and node.bases for node in tree.body):
+            names = {name.id for name in ast.walk(tree) if isinstance(name, ast.Name)}
+            if names & _MODULE_OF.keys():
+                import_module(".".join(path.with_suffix("").parts))
+    replaced: dict[str, set[str]] = {}
+    for name in _MODULE_OF:
+        owner = getattr(vllm_names, name)
+        if not inspect.isclass(owner):
+            continue
+        theirs = {member for base in owner.__mro__ for member in vars(base)}
+        ours = {
+            member
+            for each in subclasses(owner)
+            if each.__module__.partition(".")[0] in ("apar_core", "cluster", "deployments")
+            for member in vars(each)
+            if re.match("_(?!abc_)[a-z]", member) and member in theirs
+        }
+        if ours:
+            replaced[name] = ours
+
+    assert replaced == {name: set(methods.split()) for name, methods in OVERRIDES.items()}
+
+
 def test_engines_look_up_their_processors_by_name() -> None:
+    install_processors()
     for module in (async_llm, llm_engine):
         assert issubclass(vars(module)["InputProcessor"], InputProcessor)
         assert issubclass(vars(module)["OutputProcessor"], OutputProcessor)

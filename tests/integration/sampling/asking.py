@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from apar_core.engine.core_state import core_state
 from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.engine.replay import replay_args
 from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.scheduler.core_state import core_state
 from apar_core.tree.statistics import TreeStatistics
 from apar_core.tree.threads import thread_prefix, thread_texts
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from apar_core.engine.core_state import core_state
 from apar_core.engine.offline_engine import OfflineEngine
+from apar_core.scheduler.core_state import core_state
 from apar_core.tree.statistics import TreeStatistics
 from tests.integration.engine_process import EngineProcess
 from tests.integration.sampling.asking import encode

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from apar_core.engine.core_state import core_state
+from apar_core.scheduler.core_state import core_state
 from apar_core.scheduler.fork_settings import ForkSettings
 from tests.fakes.scripted_engine import (
     END,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from vllm.v1.engine.core import EngineCore
-
 from apar_core.scheduler.fork_policy import AdaptivePolicy
-from apar_core.scheduler.fork_scheduler import ForkMixin
+from apar_core.scheduler.thread_table import ThreadTable
+from apar_core.vllm_names import add_utility
 
 CORE_STATE_CALL = "apar_core_state"
 
@@ -34,7 +33,8 @@ def core_state(scheduler: Any) -> dict[str, Any]:
         "free_blocks": pool.get_num_free_blocks(),
         "requests": len(scheduler.requests),
     }
-    if isinstance(scheduler, ForkMixin):
+    # vLLM's own schedulers have no threads.
+    if isinstance(getattr(scheduler, "threads", None), ThreadTable):
         groups = scheduler.threads.groups
         num_forked = sum(len(group.live) for group in groups)
         state["requests"] = len(groups) + len(scheduler.requests) - num_forked
@@ -58,8 +58,4 @@ def core_state(scheduler: Any) -> dict[str, Any]:
 
 def install_core_state() -> None:
     """Make `core_state` callable from the API process, as an engine-core utility."""
-
-    def apar_core_state(self: Any) -> dict[str, Any]:
-        return core_state(self.scheduler)
-
-    setattr(EngineCore, CORE_STATE_CALL, apar_core_state)
+    add_utility(CORE_STATE_CALL, lambda engine_core: core_state(engine_core.scheduler))

@@ -1,0 +1,230 @@
+"""Every unstable name of vLLM that this project uses, in one place.
+
+vLLM promises stability for a few modules only (`STABLE`). All other names are imported from here,
+and `tests/contract/test_vllm_names.py` checks each against the installed vLLM. Our classes that
+replace private methods are listed in `OVERRIDES`; private attributes of vLLM's objects are read
+and written by the functions at the end. `docs/upgrade-vllm.md` says how to support another version.
+
+A name is imported when it is first used, because each of vLLM's processes needs only some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from apar_core.errors import EngineError
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.config.lora import MaxLoRARanks as MaxLoRARanks
+    from vllm.engine.arg_utils import EngineArgs as EngineArgs
+    from vllm.engine.protocol import EngineClient as EngineClient
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state as init_app_state
+    from vllm.entrypoints.launchers.app import build_app as build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser as make_arg_parser
+    from vllm.entrypoints.openai.chat_completion.protocol import (
+        ChatCompletionRequest as ChatCompletionRequest,
+    )
+    from vllm.entrypoints.openai.models.protocol import LoRAModulePath as LoRAModulePath
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest as ResponsesRequest
+    from vllm.tokenizers import get_tokenizer as get_tokenizer
+    from vllm.transformers_utils.config import get_config as get_config
+    from vllm.transformers_utils.config import get_hf_text_config as get_hf_text_config
+    from vllm.usage.usage_lib import UsageContext as UsageContext
+    from vllm.utils.argparse_utils import FlexibleArgumentParser as FlexibleArgumentParser
+    from vllm.utils.math_utils import cdiv as cdiv
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks as KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheManager as KVCacheManager
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler as AsyncScheduler
+    from vllm.v1.core.sched.output import SchedulerOutput as SchedulerOutput
+    from vllm.v1.core.sched.request_queue import PriorityRequestQueue as PriorityRequestQueue
+    from vllm.v1.core.sched.scheduler import Scheduler as Scheduler
+    from vllm.v1.core.single_type_kv_cache_manager import (
+        FullAttentionManager as FullAttentionManager,
+    )
+    from vllm.v1.engine import EngineCoreEvent as EngineCoreEvent
+    from vllm.v1.engine import EngineCoreEventType as EngineCoreEventType
+    from vllm.v1.engine import EngineCoreOutput as EngineCoreOutput
+    from vllm.v1.engine import EngineCoreOutputs as EngineCoreOutputs
+    from vllm.v1.engine import EngineCoreRequest as EngineCoreRequest
+    from vllm.v1.engine import FinishReason as FinishReason
+    from vllm.v1.engine.async_llm import AsyncLLM as AsyncLLM
+    from vllm.v1.engine.core import EngineCore as EngineCore
+    from vllm.v1.engine.exceptions import EngineGenerateError as EngineGenerateError
+    from vllm.v1.engine.input_processor import InputProcessor as InputProcessor
+    from vllm.v1.engine.output_processor import OutputProcessor as OutputProcessor
+    from vllm.v1.engine.output_processor import OutputProcessorOutput as OutputProcessorOutput
+    from vllm.v1.engine.output_processor import RequestOutputCollector as RequestOutputCollector
+    from vllm.v1.engine.output_processor import RequestState as RequestState
+    from vllm.v1.executor.abstract import Executor as Executor
+    from vllm.v1.kv_cache_interface import FullAttentionSpec as FullAttentionSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig as KVCacheConfig
+    from vllm.v1.metrics.ray_wrappers import RayKVConnectorProm as RayKVConnectorProm
+    from vllm.v1.metrics.ray_wrappers import RayPerfMetricsProm as RayPerfMetricsProm
+    from vllm.v1.metrics.ray_wrappers import RayPrometheusMetric as RayPrometheusMetric
+    from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger as RayPrometheusStatLogger
+    from vllm.v1.metrics.ray_wrappers import RaySpecDecodingProm as RaySpecDecodingProm
+    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT as EMPTY_MODEL_RUNNER_OUTPUT
+    from vllm.v1.outputs import LogprobsLists as LogprobsLists
+    from vllm.v1.outputs import ModelRunnerOutput as ModelRunnerOutput
+    from vllm.v1.outputs import SamplingMaskLists as SamplingMaskLists
+    from vllm.v1.request import Request as Request
+    from vllm.v1.request import RequestStatus as RequestStatus
+    from vllm.v1.sample.logits_processor import BatchUpdate as BatchUpdate
+    from vllm.v1.sample.logits_processor import LogitsProcessor as LogitsProcessor
+    from vllm.v1.sample.logits_processor.builtin import process_dict_updates as process_dict_updates
+
+SUPPORTED = ("0.32", "0.33")
+"""Versions of vLLM whose names have been checked, as major.minor."""
+
+STABLE = frozenset(
+    {"vllm", "vllm.config", "vllm.exceptions", "vllm.outputs", "vllm.sampling_params"}
+)
+"""Modules of vLLM that any module of this project may import."""
+
+# The names above by their module, for imports at run time.
+NAMES = {
+    "vllm.config.lora": "MaxLoRARanks",
+    "vllm.engine.arg_utils": "EngineArgs",
+    "vllm.engine.protocol": "EngineClient",
+    "vllm.entrypoints.launchers.api_server.app_state": "init_app_state",
+    "vllm.entrypoints.launchers.app": "build_app",
+    "vllm.entrypoints.launchers.cli_args": "make_arg_parser",
+    "vllm.entrypoints.openai.chat_completion.protocol": "ChatCompletionRequest",
+    "vllm.entrypoints.openai.models.protocol": "LoRAModulePath",
+    "vllm.entrypoints.openai.responses.protocol": "ResponsesRequest",
+    "vllm.tokenizers": "get_tokenizer",
+    "vllm.transformers_utils.config": "get_config get_hf_text_config",
+    "vllm.usage.usage_lib": "UsageContext",
+    "vllm.utils.argparse_utils": "FlexibleArgumentParser",
+    "vllm.utils.math_utils": "cdiv",
+    "vllm.v1.core.kv_cache_manager": "KVCacheBlocks KVCacheManager",
+    "vllm.v1.core.sched.async_scheduler": "AsyncScheduler",
+    "vllm.v1.core.sched.output": "SchedulerOutput",
+    "vllm.v1.core.sched.request_queue": "PriorityRequestQueue",
+    "vllm.v1.core.sched.scheduler": "Scheduler",
+    "vllm.v1.core.single_type_kv_cache_manager": "FullAttentionManager",
+    "vllm.v1.engine": "EngineCoreEvent EngineCoreEventType EngineCoreOutput EngineCoreOutputs "
+    "EngineCoreRequest FinishReason",
+    "vllm.v1.engine.async_llm": "AsyncLLM",
+    "vllm.v1.engine.core": "EngineCore",
+    "vllm.v1.engine.exceptions": "EngineGenerateError",
+    "vllm.v1.engine.input_processor": "InputProcessor",
+    "vllm.v1.engine.output_processor": "OutputProcessor OutputProcessorOutput "
+    "RequestOutputCollector RequestState",
+    "vllm.v1.executor.abstract": "Executor",
+    "vllm.v1.kv_cache_interface": "FullAttentionSpec KVCacheConfig",
+    "vllm.v1.metrics.ray_wrappers": "RayKVConnectorProm RayPerfMetricsProm RayPrometheusMetric "
+    "RayPrometheusStatLogger RaySpecDecodingProm",
+    "vllm.v1.outputs": "EMPTY_MODEL_RUNNER_OUTPUT LogprobsLists ModelRunnerOutput "
+    "SamplingMaskLists",
+    "vllm.v1.request": "Request RequestStatus",
+    "vllm.v1.sample.logits_processor": "BatchUpdate LogitsProcessor",
+    "vllm.v1.sample.logits_processor.builtin": "process_dict_updates",
+}
+_MODULE_OF = {name: module for module, names in NAMES.items() for name in names.split()}
+
+OVERRIDES = {
+    "AsyncLLM": "_add_request",
+    "Executor": "_init_executor",
+    "OutputProcessor": "_finish_request",
+    "Scheduler": "_free_request _get_local_prefix_cache_hit _update_request_with_output",
+}
+"""Private methods that our subclasses of a vLLM class replace."""
+
+
+def vllm_version() -> str:
+    """Return the version of the installed vLLM; its CPU build has another name in the metadata."""
+    version: str = import_module("vllm").__version__
+    return version
+
+
+def is_supported(version: str) -> bool:
+    """Return whether the names of a version have been checked; builds and patches do not matter."""
+    return ".".join(version.split(".")[:2]) in SUPPORTED
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name. Raises EngineError if this vLLM is not supported or lacks the name."""
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    version = vllm_version()
+    if not is_supported(version):
+        raise EngineError(
+            f"vLLM {version} is installed, but forks use internals that were checked with vLLM "
+            f"{' and '.join(SUPPORTED)} only; see docs/upgrade-vllm.md"
+        )
+    try:
+        value = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise EngineError(f"vLLM {version} has no {module}.{name}: {error}") from error
+    globals()[name] = value
+    return value
+
+
+def patch_processors(input_processor: type, output_processor: type) -> None:
+    """Let both of vLLM's engines build these processors.
+
+    vLLM has no setting for the classes, so their names are replaced where it looks them up.
+    """
+    for engine in ("vllm.v1.engine.async_llm", "vllm.v1.engine.llm_engine"):
+        names = vars(import_module(engine))
+        names["InputProcessor"] = input_processor
+        names["OutputProcessor"] = output_processor
+
+
+def add_utility(name: str, function: Callable[[Any], Any]) -> None:
+    """Let the API process call a function of the engine core (`call_utility`) by this name."""
+    setattr(import_module("vllm.v1.engine.core").EngineCore, name, function)
+
+
+def block_hasher(request: Request) -> Callable[[Request], Any] | None:
+    """Return the function that hashes a request's full blocks; None without prefix caching."""
+    return request._block_hasher
+
+
+def inherit_block_hashes(parent: Request, child: Request, *, num_shared_tokens: int) -> None:
+    """Take over the hashes of the shared blocks instead of computing them again."""
+    hasher = parent._block_hasher
+    if hasher is None:
+        return
+    # Hashes cover whole blocks and agree as far as the tokens do, so the number is rounded down.
+    num_shared = len(parent.block_hashes) * num_shared_tokens // parent.num_tokens
+    child._block_hasher = hasher
+    child.block_hashes = list(parent.block_hashes[:num_shared])
+    child.update_block_hashes()
+
+
+def bad_words_of(params: SamplingParams) -> list[list[int]]:
+    """Return the banned token sequences of a request whose bad words have been tokenized."""
+    return params._bad_words_token_ids or []
+
+
+def add_bad_words(params: SamplingParams, sequences: Sequence[list[int]]) -> None:
+    """Ban further token sequences."""
+    params._bad_words_token_ids = [*bad_words_of(params), *sequences]
+
+
+def call_at_preemption(scheduler: Any, function: Callable[[], None]) -> None:
+    """Call a function whenever a scheduler preempts a request."""
+    preempt = scheduler._preempt_request
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        function()
+        return preempt(*args, **kwargs)
+
+    scheduler._preempt_request = counted
+
+
+@contextmanager
+def without_statistics(engine: AsyncLLM) -> Iterator[None]:
+    """Keep the outputs of an engine out of its statistics."""
+    loggers, engine._logger_ref[0] = engine._logger_ref[0], None
+    try:
+        yield
+    finally:
+        engine._logger_ref[0] = loggers
