@@ -155,6 +155,14 @@ class ForkInputProcessor(InputProcessor):
                 checked[name] = value
         # A copy: the prompts of one HTTP request share these arguments.
         params.extra_args = checked or None
+        if self._is_forking and self.lora_config and params.prompt_logprobs is not None:
+            # vLLM maps rows to adapters by request, but these logits have a row for each token of
+            # the prompt. On a CPU that ends the engine: vLLM's issues 51594 and 29955.
+            raise VLLMValidationError(
+                "prompt_logprobs is not available from a model that is served with LoRA adapters.",
+                parameter="prompt_logprobs",
+                value=params.prompt_logprobs,
+            )
 
     def _clean_prompt(
         self, request: EngineCoreRequest, prompt: Any, control_tokens: ControlTokens

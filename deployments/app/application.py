@@ -72,8 +72,11 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
     forks = model.forks.model_dump(exclude_none=True)
     if model.adapters:
         adapters = [{"name": each.name, "path": each.folder} for each in model.adapters]
-        # By default vLLM runs one adapter per step, so that requests to others would wait.
-        lora = {"enable_lora": True, "max_loras": len(adapters), "lora_modules": adapters}
+        # By default vLLM runs one adapter per step, so that requests to others would wait. Its
+        # kernels for CPUs give the last place to requests without an adapter, so it must stay
+        # empty: vLLM's pull request 48421.
+        places = len(adapters) + (not on_gpu)
+        lora = {"enable_lora": True, "max_loras": places, "lora_modules": adapters}
         arguments = lora | arguments
         given = {each.name: each.forks for each in model.adapters if each.forks is not None}
         forks |= {"adapters": given} if given else {}

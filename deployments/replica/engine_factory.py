@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from vllm import AsyncEngineArgs, envs
 
 from apar_core.engine.async_engine import SCHEDULER_CLS, AparAsyncLLM
@@ -23,14 +23,16 @@ from apar_core.vllm_names import (
     init_app_state,
     make_arg_parser,
 )
+from deployments.replica.apar_extension import FOLLOWED_PATHS
 from deployments.replica.openapi import OFFERED, describe
 from deployments.replica.openapi import PATH as OPENAPI_PATH
+from deployments.wire.errors import UnknownRouteError, answer_for
 
 
 def server_arguments(model: str, served_name: str, engine: Mapping[str, Any]) -> Namespace:
     """vLLM's server arguments: its defaults, then ours, then the given engine arguments.
 
-    Raises CheckpointError for an engine argument that vLLM does not have.
+    Raises CheckpointError for an engine argument that vLLM does not have, or a wrong value.
     """
     args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     values = {
@@ -45,12 +47,22 @@ def server_arguments(model: str, served_name: str, engine: Mapping[str, Any]) ->
     for name, value in values.items():
         if not hasattr(args, name):
             raise CheckpointError(f"vLLM has no engine argument {name!r}")
-        setattr(args, name, value)
+        setattr(args, name, _parsed(name, value, default=getattr(args, name)))
     if adapters := engine.get("lora_modules"):
         args.lora_modules = [LoRAModulePath(**adapter) for adapter in adapters]
         if "max_lora_rank" not in engine:
             args.max_lora_rank = _rank_for(args.lora_modules, args.max_lora_rank)
     return args
+
+
+def _parsed(name: str, value: Any, *, default: Any) -> Any:
+    """Return a mapping as the object that vLLM's command line makes of it, others unchanged."""
+    if not isinstance(value, dict) or default is None or isinstance(default, dict):
+        return value
+    try:
+        return type(default)(**value)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"engine argument {name!r}: {error}") from error
 
 
 def _rank_for(adapters: Sequence[LoRAModulePath], default: int) -> int:
@@ -96,8 +108,22 @@ async def build_http_application(engine: EngineClient, args: Namespace) -> FastA
     # As in the engine process: reading the environment at every step costs time.
     envs.enable_envs_cache()
     add_description(app)
+    refuse_missing_routes(app, args.served_model_name[0])
     app.state.server = Namespace()  # vLLM's error handler looks for its uvicorn server here.
     return app
+
+
+def refuse_missing_routes(app: FastAPI, model: str) -> None:
+    """Answer requests that the model does not serve, such as a chat with an embedding model."""
+
+    async def refuse(request: Request) -> Response:
+        error = UnknownRouteError(f"The model {model!r} does not serve {request.url.path}")
+        answer = answer_for(error)
+        return Response(answer.body, answer.status, media_type="application/json")
+
+    served = {getattr(route, "path", None) for route in app.routes}
+    for path in FOLLOWED_PATHS.keys() - served:
+        app.add_route(path, refuse, methods=["POST"], include_in_schema=False)
 
 
 def add_description(app: FastAPI) -> None:
