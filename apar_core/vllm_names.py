@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from apar_core.errors import EngineError
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     )
     from vllm.entrypoints.openai.models.protocol import LoRAModulePath as LoRAModulePath
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest as ResponsesRequest
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead as ParallelLMHead
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        VocabParallelEmbedding as VocabParallelEmbedding,
+    )
     from vllm.tokenizers import get_tokenizer as get_tokenizer
     from vllm.transformers_utils.config import get_config as get_config
     from vllm.transformers_utils.config import get_hf_text_config as get_hf_text_config
@@ -62,20 +67,28 @@ if TYPE_CHECKING:
     from vllm.v1.executor.abstract import Executor as Executor
     from vllm.v1.kv_cache_interface import FullAttentionSpec as FullAttentionSpec
     from vllm.v1.kv_cache_interface import KVCacheConfig as KVCacheConfig
-    from vllm.v1.metrics.ray_wrappers import RayKVConnectorProm as RayKVConnectorProm
-    from vllm.v1.metrics.ray_wrappers import RayPerfMetricsProm as RayPerfMetricsProm
-    from vllm.v1.metrics.ray_wrappers import RayPrometheusMetric as RayPrometheusMetric
-    from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger as RayPrometheusStatLogger
-    from vllm.v1.metrics.ray_wrappers import RaySpecDecodingProm as RaySpecDecodingProm
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT as EMPTY_MODEL_RUNNER_OUTPUT
     from vllm.v1.outputs import LogprobsLists as LogprobsLists
     from vllm.v1.outputs import ModelRunnerOutput as ModelRunnerOutput
+    from vllm.v1.outputs import SamplerOutput as SamplerOutput
     from vllm.v1.outputs import SamplingMaskLists as SamplingMaskLists
     from vllm.v1.request import Request as Request
     from vllm.v1.request import RequestStatus as RequestStatus
     from vllm.v1.sample.logits_processor import BatchUpdate as BatchUpdate
     from vllm.v1.sample.logits_processor import LogitsProcessor as LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates as process_dict_updates
+    from vllm.v1.sample.metadata import SamplingMetadata as SamplingMetadata
+    from vllm.v1.sample.rejection_sampler import RejectionSampler as RejectionSampler
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata as SpecDecodeMetadata
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext as LogitsContext
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import (
+        LogitsProcessor as _V2LogitsProcessor,
+    )
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import (
+        LogitsProcRequestState as LogitsProcRequestState,
+    )
+
+    V2LogitsProcessor = _V2LogitsProcessor
 
 SUPPORTED = ("0.32", "0.33")
 """Versions of vLLM whose names have been checked, as major.minor."""
@@ -96,6 +109,7 @@ NAMES = {
     "vllm.entrypoints.openai.chat_completion.protocol": "ChatCompletionRequest",
     "vllm.entrypoints.openai.models.protocol": "LoRAModulePath",
     "vllm.entrypoints.openai.responses.protocol": "ResponsesRequest",
+    "vllm.model_executor.layers.vocab_parallel_embedding": "ParallelLMHead VocabParallelEmbedding",
     "vllm.tokenizers": "get_tokenizer",
     "vllm.transformers_utils.config": "get_config get_hf_text_config",
     "vllm.usage.usage_lib": "UsageContext",
@@ -117,14 +131,24 @@ NAMES = {
     "RequestOutputCollector RequestState",
     "vllm.v1.executor.abstract": "Executor",
     "vllm.v1.kv_cache_interface": "FullAttentionSpec KVCacheConfig",
-    "vllm.v1.metrics.ray_wrappers": "RayKVConnectorProm RayPerfMetricsProm RayPrometheusMetric "
-    "RayPrometheusStatLogger RaySpecDecodingProm",
     "vllm.v1.outputs": "EMPTY_MODEL_RUNNER_OUTPUT LogprobsLists ModelRunnerOutput "
-    "SamplingMaskLists",
+    "SamplerOutput SamplingMaskLists",
     "vllm.v1.request": "Request RequestStatus",
     "vllm.v1.sample.logits_processor": "BatchUpdate LogitsProcessor",
     "vllm.v1.sample.logits_processor.builtin": "process_dict_updates",
+    "vllm.v1.sample.metadata": "SamplingMetadata",
+    "vllm.v1.sample.rejection_sampler": "RejectionSampler",
+    "vllm.v1.spec_decode.metadata": "SpecDecodeMetadata",
+    "vllm.v1.worker.gpu.sample.logits_processor.interface": "LogitsContext V2LogitsProcessor "
+    "LogitsProcRequestState",
 }
+MOVED = {
+    # vLLM 0.33
+    "vllm.entrypoints.launchers.cli_args": "vllm.entrypoints.common.cli_args",
+}
+"""Modules of `NAMES` that a later version has renamed."""
+_RENAMED = {"V2LogitsProcessor": "LogitsProcessor"}
+"""Names that vLLM uses twice, by ours."""
 _MODULE_OF = {name: module for module, names in NAMES.items() for name in names.split()}
 
 OVERRIDES = {
@@ -158,9 +182,13 @@ def __getattr__(name: str) -> Any:
             f"vLLM {version} is installed, but forks use internals that were checked with vLLM "
             f"{' and '.join(SUPPORTED)} only; see docs/upgrade-vllm.md"
         )
+    if module in MOVED and find_spec(module) is None:
+        module = MOVED[module]
     try:
-        value = getattr(import_module(module), name)
+        value = getattr(import_module(module), _RENAMED.get(name, name))
     except (ImportError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("vllm"):
+            raise
         raise EngineError(f"vLLM {version} has no {module}.{name}: {error}") from error
     globals()[name] = value
     return value
@@ -175,6 +203,33 @@ def patch_processors(input_processor: type, output_processor: type) -> None:
         names = vars(import_module(engine))
         names["InputProcessor"] = input_processor
         names["OutputProcessor"] = output_processor
+
+
+def replace_next_rejection_sampler(build: Callable[..., Any]) -> None:
+    """Let the model runner that is being built take its rejection sampler from `build`.
+
+    The V1 model runner builds its proposer and then, by a name in its module, its rejection
+    sampler. The name is restored before `build` is called.
+    """
+    names = vars(import_module("vllm.v1.worker.gpu_model_runner"))
+    original = names["RejectionSampler"]
+
+    def build_once(*args: Any, **kwargs: Any) -> Any:
+        names["RejectionSampler"] = original
+        return build(*args, **kwargs)
+
+    names["RejectionSampler"] = build_once
+
+
+def repair_cpu_drafts(expand_batch_to_tokens: Callable[..., Any]) -> None:
+    """Replace the function that gives each draft its thread's temperature, top_k and top_p.
+
+    In vLLM 0.32 the CPU kernel behind it writes into a copy of its result, so that the drafts are
+    sampled with whatever the memory held.
+    """
+    vars(import_module("vllm.v1.sample.rejection_sampler"))["expand_batch_to_tokens"] = (
+        expand_batch_to_tokens
+    )
 
 
 def add_utility(name: str, function: Callable[[Any], Any]) -> None:
@@ -197,6 +252,14 @@ def inherit_block_hashes(parent: Request, child: Request, *, num_shared_tokens: 
     child._block_hasher = hasher
     child.block_hashes = list(parent.block_hashes[:num_shared])
     child.update_block_hashes()
+
+
+def copy_error(source: EngineCoreOutput, target: EngineCoreOutput) -> None:
+    """Take over the error of an output, a field that vLLM has since 0.33."""
+    error = getattr(source, "error", None)
+    if error is not None:
+        with_error: Any = target
+        with_error.error = error
 
 
 def bad_words_of(params: SamplingParams) -> list[list[int]]:

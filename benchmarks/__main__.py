@@ -124,6 +124,41 @@ def serving(
     _write(out, results)
 
 
+@app.command()
+def metrics(
+    out: Annotated[Path, out_option("metrics")],
+    concurrency: Concurrency = 32,
+    answers: Annotated[int, typer.Option(min=1, help="Number of answers.")] = 320,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 100,
+) -> None:
+    """Count the CPU time of metrics in a gateway and a replica, beside that of everything."""
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from benchmarks import metrics_cost
+
+    _write(
+        out,
+        metrics_cost.run(console, concurrency=concurrency, requests=answers, num_tokens=tokens),
+    )
+
+
+@app.command("prompt-chain")
+def prompt_chain(
+    out: Annotated[Path, out_option("prompt-chain")],
+    answers: Annotated[int, typer.Option(min=1, help="Number of answers.")] = 24,
+) -> None:
+    """Compare vLLM with and without a chain of prompt tokens, one request at a time."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from benchmarks import prompt_chain
+
+    runs = [
+        prompt_chain.run(console, num_answers=answers, forked=forked) for forked in (False, True)
+    ]
+    _write(out, {"runs": runs})
+
+
 def _replaying_engine(model: str, eager: bool) -> OfflineEngine:
     """Build an engine whose requests specify the tokens to generate."""
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

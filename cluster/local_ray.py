@@ -21,6 +21,7 @@ import psutil
 
 from cluster.config import ConfigError, StartError
 from cluster.config.metrics import DEFAULT_PORT, MetricsConfig
+from cluster.metrics.node import PageThread, this_node
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ SERVE_FLAGS = APPLICATION_FLAGS | {
 }
 """Ray Serve's settings that every node of a cluster needs, private or not."""
 
-_ANY_METRICS_PORT = MetricsConfig(port=0)
+_NO_METRICS = MetricsConfig(enabled=False)
 _PR_SET_CHILD_SUBREAPER = 36
 _TERMINATE_S = 3.0
 _KILL_S = 5.0
@@ -137,6 +138,8 @@ def serve_environment(folder: Path) -> dict[str, str]:
     """
     return SERVE_FLAGS | {
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Our metrics do not pass through Ray's agent.
+        "RAY_enable_metrics_collection": "0",
         # The only way to make all of Ray, metrics included, listen on loopback only.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         # By default Ray's workers, and so our engines, run at a lower priority.
@@ -164,20 +167,13 @@ def serve_environment(folder: Path) -> dict[str, str]:
     }
 
 
-def metrics_environment(metrics: MetricsConfig) -> dict[str, str]:
-    """Return Ray's settings for metrics, which its processes read when they start."""
-    if not metrics.enabled:
-        return {"RAY_enable_metrics_collection": "0"}
-    return {"RAY_metrics_report_interval_ms": str(round(metrics.report_s * 1000))}
-
-
 def metrics_port(metrics: MetricsConfig) -> int:
-    """Return the port for a private cluster's metrics; 0 lets Ray choose one.
+    """Return the port for a private cluster's metrics.
 
-    Raises ConfigError if the configured port is taken: Ray would exit without a message.
+    Raises ConfigError if the configured port is taken.
     """
-    if not metrics.enabled or metrics.port == 0:
-        return 0
+    if metrics.port == 0:
+        return free_port()
     port = metrics.port or DEFAULT_PORT
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -185,7 +181,7 @@ def metrics_port(metrics: MetricsConfig) -> int:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             if metrics.port is None:
-                return 0
+                return free_port()
             raise ConfigError(
                 f"metrics.port: cannot listen on 127.0.0.1:{port}: {error.strerror}"
             ) from error
@@ -268,8 +264,8 @@ def _own_process_groups() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def local_ray(*, num_cpus: int, metrics: MetricsConfig = _ANY_METRICS_PORT) -> Iterator[None]:
-    """Run a Ray cluster on loopback, without a dashboard and with only the metrics port fixed.
+def local_ray(*, num_cpus: int, metrics: MetricsConfig = _NO_METRICS) -> Iterator[int | None]:
+    """Run a Ray cluster on loopback, without a dashboard; yields the port of its metrics.
 
     Raises ConfigError if the metrics port is taken, and StartError if Ray does not start, for
     example because another server has taken a port meanwhile. Raises RuntimeError if `ray.serve`
@@ -278,14 +274,14 @@ def local_ray(*, num_cpus: int, metrics: MetricsConfig = _ANY_METRICS_PORT) -> I
     """
     if "ray.serve" in sys.modules and SERVE_FLAGS.items() - os.environ.items():
         raise RuntimeError("ray.serve was imported before its settings were in the environment")
-    port = metrics_port(metrics)
+    port = metrics_port(metrics) if metrics.enabled else None
     outer_environment = dict(os.environ)
     before = frozenset(child.pid for child in psutil.Process().children(recursive=True))
     folder = Path(tempfile.mkdtemp(prefix="apar-", dir="/tmp"))
     adopt_orphans()
     try:
         write_haproxy_wrapper(folder / "haproxy")
-        os.environ.update(serve_environment(folder) | metrics_environment(metrics))
+        os.environ.update(serve_environment(folder))
         import ray
 
         logging.getLogger("ray").setLevel(logging.ERROR)
@@ -301,16 +297,21 @@ def local_ray(*, num_cpus: int, metrics: MetricsConfig = _ANY_METRICS_PORT) -> I
                     namespace=NAMESPACE,
                     _node_ip_address="127.0.0.1",
                     _temp_dir=str(folder),
-                    _metrics_export_port=port,
                 )
         except Exception as error:  # Ray has no exception class for this.
             raise StartError(f"Ray did not start: {type(error).__name__}: {error}") from error
+        counts = this_node()
+        page = None if port is None else PageThread(counts, "127.0.0.1", port)
         try:
-            yield
+            yield port
         finally:
+            if page is not None:
+                page.close()
             # Discard what it prints while its processes end.
             with contextlib.redirect_stdout(io.StringIO()):
                 ray.shutdown()
+            end_descendants(keep=before)
+            shutil.rmtree(counts, ignore_errors=True)
     finally:
         end_descendants(keep=before)
         os.environ.clear()

@@ -17,9 +17,15 @@ from cluster.sizing.requests import Workload
 from cluster.sizing.search import Conditions
 
 FILE = Path(__file__).parent / "SIZING.md"
-GPUS = ("a100-80gb", "h100")
-# The paper's limits on concurrent requests (APAR, arXiv 2401.06761, appendix C.2).
-CAPS = {"llama-7b": 350, "llama-13b": 180, "llama-3-8b": 350}
+_LARGE = ("a100-80gb", "h100")
+# Model, GPUs and limit on concurrent requests. On 80 GB the limits are the paper's (APAR, arXiv
+# 2401.06761, appendix C.2); on less, the best of 80, 120 and 160.
+PLANS = (
+    ("llama-7b", _LARGE, 350),
+    ("llama-7b", ("a100-40gb", "l40s"), 120),
+    ("llama-13b", _LARGE, 180),
+    ("llama-3-8b", _LARGE, 350),
+)
 LIMITS = Slos(first_token_s=2.0, token_s=0.1)
 RATE = 20.0
 MEASURED = 250
@@ -32,50 +38,54 @@ GPU in its row, by simulated runs of virtual engines with predicted step costs:
 [Sizing](../docs/sizing.md) has the method, [Step costs](../docs/step-costs.md) how far to trust it.
 
 The load is {rate:g} requests/s, the limits at p99 are 2 s to the first token and 100 ms per token,
-and the caps are the paper's. Answers are lists and paragraphs like the paper's test set, 175 + 410
-tokens on average. Sequential decoding stands in the same table. The line "confirmed" is the
-recommended candidate in a longer run with other arrivals, from which the replicas of the plan
+and the caps on 80 GB are the paper's. Answers are lists and paragraphs like the paper's test set,
+175 + 410 tokens on average. Sequential decoding stands in the same table. The line "confirmed" is
+the recommended candidate in a longer run with other arrivals, from which the replicas of the plan
 follow. [Sizing](../docs/sizing.md) has a plan for answers in their natural mix, which gain less.
 """
 
 
-def question(model: str) -> Question:
+def question(model: str, gpus: tuple[str, ...], cap: int) -> Question:
     """Return the question whose answer is a section of the page."""
     size = find_model(model)
     engines = EngineOptions(size, min(size.max_positions or MAX_CONTEXT, MAX_CONTEXT))
     return Question(
         Load(RATE),
         Conditions(WORKLOAD, LIMITS, engines.max_model_len, measured=MEASURED),
-        tuple(engines.replica(gpu) for gpu in GPUS),
-        caps=(CAPS[model],),
+        tuple(engines.replica(gpu) for gpu in gpus),
+        caps=(cap,),
     )
 
 
-def command(model: str) -> str:
+def command(model: str, gpus: tuple[str, ...], cap: int) -> str:
     """Return the command that gives the same answer."""
     return (
-        f"apar plan --rate {RATE:g} --model {model} --gpu {','.join(GPUS)} --caps {CAPS[model]} "
+        f"apar plan --rate {RATE:g} --model {model} --gpu {','.join(gpus)} --caps {cap} "
         f"--token 100ms --requests {MEASURED} --forks {WORKLOAD.forks} --prompt-tokens "
         f"{WORKLOAD.prompt_tokens:g} --answer-tokens {WORKLOAD.answer_tokens:g}"
         + (f" --max-model-len {MAX_CONTEXT}" if model == "llama-3-8b" else "")
     )
 
 
-def section(model: str, processes: int = 2) -> str:
+def section(model: str, gpus: tuple[str, ...], cap: int, processes: int = 2) -> str:
     """Return a plan as Markdown."""
-    plan = question(model).answer(processes, lambda _stage, _total: lambda: None)
+    plan = question(model, gpus, cap).answer(processes, lambda _stage, _total: lambda: None)
     facts = recommendation(plan, model, find_model(model).kv_bytes_per_token)
     shown = ("recommended", "expected", "limited by", "KV cache", "forks")
     lines = [f"- {name}: {facts[name]}" for name in shown if name in facts]
     # The heading of the table is the section's.
     table = candidates_table(plan).as_markdown().split("\n", 2)[2]
-    return f"## {model}\n\n`{command(model)}`\n\n" + "\n".join(lines) + f"\n\n{table}"
+    return (
+        f"## {model} on {' and '.join(gpus)}\n\n`{command(model, gpus, cap)}`\n\n"
+        + "\n".join(lines)
+        + f"\n\n{table}"
+    )
 
 
 def page() -> str:
     """Return the whole page."""
     head = _HEAD.format(version=version("apar-serve"), rate=RATE)
-    return "\n".join([head, *map(section, CAPS)])
+    return "\n".join([head, *(section(*plan) for plan in PLANS)])
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def inspect_checkpoint(name_or_path: str) -> CheckpointReport:
     control_tokens = find_control_tokens(vocabulary)
     if control_tokens is not None:
         _check_embeddings(control_tokens, text_config.vocab_size)
-    weights = _weight_files(name_or_path)
+    weights = weight_files(name_or_path)
     return CheckpointReport(
         name_or_path=name_or_path,
         architecture=", ".join(config.architectures or ["unknown"]),
@@ -98,7 +98,7 @@ def _check_embeddings(control_tokens: ControlTokens, num_embeddings: int) -> Non
             )
 
 
-def _weight_files(name_or_path: str) -> list[Path]:
+def weight_files(name_or_path: str) -> list[Path]:
     """Return the checkpoint's weight files on this machine, without asking the hub."""
     directory = Path(name_or_path)
     if not directory.is_dir():

@@ -18,6 +18,7 @@ from apar_core.engine.replay import (
     REPLAY,
     REPLAY_ARG,
     REPLAY_REQUEST_ARG,
+    REPLAY_V2,
     ReplayRules,
     ReplayText,
     replay_text,
@@ -61,10 +62,16 @@ def forks(vllm_config: VllmConfig) -> bool:
 def bans_by_logits_processor(vllm_config: VllmConfig) -> bool:
     """Return whether control tokens are banned by our logits processor, not as bad words.
 
-    vLLM accepts no custom logits processor with speculative decoding, and its V2 model runner does
-    not run those of the V1 interface. Bad words work everywhere, but take time per row.
+    vLLM's V1 model runner accepts no custom logits processor with speculative decoding. Bad words
+    work everywhere, but take time per row.
     """
-    return vllm_config.speculative_config is None and not vllm_config.use_v2_model_runner
+    return vllm_config.use_v2_model_runner or vllm_config.speculative_config is None
+
+
+def replays(vllm_config: VllmConfig) -> bool:
+    """Return whether an engine with this configuration can replay given tokens."""
+    processors = vllm_config.model_config.logits_processors or ()
+    return not {REPLAY, REPLAY_V2}.isdisjoint(processors)
 
 
 class ForkInputProcessor(InputProcessor):
@@ -82,12 +89,11 @@ class ForkInputProcessor(InputProcessor):
         self._ignores_priority = (
             self._is_forking and vllm_config.scheduler_config.policy != "priority"
         )
-        # The V2 model runner has two limits on bad words. vLLM checks only one of them, and before
-        # our bans are added.
+        # The V2 model runner has two limits on bad words, of which vLLM checks only one.
         self._limits_bad_words = self._is_forking and vllm_config.use_v2_model_runner
         self._replay_rules = (
             ReplayRules(vllm_config.model_config.get_vocab_size(), frozenset(self._end_ids()))
-            if REPLAY in (vllm_config.model_config.logits_processors or ())
+            if replays(vllm_config)
             else None
         )
         if self.control_tokens is None:
@@ -275,26 +281,15 @@ def _control_tokens(vllm_config: VllmConfig, tokenizer: Any) -> ControlTokens | 
 
 
 def _check_bad_words(params: SamplingParams) -> None:
-    """Refuse more bad words than the worker accepts in addition to ours."""
-    words = bad_words_of(params)
-    parameters = ForkParameters.from_extra_args(params.extra_args)
-    ours = [] if parameters is None else bad_words(parameters)
-    for kind, number, num_ours, limit in (
-        ("token sequences", len(words), len(ours), envs.VLLM_MAX_NUM_BAD_WORDS),
-        (
-            "tokens",
-            sum(map(len, words)),
-            sum(map(len, ours)),
-            envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS,
-        ),
-    ):
-        if number > limit:
-            raise VLLMValidationError(
-                f"bad_words has {number - num_ours} {kind}, more than the {limit - num_ours} that "
-                f"this model allows.",
-                parameter="bad_words",
-                value=number - num_ours,
-            )
+    """Refuse more tokens in bad words than the V2 worker accepts, which would end the engine."""
+    number = sum(map(len, bad_words_of(params)))
+    limit = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
+    if number > limit:
+        raise VLLMValidationError(
+            f"bad_words has {number} tokens, more than the {limit} that this engine allows.",
+            parameter="bad_words",
+            value=number,
+        )
 
 
 def _can_fork(request: EngineCoreRequest, params: SamplingParams) -> bool:

@@ -1,4 +1,7 @@
-"""vLLM logits processors: bans of control tokens, and replay of given tokens."""
+"""Bans of control tokens and replay for vLLM's V1 model runner, the only one on a CPU.
+
+`logits_processors_v2.py` has the same two for the V2 runner.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ from apar_core.vllm_names import BatchUpdate, LogitsProcessor, process_dict_upda
 
 Row = TypeVar("Row")
 
-# Above any logit, so that no other token is ever sampled, and still finite when divided by the
-# smallest temperature. Filling the row with minus infinity would cost as much as sampling.
-_CERTAIN = 1e30
+CERTAIN_LOGIT = 1e30
+"""Above any logit, so that no other token is ever sampled, and still finite when divided by the
+smallest temperature. Filling the row with minus infinity would cost as much as sampling."""
 
 
 class RowProcessor(LogitsProcessor, Generic[Row]):
@@ -173,5 +176,5 @@ class Replay(RowProcessor[_ReplayRow]):
                 chosen.append(row.token_ids[position])
         if rows:
             indices = torch.tensor([rows, chosen], device=self.device)
-            logits[indices[0], indices[1]] = _CERTAIN
+            logits[indices[0], indices[1]] = CERTAIN_LOGIT
         return logits

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORK_BANS = "apar_core.engine.logits_processors:ForkBans"
+FORK_BANS_V2 = "apar_core.engine.logits_processors_v2:ForkBans"
 _OUR_SCHEDULERS = "apar_core.scheduler.fork_scheduler"
 _COMPLETES = "_apar_completes"
 """Mark of our own `create_engine_config`, so that it is not wrapped twice."""
@@ -83,14 +84,30 @@ def install_processors() -> None:
 
 
 def complete(vllm_config: VllmConfig) -> VllmConfig:
-    """Set up an engine that forks: processors, scheduler variant and logits processor."""
+    """Set up an engine that forks: processors, logits processors and scheduler variant."""
+    from apar_core.engine.gpu_start import choose_sampler
     from apar_core.engine.input_processor import bans_by_logits_processor, forks
+    from apar_core.engine.prompt_chain import load_prompt_rows, uses_prompt_chain
+    from apar_core.engine.replay import REPLAY, REPLAY_V2
     from apar_core.scheduler.fork_scheduler import ForkAsyncScheduler, ForkScheduler
     from apar_core.scheduler.fork_settings import generates
 
+    if uses_prompt_chain(vllm_config):
+        # For its errors, which otherwise end a worker.
+        load_prompt_rows(vllm_config)
     if not forks(vllm_config):
         return vllm_config
     install_processors()
+    choose_sampler()
+    processors = list(vllm_config.model_config.logits_processors or [])
+    if generates(vllm_config) and bans_by_logits_processor(vllm_config):
+        processors.append(FORK_BANS)
+    if vllm_config.use_v2_model_runner:
+        v2 = {FORK_BANS: FORK_BANS_V2, REPLAY: REPLAY_V2}
+        processors = [v2.get(each, each) if isinstance(each, str) else each for each in processors]
+    if processors:
+        # Once each: a virtual engine completes its configuration again.
+        vllm_config.model_config.logits_processors = list(dict.fromkeys(processors))
     scheduler_config = vllm_config.scheduler_config
     if not generates(vllm_config):
         # Encoders cannot have the prefix cache that forks need.
@@ -100,7 +117,4 @@ def complete(vllm_config: VllmConfig) -> VllmConfig:
         scheduler_config.scheduler_cls = (
             ForkAsyncScheduler if scheduler_config.async_scheduling else ForkScheduler
         )
-    processors = list(vllm_config.model_config.logits_processors or [])
-    if generates(vllm_config) and bans_by_logits_processor(vllm_config) and FORK_BANS not in processors:
-        vllm_config.model_config.logits_processors = [*processors, FORK_BANS]
     return vllm_config

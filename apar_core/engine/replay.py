@@ -26,6 +26,8 @@ from apar_core.tree.thread_names import child_replay_key, replay_key_of_path
 
 REPLAY = "apar_core.engine.logits_processors:Replay"
 """Value for vLLM's `logits_processors`, without which an engine does not replay."""
+REPLAY_V2 = "apar_core.engine.logits_processors_v2:Replay"
+"""What our plugin makes of it for vLLM's V2 model runner."""
 REPLAY_ARG = "apar_replay"
 """Key of `SamplingParams.extra_args`: a replay that the engine core generates."""
 REPLAY_REQUEST_ARG = "apar_replay_request"

@@ -28,6 +28,7 @@ from apar_core.vllm_names import (
     FinishReason,
     LogprobsLists,
     SamplingMaskLists,
+    copy_error,
 )
 
 # Finish reason of a request whose threads end with different ones: the first in this order.
@@ -156,6 +157,8 @@ class RequestThreads:
         # The root's last output, with the fields that vLLM reports at a request's end.
         self._root_end: EngineCoreOutput | None = None
         self._trace_headers: Any = None
+        # The output of the thread that failed.
+        self._failure: EngineCoreOutput | None = None
         self._carried: _Carried | None = None
         # Whether any token has more than an id.
         self._has_details = False
@@ -267,6 +270,8 @@ class RequestThreads:
             items[-1] = items[-1]._replace(stops=True)
         elif reason in (FinishReason.REPETITION, FinishReason.ERROR):
             self._stop_reason = output.stop_reason
+        if reason == FinishReason.ERROR:
+            self._failure = output
         self.tree.finish(thread, ended=ended)
         if reason in (FinishReason.ERROR, FinishReason.ABORT):
             self.cut()
@@ -323,6 +328,8 @@ class RequestThreads:
             output.ec_transfer_params = self._root_end.ec_transfer_params
             output.mm_cache_miss_hashes = self._root_end.mm_cache_miss_hashes
             output.spec_decode_metrics = self._root_end.spec_decode_metrics
+        if finish_reason is not None and self._failure is not None:
+            copy_error(self._failure, output)
         return output
 
 

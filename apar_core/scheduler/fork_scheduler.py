@@ -31,6 +31,7 @@ from apar_core.scheduler.fork_admission import ForkAdmission
 from apar_core.scheduler.fork_policy import AdaptivePolicy, build_policy
 from apar_core.scheduler.fork_settings import fork_settings, generates
 from apar_core.scheduler.request_gate import GatedQueue
+from apar_core.scheduler.row_limits import RowWarnings
 from apar_core.scheduler.step_time import StepClock
 from apar_core.scheduler.thread_requests import (
     build_child_request,
@@ -89,6 +90,10 @@ class ForkMixin(Scheduler):
         self.growth_reserve_tokens = settings.growth_reserve_tokens
         self._least_watermark_blocks = self.kv_cache_manager.watermark_blocks
         self.step_clock = StepClock()
+        graph_tokens = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        self.row_warnings = RowWarnings(
+            self.max_num_running_reqs, graph_tokens // (1 + self.num_spec_tokens)
+        )
         self.num_generated_tokens = 0
         # Bound once, as it is called for every row of every step.
         self._take_as_vllm = super()._update_request_with_output
@@ -179,6 +184,7 @@ class ForkMixin(Scheduler):
         self.block_sharing.end_step()
         self.gate.scheduled()
         if step.total_num_scheduled_tokens > 0:
+            self.row_warnings.schedules(len(step.num_scheduled_tokens))
             self.step_clock.begin(step, self._scheduled_batch(step))
         return step
 
@@ -211,11 +217,14 @@ class ForkMixin(Scheduler):
         self.block_sharing.release_all()
         return super().reset_prefix_cache(reset_running_requests, reset_connector)
 
-    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
+    def _get_local_prefix_cache_hit(
+        self, request: Request, *limit: Any
+    ) -> tuple[KVCacheBlocks, int, int, bool]:
+        # vLLM 0.33 may limit the hit, but only in engines that do not fork (routed experts).
         prefix = self.block_sharing.prefix(request.request_id)
         if prefix is not None:
             return prefix.blocks, prefix.num_tokens, 0, False
-        return super()._get_local_prefix_cache_hit(request)
+        return super()._get_local_prefix_cache_hit(request, *limit)
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
@@ -293,6 +302,7 @@ class ForkMixin(Scheduler):
     def _start(self, group: ThreadGroup[Request], child: Request) -> None:
         self.threads.add_thread(group, child.request_id)
         self.admission.queue.thread_began(child.request_id, group.parameters.key)
+        self.row_warnings.starts_fork(len(self.running))
         super().add_request(child)
 
     def _start_waiting_forks(self) -> None:

@@ -74,6 +74,11 @@ class ForkSettings(BaseModel):
         description="Insert line breaks between paragraphs whose text lacks them. 'auto': only for "
         "the released checkpoints (THUDM/apar-7b, THUDM/apar-13b), which were trained this way.",
     )
+    prompt_tokens: Path | None = Field(
+        None,
+        description="Folder of prompt tokens (`apar train-prompts`) for speculation with a chain "
+        "of them: see `engine/prompt_chain.py`.",
+    )
 
 
 def generates(vllm_config: VllmConfig) -> bool:

@@ -201,7 +201,7 @@ class VirtualExecutor(Executor):
         """Return the layouts that vLLM's attention backends have."""
         return [["NHD", "HND"]]
 
-    def set_kv_cache_layout(self, layout_name: str) -> None:
+    def set_kv_cache_layout(self, layout_name: str, *interleaving: Any) -> None:
         """Ignore the layout."""
 
     def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
@@ -249,6 +249,9 @@ class VirtualExecutor(Executor):
             row = _Row(
                 len(new.prompt_token_ids), _script(new.sampling_params), list(new.block_ids[0])
             )
+            if new.prefill_token_ids is not None:
+                # The V2 model runner takes a resumed request as a new one, with what it had.
+                row.generated = len(new.prefill_token_ids) - row.prompt_length
             rows[new.req_id] = row
             end = new.num_computed_tokens + scheduled[new.req_id]
             attended += end
@@ -325,9 +328,17 @@ class VirtualExecutor(Executor):
 
 
 class AsyncVirtualExecutor(VirtualExecutor):
-    """A virtual executor whose engine schedules ahead, as vLLM does on GPUs."""
+    """A virtual executor whose engine schedules ahead for the V2 model runner, as on GPUs."""
 
     is_async = True
+
+    def attach(self, device: VirtualDevice, scheduler: Any) -> None:
+        """Set the device and its scheduler, which vLLM's configuration has made one for V1.
+
+        V2 needs Triton, which a CPU does not have, so the choice is made here.
+        """
+        super().attach(device, scheduler)
+        scheduler.use_v2_model_runner = True
 
 
 def count_blocks(tables: Sequence[Sequence[int]]) -> tuple[int, int]:

@@ -18,14 +18,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from apar_core.errors import CheckpointError
+from apar_core.engine.gpu_start import flashinfer_problem
+from apar_core.errors import CheckpointError, EngineError
+from apar_core.installation import has_nvidia_driver, hidden_packages, missing_extra
+from apar_core.scheduler.row_limits import DEFAULT_LARGEST_GRAPH
+from apar_core.vllm_names import SUPPORTED, is_supported
 from cluster.cli.options import Model
 from cluster.config.model import DEFAULT_MODEL, model_path
 
 if TYPE_CHECKING:
     from apar_core.engine.checkpoint import CheckpointReport
 
-TESTED_VERSIONS = {"vllm": "0.32.0", "ray": "2.60.0", "torch": "2.13.0", "transformers": "5.19.0"}
+TESTED_RAY = "2.60.0"
 _CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 # A replica of the embedded model takes 2 to 2.5 GB, Ray about 1 GB.
 _NEEDED_MEMORY_BYTES = 4 * 2**30
@@ -67,8 +71,10 @@ def diagnose() -> list[Finding]:
     return [
         Finding("python", platform.python_version()),
         *check_versions(versions),
+        *check_device(versions, has_driver=has_nvidia_driver()),
         *check_cuda_only_packages(versions),
         check_plugin(),
+        *(Finding("packages", "hidden", hidden) for hidden in hidden_packages()),
         Finding("cpu", _cpu()),
         check_memory(memory.available, memory.total),
         *_gpus(),
@@ -89,17 +95,51 @@ def installed_versions() -> dict[str, str]:
 
 
 def check_versions(versions: Mapping[str, str]) -> list[Finding]:
-    """Compare with the tested versions: forking relies on private names of vLLM."""
+    """Check the packages whose internals we use, and those that vLLM brings."""
     findings = []
-    for package, tested in TESTED_VERSIONS.items():
+    for package in ("vllm", "ray", "torch", "transformers"):
         installed = versions.get(package)
         problem = None
-        if installed is None:
-            problem = f"not installed; version {tested} is needed: make venv"
-        elif installed.partition("+")[0] != tested:
-            problem = f"tested with version {tested}: make venv"
+        if package == "ray":
+            if installed is None:
+                # Forks in one's own vLLM need no Ray.
+                installed = "missing; `apar serve` needs it: pip install 'apar-serve[serve]'"
+            elif installed != TESTED_RAY:
+                problem = f"`apar serve` uses internals of Ray {TESTED_RAY}: make venv"
+        elif installed is None:
+            problem = "not installed: make venv, or pip install 'apar-serve[gpu]'"
+        elif package == "vllm" and not is_supported(installed):
+            problem = (
+                f"forks were checked with vLLM {' and '.join(SUPPORTED)}, and stay out of others: "
+                "see docs/upgrade-vllm.md"
+            )
         findings.append(Finding(package, installed or "missing", problem))
     return findings
+
+
+def check_device(versions: Mapping[str, str], *, has_driver: bool) -> list[Finding]:
+    """Compare the build of torch with the machine: each of vLLM's builds runs on one of both."""
+    torch = versions.get("torch")
+    if torch is None:
+        return []
+    is_cpu_build = "+cpu" in torch
+    if is_cpu_build and has_driver:
+        return [
+            Finding(
+                "device",
+                "cpu, although this machine has an NVIDIA driver",
+                "use the CUDA build, in an environment of its own: make serve DEVICE=gpu",
+            )
+        ]
+    if not is_cpu_build and not has_driver:
+        return [
+            Finding(
+                "device",
+                "gpu, but this machine has no NVIDIA driver",
+                "install the driver, or use the CPU build: make serve DEVICE=cpu",
+            )
+        ]
+    return [Finding("device", "cpu" if is_cpu_build else "gpu")]
 
 
 def check_cuda_only_packages(versions: Mapping[str, str]) -> list[Finding]:
@@ -121,7 +161,7 @@ def check_plugin() -> Finding:
     """Check that vLLM finds this package's plugin in the processes that it starts."""
     for entry_point in entry_points(group="vllm.general_plugins", name="apar"):
         return Finding("vLLM plugin", entry_point.value)
-    return Finding("vLLM plugin", "missing", "vLLM will not fork: pip install --no-deps -e .")
+    return Finding("vLLM plugin", "missing", "vLLM will not fork: pip install apar-serve")
 
 
 def check_memory(available_bytes: int, total_bytes: int) -> Finding:
@@ -150,19 +190,45 @@ def _gpus() -> list[Finding]:
     answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
     if answer.returncode != 0:
         return [Finding("gpu", "unknown", f"nvidia-smi failed: {answer.stderr.strip()}")]
-    return [Finding("gpu", line.strip()) for line in answer.stdout.splitlines()]
+    gpus = [Finding("gpu", line.strip()) for line in answer.stdout.splitlines()]
+    return [*gpus, check_sampler(), *check_rows(gpus[0].value if gpus else "")]
+
+
+def check_sampler() -> Finding:
+    """Say which sampler an engine on a GPU uses; both start."""
+    problem = flashinfer_problem()
+    return Finding("sampler", "FlashInfer" if problem is None else f"vLLM's own: {problem}")
+
+
+def check_rows(gpu: str) -> list[Finding]:
+    """Say how many rows `vllm serve` runs on a GPU, given as nvidia-smi's "NAME, N MiB".
+
+    Source: `_set_default_max_num_seqs_and_batched_tokens_args` in vLLM 0.32's engine/arg_utils.py.
+    """
+    name, _, memory = gpu.rpartition(", ")
+    mib = memory.removesuffix(" MiB")
+    if not mib.isdigit():
+        return []
+    is_large = int(mib) >= 70 * 1024 and ("a100" not in name.lower() or int(mib) >= 160 * 1024)
+    rows = 1024 if is_large else 256
+    value = f"`vllm serve` runs up to {rows} (--max-num-seqs), one for each thread of a request"
+    if rows > DEFAULT_LARGEST_GRAPH:
+        value += f", {DEFAULT_LARGEST_GRAPH} of them as a CUDA graph (--max-cudagraph-capture-size)"
+    return [Finding("rows", f"{value}; `apar serve` sets both for its configuration")]
 
 
 def check_checkpoint(model: str) -> list[Finding]:
     """Return the findings about a preset, checkpoint folder or Hugging Face name."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # Importing vLLM takes seconds, and `apar --help` must be fast.
-    from apar_core.engine.checkpoint import inspect_checkpoint
-
     path = model_path(model)
     try:
+        # Importing vLLM takes seconds, and `apar --help` must be fast.
+        from apar_core.engine.checkpoint import inspect_checkpoint
+
         return [Finding("checkpoint", path), *describe(inspect_checkpoint(path))]
-    except CheckpointError as error:
+    except ModuleNotFoundError as error:
+        return [Finding("checkpoint", path, missing_extra(error) or str(error))]
+    except (CheckpointError, EngineError) as error:
         return [Finding("checkpoint", path, str(error))]
 
 

@@ -158,9 +158,9 @@ def run(
         float,
         duration_option(
             help="With --metrics: the counters of a repeat are final when they have not changed "
-            "for this time; longer than the cluster's metrics.report_s.",
+            "for this time; longer than an engine step.",
         ),
-    ] = Duration.of("11s"),
+    ] = Duration.of("3s"),
     out: Annotated[
         Path | None,
         typer.Option(

@@ -41,8 +41,8 @@ def monitor(
         bool,
         typer.Option(
             "--once",
-            help="Wait until rates are known, print them and exit. Needs two reports of each "
-            "process: 10 s with Ray started by `apar serve`, 20 s elsewhere, 15 s without load.",
+            help="Wait until rates are known, print them and exit: a few seconds, or several "
+            "scrapes of Prometheus.",
         ),
     ] = False,
     as_json: AsJson = False,

@@ -232,8 +232,8 @@ def plan(
 
     Each candidate serves requests at several rates in virtual time: vLLM's own scheduler and KV
     cache with this project's forks, where only the duration of a step is modeled. Ends with the
-    YAML for [bold]apar serve --config[/bold] and the values of a Kubernetes overlay. Takes a minute
-    per GPU on two cores. Example:
+    YAML for [bold]apar serve --config[/bold] and the parameters of a Kubernetes overlay. Takes a
+    minute per GPU on two cores. Example:
     [bold]apar plan --rate 20 --model apar-7b --gpu a100-80gb,h100 --token 50ms[/bold]
     """
     for name, value in context.params.items():
@@ -361,6 +361,6 @@ def _show(made: Plan, size: ModelSize, served: Served, out: Path | None, *, as_j
         console.print(f"[bold]{name}[/bold]: {escape(fact)}", highlight=False)
     print_table(candidates_table(made))
     typer.echo(f"# For `apar serve --config`, or `cluster` of a Kubernetes overlay\n{text}")
-    typer.echo("# For the overlay's kustomization")
+    typer.echo("# For the overlay's parameters.env")
     for name, value in overlay.items():
-        typer.echo(f"{name}: {value}")
+        typer.echo(f"{name}={value}")

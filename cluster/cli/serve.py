@@ -128,7 +128,7 @@ def serve(
         check_targets_file(settings.metrics.targets_file)
         _check_address(settings)
         signals = ServeSignals()
-        run(settings, signals, lambda service: _watch(service, signals, load, config))
+        run(settings, signals, lambda service, port: _watch(service, port, signals, load, config))
 
 
 def _check_address(settings: ClusterConfig) -> None:
@@ -143,11 +143,16 @@ def _check_address(settings: ClusterConfig) -> None:
             ) from error
 
 
-def run(settings: ClusterConfig, signals: ServeSignals, wait: Callable[[Any], None]) -> None:
-    """Serve until `wait` returns or a signal arrives; stops everything that it started."""
+def run(
+    settings: ClusterConfig, signals: ServeSignals, wait: Callable[[Any, int | None], None]
+) -> None:
+    """Serve until `wait` returns or a signal arrives; stops everything that it started.
+
+    `wait` gets the service and the port of the nodes' metrics, None if there are none.
+    """
     signals.install()
     try:
-        with _cluster(settings), shown_logs(settings, sys.stderr):
+        with _cluster(settings) as metrics_port, shown_logs(settings, sys.stderr):
             signals.install()  # Ray has installed its own handlers.
             # Importing Ray Serve takes seconds.
             from deployments.app.service import running_service
@@ -157,10 +162,10 @@ def run(settings: ClusterConfig, signals: ServeSignals, wait: Callable[[Any], No
             started = time.monotonic()
             with running_service(settings) as service:
                 _wait_until_healthy(service.url)
-                _print_ready(settings, service.url, time.monotonic() - started)
+                _print_ready(settings, service.url, time.monotonic() - started, metrics_port)
                 signals.serves = True
                 try:
-                    wait(service)
+                    wait(service, metrics_port)
                 except BaseException:
                     if signals.stopping:
                         _drain(service)
@@ -186,22 +191,28 @@ def _drain(service: Any) -> None:
         console.print(f"{cut} unfinished requests ended with an error.", highlight=False)
 
 
-def _watch(service: Any, signals: ServeSignals, load: Load, config: Path | None) -> None:
+def _watch(
+    service: Any,
+    metrics_port: int | None,
+    signals: ServeSignals,
+    load: Load,
+    config: Path | None,
+) -> None:
     """Serve forever; roll out the file whenever a SIGHUP asks for it."""
     own = frozenset(child.pid for child in psutil.Process().children())
     path = state_path(service.config.port)
     state = ServerState.of_this_process(config)
     write_state(path, state)
-    file = service.config.metrics.targets_file if service.config.metrics.enabled else None
+    file = service.config.metrics.targets_file
     next_reap = time.monotonic()
     try:
         while True:
             time.sleep(POLL_S)
             if time.monotonic() >= next_reap:
                 reap_orphans(own)
-                if file is not None:
+                if file is not None and metrics_port is not None:
                     with suppress(OSError):  # It was writable when the server started.
-                        write_targets(file, node_targets())
+                        write_targets(file, node_targets(metrics_port))
                 next_reap = time.monotonic() + REAP_PERIOD_S
             if signals.take_rollout():
                 number = 1 if state.outcome is None else state.outcome.number + 1
@@ -226,11 +237,12 @@ def _roll_out(service: Any, load: Load, config: Path | None) -> tuple[bool, str]
 
 
 @contextmanager
-def _cluster(settings: ClusterConfig) -> Iterator[None]:
+def _cluster(settings: ClusterConfig) -> Iterator[int | None]:
+    """Connect to the Ray cluster, or run one; yields the port of the nodes' metrics."""
     if settings.ray_address is None:
         num_cpus = max(os.cpu_count() or 1, settings.num_replicas)
-        with local_ray(num_cpus=num_cpus, metrics=settings.metrics):
-            yield
+        with local_ray(num_cpus=num_cpus, metrics=settings.metrics) as port:
+            yield port
         return
     import ray
 
@@ -243,7 +255,7 @@ def _cluster(settings: ClusterConfig) -> Iterator[None]:
             message += "; if the cluster requires a token (Ray's default), set RAY_AUTH_MODE=token"
         raise ConfigError(message) from error
     try:
-        yield
+        yield settings.metrics_port_of_nodes
     finally:
         ray.shutdown()
 
@@ -271,18 +283,23 @@ def example_command(settings: ClusterConfig, url: str) -> str:
     )
 
 
-def _print_ready(settings: ClusterConfig, url: str, seconds: float) -> None:
+def _print_ready(
+    settings: ClusterConfig, url: str, seconds: float, metrics_port: int | None
+) -> None:
     console.print(
         f"[bold green]Ready[/bold green] after {seconds:.0f} s: {url}/v1", highlight=False
     )
     console.print("Try it:")
     console.print(example_command(settings, url), highlight=False, markup=False, soft_wrap=True)
-    if settings.metrics.enabled:
-        urls = ", ".join(f"http://{target}/metrics" for target in node_targets())
+    if metrics_port is not None:
+        urls = ", ".join(f"http://{target}/metrics" for target in node_targets(metrics_port))
         console.print(f"Metrics for Prometheus: {urls}", highlight=False, soft_wrap=True)
         if settings.ray_address is not None and (found_at := discovery_url()):
             console.print(
-                f"Service discovery of all nodes: {found_at}", highlight=False, soft_wrap=True
+                f"Service discovery of all nodes: {found_at}, with port {metrics_port} in place of "
+                "Ray's own",
+                highlight=False,
+                soft_wrap=True,
             )
     console.print("Press Ctrl-C to stop.")
 

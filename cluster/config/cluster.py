@@ -17,7 +17,7 @@ from cluster.config.files import ConfigError, problems_of, read_yaml
 from cluster.config.keys import KeyConfig, check_keys, is_loopback, load_keys
 from cluster.config.limits import LimitsConfig
 from cluster.config.logging import LoggingConfig
-from cluster.config.metrics import MetricsConfig
+from cluster.config.metrics import DEFAULT_PORT, MetricsConfig
 from cluster.config.model import ModelConfig
 from cluster.config.retries import RetryConfig
 from cluster.config.routing import RoutingSettings
@@ -103,14 +103,15 @@ class ClusterConfig(BaseModel):
                 raise ValueError(f"keys: {key.name!r} names models that are not served: {unknown}")
         return self
 
-    @model_validator(mode="after")
-    def _check_metrics(self) -> Self:
-        if self.ray_address is not None and self.metrics.port is not None:
-            raise ValueError(
-                "metrics.port: not allowed with `ray_address`: a running Ray cluster has its own "
-                "port, set by `ray start --metrics-export-port`"
-            )
-        return self
+    @property
+    def metrics_port_of_nodes(self) -> int | None:
+        """Port at which the processes of each node serve its metrics.
+
+        None on a private cluster, where `apar serve` does, and without metrics.
+        """
+        if self.metrics.enabled and self.ray_address is not None:
+            return self.metrics.port or DEFAULT_PORT
+        return None
 
     def check_keys_file(self) -> None:
         """Raise ConfigError if the `keys_file` is invalid or contradicts the `keys`."""

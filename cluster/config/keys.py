@@ -80,7 +80,7 @@ class KeyConfig(BaseModel):
     metrics_class: str = Field(
         "default",
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
-        description="Label under which metrics count the key's refused requests. Let many keys "
+        description="Label under which metrics count the key's requests and tokens. Let many keys "
         "share a class: each one is a time series.",
     )
 

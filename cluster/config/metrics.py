@@ -5,11 +5,11 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 DEFAULT_PORT = 9464
-"""Port of a private cluster's metrics; OpenTelemetry's usual port for Prometheus."""
+"""Port of each node's metrics; OpenTelemetry's usual port for Prometheus."""
 
 
 class MetricsConfig(BaseModel):
-    """Metrics for Prometheus: ours, vLLM's and Ray's, from one address per node."""
+    """Metrics for Prometheus: ours and vLLM's, from one page per node."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -18,15 +18,8 @@ class MetricsConfig(BaseModel):
         None,
         ge=0,
         le=65535,
-        description="Port of `/metrics` on a private cluster, on loopback only; 0 uses a free one. "
-        f"By default {DEFAULT_PORT}, or a free one if it is taken.",
-    )
-    report_s: float = Field(
-        5.0,
-        ge=1,
-        le=30,
-        description="Interval at which a private cluster's processes report metrics (seconds); "
-        "metrics are at most this old.",
+        description=f"Port of `/metrics`, by default {DEFAULT_PORT}. A private cluster serves it "
+        "on loopback only, and takes a free port for 0 or if the default is taken.",
     )
     targets_file: Path | None = Field(
         None,

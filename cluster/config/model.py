@@ -27,6 +27,7 @@ DEFAULT_MAX_CONCURRENCY = 64
 MAX_THREADS = 1024
 # Engine arguments that have fields of their own, because the cluster needs them too.
 _SET_BY_FIELDS = {"model": "checkpoint", "served_model_name": "name", "lora_modules": "adapters"}
+_PROPOSER = "apar_core.engine.prompt_chain.PromptChain"
 _MODELS = Path(__file__).resolve().parents[2] / "apar_core" / "models"
 
 
@@ -126,6 +127,41 @@ class AdapterConfig(BaseModel):
         return str(Path(self.path).expanduser()) if self.path.startswith("~") else self.path
 
 
+class PromptChainConfig(BaseModel):
+    """Speculation with a chain of prompt tokens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prompt_tokens: str = Field(
+        min_length=1,
+        description="Folder of prompt tokens (`apar train-prompts`), or apar-tiny for those of the "
+        "preset.",
+    )
+    num_speculative_tokens: int = Field(
+        3,
+        ge=2,
+        description="Guesses and prompt tokens in a thread's draft, at most twice the number of "
+        "trained prompt tokens. Up to that number, all decoding steps have one width, as full CUDA "
+        "graphs need.",
+    )
+
+    @property
+    def path(self) -> str:
+        """The folder of the prompt tokens."""
+        if self.prompt_tokens == DEFAULT_MODEL:
+            return str(_MODELS / "apar_tiny_prompts")
+        return str(Path(self.prompt_tokens).expanduser().resolve())
+
+    @property
+    def speculative_config(self) -> dict[str, Any]:
+        """vLLM's argument of that name."""
+        return {
+            "method": "custom_class",
+            "model": _PROPOSER,
+            "num_speculative_tokens": self.num_speculative_tokens,
+        }
+
+
 class ModelConfig(BaseModel):
     """A model, its replicas, and their limits."""
 
@@ -198,6 +234,10 @@ class ModelConfig(BaseModel):
         description="Whether requests may give the tokens of their answer in `apar.replay`: for "
         "load tests with recorded answers, also with `engine: {load_format: dummy}`.",
     )
+    prompt_chain: PromptChainConfig | None = Field(
+        None,
+        description="Guess tokens ahead with a chain of prompt tokens (Parallel Prompt Decoding).",
+    )
     engine: dict[str, Any] = Field(
         default_factory=dict, description="Further vLLM engine arguments, by their Python names."
     )
@@ -210,8 +250,18 @@ class ModelConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_replay(self) -> Self:
-        if self.replay and self.engine.get("speculative_config"):
-            raise ValueError("replay: not possible with `engine.speculative_config`")
+        for name, is_used in (
+            ("prompt_chain", self.prompt_chain is not None),
+            ("engine.speculative_config", bool(self.engine.get("speculative_config"))),
+        ):
+            if self.replay and is_used:
+                raise ValueError(f"replay: not possible with `{name}`")
+        return self
+
+    @model_validator(mode="after")
+    def _check_prompt_chain(self) -> Self:
+        if self.prompt_chain is not None and self.engine.get("speculative_config"):
+            raise ValueError("prompt_chain: not possible with `engine.speculative_config`")
         return self
 
     @field_validator("engine")
@@ -235,13 +285,17 @@ class ModelConfig(BaseModel):
         return PRESETS.get(given) or Preset(path, DEFAULT_MAX_CONCURRENCY)
 
     def check_checkpoint(self) -> None:
-        """Raise ConfigError if the checkpoint or an adapter is a path without such a folder."""
+        """Raise ConfigError if a folder of the model is missing."""
         given = {"checkpoint": self.checkpoint}
         given |= {f"adapters: {adapter.name}": adapter.path for adapter in self.adapters}
         for field, name in given.items():
             path = Path(name).expanduser()
             if name.startswith(("/", ".", "~")) and not path.is_dir():
                 raise ConfigError(f"{field}: no such folder: {path}")
+        if self.prompt_chain is not None and not Path(self.prompt_chain.path).is_dir():
+            raise ConfigError(
+                f"prompt_chain.prompt_tokens: no such folder: {self.prompt_chain.path}"
+            )
 
     @property
     def public_name(self) -> str:

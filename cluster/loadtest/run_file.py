@@ -27,8 +27,8 @@ from cluster.loadtest.jobs import Target, WorkloadSettings
 RUN_FILE, REQUESTS_FILE = "run.json", "requests.jsonl"
 SAMPLE_S = 3.0
 """Default length of a throughput sample, as in the paper."""
-SETTLE_S = 11.0
-"""Longer than the report interval of metrics: `metrics.report_s`, or Ray's default of 10 s."""
+SETTLE_S = 3.0
+"""Longer than the interval at which engines report their counts, which is 1 s."""
 MAX_CPU_SHARE = 0.9
 MAX_LAG_S = 0.1
 MAX_LATE_S = 0.25

@@ -80,7 +80,7 @@ _LOOK_S = 1.0
 # Other clients may keep a server busy.
 _MAX_SETTLE_PERIODS = 3
 _COUNTED = frozenset(
-    metric.exported
+    metric.name
     for metric in (
         catalogue.GENERATED_TOKENS,
         catalogue.ENGINE_STEPS,

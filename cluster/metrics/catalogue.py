@@ -1,16 +1,12 @@
 """Every metric that this project exports: name, kind, unit, labels and help text.
 
-Names follow Prometheus' conventions: base units, and `_total` for counters. Ray's agent on each
-node adds the prefix `ray_` and labels of its own. vLLM's metrics take the same path and become
-`ray_vllm_...`.
+Names follow Prometheus' conventions: base units, and `_total` for counters. vLLM's own metrics keep
+their names (`vllm:...`); `VLLM` lists those that rules and dashboards use.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-
-PREFIX = "ray_"
-"""Prefix that Ray's agents add to every name."""
 
 
 class Kind(StrEnum):
@@ -23,10 +19,11 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric; `name` is the name in this program, `exported` the name in Prometheus.
+    """One metric; a histogram's series add `_bucket`, `_sum` and `_count` to its name.
 
     `labels` maps each label to a description of its values; the configuration or the code bounds
-    their number. `buckets` are the upper bounds of a histogram, in its unit.
+    their number. `buckets` are the upper bounds of a histogram, in its unit. A gauge that is
+    `same_everywhere` has one value that several processes report.
     """
 
     name: str
@@ -35,17 +32,17 @@ class Metric:
     help: str
     labels: dict[str, str] = field(hash=False)
     buckets: tuple[float, ...] = ()
-
-    @property
-    def exported(self) -> str:
-        """Name in Prometheus; a histogram's series add `_bucket`, `_sum` and `_count`."""
-        return f"{PREFIX}{self.name}"
+    same_everywhere: bool = False
 
 
 _MODEL = {"model": "public name of the model"}
+_KEY_CLASS = {
+    "key_class": "`metrics_class` of the API key; anonymous without a known key",
+}
 _REPLICA = _MODEL | {"replica": "id of the replica; changes with every start"}
 _LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 _PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+_LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _THREADS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 _DEPTHS = (0, 1, 2, 3, 4, 6, 8)
 
@@ -54,8 +51,10 @@ def _counter(name: str, unit: str, labels: dict[str, str], text: str) -> Metric:
     return Metric(name, Kind.COUNTER, unit, text, labels)
 
 
-def _gauge(name: str, unit: str, labels: dict[str, str], text: str) -> Metric:
-    return Metric(name, Kind.GAUGE, unit, text, labels)
+def _gauge(
+    name: str, unit: str, labels: dict[str, str], text: str, *, same_everywhere: bool = False
+) -> Metric:
+    return Metric(name, Kind.GAUGE, unit, text, labels, same_everywhere=same_everywhere)
 
 
 def _histogram(
@@ -114,8 +113,8 @@ KV_RELEASED_EARLY_BLOCKS = _counter(
 REPLICA_RESTARTS = _counter(
     "apar_replica_restarts_total",
     "replicas",
-    _REPLICA,
-    "1 if the replica was started to replace a lost one, else 0.",
+    _MODEL,
+    "Replicas started to replace a lost one.",
 )
 ENGINE_STEPS = _counter("apar_engine_steps_total", "steps", _REPLICA, "Forward passes.")
 ENGINE_BUSY_SECONDS = _counter(
@@ -192,20 +191,35 @@ TIME_PER_OUTPUT_TOKEN = _histogram(
     "seconds",
     _REPLICA,
     _PER_TOKEN_S,
-    "Time from a request's first to its last token, per step of its critical path after the first.",
+    "Time from a request's first to its last token, per token of its text after the first.",
+)
+TIME_PER_CRITICAL_PATH_TOKEN = _histogram(
+    "apar_time_per_critical_path_token_seconds",
+    "seconds",
+    _REPLICA,
+    _PER_TOKEN_S,
+    "Time from a request's first to its last token, per step of its critical path after the first. "
+    "Without forks, the same as the time per output token.",
 )
 
-# Gateways; each process counts its own requests.
+# Gateways.
 REQUESTS = _counter(
     "apar_requests_total",
     "requests",
     _MODEL
+    | _KEY_CLASS
     | {
         "outcome": "ok; client_error (4xx); server_error (5xx, or an error in the stream); "
         "cancelled: the client disconnected, or the server shut down before the end"
     },
     "Finished completion requests, including those that the gateway rejected. The model is "
     "`unknown` if the request names no served model or was rejected before its model was read.",
+)
+CHARGED_TOKENS = _counter(
+    "apar_charged_tokens_total",
+    "tokens",
+    _MODEL | _KEY_CLASS | {"kind": "prompt; generated: by all threads, also of cancelled requests"},
+    "Tokens of finished requests, by who asked for them.",
 )
 REQUESTS_RUNNING = _gauge("apar_requests_running", "requests", _MODEL, "Requests at replicas.")
 REQUESTS_QUEUED = _gauge(
@@ -219,8 +233,8 @@ REQUESTS_REJECTED = _counter(
         "queue is full, or request bodies take too much memory; queue_timeout; body_timeout; "
         "invalid; too_large: body or prompt; unknown_model; unknown_route; no_replica: no replica "
         "accepted it in time; draining: the server is shutting down",
-        "key_class": "`metrics_class` of the API key; anonymous without a known key",
-    },
+    }
+    | _KEY_CLASS,
     "Requests of any kind that the gateway rejected before they reached a replica.",
 )
 TIME_TO_FIRST_TOKEN = _histogram(
@@ -229,6 +243,13 @@ TIME_TO_FIRST_TOKEN = _histogram(
     _MODEL,
     _LATENCY_S,
     "Time from a streamed request's arrival to the first chunk of its answer.",
+)
+LONGEST_CHUNK_GAP = _histogram(
+    "apar_longest_chunk_gap_seconds",
+    "seconds",
+    _MODEL,
+    _LATENCY_S,
+    "Longest time between two chunks of a stream, which includes the loss of a replica.",
 )
 REQUEST_LATENCY = _histogram(
     "apar_request_latency_seconds",
@@ -272,19 +293,29 @@ REPLICAS = _gauge(
     "apar_replicas",
     "replicas",
     _MODEL,
-    "Replicas that accept requests, as known to each gateway; missing before its first request.",
+    "Replicas that accept requests, as known to each gateway.",
+    same_everywhere=True,
 )
 REPLICAS_WANTED = _gauge(
     "apar_replicas_wanted",
     "replicas",
     _MODEL,
     "Wanted replicas of the model: the configured number, or the autoscaler's minimum.",
+    same_everywhere=True,
 )
 SETTINGS_REFUSED = _gauge(
     "apar_settings_refused",
     "settings",
     {"source": "keys_file; user_config: settings that Ray Serve passes to the running gateway"},
     "1 while a gateway has not fully applied the newest settings from this source, else 0.",
+)
+
+EVENT_LOOP_LAG = _histogram(
+    "apar_event_loop_lag_seconds",
+    "seconds",
+    {},
+    _LAG_S,
+    "Delay of a timer in a gateway's event loop, which all requests share. Ten samples a second.",
 )
 
 # Every process that writes a log.
@@ -295,9 +326,45 @@ LOG_LINES_DROPPED = _counter(
     "Log lines that a gateway or replica dropped because the disk hung.",
 )
 
+# Every node.
+BUILD_INFO = _gauge(
+    "apar_build_info",
+    "nodes",
+    {
+        "version": "of this project",
+        "vllm": "version of vLLM",
+        "ray": "version of Ray",
+        "python": "version of Python",
+    },
+    "1 for each node that serves metrics, with the versions that it runs.",
+)
+
 
 def metrics() -> Iterator[Metric]:
-    """Yield all metrics in the order above."""
+    """Yield all metrics of this project in the order above."""
     for value in globals().values():
-        if isinstance(value, Metric):
+        if isinstance(value, Metric) and value not in VLLM:
             yield value
+
+
+_ENGINE = {"model_name": "public name of the model", "replica": "id of the replica"}
+PREEMPTIONS = _counter(
+    "vllm:num_preemptions_total",
+    "preemptions",
+    _ENGINE,
+    "Threads preempted to free their KV blocks.",
+)
+PREFIX_CACHE_QUERIES = _counter(
+    "vllm:prefix_cache_queries_total",
+    "tokens",
+    _ENGINE,
+    "Prompt tokens looked up in the prefix cache.",
+)
+PREFIX_CACHE_HITS = _counter(
+    "vllm:prefix_cache_hits_total",
+    "tokens",
+    _ENGINE,
+    "Prompt tokens found in the prefix cache.",
+)
+VLLM = (PREEMPTIONS, PREFIX_CACHE_QUERIES, PREFIX_CACHE_HITS)
+"""vLLM's metrics that rules and dashboards use; the page adds the label `replica`."""

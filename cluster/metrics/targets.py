@@ -6,23 +6,25 @@ from pathlib import Path
 
 from cluster.config import ConfigError
 
-JOB = "ray"
-"""Job label that Ray's own service discovery sets."""
+JOB = "apar"
+"""Job label of our targets, which the rules select."""
 
 
-def node_targets() -> list[str]:
-    """`host:port` of each live node of the connected Ray cluster that exports metrics."""
+def node_targets(port: int) -> list[str]:
+    """`host:port` of each live node of the connected Ray cluster.
+
+    Nodes without a gateway or replica do not answer there.
+    """
     import ray  # Imported late: Ray reads its environment variables on import.
 
-    return [
-        f"{_host(node['NodeManagerAddress'])}:{node['MetricsExportPort']}"
-        for node in ray.nodes()
-        if node["Alive"] and node["MetricsExportPort"] > 0
-    ]
+    return [f"{_host(node['NodeManagerAddress'])}:{port}" for node in ray.nodes() if node["Alive"]]
 
 
 def discovery_url() -> str | None:
-    """URL for Prometheus' `http_sd_configs`; None without Ray's dashboard."""
+    """URL of Ray's list of nodes for `http_sd_configs`; None without Ray's dashboard.
+
+    It names the ports of Ray's own metrics.
+    """
     from ray._private.worker import get_dashboard_url  # Imported late, as above.
 
     address = get_dashboard_url()

@@ -102,7 +102,7 @@ _LATE = 3
 """A process is idle after this many of its report intervals without a report."""
 
 Process = tuple[str, str]
-"""Metrics page and Ray worker id of a process."""
+"""Metrics page and replica of a process; without a replica, the gateways of the page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +132,9 @@ class Rates:
 class Reports:
     """Reports of each process, and the increases of its counters with each.
 
-    A page changes only with the reports of its processes: every 5 s on a private cluster, every
-    10 s on others. Prometheus changes only with its scrapes. Over shorter times, a rate alternates
-    between 0 and several times its true value. Rates are therefore taken between reports, over as
+    Engines report once a second, or between two steps if those take longer; Prometheus changes only
+    with its scrapes. Over shorter times, a rate alternates between 0 and several times its true
+    value. Rates are therefore taken between reports, over as
     many as fit into `span_s`. A process without change for `quiet_s` is idle.
     """
 
@@ -157,7 +157,7 @@ class Reports:
         }
         changed: dict[Process, dict[SeriesKey, float]] = defaultdict(dict)
         for key, amount in gained.items():
-            process = (key.page, key.label("WorkerId"))
+            process = (key.page, key.label("replica"))
             self._processes.add(process)
             if amount > 0:
                 changed[process][key] = amount

@@ -15,10 +15,10 @@ GroupKey = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class SeriesKey:
-    """Identity of a series: its metrics page, name and all labels, including Ray's own.
+    """Identity of a series: its metrics page, name and all labels.
 
-    Two processes, or one process before and after a restart, have different series. Rates are
-    computed per series and then summed.
+    A replica before and after a restart has different series. Rates are computed per series and
+    then summed.
     """
 
     page: str
@@ -51,20 +51,20 @@ def exported_names() -> frozenset[str]:
     names: set[str] = set()
     for metric in catalogue.metrics():
         suffixes = ("_bucket", "_sum", "_count") if metric.kind is Kind.HISTOGRAM else ("",)
-        names.update(f"{metric.exported}{suffix}" for suffix in suffixes)
+        names.update(f"{metric.name}{suffix}" for suffix in suffixes)
     return frozenset(names)
 
 
 def cumulative_names() -> frozenset[str]:
     """Names of our cumulative series: counters, and all series of histograms."""
-    gauges = {m.exported for m in catalogue.metrics() if m.kind is Kind.GAUGE}
+    gauges = {m.name for m in catalogue.metrics() if m.kind is Kind.GAUGE}
     return exported_names() - gauges
 
 
 def summed(values: Values, metric: Metric, *labels: str) -> dict[GroupKey, float]:
     """Sum a counter or gauge by labels."""
     sums: dict[GroupKey, float] = defaultdict(float)
-    for group, value in _grouped(values, metric.exported, labels):
+    for group, value in _grouped(values, metric.name, labels):
         sums[group] += value
     return dict(sums)
 
@@ -72,7 +72,7 @@ def summed(values: Values, metric: Metric, *labels: str) -> dict[GroupKey, float
 def largest(values: Values, metric: Metric, *labels: str) -> dict[GroupKey, float]:
     """Maximum of a gauge by labels, for gauges that several processes report equally."""
     found: dict[GroupKey, float] = {}
-    for group, value in _grouped(values, metric.exported, labels):
+    for group, value in _grouped(values, metric.name, labels):
         found[group] = max(value, found.get(group, value))
     return found
 
@@ -85,7 +85,7 @@ def total(values: Values, metric: Metric) -> float:
 def buckets(values: Values, metric: Metric, *labels: str) -> dict[GroupKey, dict[float, float]]:
     """Cumulative counts of a histogram by upper bound, grouped by labels."""
     found: dict[GroupKey, dict[float, float]] = defaultdict(lambda: defaultdict(float))
-    for group, value in _grouped(values, f"{metric.exported}_bucket", (*labels, "le")):
+    for group, value in _grouped(values, f"{metric.name}_bucket", (*labels, "le")):
         found[group[:-1]][float(group[-1])] += value
     return {group: dict(counts) for group, counts in found.items()}
 

@@ -51,7 +51,7 @@ def parse_page(url: str, text: str) -> dict[SeriesKey, float]:
     content = [line for line in lines if line and not line.startswith("#")]
     if not all(_SAMPLE.match(line) for line in content[:20]):
         raise PageError(f"is not a metrics page: it starts with {content[0][:40]!r}")
-    # Parsing is slow, and Ray and vLLM add thousands of lines.
+    # Parsing is slow, and vLLM adds a thousand lines.
     ours = "\n".join(line for line in lines if _is_ours(line))
     try:
         families = list(text_string_to_metric_families(f"{ours}\n"))
@@ -72,8 +72,8 @@ def _is_ours(line: str) -> bool:
 
 
 TIMEOUT_S = 3.0
-QUIET_S = 15.0
-"""Longer than the interval between two reports, which is 10 s for Ray."""
+QUIET_S = 5.0
+"""Longer than the interval between two counts of a busy engine, 1 s or a long step."""
 _MAX_PARALLEL_READS = 16
 
 

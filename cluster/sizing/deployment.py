@@ -1,4 +1,4 @@
-"""A plan as settings: the cluster's YAML, and the values of a Kubernetes overlay."""
+"""A plan as settings: the cluster's YAML, and the parameters of a Kubernetes overlay."""
 
 from __future__ import annotations
 
@@ -88,31 +88,28 @@ def _model(plan: Plan, served: Served) -> dict[str, Any]:
 
 
 def overlay_values(plan: Plan, served: Served) -> dict[str, Any]:
-    """Return the values of a Kubernetes overlay: engine pods, one replica each, and their requests.
+    """Return the parameters.env of a Kubernetes overlay: engine pods with one replica each.
 
-    There are as many pods as the maximum of replicas, because nothing else in our overlays changes
-    their number.
+    With bounds for the autoscaler there are pods for the minimum, and components/autoscaling adds
+    pods up to the maximum.
     """
     has_gpu = served.gpu_memory_share is not None
     weights_gib = served.weight_bytes / GIB
     if has_gpu:
         # While it loads, a checkpoint's files lie in the page cache, which counts too.
-        request_gib = _HOST_GPU_GIB + math.ceil(weights_gib)
+        memory_gib = _HOST_GPU_GIB + math.ceil(weights_gib)
     else:
-        request_gib = _HOST_CPU_GIB + math.ceil(weights_gib + served.kv_bytes / GIB)
-    cpus = _BUSY_PROCESSES + served.tensor_parallel
+        memory_gib = _HOST_CPU_GIB + math.ceil(weights_gib + served.kv_bytes / GIB)
+    least = plan.num_replicas if served.min_replicas is None else served.min_replicas
+    pods = min(least, plan.num_replicas)
     values: dict[str, Any] = {
-        "workerGroupSpecs/0/replicas": plan.num_replicas,
-        "workerGroupSpecs/0/minReplicas": plan.num_replicas,
-        "workerGroupSpecs/0/maxReplicas": plan.num_replicas,
+        "pods": pods,
+        "max-pods": plan.num_replicas,
         # One at least may go, or no node could be drained.
-        "PodDisruptionBudget apar-engines minAvailable": max(
-            1, min(plan.num_serving, plan.num_replicas - 1)
-        ),
-        "resources.requests.cpu": str(cpus),
-        "resources.requests.memory": f"{request_gib}Gi",
-        "resources.limits.memory": f"{request_gib + _LIMIT_GIB}Gi",
+        "available-pods": max(1, min(plan.num_serving, pods - 1)),
+        "cpu": _BUSY_PROCESSES + served.tensor_parallel,
+        "memory": f"{memory_gib + _LIMIT_GIB}Gi",
     }
     if has_gpu:
-        values["resources.limits.nvidia.com/gpu"] = str(served.tensor_parallel)
+        values["gpus"] = served.tensor_parallel
     return values

@@ -6,6 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from apar_core.reporting import Cell, Column, ReportTable
+from apar_core.scheduler.row_limits import DEFAULT_LARGEST_GRAPH, graph_tokens_for
+from cluster.config.model import MAX_THREADS
 from cluster.sizing.plan import Choice, Plan
 from cluster.sizing.search import UTILISATION
 
@@ -40,6 +42,13 @@ def recommendation(plan: Plan, model: str, kv_bytes_per_token: float) -> dict[st
         f"{run.kv_use:.0%} used on average, {run.kv_peak:.0%} at most, {run.preemptions} "
         "preemptions",
     }
+    peak_rows = max(run.peak_rows, best.found.saturated.run.peak_rows)
+    facts["rows"] = f"{run.rows:.0f} a step on average, {peak_rows} at most" + (
+        f"; forks wait above {MAX_THREADS}" if peak_rows > MAX_THREADS else ""
+    )
+    if replica.num_gpus:
+        size = max(DEFAULT_LARGEST_GRAPH, graph_tokens_for(min(peak_rows, MAX_THREADS)))
+        facts["rows"] += f"; `apar serve` captures CUDA graphs of up to {size}"
     if plan.sequential is not None:
         facts["forks"] = _forks(plan, plan.sequential)
     facts["requests"] = plan.conditions.workload.describe() + (

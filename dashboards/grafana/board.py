@@ -9,12 +9,12 @@ from grafana_foundation_sdk.models import dashboard
 
 from cluster.metrics import catalogue
 from dashboards.grafana.panels import SOURCE
-from dashboards.grafana.promql import events
+from dashboards.grafana.promql import IN_CLUSTERS, events
 
 TAG = "apar"
 REFRESH = "30s"
-ALERT_NAMES = 'alertname=~"Apar.+"'
-"""Matches only the alerts of dashboards/prometheus."""
+OUR_ALERTS = f'alertname=~"Apar.+",{IN_CLUSTERS}'
+"""Matches only the alerts of dashboards/prometheus in the selected clusters."""
 
 
 class Panel(Builder[dashboard.Panel]):
@@ -76,16 +76,22 @@ class Board:
 
 
 def _variables() -> list[Builder[dashboard.VariableModel]]:
-    """Build the variables: data source, model, replica.
+    """Build the variables: data source, cluster, namespace, model, replica.
 
     Only replicas alive at the end of the range are listed. Otherwise every restart, which gives a
     replica a new id, would make the list longer.
     """
-    alive = f'count by (replica) ({catalogue.KV_BLOCKS.exported}{{model=~"$model"}})'
+    alive = f'count by (replica) ({catalogue.KV_BLOCKS.name}{{{IN_CLUSTERS},model=~"$model"}})'
+    known = catalogue.REPLICAS_WANTED.name
+    of_cluster = IN_CLUSTERS.partition(",")[0]
     return [
         frame.DatasourceVariable("datasource").label("Data source").type("prometheus"),
+        _chosen("cluster", "Cluster").query(f"label_values({known}, cluster)").all_value(".*"),
+        _chosen("namespace", "Namespace")
+        .query(f"label_values({known}{{{of_cluster}}}, namespace)")
+        .all_value(".*"),
         _chosen("model", "Model")
-        .query(f"label_values({catalogue.REPLICAS.exported}, model)")
+        .query(f"label_values({known}{{{IN_CLUSTERS}}}, model)")
         .all_value(".*"),
         _chosen("replica", "Replica (engine panels)")
         .query(f"query_result({alive})")
@@ -124,7 +130,7 @@ def _link() -> frame.DashboardLink:
 
 def _annotations() -> list[Builder[dashboard.AnnotationQuery]]:
     """Build the annotations on every plot: firing alerts and replica restarts."""
-    firing = f'ALERTS{{alertstate="firing",{ALERT_NAMES}}}'
+    firing = f'ALERTS{{alertstate="firing",{OUR_ALERTS}}}'
     return [
         _annotation("Alerts", "red", f"sum by (alertname) ({firing})"),
         _annotation(

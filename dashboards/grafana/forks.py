@@ -36,7 +36,6 @@ from dashboards.grafana.promql import (
     selector,
     total,
 )
-from dashboards.vllm_metrics import PREEMPTIONS, PREFIX_CACHE_HITS, PREFIX_CACHE_QUERIES
 
 STATE_COLOURS = {"running": "green", "waiting": "orange", "deferred": "purple"}
 FORK_COLOURS = {"accepted": "green", "delayed": "purple", "refused": "red"}
@@ -201,7 +200,7 @@ def _savings() -> list[AnyPanel]:
 def _cache() -> list[AnyPanel]:
     opened = rate(of.FORKS, "model", matchers=('outcome=~"accepted|delayed"',))
     prefix_hits = ratio(
-        rate(PREFIX_CACHE_HITS, "model_name"), rate(PREFIX_CACHE_QUERIES, "model_name")
+        rate(of.PREFIX_CACHE_HITS, "model_name"), rate(of.PREFIX_CACHE_QUERIES, "model_name")
     )
     return [
         lines(
@@ -234,8 +233,7 @@ def _cache() -> list[AnyPanel]:
                 Unit(units.Short, "preemptions"),
                 12,
             ),
-            # vLLM exports the counter from the first preemption on.
-            Query(f"{events(PREEMPTIONS)} or 0 * {level(of.KV_BLOCKS)}", "preemptions"),
+            Query(events(of.PREEMPTIONS), "preemptions"),
             at_least=1,
         ),
         lines(

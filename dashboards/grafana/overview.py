@@ -1,20 +1,22 @@
-"""The operator's dashboard: is the service up, is it fast, is it full, what is failing."""
+"""The operator's dashboard: are the objectives met, is it fast, is it full, what is failing."""
 
 from cluster.metrics import catalogue as of
 from cluster.metrics.catalogue import Metric
-from dashboards.grafana.board import ALERT_NAMES, Board, Row
+from dashboards.grafana.board import OUR_ALERTS, Board, Row
 from dashboards.grafana.panels import (
     ALERTS,
     DECISIONS_PER_S,
     FORKS_PER_S,
     GATEWAYS,
     LOG_LINES,
+    NODES,
     REPLICAS,
     REQUESTS,
     REQUESTS_PER_S,
     SECONDS,
     SHARE,
     THREADS,
+    TIMES,
     TOKENS_PER_S,
     AnyPanel,
     Column,
@@ -27,16 +29,18 @@ from dashboards.grafana.panels import (
     table,
 )
 from dashboards.grafana.promql import (
+    IN_CLUSTERS,
     events,
     level,
     mean,
     quantile,
     rate,
     ratio,
+    selector,
     total,
-    zero_unless,
 )
 from dashboards.prometheus import RuleSettings
+from dashboards.prometheus.objectives import Objective, objectives
 
 ALERTING = RuleSettings()
 CACHE_LIMITS: Limits = ((0.85, "orange"), (ALERTING.kv_cache_usage, "red"))
@@ -59,13 +63,78 @@ def overview() -> Board:
         title="APAR / Overview",
         description="Requests, latency, load and errors of the cluster.",
         rows=(
+            Row("Objectives", _objectives()),
             Row("Now", _now()),
             Row("Requests", _requests()),
             Row("Load", _load()),
             Row("Errors and alerts", _errors()),
-            Row("Replicas", [_replica_table()]),
+            Row("Replicas and versions", [_replica_table(), _versions()]),
         ),
     )
+
+
+BUDGET_PERIOD = "30d"
+
+
+def _objectives() -> list[AnyPanel]:
+    errors, first, output = objectives(ALERTING)
+    answered = total(_gained(of.REQUESTS, "", 'outcome=~"ok|server_error|cancelled"'))
+    failed = total(_gained(of.REQUESTS, "", 'outcome="server_error"'))
+    shares = {
+        "Errors": (errors, ratio(failed, answered)),
+        "First token": (first, _slow(of.TIME_TO_FIRST_TOKEN, ALERTING.first_token_s)),
+        "Token time": (output, _slow(of.TIME_PER_CRITICAL_PATH_TOKEN, ALERTING.output_token_s)),
+    }
+    height = 6
+    left = [
+        stat(
+            Text(
+                f"{title}: budget left",
+                f"Objective: {objective.goal}. Share of the error budget of {BUDGET_PERIOD} that "
+                f"is left; requests that {objective.bad} use it up.",
+                SHARE,
+                4,
+                height,
+            ),
+            Query(f"1 - ({bad}) / {objective.budget:.6g}", ""),
+            limits=((0.0, "orange"), (0.5, "green")),
+            base="red",
+            instant=True,
+        )
+        for title, (objective, bad) in shares.items()
+    ]
+    burns = lines(
+        Text(
+            "Burn rate of the error budgets (1 h)",
+            "How many times too fast the budgets are used up: at 1 they last exactly the month. "
+            "Alerts fire at 1 over 3 days, 6 over 6 hours and 14.4 over 1 hour.",
+            TIMES,
+            12,
+            height,
+        ),
+        *(
+            Query(_burn(objective), f"{{{{model}}}} {title}")
+            for title, (objective, _) in shares.items()
+        ),
+        at_least=2,
+        limits=((1.0, "orange"), (14.4, "red")),
+    )
+    return [*left, burns]
+
+
+def _gained(metric: Metric, series: str, *matchers: str) -> str:
+    return f"increase({selector(metric, *matchers, series=series)}[{BUDGET_PERIOD}])"
+
+
+def _slow(histogram: Metric, bound_s: float) -> str:
+    """Share of observations above a bucket bound in the budget's period."""
+    quick = total(_gained(histogram, "_bucket", f'le="{bound_s}"'))
+    return f"1 - {ratio(quick, total(_gained(histogram, '_count')))}"
+
+
+def _burn(objective: Objective) -> str:
+    record = f'{objective.record("1h")}{{{IN_CLUSTERS},model=~"$model"}}'
+    return f"{total(record, 'model', how='max')} / {objective.budget:.6g}"
 
 
 def _now() -> list[AnyPanel]:
@@ -87,7 +156,7 @@ def _now() -> list[AnyPanel]:
                 3,
                 height,
             ),
-            Query(ratio(f"({failed} or 0 * {ended})", ended), ""),
+            Query(ratio(failed, ended), ""),
             limits=((0.001, "orange"), (0.01, "red")),
             base="green",
         ),
@@ -162,16 +231,46 @@ def _requests() -> list[AnyPanel]:
             of.TIME_TO_FIRST_TOKEN,
         ),
         _quantiles(
+            "Time per output token",
+            "Engine time after the first token, per token of the text. Forking makes it shorter.",
+            of.TIME_PER_OUTPUT_TOKEN,
+        ),
+        _quantiles(
             "Time per token of the critical path",
             "Engine time after the first token, per token of the longest chain of threads. "
             "A reader waits for this chain, not for the threads beside it.",
-            of.TIME_PER_OUTPUT_TOKEN,
+            of.TIME_PER_CRITICAL_PATH_TOKEN,
+        ),
+        _quantiles(
+            "Longest gap in a stream",
+            "Longest time between two chunks of a streamed answer, such as while a replica is "
+            "replaced.",
+            of.LONGEST_CHUNK_GAP,
         ),
         _quantiles("Queue time", "Time that requests wait in the gateway's queue.", of.QUEUE_TIME),
         lines(
             Text("Tokens", "Generated tokens and prompt tokens per second.", TOKENS_PER_S),
             Query(rate(of.GENERATED_TOKENS, "model"), "{{model}} generated"),
             Query(rate(of.PROMPT_TOKENS, "model"), "{{model}} prompt"),
+        ),
+        lines(
+            Text(
+                "Requests by key class",
+                "Requests finished per second, by the API key's `metrics_class`.",
+                REQUESTS_PER_S,
+            ),
+            Query(rate(of.REQUESTS, "key_class"), "{{key_class}}"),
+            stacked=True,
+        ),
+        lines(
+            Text(
+                "Tokens by key class",
+                "Prompt and generated tokens of finished requests per second, by the API key's "
+                "`metrics_class`.",
+                TOKENS_PER_S,
+            ),
+            Query(rate(of.CHARGED_TOKENS, "key_class"), "{{key_class}}"),
+            stacked=True,
         ),
     ]
 
@@ -235,11 +334,28 @@ def _load() -> list[AnyPanel]:
             Query(busy, "{{model}}"),
             at_least=1,
         ),
+        lines(
+            Text(
+                "Event loop of the gateway",
+                "Delay of a timer in the gateway's event loop, which all requests share: median "
+                "and 99th percentile. Many milliseconds mean that the gateway is at its limit.",
+                SECONDS,
+            ),
+            Query(quantile(0.5, of.EVENT_LOOP_LAG), "p50"),
+            Query(quantile(0.99, of.EVENT_LOOP_LAG), "p99"),
+        ),
     ]
 
 
 def _errors() -> list[AnyPanel]:
-    labels = {"alertname": "Alert", "severity": "Severity", "model": "Model", "alertstate": "State"}
+    labels = {
+        "alertname": "Alert",
+        "severity": "Severity",
+        "cluster": "Cluster",
+        "namespace": "Namespace",
+        "model": "Model",
+        "alertstate": "State",
+    }
     return [
         lines(
             Text(
@@ -284,22 +400,21 @@ def _errors() -> list[AnyPanel]:
                 6,
             ),
             Query(level(of.SETTINGS_REFUSED, "source"), "{{source}} refused"),
-            Query(zero_unless(events(of.LOG_LINES_DROPPED), of.SETTINGS_REFUSED), "log lines"),
+            Query(events(of.LOG_LINES_DROPPED), "log lines"),
             at_least=1,
             right_axis={"B": LOG_LINES},
         ),
         table(
             Text("Alerts", "Pending and firing alerts. Should be empty.", ALERTS, 24, 5),
             labels,
-            [Column("Series", f"count by ({', '.join(labels)}) (ALERTS{{{ALERT_NAMES}}})", ALERTS)],
+            [Column("Series", f"count by ({', '.join(labels)}) (ALERTS{{{OUR_ALERTS}}})", ALERTS)],
             sorted_by="State",
         ),
     ]
 
 
 def _recovery(metric: Metric, name: str) -> Query:
-    count = zero_unless(events(metric, "model"), of.REPLICAS, "model")
-    return Query(count, f"{{{{model}}}} {name}")
+    return Query(events(metric, "model"), f"{{{{model}}}} {name}")
 
 
 def _replica_table() -> AnyPanel:
@@ -323,4 +438,21 @@ def _replica_table() -> AnyPanel:
         ],
         sorted_by="Replica",
         links={"Replica": ("This replica", REPLICA_URL)},
+    )
+
+
+def _versions() -> AnyPanel:
+    labels = {
+        "cluster": "Cluster",
+        "namespace": "Namespace",
+        "version": "apar-serve",
+        "vllm": "vLLM",
+        "ray": "Ray",
+        "python": "Python",
+    }
+    return table(
+        Text("Versions", "Nodes by the versions that they run.", NODES, 24, 4),
+        labels,
+        [Column("Nodes", level(of.BUILD_INFO, *labels), NODES)],
+        sorted_by="Cluster",
     )

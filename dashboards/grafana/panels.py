@@ -55,6 +55,8 @@ LEVELS = Unit(units.Short, "levels")
 ALERTS = Unit(units.Short, "alerts")
 GATEWAYS = Unit(units.Short, "gateways")
 LOG_LINES = Unit(units.Short, "lines")
+NODES = Unit(units.Short, "nodes")
+TIMES = Unit(units.Short, "times")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """PromQL expressions over the metrics of the catalogue.
 
-Every expression aggregates to a few labels. Ray's agents add labels per process to each series, so
-without aggregation a panel would grow with the number of processes.
+Every expression selects the clusters of the dashboard's variables and aggregates to a few labels;
+without that a panel would grow with the number of processes.
 """
 
 from cluster.metrics.catalogue import Metric
@@ -11,13 +11,10 @@ RATE_WINDOW = "$__rate_interval"
 WHOLE_RANGE = "$__range"
 """The dashboard's time range."""
 
-# Label to dashboard variable; vLLM's metrics use other labels than ours.
-FILTERS = {
-    "model": "$model",
-    "model_name": "$model",
-    "replica": "$replica",
-    "ReplicaId": "$replica",
-}
+# Label to dashboard variable; vLLM's metrics call the model otherwise.
+FILTERS = {"model": "$model", "model_name": "$model", "replica": "$replica"}
+IN_CLUSTERS = 'cluster=~"$cluster",namespace=~"$namespace"'
+"""Matchers of the selected clusters, for all series of our targets."""
 
 
 def selector(metric: Metric, *matchers: str, series: str = "") -> str:
@@ -26,8 +23,7 @@ def selector(metric: Metric, *matchers: str, series: str = "") -> str:
     `series` is the suffix of a histogram's series: `_bucket`, `_sum` or `_count`.
     """
     chosen = [f'{label}=~"{FILTERS[label]}"' for label in metric.labels if label in FILTERS]
-    inside = ",".join((*chosen, *matchers))
-    return f"{metric.exported}{series}{{{inside}}}" if inside else f"{metric.exported}{series}"
+    return f"{metric.name}{series}{{{','.join((IN_CLUSTERS, *chosen, *matchers))}}}"
 
 
 def total(expression: str, *by: str, how: str = "sum") -> str:
@@ -53,15 +49,11 @@ def rate(
 
 
 def events(metric: Metric, *by: str) -> str:
-    """Count rare events in the last scrapes, including the first one.
+    """Count rare events in the last scrapes; every counter starts at 0.
 
-    Ray exports a counter only from its first increment on, which `increase` misses. A new series
-    therefore counts with its whole value, unless its target was not scraped before.
+    `increase` extrapolates to the ends of the window, so that one event counts as a little more.
     """
-    series = selector(metric)
-    before = f"offset {RATE_WINDOW}"
-    born = f"{series} unless {series} {before} and on (instance) up {before} == 1"
-    return total(f"({born}) or increase({series}[{RATE_WINDOW}])", *by)
+    return total(f"round(increase({selector(metric)}[{RATE_WINDOW}]))", *by)
 
 
 def ratio(part: str, whole: str) -> str:
@@ -87,8 +79,3 @@ def mean(histogram: Metric, *by: str, window: str = RATE_WINDOW) -> str:
         rate(histogram, *by, series="_sum", window=window),
         rate(histogram, *by, series="_count", window=window),
     )
-
-
-def zero_unless(expression: str, known: Metric, *by: str) -> str:
-    """The expression, or 0 where it has no series yet but the gauge `known` has one."""
-    return f"{expression} or 0 * {level(known, *by)}"

@@ -2,10 +2,8 @@
 
 from cluster.metrics import catalogue
 from dashboards.prometheus import recording
-from dashboards.prometheus.recording import latency_quantile
-from dashboards.prometheus.rule import JOB, AlertRule, Severity, rate, selector
+from dashboards.prometheus.rule import JOB, AlertRule, Severity, by, rate, selector, total
 from dashboards.prometheus.settings import RuleSettings
-from dashboards.vllm_metrics import PREEMPTIONS
 
 _MODEL = "{{ $labels.model }}"
 _REPLICA = "{{ $labels.replica }}"
@@ -46,7 +44,7 @@ def replicas(settings: RuleSettings) -> list[AlertRule]:
         AlertRule(
             "AparReplicaStuck",
             Severity.PAGE,
-            f"max by (model, replica) ({selector(catalogue.REPLICA_REQUESTS)}) > 0\n"
+            f"{total(catalogue.REPLICA_REQUESTS, recording.REPLICA, how='max')} > 0\n"
             f"unless {rate(catalogue.ENGINE_STEPS, '2m', recording.REPLICA)} > 0",
             180,
             f"A replica of {_MODEL} is stuck",
@@ -80,7 +78,7 @@ def serving(settings: RuleSettings) -> list[AlertRule]:
         AlertRule(
             "AparQueueTimeHigh",
             Severity.TICKET,
-            f"{latency_quantile(catalogue.QUEUE_TIME, 'p90')} > {settings.queue_time_s:g}",
+            f"{recording.QUEUE_TIME} > {settings.queue_time_s:g}",
             600,
             f"Queue time of {_MODEL} is high",
             f"10 % of requests of {_MODEL} are queued for {{{{ $value | humanizeDuration }}}} or "
@@ -95,7 +93,7 @@ def refusals(settings: RuleSettings) -> list[AlertRule]:
         AlertRule(
             "AparRequestsRejected",
             Severity.PAGE,
-            f"sum by (reason) ({recording.REJECTED}{{reason=~{_NO_ROOM}}})"
+            f"sum {by('reason')} ({recording.REJECTED}{{reason=~{_NO_ROOM}}})"
             f" > {settings.rejected_requests}",
             300,
             "Requests are rejected for lack of capacity",
@@ -104,7 +102,7 @@ def refusals(settings: RuleSettings) -> list[AlertRule]:
         AlertRule(
             "AparAuthenticationFailures",
             Severity.TICKET,
-            f'sum ({recording.REJECTED}{{reason="authentication"}})'
+            f'sum {by()} ({recording.REJECTED}{{reason="authentication"}})'
             f" > {settings.authentication_failures}",
             0,
             "Many requests have an invalid API key",
@@ -129,7 +127,7 @@ def engine(settings: RuleSettings) -> list[AlertRule]:
         AlertRule(
             "AparKvCacheNearlyFull",
             Severity.TICKET,
-            f"{recording.REPLICA_KV_CACHE_USAGE} > {settings.kv_cache_usage:g}",
+            f"{recording.KV_CACHE_USAGE} > {settings.kv_cache_usage:g}",
             600,
             f"The KV cache of a replica of {_MODEL} is nearly full",
             f"Replica {_REPLICA} of {_MODEL} uses {_PERCENT} of its KV blocks.",
@@ -137,11 +135,11 @@ def engine(settings: RuleSettings) -> list[AlertRule]:
         AlertRule(
             "AparPreemptions",
             Severity.TICKET,
-            f"sum by (model_name, ReplicaId) (rate({PREEMPTIONS.exported}[10m]))"
+            f"{rate(catalogue.PREEMPTIONS, '10m', ('model_name', 'replica'))}"
             f" > {settings.preemptions_per_s:g}",
             300,
             "KV-cache preemptions of {{ $labels.model_name }} are high",
-            "Replica {{ $labels.ReplicaId }} of {{ $labels.model_name }} preempts {{ $value | "
+            "Replica {{ $labels.replica }} of {{ $labels.model_name }} preempts {{ $value | "
             'printf "%.2f" }} threads per second for lack of KV blocks and recomputes them.',
         ),
         AlertRule(
@@ -156,8 +154,8 @@ def engine(settings: RuleSettings) -> list[AlertRule]:
         AlertRule(
             "AparForksDelayed",
             Severity.TICKET,
-            f'sum by (model) ({threads}{{state="deferred"}})\n'
-            f'  / (sum by (model) ({threads}{{state="running"}}) > 0)'
+            f'sum {by("model")} ({threads}{{state="deferred"}})\n'
+            f'  / (sum {by("model")} ({threads}{{state="running"}}) > 0)'
             f" > {settings.deferred_threads:g}",
             900,
             f"Many forks of {_MODEL} are delayed",
@@ -173,7 +171,7 @@ def processes() -> list[AlertRule]:
         AlertRule(
             "AparLogLinesDropped",
             Severity.TICKET,
-            f"sum by (instance) (increase({selector(catalogue.LOG_LINES_DROPPED)}[10m])) > 0",
+            f"sum {by('instance')} (increase({selector(catalogue.LOG_LINES_DROPPED)}[10m])) > 0",
             0,
             "Log lines are dropped on {{ $labels.instance }}",
             f"{_NUMBER} log lines were dropped in the last 10 minutes because the disk hung.",
@@ -181,7 +179,7 @@ def processes() -> list[AlertRule]:
         AlertRule(
             "AparSettingsRefused",
             Severity.TICKET,
-            f"sum by (source) ({selector(catalogue.SETTINGS_REFUSED)}) > 0",
+            f"{total(catalogue.SETTINGS_REFUSED, ('source',))} > 0",
             60,
             "A gateway rejected its newest settings",
             f"{_NUMBER} gateways rejected their newest {{{{ $labels.source }}}} and keep the older "
@@ -192,20 +190,25 @@ def processes() -> list[AlertRule]:
 
 def monitoring() -> list[AlertRule]:
     """Missing metrics."""
+    wanted = catalogue.REPLICAS_WANTED
+    seen = f"last_over_time({selector(wanted)}[6h])"
     return [
         AlertRule(
             "AparMetricsAbsent",
             Severity.PAGE,
-            f"absent({selector(catalogue.REPLICAS_WANTED)})",
+            # `absent` has no labels and would merge clusters; it is for the case of none at all.
+            f"(group {by()} ({seen}) unless {total(wanted, (), how='group')})\nor absent({seen})",
             300,
-            "No metrics from any cluster",
+            "No metrics from {{ with $labels.cluster }}cluster {{ . }}{{ else }}any cluster"
+            "{{ end }}",
             "No gateway has exported metrics for 5 minutes (absent is {{ $value }}): the cluster "
             "is down, its metrics are disabled, or Prometheus cannot find it.",
         ),
         AlertRule(
             "AparTargetDown",
             Severity.TICKET,
-            f'up{{job="{JOB}"}} == 0',
+            # A node that never answered has no gateway and no replica.
+            f'up{{job="{JOB}"}} == 0 and max_over_time(up{{job="{JOB}"}}[1d]) > 0',
             300,
             "Metrics of a node cannot be scraped",
             "Prometheus cannot scrape {{ $labels.instance }} (up is {{ $value }}). Its replicas "

@@ -12,6 +12,7 @@ from dashboards.prometheus.rule import (
     AlertRule,
     RecordingRule,
     Severity,
+    by,
     growth,
     share_above,
     share_of,
@@ -73,7 +74,7 @@ def recording_rules(settings: RuleSettings) -> list[RecordingRule]:
             catalogue.TIME_TO_FIRST_TOKEN, settings.first_token_s, window, ("model",)
         )
         slow_output = share_above(
-            catalogue.TIME_PER_OUTPUT_TOKEN, settings.output_token_s, window, ("model",)
+            catalogue.TIME_PER_CRITICAL_PATH_TOKEN, settings.output_token_s, window, ("model",)
         )
         rules += [
             RecordingRule(
@@ -102,7 +103,7 @@ def _requests(window: str) -> str:
 def _burns(objective: Objective, settings: RuleSettings) -> list[AlertRule]:
     fast = f"({_burn(objective, 14.4, '1h', '5m')})\nor ({_burn(objective, 6, '6h', '30m')})"
     slow = _burn(objective, 1, "3d", "6h")
-    enough = f"sum by (model) ({_requests('1h')}) >= {settings.least_requests}"
+    enough = f"sum {by('model')} ({_requests('1h')}) >= {settings.least_requests}"
     said = f"Requests of {{{{ $labels.model }}}} {objective.bad}"
     value = "{{ $value | humanizePercentage }} of requests in the last"
     return [

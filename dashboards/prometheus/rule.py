@@ -12,6 +12,8 @@ from cluster.metrics.catalogue import Kind, Metric
 
 JOB = "apar"
 """The `job` label of every target; on Kubernetes the PodMonitors set it too."""
+CLUSTER = ("cluster", "namespace")
+"""Labels of targets that tell one of our clusters from another; every rule keeps them."""
 
 
 class Severity(StrEnum):
@@ -62,7 +64,7 @@ class AlertRule:
             "annotations": {
                 "summary": self.summary,
                 "description": self.description,
-                "runbook": f"{runbook}#{self.name.lower()}",
+                "runbook_url": f"{runbook}#{self.name.lower()}",
             },
         }
 
@@ -83,23 +85,32 @@ def selector(metric: Metric, /, **labels: str) -> str:
 
     Raises ValueError for a label that the metric does not have.
     """
-    return f"{metric.exported}{_matchers(metric, labels)}"
+    return f"{metric.name}{_matchers(metric, labels)}"
 
 
-def rate(metric: Metric, window: str, by: Iterable[str], /, **labels: str) -> str:
+def by(*labels: str) -> str:
+    """Return the clause that groups by cluster and labels."""
+    return f"by ({', '.join((*CLUSTER, *labels))})"
+
+
+def total(metric: Metric, labels: Iterable[str], /, *, how: str = "sum") -> str:
+    """Aggregate a gauge over all processes of a cluster."""
+    return f"{how} {_by(metric, labels)} ({selector(metric)})"
+
+
+def rate(metric: Metric, window: str, labels: Iterable[str], /) -> str:
     """Increase of a counter per second, over a window."""
-    return f"sum by ({_list(metric, by)}) (rate({selector(metric, **labels)}[{window}]))"
+    return f"sum {_by(metric, labels)} (rate({selector(metric)}[{window}]))"
 
 
-def growth(metric: Metric, window: str, by: Iterable[str], /, **labels: str) -> str:
-    """Increase of a counter in a window, including the first value of a new series.
+def growth(metric: Metric, window: str, labels: Iterable[str], /) -> str:
+    """Increase of a counter in a window, extrapolated to the window's ends."""
+    return f"sum {_by(metric, labels)} (increase({selector(metric)}[{window}]))"
 
-    `increase` ignores the first value of a series, for example the first restart of a replica. A
-    series that did not exist one window ago therefore counts with its whole value. The exception
-    is a target that was not scraped throughout the window: there, Prometheus is new, not the
-    series.
-    """
-    return f"sum by ({_list(metric, by)}) ({_growth(selector(metric, **labels), window)})"
+
+def events(metric: Metric, window: str, labels: Iterable[str], /) -> str:
+    """Count rare events in a window: `growth` as a whole number, for comparisons."""
+    return f"round({growth(metric, window, labels)})"
 
 
 def share_of(record: str, part: str, whole: str) -> str:
@@ -108,34 +119,32 @@ def share_of(record: str, part: str, whole: str) -> str:
     `part` and `whole` are regular expressions. Without `part` the ratio is 0; without `whole`
     there is no value.
     """
-    some = f'sum by (model) ({record}{{outcome=~"{part}"}})'
-    none = f"0 * sum by (model) ({record})"
-    return over(f"({some} or {none})", f'sum by (model) ({record}{{outcome=~"{whole}"}})')
+    model = by("model")
+    some = f'sum {model} ({record}{{outcome=~"{part}"}})'
+    none = f"0 * sum {model} ({record})"
+    return over(f"({some} or {none})", f'sum {model} ({record}{{outcome=~"{whole}"}})')
 
 
-def quantile(share: float, metric: Metric, window: str, by: Iterable[str], /) -> str:
+def quantile(share: float, metric: Metric, window: str, labels: Iterable[str], /) -> str:
     """Quantile of a histogram over a window, interpolated linearly within a bucket."""
     if metric.kind is not Kind.HISTOGRAM:
-        raise ValueError(f"{metric.exported} is not a histogram")
-    grouping = f"{_list(metric, by)}, le"
-    return (
-        f"histogram_quantile({share:g}, "
-        f"sum by ({grouping}) (rate({metric.exported}_bucket[{window}])))"
-    )
+        raise ValueError(f"{metric.name} is not a histogram")
+    grouping = by(*_known(metric, labels), "le")
+    return f"histogram_quantile({share:g}, sum {grouping} (rate({metric.name}_bucket[{window}])))"
 
 
-def share_above(metric: Metric, bound: float, window: str, by: Iterable[str], /) -> str:
+def share_above(metric: Metric, bound: float, window: str, labels: Iterable[str], /) -> str:
     """Share of a histogram's observations above a bucket bound; no value without observations.
 
     Raises ValueError if `bound` is not a bucket bound.
     """
     if bound not in metric.buckets:
-        raise ValueError(f"{bound} is not a bucket bound of {metric.exported}: {metric.buckets}")
-    names = _list(metric, by)
-    below = f'{metric.exported}_bucket{{le="{float(bound)}"}}'
+        raise ValueError(f"{bound} is not a bucket bound of {metric.name}: {metric.buckets}")
+    grouping = _by(metric, labels)
+    below = f'{metric.name}_bucket{{le="{float(bound)}"}}'
     return (
-        f"1 - sum by ({names}) (rate({below}[{window}]))\n"
-        f"  / (sum by ({names}) (rate({metric.exported}_count[{window}])) > 0)"
+        f"1 - sum {grouping} (rate({below}[{window}]))\n"
+        f"  / (sum {grouping} (rate({metric.name}_count[{window}])) > 0)"
     )
 
 
@@ -144,23 +153,18 @@ def over(part: str, whole: str) -> str:
     return f"{part}\n  / ({whole} > 0)"
 
 
-def _growth(series: str, window: str) -> str:
-    reads = f'max by (instance) (sum_over_time(up{{job="{JOB}"}}[{window}]))'
-    return (
-        f"({series} unless {series} offset {window}\n"
-        f"  and count_over_time({series}[{window}]) < on (instance) group_left () {reads})\n"
-        f"or increase({series}[{window}])"
-    )
+def _by(metric: Metric, labels: Iterable[str]) -> str:
+    return by(*_known(metric, labels))
 
 
-def _list(metric: Metric, by: Iterable[str]) -> str:
-    names = tuple(by)
+def _known(metric: Metric, labels: Iterable[str]) -> tuple[str, ...]:
+    names = tuple(labels)
     if unknown := set(names) - set(metric.labels):
-        raise ValueError(f"{metric.exported} has no labels {sorted(unknown)}")
-    return ", ".join(names)
+        raise ValueError(f"{metric.name} has no labels {sorted(unknown)}")
+    return names
 
 
 def _matchers(metric: Metric, labels: dict[str, str]) -> str:
-    _list(metric, labels)
+    _known(metric, labels)
     pairs = [f'{name}{"=~" if "|" in value else "="}"{value}"' for name, value in labels.items()]
     return "{" + ", ".join(pairs) + "}" if pairs else ""

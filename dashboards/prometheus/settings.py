@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, m
 
 from cluster.config.metrics import DEFAULT_PORT
 from cluster.metrics import catalogue
+from dashboards.prometheus.rule import CLUSTER as CLUSTER_LABELS
 from dashboards.prometheus.rule import JOB, Severity
 
 
@@ -66,18 +67,20 @@ class RuleSettings(BaseModel):
         "waiting for minutes.",
     )
     runbook: str = Field(
-        "dashboards/RUNBOOK.md", description="Path or URL of the runbook, which alerts link to."
+        "https://github.com/apar-serve/apar-serve/blob/main/dashboards/RUNBOOK.md",
+        pattern="^https?://",
+        description="URL of the runbook, which alerts link to.",
     )
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
         for bound, metric in (
             (self.first_token_s, catalogue.TIME_TO_FIRST_TOKEN),
-            (self.output_token_s, catalogue.TIME_PER_OUTPUT_TOKEN),
+            (self.output_token_s, catalogue.TIME_PER_CRITICAL_PATH_TOKEN),
         ):
             if bound not in metric.buckets:
                 raise ValueError(
-                    f"{bound} is not a bucket bound of {metric.exported}: {metric.buckets}"
+                    f"{bound} is not a bucket bound of {metric.name}: {metric.buckets}"
                 )
         return self
 
@@ -111,6 +114,20 @@ class ScrapeSettings(BaseModel):
     )
     rule_files: tuple[str, ...] = Field(
         ("rules/*.yml",), description="Rule files, relative to the configuration file."
+    )
+    cluster: str = Field(
+        "default", min_length=1, description="Label `cluster` of all targets: which cluster it is."
+    )
+    namespace: str = Field(
+        "default",
+        min_length=1,
+        description="Label `namespace` of all targets, on Kubernetes that of the pods.",
+    )
+    port: PositiveInt | None = Field(
+        None,
+        le=65535,
+        description="Port of the metrics on all listed nodes, in place of the listed one: Ray's "
+        "lists name Ray's own.",
     )
     scrape_s: PositiveInt = Field(
         15,
@@ -153,14 +170,28 @@ def prometheus_config(settings: ScrapeSettings) -> dict[str, Any]:
             {
                 "job_name": JOB,
                 **discovery,
-                # Ray's lists set job="ray".
-                "relabel_configs": [{"target_label": "job", "replacement": JOB}],
+                "relabel_configs": _relabeling(settings),
             }
         ],
     }
 
 
-CLUSTER = ScrapeSettings(discovery_files=(RAY_FILE,), discovery_urls=(RAY_DASHBOARD,))
+def _relabeling(settings: ScrapeSettings) -> list[dict[str, Any]]:
+    # Ray's lists set job="ray".
+    labels = {"job": JOB, "cluster": settings.cluster, "namespace": settings.namespace}
+    rules: list[dict[str, Any]] = [
+        {"target_label": label, "replacement": value} for label, value in labels.items()
+    ]
+    if settings.port is not None:
+        address = {"source_labels": ["__address__"], "target_label": "__address__"}
+        port = {"regex": r"(.*):\d+", "replacement": f"$1:{settings.port}"}
+        rules.append(address | port)
+    return rules
+
+
+CLUSTER = ScrapeSettings(
+    discovery_files=(RAY_FILE,), discovery_urls=(RAY_DASHBOARD,), port=DEFAULT_PORT
+)
 """A Ray cluster with Prometheus on its head; both lists contain the same addresses."""
 ONE_MACHINE = ScrapeSettings(targets=(SINGLE_MACHINE,))
 """`apar serve` without a Ray cluster."""
@@ -191,7 +222,7 @@ def alertmanager_config(settings: NotifySettings) -> dict[str, Any]:
     return {
         "route": {
             "receiver": "ticket",
-            "group_by": ["alertname", "model"],
+            "group_by": ["alertname", *CLUSTER_LABELS, "model"],
             "group_wait": f"{settings.group_wait_s}s",
             "group_interval": f"{settings.group_interval_s}s",
             "repeat_interval": "12h",
@@ -219,11 +250,11 @@ def _inhibitions() -> list[dict[str, Any]]:
             "target_matchers": [
                 'alertname=~"AparReplicaMissing|AparNothingGenerated|AparQueue.*|Apar.*BudgetBurn.*"'
             ],
-            "equal": ["model"],
+            "equal": [*CLUSTER_LABELS, "model"],
         },
         {
             "source_matchers": [f'severity="{Severity.PAGE}"', 'objective=~".+"'],
             "target_matchers": [f'severity="{Severity.TICKET}"', 'objective=~".+"'],
-            "equal": ["model", "objective"],
+            "equal": [*CLUSTER_LABELS, "model", "objective"],
         },
     ]

@@ -11,6 +11,7 @@ from typing import Any
 from ray import serve
 
 from apar_core.engine.replay import REPLAY
+from apar_core.scheduler.row_limits import largest_graph
 from cluster.config import ClusterConfig
 from cluster.config.model import ModelConfig
 from cluster.local_ray import APPLICATION_FLAGS
@@ -69,7 +70,7 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
             "kv_cache_memory_bytes": model.kv_cache_bytes,
         }
     arguments |= model.preset.engine | model.engine
-    forks = model.forks.model_dump(exclude_none=True)
+    settings = model.forks.model_dump(exclude_none=True)
     if model.adapters:
         adapters = [{"name": each.name, "path": each.folder} for each in model.adapters]
         # By default vLLM runs one adapter per step, so that requests to others would wait. Its
@@ -79,9 +80,14 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
         lora = {"enable_lora": True, "max_loras": places, "lora_modules": adapters}
         arguments = lora | arguments
         given = {each.name: each.forks for each in model.adapters if each.forks is not None}
-        forks |= {"adapters": given} if given else {}
-    if forks:
-        arguments["additional_config"] = arguments.get("additional_config", {}) | {"apar": forks}
+        settings |= {"adapters": given} if given else {}
+    if (chain := model.prompt_chain) is not None:
+        settings["prompt_tokens"] = chain.path
+        arguments["speculative_config"] = chain.speculative_config
+    if on_gpu and (size := largest_graph(arguments)) is not None:
+        arguments["max_cudagraph_capture_size"] = size
+    if settings:
+        arguments["additional_config"] = arguments.get("additional_config", {}) | {"apar": settings}
     if model.replay:
         arguments["logits_processors"] = [*arguments.get("logits_processors", ()), REPLAY]
     return arguments
@@ -100,8 +106,7 @@ def replica_environment(
         "VLLM_MAX_N_SEQUENCES": str(MAX_CHOICES),
     }
     if on_gpu:
-        # vLLM's V2 model runner, the default on GPU, has another logits-processor interface.
-        return environment | ({"VLLM_USE_V2_MODEL_RUNNER": "0"} if model.replay else {})
+        return environment
     threads = model.cpu_threads or max(1, (os.cpu_count() or 1) // num_replicas)
     if engine_arguments(model, on_gpu=False).get("enforce_eager"):
         # The sampler would still compile small functions, which takes half a minute in a process
@@ -129,6 +134,7 @@ def build_replicas(
         coalesce_s=model.coalesce_s,
         logging=config.logging,
         metrics=config.metrics.enabled,
+        metrics_port=config.metrics_port_of_nodes,
         tracing=config.tracing,
     )
     autoscaling = model_autoscaling(model)

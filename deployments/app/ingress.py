@@ -17,11 +17,12 @@ from cluster.config import ConfigError, problems_of
 from cluster.config.routing import RoutingSettings
 from cluster.logs import ProcessLogs
 from cluster.metrics.catalogue import LOG_LINES_DROPPED
+from cluster.metrics.node import ProcessMetrics
+from cluster.metrics.recorder import FlushTimer
 from deployments.app.autoscaling import gateway_report
 from deployments.gateway.gateway import Gateway
-from deployments.gateway.gateway_metrics import GatewayMetrics
+from deployments.gateway.gateway_metrics import GatewayMetrics, watch_lag
 from deployments.gateway.settings import GatewaySettings, in_place_settings
-from deployments.metrics.recorder import FlushTimer, NoInstruments, RayInstruments
 from deployments.relay.relay import send_error, send_whole
 from deployments.relay.replica_calls import HandleCalls
 from deployments.routing.shared_router import ROUTERS
@@ -97,13 +98,17 @@ class GatewayIngress:
         # Whether the last settings were applied completely; if not, equal ones are applied again.
         self._is_applied = True
         calls = [self._replicas[name] for name in self._settings.deployments]
-        metrics = GatewayMetrics(RayInstruments() if settings.metrics else NoInstruments())
+        if settings.metrics:
+            unique_id = serve.get_replica_context().replica_id.unique_id
+            self._process = ProcessMetrics(f"{GATEWAY}-{unique_id}", {}, settings.metrics_port)
+        metrics = GatewayMetrics()
         # Ray Serve's own middleware returns each request's id, and generates missing ones.
         self._gateway = Gateway(
             settings, calls, self._is_ready, sends_request_ids=False, metrics=metrics
         )
         self._door = FrontDoor(self._gateway, partial(metrics.rejected, DrainingError.reason))
         self._flush_timer: FlushTimer | None = None
+        self._lag_watch: asyncio.Task[None] | None = None
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._door
@@ -135,7 +140,8 @@ class GatewayIngress:
         before, was_applied = self._settings, self._is_applied
         self._settings, self._is_applied = settings, False
         if self._flush_timer is None and self._built.gateway.metrics:
-            self._flush_timer = FlushTimer(self._flush_metrics)
+            self._flush_timer = FlushTimer(self._take_metrics)
+            self._lag_watch = asyncio.create_task(watch_lag(self._gateway.metrics))
         self._replicas = {
             name: self._replicas.get(name) or HandleCalls(DeploymentHandle(name, APPLICATION))
             for name in settings.deployments
@@ -172,13 +178,14 @@ class GatewayIngress:
 
     # Ray Serve awaits this at shutdown.
     async def __del__(self) -> None:
-        if self._flush_timer is not None:
+        if self._flush_timer is not None and self._lag_watch is not None:
+            self._lag_watch.cancel()
             await self._flush_timer.close()
         await close_tracing(self._gateway.tracing)
 
-    async def _flush_metrics(self) -> None:
+    async def _take_metrics(self) -> None:
         self._gateway.metrics.recorder.set_total(LOG_LINES_DROPPED, self._logs.num_dropped)
-        await self._gateway.flush_metrics()
+        self._gateway.take_metrics()
 
     async def _is_ready(self) -> bool:
         """Whether a request would find a replica, or start one."""

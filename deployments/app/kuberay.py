@@ -14,6 +14,9 @@ from cluster.config import ClusterConfig, ConfigError, problems_of
 from cluster.local_ray import SERVE_FLAGS
 from deployments.app.application import Surroundings, build_application
 
+GPUS_PER_POD = "APAR_GPUS_PER_POD"
+"""Environment variable of the head pod: GPUs of each engine pod."""
+
 _SET_ELSEWHERE = {
     "host": "http_options.host",
     "port": "http_options.port",
@@ -54,6 +57,8 @@ def application(args: dict[str, Any]) -> serve.Application:
     """
     _check_flags()
     arguments = arguments_of(args)
+    if arguments.device == "gpu" and GPUS_PER_POD in os.environ:
+        check_gpus(arguments.cluster, int(os.environ[GPUS_PER_POD]))
     config = arguments.cluster
     config.check_keys_file()
     surroundings = Surroundings(
@@ -74,7 +79,7 @@ def arguments_of(args: dict[str, Any]) -> KubeRayArguments:
     for name in sorted(_SET_ELSEWHERE.keys() & cluster.keys()):
         raise ConfigError(f"args.cluster.{name}: leave it out; it is {_SET_ELSEWHERE[name]}")
     # The pods are reachable from outside, so `cluster` must configure keys or allow_anonymous.
-    reachable = args | {"cluster": cluster | {"host": "0.0.0.0"}}
+    reachable = args | {"cluster": cluster | {"host": "0.0.0.0", "ray_address": "auto"}}
     try:
         arguments = KubeRayArguments.model_validate(reachable)
     except ValidationError as error:
@@ -86,6 +91,21 @@ def arguments_of(args: dict[str, Any]) -> KubeRayArguments:
                 f"args.cluster.models: {model.public_name}: set `cpu_threads` to its pod's cores"
             )
     return arguments
+
+
+def check_gpus(config: ClusterConfig, gpus_per_pod: int) -> None:
+    """Raise ConfigError for a model whose replicas do not fit into a pod.
+
+    A replica is one Ray actor, and Ray takes all GPUs of an actor from one node, as a placement
+    group with STRICT_PACK would. Without such a node Ray waits for one forever.
+    """
+    for model in config.models:
+        if model.gpus_per_replica > gpus_per_pod:
+            raise ConfigError(
+                f"args.cluster.models: {model.public_name}: gpus_per_replica "
+                f"{model.gpus_per_replica} is above the {gpus_per_pod} of a pod (nvidia.com/gpu of "
+                "the worker group): all GPUs of a replica must be in one pod"
+            )
 
 
 def _check_flags() -> None:

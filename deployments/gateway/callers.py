@@ -79,6 +79,11 @@ class Callers:
         """Whether older keys stay in force because the configured ones are unusable."""
         return self._ring.is_outdated
 
+    @property
+    def metrics_classes(self) -> set[str]:
+        """The `metrics_class` of all keys in force."""
+        return self._ring.metrics_classes
+
     async def reconfigure(
         self, keys: tuple[KeyConfig, ...], keys_file: Path | None, limits: LimitsConfig
     ) -> None:
@@ -151,6 +156,11 @@ class KeyRing:
     def is_outdated(self) -> bool:
         """Whether older keys stay in force because the configured ones are unusable."""
         return self._problem is not None
+
+    @property
+    def metrics_classes(self) -> set[str]:
+        """The `metrics_class` of all keys in force."""
+        return {key.metrics_class for key in self._by_hash.values()}
 
     async def reconfigure(self, keys: Sequence[KeyConfig], file: Path | None) -> None:
         """Apply other keys or another file, which is parsed in a thread: it may be large.

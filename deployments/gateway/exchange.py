@@ -51,6 +51,7 @@ class Exchange:
         self.caller: Caller | None = None
         self._fields: dict[str, Any] = {}
         self._failed = False
+        self._last_chunk_s: float | None = None
         self._content: list[bytes] | None = [] if keeps_content else None
         self._send = send
         self._began_s = time.monotonic()
@@ -90,13 +91,23 @@ class Exchange:
         """Send an ASGI message; not a coroutine itself, because each piece passes through here."""
         if message["type"] == "http.response.start":
             message = self._started(message)
-        elif self._content is not None:
-            self._content.append(message.get("body", b""))
+        else:
+            if self.record.stream and message.get("body"):
+                self._note_gap()
+            if self._content is not None:
+                self._content.append(message.get("body", b""))
         if self._failed and "body" in message:
             self.record.error_code = error_code(message["body"]) or self.record.error_code
         elif message.get("body", b"").startswith(ERROR_EVENT):
             self.record.error_code = event_error_code(message["body"])
         return self._send(message)
+
+    def _note_gap(self) -> None:
+        now_s = time.monotonic()
+        if self._last_chunk_s is not None:
+            gap_s = now_s - self._last_chunk_s
+            self.record.longest_gap_s = max(gap_s, self.record.longest_gap_s or 0.0)
+        self._last_chunk_s = now_s
 
     def _started(self, message: Message) -> Message:
         self.record.status = message["status"]
@@ -109,7 +120,10 @@ class Exchange:
 
     def close(self) -> None:
         """Log the request; nothing may be sent afterwards."""
-        self.record.total_s = self._elapsed_s()
+        record = self.record
+        record.total_s = self._elapsed_s()
+        if record.longest_gap_s is not None:
+            record.longest_gap_s = round(record.longest_gap_s, 6)
         content = None
         if self._content is not None:
             content = content_of(self._fields, b"".join(self._content))

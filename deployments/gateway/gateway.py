@@ -22,7 +22,6 @@ from deployments.gateway.gateway_trace import start_trace
 from deployments.gateway.models import Description, Model, by_name, find_model, list_models
 from deployments.gateway.rate_limits import Admission
 from deployments.gateway.settings import GatewaySettings
-from deployments.metrics.recorder import NoInstruments
 from deployments.relay.relay import ReplicaCalls, Retries, relay_answer, send_error, send_whole
 from deployments.routing.shared_router import ROUTERS
 from deployments.tracing.tracing import GATEWAY, open_tracing, reopened
@@ -75,7 +74,7 @@ class Gateway:
         self._settings = settings
         self._is_healthy = is_healthy
         self._sends_request_ids = sends_request_ids
-        self.metrics = metrics or GatewayMetrics(NoInstruments())
+        self.metrics = metrics or GatewayMetrics()
         self._callers = Callers(settings.keys, settings.keys_file, settings.limits)
         self._models = {
             model.name: Model(model, calls)
@@ -117,10 +116,10 @@ class Gateway:
         """Return the state of each model's queue, by the name of its deployment."""
         return {model.settings.deployment: model.state for model in self._models.values()}
 
-    async def flush_metrics(self) -> None:
-        """Emit the metrics, including whether the keys file is in force."""
+    def take_metrics(self) -> None:
+        """Record the current state in the metrics, including whether the keys file is in force."""
         self.metrics.settings_refused("keys_file", refused=self._callers.keys_are_outdated)
-        self.metrics.flush(self._models.values(), self._settings.keys)
+        self.metrics.take(self._models.values(), self._callers.metrics_classes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one HTTP request."""
@@ -277,9 +276,7 @@ class Gateway:
             answer = await list_models(models, request, wait_s, created_s=self._created_s)
         else:
             # A call to a sleeping model would start a replica.
-            awake = by_name(
-                model for model in self._models.values() if model.replicas.num_running
-            )
+            awake = by_name(model for model in self._models.values() if model.replicas.num_running)
             model = find_model(awake or self._by_name, None, caller, needed=False)
             exchange.begin(model.settings.name, None)
             try:

@@ -1,16 +1,17 @@
 """Metrics of a gateway: finished and refused requests, queues, and router decisions."""
 
+import asyncio
 from collections.abc import Iterable
 from enum import StrEnum
 from http import HTTPStatus
 
-from cluster.config.keys import ANONYMOUS, KeyConfig
+from cluster.config.keys import ANONYMOUS
 from cluster.metrics import catalogue
+from cluster.metrics.recorder import Recorder
 from deployments.gateway.body import COMPLETION_PATHS
 from deployments.gateway.callers import Caller
 from deployments.gateway.models import Model
 from deployments.gateway.request_log import RequestRecord
-from deployments.metrics.recorder import Instruments, Recorder
 from deployments.routing.policies import Reason
 from deployments.routing.shared_router import ROUTERS
 from deployments.wire.errors import (
@@ -25,7 +26,19 @@ UNKNOWN = "unknown"
 
 _LOST = frozenset({ReplicaLostError.code, EnginesDiedError.code, NoReplicaError.code})
 _COUNTS = (catalogue.RETRIES, catalogue.MIGRATIONS, catalogue.GIVEN_UP)
-_HISTOGRAMS = (catalogue.TIME_TO_FIRST_TOKEN, catalogue.REQUEST_LATENCY, catalogue.QUEUE_TIME)
+_HISTOGRAMS = (
+    catalogue.TIME_TO_FIRST_TOKEN,
+    catalogue.LONGEST_CHUNK_GAP,
+    catalogue.REQUEST_LATENCY,
+    catalogue.QUEUE_TIME,
+)
+_STATE_GAUGES = (
+    catalogue.REQUESTS_RUNNING,
+    catalogue.REQUESTS_QUEUED,
+    catalogue.REPLICAS,
+    catalogue.REPLICAS_WANTED,
+)
+_TOKEN_KINDS = ("prompt", "generated")
 
 
 class Outcome(StrEnum):
@@ -56,22 +69,25 @@ def _found_no_replica(record: RequestRecord) -> bool:
     return record.error_code == NoReplicaError.code and not begun
 
 
+def _class_of(caller: Caller | None) -> str:
+    key = None if caller is None else caller.key
+    return ANONYMOUS if key is None else key.metrics_class
+
+
 class GatewayMetrics:
     """The metrics of one gateway process."""
 
-    def __init__(self, instruments: Instruments) -> None:
-        self.recorder = Recorder(instruments)
-        self._known_models: set[str] = set()
-        self._known_classes: set[str] = set()
-        self._refused: dict[str, bool] = {}
-        for outcome in (Outcome.CLIENT_ERROR, Outcome.SERVER_ERROR, Outcome.CANCELLED):
-            self.recorder.inc(catalogue.REQUESTS, 0, model=UNKNOWN, outcome=outcome.value)
+    def __init__(self) -> None:
+        self.recorder = Recorder()
+        self._models: set[str] = set()
+        self._key_classes: set[str] = set()
+        self._declared: set[tuple[str, str]] = set()
+        self.recorder.declare(catalogue.EVENT_LOOP_LAG)
+        self.recorder.declare(catalogue.LOG_LINES_DROPPED)
 
     def rejected(self, reason: str, caller: Caller | None = None) -> None:
         """Count a refused request, which reached no replica."""
-        key = None if caller is None else caller.key
-        key_class = ANONYMOUS if key is None else key.metrics_class
-        self.recorder.inc(catalogue.REQUESTS_REJECTED, reason=reason, key_class=key_class)
+        self.recorder.inc(catalogue.REQUESTS_REJECTED, reason=reason, key_class=_class_of(caller))
 
     def ended(self, record: RequestRecord, caller: Caller | None = None) -> None:
         """Count a finished request."""
@@ -81,11 +97,20 @@ class GatewayMetrics:
         if record.path not in COMPLETION_PATHS:
             return
         recorder, model, outcome = self.recorder, record.model or UNKNOWN, outcome_of(record)
-        recorder.inc(catalogue.REQUESTS, model=model, outcome=outcome.value)
+        key_class = _class_of(caller)
+        recorder.inc(catalogue.REQUESTS, model=model, key_class=key_class, outcome=outcome.value)
+        for kind, number in zip(
+            _TOKEN_KINDS, (record.prompt_tokens, record.generated_tokens), strict=True
+        ):
+            if number:
+                labels = {"model": model, "key_class": key_class, "kind": kind}
+                recorder.inc(catalogue.CHARGED_TOKENS, number, **labels)
         if record.queue_s is not None:
             recorder.observe(catalogue.QUEUE_TIME, record.queue_s, model=model)
         if record.stream and record.status == HTTPStatus.OK and record.first_byte_s is not None:
             recorder.observe(catalogue.TIME_TO_FIRST_TOKEN, record.first_byte_s, model=model)
+        if record.longest_gap_s is not None:
+            recorder.observe(catalogue.LONGEST_CHUNK_GAP, record.longest_gap_s, model=model)
         if outcome is Outcome.OK and record.total_s is not None:
             recorder.observe(catalogue.REQUEST_LATENCY, record.total_s, model=model)
         if record.retries:
@@ -96,50 +121,65 @@ class GatewayMetrics:
 
     def settings_refused(self, source: str, *, refused: bool) -> None:
         """Note whether the latest settings of a source were refused, so that older ones apply."""
-        self._refused[source] = refused
+        self.recorder.set(catalogue.SETTINGS_REFUSED, float(refused), source=source)
 
-    def flush(self, models: Iterable[Model], keys: Iterable[KeyConfig]) -> None:
-        """Emit everything, with the current state of the models' queues and routers."""
-        decisions = ROUTERS.decisions()
-        classes = {ANONYMOUS, *(key.metrics_class for key in keys)}
-        for key_class in classes - self._known_classes:
-            self._declare_rejections(key_class)
-        for source, refused in self._refused.items():
-            self.recorder.set(catalogue.SETTINGS_REFUSED, float(refused), source=source)
+    def take(self, models: Iterable[Model], key_classes: set[str]) -> None:
+        """Record the current state of the models' queues and routers."""
+        models, decisions = list(models), ROUTERS.decisions()
+        names = {model.settings.name for model in models}
+        self._declare(names, {ANONYMOUS, *key_classes})
         for model in models:
-            self._take(model, decisions.get(model.settings.deployment))
-        self.recorder.flush()
+            self._take(model, decisions.get(model.settings.deployment, {}))
+        for removed in self._models - names:
+            for metric in _STATE_GAUGES:
+                self.recorder.set(metric, None, model=removed)
 
-    def _take(self, model: Model, decisions: dict[Reason, int] | None) -> None:
+    def _take(self, model: Model, decisions: dict[Reason, int]) -> None:
         recorder, name, state = self.recorder, model.settings.name, model.state
-        if name not in self._known_models:
-            self._declare(name)
-        recorder.set(catalogue.REQUESTS_RUNNING, state.running, model=name)
-        recorder.set(catalogue.REQUESTS_QUEUED, sum(state.waiting.values()), model=name)
-        recorder.set(catalogue.REPLICAS_WANTED, model.settings.wanted, model=name)
-        # Before there is a router, 0 would look like the loss of all replicas.
-        if decisions is not None:
-            running = ROUTERS.capacity(model.settings.deployment)
-            recorder.set(catalogue.REPLICAS, running, model=name)
+        values = (
+            state.running,
+            sum(state.waiting.values()),
+            # Ray Serve makes its router when first asked, and ours with it.
+            model.replicas.num_running and ROUTERS.capacity(model.settings.deployment),
+            model.settings.wanted,
+        )
+        for metric, value in zip(_STATE_GAUGES, values, strict=True):
+            recorder.set(metric, value, model=name)
         for reason in Reason:
-            recorder.set_total(
-                catalogue.ROUTER_DECISIONS,
-                (decisions or {}).get(reason, 0),
-                model=name,
-                reason=reason.value,
-            )
+            number = decisions.get(reason, 0)
+            recorder.set_total(catalogue.ROUTER_DECISIONS, number, model=name, reason=reason.value)
 
-    def _declare(self, model: str) -> None:
-        """Start the counts of a model at 0: Prometheus sees no increase to a first value."""
-        self._known_models.add(model)
-        for outcome in Outcome:
-            self.recorder.inc(catalogue.REQUESTS, 0, model=model, outcome=outcome.value)
-        for metric in _COUNTS:
-            self.recorder.inc(metric, 0, model=model)
-        for metric in _HISTOGRAMS:
-            self.recorder.declare(metric, model=model)
+    def _declare(self, models: set[str], key_classes: set[str]) -> None:
+        """Start the counts of new models and key classes at 0."""
+        recorder = self.recorder
+        for model in models - self._models:
+            for metric in (*_COUNTS, *_HISTOGRAMS):
+                recorder.declare(metric, model=model)
+        for key_class in key_classes - self._key_classes:
+            for reason in REJECTION_REASONS:
+                recorder.declare(catalogue.REQUESTS_REJECTED, reason=reason, key_class=key_class)
+        self._models |= models
+        self._key_classes |= key_classes
+        for model, key_class in {
+            (model, key_class)
+            for model in (*models, UNKNOWN)
+            for key_class in key_classes
+            if (model, key_class) not in self._declared
+        }:
+            self._declared.add((model, key_class))
+            of = {"model": model, "key_class": key_class}
+            for outcome in Outcome:
+                # A request without a model cannot succeed.
+                if model != UNKNOWN or outcome is not Outcome.OK:
+                    recorder.declare(catalogue.REQUESTS, **of, outcome=outcome.value)
+            for kind in _TOKEN_KINDS if model != UNKNOWN else ():
+                recorder.declare(catalogue.CHARGED_TOKENS, **of, kind=kind)
 
-    def _declare_rejections(self, key_class: str) -> None:
-        self._known_classes.add(key_class)
-        for reason in REJECTION_REASONS:
-            self.recorder.inc(catalogue.REQUESTS_REJECTED, 0, reason=reason, key_class=key_class)
+
+async def watch_lag(metrics: GatewayMetrics, period_s: float = 0.1) -> None:
+    """Measure the delay of a timer in this event loop, for ever."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due_s = loop.time() + period_s
+        await asyncio.sleep(period_s)
+        metrics.recorder.observe(catalogue.EVENT_LOOP_LAG, max(loop.time() - due_s, 0.0))

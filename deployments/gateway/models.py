@@ -151,7 +151,9 @@ async def list_models(
     served = list(dict.fromkeys(models.values()))
     cards = await asyncio.gather(*(_cards(model, request, wait_s) for model in served))
     known = {card["id"]: card for each in cards for card in each}
-    data = [known.get(name) or _plain_card(name, model, created_s) for name, model in models.items()]
+    data = [
+        known.get(name) or _plain_card(name, model, created_s) for name, model in models.items()
+    ]
     body = json.dumps({"object": "list", "data": data}).encode()
     return AnswerStart(HTTPStatus.OK, [JSON_TYPE], body)
 

@@ -17,8 +17,10 @@ _EVENT = b"data: "
 class RequestRecord:
     """The facts of one request; None for what never happened.
 
-    `adapter` is the LoRA adapter of `model` that the request names. `queue_s` is the wait in the model's queue. `sent_s` (first sent to a replica), `first_byte_s`
-    and `total_s` count from the request's arrival. `replica_s` and, within it, `engine_s` are the
+    `adapter` is the LoRA adapter of `model` that the request names. `queue_s` is the wait in the
+    model's queue. `sent_s` (first sent to a replica), `first_byte_s`
+    and `total_s` count from the request's arrival. `longest_gap_s` is the longest time between two
+    chunks of a stream. `replica_s` and, within it, `engine_s` are the
     seconds at the last replica and in its engine. `generated_tokens` counts the tokens of all
     threads; if the final cost is unknown, those reported so far. `retries` counts lost replicas.
     `replica` finished the answer. `cancelled` is set if the client left or the server shut down
@@ -42,6 +44,7 @@ class RequestRecord:
     queue_s: float | None = None
     sent_s: float | None = None
     first_byte_s: float | None = None
+    longest_gap_s: float | None = None
     total_s: float | None = None
     replica_s: float | None = None
     engine_s: float | None = None

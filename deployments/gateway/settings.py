@@ -69,6 +69,8 @@ class GatewaySettings(BaseModel):
     retries: RetryConfig = RetryConfig()
     tracing: TracingConfig = TracingConfig()
     metrics: bool = True
+    # Port of the page of the gateway's node; None if another program serves it.
+    metrics_port: int | None = None
     # Timeout of GET requests: a call to a model without replicas would wait until there is one.
     models_wait_s: PositiveFloat = 5.0
 
@@ -85,6 +87,7 @@ def gateway_settings(config: ClusterConfig) -> GatewaySettings:
         logging=config.logging,
         retries=config.retries,
         metrics=config.metrics.enabled,
+        metrics_port=config.metrics_port_of_nodes,
         tracing=config.tracing,
     )
 

@@ -81,11 +81,10 @@ def _rank_for(adapters: Sequence[LoRAModulePath], default: int) -> int:
     return next((rank for rank in get_args(MaxLoRARanks) if rank >= max(ranks)), max(ranks))
 
 
-def build_engine(args: Namespace, stat_loggers: Sequence[Any] = ()) -> AparAsyncLLM:
+def build_engine(args: Namespace) -> AparAsyncLLM:
     """Build the engine and start its process; call inside the event loop that will use it.
 
-    `stat_loggers` receive vLLM's statistics in addition to its own log. Raises CheckpointError for
-    a scheduler that is not derived from ours.
+    Raises CheckpointError for a scheduler that is not derived from ours.
     """
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
         usage_context=UsageContext.OPENAI_API_SERVER
@@ -94,9 +93,7 @@ def build_engine(args: Namespace, stat_loggers: Sequence[Any] = ()) -> AparAsync
         raise CheckpointError(
             f"engine.scheduler_cls: {args.scheduler_cls!r} is not derived from {SCHEDULER_CLS}"
         )
-    engine = AparAsyncLLM.from_vllm_config(
-        config, usage_context=UsageContext.OPENAI_API_SERVER, stat_loggers=list(stat_loggers)
-    )
+    engine = AparAsyncLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
     return cast(AparAsyncLLM, engine)
 
 

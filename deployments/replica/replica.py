@@ -21,7 +21,7 @@ from cluster.autoscaling import ReplicaReport
 from cluster.config.logging import LoggingConfig
 from cluster.config.tracing import TracingConfig
 from cluster.logs import ProcessLogs
-from deployments.metrics.recorder import RayInstruments
+from cluster.metrics.node import ProcessMetrics
 from deployments.replica.answering import Answering
 from deployments.replica.apar_extension import AparExtension
 from deployments.replica.replica_metrics import ReplicaMetrics, ReplicaReporter
@@ -42,7 +42,10 @@ EXIT_STATUS = 70
 
 
 class ReplicaSettings(BaseModel):
-    """Settings of a replica: its model, its engine arguments, and how it paces streams."""
+    """Settings of a replica: its model, its engine arguments, and how it paces streams.
+
+    `metrics_port` is that of its node's page, None if another program serves it.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -52,6 +55,7 @@ class ReplicaSettings(BaseModel):
     coalesce_s: NonNegativeFloat
     logging: LoggingConfig = LoggingConfig()
     metrics: bool = True
+    metrics_port: int | None = None
     tracing: TracingConfig = TracingConfig()
 
 
@@ -79,27 +83,25 @@ class Replica(Answering):
 
     async def _build(self, settings: ReplicaSettings, replica_id: str) -> ASGIApp:
         """Build the engine and the application on top of it."""
+        name = settings.served_name
+        if settings.metrics:
+            # Before vLLM makes its metrics, some of them on import.
+            folder = f"{name.replace('/', '-')}-{replica_id}"
+            self._process = ProcessMetrics(folder, {"replica": replica_id}, settings.metrics_port)
         # vLLM takes seconds to import; the process that builds the application does not need it.
-        from deployments.metrics.vllm_stats import VllmStats
         from deployments.replica.engine_factory import (
             build_engine,
             build_http_application,
             server_arguments,
         )
 
-        name = settings.served_name
         self._logs = ProcessLogs(settings.logging, f"replica-{name.replace('/', '-')}")
         args = server_arguments(settings.model, name, settings.engine)
         self._metrics_reporter: ReplicaReporter | None = None
-        stat_loggers = []
         if settings.metrics:
-            instruments = RayInstruments()
-            vllm_stats = VllmStats(instruments, replica_id)
-            stat_loggers.append(vllm_stats.stat_logger)
-            self._metrics_reporter = ReplicaReporter(
-                ReplicaMetrics(instruments, model=name, replica=replica_id), vllm_stats.flush
-            )
-        self._engine = build_engine(args, stat_loggers)
+            metrics = ReplicaMetrics(model=name, replica=replica_id)
+            self._metrics_reporter = ReplicaReporter(metrics)
+        self._engine = build_engine(args)
         self._engine.pace_streams(settings.coalesce_s)
         await self._engine.warm_up()
         tokens = self._engine.control_tokens

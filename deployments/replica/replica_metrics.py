@@ -10,11 +10,12 @@ from typing import Any
 import ray
 from ray import serve
 from ray.experimental import internal_kv
+from ray.serve._private.constants import SERVE_NAMESPACE
 
 from apar_core.engine.request_follower import RequestFollower
 from apar_core.tree.statistics import TreeStatistics
 from cluster.metrics import catalogue
-from deployments.metrics.recorder import FlushTimer, Instruments, Recorder
+from cluster.metrics.recorder import FlushTimer, Recorder
 
 _REQUEST_COUNTERS = (
     catalogue.ATTENDED_TOKENS,
@@ -25,9 +26,20 @@ _REQUEST_COUNTERS = (
     catalogue.SEQUENTIAL_STEPS,
     catalogue.PROMPT_TOKENS,
 )
-# The engine core answers between two steps, and a step on a CPU may take seconds. Ray drops a gauge
-# that is not emitted for a few seconds, so the last state is repeated meanwhile. An older one would
-# hide a failure.
+_HISTOGRAMS = (
+    catalogue.REQUEST_THREADS,
+    catalogue.REQUEST_DEPTH,
+    catalogue.TIME_PER_OUTPUT_TOKEN,
+    catalogue.TIME_PER_CRITICAL_PATH_TOKEN,
+)
+_STATE_GAUGES = (catalogue.KV_BLOCKS, catalogue.KV_FREE_BLOCKS, catalogue.KV_CACHE_USAGE)
+_THREAD_STATES = {
+    "running": "running_threads",
+    "waiting": "waiting_threads",
+    "deferred": "deferred_threads",
+}
+# The engine core answers between two steps, and a step on a CPU may take seconds. The last state
+# stands meanwhile; an older one would hide a failure.
 _STATE_TIMEOUT_S = 0.5
 _MAX_STATE_AGE_S = 10.0
 
@@ -37,15 +49,10 @@ _NAMESPACE = b"apar"
 class ReplicaMetrics:
     """Counts of one replica."""
 
-    def __init__(self, instruments: Instruments, *, model: str, replica: str) -> None:
-        self.recorder = Recorder(instruments, model=model, replica=replica)
-        for metric in _REQUEST_COUNTERS:
-            self.recorder.inc(metric, 0)
-        for metric in (
-            catalogue.REQUEST_THREADS,
-            catalogue.REQUEST_DEPTH,
-            catalogue.TIME_PER_OUTPUT_TOKEN,
-        ):
+    def __init__(self, *, model: str, replica: str) -> None:
+        self.recorder = Recorder(model=model, replica=replica)
+        counters = (*_REQUEST_COUNTERS, catalogue.REPLICA_RESTARTS, catalogue.LOG_LINES_DROPPED)
+        for metric in (*counters, *_HISTOGRAMS):
             self.recorder.declare(metric)
 
     def started(self, *, replaces_lost: bool) -> None:
@@ -70,28 +77,33 @@ class ReplicaMetrics:
         record.observe(catalogue.REQUEST_THREADS, trees.threads)
         record.observe(catalogue.REQUEST_DEPTH, trees.max_depth)
         decode_s = follower.last_output_s - follower.first_output_s
-        if trees.decode_steps > 1 and decode_s > 0:
-            record.observe(catalogue.TIME_PER_OUTPUT_TOKEN, decode_s / (trees.decode_steps - 1))
+        for metric, num_tokens in (
+            (catalogue.TIME_PER_OUTPUT_TOKEN, trees.text_tokens),
+            (catalogue.TIME_PER_CRITICAL_PATH_TOKEN, trees.decode_steps),
+        ):
+            if num_tokens > 1 and decode_s > 0:
+                record.observe(metric, decode_s / (num_tokens - 1))
 
-    def flush(self, state: Mapping[str, Any] | None, num_requests: int) -> None:
-        """Emit everything, with the requests inside and the engine core's state, if known."""
+    def take(self, state: Mapping[str, Any] | None, num_requests: int) -> None:
+        """Record the requests inside and the engine core's state, None if unknown."""
         self.recorder.set(catalogue.REPLICA_REQUESTS, num_requests)
-        if state is not None:
-            self._take_values(state)
-            if "steps" in state:
-                self._take_totals(state)
-        self.recorder.flush()
+        self._take_values(state)
+        if state is not None and "steps" in state:
+            self._take_totals(state)
 
-    def _take_values(self, state: Mapping[str, Any]) -> None:
+    def _take_values(self, state: Mapping[str, Any] | None) -> None:
         """Set the gauges of the engine's current state."""
         record = self.recorder
-        blocks, free = state["kv_blocks"], state["free_blocks"]
-        record.set(catalogue.KV_BLOCKS, blocks)
-        record.set(catalogue.KV_FREE_BLOCKS, free)
-        record.set(catalogue.KV_CACHE_USAGE, 1 - free / blocks if blocks else 0.0)
-        record.set(catalogue.THREADS, state["running_threads"], state="running")
-        record.set(catalogue.THREADS, state["waiting_threads"], state="waiting")
-        record.set(catalogue.THREADS, state.get("deferred_threads", 0), state="deferred")
+        if state is None:
+            values: tuple[float | None, ...] = (None, None, None)
+        else:
+            blocks, free = state["kv_blocks"], state["free_blocks"]
+            values = (blocks, free, 1 - free / blocks if blocks else 0.0)
+        for metric, value in zip(_STATE_GAUGES, values, strict=True):
+            record.set(metric, value)
+        for name, field in _THREAD_STATES.items():
+            number = None if state is None else state.get(field, 0)
+            record.set(catalogue.THREADS, number, state=name)
 
     def _take_totals(self, state: Mapping[str, Any]) -> None:
         """Set the counters that the scheduler keeps since the engine's start."""
@@ -172,11 +184,10 @@ class LastState:
 
 
 class ReplicaReporter:
-    """Emits the replica's counts, its engine core's state and vLLM's metrics once a second."""
+    """Records the state of the replica's engine core once a second."""
 
-    def __init__(self, metrics: ReplicaMetrics, flush_vllm_stats: Callable[[], None]) -> None:
+    def __init__(self, metrics: ReplicaMetrics) -> None:
         self.metrics = metrics
-        self._flush_vllm_stats = flush_vllm_stats
         self._note = note_of_this_replica()
         self._timer: FlushTimer | None = None
         self._state: LastState | None = None
@@ -192,16 +203,13 @@ class ReplicaReporter:
         last = self._state = LastState(core_state)
 
         async def flush() -> None:
-            try:
-                self.metrics.recorder.set_total(catalogue.LOG_LINES_DROPPED, log_lines_dropped())
-                self.metrics.flush(await last.get(), num_inside())
-            finally:
-                self._flush_vllm_stats()
+            self.metrics.recorder.set_total(catalogue.LOG_LINES_DROPPED, log_lines_dropped())
+            self.metrics.take(await last.get(), num_inside())
 
         self._timer = FlushTimer(flush)
 
     async def close(self) -> None:
-        """Emit everything a last time; the engine must still answer."""
+        """Record the state a last time; the engine must still answer."""
         if self._timer is not None and self._state is not None:
             await self._timer.close()
             self._state.close()
@@ -276,7 +284,8 @@ def note_of_this_replica() -> ReplicaNote:
     """Return the note of the Ray Serve replica that runs in this process."""
     context, actor = serve.get_replica_context(), ray.get_runtime_context()
     return ReplicaNote(
-        NoteStore(actor.namespace),
+        # Not the namespace of the runtime context, which is that of the job.
+        NoteStore(SERVE_NAMESPACE),
         f"{context.app_name}/{context.deployment}",
         context.replica_id.unique_id,
         actor.get_actor_name() or "",

@@ -15,7 +15,6 @@ import pytest
 import ray
 from ray import _raylet, serve
 from ray._private import ray_constants, services, worker
-from ray._private.telemetry import open_telemetry_metric_recorder as recorder
 from ray.core.generated import autoscaler_pb2, gcs_pb2
 from ray.dashboard.modules.reporter import reporter_agent
 from ray.experimental import internal_kv
@@ -27,6 +26,7 @@ from ray.serve._private.constants import (
     SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER,
     SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER,
     SERVE_MULTIPLEXED_MODEL_ID,
+    SERVE_NAMESPACE,
     SERVE_SESSION_ID,
 )
 from ray.serve._private.handle_options import InitHandleOptionsBase
@@ -41,7 +41,6 @@ from ray.serve._private.version import DeploymentVersion
 from ray.serve.config import AutoscalingContext
 from ray.serve.deployment import Deployment
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
-from ray.util import metrics
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.client_headers import STEERING_HEADERS, middlewares
@@ -297,24 +296,6 @@ def test_gcs_drains_nodes_and_knows_their_addresses() -> None:
     assert AUTOSCALER.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION") == 2
 
 
-def test_a_metric_records_a_value_with_its_tags() -> None:
-    assert list(inspect.signature(metrics.Metric._record).parameters) == ["self", "value", "tags"]
-    # `inc` refuses 0, but a counter must exist before it rises.
-    assert "if value <= 0:" in inspect.getsource(metrics.Counter.inc)
-
-
-def test_rays_histograms_record_the_middle_of_a_bucket() -> None:
-    source = inspect.getsource(recorder.OpenTelemetryMetricRecorder)
-
-    assert "instrument.record(midpoint, attributes=filtered_tags)" in source
-
-
-def test_a_gauge_expires_after_two_report_intervals() -> None:
-    source = inspect.getsource(recorder.OpenTelemetryMetricRecorder._resolve_gauge_ttl_seconds)
-
-    assert "2 * effective_report_interval_ms / 1000.0" in source
-
-
 def test_rays_agent_listens_on_loopback_if_its_node_does() -> None:
     agent = inspect.getsource(reporter_agent)
 
@@ -326,8 +307,12 @@ def test_rays_agent_listens_on_loopback_if_its_node_does() -> None:
 def test_rays_core_knows_the_settings_that_we_set() -> None:
     core = (RAY / "_raylet.so").read_bytes()
 
-    for name in (b"metrics_report_interval_ms", b"enable_metrics_collection"):
-        assert name in core
+    assert b"enable_metrics_collection" in core
+
+
+def test_replicas_are_actors_in_serves_namespace() -> None:
+    assert SERVE_NAMESPACE == "serve"
+    assert "namespace=SERVE_NAMESPACE" in (SERVE / "deployment_state.py").read_text()
 
 
 def test_rays_key_value_store_has_namespaces() -> None:

@@ -10,11 +10,14 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import prometheus_client
 import pytest
+from prometheus_client.multiprocess import MultiProcessCollector
 from vllm import envs
 from vllm.config import SchedulerConfig, VllmConfig
 from vllm.config.aux_output import AuxOutputConfig
@@ -22,7 +25,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionRequest,
     ChatCompletionStreamResponse,
@@ -71,19 +73,31 @@ from vllm.v1.engine.output_processor import (
 )
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.metrics import ray_wrappers
-from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+from vllm.v1.worker.gpu.sample import logits_processor as v2_processors
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from apar_core import vllm_names
 from apar_core.engine.plugin import install_processors
 from apar_core.engine.resume_request import stop_reason
-from apar_core.vllm_names import _MODULE_OF, NAMES, OVERRIDES, STABLE
+from apar_core.vllm_names import (
+    _MODULE_OF,
+    NAMES,
+    OVERRIDES,
+    STABLE,
+    SUPPORTED,
+    make_arg_parser,
+    vllm_version,
+)
 
+VERSION = ".".join(vllm_version().split(".")[:2])
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -128,7 +142,7 @@ SIGNATURES = (
     ),
     Signature(
         Scheduler._get_local_prefix_cache_hit,
-        "self, request",
+        "self, request, ...",
         "a child's prefix hit is its parent's blocks",
     ),
     Signature(
@@ -141,6 +155,11 @@ SIGNATURES = (
         Scheduler.finish_requests,
         "self, request_ids, finished_status",
         "an abort of a request ends all its threads",
+    ),
+    Signature(
+        expand_batch_to_tokens,
+        "x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0",
+        "replaced on CPU, where vLLM's does nothing",
     ),
     Signature(Scheduler.schedule, "self, throttle_prefills=False", "starts the step timer"),
     Signature(
@@ -215,6 +234,13 @@ SIGNATURES = (
         LogitsProcessor.__init__, "self, vllm_config, device, is_pin_memory", "vLLM builds ours"
     ),
     Signature(LogitsProcessor.apply, "self, logits", "bans"),
+    # The same for the V2 model runner.
+    Signature(v2_processors.LogitsProcessor.__init__, "self, vllm_config, req_states", "as above"),
+    Signature(
+        v2_processors.LogitsProcessor.add_request, "self, req_idx, sampling_params", "new slots"
+    ),
+    Signature(v2_processors.LogitsProcessor.apply_staged_writes, "self", "before each step"),
+    Signature(v2_processors.LogitsProcessor.apply, "self, logits, ctx", "bans"),
     Signature(LogprobsLists.slice_request, "self, req_idx, num_positions", "rows"),
     # Overridden by the virtual executor; timed by `apar experiment calibrate`.
     Signature(Executor._init_executor, "self", "no workers"),
@@ -228,7 +254,7 @@ SIGNATURES = (
     Signature(Executor.get_kv_cache_specs, "self", "size of a KV block"),
     Signature(Executor.determine_available_memory, "self", "the override decides"),
     Signature(Executor.get_supported_kv_cache_layouts, "self", "any"),
-    Signature(Executor.set_kv_cache_layout, "self, layout_name", "ignored"),
+    Signature(Executor.set_kv_cache_layout, "self, layout_name, ...", "ignored"),
     Signature(Executor.initialize_from_config, "self, kv_cache_configs", "allocates nothing"),
     Signature(Executor.compile_or_warm_up_model, "self", "nothing to compile"),
     Signature(Executor.supports_async_scheduling, "", "outputs are futures"),
@@ -252,6 +278,14 @@ ATTRIBUTES = (
     ),
     Attributes(SchedulerConfig, "get_scheduler_cls async_scheduling policy", "our scheduler"),
     Attributes(VllmConfig, "use_v2_model_runner aux_output_config", "how tokens are banned"),
+    Attributes(
+        v2_processors.LogitsContext,
+        "expanded_idx_mapping input_ids idx_mapping_np seq_lens_upper_bound_np",
+        "rows of V2's logits",
+    ),
+    Attributes(
+        v2_processors.LogitsProcRequestState, "device max_num_reqs prompt_len", "slots of V2"
+    ),
     Attributes(AuxOutputConfig, "enable_return_routed_experts", "such engines do not fork"),
     Attributes(
         Request,
@@ -305,6 +339,7 @@ FIELDS = {
         "prefill_stats trace_headers",
         "of the root, at the end": "kv_transfer_params ec_transfer_params mm_cache_miss_hashes "
         "spec_decode_metrics",
+        "of the thread that failed": "error",
         "only of requests that do not generate text": "pooling_output",
         "only of engines whose requests do not fork": "routed_experts",
     },
@@ -341,6 +376,10 @@ FIELDS = {
 }
 
 
+NEW_FIELDS = {"error": "0.33"}
+"""Fields that only vLLM from this version has."""
+
+
 PASSAGES = (
     Passage(
         async_llm.AsyncLLM._run_output_handler,
@@ -360,7 +399,7 @@ PASSAGES = (
     Passage(
         Scheduler.schedule,
         r"new_computed_blocks, num_new_local_computed_tokens, request\.shared_prefix_boundary, "
-        r"hit_diverged, \) = self\._get_local_prefix_cache_hit\(request\)",
+        r"hit_diverged, \) = self\._get_local_prefix_cache_hit\(request(, max_cache_hit_length)?\)",
         "a hit has four parts: blocks, tokens, boundary, diverged",
     ),
     Passage(
@@ -407,6 +446,12 @@ PASSAGES = (
         "outputs of threads after their request's end are ignored",
     ),
     Passage(
+        Sampler.apply_sampling_params,
+        r"for processor in self\.logits_processors: logits = processor\.apply\(logits, ctx\).*"
+        r"self\.sampling_states\.apply_temperature",
+        "V2's processors see the logits before the temperature",
+    ),
+    Passage(
         BadWordsState.add_request,
         r"if num_bad_words > max_num_bad_words: raise ValueError.*"
         r"if len\(flattened_tokens\) > max_total_tokens: raise ValueError",
@@ -431,6 +476,29 @@ PASSAGES = (
         llm_engine.LLMEngine.__init__,
         r"self\.input_processor = InputProcessor\(.*self\.output_processor = OutputProcessor\(",
         "the module's names, which our processors replace",
+    ),
+    Passage(
+        GPUModelRunner.__init__,
+        r"self\.drafter = create_custom_proposer\(.*self\.rejection_sampler = RejectionSampler\( "
+        r"self\.sampler, self\.speculative_config, self\.device",
+        "PromptChain replaces the sampler that is built right after it",
+    ),
+    Passage(
+        GPUModelRunner.load_model,
+        r"self\.drafter\.load_model\(self\.model\)",
+        "a custom proposer gets the model, to which PromptChain adds its embeddings",
+    ),
+    Passage(
+        GPUModelRunner._sample,
+        r"self\.rejection_sampler\( spec_decode_metadata, draft_probs, logits, sampling_metadata,",
+        "ChainSampler reads the logits at the prompt tokens",
+    ),
+    Passage(
+        GPUModelRunner.propose_draft_token_ids,
+        r'"custom_class": assert isinstance\(sampled_token_ids, list\) .*\.propose\( '
+        r"sampled_token_ids, self\.input_batch\.num_tokens_no_spec, "
+        r"self\.input_batch\.token_ids_cpu, slot_mappings=slot_mappings,",
+        "threads come in the order of the logits; the tokens have been waited for",
     ),
     Passage(
         EngineCoreProc,
@@ -468,8 +536,13 @@ def test_attributes(expected: Attributes) -> None:
 @pytest.mark.parametrize("struct", FIELDS, ids=lambda each: each.__name__)
 def test_every_field_is_handled(struct: Any) -> None:
     placed = " ".join(FIELDS[struct].values()).split()
+    expected = [
+        name
+        for name in placed
+        if SUPPORTED.index(NEW_FIELDS.get(name, SUPPORTED[0])) <= SUPPORTED.index(VERSION)
+    ]
 
-    assert sorted(placed) == sorted(struct.__struct_fields__)
+    assert sorted(expected) == sorted(struct.__struct_fields__)
 
 
 @pytest.mark.parametrize("expected", PASSAGES, ids=lambda each: each.where.__qualname__)
@@ -485,7 +558,7 @@ def test_every_name_exists_and_has_the_type_that_mypy_sees() -> None:
         node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECK" in ast.dump(node)
     ]
     seen = {
-        (node.module, alias.name)
+        (node.module, alias.asname.removeprefix("_"))
         for node in types.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
@@ -497,11 +570,14 @@ def test_every_name_exists_and_has_the_type_that_mypy_sees() -> None:
         assert getattr(vllm_names, name) is not None
 
 
-def our_sources() -> Iterator[tuple[Path, ast.Module]]:
-    for package in ("apar_core", "cluster", "deployments"):
-        for path in (ROOT / package).rglob("*.py"):
-            if path != Path(vllm_names.__file__):
-                yield path.relative_to(ROOT), ast.parse(path.read_text(encoding="utf-8"))
+@cache
+def our_sources() -> list[tuple[Path, ast.Module]]:
+    return [
+        (path.relative_to(ROOT), ast.parse(path.read_text(encoding="utf-8")))
+        for package in ("apar_core", "cluster", "deployments")
+        for path in (ROOT / package).rglob("*.py")
+        if path != Path(vllm_names.__file__)
+    ]
 
 
 def test_no_other_module_imports_an_unstable_module_of_vllm() -> None:
@@ -719,15 +795,22 @@ def test_events_of_a_stream_are_single_lines_and_end_with_done(serving: type) ->
     assert 'yield f"data: {' in source
 
 
-def test_metric_classes_can_be_replaced() -> None:
-    replaced = {"_gauge_cls", "_counter_cls", "_histogram_cls", "_spec_decoding_cls"}
-    replaced |= {"_kv_connector_cls", "_perf_metrics_cls"}
+def test_vllm_counts_with_prometheus_client_in_the_api_process() -> None:
+    # With its own class of loggers or without any; its modules import the client when it is made.
+    assert PrometheusStatLogger._counter_cls is prometheus_client.Counter
+    made = inspect.getsource(StatLoggerManager.__init__)
+    assert "PrometheusStatLogger(vllm_config, self.engine_indexes)" in made
 
-    assert replaced <= set(vars(PrometheusStatLogger))
-    assert issubclass(ray_wrappers.RayPrometheusStatLogger, PrometheusStatLogger)
-    sanitize = ray_wrappers.RayPrometheusMetric._get_sanitized_opentelemetry_name
-    assert sanitize("vllm:a_b") == "vllm_a_b"
-    assert "stat_loggers" in inspect.signature(AsyncLLM.from_vllm_config).parameters
+
+def test_the_files_of_prometheus_client_can_be_chosen_late() -> None:
+    # Values look their class up when they are made, and the folder when they open a file.
+    assert "values.ValueClass(" in inspect.getsource(prometheus_client.metrics.Counter)
+    make: Any = prometheus_client.values.MultiProcessValue
+    value = make()
+    assert "multiprocess_mode" in inspect.signature(value.__init__).parameters
+    source = inspect.getsource(prometheus_client.values.MultiProcessValue)
+    assert "os.environ.get('PROMETHEUS_MULTIPROC_DIR')" in source
+    assert "files" in inspect.signature(MultiProcessCollector.merge).parameters
 
 
 def test_a_model_runner_output_can_be_built_by_hand() -> None:

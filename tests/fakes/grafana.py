@@ -72,7 +72,7 @@ class View:
             "__rate_interval": _duration(rate_s),
             "__range": _duration(self.end_s - self.start_s),
         }
-        for variable in ("model", "replica"):
+        for variable in ("cluster", "namespace", "model", "replica"):
             values[variable] = _pattern(self.chosen.get(variable, ()))
         return re.sub(r"\$(\w+)", lambda found: values[found[1]], raw)
 

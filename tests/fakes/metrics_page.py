@@ -1,4 +1,4 @@
-"""Metrics pages in the format of Ray's agents, rendered by prometheus_client."""
+"""Metrics pages of nodes, rendered by prometheus_client."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from cluster.metrics.catalogue import Kind, Metric
 
 @dataclass
 class MetricsPage:
-    """One node's page; every series carries Ray's own labels of the process that wrote it."""
+    """One node's page; every series carries its name, so that pages can be joined."""
 
-    worker: str = "worker-1"
+    node: str = "node-1"
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     _metrics: dict[str, Counter | Gauge | Histogram] = field(default_factory=dict)
 
@@ -46,13 +46,13 @@ class MetricsPage:
         return generate_latest(self.registry).decode()
 
     def _child(self, metric: Metric, labels: dict[str, str]) -> Counter | Gauge | Histogram:
-        own = {"SessionName": "session_1", "NodeAddress": "10.0.0.1", "WorkerId": self.worker}
+        own = {"node": self.node}
         if metric.name not in self._metrics:
             self._metrics[metric.name] = self._new(metric, [*metric.labels, *own])
         return self._metrics[metric.name].labels(**labels, **own)
 
     def _new(self, metric: Metric, labels: list[str]) -> Counter | Gauge | Histogram:
-        name, text, registry = metric.exported, metric.help, self.registry
+        name, text, registry = metric.name, metric.help, self.registry
         if metric.kind is Kind.COUNTER:
             return Counter(name, text, labels, registry=registry)
         if metric.kind is Kind.GAUGE:
@@ -60,11 +60,9 @@ class MetricsPage:
         return Histogram(name, text, labels, registry=registry, buckets=metric.buckets)
 
 
-def busy_page(
-    replica: str = "r1", model: str = "apar-tiny", worker: str = "worker-1"
-) -> MetricsPage:
+def busy_page(replica: str = "r1", model: str = "apar-tiny", node: str = "node-1") -> MetricsPage:
     """Return a page with the metrics of a busy replica and of the gateway."""
-    page = MetricsPage(worker)
+    page = MetricsPage(node)
     of = {"model": model, "replica": replica}
     for state, count in (("running", 12), ("waiting", 2), ("deferred", 1)):
         page.set(catalogue.THREADS, count, **of, state=state)
@@ -77,7 +75,7 @@ def busy_page(
     page.set(catalogue.REPLICAS, 1, model=model)
     page.set(catalogue.REQUESTS_RUNNING, 4, model=model)
     page.set(catalogue.REQUESTS_QUEUED, 3, model=model)
-    page.add(catalogue.REQUESTS, 20, model=model, outcome="ok")
+    page.add(catalogue.REQUESTS, 20, model=model, key_class="default", outcome="ok")
     page.observe(catalogue.REQUEST_LATENCY, 0.3, 0.4, model=model)
     return page
 

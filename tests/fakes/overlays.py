@@ -2,8 +2,10 @@
 
 import copy
 import functools
+import os
 import subprocess
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,18 @@ import yaml
 from tests.fakes.tools import needs
 
 K8S = Path(__file__).parents[2] / "k8s"
-OVERLAYS = tuple(sorted(path.name for path in (K8S / "overlays").iterdir() if path.is_dir()))
+_OPTIONAL = ("monitoring", "autoscaling", "tracing", "rate-storage")
+# An overlay, the components that are added to it, and those that are removed.
+_VARIANTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "local": ("local", (), ()),
+    "local-everything": ("local", _OPTIONAL, ()),
+    "head-fault-tolerance": ("head-fault-tolerance", (), ()),
+    "gpu": ("gpu", (), ()),
+    "gpu-everything": (
+        "gpu", (*_OPTIONAL, "head-fault-tolerance", "weights-per-pod"), ("weights-shared",)
+    ),
+}  # fmt: skip
+OVERLAYS = tuple(_VARIANTS)
 NEEDS_KUBECTL = needs("kubectl")
 
 Object = dict[str, Any]
@@ -34,6 +47,11 @@ class Pod:
         """The only container."""
         [container] = self.spec["containers"]
         return dict(container)
+
+    @property
+    def containers(self) -> list[Object]:
+        """The containers, the ones that run before them included."""
+        return [*self.spec.get("initContainers", []), *self.spec["containers"]]
 
     @property
     def ports(self) -> dict[str, int]:
@@ -61,7 +79,43 @@ def objects_of(overlay: str) -> list[Object]:
 
 @functools.cache
 def _built(overlay: str) -> list[Object]:
-    return build(K8S / "overlays" / overlay)
+    name, added, removed = _VARIANTS[overlay]
+    if not added:
+        return build(K8S / "overlays" / name)
+    return variant(name, added, removed)
+
+
+def variant(
+    overlay: str,
+    added: Sequence[str] = (),
+    removed: Sequence[str] = (),
+    parameters: dict[str, str] | None = None,
+    serve: str | None = None,
+) -> list[Object]:
+    """Build a copy of an overlay, as the guide tells users to make one.
+
+    `added` and `removed` are components; `parameters` and `serve` replace values in parameters.env
+    and the text of serve.yaml.
+    """
+    source = K8S / "overlays" / overlay
+    values = yaml.safe_load((source / "kustomization.yaml").read_text(encoding="utf-8"))
+    kept = [each for each in values["components"] if Path(each).name not in removed]
+    values["components"] = kept + [f"../../components/{each}" for each in added]
+    lines = dict(
+        line.split("=", 1)
+        for line in (source / "parameters.env").read_text(encoding="utf-8").splitlines()
+        if "=" in line and not line.startswith("#")
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        # kustomize takes relative paths only.
+        for key in ("resources", "components"):
+            values[key] = [os.path.relpath(source / each, folder) for each in values[key]]
+        (folder / "kustomization.yaml").write_text(yaml.safe_dump(values))
+        pairs = (lines | (parameters or {})).items()
+        (folder / "parameters.env").write_text("".join(f"{key}={value}\n" for key, value in pairs))
+        (folder / "serve.yaml").write_text(serve or (source / "serve.yaml").read_text())
+        return build(folder)
 
 
 def example_secrets() -> list[Object]:
@@ -94,7 +148,7 @@ def pods(objects: Iterable[Object]) -> Iterator[Pod]:
             yield _pod(f"{label_of(each)} head", 1, cluster["headGroupSpec"])
             for group in cluster.get("workerGroupSpecs", []):
                 yield _pod(f"{label_of(each)} {group['groupName']}", group["replicas"], group)
-        elif each["kind"] in ("StatefulSet", "Deployment"):
+        elif each["kind"] in ("StatefulSet", "Deployment", "Job"):
             yield _pod(label_of(each), spec.get("replicas", 1), spec)
 
 

@@ -28,6 +28,7 @@ class Asked:
     forks: bool = True
     n: int = 1
     max_threads: int | None = None
+    max_tokens: int = 1000
     at_step: int = 0
     abort_at_step: int | None = None
 
@@ -136,7 +137,7 @@ def _drive(engine: OfflineEngine, llm_engine: Any, asked: Sequence[Asked]) -> di
             params = SamplingParams(
                 temperature=0.0 if each.n == 1 else 1.0,
                 n=each.n,
-                max_tokens=1000,
+                max_tokens=each.max_tokens,
                 detokenize=False,
                 # All completions of a request in one output.
                 output_kind=RequestOutputKind.FINAL_ONLY,

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from apar_core.engine.prompt_chain import PROPOSER
+from apar_core.models.apar_tiny_prompts import prompts_path
 from tests.integration.engine_process import EngineProcess
 from tests.integration.plain_decoding import FLOAT_NOISE, chats, generate_threads, mismatches
 
@@ -17,6 +19,14 @@ logger = logging.getLogger(__name__)
 pytestmark = pytest.mark.engine
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+CHAIN = {
+    "speculative_config": {
+        "method": "custom_class",
+        "model": PROPOSER,
+        "num_speculative_tokens": 3,
+    },
+    "additional_config": {"apar": {"prompt_tokens": str(prompts_path())}},
+}
 # name: (engine arguments, number of chats, events that must happen)
 WAYS: dict[str, tuple[dict[str, Any], int, set[str]]] = {
     "large batch, blocks of 32": ({}, 32, set()),
@@ -47,6 +57,17 @@ WAYS: dict[str, tuple[dict[str, Any], int, set[str]]] = {
     "n-gram speculation, short memory, chunked prefill": (
         {
             "speculative_config": NGRAM,
+            "num_gpu_blocks_override": 26,
+            "max_num_batched_tokens": 256,
+            "max_num_seqs": 48,
+        },
+        16,
+        {"preempted", "speculated"},
+    ),
+    "prompt chain": (CHAIN, 32, {"speculated"}),
+    "prompt chain, short memory, chunked prefill": (
+        {
+            **CHAIN,
             "num_gpu_blocks_override": 26,
             "max_num_batched_tokens": 256,
             "max_num_seqs": 48,

@@ -28,10 +28,10 @@ def configured(folder: Path, *urls: str) -> Path:
 
 
 def test_prometheus_and_the_pages_tell_the_same(tmp_path: Path) -> None:
-    one, two = busy_page("r1"), busy_page("r2", worker="worker-2")
+    one, two = busy_page("r1"), busy_page("r2", node="node-2")
     one.observe(catalogue.REQUEST_LATENCY, 0.02, 0.3, 0.3, 1.7, 30.0, 900.0, **OF)
-    latency = catalogue.REQUEST_LATENCY.exported
-    tokens = catalogue.GENERATED_TOKENS.exported
+    latency = catalogue.REQUEST_LATENCY.name
+    tokens = catalogue.GENERATED_TOKENS.name
     with (
         served(one.text()) as first,
         served(two.text()) as second,

@@ -260,22 +260,23 @@ CHAIN_THRESHOLD = 1.15
 """Speed-up at batch 1 from which on a chain in vLLM would be worth implementing."""
 
 
-def chain_tree(table: AcceptanceTable, num_candidates: int) -> DynamicTree:
-    """Return chains instead of trees: what an engine without tree attention can verify.
+def chain_tree(table: AcceptanceTable, num_drafts: int) -> DynamicTree:
+    """Return chains instead of trees: what `apar_core/engine/prompt_chain.py` drafts in vLLM.
 
-    A chain has the likeliest candidates and then M prompt tokens. Prompt tokens only help if the
-    whole chain is accepted: in a causal sequence they cannot stand behind a node before others.
+    A chain of `num_drafts` has the likeliest candidates, as many as there are but for one, and
+    prompt tokens in the remaining places. Prompt tokens only help if the whole chain is accepted:
+    in a causal sequence they cannot stand behind a node before others.
     """
     most = table.num_distances
     trees = []
     for state in range(most + 1):
-        length = min(state, num_candidates)
+        length = min(state, num_drafts - 1)
         trees.append(
             SparseTree(
                 tuple(max(node - 1, 0) for node in range(length + 1)),
                 tuple(range(length + 1)),
                 (0,) * (length + 1),
-                (*(0,) * length, most),
+                (*(0,) * length, min(most, num_drafts - length)),
             )
         )
     return DynamicTree(tuple(trees), table)
@@ -289,7 +290,7 @@ class ChainPrediction:
     the threshold; negative if it is below already.
     """
 
-    num_candidates: int
+    num_drafts: int
     num_inputs: int
     expected_length: float
     plain_s: float
@@ -307,17 +308,17 @@ class ChainPrediction:
 
 
 def predict_chain(
-    costs: StepCosts, table: AcceptanceTable, num_candidates: int, rows: int, context: int
+    costs: StepCosts, table: AcceptanceTable, num_drafts: int, rows: int, context: int
 ) -> ChainPrediction:
     """Predict a chain in vLLM against plain decoding with async scheduling.
 
     A custom proposer takes sampled tokens on the CPU, so vLLM 0.32 runs it without async
     scheduling, and the engine core's time is added to each step.
     """
-    tree = chain_tree(table, num_candidates)
+    tree = chain_tree(table, num_drafts)
     inputs = tree.num_inputs()
     return ChainPrediction(
-        num_candidates,
+        num_drafts,
         inputs,
         tree.expected_length(),
         costs.step_s(_batch(rows, 1, context), overlapped=True),
@@ -344,11 +345,11 @@ def chain_table(context: int = 512, rows: Sequence[int] = (1, 8, 32)) -> ReportT
     for name, table in PAPER_TABLES.items():
         for gpu in ("a100-80gb", "h100", "h200"):
             costs = step_costs(paper_model(name), find_gpu(gpu))
-            for candidates in (1, 2, 3):
-                by_rows = [predict_chain(costs, table, candidates, r, context) for r in rows]
+            for drafts in (2, 3, 4):
+                by_rows = [predict_chain(costs, table, drafts, r, context) for r in rows]
                 first = by_rows[0]
                 lines.append(
-                    (f"{name}, {gpu}", float(candidates), float(first.num_inputs),
+                    (f"{name}, {gpu}", float(drafts), float(first.num_inputs),
                      first.expected_length, 1e3 * first.plain_s, 1e3 * first.chain_s,
                      *(each.speedup for each in by_rows), 1e3 * first.spare_s)
                 )  # fmt: skip
@@ -358,7 +359,7 @@ def chain_table(context: int = 512, rows: Sequence[int] = (1, 8, 32)) -> ReportT
         "A chain of prompt tokens in vLLM, predicted",
         (
             Column("Model and GPU"),
-            Column("Candidates", ".0f"),
+            Column("Drafts", ".0f"),
             Column("Inputs", ".0f"),
             Column("Tokens per step", ".3f"),
             Column("Plain step (ms)", ".2f"),

@@ -107,13 +107,13 @@ def test_an_unmerged_adapter_answers_like_the_merged_model_beside_its_base(
     assert gap < LOGPROB_TOLERANCE
     assert [each.text for each in base] == [each.text for each in base_alone]
     assert not any(each.forks for each in base)
-    assert all(
-        one.text != other.text for one, other in zip(base[:3], adapted[:3], strict=True)
-    )
+    assert all(one.text != other.text for one, other in zip(base[:3], adapted[:3], strict=True))
     assert state["free_blocks"] == state["kv_blocks"]
 
 
-def test_vllm_refuses_an_adapter_that_keeps_rows_as_peft_does(adapter: Adapter, tmp_path: Path) -> None:
+def test_vllm_refuses_an_adapter_that_keeps_rows_as_peft_does(
+    adapter: Adapter, tmp_path: Path
+) -> None:
     from safetensors.torch import save_file
 
     values = json.loads((adapter.adapter / "adapter_config.json").read_text())

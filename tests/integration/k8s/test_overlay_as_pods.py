@@ -78,10 +78,10 @@ def test_the_engine_is_where_its_resource_is_and_all_pods_pass_their_probes(
 
 def test_metrics_are_where_the_pod_monitors_look(cluster: Cluster) -> None:
     deadline = time.monotonic() + 30
-    while "ray_vllm_" not in cluster.engine.get("/metrics", "metrics").text:
+    while "vllm:" not in cluster.engine.get("/metrics", "metrics").text:
         assert time.monotonic() < deadline
         time.sleep(1)
-    assert cluster.head.get("/metrics", "metrics").is_success
+    assert cluster.head.get("/metrics", "ray-metrics").is_success
 
 
 def test_a_changed_secret_reaches_the_running_gateway(cluster: Cluster) -> None:

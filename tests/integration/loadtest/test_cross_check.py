@@ -70,7 +70,7 @@ def test_clients_agree_on_a_server_that_keeps_a_pace(tmp_path: Path) -> None:
 
 
 def test_clients_agree_on_the_running_application(tmp_path: Path) -> None:
-    with serving(tmp_path, TINY, metrics={"port": 0, "report_s": 1}) as server:
+    with serving(tmp_path, TINY, metrics={"port": 0}) as server:
         load = Load(server.url, "apar-tiny", prompts(128), NUM_TOKENS, concurrency=8)
         page_url = metrics_url(server)
         rounds = [one_round(load, tmp_path, number, page_url) for number in range(ROUNDS)]

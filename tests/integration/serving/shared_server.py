@@ -88,7 +88,7 @@ def configuration(logs: Path, collector: Collector) -> dict[str, Any]:
             "cache_secret": {"env": "APAR_TEST_CACHE_SECRET"},
         },
         "logging": {"folder": str(logs)},
-        "metrics": {"port": 0, "report_s": 1},
+        "metrics": {"port": 0},
         "tracing": {
             "endpoint": collector.endpoint,
             "export_s": 0.2,

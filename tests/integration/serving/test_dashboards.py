@@ -15,8 +15,9 @@ import yaml
 
 from cluster.config.keys import KeyConfig, hash_of
 from cluster.local_ray import free_port
+from cluster.metrics import catalogue
+from dashboards.prometheus.files import FOLDER
 from dashboards.prometheus.settings import ScrapeSettings, prometheus_config
-from dashboards.vllm_metrics import VLLM_METRICS
 from tests.fakes.grafana import (
     PanelQuery,
     QueryError,
@@ -50,7 +51,12 @@ KEY = KeyConfig.model_validate({"name": "load", "hash": hash_of("load"), "metric
 ALERT = {
     "alert": "AparTest",
     "expr": "vector(1)",
-    "labels": {"severity": "ticket", "model": MODEL},
+    "labels": {
+        "severity": "ticket",
+        "model": MODEL,
+        "cluster": "default",
+        "namespace": "default",
+    },
 }
 
 
@@ -113,20 +119,20 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         targets=(f"127.0.0.1:{port}",),
         scrape_s=SCRAPE_S,
         evaluation_s=SCRAPE_S,
-        rule_files=("alert.yml",),
+        rule_files=("alert.yml", str(FOLDER / "rules" / "recording.yml")),
     )
     config = folder / "prometheus.yml"
     config.write_text(yaml.safe_dump(prometheus_config(settings)))
     rules = {"groups": [{"name": "test", "rules": [ALERT]}]}
     (folder / "alert.yml").write_text(yaml.safe_dump(rules))
-    metrics = {"port": port, "report_s": 1}
+    metrics = {"port": port}
     keys = [KEY.model_dump(mode="json", exclude_none=True)]
     with prometheus(config, folder) as process:
         with serving(folder, FULL, metrics=metrics, keys=keys) as server, under_load(server.url):
             start_s = time.time()
             time.sleep(LOST_AFTER_S)
             server.processes(REPLICA)[0].kill()
-            process.wait_for("ray_apar_replica_restarts_total > 0", timeout_s=120)
+            process.wait_for("apar_replica_restarts_total > 0", timeout_s=120)
             time.sleep(LOAD_S)
             # The newest scrape may still be missing for some series.
             view = View(start_s, time.time() - SCRAPE_S, scrape_s=SCRAPE_S)
@@ -196,15 +202,21 @@ def test_outcomes_rejections_and_forks_appear_in_the_panels(watched: Watched) ->
 
 
 def test_vllm_exports_what_the_dashboards_use_of_it(watched: Watched) -> None:
-    assert {metric.exported for metric in VLLM_METRICS} <= watched.prometheus.metric_names()
+    assert {metric.name for metric in catalogue.VLLM} <= watched.prometheus.metric_names()
 
 
 def test_the_variables_find_the_model_and_both_replicas(watched: Watched) -> None:
     board = next(iter(boards().values()))
     variables = {each["name"]: each for each in board["templating"]["list"]}
-    [(metric, label)] = re.findall(r"label_values\((\w+), (\w+)\)", variables["model"]["query"])
+    query = r"label_values\((\w+(?:\{.*\})?), (\w+)\)"
 
-    models = ask(watched.url, f"label/{label}/values", {"match[]": metric})
+    def values(name: str) -> list[str]:
+        [(series, label)] = re.findall(query, variables[name]["query"])
+        match = watched.view.expression(series)
+        return list(ask(watched.url, f"label/{label}/values", {"match[]": match}))
+
+    assert values("cluster") == values("namespace") == ["default"]
+    models = values("model")
     replicas = replicas_alive(watched.url, watched.view)
     assert models == [MODEL]
     assert len(replicas) == 2

@@ -64,7 +64,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         model,
         keys=KEYS,
         limits={"max_body_bytes": 4000, "max_prompt_chars": 500},
-        metrics={"port": 0, "report_s": 1},
+        metrics={"port": 0},
     ) as started:
         yield started
 
@@ -109,7 +109,7 @@ def test_every_metric_is_told_and_every_told_one_is_in_the_catalogue(
 ) -> None:
     ask(server, Answered(), max_tokens=5)
     declared = {
-        metric.exported + part
+        metric.name + part
         for metric in catalogue.metrics()
         for part in (("_bucket", "_sum", "_count") if metric.kind is Kind.HISTOGRAM else ("",))
     }
@@ -117,12 +117,13 @@ def test_every_metric_is_told_and_every_told_one_is_in_the_catalogue(
     page = read_when(page_url, lambda page: declared <= page.names)
 
     assert {name for name in page.names if name.startswith(OURS)} == declared
-    assert any(name.startswith("ray_vllm_time_to_first_token_seconds") for name in page.names)
+    assert any(name.startswith("vllm:time_to_first_token_seconds") for name in page.names)
     for metric in catalogue.metrics():
-        expected = {*metric.labels, "WorkerId"}
         for name, labels, _ in page.samples:
-            if name == metric.exported:
-                assert expected <= set(labels), name
+            if name == metric.name:
+                assert set(metric.labels) == set(labels), name
+            if name.startswith("vllm:"):
+                assert {"model_name", "engine", "replica"} <= set(labels), name
 
 
 def counts_of(answered: Answered) -> dict[catalogue.Metric, float]:
@@ -141,6 +142,10 @@ def counts_of(answered: Answered) -> dict[catalogue.Metric, float]:
         catalogue.GENERATED_TOKENS: apar["text_tokens"] + apar["control_tokens"] - forks,
         catalogue.REQUESTS: answered.num_requests,
         catalogue.ROUTER_DECISIONS: answered.num_requests,
+        catalogue.CHARGED_TOKENS: answered.prompt_tokens
+        + apar["text_tokens"]
+        + apar["control_tokens"]
+        - forks,
         catalogue.REQUESTS_REJECTED: 0,
         catalogue.RETRIES: 0,
         catalogue.MIGRATIONS: 0,
@@ -183,9 +188,11 @@ def test_a_mix_of_requests_adds_up_to_what_their_answers_say(server: Server, pag
         catalogue.REQUEST_THREADS: answered.num_requests,
         catalogue.REQUEST_DEPTH: answered.num_requests,
         catalogue.TIME_PER_OUTPUT_TOKEN: answered.num_requests,
+        catalogue.TIME_PER_CRITICAL_PATH_TOKEN: answered.num_requests,
         catalogue.REQUEST_LATENCY: answered.num_requests,
         catalogue.QUEUE_TIME: answered.num_requests,
         catalogue.TIME_TO_FIRST_TOKEN: answered.num_streams,
+        catalogue.LONGEST_CHUNK_GAP: answered.num_streams,
     }
     for metric, value in counts.items():
         assert change(page, metric, "_count") == value

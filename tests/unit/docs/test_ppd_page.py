@@ -95,10 +95,10 @@ def test_the_chain_is_that_of_the_code() -> None:
     for name, table in PAPER_TABLES.items():
         for place, gpu in enumerate(("a100-80gb", "h100", "h200")):
             costs = step_costs(paper_model(name), find_gpu(gpu))
-            chain = predict_chain(costs, table, 2, rows=1, context=512)
-            assert row(f"{name}, chain of 2: speed-up")[place] == f"{chain.speedup:.2f}"
+            chain = predict_chain(costs, table, 3, rows=1, context=512)
+            assert row(f"{name}, chain of 3: speed-up")[place] == f"{chain.speedup:.2f}"
             if name == "Vicuna-7B":
-                spare = row(f"{name}, chain of 2: spare time per step (ms)")[place]
+                spare = row(f"{name}, chain of 3: spare time per step (ms)")[place]
                 assert spare == f"{1e3 * chain.spare_s:.2f}"
     assert f"limit of {CHAIN_THRESHOLD}" in FLAT
     assert re.search(rf"would yield {medusa_chain_length(VICUNA_7B):.2f} tokens per step", FLAT)

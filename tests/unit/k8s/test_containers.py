@@ -46,7 +46,7 @@ def problems_of(text: str, root: Path) -> list[str]:
         found += [
             f"{each}: not pinned: {line}"
             for line in lines
-            if line and not re.match(r"#|[\w.\[\]-]+==", line)
+            if line and not re.match(r"#|\s|[\w.\[\]-]+==", line)
         ]
     return found
 

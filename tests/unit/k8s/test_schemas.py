@@ -151,7 +151,7 @@ def _containers(service: Object) -> list[Object]:
 
 @pytest.mark.parametrize(("kind", "change", "message"), MISTAKES)
 def test_the_schemas_find_a_mistake(kind: str, change: Change, message: str) -> None:
-    objects = objects_of("local")
+    objects = objects_of("local-everything")
     change(of_kind(objects, kind)[0])
 
     assert any(re.search(re.escape(message), each) for each in violations(objects))

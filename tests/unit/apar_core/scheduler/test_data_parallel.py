@@ -29,6 +29,7 @@ class OneOfManyEngines(DPLBAsyncMPClient):
         self.engine = engine
         self.reqs_in_flight = {}
         self.engine_inflight = Counter()
+        self.streaming_reqs: set[str] = set()  # vLLM 0.33
         # Attributes that vLLM's methods read before they send anything.
         self.resources: Any = SimpleNamespace(engine_dead=False)
 

@@ -84,6 +84,84 @@ def test_memory_that_is_short_preempts_and_changes_no_answer(engine: VirtualEngi
     assert_complete(short, MANY)
 
 
+@pytest.fixture(scope="module")
+def both() -> Iterator[tuple[VirtualEngine, VirtualEngine]]:
+    """A synchronous engine and one that schedules ahead."""
+    with (
+        VirtualEngine(replace(SPEC, is_async=False)) as sync,
+        VirtualEngine(replace(SPEC, is_async=True)) as ahead,
+    ):
+        yield sync, ahead
+
+
+def limited(asked: Sequence[Asked], limits: Sequence[int]) -> list[Asked]:
+    return [replace(each, max_tokens=limit) for each, limit in zip(asked, limits, strict=False)]
+
+
+@settings(max_examples=20)
+@given(
+    asked=requests(max_size=4),
+    kv_blocks=st.integers(16, 60),
+    limits=st.lists(st.sampled_from([1000, 1000, 30, 7]), min_size=4, max_size=4),
+)
+def test_scheduling_ahead_changes_no_text(
+    both: tuple[VirtualEngine, VirtualEngine],
+    asked: list[Asked],
+    kv_blocks: int,
+    limits: list[int],
+) -> None:
+    """The threads of an answer share its limit, and which of them uses it up is up to the steps."""
+    asked = limited(asked, limits)
+
+    found = [run(engine, asked, kv_blocks=kv_blocks).answers for engine in both]
+
+    for number, each in enumerate(asked):
+        if each.abort_at_step is not None:
+            continue
+        sync, ahead = (answers[f"r{number}"] for answers in found)
+        is_cut = len(each.text) >= each.max_tokens
+        if not is_cut or not each.forks:
+            assert ahead == sync
+        for (ids, reason), (ids_ahead, reason_ahead) in zip(sync, ahead, strict=True):
+            assert reason_ahead == reason
+            assert len(ids_ahead) == len(ids)
+            whole = iter(each.text)
+            assert all(token in whole for token in ids_ahead)
+
+
+def test_a_fork_is_seen_one_step_late_and_each_thread_computes_one_token_too_many(
+    both: tuple[VirtualEngine, VirtualEngine],
+) -> None:
+    sync, ahead = (run(engine, [Asked(20, TREE)]).steps for engine in both)
+
+    def first_steps(steps: Sequence[Any]) -> dict[str, int]:
+        rows = [(name, number) for number, step in enumerate(steps) for name, *_ in step.rows]
+        return {name: number for name, number in reversed(rows)}
+
+    starts = first_steps(sync)
+    assert sorted(starts) == ["r0", "r0~0", "r0~0~0", "r0~1"]
+    # The lag of a grandchild adds to its parent's.
+    late = {"r0": 0, "r0~0": 1, "r0~0~0": 2, "r0~1": 1}
+    assert first_steps(ahead) == {name: step + late[name] for name, step in starts.items()}
+    num_rows = [sum(len(step.rows) for step in steps) for steps in (sync, ahead)]
+    assert num_rows[1] == num_rows[0] + len(TREE)
+
+
+def test_both_model_runners_are_scheduled_alike(both: tuple[VirtualEngine, VirtualEngine]) -> None:
+    """V2 gets a preempted request as a new one when it resumes."""
+    _, ahead = both
+    v2 = run(ahead, VARIED, kv_blocks=30)
+    assert ahead.scheduler.use_v2_model_runner
+    ahead.scheduler.use_v2_model_runner = False
+    try:
+        v1 = run(ahead, VARIED, kv_blocks=30)
+    finally:
+        ahead.scheduler.use_v2_model_runner = True
+
+    assert any(step.preempted for step in v2.steps)
+    assert (v1.steps, v1.answers) == (v2.steps, v2.answers)
+
+
 VARIED = [
     Asked(
         20 + number,

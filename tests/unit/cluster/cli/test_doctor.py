@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from apar_core.engine.checkpoint import CheckpointReport
 from cluster.cli.doctor import (
-    TESTED_VERSIONS,
     Finding,
     check_checkpoint,
     check_cuda_only_packages,
+    check_device,
     check_memory,
     check_plugin,
+    check_rows,
     check_versions,
     describe,
     diagnose,
@@ -68,22 +71,49 @@ def test_an_ordinary_model_is_no_problem() -> None:
     assert findings[-1] == Finding("forks", "no: an ordinary model, served without forks")
 
 
-def test_tested_versions_and_their_builds_are_no_problem() -> None:
-    findings = check_versions({**TESTED_VERSIONS, "torch": "2.13.0+cpu"})
+@pytest.mark.parametrize("vllm", ["0.32.0", "0.32.1", "0.33.0+cpu"])
+def test_supported_versions_and_their_builds_are_no_problem(vllm: str) -> None:
+    versions = {"vllm": vllm, "ray": "2.60.0", "torch": "2.14.0", "transformers": "5.20.0"}
+
+    findings = check_versions(versions)
 
     assert [finding.problem for finding in findings] == [None] * 4
-    assert Finding("torch", "2.13.0+cpu") in findings
+    assert Finding("vllm", vllm) in findings
 
 
-def test_other_and_missing_versions_are_problems_that_name_the_tested_one() -> None:
-    findings = {f.name: f for f in check_versions({"vllm": "0.31.0", "ray": "2.60.0"})}
+def test_other_and_missing_versions_are_problems_that_say_what_to_do() -> None:
+    findings = {f.name: f for f in check_versions({"vllm": "0.31.0", "ray": "2.59.0"})}
 
     assert findings["vllm"].value == "0.31.0"
-    assert findings["vllm"].problem == "tested with version 0.32.0: make venv"
+    assert "checked with vLLM 0.32 and 0.33" in (findings["vllm"].problem or "")
+    assert "Ray 2.60.0" in (findings["ray"].problem or "")
+    assert findings["torch"].value == "missing"
+    assert "make venv" in (findings["torch"].problem or "")
+
+
+def test_an_environment_without_ray_is_no_problem_and_told_the_extra() -> None:
+    findings = {finding.name: finding for finding in check_versions({"vllm": "0.32.0"})}
+
     assert findings["ray"].problem is None
-    assert findings["torch"] == Finding(
-        "torch", "missing", "not installed; version 2.13.0 is needed: make venv"
-    )
+    assert "pip install 'apar-serve[serve]'" in findings["ray"].value
+
+
+@pytest.mark.parametrize(
+    ("torch", "has_driver", "advice"),
+    [
+        ("2.13.0+cpu", False, None),
+        ("2.13.0", True, None),
+        ("2.13.0+cpu", True, "make serve DEVICE=gpu"),
+        ("2.13.0", False, "make serve DEVICE=cpu"),
+    ],
+)
+def test_the_build_of_torch_must_fit_the_machine(
+    torch: str, has_driver: bool, advice: str | None
+) -> None:
+    (finding,) = check_device({"torch": torch}, has_driver=has_driver)
+
+    assert (finding.problem is None) == (advice is None)
+    assert advice is None or advice in (finding.problem or "")
 
 
 def test_cuda_builds_beside_a_cpu_torch_are_problems() -> None:
@@ -109,3 +139,24 @@ def test_this_environment_has_the_tested_versions_and_the_plugin() -> None:
     names = [finding.name for finding in diagnose()]
     assert names[:2] == ["python", "vllm"]
     assert {"cpu", "memory", "gpu"} <= set(names)
+
+
+def test_a_gpu_shows_its_rows_and_its_sampler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    findings = {finding.name: finding for finding in diagnose()}
+
+    assert findings["gpu"].value == "NVIDIA H200, 143771 MiB"
+    # FlashInfer is not part of the CPU environment.
+    assert findings["sampler"].value == "vLLM's own: flashinfer-python is not installed"
+    assert "up to 1024" in findings["rows"].value
+    assert "512 of them as a CUDA graph" in findings["rows"].value
+    [small] = check_rows("NVIDIA A100-SXM4-80GB, 81920 MiB")
+    assert "up to 256" in small.value
+    assert "CUDA" not in small.value
+    assert check_rows("unknown") == []

@@ -102,7 +102,7 @@ def test_once_as_json_is_for_scripts() -> None:
 
 @pytest.mark.usefixtures("soon_quiet")
 def test_once_on_no_terminal_is_plain_text_of_any_length() -> None:
-    with served("".join(busy_page(f"r{n}", worker=f"w{n}").text() for n in range(60))) as server:
+    with served("".join(busy_page(f"r{n}", node=f"w{n}").text() for n in range(60))) as server:
         result = apar("monitor", "--metrics", server.url, "--once", "--interval", "0.1s")
 
     assert result.exit_code == 0, result.output

@@ -11,9 +11,8 @@ import yaml
 from apar_core.step_costs.files import write_costs
 from cluster.config import ClusterConfig, load_config
 from tests.fakes.apar_command import apar
+from tests.fakes.overlays import K8S
 from tests.unit.cluster.sizing.small_replica import CONFIG, COSTS
-
-BUDGET = "PodDisruptionBudget apar-engines minAvailable"
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -52,9 +51,12 @@ def test_the_yaml_configures_the_plan(planned: dict[str, Any]) -> None:
     assert model.replicas == planned["replicas"] == planned["serving_replicas"] + 1
     assert model.requests_per_replica == planned["max_concurrency"] == 6
     assert model.threads_per_replica >= planned["confirmed"]["peak_rows"]
-    assert planned["overlay"][BUDGET] == planned["serving_replicas"]
-    for bound in ("replicas", "minReplicas", "maxReplicas"):
-        assert planned["overlay"][f"workerGroupSpecs/0/{bound}"] == planned["replicas"]
+    assert planned["overlay"]["available-pods"] == planned["serving_replicas"]
+    for bound in ("pods", "max-pods"):
+        assert planned["overlay"][bound] == planned["replicas"]
+    # Names that the overlay has.
+    parameters = (K8S / "overlays" / "gpu" / "parameters.env").read_text(encoding="utf-8")
+    assert all(f"\n{name}=" in parameters for name in planned["overlay"])
     assert planned["gpus"] == planned["replicas"]
 
 
@@ -71,6 +73,7 @@ def test_the_plan_says_what_it_is_based_on(planned: dict[str, Any]) -> None:
     assert planned["provenance"] == "predicted for mine"
     assert planned["step_costs"]["source"] == "made up"
     assert planned["facts"]["step costs"] == "made up"
+    assert " at most; `apar serve` captures CUDA graphs of up to 512" in planned["facts"]["rows"]
     assert planned["limits_s"] == {"first token": 0.3}
     assert planned["confirmed"]["times"]["first token"]["p99_s"] <= 0.3
     assert {each["forked"] for each in planned["candidates"]} == {True, False}
@@ -93,6 +96,9 @@ def test_the_recommendation_comes_first_and_the_settings_last(small: tuple[str, 
     assert model.autoscaling.min_replicas == 1
     assert model.autoscaling.target_threads is not None
     assert 0 < model.autoscaling.target_threads <= 6
+    parameters = output[output.index("# For the overlay's") :].splitlines()
+    assert "pods=1" in parameters
+    assert f"max-pods={model.autoscaling.max_replicas}" in parameters
 
 
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan"])

@@ -134,7 +134,7 @@ def test_a_stop_signal_raised_as_a_system_error_is_an_ordinary_stop(
 ) -> None:
     monkeypatch.setattr(serve, "_cluster", signalled_in_c_code)
 
-    serve.run(ClusterConfig(), signals, lambda service: None)
+    serve.run(ClusterConfig(), signals, lambda service, _port: None)
 
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 
@@ -145,7 +145,7 @@ def test_an_error_without_a_signal_is_raised(
     monkeypatch.setattr(serve, "_cluster", broken)
 
     with pytest.raises(SystemError, match="something else"):
-        serve.run(ClusterConfig(), signals, lambda service: None)
+        serve.run(ClusterConfig(), signals, lambda service, _port: None)
 
 
 def test_a_running_server_is_found_by_its_port(

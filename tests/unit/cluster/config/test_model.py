@@ -8,7 +8,8 @@ from pydantic import ValidationError
 
 from apar_core.scheduler.fork_settings import ForkSettings
 from cluster.config.autoscaling import AutoscalingConfig
-from cluster.config.model import MAX_THREADS, ForkLimits, ModelConfig
+from cluster.config.files import ConfigError
+from cluster.config.model import MAX_THREADS, ForkLimits, ModelConfig, PromptChainConfig
 
 
 @pytest.mark.parametrize(
@@ -130,3 +131,24 @@ def test_each_limit_reaches_the_engine(values: dict[str, Any]) -> None:
 def test_a_token_time_without_the_adaptive_policy_is_refused() -> None:
     with pytest.raises(ValidationError, match="has no effect without `policy: adaptive`"):
         ForkLimits(token_time_ms=20.0)
+
+
+def test_a_chain_of_prompt_tokens_excludes_replay_and_other_speculation() -> None:
+    chain = PromptChainConfig(prompt_tokens="apar-tiny")
+    ngram = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
+
+    with pytest.raises(ValidationError, match="replay: not possible with `prompt_chain`"):
+        ModelConfig(replay=True, prompt_chain=chain)
+    with pytest.raises(ValidationError, match=r"prompt_chain: .*`engine.speculative_config`"):
+        ModelConfig(engine=ngram, prompt_chain=chain)
+    with pytest.raises(ValidationError, match="num_speculative_tokens"):
+        PromptChainConfig(prompt_tokens="apar-tiny", num_speculative_tokens=1)
+
+
+def test_a_missing_folder_of_prompt_tokens_is_named(tmp_path: Path) -> None:
+    there = PromptChainConfig(prompt_tokens="apar-tiny")
+    missing = PromptChainConfig(prompt_tokens=str(tmp_path / "none"))
+
+    ModelConfig(prompt_chain=there).check_checkpoint()
+    with pytest.raises(ConfigError, match=r"prompt_chain.prompt_tokens: no such folder: .*none"):
+        ModelConfig(prompt_chain=missing).check_checkpoint()

@@ -11,16 +11,15 @@ from cluster.config import ConfigError
 from cluster.metrics.targets import check_targets_file, node_targets, write_targets
 
 
-def test_live_nodes_that_export_metrics_are_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_nodes_are_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [
-        {"NodeManagerAddress": "10.0.0.1", "MetricsExportPort": 8080, "Alive": True},
-        {"NodeManagerAddress": "fd00::2", "MetricsExportPort": 8081, "Alive": True},
-        {"NodeManagerAddress": "10.0.0.3", "MetricsExportPort": 8080, "Alive": False},
-        {"NodeManagerAddress": "10.0.0.4", "MetricsExportPort": -1, "Alive": True},
+        {"NodeManagerAddress": "10.0.0.1", "Alive": True},
+        {"NodeManagerAddress": "fd00::2", "Alive": True},
+        {"NodeManagerAddress": "10.0.0.3", "Alive": False},
     ]
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(nodes=lambda: nodes))
 
-    assert node_targets() == ["10.0.0.1:8080", "[fd00::2]:8081"]
+    assert node_targets(9464) == ["10.0.0.1:9464", "[fd00::2]:9464"]
 
 
 def test_an_unwritable_file_is_refused_with_its_setting(tmp_path: Path) -> None:
@@ -41,5 +40,5 @@ def test_the_file_is_written_only_when_targets_change(tmp_path: Path) -> None:
     assert not write_targets(file, ["a:1"])
     assert write_targets(file, ["a:1", "b:2"])
 
-    assert json.loads(file.read_text()) == [{"labels": {"job": "ray"}, "targets": ["a:1", "b:2"]}]
+    assert json.loads(file.read_text()) == [{"labels": {"job": "apar"}, "targets": ["a:1", "b:2"]}]
     assert [path.name for path in tmp_path.iterdir()] == ["targets.json"]

@@ -16,7 +16,7 @@ PAGE = "http://node/metrics"
 
 
 def key(page: str = PAGE, replica: str = "r1", name: str | None = None) -> SeriesKey:
-    exported = name or catalogue.GENERATED_TOKENS.exported
+    exported = name or catalogue.GENERATED_TOKENS.name
     return SeriesKey(page, exported, (("model", "m"), ("replica", replica)))
 
 
@@ -51,7 +51,7 @@ def test_the_first_values_of_a_new_page_do_not_count() -> None:
 
 
 def test_gauges_have_no_increase() -> None:
-    gauge = key(name=catalogue.KV_CACHE_USAGE.exported)
+    gauge = key(name=catalogue.KV_CACHE_USAGE.name)
 
     assert increase(snapshot(0, {gauge: 0.1}), snapshot(1, {gauge: 0.9})) == {}
 
@@ -78,7 +78,7 @@ def test_a_window_covers_at_least_the_last_interval() -> None:
 
 def test_counts_during_an_outage_are_added_afterwards() -> None:
     history = History(60)
-    gauge = key(name=catalogue.REPLICA_REQUESTS.exported)
+    gauge = key(name=catalogue.REPLICA_REQUESTS.name)
     history.add(snapshot(0, {key(): 100.0, gauge: 3.0, key("other"): 1.0}))
 
     history.add(snapshot(2, {key("other"): 1.0}, **{PAGE: "no answer"}))

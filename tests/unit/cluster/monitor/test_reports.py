@@ -13,8 +13,8 @@ TOKENS_PER_S = 100.0
 
 
 def key(worker: str = "w1") -> SeriesKey:
-    labels = (("WorkerId", worker), ("model", "m"))
-    return SeriesKey("http://node/metrics", catalogue.GENERATED_TOKENS.exported, labels)
+    labels = (("model", "m"), ("replica", worker))
+    return SeriesKey("http://node/metrics", catalogue.GENERATED_TOKENS.name, labels)
 
 
 class Watched:

@@ -15,8 +15,8 @@ from cluster.monitor.sources import PageError, PagesSource, PrometheusSource, pa
 from tests.fakes.metrics_page import MetricsPage, busy_page, served
 
 OTHERS = (
-    "# HELP ray_vllm_num_requests_running Running.\n# TYPE ray_vllm_num_requests_running gauge\n"
-    'ray_vllm_num_requests_running{engine="0"} 3.0\n'
+    "# HELP vllm:num_requests_running Running.\n# TYPE vllm:num_requests_running gauge\n"
+    'vllm:num_requests_running{engine="0"} 3.0\n'
 )
 
 
@@ -45,7 +45,7 @@ def test_every_metric_of_the_catalogue_survives_page_and_parser() -> None:
 
 
 def test_processes_are_summed_except_shared_gauges() -> None:
-    text = busy_page(worker="a").text() + busy_page(worker="b").text()
+    text = busy_page(node="a").text() + busy_page(node="b").text()
 
     values = parse_page("u", text)
 

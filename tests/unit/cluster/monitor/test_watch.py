@@ -73,7 +73,7 @@ def test_vanished_metrics_are_no_error_later() -> None:
     with served(page.text()) as server:
         watch = watch_of(server.url)
         watch.read()
-        server.body = f"# TYPE {catalogue.FORKS.exported} counter\n"
+        server.body = f"# TYPE {catalogue.FORKS.name} counter\n"
         watch.read()
 
     assert watch.silence is None

@@ -10,7 +10,7 @@ import yaml
 
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Kind, Metric
-from dashboards.vllm_metrics import VLLM_METRICS
+from dashboards.prometheus import rule_groups
 from tests.fakes.grafana import View, all_queries, boards
 from tests.fakes.tools import needs
 
@@ -22,27 +22,35 @@ QUERIES = [pytest.param(query.expression, id=query.place) for query in all_queri
     for event in board["annotations"]["list"]
 ]
 # Prometheus' own series, with the labels that the dashboards use.
-OWN = {
-    "ALERTS": {"alertname", "alertstate", "severity", "model"},
-    "up": {"instance"},
+TARGET = {"instance", "cluster", "namespace"}
+OWN = {"ALERTS": {"alertname", "alertstate", "severity", "model", *TARGET}, "up": TARGET}
+RECORDS = {
+    rule["record"]: {*rule["record"].partition(":")[0].split("_"), *TARGET}
+    for group in rule_groups()
+    for rule in group["rules"]
+    if "record" in rule
 }
 WORDS = {"sum", "avg", "max", "min", "count", "count_values", "by", "on", "or", "and", "unless"}
 WORDS |= {"offset", "group_left", "rate", "increase", "histogram_quantile", "avg_over_time"}
-WORDS |= {"quantile_over_time", "floor", "log2", "clamp_min", "clamp_max"}
-NAME = r"[a-zA-Z_][a-zA-Z0-9_]*"
+WORDS |= {"round", "quantile_over_time", "floor", "log2", "clamp_min", "clamp_max"}
+NAME = r"[a-zA-Z_][a-zA-Z0-9_:]*"
 
 
 def series_of(metric: Metric) -> Iterable[str]:
     if metric.kind is Kind.HISTOGRAM:
-        return (f"{metric.exported}{part}" for part in ("_bucket", "_sum", "_count"))
-    return (metric.exported,)
+        return (f"{metric.name}{part}" for part in ("_bucket", "_sum", "_count"))
+    return (metric.name,)
 
 
-LABELS = OWN | {
-    series: {*metric.labels, "le", "instance"}
-    for metric in (*catalogue.metrics(), *VLLM_METRICS)
-    for series in series_of(metric)
-}
+LABELS = (
+    OWN
+    | RECORDS
+    | {
+        series: {*metric.labels, "le", *TARGET}
+        for metric in (*catalogue.metrics(), *catalogue.VLLM)
+        for series in series_of(metric)
+    }
+)
 
 
 def names_used(expression: str) -> set[str]:
@@ -94,15 +102,24 @@ def test_every_query_parses(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("expression", QUERIES)
 def test_every_query_aggregates_to_a_bounded_set_of_labels(expression: str) -> None:
-    # Ray's agents add labels of nodes and processes, which are unbounded.
     assert re.search(r"\b(sum|avg|max|count)\b", expression)
     grouped = re.findall(r"\bby\s*\(([^)]*)\)", expression)
     labels = {label.strip() for each in grouped for label in each.split(",")}
 
     bounded = {"model", "model_name", "replica", "le"}
     bounded |= {"state", "outcome", "reason", "key_class", "source"}
-    bounded |= {"alertname", "severity", "alertstate"}
+    bounded |= {"alertname", "severity", "alertstate", "cluster", "namespace"}
+    bounded |= {"version", "vllm", "ray", "python"}
     assert labels <= bounded
+
+
+@pytest.mark.parametrize("expression", QUERIES)
+def test_every_query_is_of_the_selected_clusters(expression: str) -> None:
+    selected = re.findall(rf"(?<![\w:])({NAME})\{{([^}}]*)\}}", expression)
+
+    assert selected
+    for name, matchers in selected:
+        assert 'cluster=~"$cluster",namespace=~"$namespace"' in matchers, name
 
 
 def test_every_metric_of_the_catalogue_is_on_a_dashboard() -> None:
@@ -115,12 +132,12 @@ def test_every_metric_of_the_catalogue_is_on_a_dashboard() -> None:
 @pytest.mark.parametrize(
     ("expression", "mistakes"),
     [
-        ("sum (rate(ray_apar_forks[5m]))", {"ray_apar_forks"}),
-        ('sum by (modle) (ray_apar_replicas{model="x"})', {"modle"}),
-        ('sum (ray_apar_replicas{replica=~"$replica"})', {"replica"}),
-        ("sum (rate(ray_apar_request_latency_seconds[5m]))", {"ray_apar_request_latency_seconds"}),
-        ('sum (ray_vllm_num_preemptions_total{model=~"$model"})', {"model"}),
-        ("sum by (le) (increase(ray_apar_request_threads_bucket[5m]))", set()),
+        ("sum (rate(apar_forks[5m]))", {"apar_forks"}),
+        ('sum by (modle) (apar_replicas{model="x"})', {"modle"}),
+        ('sum (apar_replicas{replica=~"$replica"})', {"replica"}),
+        ("sum (rate(apar_request_latency_seconds[5m]))", {"apar_request_latency_seconds"}),
+        ('sum (vllm:num_preemptions_total{model=~"$model"})', {"model"}),
+        ("sum by (le) (increase(apar_request_threads_bucket[5m]))", set()),
         ("count by (severity) (ALERTS) or 0 * sum (up)", set()),
     ],
 )

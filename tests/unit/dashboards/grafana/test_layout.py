@@ -16,7 +16,8 @@ PANELS = [
     for name, board in BOARDS.items()
     for panel, _ in panels(board)
 ]
-VARIABLES = {"datasource", "model", "replica"}
+CHOICES = ("cluster", "namespace", "model", "replica")
+VARIABLES = {"datasource", *CHOICES}
 UNITS = {value for name, value in vars(units).items() if name[0].isupper()}
 
 
@@ -89,7 +90,7 @@ def test_each_dashboard_has_the_same_variables(board: dict[str, Any]) -> None:
 
     assert set(variables) == VARIABLES
     assert variables["datasource"]["query"] == "prometheus"
-    for name in ("model", "replica"):
+    for name in CHOICES:
         assert variables[name]["includeAll"]
         assert variables[name]["multi"]
         assert variables[name]["refresh"] == 2  # with the range: replicas come and go

@@ -33,9 +33,9 @@ class Case:
 
 def of_replica(metric: Metric, replica: str, part: str = "", **labels: str) -> str:
     """Name of a series that one of several processes exports."""
-    own = {"model": "m", "replica": replica, "WorkerId": f"w-{replica}"} | labels
+    own = {"model": "m", "replica": replica, "instance": f"n-{replica}"} | labels
     inside = ",".join(f'{name}="{value}"' for name, value in own.items() if value)
-    return f"{metric.exported}{part}{{{inside}}}"
+    return f"{metric.name}{part}{{{inside}}}"
 
 
 STEADY = {
@@ -52,10 +52,8 @@ QUICK = {
     of_replica(LATENCY, "", "_sum"): "0+45x120",
     of_replica(LATENCY, "", "_count"): "0+30x120",
 }
-UP = 'up{instance="n"}'
-RETRY = 'ray_apar_retries_total{model="m",instance="n"}'
-REPLICAS = 'ray_apar_replicas{model="m"}'
-RETRIES = promql.zero_unless(promql.events(of.RETRIES, "model"), of.REPLICAS, "model")
+RETRY = 'apar_retries_total{model="m",instance="n"}'
+RETRIES = promql.events(of.RETRIES, "model")
 # 15 minutes with 5 busy seconds per second and half of the cache in use, then 1 with a quarter.
 # The cache usage starts after the first minute, together with the first complete rate.
 CHANGING = {
@@ -68,13 +66,13 @@ USE = promql.level(of.KV_CACHE_USAGE, "model", how="avg")
 
 # Two gateways of model m during a handover, and a model n with one gateway.
 GATEWAYS = {
-    'ray_apar_replicas{model="m",WorkerId="old"}': "2x120",
-    'ray_apar_replicas{model="m",WorkerId="new"}': "2x120",
-    'ray_apar_replicas{model="n",WorkerId="new"}': "1x120",
-    'ray_apar_replicas_wanted{model="m",WorkerId="old"}': "3x120",
-    'ray_apar_replicas_wanted{model="m",WorkerId="new"}': "3x120",
+    'apar_replicas{model="m",instance="old"}': "2x120",
+    'apar_replicas{model="m",instance="new"}': "2x120",
+    'apar_replicas{model="n",instance="new"}': "1x120",
+    'apar_replicas_wanted{model="m",instance="old"}': "3x120",
+    'apar_replicas_wanted{model="m",instance="new"}': "3x120",
 }
-RESTART = 'ray_apar_replica_restarts_total{model="m",replica="r2",instance="n"}'
+RESTART = 'apar_replica_restarts_total{model="m",instance="n"}'
 
 
 def query_of(dashboard: str, kind: str, title: str, ref: str = "A") -> str:
@@ -97,10 +95,10 @@ def annotation(name: str) -> str:
 
 CASES = {
     "a restarted replica is annotated": Case(
-        {UP: "1x120", RESTART: "_x118 1x2"}, annotation("Replica restarts"), {'{model="m"}': 1.0}
+        {RESTART: "0x116 1x4"}, annotation("Replica restarts"), {'{model="m"}': 1.0}
     ),
     "a new replica is not annotated": Case(
-        {UP: "1x120", RESTART: "_x118 0x2"}, annotation("Replica restarts"), {}
+        {RESTART: "_x117 0x3"}, annotation("Replica restarts"), {}
     ),
     "replicas are counted once, however many gateways report them": Case(
         GATEWAYS, query_of("apar-overview", "stat", "Replicas"), {"{}": 3.0}
@@ -154,14 +152,14 @@ CASES = {
     "a mean is the sum over the count": Case(
         QUICK, promql.mean(LATENCY, "model"), {'{model="m"}': 1.5}
     ),
-    "an event that never happened counts 0": Case(
-        {UP: "1x120", REPLICAS: "2x120"}, RETRIES, {'{model="m"}': 0.0}
-    ),
-    "the first event counts": Case(
-        {UP: "1x120", REPLICAS: "2x120", RETRY: "_x118 1x2"}, RETRIES, {'{model="m"}': 1.0}
-    ),
+    "an event that never happened counts 0": Case({RETRY: "0x120"}, RETRIES, {'{model="m"}': 0.0}),
     "the past events of a new target do not count": Case(
-        {UP: "_x118 1x2", REPLICAS: "2x120", RETRY: "_x118 900x2"}, RETRIES, {'{model="m"}': 0.0}
+        {RETRY: "_x117 900x3"}, RETRIES, {'{model="m"}': 0.0}
+    ),
+    "another cluster is not counted": Case(
+        {RETRY: "0x120", 'apar_retries_total{model="m",cluster="b"}': "0+15x120"},
+        RETRIES.replace("$cluster", ""),
+        {'{model="m"}': 0.0},
     ),
     "a class contains the samples of its times": Case(
         CHANGING, while_in(RATE, USE, 0.5, 0.6), {'{model="m"}': 5.0}

@@ -36,7 +36,7 @@ def test_a_repeated_row_uses_its_own_value() -> None:
 
 def test_an_unknown_variable_raises() -> None:
     with pytest.raises(KeyError):
-        HOUR.expression("$cluster")
+        HOUR.expression("$region")
 
 
 def test_legends_are_filled_with_labels() -> None:

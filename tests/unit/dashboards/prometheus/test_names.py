@@ -8,19 +8,20 @@ import pytest
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Kind
 from dashboards.prometheus import rule_groups
-from dashboards.vllm_metrics import VLLM_METRICS
+from dashboards.prometheus.rule import CLUSTER
 
 RULES = [rule for group in rule_groups() for rule in group["rules"]]
 RECORDS = {rule["record"] for rule in RULES if "record" in rule}
 RUNBOOK = Path(__file__).resolve().parents[4] / "dashboards" / "RUNBOOK.md"
 EXPORTED = {
-    metric.exported + suffix: metric
+    metric.name + suffix: metric
     for metric in catalogue.metrics()
     for suffix in (("_bucket", "_sum", "_count") if metric.kind is Kind.HISTOGRAM else ("",))
 }
-FOREIGN = {"up", *(metric.exported for metric in VLLM_METRICS)}
+FOREIGN = {"up", *(metric.name for metric in catalogue.VLLM)}
 KEYWORDS = {"and", "or", "unless", "on", "by", "offset", "bool", "ignoring", "without"}
 NAME = r"[a-zA-Z_:][\w:]*"
+NAME_OF_RECORD = r"\w+:[\w:]+"
 
 
 def used_names(expression: str) -> set[str]:
@@ -30,7 +31,7 @@ def used_names(expression: str) -> set[str]:
     bare = re.sub(r"\b(by|on|ignoring|without)\s*\([^)]*\)", r"\1", bare)
     bare = re.sub(r"\boffset\s+\w+", "", bare)
     found = re.findall(rf"(?<![\w.:])({NAME})(?![\w:]|\s*\()", bare)
-    return set(found) - KEYWORDS - {"sum", "max"}
+    return set(found) - KEYWORDS - {"sum", "max", "group"}
 
 
 def matchers(expression: str) -> set[tuple[str, str, str]]:
@@ -91,7 +92,18 @@ def test_each_record_is_unique_and_named_after_its_labels() -> None:
         inner = re.search(r"by \(([^)]*)\)", rule["expr"])
         assert inner is not None
         labels = [name for name in inner[1].split(", ") if name != "le"]
-        assert level == "_".join(labels), rule
+        assert level == "_".join(labels[len(CLUSTER) :]), rule
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.get("alert") or rule["record"])
+def test_no_rule_merges_two_clusters(rule: dict[str, str]) -> None:
+    bare = re.sub(NAME_OF_RECORD, "", rule["expr"])
+    grouped = re.findall(r"\b(?:sum|max|min|avg|count|group)\b(?: by \(([^)]*)\))?", bare)
+
+    # An aggregation without labels leaves an empty match.
+    for labels in grouped:
+        assert tuple(labels.split(", ")[:2]) == CLUSTER, rule["expr"]
+    assert " on (" not in rule["expr"]
 
 
 def test_every_alert_has_a_value_a_summary_and_a_runbook_section() -> None:
@@ -106,7 +118,7 @@ def test_every_alert_has_a_value_a_summary_and_a_runbook_section() -> None:
         notes = rule["annotations"]
         assert "$value" in notes["description"]
         assert notes["summary"]
-        assert notes["runbook"] == f"dashboards/RUNBOOK.md#{rule['alert'].lower()}"
+        assert re.fullmatch(rf"https://.+#{rule['alert'].lower()}", notes["runbook_url"])
         assert rule["labels"]["severity"] in {"page", "ticket"}
         section = sections[rule["alert"]]
         for part in ("**Means:**", "**Look at:**", "**Do:**"):

@@ -148,6 +148,7 @@ def planted(folder: Path, path: str, old: str, new: str) -> Path:
         slow(ALERTS, "apar_replicas:max == 0", "apar_replicas:max == 1", "replica_alerts"),
         (ALERTS, "_wanted:max > 0", "_wanted:max >= 0", "replica_alerts"),
         (ALERTS, "> 0\n      unless sum", "> 0\n      and sum", "replica_alerts"),
+        (ALERTS, "group by (cluster, namespace) (last_over", "group (last_over", "replica_alerts"),
         slow(ALERTS, "p90_5m > 5\n", "p90_5m > 50\n", "serving_alerts"),
         slow(ALERTS, "and min_over_time", "or min_over_time", "serving_alerts"),
         (ALERTS, 'state="deferred"', 'state="waiting"', "engine_alerts"),
@@ -155,9 +156,15 @@ def planted(folder: Path, path: str, old: str, new: str) -> Path:
             ALERTS, "errors:ratio_rate30m > 0.006", "errors:ratio_rate30m > 0.6", "objectives_long"
         ),
         slow(ALERTS, "ratio_rate5m > 0.0144", "ratio_rate1h > 0.0144", "objectives_short"),
-        (RECORDING, "apar_attended_tokens_total[5m]", "apar_attended[5m]", "recording"),
-        (RECORDING, "apar_given_up_total offset 10m", "apar_given_up_total", "recording"),
-        slow(RECORDING, "max by (model) (ray_apar_replicas)", "ray_apar_replicas", "recording"),
+        (RECORDING, "apar_forks_total[5m]", "apar_forks[5m]", "recording"),
+        (RECORDING, "(apar_given_up_total[10m])", "(apar_given_up_total[30m])", "recording"),
+        (RECORDING, "namespace, model, state)", "model, state)", "recording"),
+        slow(
+            RECORDING,
+            "max by (cluster, namespace, model) (apar_replicas)",
+            "apar_replicas",
+            "recording",
+        ),
     ],
 )
 def test_the_rule_tests_detect_a_mistake(

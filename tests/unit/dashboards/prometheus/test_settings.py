@@ -67,7 +67,7 @@ def test_hold_scale_shortens_every_hold() -> None:
 def test_alerts_link_to_the_runbook() -> None:
     made = rules(RuleSettings(runbook="https://wiki/apar"))
 
-    assert made["AparNoReplica"]["annotations"]["runbook"] == "https://wiki/apar#aparnoreplica"
+    assert made["AparNoReplica"]["annotations"]["runbook_url"] == "https://wiki/apar#aparnoreplica"
 
 
 def test_every_field_of_the_rules_is_tested() -> None:
@@ -81,7 +81,13 @@ def test_every_field_is_described(model: type[BaseModel]) -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [{"first_token_s": 3.0}, {"output_token_s": 0.06}, {"availability": 1.0}, {"nothing": 1}],
+    [
+        {"first_token_s": 3.0},
+        {"output_token_s": 0.06},
+        {"availability": 1.0},
+        {"nothing": 1},
+        {"runbook": "RUNBOOK.md"},
+    ],
 )
 def test_invalid_rule_settings_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):

@@ -10,10 +10,12 @@ import pytest
 from ray.serve.schema import LoggingConfig
 from vllm.config import VllmConfig
 
+from apar_core.engine.prompt_chain import PROPOSER
 from apar_core.engine.replay import REPLAY
+from apar_core.models.apar_tiny_prompts import prompts_path
 from apar_core.scheduler.fork_settings import fork_settings
 from cluster.config import ClusterConfig
-from cluster.config.model import ForkLimits, ModelConfig
+from cluster.config.model import ForkLimits, ModelConfig, PromptChainConfig
 from cluster.local_ray import APPLICATION_FLAGS
 from deployments.app.application import (
     build_application,
@@ -122,7 +124,30 @@ def test_user_arguments_override_the_presets_which_override_ours() -> None:
         "max_num_seqs": 700,
         "block_size": 64,
         "max_model_len": 2048,
+        # A multiple of 16 that holds all rows; vLLM's default is 512.
+        "max_cudagraph_capture_size": 704,
     }
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"checkpoint": "apar-7b"}, 1024),
+        ({"max_concurrency": 128}, None),
+        ({"max_concurrency": 129}, 528),
+        ({"max_concurrency": 129, "engine": {"enforce_eager": True}}, None),
+        ({"max_concurrency": 129, "engine": {"max_num_seqs": 512}}, None),
+        ({"max_concurrency": 129, "engine": {"max_cudagraph_capture_size": 64}}, 64),
+        ({"max_concurrency": 129, "engine": {"compilation_config": {"mode": 0}}}, None),
+    ],
+)
+def test_cuda_graphs_hold_all_rows_of_forked_requests(
+    settings: dict[str, Any], expected: int | None
+) -> None:
+    model = ModelConfig.model_validate({"checkpoint": "org/any", **settings})
+
+    assert engine_arguments(model, on_gpu=True).get("max_cudagraph_capture_size") == expected
+    assert engine_arguments(model, on_gpu=False).keys().isdisjoint({"cudagraph_capture_sizes"})
 
 
 def test_gpus_of_a_model_reach_its_engine() -> None:
@@ -154,10 +179,9 @@ def test_an_engine_replays_only_if_its_model_is_configured_to() -> None:
     assert replaying["logits_processors"] == ["mine:Processor", REPLAY]
     assert default["logits_processors"] == ["mine:Processor"]
     assert "logits_processors" not in engine_arguments(ModelConfig(), on_gpu=True)
-    # On GPU, only vLLM's V1 model runner has such processors.
+    # Both of vLLM's model runners replay.
     environment = replica_environment(ModelConfig(replay=True), on_gpu=True)
-    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
-    assert "VLLM_USE_V2_MODEL_RUNNER" not in replica_environment(ModelConfig(), on_gpu=True)
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in environment
 
 
 def test_fork_limits_of_a_model_reach_its_engine() -> None:
@@ -167,6 +191,23 @@ def test_fork_limits_of_a_model_reach_its_engine() -> None:
 
     read = fork_settings(VllmConfig(additional_config=arguments["additional_config"]))
     assert (read.enabled, read.max_threads, read.max_forks) == (True, 4, 9)
+
+
+def test_a_chain_of_prompt_tokens_reaches_the_engine_beside_the_fork_limits() -> None:
+    model = ModelConfig(
+        forks=ForkLimits(max_threads=4),
+        prompt_chain=PromptChainConfig(prompt_tokens="apar-tiny", num_speculative_tokens=2),
+    )
+
+    arguments = engine_arguments(model, on_gpu=False)
+
+    settings = fork_settings(VllmConfig(additional_config=arguments["additional_config"]))
+    assert (settings.max_threads, settings.prompt_tokens) == (4, prompts_path())
+    assert arguments["speculative_config"] == {
+        "method": "custom_class",
+        "model": PROPOSER,
+        "num_speculative_tokens": 2,
+    }
 
 
 def test_replicas_on_cpu_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

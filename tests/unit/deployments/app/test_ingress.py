@@ -13,6 +13,7 @@ from cluster.config.keys import KeyConfig, hash_of
 from cluster.config.limits import LimitsConfig
 from cluster.config.logging import LoggingConfig
 from cluster.config.routing import RoutingPolicy, RoutingSettings
+from cluster.metrics.catalogue import SETTINGS_REFUSED
 from deployments.app import ingress as ingress_module
 from deployments.app.autoscaling import gateway_report
 from deployments.app.ingress import IngressSettings
@@ -76,7 +77,7 @@ async def test_new_settings_beside_a_broken_keys_file_leave_the_gateway_serving_
     file = tmp_path / "keys.yaml"
     file.write_text(yaml.safe_dump([{"name": "a", "hash": hash_of("a")}]))
     gateway = GatewaySettings(
-        models=(), keys_file=file, logging=LoggingConfig(folder=tmp_path / "logs")
+        models=(), keys_file=file, metrics=False, logging=LoggingConfig(folder=tmp_path / "logs")
     )
     built = IngressSettings(gateway=gateway, deployments=())
     ingress = BareIngress(built)
@@ -94,7 +95,9 @@ async def test_new_settings_beside_a_broken_keys_file_leave_the_gateway_serving_
 async def test_settings_that_cannot_be_applied_are_applied_again_with_the_next_ones(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    gateway = GatewaySettings(models=(), logging=LoggingConfig(folder=tmp_path / "logs"))
+    gateway = GatewaySettings(
+        models=(), metrics=False, logging=LoggingConfig(folder=tmp_path / "logs")
+    )
     built = IngressSettings(gateway=gateway, deployments=())
     ingress = BareIngress(built)
     await ingress.reconfigure(built.as_user_config())
@@ -104,12 +107,13 @@ async def test_settings_that_cannot_be_applied_are_applied_again_with_the_next_o
     changed = built.model_copy(update={"gateway": gateway.model_copy(update={"logging": log})})
 
     await ingress.reconfigure(changed.as_user_config())
-    refused = dict(ingress._gateway.metrics._refused)
+    recorder = ingress._gateway.metrics.recorder
+    refused = recorder.value(SETTINGS_REFUSED, source="user_config")
     in_the_way.unlink()
     await ingress.reconfigure(changed.as_user_config())
 
-    assert refused["user_config"]
-    assert not ingress._gateway.metrics._refused["user_config"]
+    assert refused
+    assert recorder.value(SETTINGS_REFUSED, source="user_config") == 0
     assert (in_the_way / "logs").is_dir()
 
 
@@ -118,7 +122,7 @@ async def test_new_routing_settings_reach_the_routers(
 ) -> None:
     configured: list[RoutingSettings] = []
     monkeypatch.setattr(ROUTERS, "configure", configured.append)
-    gateway = GatewaySettings(models=(), logging=LoggingConfig(folder=tmp_path))
+    gateway = GatewaySettings(models=(), metrics=False, logging=LoggingConfig(folder=tmp_path))
     same = IngressSettings(gateway=gateway, deployments=())
     ingress = BareIngress(same)
     changed = same.model_copy(update={"routing": RoutingSettings(policy=RoutingPolicy.RANDOM)})

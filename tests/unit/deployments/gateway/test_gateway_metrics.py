@@ -1,8 +1,11 @@
 """Metrics of a gateway, with fake replicas."""
 
 import asyncio
-from collections.abc import Callable
+import math
+import time
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,14 +14,13 @@ from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Metric
 from deployments.app.ingress import FrontDoor
 from deployments.gateway.gateway import Gateway
-from deployments.gateway.gateway_metrics import GatewayMetrics, Outcome, outcome_of
+from deployments.gateway.gateway_metrics import GatewayMetrics, Outcome, outcome_of, watch_lag
 from deployments.gateway.request_log import RequestRecord
 from deployments.relay.relay import Progress
 from deployments.routing.shared_router import ROUTERS
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.errors import NoReplicaError, ReplicaLostError
 from deployments.wire.request import RelayedRequest
-from tests.fakes.instruments import FakeInstruments
 from tests.fakes.replicas import (
     CHAT,
     EVENTS,
@@ -38,31 +40,30 @@ class ExportedMetrics:
     """A gateway and the metrics it exports."""
 
     def __init__(self, *replicas: FakeReplicas, keys: tuple[KeyConfig, ...] = ()) -> None:
-        self.instruments = FakeInstruments()
         self.gateway: Gateway = gateway_of(*replicas, keys=keys)
-        self.gateway.metrics = GatewayMetrics(self.instruments)
         self.http = client_of(self.gateway)
 
     def value(self, metric: Metric, part: str = "", **labels: str) -> float | None:
-        return self.instruments.value(metric.name + part, **labels)
+        return self.gateway.metrics.recorder.value(metric, part, **labels)
 
-    async def outcomes(self, model: str = "m") -> dict[str, float]:
+    def counts(self, metric: Metric, *names: str) -> dict[tuple[str, ...], float]:
+        """Series of a counter by some labels, without the zeros."""
+        found: dict[tuple[str, ...], float] = {}
+        for family in self.gateway.metrics.recorder.registry.collect():
+            for sample in family.samples:
+                if sample.name == metric.name and sample.value:
+                    key = tuple(sample.labels[name] for name in names)
+                    found[key] = found.get(key, 0.0) + sample.value
+        return found
+
+    def outcomes(self, model: str = "m") -> dict[str, float]:
         """Requests of a model by their outcome, without the zeros."""
-        await self.gateway.flush_metrics()
-        return {
-            outcome.value: number
-            for outcome in Outcome
-            if (number := self.value(catalogue.REQUESTS, model=model, outcome=outcome.value))
-        }
+        counts = self.counts(catalogue.REQUESTS, "model", "outcome")
+        return {outcome: number for (name, outcome), number in counts.items() if name == model}
 
-    async def rejections(self) -> dict[tuple[str, str], float]:
+    def rejections(self) -> dict[tuple[str, ...], float]:
         """Refusals by reason and key class, without the zeros."""
-        await self.gateway.flush_metrics()
-        return {
-            (dict(labels)["reason"], dict(labels)["key_class"]): number
-            for (name, labels), number in self.instruments.values.items()
-            if name == catalogue.REQUESTS_REJECTED.name and number
-        }
+        return self.counts(catalogue.REQUESTS_REJECTED, "reason", "key_class")
 
 
 async def test_an_invalid_keys_file_is_reported_until_it_is_fixed(tmp_path: Path) -> None:
@@ -73,7 +74,7 @@ async def test_an_invalid_keys_file_is_reported_until_it_is_fixed(tmp_path: Path
     for text in ("[]", "- wrong", "[]"):
         file.write_text(text)
         await exported.gateway.reconfigure(settings_of(1, keys_file=file), [FakeReplicas(OK)])
-        await exported.gateway.flush_metrics()
+        exported.gateway.take_metrics()
         values.append(exported.value(catalogue.SETTINGS_REFUSED, source="keys_file"))
 
     assert values == [0, 1, 0]
@@ -83,7 +84,7 @@ async def test_dropped_log_lines_are_counted() -> None:
     exported = ExportedMetrics(FakeReplicas(OK))
     for num_lines in (0, 4):
         exported.gateway.metrics.recorder.set_total(catalogue.LOG_LINES_DROPPED, num_lines)
-        await exported.gateway.flush_metrics()
+        exported.gateway.take_metrics()
 
     assert exported.value(catalogue.LOG_LINES_DROPPED) == 4
 
@@ -94,7 +95,8 @@ async def test_successful_requests_are_counted_and_timed() -> None:
     await exported.http.post(CHAT, json={"model": "m"})
     await exported.http.post("/v1/completions", json={"model": "m1", "stream": True})
 
-    assert await exported.outcomes("m") == await exported.outcomes("m1") == {"ok": 1}
+    exported.gateway.take_metrics()
+    assert exported.outcomes("m") == exported.outcomes("m1") == {"ok": 1}
     for model, num_streams in (("m", 0), ("m1", 1)):
         assert exported.value(catalogue.REQUEST_LATENCY, "_count", model=model) == 1
         assert exported.value(catalogue.QUEUE_TIME, "_count", model=model) == 1
@@ -108,8 +110,8 @@ async def test_only_requests_for_completions_count() -> None:
     await exported.http.get("/v1/models")
     await exported.http.get("/health")
 
-    assert await exported.outcomes() == {}
-    assert await exported.rejections() == {}
+    assert exported.outcomes() == {}
+    assert exported.rejections() == {}
 
 
 @pytest.mark.parametrize(
@@ -140,9 +142,10 @@ async def test_every_request_has_an_outcome(
 
     await exported.http.post(CHAT, json={"model": "m", "stream": streams})
 
-    assert await exported.outcomes() == {outcome: 1}
+    exported.gateway.take_metrics()
+    assert exported.outcomes() == {outcome: 1}
     assert exported.value(catalogue.GIVEN_UP, model="m") == given_up
-    assert await exported.rejections() == rejected
+    assert exported.rejections() == rejected
     assert exported.value(catalogue.REQUEST_LATENCY, "_count", model="m") == 0
 
 
@@ -164,9 +167,9 @@ async def test_a_lost_request_that_no_other_replica_takes_is_given_up() -> None:
     answer = await exported.http.post(CHAT, json={"model": "m"})
 
     assert answer.json()["error"]["code"] == NoReplicaError.code
-    assert await exported.outcomes() == {"server_error": 1}
+    assert exported.outcomes() == {"server_error": 1}
     assert exported.value(catalogue.GIVEN_UP, model="m") == 1
-    assert await exported.rejections() == {}
+    assert exported.rejections() == {}
 
 
 async def test_a_disconnect_counts_as_cancelled_after_running() -> None:
@@ -177,13 +180,14 @@ async def test_a_disconnect_counts_as_cancelled_after_running() -> None:
     request = asyncio.create_task(exported.http.post(CHAT, json={"model": "m"}))
     while not replicas.requests:  # noqa: ASYNC110 - the request arrives within some turns
         await asyncio.sleep(0)
-    await exported.gateway.flush_metrics()
+    exported.gateway.take_metrics()
     running = exported.value(catalogue.REQUESTS_RUNNING, model="m")
     request.cancel()
     await asyncio.wait([request])
 
     assert running == 1
-    assert await exported.outcomes() == {"cancelled": 1}
+    exported.gateway.take_metrics()
+    assert exported.outcomes() == {"cancelled": 1}
     assert exported.value(catalogue.REQUESTS_RUNNING, model="m") == 0
 
 
@@ -192,7 +196,6 @@ async def test_lost_replicas_are_counted_by_the_result_of_the_request() -> None:
     record = RequestRecord("r", "POST", CHAT, model="m", status=200, retries=3, continued=2)
 
     exported.gateway.metrics.ended(record)
-    exported.gateway.metrics.flush([], ())
 
     assert exported.value(catalogue.RETRIES, model="m") == 1
     assert exported.value(catalogue.MIGRATIONS, model="m") == 2
@@ -209,25 +212,95 @@ async def test_refusals_are_counted_by_reason_and_key_class() -> None:
     await exported.http.post("/nowhere", headers=headers)
     await exported.http.get(CHAT, headers=headers)
 
-    assert await exported.rejections() == {
+    assert exported.rejections() == {
         ("authentication", ANONYMOUS): 1,
         ("unknown_model", "paying"): 1,
         ("invalid", "paying"): 1,
         ("unknown_route", ANONYMOUS): 2,
     }
     # A wrong method on the completions path ends with an error.
-    assert await exported.outcomes("unknown") == {"client_error": 4}
+    assert exported.outcomes("unknown") == {"client_error": 4}
 
 
 async def test_every_key_class_starts_at_0() -> None:
     key = KeyConfig(name="k", hash=hash_of("k"), metrics_class="paying")
     exported = ExportedMetrics(FakeReplicas(OK), keys=(key,))
 
-    await exported.gateway.flush_metrics()
+    exported.gateway.take_metrics()
 
     for key_class in ("paying", ANONYMOUS):
-        zero = exported.value(catalogue.REQUESTS_REJECTED, reason="overloaded", key_class=key_class)
-        assert zero == 0
+        zeros = [
+            exported.value(catalogue.REQUESTS_REJECTED, reason="overloaded", key_class=key_class),
+            exported.value(catalogue.REQUESTS, model="m", outcome="ok", key_class=key_class),
+            exported.value(catalogue.CHARGED_TOKENS, model="m", kind="prompt", key_class=key_class),
+        ]
+        assert zeros == [0, 0, 0]
+
+
+async def test_requests_and_tokens_are_counted_by_key_class() -> None:
+    key = KeyConfig(name="k", hash=hash_of("k"), metrics_class="paying")
+    exported = ExportedMetrics(
+        FakeReplicas(OK, end=AnswerEnd(prompt_tokens=3, generated_tokens=5)), keys=(key,)
+    )
+
+    await exported.http.post(CHAT, json={"model": "m"}, headers={"authorization": "Bearer k"})
+    await exported.http.post(CHAT, json={"model": "m"})
+
+    assert exported.counts(catalogue.REQUESTS, "key_class", "outcome") == {
+        ("paying", "ok"): 1,
+        (ANONYMOUS, "client_error"): 1,
+    }
+    assert exported.counts(catalogue.CHARGED_TOKENS, "key_class", "kind") == {
+        ("paying", "prompt"): 3,
+        ("paying", "generated"): 5,
+    }
+
+
+class Pausing(FakeReplicas):
+    """A stream of four chunks, with pauses between them."""
+
+    async def stream(self, request: RelayedRequest) -> AsyncGenerator[Any, None]:
+        yield STREAM
+        for pause_s in (0.0, 0.05, 0.0):
+            await asyncio.sleep(pause_s)
+            yield Piece(b"data: {}\n\n")
+
+
+async def test_the_longest_gap_of_a_stream_is_measured() -> None:
+    exported = ExportedMetrics(Pausing(), FakeReplicas(OK))
+
+    await exported.http.post(CHAT, json={"model": "m", "stream": True})
+    await exported.http.post(CHAT, json={"model": "m1"})
+    exported.gateway.take_metrics()
+
+    assert exported.value(catalogue.LONGEST_CHUNK_GAP, "_count", model="m") == 1
+    assert 0.05 <= (exported.value(catalogue.LONGEST_CHUNK_GAP, "_sum", model="m") or 0) < 0.5
+    assert exported.value(catalogue.LONGEST_CHUNK_GAP, "_count", model="m1") == 0
+
+
+async def test_a_blocked_event_loop_is_measured() -> None:
+    metrics = GatewayMetrics()
+    task = asyncio.create_task(watch_lag(metrics, period_s=0.01))
+    await asyncio.sleep(0.03)
+    time.sleep(0.1)  # noqa: ASYNC251 - blocks the loop on purpose
+    await asyncio.sleep(0.03)
+    task.cancel()
+
+    lags = metrics.recorder
+    assert (lags.value(catalogue.EVENT_LOOP_LAG, "_sum") or 0) >= 0.08
+    within = lags.value(catalogue.EVENT_LOOP_LAG, "_bucket", le="0.05") or 0
+    assert (lags.value(catalogue.EVENT_LOOP_LAG, "_count") or 0) - within >= 1
+
+
+async def test_a_removed_model_leaves_the_gauges() -> None:
+    exported = ExportedMetrics(FakeReplicas(OK), FakeReplicas(OK))
+    exported.gateway.take_metrics()
+
+    await exported.gateway.reconfigure(settings_of(1), [FakeReplicas(OK)])
+    exported.gateway.take_metrics()
+
+    assert exported.value(catalogue.REPLICAS_WANTED, model="m") == 1
+    assert math.isnan(exported.value(catalogue.REPLICAS_WANTED, model="m1") or 0)
 
 
 async def test_requests_during_a_drain_are_counted() -> None:
@@ -246,20 +319,20 @@ async def test_requests_during_a_drain_are_counted() -> None:
     assert num_late == 1
 
 
-async def test_the_replica_count_is_exported_once_there_is_a_router(
+async def test_the_replica_count_is_exported_before_the_first_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     exported = ExportedMetrics(FakeReplicas(OK))
     [model] = exported.gateway.waiting()
 
-    await exported.gateway.flush_metrics()
-    unknown = exported.value(catalogue.REPLICAS, model="m")
+    exported.gateway.take_metrics()
+    at_first = exported.value(catalogue.REPLICAS, model="m")
     known: Callable[[], dict[str, dict[str, int]]] = lambda: {model: {"full": 2}}  # noqa: E731
     monkeypatch.setattr(ROUTERS, "decisions", known)
     monkeypatch.setattr(ROUTERS, "capacity", lambda deployment: 3)
-    await exported.gateway.flush_metrics()
+    exported.gateway.take_metrics()
 
-    assert unknown is None
+    assert at_first == 0
     assert exported.value(catalogue.REPLICAS, model="m") == 3
     assert exported.value(catalogue.REPLICAS_WANTED, model="m") == 1
     assert exported.value(catalogue.ROUTER_DECISIONS, model="m", reason="full") == 2

@@ -65,6 +65,8 @@ async def test_a_request_is_one_line_at_its_end(
     assert line.pop("time").endswith("+00:00")
     times = [line.pop(name) for name in ("queue_s", "sent_s", "first_byte_s", "total_s")]
     assert times == sorted([0.0, *times])[1:]
+    gap_s = line.pop("longest_gap_s")
+    assert 0 <= gap_s <= times[-1] if streaming else gap_s is None
     assert line == {
         "level": "INFO",
         "logger": "deployments.gateway.request_log",

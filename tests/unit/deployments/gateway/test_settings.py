@@ -67,7 +67,7 @@ def test_no_change_opens_a_gateway_that_requires_keys() -> None:
 async def test_invalid_settings_stop_a_starting_gateway_but_not_a_running_one(
     tmp_path: Path,
 ) -> None:
-    gateway = settings(logging=LoggingConfig(folder=tmp_path))
+    gateway = settings(metrics=False, logging=LoggingConfig(folder=tmp_path))
     built = IngressSettings(
         gateway=gateway, deployments=(), routing=RoutingSettings(policy=RoutingPolicy.RANDOM)
     )

@@ -1,5 +1,6 @@
 """Metrics of a replica, compared with numbers worked out by hand."""
 
+import math
 from typing import Any
 
 from vllm import SamplingParams
@@ -10,7 +11,6 @@ from apar_core.tree.statistics import TreeStatistics
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Metric
 from deployments.replica.replica_metrics import ReplicaMetrics
-from tests.fakes.instruments import FakeInstruments
 
 IDLE: dict[str, Any] = {
     "threads": 0,
@@ -52,12 +52,10 @@ class ExportedMetrics:
     """A replica's metrics and what they export."""
 
     def __init__(self) -> None:
-        self.instruments = FakeInstruments()
-        self.metrics = ReplicaMetrics(self.instruments, model="m", replica="r")
+        self.metrics = ReplicaMetrics(model="m", replica="r")
 
     def value(self, metric: Metric, part: str = "", **labels: str) -> float | None:
-        name = metric.name + part
-        return self.instruments.value(name, model="m", replica="r", **labels)
+        return self.metrics.recorder.value(metric, part, **labels)
 
 
 def test_finished_requests_add_their_statistics() -> None:
@@ -68,7 +66,7 @@ def test_finished_requests_add_their_statistics() -> None:
         followed.end(TREE)
         followed.first_output_s, followed.last_output_s = 10.0, 10.5
         exported.metrics.finished(followed)
-    exported.metrics.flush(IDLE, 0)
+    exported.metrics.take(IDLE, 0)
 
     assert exported.value(catalogue.PROMPT_TOKENS) == 10
     assert exported.value(catalogue.ATTENDED_TOKENS) == 200
@@ -79,15 +77,16 @@ def test_finished_requests_add_their_statistics() -> None:
     assert exported.value(catalogue.SEQUENTIAL_STEPS) == 42
     assert exported.value(catalogue.REQUEST_THREADS, "_sum") == 8
     assert exported.value(catalogue.REQUEST_DEPTH, "_bucket", le="2.0") == 2
-    # Half a second for the ten steps after the first token.
-    assert exported.value(catalogue.TIME_PER_OUTPUT_TOKEN, "_sum") == 0.1
+    # Half a second for the 10 steps, and the 19 tokens of text, after the first one.
+    assert exported.value(catalogue.TIME_PER_CRITICAL_PATH_TOKEN, "_sum") == 0.1
+    assert exported.value(catalogue.TIME_PER_OUTPUT_TOKEN, "_sum") == 2 * 0.5 / 19
 
 
 def test_a_request_that_never_reached_the_engine_is_not_counted() -> None:
     exported = ExportedMetrics()
 
     exported.metrics.finished(follower(num_roots=0))
-    exported.metrics.flush(IDLE, 0)
+    exported.metrics.take(IDLE, 0)
 
     assert exported.value(catalogue.PROMPT_TOKENS) == 0
     assert exported.value(catalogue.REQUEST_THREADS, "_count") == 0
@@ -97,7 +96,7 @@ def test_an_unforked_request_saves_nothing() -> None:
     exported = ExportedMetrics()
 
     exported.metrics.finished(follower(tokens=4))
-    exported.metrics.flush(IDLE, 0)
+    exported.metrics.take(IDLE, 0)
 
     # The four tokens attend to 5, 6, 7 and 8 tokens.
     assert exported.value(catalogue.ATTENDED_TOKENS) == 26
@@ -111,7 +110,7 @@ def test_choices_of_unknown_length_count_only_their_prompt() -> None:
     exported = ExportedMetrics()
 
     exported.metrics.finished(follower(num_roots=2, tokens=4))
-    exported.metrics.flush(IDLE, 0)
+    exported.metrics.take(IDLE, 0)
 
     assert exported.value(catalogue.PROMPT_TOKENS) == 5
     assert exported.value(catalogue.REQUEST_THREADS, "_count") == 0
@@ -121,7 +120,7 @@ def test_the_engines_state_and_counters_are_exported() -> None:
     exported = ExportedMetrics()
 
     exported.metrics.started(replaces_lost=True)
-    exported.metrics.flush(IDLE, 9)
+    exported.metrics.take(IDLE, 9)
 
     assert exported.value(catalogue.KV_BLOCKS) == 10
     assert exported.value(catalogue.KV_FREE_BLOCKS) == 4
@@ -147,9 +146,25 @@ def test_every_replica_metric_is_exported_before_the_first_request() -> None:
     exported = ExportedMetrics()
 
     exported.metrics.started(replaces_lost=False)
-    exported.metrics.flush(IDLE, 0)
+    exported.metrics.take(IDLE, 0)
 
-    names = {name for name, _ in exported.instruments.values}
+    registry = exported.metrics.recorder.registry
+    names = {sample.name for family in registry.collect() for sample in family.samples}
     for metric in catalogue.metrics():
-        if "replica" in metric.labels:
+        if "replica" in metric.labels or metric is catalogue.REPLICA_RESTARTS:
             assert {metric.name, f"{metric.name}_count"} & names, metric.name
+
+
+def test_the_state_of_an_engine_that_does_not_answer_is_unknown() -> None:
+    exported = ExportedMetrics()
+    gauges = (catalogue.KV_BLOCKS, catalogue.KV_FREE_BLOCKS, catalogue.KV_CACHE_USAGE)
+
+    exported.metrics.take(IDLE, 9)
+    exported.metrics.take(None, 8)
+
+    for metric in gauges:
+        assert math.isnan(exported.value(metric) or 0), metric.name
+    for state in ("running", "waiting", "deferred"):
+        assert math.isnan(exported.value(catalogue.THREADS, state=state) or 0)
+    assert exported.value(catalogue.REPLICA_REQUESTS) == 8
+    assert exported.value(catalogue.ENGINE_STEPS) == 57

@@ -10,15 +10,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from apar_core.errors import CheckpointError, RequestError
+from apar_core.formats.prompt_file import PromptTokenSettings
 from apar_core.offline.decoders.draft_model import DraftDecoder
 from apar_core.offline.decoders.interface import DecodeLimits, TokenChoice, decode_answer
 from apar_core.offline.decoders.load import ThreadDecoder, build_decoder
 from apar_core.offline.speculation.acceptance import AcceptanceTable
-from apar_core.offline.speculation.prompt_tokens import (
-    PromptTokens,
-    PromptTokenSettings,
-    model_fingerprint,
-)
+from apar_core.offline.speculation.prompt_tokens import PromptTokens, model_fingerprint
 from apar_core.offline.speculation.sparse_tree import dynamic_tree
 from tests.unit.apar_core.offline.decoders.small_decoders import (
     CONTROL,

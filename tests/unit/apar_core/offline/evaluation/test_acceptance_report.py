@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from apar_core.errors import CheckpointError, EvaluationError
+from apar_core.formats.prompt_file import PromptTokenSettings
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.apar_tiny_medusa import heads_path
 from apar_core.offline.evaluation.acceptance_report import (
@@ -17,11 +18,7 @@ from apar_core.offline.evaluation.acceptance_report import (
     tree_lengths,
 )
 from apar_core.offline.speculation.acceptance import VICUNA_7B, AcceptanceTable, read_table
-from apar_core.offline.speculation.prompt_tokens import (
-    PromptTokens,
-    PromptTokenSettings,
-    save_prompt_tokens,
-)
+from apar_core.offline.speculation.prompt_tokens import PromptTokens, save_prompt_tokens
 from apar_core.reporting import Report, write_report
 
 TABLE = AcceptanceTable.from_counts([[50, 20], [20, 10]], [100, 50], source="a test")

@@ -90,20 +90,21 @@ def test_a_chain_of_one_candidate_has_its_closed_form(accepted: float) -> None:
     # A right guess is followed by a step with guesses, a wrong one by a step without.
     expected = 1 + accepted / (2 - accepted)
 
-    assert chain_tree(table, 1).expected_length() == pytest.approx(expected)
+    assert chain_tree(table, 2).expected_length() == pytest.approx(expected)
 
 
 def test_a_chain_has_prompt_tokens_behind_its_end_only() -> None:
-    tree = chain_tree(VICUNA_7B, 2)
+    tree = chain_tree(VICUNA_7B, 3)
 
-    assert [each.prompts for each in tree.trees] == [(3,), (0, 3), (0, 0, 3), (0, 0, 3)]
-    assert tree.num_inputs() == 6
+    # As `engine/prompt_chain.py` drafts: one prompt token at least, and three drafts in all.
+    assert [each.prompts for each in tree.trees] == [(3,), (0, 2), (0, 0, 1), (0, 0, 1)]
+    assert tree.num_inputs() == 4
 
 
 def test_a_chain_pays_for_the_time_that_async_scheduling_hides() -> None:
     costs = StepCosts("host", "predicted", "test", ((1, 0.01), (64, 0.01)), 0.0, host_base_s=0.002)
 
-    chain = predict_chain(costs, TABLE, 1, rows=1, context=0)
+    chain = predict_chain(costs, TABLE, 2, rows=1, context=0)
 
     assert chain.plain_s == pytest.approx(0.010)
     assert chain.chain_s == pytest.approx(0.012)
@@ -114,14 +115,14 @@ def test_a_chain_pays_for_the_time_that_async_scheduling_hides() -> None:
 def test_heads_behind_every_token_beat_a_chain() -> None:
     assert medusa_chain_length(TABLE) == pytest.approx(1 + 0.6 + 0.6 * 0.5)
     for table in PAPER_TABLES.values():
-        best = max(chain_tree(table, length).expected_length() for length in (1, 2, 3))
+        best = max(chain_tree(table, drafts).expected_length() for drafts in (2, 3, 6))
         assert medusa_chain_length(table) > best
 
 
 def test_the_prediction_of_a_chain_exceeds_its_threshold_on_every_gpu() -> None:
     for gpu in ("a100-80gb", "h100", "h200"):
         costs = step_costs(find_model("llama-7b"), find_gpu(gpu))
-        assert 1.15 < predict_chain(costs, VICUNA_7B, 2, rows=1, context=512).speedup < 1.35
+        assert 1.15 < predict_chain(costs, VICUNA_7B, 3, rows=1, context=512).speedup < 1.35
 
 
 def test_more_live_rows_leave_less_for_guesses() -> None:

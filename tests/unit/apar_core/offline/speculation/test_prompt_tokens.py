@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from apar_core.errors import CheckpointError
+from apar_core.formats.prompt_file import CONFIG_FILE, WEIGHTS_FILE
 from apar_core.offline.speculation.prompt_tokens import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
     PromptTokens,
     check_prompt_tokens,
     load_prompt_tokens,

@@ -1,0 +1,150 @@
+"""The vLLM plugin: forks where our scheduler is named, and nothing anywhere else."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import vllm
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine import async_llm, llm_engine
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor
+
+from apar_core.engine.async_engine import SCHEDULER_CLS
+from apar_core.engine.input_processor import ForkInputProcessor
+from apar_core.engine.plugin import register
+from apar_core.errors import EngineError
+from apar_core.installation import ROOT
+from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.scheduler.fork_scheduler import ForkScheduler
+from apar_core.vllm_names import is_supported
+
+# The function without its cache: each call is a new process's.
+register_anew: Any = register.__wrapped__
+
+
+@pytest.fixture
+def stock_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM as it is imported, without what other tests have installed."""
+    create: Any = EngineArgs.create_engine_config
+    monkeypatch.setattr(EngineArgs, "create_engine_config", getattr(create, "__wrapped__", create))
+    for engine in (async_llm, llm_engine):
+        monkeypatch.setattr(engine, "InputProcessor", InputProcessor)
+        monkeypatch.setattr(engine, "OutputProcessor", OutputProcessor)
+
+
+def configuration(**arguments: Any) -> Any:
+    return EngineArgs(
+        model=str(checkpoint_path()), enable_prefix_caching=True, **arguments
+    ).create_engine_config()
+
+
+def built_by_engines() -> set[type]:
+    return {vars(engine)["InputProcessor"] for engine in (async_llm, llm_engine)}
+
+
+@pytest.mark.usefixtures("stock_vllm")
+@pytest.mark.parametrize(
+    "scheduler_cls", [None, "vllm.v1.core.sched.scheduler.Scheduler"], ids=["default", "vLLM's"]
+)
+def test_an_engine_without_our_scheduler_is_vllms_own(scheduler_cls: str | None) -> None:
+    register_anew()
+
+    config = configuration(scheduler_cls=scheduler_cls)
+
+    assert config.scheduler_config.scheduler_cls == scheduler_cls
+    assert not config.model_config.logits_processors
+    assert built_by_engines() == {InputProcessor}
+
+
+@pytest.mark.usefixtures("stock_vllm")
+def test_an_engine_with_our_scheduler_gets_our_processors() -> None:
+    register_anew()
+    register_anew()
+
+    config = configuration(scheduler_cls=SCHEDULER_CLS)
+
+    assert config.scheduler_config.scheduler_cls is ForkScheduler
+    assert built_by_engines() == {ForkInputProcessor}
+
+
+@pytest.mark.usefixtures("stock_vllm")
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0.0", "dev"])
+def test_the_plugin_warns_and_stays_out_of_an_unknown_vllm(
+    version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    before = EngineArgs.create_engine_config
+
+    with caplog.at_level(logging.WARNING, "apar_core"):
+        register_anew()
+
+    assert EngineArgs.create_engine_config is before
+    assert [record.getMessage() for record in caplog.records] == [
+        f"apar-serve stays out of vLLM {version}: it was checked with vLLM 0.32 and 0.33"
+    ]
+
+
+@pytest.mark.usefixtures("stock_vllm")
+def test_the_plugin_never_raises(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(EngineArgs, "create_engine_config")
+
+    with caplog.at_level(logging.WARNING, "apar_core"):
+        register_anew()
+
+    assert "stays out of vLLM" in caplog.text
+
+
+def test_our_scheduler_in_an_unknown_vllm_is_refused_with_the_versions() -> None:
+    program = (
+        "import sys, types; sys.modules['vllm'] = types.SimpleNamespace(__version__='0.34.0');"
+        "import apar_core.scheduler.request_gate"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"{EngineError.__module__}.EngineError: vLLM 0.34.0 is installed")
+    assert "vLLM 0.32 and 0.33" in last
+
+
+def test_loading_the_plugin_imports_only_itself() -> None:
+    program = (
+        "import sys; known = set(sys.modules); import apar_core.engine.plugin;"
+        "print(*{name for name in set(sys.modules) - known})"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+    loaded = {name for name in done.stdout.split() if name.partition(".")[0] == "apar_core"}
+    assert loaded == {
+        "apar_core",
+        "apar_core.engine",
+        "apar_core.engine.plugin",
+        "apar_core.errors",
+        "apar_core.vllm_names",
+    }
+
+
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [("0.32.0", True), ("0.33.1+cpu", True), ("0.3.2", False), ("0.330.0", False), ("dev", False)],
+)
+def test_builds_and_patches_of_a_version_do_not_matter(version: str, known: bool) -> None:
+    assert is_supported(version) == known

@@ -1,0 +1,94 @@
+"""`gpu_check.sh` goes on past failures, keeps to its time, and resumes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import gpu_check
+from benchmarks.gpu_check import CHECKS, Check, main
+
+ROOT = Path(__file__).resolve().parents[3]
+FAKES = "tests.unit.benchmarks.gpu_check_fakes"
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    return tmp_path
+
+
+def run(folders: Path, *options: str) -> int:
+    return main(["--device", "cpu", "--size", "tiny", "--state", str(folders), *options])
+
+
+def results(folders: Path) -> dict[str, Any]:
+    report = json.loads((folders / "out" / "gpu-check.json").read_text())
+    return {name: found["status"] for name, found in report["checks"].items()}
+
+
+def test_a_failure_and_a_check_without_end_do_not_stop_the_others(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = (
+        Check("breaks", 30, "", FAKES),
+        Check("hangs", 1, "", FAKES),
+        Check("absent", 30, "", FAKES, "no_such_package"),
+        Check("works", 30, "", FAKES),
+    )
+    monkeypatch.setattr(gpu_check, "CHECKS", checks)
+
+    assert run(folders) == 1
+
+    assert results(folders) == {
+        "breaks": "failed", "hangs": "timed out", "absent": "skipped", "works": "passed",
+    }  # fmt: skip
+    page = (folders / "out" / "gpu-check.md").read_text()
+    assert "| breaks |  | failed a / b is wrong |" in page
+    assert "- works on cpu" in page
+
+
+def test_a_call_leaves_what_does_not_fit_to_the_next(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = (Check("long", 90, "", FAKES), Check("short", 20, "", FAKES))
+    monkeypatch.setattr(gpu_check, "CHECKS", checks)
+
+    assert run(folders, "--minutes", "1") == 0
+    assert results(folders) == {"short": "passed"}
+    assert run(folders) == 0
+    assert results(folders) == {"long": "passed", "short": "passed"}
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("a check with a result ran again")
+
+    monkeypatch.setattr(gpu_check, "run_check", never)
+    assert run(folders) == 0
+    with pytest.raises(AssertionError, match="ran again"):
+        run(folders, "--again", "--only", "short")
+
+
+def test_all_limits_together_are_twenty_minutes_in_calls_of_ten() -> None:
+    assert sum(check.limit_s for check in CHECKS) <= 20 * 60
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
+
+
+def test_checks_without_vllm_do_not_import_it() -> None:
+    program = (
+        "import sys, benchmarks.gpu_checks; sys.exit('vllm' in sys.modules or 'ray' in sys.modules)"
+    )
+
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_every_check_runs_here_as_far_as_a_cpu_can(folders: Path) -> None:
+    assert run(folders, "--minutes", "60") == 0, (folders / "out" / "gpu-check.md").read_text()
+
+    expected = {check.name: "passed" for check in CHECKS}
+    assert results(folders) == {**expected, "family_attention": "skipped"}
