@@ -288,10 +288,10 @@ class ModelConfig(BaseModel):
         """Raise ConfigError if a folder of the model is missing."""
         given = {"checkpoint": self.checkpoint}
         given |= {f"adapters: {adapter.name}": adapter.path for adapter in self.adapters}
-        for field, name in given.items():
+        for setting, name in given.items():
             path = Path(name).expanduser()
             if name.startswith(("/", ".", "~")) and not path.is_dir():
-                raise ConfigError(f"{field}: no such folder: {path}")
+                raise ConfigError(f"{setting}: no such folder: {path}")
         if self.prompt_chain is not None and not Path(self.prompt_chain.path).is_dir():
             raise ConfigError(
                 f"prompt_chain.prompt_tokens: no such folder: {self.prompt_chain.path}"

@@ -144,9 +144,9 @@ async def list_models(
 ) -> AnswerStart:
     """Return the list of models, with the model cards that their replicas return.
 
-    `models` are those of `by_name` that the caller may use. If no replica answers within `wait_s` and no card is known, the model gets only the fields that
-    OpenAI's API requires. Only running replicas are asked: a call to a sleeping model would start
-    one.
+    `models` are those of `by_name` that the caller may use. If no replica answers within `wait_s`
+    and no card is known, the model gets only the fields that OpenAI's API requires. Only running
+    replicas are asked: a call to a sleeping model would start one.
     """
     served = list(dict.fromkeys(models.values()))
     cards = await asyncio.gather(*(_cards(model, request, wait_s) for model in served))

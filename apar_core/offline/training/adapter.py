@@ -3,9 +3,9 @@
 vLLM serves low-rank factors only. It takes no module that was trained in full, no single rows of
 the embeddings (PEFT's `trainable_token_indices`), and no additional vocabulary. APAR trains the
 rows of its two control tokens in full, so they are written as factors of rank 2: a matrix of zeros
-and ones that selects the tokens, times the difference of their rows. This is exact. PEFT loads such an adapter too, but must not
-merge it into a model with tied embeddings, where the difference would count twice. Sources:
-`vllm/lora/peft_helper.py`, `vllm/lora/lora_model.py`.
+and ones that selects the tokens, times the difference of their rows. This is exact. PEFT loads
+such an adapter too, but must not merge it into a model with tied embeddings, where the difference
+would count twice. Sources: `vllm/lora/peft_helper.py`, `vllm/lora/lora_model.py`.
 """
 
 from __future__ import annotations
