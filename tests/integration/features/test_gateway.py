@@ -93,7 +93,7 @@ def test_an_adapter_is_a_model_of_its_own(server: Server) -> None:
     base, forking = ask(server, "base"), ask(server, "forking")
 
     assert list(cards) == ["base", "forking", "embedding"]
-    assert vars(cards["forking"])["parent"] == "base"
+    assert (cards["forking"].model_extra or {})["parent"] == "base"
     assert forking.json()["model"] == "forking"
     assert forking.json()["apar"]["forks"] >= 3
     assert base.json()["apar"]["forks"] == 0
