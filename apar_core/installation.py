@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from importlib.machinery import PathFinder
-from importlib.metadata import packages_distributions
+from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
 
 PACKAGES = ("apar_core", "cluster", "deployments")
@@ -70,8 +70,12 @@ def hidden_packages(root: Path = ROOT) -> list[str]:
         folders = [] if spec is None else [*(spec.submodule_search_locations or [str(spec.origin)])]
         if not folders or root / package in [Path(each).resolve() for each in folders]:
             continue
-        owners = sorted(set(packages_distributions().get(package, ())) - {"apar-serve"})
-        owner = f" of the distribution {', '.join(owners)}" if owners else ""
+        owners = [
+            name
+            for name in packages_distributions().get(package, ())
+            if Path(str(distribution(name).locate_file(""))).resolve() == Path(folders[0]).parent
+        ]
+        owner = f" of the distribution {owners[0]}" if owners else ""
         found.append(
             f"the package `{package}` in {folders[0]}{owner} hides the one in {root}: "
             "uninstall it, or install apar-serve into an environment of its own"

@@ -38,7 +38,8 @@ class Surroundings:
     The cores are shared by `num_replicas`, the replicas of all models. A model in `core_shares`
     keeps the number it was started with. Replicas of one `generation` stay when the application is
     deployed again without a change to them. `has_room` tells whether a new replica fits beside the
-    one it replaces. `engine_resource` is a custom Ray resource of which each replica takes one.
+    one it replaces. `engine_resource` is a custom Ray resource of which each replica takes one, and
+    `gateway_resource` one of which the gateway takes a thousandth.
     """
 
     on_gpu: bool = False
@@ -48,6 +49,7 @@ class Surroundings:
     has_room: bool = True
     drain_s: float = 30.0
     engine_resource: str | None = None
+    gateway_resource: str | None = None
 
     def version(self, *facts: Any) -> str:
         """Version of a deployment; Ray Serve replaces replicas of another version."""
@@ -194,7 +196,11 @@ def build_application(
         name=GATEWAY,
         max_ongoing_requests=_NO_CAP,
         autoscaling_config=gateway_autoscaling(),
-        ray_actor_options={"num_cpus": 0, "runtime_env": runtime_env},
+        ray_actor_options={
+            "num_cpus": 0,
+            "resources": {known.gateway_resource: 0.001} if known.gateway_resource else {},
+            "runtime_env": runtime_env,
+        },
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=known.drain_s,
         user_config=ingress.as_user_config(),

@@ -42,6 +42,12 @@ class KubeRayArguments(BaseModel):
         description="Ray resource of which each engine takes one, to keep engines on the pods that "
         "have it. On CPU, nothing else does so.",
     )
+    gateway_resource: str | None = Field(
+        None,
+        min_length=1,
+        description="Ray resource of which the gateway takes a thousandth, to keep it on the pods "
+        "that have it. Otherwise it may start on the head.",
+    )
     spare_room: bool = Field(
         False,
         description="Whether pods have room for one more engine. If so, a rollout starts the new "
@@ -67,6 +73,7 @@ def application(args: dict[str, Any]) -> serve.Application:
         has_room=arguments.spare_room,
         drain_s=config.drain_s,
         engine_resource=arguments.engine_resource,
+        gateway_resource=arguments.gateway_resource,
     )
     return build_application(config, surroundings)
 

@@ -1,24 +1,17 @@
 """vLLM's own server with our plugin, without a gateway."""
 
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import httpx
 import pytest
 
 from apar_core.engine.async_engine import SCHEDULER_CLS
-from apar_core.models.apar_tiny import checkpoint_path
-from cluster.local_ray import free_port
+from tests.integration.vllm_server import vllm_server
 
 pytestmark = pytest.mark.engine
 
 CHAT = "/v1/chat/completions"
-START_S = 240.0
 TOOL = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
@@ -27,37 +20,9 @@ TOOL = {
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
-    command += ["--model", str(checkpoint_path()), "--served-model-name", "tiny"]
-    command += ["--scheduler-cls", SCHEDULER_CLS, "--enable-prefix-caching", "--enforce-eager"]
-    command += ["--dtype", "float32", "--max-model-len", "768", "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     log = tmp_path_factory.mktemp("server") / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, env=os.environ | environment, stdout=output, stderr=subprocess.STDOUT
-        )
-    address = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + START_S
-        while True:
-            with suppress(httpx.HTTPError):
-                if httpx.get(f"{address}/health", timeout=5).status_code == 200:
-                    break
-            said = log.read_text(errors="replace")
-            assert process.poll() is None, said
-            assert time.monotonic() < deadline, said
-            time.sleep(0.5)
+    with vllm_server(log, "--scheduler-cls", SCHEDULER_CLS) as address:
         yield address
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def ask(url: str, **fields: Any) -> httpx.Response:

@@ -22,7 +22,7 @@ def for_this_machine(config: dict[str, Any], keys_file: Path) -> dict[str, Any]:
     made = copy.deepcopy(config)
     made["http_options"] = {"host": "127.0.0.1", "port": free_port()}
     [app] = made["applications"]
-    del app["args"]["engine_resource"]
+    del app["args"]["engine_resource"], app["args"]["gateway_resource"]
     cluster = app["args"]["cluster"]
     cluster["keys_file"] = str(keys_file)
     [model] = cluster["models"]

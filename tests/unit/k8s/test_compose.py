@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from compose_spec import PyCompose
 
+from cluster.cli.main import app
 from cluster.config import load_config
 from deployments.app.ingress import LIVE_PATH
 
@@ -108,6 +110,30 @@ def test_the_cluster_serves_with_the_mounted_settings() -> None:
     assert f":{config.port}{LIVE_PATH}'" in dockerfile
 
 
+def test_the_load_is_a_valid_command_for_the_cluster() -> None:
+    services = composed()["services"]
+    load, cluster = services["load"], services["cluster"]
+    _, *command = load["command"]
+
+    def follow(group: Any, arguments: list[str]) -> dict[str, Any]:
+        """Parse a command line with the real commands; returns the last one's values."""
+        context = group.make_context(None, list(arguments))
+        if not isinstance(group, typer.core.TyperGroup):
+            return dict(context.params)
+        _, chosen, rest = group.resolve_command(context, context._protected_args + context.args)
+        return follow(chosen, rest)
+
+    values = follow(typer.main.get_command(app), command)
+    config = load_config(SERVED, {}, {})
+    assert values["target"] == f"http://127.0.0.1:{config.port}"
+    assert (values["prompts"], values["rate"], values["concurrency"]) == ("held-out", 0.5, None)
+    # Requests need no key, and the load starts again when a run has ended.
+    assert config.allow_anonymous
+    assert load["image"] == cluster["image"]
+    assert load["restart"] == "unless-stopped"
+    assert load["depends_on"] == {"cluster": {"condition": "service_healthy"}}
+
+
 def test_prometheus_scrapes_the_address_of_the_cluster() -> None:
     compose = composed()["services"]
     scraped = yaml.safe_load(
@@ -116,7 +142,7 @@ def test_prometheus_scrapes_the_address_of_the_cluster() -> None:
     [job] = scraped["scrape_configs"]
 
     # All share one network, so loopback is the same for all.
-    for name in ("cluster", "prometheus", "alertmanager", "grafana"):
+    for name in ("cluster", "load", "prometheus", "alertmanager", "grafana"):
         assert compose[name]["network_mode"] == "service:network"
     port = load_config(SERVED, {}, {}).metrics.port
     assert job["static_configs"] == [{"targets": [f"127.0.0.1:{port}"]}]

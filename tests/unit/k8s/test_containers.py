@@ -51,9 +51,24 @@ def problems_of(text: str, root: Path) -> list[str]:
     return found
 
 
+def startup_problems(text: str) -> list[str]:
+    """Reasons why a container would compile at its start, in the last stage of a file."""
+    stages = re.split(r"^FROM ", re.sub(r"\\\n", " ", text), flags=re.MULTILINE)[1:]
+    built = "\n".join(stages)
+    found = []
+    # Both interpreters' libraries, and the environment, which is copied.
+    if len(re.findall(r"compileall", built)) < 2 or "__pycache__" in built:
+        found.append("no bytecode")
+    if re.search(r"compileall (?!as)(?!.*unchecked-hash)", built):
+        found.append("bytecode that depends on the files' times")
+    if re.search(r"apt-get install.*\b(gcc|g\+\+|build-essential|cuda-nvcc)", stages[-1]):
+        found.append("a compiler")
+    return found
+
+
 def _is_pinned(image: str) -> bool:
     tag = image.split()[0].rpartition(":")[2]
-    return bool(re.match(r"\d+\.\d+\.\d+", tag)) or "@sha256:" in image
+    return bool(re.match(r"v?\d+\.\d+\.\d+", tag)) or "@sha256:" in image
 
 
 def test_there_are_container_files_for_cpus_and_gpus() -> None:
@@ -63,6 +78,39 @@ def test_there_are_container_files_for_cpus_and_gpus() -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_a_container_file_has_no_problems(file: Path) -> None:
     assert problems_of(file.read_text(), REPOSITORY) == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_a_container_compiles_nothing_at_its_start(file: Path) -> None:
+    assert startup_problems(file.read_text()) == []
+
+
+def test_the_gpu_image_is_built_on_the_locked_vllm() -> None:
+    [lock] = re.findall(
+        r"^vllm==(\S+)", (REPOSITORY / "requirements" / "gpu.txt").read_text(), re.MULTILINE
+    )
+    bases = re.findall(r"^FROM (\S+)", FILES[1].read_text(), re.MULTILINE)
+
+    assert set(bases) == {f"vllm/vllm-openai:v{lock}"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "problem"),
+    [
+        ("apt-get install --yes", "apt-get install --yes gcc", "a compiler"),
+        (
+            "RUN python -m compileall",
+            "RUN find /opt/venv -name __pycache__ -delete; true",
+            "no bytecode",
+        ),
+        ("--invalidation-mode unchecked-hash /opt/venv/lib ", "/opt/venv/lib ", "times"),
+    ],
+)
+def test_a_container_that_would_compile_is_found(before: str, after: str, problem: str) -> None:
+    text = FILES[0].read_text()
+    assert before in text
+
+    assert any(problem in each for each in startup_problems(text.replace(before, after)))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.config.metrics import DEFAULT_PORT
 from dashboards.grafana import dashboards
+from dashboards.prometheus.rule import JOB
 from deployments.app.kuberay import arguments_of
 from k8s.__main__ import FILE, prometheus_rule
 from tests.fakes.overlays import (
@@ -194,6 +195,14 @@ def test_with_monitoring_each_ray_pod_has_one_monitor_of_its_metrics_port(overla
         # Ours where there are engines, and Ray's own on the head.
         assert endpoint["port"] == ("metrics" if role == "engine" else "ray-metrics")
         watched += [pod.owner for pod in _selected(objects, monitor["spec"]["selector"])]
+        constants = {
+            each["targetLabel"]: each["replacement"]
+            for each in endpoint["relabelings"]
+            if "sourceLabels" not in each
+        }
+        # What the rules select, and by which they keep clusters apart.
+        assert constants["job"] == (JOB if role == "engine" else "ray")
+        assert constants["cluster"] == "default"
 
     expected = ray_pods(objects) if overlay.endswith("-everything") else []
     assert sorted(watched) == sorted(pod.owner for pod in expected)

@@ -158,7 +158,12 @@ def placement_problems(service: Object) -> list[str]:
     [engines] = [pod for pod in ray_pods([service]) if not pod.is_head]
     limits = engines.container["resources"]["limits"]
     models = made.cluster.models
+    assert engines.ray_start is not None
+    # JSON, quoted for the shell that KubeRay runs.
+    resources = json.loads(" ".join(shlex.split(engines.ray_start["resources"])))
     found = []
+    if made.gateway_resource not in resources:
+        found.append("the gateway may start on the head, or nowhere")
     if made.device == "gpu":
         per_pod = float(limits["nvidia.com/gpu"])
         found += [
@@ -167,9 +172,6 @@ def placement_problems(service: Object) -> list[str]:
             if model.gpus_in_ray > per_pod
         ]
     else:
-        assert engines.ray_start is not None
-        # JSON, quoted for the shell that KubeRay runs.
-        resources = json.loads(" ".join(shlex.split(engines.ray_start["resources"])))
         if made.engine_resource is None:
             found.append("without a resource of their own, engines may start on the head")
         per_pod = resources.get(made.engine_resource, 0)

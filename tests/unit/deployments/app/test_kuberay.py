@@ -51,6 +51,15 @@ def test_an_engine_takes_one_unit_of_the_engine_resource() -> None:
     assert replica.ray_actor_options["resources"] == {"engine": 1}
 
 
+def test_the_gateway_stays_on_pods_with_its_resource() -> None:
+    anywhere, _ = built()
+    gateway, replica = built(gateway_resource="gateway")
+
+    assert anywhere.ray_actor_options["resources"] == {}
+    assert gateway.ray_actor_options["resources"] == {"gateway": 0.001}
+    assert "gateway" not in replica.ray_actor_options["resources"]
+
+
 def test_with_spare_room_a_new_engine_starts_before_the_old_one_ends() -> None:
     _, replica = built(spare_room=True)
 
