@@ -38,19 +38,18 @@ def save_adapter(model: PeftModel, folder: Path) -> None:
     }
     config = deepcopy(model.peft_config[_ADAPTER_NAME])
     assert isinstance(config, LoraConfig)
+    ranks: dict[str, int] = {}
     # A recipe's names may be a pattern, which cannot be extended.
     targets = {name.partition(".lora_")[0].rpartition(".")[2] for name in tensors}
     for name, module in model.named_modules():
         if isinstance(module, TrainableTokensLayer):
             owner = name.removesuffix(".token_adapter")
             tensors |= row_factors(module, owner)
-            leaf = owner.rpartition(".")[2]
-            targets.add(leaf)
-            rank = len(module.token_indices[_ADAPTER_NAME])
-            config.rank_pattern[leaf] = rank
-            # Scaled by alpha / rank, which is 1.
-            config.alpha_pattern[leaf] = rank
-    config.target_modules = targets
+            ranks[owner.rpartition(".")[2]] = len(module.token_indices[_ADAPTER_NAME])
+    config.rank_pattern = ranks
+    # An adapter is scaled by alpha / rank, which is 1 for these.
+    config.alpha_pattern = dict(ranks)
+    config.target_modules = sorted(targets | ranks.keys())
     config.trainable_token_indices = None
     config.inference_mode = True
     config.base_model_name_or_path = str(folder.parent)
@@ -69,7 +68,9 @@ def row_factors(layer: TrainableTokensLayer, name: str) -> dict[str, Tensor]:
     before_TD = layer.trainable_tokens_original[_ADAPTER_NAME].to(torch.bfloat16).float()
     change_TD = layer.trainable_tokens_delta[_ADAPTER_NAME].detach().float() - before_TD
     base = layer.get_base_layer()
-    selected_TV = torch.zeros(len(token_ids), len(base.weight))
+    weight = base.weight
+    assert isinstance(weight, Tensor)
+    selected_TV = torch.zeros(len(token_ids), len(weight))
     selected_TV[range(len(token_ids)), token_ids] = 1.0
     if isinstance(base, nn.Embedding):
         return {

@@ -40,8 +40,8 @@ def answers(
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    prompts = [engine.chat_prompt(question) for question in QUESTIONS] * len(adapters)
-    requests = [
+    prompts: list[Any] = [engine.chat_prompt(question) for question in QUESTIONS] * len(adapters)
+    requests: list[Any] = [
         None if path is None else LoRARequest("adapter", 1, path)
         for path in adapters
         for _ in QUESTIONS
@@ -58,7 +58,7 @@ def answers(
             LoraAnswer(
                 choice.text,
                 records.take(output.request_id).statistics.forks,
-                tuple(each[token].logprob for token, each in pairs),
+                tuple(each[token].logprob for token, each in pairs if each),
             )
         )
     return found, core_state(engine.scheduler)

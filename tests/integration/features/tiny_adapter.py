@@ -50,8 +50,9 @@ def _forgetful(folder: Path) -> Path:
     control = find_control_tokens(tokenizer.get_vocab())
     assert control is not None
     generator = torch.Generator().manual_seed(0)
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
     with torch.no_grad():
-        weight = model.get_input_embeddings().weight
         for token_id in (control.fork_id, control.child_id):
             noise = torch.randn(weight.shape[1], generator=generator)
             weight[token_id] = weight.mean(0) + 0.1 * weight.std(0) * noise
