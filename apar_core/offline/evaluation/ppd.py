@@ -472,7 +472,7 @@ def variants_table(run: Measurements) -> ReportTable:
         ),
         tuple(rows),
         f"{_ACCURACY_NOTE} Measured on {source}; one seed. The paper's values are of Vicuna-7B "
-        "with 1, 2 or 100 EPTs: only their order can be compared.",
+        "with 1 EPT, or 100 where these have 2: only their order can be compared.",
     )
 
 
