@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from apar_core.errors import CheckpointError
+from apar_core.formats.config_file import CONFIG_FILE, read_settings
 
-CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 MODEL_TYPE = "ppd_prompt_tokens"
-_EMBEDDINGS = "embeddings"
+_EMBEDDINGS, _WEIGHTS = "embeddings", "weights"
 
 # Values per weight that the fingerprint of a model reads.
 _VALUES_PER_WEIGHT = 64
@@ -40,10 +40,16 @@ class PromptTokenSettings(BaseModel):
     num_prompts: PositiveInt = Field(3, description="Prompt tokens behind a token.")
     ensemble: PositiveInt = Field(1, description="Embeddings per prompt token.")
     hidden_size: PositiveInt = Field(description="Hidden size of the model.")
-    average: Literal["logits", "probabilities"] = Field(
+    average: Literal["logits", "probabilities", "learned"] = Field(
         "logits",
         description="What an ensemble averages. The paper's text has logits, its formula "
-        "probabilities (section 3.2).",
+        "probabilities (section 3.2), appendix B.6 logits with learned weights.",
+    )
+    mask: Literal["ensemble", "decoder", "encoder"] = Field(
+        "ensemble", description="Which prompt tokens an embedding reads (appendix B.5)."
+    )
+    exits: PositiveInt = Field(
+        1, description="Last layers whose hidden states are averaged (appendix B.7)."
     )
     fingerprint: str = Field(description="Fingerprint of the model, by `weights_fingerprint`.")
 
@@ -54,19 +60,27 @@ class PromptTokenSettings(BaseModel):
 
 
 def write_prompt_file(
-    settings: PromptTokenSettings, embeddings_MED: Tensor, folder: str | Path
+    settings: PromptTokenSettings,
+    embeddings_MED: Tensor,
+    folder: str | Path,
+    weights_ME: Tensor | None = None,
 ) -> None:
-    """Write `config.json` and safetensors in the dtype of the embeddings."""
+    """Write `config.json` and safetensors in the dtype of the embeddings.
+
+    `weights_ME` are the learned weights of the members, for `average: learned`.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    embeddings_MED = embeddings_MED.detach().cpu().contiguous()
+    tensors = {_EMBEDDINGS: embeddings_MED.detach().cpu().contiguous()}
+    if weights_ME is not None:
+        tensors[_WEIGHTS] = weights_ME.detach().cpu().contiguous()
     config = {
         "model_type": MODEL_TYPE,
         **settings.model_dump(),
         "dtype": str(embeddings_MED.dtype).removeprefix("torch."),
     }
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
-    save_file({_EMBEDDINGS: embeddings_MED}, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 def read_prompt_file(folder: str | Path) -> tuple[PromptTokenSettings, Tensor]:
@@ -74,22 +88,34 @@ def read_prompt_file(folder: str | Path) -> tuple[PromptTokenSettings, Tensor]:
 
     Raises CheckpointError naming the file, field or weight that is missing or does not match.
     """
+    settings, tensors = read_prompt_tensors(folder)
+    return settings, tensors[_EMBEDDINGS]
+
+
+def read_prompt_tensors(folder: str | Path) -> tuple[PromptTokenSettings, dict[str, Tensor]]:
+    """Return settings and all tensors: `embeddings`, and learned `weights` [M, E] if any.
+
+    Raises CheckpointError as `read_prompt_file` does.
+    """
     folder = Path(folder)
-    settings = _read_settings(folder / CONFIG_FILE)
+    settings = read_settings(folder / CONFIG_FILE, "prompt tokens", MODEL_TYPE, PromptTokenSettings)
     path = folder / WEIGHTS_FILE
     try:
-        weights = load_file(path)
+        tensors = load_file(path)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"cannot read the prompt tokens in {path}: {error}") from error
-    if weights.keys() != {_EMBEDDINGS}:
-        raise CheckpointError(f"{path}: weights must be ['{_EMBEDDINGS}'], got {sorted(weights)}")
-    embeddings_MED = weights[_EMBEDDINGS]
-    if embeddings_MED.shape != settings.shape:
-        raise CheckpointError(
-            f"{path}: {_EMBEDDINGS} has shape {list(embeddings_MED.shape)}, the configuration asks "
-            f"for {list(settings.shape)}"
-        )
-    return settings, embeddings_MED
+    shapes: dict[str, tuple[int, ...]] = {_EMBEDDINGS: settings.shape}
+    if settings.average == "learned":
+        shapes[_WEIGHTS] = settings.shape[:2]
+    if tensors.keys() != shapes.keys():
+        raise CheckpointError(f"{path}: weights must be {sorted(shapes)}, got {sorted(tensors)}")
+    for name, tensor in tensors.items():
+        if tensor.shape != shapes[name]:
+            raise CheckpointError(
+                f"{path}: {name} has shape {list(tensor.shape)}, the configuration asks for "
+                f"{list(shapes[name])}"
+            )
+    return settings, tensors
 
 
 def check_model(settings: PromptTokenSettings, *, hidden_size: int, fingerprint: str) -> None:
@@ -138,21 +164,3 @@ def files_fingerprint(files: Iterable[Path], *, tied: bool) -> str:
                 num_rows = -(-_VALUES_PER_WEIGHT // row_size)
                 weights.append((name, shape, part[:num_rows] if shape else part[...]))
     return weights_fingerprint(weights)
-
-
-def _read_settings(path: Path) -> PromptTokenSettings:
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"no configuration of prompt tokens in {path}: {error}") from error
-    found = config.get("model_type") if isinstance(config, dict) else config
-    if found != MODEL_TYPE:
-        raise CheckpointError(f"{path}: model_type must be {MODEL_TYPE!r}, got {found!r}")
-    try:
-        return PromptTokenSettings.model_validate(config)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise CheckpointError(
-            f"{path}: {field}: {first['msg']} (got {first['input']!r})"
-        ) from error

@@ -213,12 +213,12 @@ def passes(
     medusa_heads: MedusaHeads = None,
     context: Annotated[int, typer.Option(min=1, help="Cached tokens of each row.")] = 512,
     repeats: Annotated[
-        int, typer.Option(min=1, help="Passes per measurement; the shortest counts.")
-    ] = 7,
+        int, typer.Option(min=1, help="Rounds of a few passes at each size; the median counts.")
+    ] = 3,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Measure passes by live rows and inputs, and size candidate trees for this device.
+    """Measure a decoder's passes by live rows and inputs, and size candidate trees for this device.
 
     Writes passes.json, which --pass-times of other commands reads. Example:
 
@@ -297,10 +297,10 @@ def ppd(
 ) -> None:
     """Compare Parallel Prompt Decoding with Medusa heads and plain decoding, alone and with forks.
 
-    The report has the PPD paper's tables 1, 2, 3 and 7 and figures 6a, 7 and 8, and the speed-up of
-    speculation by live rows, measured here and predicted for GPUs. apar-tiny has prompt tokens and
-    heads of its own; another model needs both options. An interrupted run continues with the same
-    command and --out. Example:
+    The report has the PPD paper's tables 1, 2, 3, 6, 7 and 8 and figures 6a, 7 and 8, and the
+    speed-up of speculation by live rows, measured here and predicted for GPUs. apar-tiny has prompt
+    tokens and heads of its own; another model needs both options. An interrupted run continues with
+    the same command and --out. Example:
 
     [bold]apar evaluate ppd --answers 20 --out out/ppd[/bold]
     """

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -23,8 +23,10 @@ from cluster.config.model import ModelConfig
 
 if TYPE_CHECKING:
     from apar_core.offline.speculation.acceptance import AcceptanceTable
+    from apar_core.offline.speculation.frozen_training import Trained
     from apar_core.offline.training.tree_trainer import OnStep, StepReport
 
+Weights = Literal["Medusa heads", "Prompt tokens"]
 Data = Annotated[Path, typer.Option(help="Output folder of `apar data prepare`, or a file in it.")]
 Steps = Annotated[
     int | None, typer.Option(min=1, help="Number of training steps (default: the recipe's).")
@@ -95,22 +97,7 @@ def train_medusa(
 
     [bold]apar train-medusa --model out/apar-7b --data out/data --out out/heads[/bold]
     """
-    console = process_console()
-    with _training(resumable=out):
-        from apar_core.offline.training.recipe import MedusaRecipe, load_recipe
-
-        settings = load_recipe(recipe, MedusaRecipe)
-        if steps is not None:
-            settings = settings.model_copy(update={"num_steps": steps})
-        from apar_core.offline.speculation.train_medusa import train_medusa as run_training
-
-        with step_progress(console, "training heads", settings.num_steps) as show:
-            path = ModelConfig(checkpoint=model).preset.path
-            result = run_training(path, data, out, settings, resume=resume, on_step=show)
-    console.print(f"{result.counts}; {result.padding}.", highlight=False, soft_wrap=True)
-    _print_accuracy(console, result.accuracy)
-    _print_acceptance(console, result.table)
-    console.print(f"Medusa heads written to [bold]{out}[/bold].", soft_wrap=True)
+    _train_beside("Medusa heads", model, data, out, recipe, steps, resume)
 
 
 def train_prompts(
@@ -130,21 +117,44 @@ def train_prompts(
 
     [bold]apar train-prompts --model out/apar-7b --data out/data --out out/prompts[/bold]
     """
+    _train_beside("Prompt tokens", model, data, out, recipe, steps, resume)
+
+
+def _trained(weights: Weights) -> Trained[Any, Any]:
+    from apar_core.offline.speculation.train_medusa import MEDUSA_HEADS
+    from apar_core.offline.speculation.train_prompts import PROMPT_TOKENS
+
+    return MEDUSA_HEADS if weights == "Medusa heads" else PROMPT_TOKENS
+
+
+def _train_beside(
+    weights: Weights,
+    model: str,
+    data: Path,
+    out: Path,
+    recipe: str,
+    steps: int | None,
+    resume: bool,
+) -> None:
+    """Train Medusa heads or prompt tokens beside a model, on data."""
     console = process_console()
     with _training(resumable=out):
-        from apar_core.offline.training.recipe import PromptRecipe, load_recipe
+        from apar_core.offline.evaluation.own_answers import measure_and_write
+        from apar_core.offline.speculation.frozen_training import train_beside
+        from apar_core.offline.training.recipe import load_recipe
 
-        settings = load_recipe(recipe, PromptRecipe)
+        trained = _trained(weights)
+        settings = load_recipe(recipe, trained.recipe)
         if steps is not None:
             settings = settings.model_copy(update={"num_steps": steps})
-        from apar_core.offline.speculation.train_prompts import train_prompts as run_training
-
-        with step_progress(console, "training prompt tokens", settings.num_steps) as show:
-            path = ModelConfig(checkpoint=model).preset.path
-            result = run_training(path, data, out, settings, resume=resume, on_step=show)
+        with step_progress(console, f"training {trained.name}", settings.num_steps) as show:
+            result = train_beside(
+                trained, ModelConfig(checkpoint=model).preset.path, data, out, settings,
+                measure=measure_and_write, resume=resume, on_step=show,
+            )  # fmt: skip
     console.print(f"{result.counts}; {result.padding}.", highlight=False, soft_wrap=True)
     _print_acceptance(console, result.table)
-    console.print(f"Prompt tokens written to [bold]{out}[/bold].", soft_wrap=True)
+    console.print(f"{weights} written to [bold]{out}[/bold].", soft_wrap=True)
 
 
 def train_tiny(
@@ -165,21 +175,34 @@ def train_tiny(
     prompts: Annotated[
         bool, typer.Option("--prompts", help="Train prompt tokens for the embedded model instead.")
     ] = False,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --medusa or --prompts: another checkpoint of this command to train them for "
+            "(default: apar-tiny).",
+            file_okay=False,
+            exists=True,
+        ),
+    ] = None,
 ) -> None:
     """Train the embedded model apar-tiny from scratch (16 minutes on 2 cores).
 
     Writes a checkpoint for `apar serve --model OUT`. The same seed, steps and CPU threads give
-    the same weights on the same machine. Example:
+    the same weights on the same machine. A recipe can have other sizes of the model. Examples:
+
     [bold]apar train-tiny --out out/apar-tiny[/bold]
+
+    [bold]apar train-tiny --prompts --out out/prompts[/bold]
     """
     if medusa and prompts:
         raise typer.BadParameter("--medusa and --prompts are two runs")
+    if checkpoint is not None and not (medusa or prompts):
+        raise typer.BadParameter("--checkpoint needs --medusa or --prompts")
     console = Console()
     with _training():
-        if prompts:
-            _train_tiny_prompts(console, out, steps, seed, cpu_threads, recipe)
-        elif medusa:
-            _train_tiny_heads(console, out, steps, seed, cpu_threads, recipe)
+        if medusa or prompts:
+            weights: Weights = "Prompt tokens" if prompts else "Medusa heads"
+            _train_tiny_beside(weights, checkpoint, console, out, steps, seed, cpu_threads, recipe)
         else:
             _train_tiny_model(console, out, steps, seed, cpu_threads, recipe)
     console.print(f"Written to [bold]{out}[/bold].", soft_wrap=True)
@@ -188,7 +211,7 @@ def train_tiny(
 def _train_tiny_model(
     console: Console, out: Path, steps: int | None, seed: int, cpu_threads: int, recipe: str | None
 ) -> None:
-    from apar_core.offline.training.train_tiny import TinyModelSettings, tiny_recipe
+    from apar_core.offline.training.train_tiny import tiny_recipe
     from apar_core.offline.training.train_tiny import train_tiny as run_training
 
     settings = tiny_recipe(recipe or "apar-tiny").model_copy(
@@ -197,55 +220,37 @@ def _train_tiny_model(
     if steps is not None:
         settings = settings.with_num_steps(steps)
     with step_progress(console, "training apar-tiny", settings.num_steps) as show:
-        run_training(out, TinyModelSettings(), settings, show)
+        run_training(out, settings.model, settings, show)
 
 
-def _train_tiny_heads(
-    console: Console, out: Path, steps: int | None, seed: int, cpu_threads: int, recipe: str | None
+def _train_tiny_beside(
+    weights: Weights,
+    checkpoint: Path | None,
+    console: Console,
+    out: Path,
+    steps: int | None,
+    seed: int,
+    cpu_threads: int,
+    recipe: str | None,
 ) -> None:
+    """Train Medusa heads or prompt tokens for a model of apar-tiny's family."""
     import torch
 
     from apar_core.models.apar_tiny import checkpoint_path
-    from apar_core.offline.speculation.train_medusa import (
-        tiny_medusa_recipe,
-        train_tiny_medusa,
-    )
+    from apar_core.offline.evaluation.own_answers import measure_and_write
+    from apar_core.offline.speculation.frozen_training import train_tiny_beside
 
     torch.set_num_threads(cpu_threads)
-    settings = tiny_medusa_recipe(recipe or "apar-tiny-medusa")
+    trained = _trained(weights)
+    settings = trained.tiny_recipe(recipe)
     changes: dict[str, int] = {"seed": seed} | ({} if steps is None else {"num_steps": steps})
     settings = settings.model_copy(update={"recipe": settings.recipe.model_copy(update=changes)})
-    with step_progress(console, "training heads", settings.recipe.num_steps) as show:
-        accuracy = train_tiny_medusa(checkpoint_path(), out, settings, show)
-    _print_accuracy(console, tuple(accuracy))
-
-
-def _train_tiny_prompts(
-    console: Console, out: Path, steps: int | None, seed: int, cpu_threads: int, recipe: str | None
-) -> None:
-    import torch
-
-    from apar_core.models.apar_tiny import checkpoint_path
-    from apar_core.offline.speculation.train_prompts import (
-        tiny_prompt_recipe,
-        train_tiny_prompts,
-    )
-
-    torch.set_num_threads(cpu_threads)
-    settings = tiny_prompt_recipe(recipe or "apar-tiny-prompts")
-    changes: dict[str, int] = {"seed": seed} | ({} if steps is None else {"num_steps": steps})
-    settings = settings.model_copy(update={"recipe": settings.recipe.model_copy(update=changes)})
-    with step_progress(console, "training prompt tokens", settings.recipe.num_steps) as show:
-        table = train_tiny_prompts(checkpoint_path(), out, settings, show)
+    with step_progress(console, f"training {trained.name}", settings.recipe.num_steps) as show:
+        table = train_tiny_beside(
+            trained, checkpoint or checkpoint_path(), out, settings, measure=measure_and_write,
+            on_step=show,
+        )  # fmt: skip
     _print_acceptance(console, table)
-
-
-def _print_accuracy(console: Console, accuracy: tuple[float, ...]) -> None:
-    for head, share in enumerate(accuracy):
-        console.print(
-            f"Head {head} (token {head + 2} ahead): {share:.1%} correct on held-out trees.",
-            highlight=False,
-        )
 
 
 def _print_acceptance(console: Console, table: AcceptanceTable | None) -> None:

@@ -64,8 +64,7 @@ LAYERS = {
     "apar_core.offline": {
         "data": set(),
         "training": {"data"},
-        # Acceptance is measured on answers that the decoders generate.
-        "speculation": {"data", "decoders", "training"},
+        "speculation": {"data", "training"},
         "decoders": {"speculation", "training"},
         "evaluation": {"data", "decoders", "speculation", "training"},
     },

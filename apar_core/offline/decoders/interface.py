@@ -143,10 +143,11 @@ class TokenChoice:
     def sampled(
         cls, temperature: float, top_p: float = 1.0, seed: int | None = None
     ) -> TokenChoice:
-        """Sample from the nucleus of probability `top_p`.
+        """Sample from the nucleus of probability `top_p`; a temperature of 0 is greedy.
 
-        Each thread has its own random stream, so a seeded answer does not depend on which threads
-        ran concurrently. A temperature of 0 is greedy.
+        Each thread has its own random stream. Without speculation, a seeded answer does not depend
+        on which threads ran concurrently. With it, typical acceptance sees the candidates of a
+        tree, and the tree may depend on the number of live threads.
         """
         return cls(temperature, top_p, seed)
 

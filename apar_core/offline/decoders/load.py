@@ -25,7 +25,7 @@ from apar_core.offline.decoders.interface import (
     DecodeStream,
     TokenChoice,
 )
-from apar_core.offline.decoders.pass_times import PassTimes
+from apar_core.offline.decoders.pass_times import PassTimes, ProposerName
 from apar_core.offline.decoders.proposer import (
     MedusaProposer,
     PromptProposer,
@@ -200,7 +200,7 @@ def load_decoder(
     medusa_heads: Path | None = None,
     prompt_tokens: Path | None = None,
     trees: TreeFamily | None = None,
-    pass_times: PassTimes | None = None,
+    pass_times: Mapping[ProposerName, PassTimes] | None = None,
     device: str = "auto",
     dtype: torch.dtype | None = None,
     top_k: tuple[int, ...] | None = None,
@@ -214,7 +214,7 @@ def load_decoder(
     without a table have one candidate each on a CPU and two elsewhere.
 
     Raises CheckpointError for an unknown name, missing control tokens, heads or prompt tokens that
-    do not fit, and a missing table of prompt tokens.
+    do not fit, and a missing table of prompt tokens or missing pass times.
     """
     if name not in DECODER_NAMES:
         raise CheckpointError(f"decoder must be one of {', '.join(DECODER_NAMES)}, got {name!r}")
@@ -283,6 +283,7 @@ def build_decoder(
         proposer = MedusaProposer(heads)
     elif prompts is not None:
         check_prompt_tokens(prompts, model)
+        _check_variant(prompts)
         proposer = PromptProposer(prompts, model)
     if trees is None:
         if prompts is not None:
@@ -341,14 +342,20 @@ def _family_of_table(
     model: Any,
     heads: MedusaHeads | None,
     prompts: PromptTokens | None,
-    pass_times: PassTimes | None,
+    pass_times: Mapping[ProposerName, PassTimes] | None,
 ) -> TreeFamily | None:
     """Return the trees for the acceptance table in a folder; None for heads without one."""
     if heads is not None and pass_times is None and not (folder / ACCEPTANCE_FILE).exists():
         return None
     ensemble = prompts.settings.ensemble if prompts is not None else 0
     if pass_times is not None:
-        return pass_times.family(read_table(folder), ensemble=ensemble)
+        name: ProposerName = "medusa_heads" if heads is not None else "prompt_tokens"
+        if name not in pass_times:
+            raise CheckpointError(
+                f"the pass times have no {name}, only {', '.join(sorted(pass_times))}: measure "
+                f"them with `apar evaluate passes --{name.replace('_', '-')}`"
+            )
+        return pass_times[name].family(read_table(folder), ensemble=ensemble)
     return tree_family(read_table(folder), pass_seconds(model.device), ensemble=ensemble)
 
 
@@ -383,6 +390,17 @@ def _check_heads(heads: MedusaHeads, config: Any) -> None:
         theirs, ours = getattr(heads.settings, field), getattr(config, field)
         if theirs != ours:
             raise CheckpointError(f"Medusa heads have {field} {theirs}, the model has {ours}")
+
+
+def _check_variant(prompts: PromptTokens) -> None:
+    """Raise CheckpointError for the paper's variants that predict worse and are only measured."""
+    for field, expected in (("mask", "ensemble"), ("exits", 1)):
+        found = getattr(prompts.settings, field)
+        if found != expected:
+            raise CheckpointError(
+                f"prompt tokens have {field} {found!r}, the decoders need {expected!r}: other "
+                "values are for `apar evaluate ppd` only"
+            )
 
 
 def _check_trees(

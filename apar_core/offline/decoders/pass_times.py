@@ -1,39 +1,56 @@
-"""Durations of passes by rows and tokens, measured or from a file: they decide the tree's size.
+"""Durations of a decoder's passes by rows and inputs, measured or from a file.
 
+They decide the size of the candidate trees. A pass is measured as a decoder runs it: proposing
+candidates, the model, choosing tokens and handing them to the threads.
 Source: Parallel Prompt Decoding (arXiv 2405.18628), section 4.2, "hardware-awareness".
 """
 
 from __future__ import annotations
 
 import json
-import time
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Literal
 
-import torch
 from pydantic import PositiveFloat, PositiveInt, TypeAdapter, ValidationError
-from transformers import DynamicCache
 
 from apar_core.errors import EvaluationError, validation_summary
+from apar_core.offline.decoders.interface import AnswerDecoder, TokenChoice, decode_answer
 from apar_core.offline.speculation.acceptance import AcceptanceTable
-from apar_core.offline.speculation.sparse_tree import FAMILY_ROWS, TreeFamily, best_size
+from apar_core.offline.speculation.sparse_tree import (
+    FAMILY_ROWS,
+    DynamicTree,
+    TreeFamily,
+    best_size,
+    optimal_tree,
+)
 from apar_core.step_costs.costs import StepCosts
 
 PASS_INPUTS = (1, 2, 4, 8, 16, 32, 64)
-"""Tokens of a row in the measured passes."""
+"""Most inputs of a row in the measured passes."""
 
 PASSES_FILE = "passes.json"
 
-_SECONDS = TypeAdapter(dict[PositiveInt, dict[PositiveInt, PositiveFloat]])
+# Tokens that each thread still has to write when all are alive, halved: guesses may be right.
+_PASSES_PER_ROUND = 4
+
+MEASURED_TOKENS = PASS_INPUTS[-1] + 2 * (FAMILY_ROWS[-1] + 2 * _PASSES_PER_ROUND)
+"""Room that a measurement needs behind the context (tokens)."""
+
+ProposerName = Literal["prompt_tokens", "medusa_heads"]
+
+_SECONDS = TypeAdapter(dict[ProposerName, dict[PositiveInt, dict[PositiveInt, PositiveFloat]]])
 
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Shortest seconds of a pass by rows of the batch and inputs per row, for one model and device.
+    """Seconds of a pass by rows of the batch and inputs per row.
 
-    Rows between those measured take the next larger number.
+    They hold for one model, proposer and device. Rows between those measured take the next larger
+    number.
     """
 
     seconds: Mapping[int, Mapping[int, float]]
@@ -63,70 +80,85 @@ class PassTimes:
             ),
         )
 
-    def write(self, path: Path) -> None:
-        """Write the seconds as JSON: rows, then inputs."""
-        path.write_text(json.dumps(self.seconds, indent=1) + "\n", encoding="utf-8")
+
+def write_passes(times: Mapping[ProposerName, PassTimes], path: Path) -> None:
+    """Write the seconds as JSON: proposer, rows, then inputs."""
+    seconds = {name: each.seconds for name, each in times.items()}
+    path.write_text(json.dumps(seconds, indent=1) + "\n", encoding="utf-8")
 
 
-def read_passes(path: Path) -> PassTimes:
+def read_passes(path: Path) -> dict[ProposerName, PassTimes]:
     """Read `passes.json`. Raises EvaluationError for a missing or damaged file."""
     try:
-        seconds = _SECONDS.validate_json(path.read_text(encoding="utf-8"))
+        found = _SECONDS.validate_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise EvaluationError(
             f"no pass times in {path}: {error}. `apar evaluate passes` measures them"
         ) from error
     except ValidationError as error:
         raise EvaluationError(f"{path}: {validation_summary(error)}") from error
-    if not seconds or not all(seconds.values()):
+    if not found or not all(seconds and all(seconds.values()) for seconds in found.values()):
         raise EvaluationError(f"{path} has no pass times")
-    return PassTimes(seconds)
+    return {name: PassTimes(seconds) for name, seconds in found.items()}
 
 
-def stored_passes(path: Path, measure: Callable[[], PassTimes]) -> PassTimes:
-    """Return the pass times in a file, or measure and store them."""
-    if not path.is_file():
-        measure().write(path)
-    return read_passes(path)
+def measured_trees(table: AcceptanceTable, ensemble: int) -> dict[int, DynamicTree]:
+    """Return the best tree of each measured size, by its own number of inputs."""
+    trees = [optimal_tree(table, most, ensemble) for most in PASS_INPUTS]
+    return {tree.num_inputs(ensemble): tree for tree in trees}
 
 
-@torch.inference_mode()
 def measure_passes(
-    model: Any, context: int, *, repeats: int = 7, rows: Sequence[int] = FAMILY_ROWS
+    load: Callable[[TreeFamily], AnswerDecoder],
+    trees: Mapping[int, DynamicTree],
+    context: int,
+    vocabulary: Sequence[int],
+    fork_id: int | None,
+    *,
+    repeats: int = 3,
+    rows: Sequence[int] = FAMILY_ROWS,
 ) -> PassTimes:
-    """Measure passes over random tokens behind `context` tokens of each row.
+    """Measure the passes of decoders with each of the `trees`.
 
-    All points are measured once before any is measured again.
+    `load` returns a decoder with the given trees. Its threads replay random tokens of the
+    `vocabulary` behind `context` such tokens, so that guesses are wrong and every pass yields a
+    token. The root opens the other rows with `fork_id`; without one, passes of one row are
+    measured. All points are measured once before any is measured again; the median counts.
     """
-    generator = torch.Generator().manual_seed(0)
-    size = model.config.vocab_size
+    draws = random.Random(0)
+    prompt = draws.choices(vocabulary, k=context)
+    decoders = {inputs: load(TreeFamily.of(tree)) for inputs, tree in trees.items()}
+    numbers = [number for number in rows if number == 1 or fork_id is not None]
     measured: dict[tuple[int, int], list[float]] = {}
     for repeat in range(repeats + 1):
-        for number in rows:
-            cache = DynamicCache()
-            drawn = max(context, PASS_INPUTS[-1])
-            draw = torch.randint(size, (number, drawn), generator=generator).to(model.device)
-            ids = draw[:, :context]
-            model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            for inputs in PASS_INPUTS:
-                ids = draw[:, :inputs]
-                _synchronize(model.device)
-                start = time.perf_counter()
-                model(input_ids=ids, past_key_values=cache, use_cache=True)
-                _synchronize(model.device)
-                # The first round warms up.
+        # The first round warms up.
+        for number in numbers[:1] if repeat == 0 else numbers:
+            for inputs, decoder in decoders.items():
+                replay = _replay(number, vocabulary, fork_id, draws)
+                trace = decode_answer(decoder, prompt, TokenChoice.replay(replay)).trace
+                # Of the passes with all rows, the first opens the last one.
+                passes = [step for step in trace[1:] if step.threads == number][1:]
                 if repeat > 0:
-                    seconds = time.perf_counter() - start
-                    measured.setdefault((number, inputs), []).append(seconds)
-                cache.crop(-inputs)
+                    seconds = [step.seconds for step in passes]
+                    measured.setdefault((number, inputs), []).extend(seconds)
     return PassTimes(
         {
-            number: {inputs: min(measured[number, inputs]) for inputs in PASS_INPUTS}
-            for number in rows
+            number: {inputs: median(measured[number, inputs]) for inputs in decoders}
+            for number in numbers
         }
     )
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _replay(
+    num_rows: int, vocabulary: Sequence[int], fork_id: int | None, draws: random.Random
+) -> dict[str, list[int]]:
+    """Return tokens with which `num_rows` threads are alive together for a few passes."""
+    num_tokens = num_rows + 2 * _PASSES_PER_ROUND
+    replay = {"": [draws.choice(vocabulary)]}
+    for child in range(num_rows - 1):
+        assert fork_id is not None
+        # No fork follows a fork.
+        replay[""] += [fork_id, draws.choice(vocabulary)]
+        replay[str(child)] = draws.choices(vocabulary, k=2 * num_tokens)
+    replay[""] += draws.choices(vocabulary, k=2 * _PASSES_PER_ROUND)
+    return replay

@@ -6,6 +6,7 @@ V vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -75,11 +76,10 @@ class PromptProposer:
     """
 
     def __init__(self, prompts: PromptTokens, model: Any) -> None:
-        self.prompts = prompts
+        self.prompts = copy.deepcopy(prompts).to(device=model.device, dtype=model.dtype)
         self.ensemble = prompts.settings.ensemble
         self._output_layer = model.get_output_embeddings()
-        embeddings_ND = prompts.embeddings.detach().flatten(0, 1)
-        embeddings_ND = embeddings_ND.to(device=model.device, dtype=model.dtype)
+        embeddings_ND = self.prompts.embeddings.detach().flatten(0, 1)
         no_prompt_ND = torch.zeros_like(embeddings_ND[:1])
         self.embeddings_ND: Tensor | None = torch.cat((no_prompt_ND, embeddings_ND))
 
@@ -93,11 +93,9 @@ class PromptProposer:
         # A row in a lower state reads other nodes here, and its tree ignores the result.
         index_RN = (firsts_R[:, None] + places_N).clamp_(max=len(hidden_ND) - 1)
         hidden_RMED = hidden_ND[index_RN].unflatten(1, (num_distances, self.ensemble))
-        if self.prompts.settings.average == "logits":
-            # The output layer is linear, so it commutes with the mean.
-            logits_RMV: Tensor = self._output_layer(hidden_RMED.mean(2))
-            return logits_RMV
-        return self.prompts.combined(self._output_layer(hidden_RMED))
+        distances_M = torch.arange(num_distances, device=hidden_ND.device)
+        merged_RMED = self.prompts.merged(hidden_RMED, distances_M)
+        return self.prompts.combined(self._output_layer(merged_RMED))
 
 
 class TreeStacks:

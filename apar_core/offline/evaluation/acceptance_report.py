@@ -18,6 +18,8 @@ import torch
 from matplotlib.figure import Figure
 
 from apar_core.errors import EvaluationError
+from apar_core.offline.decoders.pass_times import ProposerName
+from apar_core.offline.evaluation.own_answers import measure_and_write
 from apar_core.offline.evaluation.prompt_sets import HELD_OUT, load_prompts
 from apar_core.offline.evaluation.replay_text import ModelText
 from apar_core.offline.evaluation.speed_run import choose_device
@@ -26,7 +28,6 @@ from apar_core.offline.speculation.acceptance import (
     AcceptanceTable,
     read_table,
 )
-from apar_core.offline.speculation.measure_acceptance import measure_and_write
 from apar_core.offline.speculation.medusa_heads import MedusaHeads, load_medusa_heads
 from apar_core.offline.speculation.prompt_tokens import (
     PromptTokens,
@@ -56,11 +57,20 @@ _NORMAL_95 = 1.96
 
 @dataclass(frozen=True, slots=True)
 class Guesses:
-    """Acceptance table with the name and ensemble of its proposer; 0 for Medusa heads."""
+    """Acceptance table with its proposer's name and ensemble, 0 for Medusa heads.
 
-    name: str
+    `folder` has the weights; None if only the table is at hand.
+    """
+
+    proposer: ProposerName
     table: AcceptanceTable
     ensemble: int
+    folder: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """Name in reports."""
+        return {"prompt_tokens": "Prompt tokens", "medusa_heads": "Medusa heads"}[self.proposer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +122,10 @@ def read_guesses(prompt_tokens: Path | None, medusa_heads: Path | None) -> list[
     found = []
     if prompt_tokens is not None:
         ensemble = load_prompt_tokens(prompt_tokens).settings.ensemble
-        found.append(Guesses("Prompt tokens", read_table(prompt_tokens), ensemble))
+        table = read_table(prompt_tokens)
+        found.append(Guesses("prompt_tokens", table, ensemble, prompt_tokens))
     if medusa_heads is not None:
-        found.append(Guesses("Medusa heads", read_table(medusa_heads), 0))
+        found.append(Guesses("medusa_heads", read_table(medusa_heads), 0, medusa_heads))
     return found
 
 
@@ -209,28 +220,33 @@ def _accuracy(proposers: Sequence[Guesses]) -> ReportTable:
     rows = []
     for each in proposers:
         known = each.table.observations or (None,) * each.table.num_distances
-        for distance, (shares, positions) in enumerate(
-            zip(each.table.top_k(), known, strict=True), 1
+        everywhere = each.table.accuracy or (None,) * each.table.num_distances
+        for distance, (shares, positions, places) in enumerate(
+            zip(each.table.top_k(), known, everywhere, strict=True), 1
         ):
             interval = None
             if positions is not None:
                 interval = 100 * _NORMAL_95 * sqrt(shares[0] * (1 - shares[0]) / positions)
             tops = [100 * shares[k - 1] if k <= len(shares) else None for k in _TOP_K]
-            rows.append((each.name, distance, positions, tops[0], interval, *tops[1:]))
+            of_all = [100 * places[k - 1] if places else None for k in _TOP_K]
+            rows.append((each.name, distance, positions, tops[0], interval, *tops[1:], *of_all))
     return ReportTable(
         "accuracy",
-        "Accuracy of guesses, if all nearer tokens were guessed",
+        "Accuracy of guesses",
         (
             Column("Proposer"),
             Column("Distance", "d"),
-            Column("Positions", "d"),
+            Column("Steps", "d"),
             Column("Top-1 %"),
             Column("± (95 %)"),
             *(Column(f"Top-{k} %") for k in _TOP_K[1:]),
+            *(Column(f"All places: top-{k} %") for k in _TOP_K),
         ),
         tuple(rows),
         "Distance 1 is the token behind the model's own next token. Top-k: one of the k likeliest "
-        "candidates is right. The interval takes positions as independent.",
+        "candidates is right, in steps in which all nearer tokens were guessed. A decoder's steps "
+        "begin more often where guesses are wrong. All places: whatever the nearer tokens, as in "
+        "the paper's tables and figure 6. The interval takes steps as independent.",
     )
 
 
@@ -278,7 +294,7 @@ def _figure(proposers: Sequence[Guesses], lengths: Mapping[str, Sequence[TreeLen
 
 def _draw_accuracy(panel: Axes, proposers: Sequence[Guesses]) -> None:
     for style, each in zip(("o-", "s--", "^:"), proposers, strict=False):
-        for distance, shares in enumerate(each.table.top_k(), 1):
+        for distance, shares in enumerate(each.table.accuracy or each.table.top_k(), 1):
             panel.plot(
                 range(1, len(shares) + 1),
                 [100 * share for share in shares],

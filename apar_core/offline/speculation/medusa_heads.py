@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from apar_core.errors import CheckpointError
+from apar_core.formats.config_file import CONFIG_FILE, read_settings
 
-CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 
 
@@ -117,7 +117,9 @@ def load_medusa_heads(folder: str | Path) -> MedusaHeads:
     Raises CheckpointError naming the file, field or weight that is missing or does not match.
     """
     folder = Path(folder)
-    settings = _read_settings(folder / CONFIG_FILE)
+    settings = read_settings(
+        folder / CONFIG_FILE, "Medusa heads", "medusa", MedusaHeadSettings, _vllm_settings
+    )
     weights = _read_weights(folder)
     heads = MedusaHeads(settings)
     wanted = _weights(heads)
@@ -142,23 +144,19 @@ def _weights(heads: MedusaHeads) -> dict[str, Tensor]:
     return dict(heads.state_dict())
 
 
-def _read_settings(path: Path) -> MedusaHeadSettings:
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"no configuration of Medusa heads in {path}: {error}") from error
-    if not isinstance(config, dict) or config.get("model_type") != "medusa":
-        found = config.get("model_type") if isinstance(config, dict) else config
-        raise CheckpointError(f"{path}: model_type must be 'medusa', got {found!r}")
-    _refuse_reduced_vocabulary(config, path)
-    try:
-        return MedusaHeadSettings.model_validate(_renamed_keys(config))
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
+def _vllm_settings(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the fields by our names. Raises CheckpointError for heads of a reduced vocabulary."""
+    truncated = config.get("truncated_vocab_size")
+    if truncated is not None and truncated != config.get("vocab_size"):
         raise CheckpointError(
-            f"{path}: {field}: {first['msg']} (got {first['input']!r})"
-        ) from error
+            f"{path}: truncated_vocab_size {truncated} is not supported: heads must propose from "
+            f"the whole vocabulary ({config.get('vocab_size')})"
+        )
+    if config.get("original_lm_head"):
+        raise CheckpointError(
+            f"{path}: original_lm_head is not supported: each head needs its own vocabulary matrix"
+        )
+    return _renamed_keys(config)
 
 
 def _renamed_keys(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,19 +170,6 @@ def _renamed_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         else:
             named[key] = value
     return named
-
-
-def _refuse_reduced_vocabulary(config: Mapping[str, Any], path: Path) -> None:
-    truncated = config.get("truncated_vocab_size")
-    if truncated is not None and truncated != config.get("vocab_size"):
-        raise CheckpointError(
-            f"{path}: truncated_vocab_size {truncated} is not supported: heads must propose from "
-            f"the whole vocabulary ({config.get('vocab_size')})"
-        )
-    if config.get("original_lm_head"):
-        raise CheckpointError(
-            f"{path}: original_lm_head is not supported: each head needs its own vocabulary matrix"
-        )
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:

@@ -18,9 +18,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import DynamicCache, PreTrainedModel
 
+from apar_core.offline.speculation.prompt_tokens import PromptTokens
 from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, next_indices
 from apar_core.offline.training.tree_forward import (
     FLEX,
@@ -103,15 +105,21 @@ def insertions(
     )
 
 
-def prompt_logits(
-    model: PreTrainedModel, embeddings_MED: Tensor, batch: Batch, places: Insertions
+def prompt_predictions(
+    model: PreTrainedModel,
+    prompts: PromptTokens,
+    embeddings_MED: Tensor,
+    batch: Batch,
+    places: Insertions,
 ) -> tuple[Tensor, Tensor]:
-    """Return the logits of prompt tokens [K, E, V] and of their teacher [K, V].
+    """Return the predictions [K, V] of prompt tokens and of their teacher.
 
     The predictions stand in the order of `places.learned_BNM`. Ordinary tokens read no prompt
-    token, and gradients reach the embeddings only.
+    token, and gradients reach `embeddings_MED` and the weights of `prompts` only. The embeddings
+    are those of `prompts`, as its forward pass returns them.
     """
     cache, teacher_KV = _teacher_pass(model, batch, places)
+    settings = prompts.settings
     num_prompts, ensemble, size = embeddings_MED.shape
     num_rows, num_points = places.after_BN.shape
     inputs_BPD = (
@@ -124,19 +132,31 @@ def prompt_logits(
     depth_P = depth_P.repeat(num_points)
     after_BP = places.after_BN.repeat_interleave(num_prompts * ensemble, dim=1)
     learned_BNM = places.learned_BNM
+    distance_K = learned_BNM.nonzero()[:, 2]
 
     def select(hidden_BPD: Tensor) -> Tensor:
-        return hidden_BPD.reshape(*learned_BNM.shape, ensemble, size)[learned_BNM]
+        hidden_KED = hidden_BPD.reshape(*learned_BNM.shape, ensemble, size)[learned_BNM]
+        return prompts.merged(hidden_KED, distance_K)
 
-    with before_output_layer(model, select):
-        logits_KEV: Tensor = model(
+    several_exits = settings.exits > 1
+    with before_output_layer(model, (lambda hidden: hidden[:, :0]) if several_exits else select):
+        output = model(
             inputs_embeds=inputs_BPD,
             position_ids=batch["positions_BT"].gather(1, after_BP) + 1 + depth_P,
-            attention_mask=prompt_mask(model, batch, after_BP, num_prompts, ensemble),
+            attention_mask=prompt_mask(
+                model, batch, after_BP, num_prompts, ensemble, settings.mask
+            ),
             past_key_values=cache,
             use_cache=True,
-        ).logits
-    return logits_KEV, teacher_KV
+            output_hidden_states=several_exits,
+        )
+    if not several_exits:
+        return prompts.combined(output.logits), teacher_KV
+    # As in the authors' code: the last state has passed the final norm, the others have not.
+    hidden_BPD = torch.stack(output.hidden_states[-settings.exits :]).mean(0)
+    output_layer = model.get_output_embeddings()
+    assert isinstance(output_layer, Module)
+    return prompts.combined(output_layer(select(hidden_BPD))), teacher_KV
 
 
 @torch.no_grad()
@@ -162,17 +182,32 @@ def _teacher_pass(
 
 
 def prompt_mask(
-    model: PreTrainedModel, batch: Batch, after_BP: Tensor, num_prompts: int, ensemble: int
+    model: PreTrainedModel,
+    batch: Batch,
+    after_BP: Tensor,
+    num_prompts: int,
+    ensemble: int,
+    mask: str = "ensemble",
 ) -> Tensor | BlockMask:
-    """Return the mask [B, 1, P, T + P]: each query reads its path and its own member's chain."""
+    """Return the mask [B, 1, P, T + P]: each query reads its path, itself and its own chain.
+
+    Of its chain it reads the same member of the prompt tokens before its own (`ensemble`), or all
+    members of these (`decoder`), or all of these and of its own (`encoder`). Source: PPD, appendix
+    B.5. The authors' code has other masks: decoder reads all embeddings before, encoder only those
+    of its own prompt token.
+    """
     trees = tree_batch(batch)
     (num_rows, num_queries), num_tokens = after_BP.shape, trees.token_ids_BT.shape[1]
     chain = num_prompts * ensemble
     reads_tree = mask_function(trees)
 
     def reads_prompt(query: Tensor, key: Tensor) -> Tensor:
-        same_chain = (query // chain == key // chain) & (query % ensemble == key % ensemble)
-        return same_chain & (key <= query)
+        same_chain = query // chain == key // chain
+        if mask == "ensemble":
+            return same_chain & (query % ensemble == key % ensemble) & (key <= query)
+        if mask == "decoder":
+            return same_chain & ((key // ensemble < query // ensemble) | (key == query))
+        return same_chain & (key // ensemble <= query // ensemble)
 
     if model.config._attn_implementation == FLEX:
 

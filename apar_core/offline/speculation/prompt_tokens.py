@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,19 +20,25 @@ from transformers import PreTrainedModel
 from apar_core.formats.prompt_file import (
     PromptTokenSettings,
     check_model,
-    read_prompt_file,
+    read_prompt_tensors,
     weights_fingerprint,
     write_prompt_file,
 )
 
 
 class PromptTokens(nn.Module):
-    """Embeddings [M, E, D] of the prompt tokens of one model."""
+    """Embeddings [M, E, D] of the prompt tokens of one model.
+
+    `weights` [M, E] of the members are trained with `average: learned`, and else None.
+    """
 
     def __init__(self, settings: PromptTokenSettings) -> None:
         super().__init__()
         self.settings = settings
         self.embeddings = nn.Parameter(torch.zeros(settings.shape))
+        self.weights: nn.Parameter | None = None
+        if settings.average == "learned":
+            self.weights = nn.Parameter(torch.full(settings.shape[:2], 1 / settings.ensemble))
 
     @classmethod
     def like_text(
@@ -41,23 +47,24 @@ class PromptTokens(nn.Module):
         *,
         num_prompts: int = 3,
         ensemble: int = 1,
-        average: Literal["logits", "probabilities"] = "logits",
         seed: int = 0,
+        **settings: Any,
     ) -> Self:
         """Initialize each embedding in float32 as that of a random token of the vocabulary.
 
-        Source: PPD, section 5, "Training".
+        `settings` are further fields of PromptTokenSettings. Source: PPD, section 5, "Training".
         """
         rows = model.get_input_embeddings().weight
         assert isinstance(rows, Tensor)
-        settings = PromptTokenSettings(
-            num_prompts=num_prompts,
-            ensemble=ensemble,
-            hidden_size=rows.shape[1],
-            average=average,
-            fingerprint=model_fingerprint(model),
-        )
-        prompts = cls(settings).to(rows.device)
+        prompts = cls(
+            PromptTokenSettings(
+                num_prompts=num_prompts,
+                ensemble=ensemble,
+                hidden_size=rows.shape[1],
+                fingerprint=model_fingerprint(model),
+                **settings,
+            )
+        ).to(rows.device)
         generator = torch.Generator().manual_seed(seed)
         chosen_ME = torch.randint(len(rows), (num_prompts, ensemble), generator=generator)
         with torch.no_grad():
@@ -68,16 +75,28 @@ class PromptTokens(nn.Module):
         """Return the embeddings [M, E, D]; trainers need a forward pass to exchange gradients."""
         return self.embeddings
 
+    def merged(self, hidden_KED: Tensor, distance_K: Tensor) -> Tensor:
+        """Average the hidden states of an ensemble where that equals averaging its logits.
+
+        The output layer is linear, so logits are averaged before it: the result [K, 1, D] needs one
+        logit vector instead of E. For probabilities the hidden states are returned as they are.
+        `distance_K` has the prompt token, from 0, that each ensemble belongs to.
+        """
+        if self.settings.average == "probabilities":
+            return hidden_KED
+        if self.weights is None:
+            return hidden_KED.mean(-2, keepdim=True)
+        weights_KE = self.weights[distance_K].to(hidden_KED.dtype)
+        return (weights_KE[..., None] * hidden_KED).sum(-2, keepdim=True)
+
     def combined(self, logits_EV: Tensor) -> Tensor:
-        """Return one prediction [..., V] from the logits [..., E, V] of an ensemble.
+        """Return one prediction [..., V] from the logits of what `merged` returned.
 
         The result is log-probabilities up to a constant: its softmax is the distribution.
         """
-        if self.settings.ensemble == 1:
+        if logits_EV.shape[-2] == 1:
             return logits_EV.squeeze(-2)
-        if self.settings.average == "logits":
-            return logits_EV.mean(-2)
-        return logits_EV.log_softmax(-1).logsumexp(-2) - math.log(self.settings.ensemble)
+        return logits_EV.log_softmax(-1).logsumexp(-2) - math.log(logits_EV.shape[-2])
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:
@@ -98,7 +117,7 @@ def check_prompt_tokens(prompts: PromptTokens, model: PreTrainedModel) -> None:
 
 def save_prompt_tokens(prompts: PromptTokens, folder: str | Path) -> None:
     """Write `config.json` and safetensors in the dtype of the embeddings."""
-    write_prompt_file(prompts.settings, prompts.embeddings, folder)
+    write_prompt_file(prompts.settings, prompts.embeddings, folder, prompts.weights)
 
 
 def load_prompt_tokens(folder: str | Path) -> PromptTokens:
@@ -107,7 +126,7 @@ def load_prompt_tokens(folder: str | Path) -> PromptTokens:
     Raises CheckpointError naming the file, field or weight that is missing or does not match.
     `check_prompt_tokens` compares them with a model.
     """
-    settings, embeddings_MED = read_prompt_file(folder)
+    settings, tensors = read_prompt_tensors(folder)
     prompts = PromptTokens(settings)
-    prompts.load_state_dict({"embeddings": embeddings_MED}, assign=True)
+    prompts.load_state_dict(tensors, assign=True)
     return prompts.eval()

@@ -150,8 +150,18 @@ class PromptRecipe(FrozenModelRecipe):
         3, description="Prompt tokens; number d (from 0) predicts the token d + 2 places ahead."
     )
     ensemble: PositiveInt = Field(1, description="Embeddings per prompt token.")
-    average: Literal["logits", "probabilities"] = Field(
-        "logits", description="What an ensemble averages."
+    average: Literal["logits", "probabilities", "learned"] = Field(
+        "logits",
+        description="What an ensemble averages: logits, probabilities, or logits with learned "
+        "weights.",
+    )
+    mask: Literal["ensemble", "decoder", "encoder"] = Field(
+        "ensemble",
+        description="What an embedding reads of the prompt tokens before its own: the same member "
+        "(ensemble) or all members; with encoder also the other members of its own.",
+    )
+    exits: PositiveInt = Field(
+        1, description="Last layers whose hidden states are averaged for a prediction."
     )
     loss: Literal["forward_kl", "reverse_kl", "labels"] = Field(
         "forward_kl",

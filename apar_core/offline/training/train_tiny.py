@@ -61,7 +61,7 @@ _MIXTURES = {
 
 
 class TinyModelSettings(BaseModel):
-    """Sizes of the embedded Llama and its vocabulary."""
+    """Sizes of the embedded Llama, by default those of apar-tiny, and of its vocabulary."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -103,6 +103,7 @@ class TinyTrainingSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     seed: NonNegativeInt = Field(0, description="Seed for split, corpus and weights.")
+    model: TinyModelSettings = Field(TinyModelSettings(), description="Sizes of the model.")
     phases: tuple[TrainingPhase, ...] = Field(min_length=1, description="Training runs in order.")
     num_executors: PositiveInt = Field(2, description="CPU threads of torch.")
 

@@ -76,7 +76,7 @@ def test_medusa_heads_are_trained_and_load(files: Path) -> None:
 
     assert result.exit_code == 0, result.output
     assert "step 2/2  loss " in result.output
-    assert "Head 1 (token 3 ahead):" in result.output
+    assert "Distance 2:" in result.output
     assert load_medusa_heads(files / "out").settings.medusa_num_heads == 2
 
 

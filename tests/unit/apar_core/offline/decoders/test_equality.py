@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.apar_tiny_medusa import heads_path
+from apar_core.models.apar_tiny_prompts import prompts_path
+from apar_core.offline.decoders.draft_model import DraftDecoder
 from apar_core.offline.decoders.interface import DecodedAnswer, DecodedThread, decode_answer
-from apar_core.offline.decoders.load import load_decoder
+from apar_core.offline.decoders.load import DecoderName, build_decoder, load_decoder
 from apar_core.offline.evaluation.fork_check import (
     ForkCheckSettings,
     TransformersThreadDecoder,
     held_out_prompts,
 )
+from apar_core.offline.speculation.acceptance import AcceptanceTable, read_table
 from apar_core.offline.speculation.medusa_heads import (
     MedusaHeads,
     load_medusa_heads,
     save_medusa_heads,
 )
+from apar_core.offline.speculation.prompt_tokens import PromptTokens, load_prompt_tokens
+from apar_core.offline.speculation.sparse_tree import TreeFamily, optimal_tree
 from apar_core.offline.training.pretrained import tree_tokens
 
 NUM_PROMPTS = 8
@@ -52,6 +58,18 @@ def answers(
         name, model(), tokenizer(), medusa_heads=heads, device="cpu", top_k=top_k
     )
     return [decode_answer(decoder, prompt) for prompt in prompts()[:number]]
+
+
+def prompted(name: str, number: int) -> Iterator[tuple[list[int], DecodedAnswer]]:
+    """Yield prompts with their answers, with prompt tokens in trees of 16 inputs."""
+    folder = prompts_path()
+    ensemble = load_prompt_tokens(folder).settings.ensemble
+    trees = TreeFamily.of(optimal_tree(read_table(folder), 16, ensemble))
+    decoder = load_decoder(
+        name, model(), tokenizer(), prompt_tokens=folder, trees=trees, device="cpu"
+    )
+    for prompt in held_out_prompts(ForkCheckSettings(num_prompts=number), tokenizer()):
+        yield prompt.token_ids, decode_answer(decoder, prompt.token_ids)
 
 
 @cache
@@ -119,3 +137,45 @@ def test_plain_decodes_what_transformers_generates_without_control_tokens() -> N
         (thread,) = answer.threads
         assert [*thread.token_ids, tokens.end_id] == rows[0, len(prompt) :].tolist()
         assert thread.ended
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "base", "number"), [("ppd_apar", "vanilla_apar", 60), ("ppd", "plain", 300)]
+)
+def test_prompt_tokens_do_not_change_300_threads(name: str, base: str, number: int) -> None:
+    decoder = load_decoder(base, model(), tokenizer(), device="cpu")
+    num_threads = num_fewer = 0
+
+    for prompt, found in prompted(name, number):
+        expected = decode_answer(decoder, prompt)
+
+        assert by_thread(found.threads) == by_thread(expected.threads)
+        num_threads += len(found.threads)
+        num_fewer += len(expected.trace) - len(found.trace)
+
+    assert num_threads >= 300
+    # Guesses were accepted, so they were verified.
+    assert num_fewer > num_threads
+
+
+@pytest.mark.parametrize("name", ["plain", "ppd"])
+def test_a_smaller_draft_model_does_not_change_the_answer(name: DecoderName) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=model().config.vocab_size, hidden_size=16, intermediate_size=16,
+        num_hidden_layers=1, num_attention_heads=2, initializer_range=0.5,
+    )  # fmt: skip
+    small = LlamaForCausalLM(config).eval()
+    prompts_of_draft = PromptTokens.like_text(small) if name == "ppd" else None
+    table = AcceptanceTable(probabilities=((0.3, 0.1),) * 3)
+    target = load_decoder("plain", model(), tokenizer(), device="cpu")
+    draft = build_decoder(
+        name, small, target.control, target.end_ids, prompts=prompts_of_draft,
+        trees=None if prompts_of_draft is None else (lambda _rows: optimal_tree(table, 12).trees),
+    )  # fmt: skip
+    both = DraftDecoder(target, draft)
+
+    for prompt, expected in zip(prompts()[:3], answers("plain", number=3), strict=True):
+        assert decode_answer(both, prompt).threads == expected.threads
+    assert both.draft_passes > 0

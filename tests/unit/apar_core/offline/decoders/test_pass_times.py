@@ -3,17 +3,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from apar_core.errors import EvaluationError
+from apar_core.offline.decoders.load import DecoderName, ThreadDecoder
 from apar_core.offline.decoders.pass_times import (
-    PASS_INPUTS,
     PassTimes,
     measure_passes,
+    measured_trees,
     read_passes,
-    stored_passes,
+    write_passes,
 )
 from apar_core.offline.speculation.acceptance import AcceptanceTable
+from apar_core.offline.speculation.sparse_tree import TreeFamily
+from tests.unit.apar_core.offline.decoders.small_decoders import FORK, prompt_decoder
 
 TABLE = AcceptanceTable(probabilities=((0.5, 0.2, 0.1), (0.4, 0.2, 0.1), (0.3, 0.1, 0.1)))
 TIMES = PassTimes({1: {1: 0.010, 4: 0.010, 8: 0.020}, 4: {1: 0.012, 4: 0.040, 8: 0.080}})
@@ -33,28 +35,26 @@ def test_trees_shrink_where_passes_become_longer() -> None:
     assert family.for_rows(4).num_inputs() == 1
 
 
-def test_pass_times_are_measured_once(tmp_path: Path) -> None:
-    path = tmp_path / "passes.json"
-    calls: list[int] = []
+def test_pass_times_are_read_as_written(tmp_path: Path) -> None:
+    write_passes({"prompt_tokens": TIMES}, tmp_path / "passes.json")
 
-    def measure() -> PassTimes:
-        calls.append(1)
-        return TIMES
-
-    assert stored_passes(path, measure).seconds == stored_passes(path, measure).seconds
-    assert len(calls) == 1
+    assert read_passes(tmp_path / "passes.json") == {"prompt_tokens": TIMES}
 
 
-def test_a_model_is_measured_with_any_context() -> None:
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, max_position_embeddings=128,
-    )  # fmt: skip
+@pytest.mark.parametrize(("name", "fork_id"), [("ppd_apar", FORK), ("ppd", None)])
+def test_decoders_are_measured_at_every_size_and_number_of_rows(
+    name: DecoderName, fork_id: int | None
+) -> None:
+    trees = measured_trees(TABLE, 1)
 
-    times = measure_passes(LlamaForCausalLM(config).eval(), 3, repeats=1, rows=(1, 2))
+    def load(family: TreeFamily) -> ThreadDecoder:
+        return prompt_decoder(name, trees=lambda rows: family.for_rows(rows).trees)
 
-    assert set(times.seconds) == {1, 2}
-    assert all(set(row) == set(PASS_INPUTS) for row in times.seconds.values())
+    times = measure_passes(load, trees, 3, range(5, 24), fork_id, repeats=1, rows=(1, 3))
+
+    assert set(trees) == {tree.num_inputs() for tree in trees.values()}
+    assert set(times.seconds) == ({1, 3} if fork_id is not None else {1})
+    assert all(set(row) == set(trees) for row in times.seconds.values())
     assert all(seconds > 0 for row in times.seconds.values() for seconds in row.values())
 
 
@@ -64,9 +64,11 @@ def test_a_model_is_measured_with_any_context() -> None:
         (None, "no pass times in .* `apar evaluate passes` measures them"),
         ("{", "JSON"),
         ("{}", "has no pass times"),
-        ('{"1": {}}', "has no pass times"),
-        ('{"1": {"1": -1.0}}', "greater than 0"),
-        ('{"0": {"1": 1.0}}', "greater than 0"),
+        ('{"medusa_heads": {}}', "has no pass times"),
+        ('{"prompt_tokens": {"1": {}}}', "has no pass times"),
+        ('{"prompt_tokens": {"1": {"1": -1.0}}}', "greater than 0"),
+        ('{"prompt_tokens": {"0": {"1": 1.0}}}', "greater than 0"),
+        ('{"heads": {"1": {"1": 1.0}}}', "prompt_tokens"),
     ],
 )
 def test_a_file_that_is_missing_or_damaged_is_named(

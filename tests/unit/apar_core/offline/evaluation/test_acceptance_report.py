@@ -29,16 +29,16 @@ def rows(report: Report, name: str) -> list[tuple[object, ...]]:
 
 
 def test_accuracy_adds_up_the_ranks_and_has_an_interval() -> None:
-    report = acceptance_report([Guesses("Prompt tokens", TABLE, 1)], {}, sizes=(4,))
+    report = acceptance_report([Guesses("prompt_tokens", TABLE, 1)], {}, sizes=(4,))
 
     first, second = rows(report, "accuracy")
-    assert first == ("Prompt tokens", 1, 100, 50.0, pytest.approx(9.8), None, None)
+    assert first == ("Prompt tokens", 1, 100, 50.0, pytest.approx(9.8), *[None] * 5)
     assert second[:4] == ("Prompt tokens", 2, 50, 40.0)
     assert rows(report, "probabilities")[1] == ("Prompt tokens", 2, 40.0, 20.0)
 
 
 def test_tables_of_different_sizes_stand_side_by_side(tmp_path: Path) -> None:
-    proposers = [Guesses("Prompt tokens", VICUNA_7B, 1), Guesses("Medusa heads", TABLE, 0)]
+    proposers = [Guesses("prompt_tokens", VICUNA_7B, 1), Guesses("medusa_heads", TABLE, 0)]
 
     report = acceptance_report(proposers, {"Model": "vicuna-7b"}, sizes=(1, 8))
 

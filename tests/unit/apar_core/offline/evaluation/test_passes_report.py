@@ -6,6 +6,7 @@ import pytest
 
 from apar_core.errors import CheckpointError, EvaluationError
 from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.models.apar_tiny_prompts import prompts_path
 from apar_core.offline.decoders.pass_times import PassTimes
 from apar_core.offline.evaluation.acceptance_report import Guesses
 from apar_core.offline.evaluation.passes_report import PassSettings, passes_report, run_passes
@@ -18,10 +19,15 @@ TIMES = PassTimes({1: {1: 0.010, 8: 0.010, 16: 0.020}, 4: {1: 0.010, 8: 0.080, 1
 
 
 def test_the_best_size_is_named_for_each_number_of_rows(tmp_path: Path) -> None:
-    report = passes_report(TIMES, [Guesses("Prompt tokens", TABLE, 1)], {"Model": "test"})
+    report = passes_report(
+        {"prompt_tokens": TIMES}, [Guesses("prompt_tokens", TABLE, 1)], {"Model": "test"}
+    )
 
     passes, sizes = report.tables
-    assert passes.rows == ((1, 10.0, 10.0, 20.0), (4, 10.0, 80.0, 160.0))
+    assert passes.rows == (
+        ("Prompt tokens", 1, 10.0, 10.0, 20.0),
+        ("Prompt tokens", 4, 10.0, 80.0, 160.0),
+    )
     assert [row[:3] for row in sizes.rows] == [("Prompt tokens", 1, 8), ("Prompt tokens", 4, 1)]
     one, four = (row[-1] for row in sizes.rows)
     assert one == pytest.approx(sizes.rows[0][3])  # A pass takes as long as with one input.
@@ -30,17 +36,17 @@ def test_the_best_size_is_named_for_each_number_of_rows(tmp_path: Path) -> None:
     assert (tmp_path / "passes.png").is_file()
 
 
-def test_passes_are_shown_without_any_proposer(tmp_path: Path) -> None:
-    report = passes_report(TIMES, [], {})
-
-    assert [table.name for table in report.tables] == ["passes"]
-    write_report(report, tmp_path)
+def test_without_weights_there_is_nothing_to_measure(tmp_path: Path) -> None:
+    with pytest.raises(EvaluationError, match="give --prompt-tokens or --medusa-heads"):
+        run_passes(PassSettings("no-such-model", "none"), tmp_path)
 
 
 def test_a_context_that_leaves_no_room_for_the_inputs_is_refused(tmp_path: Path) -> None:
-    settings = PassSettings(str(checkpoint_path()), "apar-tiny", context=2040)
+    settings = PassSettings(
+        str(checkpoint_path()), "apar-tiny", prompt_tokens=prompts_path(), context=2040
+    )
 
-    with pytest.raises(EvaluationError, match=r"2040 and 64 inputs exceed .* 2048"):
+    with pytest.raises(EvaluationError, match=r"2040 and 112 measured tokens exceed .* 2048"):
         run_passes(settings, tmp_path)
 
 

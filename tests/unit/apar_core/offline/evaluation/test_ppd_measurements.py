@@ -21,10 +21,10 @@ from apar_core.offline.evaluation.ppd_measurements import (
     length_interval,
     method_answer,
     sized_tree,
+    variant_recipe,
 )
 from apar_core.offline.speculation.acceptance import AcceptanceTable
 from apar_core.offline.speculation.prompt_tokens import PromptTokens, save_prompt_tokens
-from apar_core.offline.speculation.train_prompts import tiny_prompt_recipe
 from apar_core.tree.thread_names import ROOT_THREAD
 from tests.fakes import apar_command
 
@@ -94,11 +94,15 @@ def test_stored_answers_are_found_again(tmp_path: Path) -> None:
     assert again.of_method("ppd")[0].live == {3: LivePasses(passes=1, tokens=2, seconds=1.0)}
 
 
-def test_variants_change_settings_that_the_recipe_has() -> None:
-    fields = set(type(tiny_prompt_recipe().recipe).model_fields)
+def test_variants_change_what_their_names_say() -> None:
+    recipes = {name: variant_recipe(variant, 60) for name, variant in VARIANTS.items()}
 
-    for _, change in VARIANTS.values():
-        assert set(change) <= fields | {"steps_divisor", "batch_divisor"}
+    assert recipes["1 EPT"].ensemble == 1
+    assert recipes["1 EPT"].num_steps == 60
+    assert recipes["4 EPTs, a sixth of the steps"].num_steps == 10
+    assert recipes["1 EPT, batch of 1"].batch_size == 1
+    assert recipes["4 EPTs, decoder mask"].mask == "decoder"
+    assert len({recipe.model_dump_json() for recipe in recipes.values()}) == len(VARIANTS)
 
 
 @pytest.fixture

@@ -17,13 +17,14 @@ from apar_core.offline.decoders.interface import (
     decode_answer,
 )
 from apar_core.offline.decoders.proposer import PromptProposer
+from apar_core.offline.evaluation.own_answers import thread_rows
 from apar_core.offline.speculation.measure_acceptance import (
     THREAD_ENDED,
     acceptance_table,
     accuracy,
     measure_ranks,
     prompts_of,
-    thread_rows,
+    step_starts,
 )
 from apar_core.offline.speculation.medusa_heads import MedusaHeads
 from apar_core.offline.speculation.prompt_tokens import PromptTokens
@@ -46,27 +47,38 @@ from tests.unit.apar_core.offline.training.random_trees import TOKENS, encode, p
 ENDED = THREAD_ENDED
 
 
-def test_the_table_counts_where_all_nearer_tokens_were_among_the_candidates() -> None:
-    ranks = torch.tensor([[0, 0], [0, 1], [1, 2], [2, 0], [0, ENDED], [0, 0]])
+def test_steps_skip_the_tokens_that_they_accept() -> None:
+    ranks = torch.tensor([[0, 3], [0, 0], [2, 1], [0, 0], [1, 0], [0, 0], [4, 0], [0, ENDED]])
 
-    table = acceptance_table(ranks, 2, "six places")
+    # One right guess, then place 2 without any, two right ones from place 3, and the end.
+    assert step_starts(ranks) == [0, 2, 3, 6]
+    assert step_starts(torch.tensor([[0, ENDED]])) == []
 
-    # Distance 1: ranks 0, 0, 1, none, 0, 0. Distance 2 without the fourth and the ended one.
-    assert table.probabilities == ((4 / 6, 1 / 6), (2 / 4, 1 / 4))
-    assert table.observations == (6, 4)
-    assert table.source == "six places"
+
+def test_the_table_counts_steps_where_all_nearer_tokens_were_among_the_candidates() -> None:
+    first = torch.tensor([[0, 1], [2, 2], [1, 0], [2, 0], [1, 1], [0, ENDED]])
+    second = torch.tensor([[1, 2], [0, ENDED]])
+
+    table = acceptance_table([first, second], 2, "two threads")
+
+    # Steps of the first thread: places 0, 2, 3 and 4; of the second one: place 0.
+    assert table.probabilities == ((1 / 5, 3 / 5), (1 / 4, 2 / 4))
+    assert table.observations == (5, 4)
+    assert table.source == "two threads"
+    assert table.accuracy == accuracy([first, second], 2)
 
 
 def test_accuracy_does_not_depend_on_nearer_tokens() -> None:
-    ranks = torch.tensor([[0, 0], [0, 1], [1, 2], [2, 0], [0, ENDED]])
+    ranks = [torch.tensor([[0, 0], [0, 1], [1, 2]]), torch.tensor([[2, 0], [0, ENDED]])]
 
-    assert accuracy(ranks, 1) == [3 / 5, 2 / 4]
-    assert accuracy(ranks, 2) == [4 / 5, 3 / 4]
+    assert accuracy(ranks, 2) == ((3 / 5, 4 / 5), (2 / 4, 3 / 4))
 
 
 def test_a_distance_that_is_never_reached_is_an_error() -> None:
-    with pytest.raises(TrainingError, match=r"token at distance 2 \(2 places measured\)"):
-        acceptance_table(torch.tensor([[0, ENDED], [2, 0]]), 2)
+    with pytest.raises(TrainingError, match=r"none of 1 steps are the guesses up to distance 1"):
+        acceptance_table([torch.tensor([[2, 0], [0, ENDED]])], 2)
+    with pytest.raises(TrainingError, match=r"none of 0 steps"):
+        acceptance_table([torch.tensor([[0, ENDED]])], 2)
 
 
 def test_threads_of_an_answer_become_rows_as_in_training() -> None:
@@ -106,7 +118,7 @@ def test_prompt_tokens_are_ranked_as_behind_each_prefix_alone() -> None:
     threads = (DecodedThread(ThreadId("root"), None, 0, tuple(ids[2:]), False),)
     rows = thread_rows(ids[:2], DecodedAnswer(threads, (), 2, None), TOKENS)
 
-    ranks_NM = measure_ranks(model, prompts, rows, num_ranks=40)
+    (ranks_NM,) = measure_ranks(model, prompts, rows, num_ranks=40)
 
     expected = []
     for at in range(1, len(ids) - 2):
@@ -138,7 +150,7 @@ def test_heads_are_ranked_by_the_token_as_far_ahead_as_they_propose() -> None:
     threads = (DecodedThread(ThreadId("root"), None, 0, tuple(ids[2:]), True),)
     rows = thread_rows(ids[:2], DecodedAnswer(threads, (), 2, None), TOKENS)
 
-    ranks_NM = measure_ranks(model, heads, rows, num_ranks=40)
+    (ranks_NM,) = measure_ranks(model, heads, rows, num_ranks=40)
 
     # New heads propose what the model predicts next.
     with torch.no_grad():
@@ -162,7 +174,7 @@ def test_the_decoder_accepts_what_the_ranks_measured_in_training_say() -> None:
         proposer = prompted.decoding.proposer
         assert isinstance(proposer, PromptProposer)
 
-        ranks = measure_ranks(
+        (ranks,) = measure_ranks(
             small_model(), proposer.prompts, rows, banned=(FORK, CHILD), num_ranks=VOCABULARY
         )
 

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from apar_core.errors import CheckpointError
+from apar_core.formats.config_file import CONFIG_FILE
 from apar_core.models.apar_tiny_medusa import heads_path
 from apar_core.offline.speculation.medusa_heads import (
-    CONFIG_FILE,
     WEIGHTS_FILE,
     MedusaHeads,
     MedusaHeadSettings,

@@ -15,9 +15,10 @@ from apar_core.offline.speculation.prompt_forward import (
     Insertions,
     PromptCollator,
     insertions,
-    prompt_logits,
     prompt_mask,
+    prompt_predictions,
 )
+from apar_core.offline.speculation.prompt_tokens import PromptTokens
 from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, written_out
 from apar_core.offline.training.tree_trainer import Batch, TreeCollator
 from tests.unit.apar_core.offline.training.random_trees import (
@@ -35,6 +36,23 @@ rows_of_trees = st.lists(trees, min_size=1, max_size=3)
 def embeddings(num_prompts: int = 3, ensemble: int = 2) -> Tensor:
     generator = torch.Generator().manual_seed(num_prompts * 10 + ensemble)
     return torch.randn(num_prompts, ensemble, 32, generator=generator)
+
+
+def member_logits(
+    model: LlamaForCausalLM, prompts_MED: Tensor, batch: Batch, places: Insertions
+) -> tuple[Tensor, Tensor]:
+    """Return the logits [K, E, V] of each member, and those of the teacher [K, V]."""
+    num_prompts, ensemble, _ = prompts_MED.shape
+    prompts = PromptTokens.like_text(
+        model, num_prompts=num_prompts, ensemble=ensemble, average="learned"
+    )
+    found, teacher_KV = [], torch.empty(0)
+    for member in range(ensemble):
+        assert prompts.weights is not None
+        prompts.weights.data = torch.eye(ensemble)[member].repeat(num_prompts, 1)
+        logits_KV, teacher_KV = prompt_predictions(model, prompts, prompts_MED, batch, places)
+        found.append(logits_KV)
+    return torch.stack(found, 1), teacher_KV
 
 
 def path_to(tree: PackedTree, index: int) -> list[int]:
@@ -126,7 +144,7 @@ def test_teachers_predict_as_if_there_were_no_prompt_tokens(rows: list[PackedTre
     model, batch = random_model(), COLLATOR(rows)
     places = insertions(batch, 2)
 
-    _, teacher_KV = prompt_logits(model, embeddings(2), batch, places)
+    _, teacher_KV = member_logits(model, embeddings(2), batch, places)
 
     alone = {}
     for row, tree in enumerate(rows):
@@ -153,7 +171,7 @@ def test_prompt_tokens_predict_in_training_as_behind_the_same_prefix_alone(
     places = insertions(batch, 3)
 
     with torch.no_grad():
-        logits_KEV, _ = prompt_logits(model, prompts_MED, batch, places)
+        logits_KEV, _ = member_logits(model, prompts_MED, batch, places)
 
     text, alone_EMV = model.get_input_embeddings(), torch.empty(0)
     for logits_EV, (_, after, d, _) in zip(logits_KEV, chains(places), strict=True):
@@ -177,7 +195,7 @@ def test_no_gradient_passes_between_members_of_an_ensemble(member: int) -> None:
     model, batch, places = fixed_batch()
     prompts_MED = embeddings().requires_grad_()
 
-    logits_KEV, _ = prompt_logits(model, prompts_MED, batch, places)
+    logits_KEV, _ = member_logits(model, prompts_MED, batch, places)
     logits_KEV[:, member].square().sum().backward()
 
     gradient_MED = prompts_MED.grad
@@ -191,7 +209,7 @@ def test_gradients_reach_the_prompt_tokens_before_and_nothing_else() -> None:
     prompts_MED = embeddings().requires_grad_()
     depth_K = places.learned_BNM.nonzero()[:, 2]
 
-    logits_KEV, teacher_KV = prompt_logits(model, prompts_MED, batch, places)
+    logits_KEV, teacher_KV = member_logits(model, prompts_MED, batch, places)
     logits_KEV[depth_K == 1].square().sum().backward()
 
     gradient_MED = prompts_MED.grad
@@ -201,14 +219,51 @@ def test_gradients_reach_the_prompt_tokens_before_and_nothing_else() -> None:
     assert not teacher_KV.requires_grad
 
 
-@settings(max_examples=15, deadline=None)
+def test_masks_of_the_paper_s_figure_12() -> None:
+    """Two prompt tokens S1 and S2 of two embeddings each: V1, V2, V3 and V4."""
+    model, batch = random_model(), COLLATOR([packed("a", ParagraphRecord("bcd"))])
+    after_BP = insertions(batch, 2).after_BN[:, :1].repeat_interleave(4, dim=1)
+    expected = {
+        "ensemble": [[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1]],
+        "decoder": [[1, 0, 0, 0], [0, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]],
+        "encoder": [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]],
+    }
+
+    for mask, reads in expected.items():
+        found = prompt_mask(model, batch, after_BP, 2, 2, mask)
+        assert isinstance(found, Tensor)
+        assert found[0, 0, :, -4:].int().tolist() == reads
+
+
+def test_several_exits_average_the_last_hidden_states() -> None:
+    model, batch, places = fixed_batch()
+    prompts = PromptTokens.like_text(model, num_prompts=3, exits=2)
+
+    with torch.no_grad():
+        found, _ = prompt_predictions(model, prompts, prompts(), batch, places)
+
+    text = model.get_input_embeddings()
+    tree = packed("hg", chain([("ab", ParagraphRecord("cd")), ("e", ParagraphRecord("f"))], "gh"))
+    _, after, d, _ = chains(places)[0]
+    assert d == 0
+    ids = [tree.token_ids[index] for index in path_to(tree, after)]
+    with torch.no_grad():
+        sequence = torch.cat((text(torch.tensor(ids)), prompts.embeddings[:1, 0]))
+        states = model(inputs_embeds=sequence[None], output_hidden_states=True).hidden_states
+        last = (states[-1][0, -1] + states[-2][0, -1]) / 2
+        expected = model.get_output_embeddings()(last)
+    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mask", ["ensemble", "decoder", "encoder"])
+@settings(max_examples=6, deadline=None)
 @given(rows=rows_of_trees)
-def test_flex_attention_and_sdpa_masks_are_equal(rows: list[PackedTree]) -> None:
+def test_flex_attention_and_sdpa_masks_are_equal(mask: str, rows: list[PackedTree]) -> None:
     batch = COLLATOR(rows)
     after_BP = insertions(batch, 3).after_BN.repeat_interleave(6, dim=1)
 
-    expected = prompt_mask(random_model(), batch, after_BP, 3, 2)
-    flex = prompt_mask(random_model(attention="flex_attention"), batch, after_BP, 3, 2)
+    expected = prompt_mask(random_model(), batch, after_BP, 3, 2, mask)
+    flex = prompt_mask(random_model(attention="flex_attention"), batch, after_BP, 3, 2, mask)
 
     assert isinstance(expected, Tensor)
     assert isinstance(flex, BlockMask)

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from apar_core.errors import CheckpointError
-from apar_core.formats.prompt_file import CONFIG_FILE, WEIGHTS_FILE
+from apar_core.formats.config_file import CONFIG_FILE
+from apar_core.formats.prompt_file import WEIGHTS_FILE
 from apar_core.offline.speculation.prompt_tokens import (
     PromptTokens,
     check_prompt_tokens,
@@ -35,10 +36,15 @@ def change_config(folder: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_loaded_prompt_tokens_equal_saved_ones(tmp_path: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("average", ["probabilities", "learned"])
+def test_loaded_prompt_tokens_equal_saved_ones(
+    tmp_path: Path, dtype: torch.dtype, average: str
+) -> None:
     prompts = PromptTokens.like_text(
-        random_model(), num_prompts=2, ensemble=3, average="probabilities"
+        random_model(), num_prompts=2, ensemble=3, average=average, mask="decoder", exits=2
     ).to(dtype)
+    if prompts.weights is not None:
+        torch.nn.init.normal_(prompts.weights)
 
     save_prompt_tokens(prompts, tmp_path / "new" / "folder")
     loaded = load_prompt_tokens(tmp_path / "new" / "folder")
@@ -47,6 +53,9 @@ def test_loaded_prompt_tokens_equal_saved_ones(tmp_path: Path, dtype: torch.dtyp
     assert loaded.embeddings.shape == (2, 3, 32)
     assert loaded.embeddings.dtype == dtype
     assert torch.equal(loaded.embeddings, prompts.embeddings)
+    assert (loaded.weights is None) == (average == "probabilities")
+    if loaded.weights is not None and prompts.weights is not None:
+        assert torch.equal(loaded.weights, prompts.weights)
     check_prompt_tokens(loaded, random_model())
 
 
@@ -67,7 +76,7 @@ def test_they_start_as_different_tokens_of_the_vocabulary() -> None:
     [
         ({"model_type": "medusa"}, "model_type must be 'ppd_prompt_tokens', got 'medusa'"),
         ({"num_prompts": 0}, "num_prompts: Input should be greater than 0"),
-        ({"average": "votes"}, "average: Input should be 'logits' or 'probabilities'"),
+        ({"average": "votes"}, "average: Input should be 'logits', 'probabilities' or 'learned'"),
         ({"fingerprint": None}, "fingerprint: Input should be a valid string"),
         ({"ensemble": 5}, r"embeddings has shape \[3, 2, 32\], the configuration asks for \[3, 5"),
     ],
@@ -116,12 +125,22 @@ def test_prompt_tokens_of_another_model_are_refused() -> None:
 
 def test_an_ensemble_averages_logits_or_probabilities() -> None:
     settings = PromptTokens.like_text(random_model(), ensemble=2).settings
-    logits_EV = torch.tensor([[0.0, 2.0, 1.0], [3.0, -1.0, 0.5]])
+    output_VD = torch.tensor([[1.0, 0.0], [0.5, 2.0], [-1.0, 1.0]])
+    hidden_KED = torch.tensor([[[1.0, 2.0], [3.0, -1.0]], [[0.5, 0.5], [2.0, 0.0]]])
+    distance_K = torch.tensor([0, 2])
+    logits_KEV = hidden_KED @ output_VD.T
 
-    of_logits = PromptTokens(settings).combined(logits_EV)
-    of_probabilities = PromptTokens(
-        settings.model_copy(update={"average": "probabilities"})
-    ).combined(logits_EV)
+    def prediction(average: str) -> tuple[PromptTokens, torch.Tensor]:
+        prompts = PromptTokens(settings.model_copy(update={"average": average}))
+        if prompts.weights is not None:
+            with torch.no_grad():
+                prompts.weights[:] = torch.tensor([[0.25, 0.75], [9.0, 9.0], [1.0, -1.0]])
+        merged = prompts.merged(hidden_KED, distance_K)
+        return prompts, prompts.combined(merged @ output_VD.T)
 
-    torch.testing.assert_close(of_logits, torch.tensor([1.5, 0.5, 0.75]))
-    torch.testing.assert_close(of_probabilities.exp(), logits_EV.softmax(-1).mean(0))
+    torch.testing.assert_close(prediction("logits")[1], logits_KEV.mean(1))
+    expected = logits_KEV.softmax(-1).mean(1)
+    torch.testing.assert_close(prediction("probabilities")[1].exp(), expected)
+    weights_KE1 = torch.tensor([[0.25, 0.75], [1.0, -1.0]])[..., None]
+    torch.testing.assert_close(prediction("learned")[1], (weights_KE1 * logits_KEV).sum(1))
+    torch.testing.assert_close(PromptTokens(settings).combined(logits_KEV[:, :1]), logits_KEV[:, 0])

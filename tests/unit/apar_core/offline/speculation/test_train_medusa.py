@@ -11,15 +11,16 @@ from safetensors.torch import load_file
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.apar_tiny_medusa import heads_path
 from apar_core.offline.data.records import ChatMessage, ExampleRecord, ParagraphRecord, chain
+from apar_core.offline.evaluation.own_answers import measure_and_write
+from apar_core.offline.speculation.acceptance import read_table
+from apar_core.offline.speculation.frozen_training import train_beside, train_tiny_beside
 from apar_core.offline.speculation.medusa_heads import load_medusa_heads
 from apar_core.offline.speculation.train_medusa import (
     HEAD_TARGETS,
+    MEDUSA_HEADS,
     MedusaCollator,
     head_targets,
     initial_heads,
-    tiny_medusa_recipe,
-    train_medusa,
-    train_tiny_medusa,
 )
 from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, written_out
 from apar_core.offline.training.pretrained import load_model, load_tokenizer
@@ -95,9 +96,9 @@ def test_heads_learn_while_the_model_is_frozen(tmp_path: Path) -> None:
     reports: list[StepReport] = []
     before = load_file(checkpoint_path() / "model.safetensors")
 
-    result = train_medusa(
-        str(checkpoint_path()), tmp_path / "examples.jsonl", tmp_path / "heads", RECIPE,
-        on_step=reports.append,
+    result = train_beside(
+        MEDUSA_HEADS, str(checkpoint_path()), tmp_path / "examples.jsonl", tmp_path / "heads",
+        RECIPE, measure=measure_and_write, on_step=reports.append,
     )  # fmt: skip
 
     heads = load_medusa_heads(tmp_path / "heads")
@@ -106,8 +107,8 @@ def test_heads_learn_while_the_model_is_frozen(tmp_path: Path) -> None:
     assert reports[-1].loss < 0.5 * reports[0].loss
     assert result.validation_loss is not None
     assert result.validation_loss < reports[0].loss
-    assert len(result.accuracy) == 2
-    assert all(0 < share <= 1 for share in result.accuracy)
+    assert result.table == read_table(tmp_path / "heads")
+    assert result.table.num_distances == 2
     after = load_file(checkpoint_path() / "model.safetensors")
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
@@ -115,7 +116,8 @@ def test_heads_learn_while_the_model_is_frozen(tmp_path: Path) -> None:
 def test_heads_start_as_copies_of_the_output_layer() -> None:
     model = load_model(str(checkpoint_path()), torch.float32, torch.device("cpu"))
 
-    heads = initial_heads(model, num_heads=3, num_layers=1)
+    recipe = RECIPE.model_copy(update={"num_heads": 3, "num_layers": 1})
+    heads = initial_heads(model, recipe)
 
     hidden = torch.randn(4, model.config.hidden_size)
     expected = model.get_output_embeddings()(hidden)
@@ -123,14 +125,16 @@ def test_heads_start_as_copies_of_the_output_layer() -> None:
 
 
 def test_heads_of_the_embedded_model_are_trained(tmp_path: Path) -> None:
-    settings = tiny_medusa_recipe()
+    settings = MEDUSA_HEADS.tiny_recipe()
     small = {"num_steps": 2, "batch_size": 2, "micro_batch_size": 2}
     recipe = settings.recipe.model_copy(update=small)
     settings = settings.model_copy(update={"recipe": recipe, "num_held_out": 2})
 
-    accuracy = train_tiny_medusa(checkpoint_path(), tmp_path, settings)
+    table = train_tiny_beside(
+        MEDUSA_HEADS, checkpoint_path(), tmp_path, settings, measure=measure_and_write
+    )
 
-    assert len(accuracy) == 2
+    assert table == read_table(tmp_path)
     assert load_medusa_heads(tmp_path).settings == load_medusa_heads(heads_path()).settings
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +13,11 @@ from torch.nn.functional import kl_div
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.apar_tiny_medusa import heads_path
 from apar_core.models.apar_tiny_prompts import prompts_path
+from apar_core.offline.evaluation.own_answers import measure_and_write
 from apar_core.offline.speculation.acceptance import read_table
+from apar_core.offline.speculation.frozen_training import train_beside, train_tiny_beside
 from apar_core.offline.speculation.prompt_tokens import check_prompt_tokens, load_prompt_tokens
-from apar_core.offline.speculation.train_prompts import (
-    distillation_loss,
-    tiny_prompt_recipe,
-    train_prompts,
-    train_tiny_prompts,
-)
+from apar_core.offline.speculation.train_prompts import PROMPT_TOKENS, distillation_loss
 from apar_core.offline.training.pretrained import load_model
 from apar_core.offline.training.recipe import PromptRecipe
 from apar_core.offline.training.tree_trainer import StepReport
@@ -35,9 +33,10 @@ RECIPE = PromptRecipe(
 
 def run(tmp_path: Path, name: str, recipe: PromptRecipe = RECIPE, *, resume: bool = False) -> Path:
     write_examples(tmp_path / "examples.jsonl", examples())
-    train_prompts(
-        str(checkpoint_path()), tmp_path / "examples.jsonl", tmp_path / name, recipe, resume=resume
-    )
+    train_beside(
+        PROMPT_TOKENS, str(checkpoint_path()), tmp_path / "examples.jsonl", tmp_path / name, recipe,
+        measure=measure_and_write, resume=resume,
+    )  # fmt: skip
     return tmp_path / name
 
 
@@ -46,9 +45,9 @@ def test_prompt_tokens_learn_while_the_model_is_frozen(tmp_path: Path) -> None:
     reports: list[StepReport] = []
     before = load_file(checkpoint_path() / "model.safetensors")
 
-    result = train_prompts(
-        str(checkpoint_path()), tmp_path / "examples.jsonl", tmp_path / "out", RECIPE,
-        on_step=reports.append,
+    result = train_beside(
+        PROMPT_TOKENS, str(checkpoint_path()), tmp_path / "examples.jsonl", tmp_path / "out",
+        RECIPE, measure=measure_and_write, on_step=reports.append,
     )  # fmt: skip
 
     prompts = load_prompt_tokens(tmp_path / "out")
@@ -77,10 +76,15 @@ def test_an_interrupted_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     assert torch.equal(load_prompt_tokens(resumed).embeddings, expected)
 
 
-@pytest.mark.parametrize("loss", ["reverse_kl", "labels"])
-def test_settings_of_the_loss_take_effect(tmp_path: Path, loss: str) -> None:
-    small = {"num_steps": 1, "validation_share": 0.0}
-    changed = run(tmp_path, "changed", RECIPE.model_copy(update={**small, "loss": loss}))
+@pytest.mark.parametrize(
+    "change",
+    [{"loss": "reverse_kl"}, {"loss": "labels"}, {"average": "learned"},
+     {"average": "probabilities"}, {"mask": "decoder"}, {"mask": "encoder"}, {"exits": 2}],
+    ids=str,
+)  # fmt: skip
+def test_settings_take_effect(tmp_path: Path, change: dict[str, Any]) -> None:
+    small = {"num_steps": 2, "validation_share": 0.0}
+    changed = run(tmp_path, "changed", RECIPE.model_copy(update={**small, **change}))
     usual = run(tmp_path, "usual", RECIPE.model_copy(update=small))
 
     assert not torch.equal(
@@ -104,12 +108,14 @@ def test_divergences_are_those_of_torch() -> None:
 
 
 def test_prompt_tokens_of_the_embedded_model_are_trained(tmp_path: Path) -> None:
-    settings = tiny_prompt_recipe()
+    settings = PROMPT_TOKENS.tiny_recipe()
     small = {"num_steps": 2, "batch_size": 2, "micro_batch_size": 2}
     recipe = settings.recipe.model_copy(update=small)
     settings = settings.model_copy(update={"recipe": recipe, "num_held_out": 2})
 
-    table = train_tiny_prompts(checkpoint_path(), tmp_path, settings)
+    table = train_tiny_beside(
+        PROMPT_TOKENS, checkpoint_path(), tmp_path, settings, measure=measure_and_write
+    )
 
     assert table == read_table(tmp_path)
     assert load_prompt_tokens(tmp_path).settings == load_prompt_tokens(prompts_path()).settings

@@ -8,8 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from apar_core.errors import TrainingError
-from apar_core.offline.speculation.train_medusa import TinyMedusaSettings
-from apar_core.offline.speculation.train_prompts import TinyPromptSettings
+from apar_core.offline.speculation.frozen_training import TinySettings
 from apar_core.offline.training.recipe import (
     LoraSettings,
     MedusaRecipe,
@@ -56,8 +55,8 @@ def test_every_shipped_recipe_loads() -> None:
         "apar": TrainingRecipe,
         "apar-lora": TrainingRecipe,
         "apar-tiny": TinyTrainingSettings,
-        "apar-tiny-medusa": TinyMedusaSettings,
-        "apar-tiny-prompts": TinyPromptSettings,
+        "apar-tiny-medusa": TinySettings[MedusaRecipe],
+        "apar-tiny-prompts": TinySettings[PromptRecipe],
         "medusa": MedusaRecipe,
         "ppd": PromptRecipe,
     }

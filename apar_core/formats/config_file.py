@@ -1,0 +1,45 @@
+"""Reading of the `config.json` beside Medusa heads or prompt tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from apar_core.errors import CheckpointError
+
+CONFIG_FILE = "config.json"
+
+SettingsT = TypeVar("SettingsT", bound=BaseModel)
+
+
+def read_settings(
+    path: Path,
+    name: str,
+    model_type: str,
+    kind: type[SettingsT],
+    prepare: Callable[[dict[str, Any], Path], dict[str, Any]] | None = None,
+) -> SettingsT:
+    """Read the settings of heads or prompt tokens; `prepare` checks and renames their fields.
+
+    Raises CheckpointError for a missing or damaged file, another `model_type`, and naming the first
+    field that is wrong.
+    """
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"no configuration of {name} in {path}: {error}") from error
+    found = config.get("model_type") if isinstance(config, dict) else config
+    if found != model_type:
+        raise CheckpointError(f"{path}: model_type must be {model_type!r}, got {found!r}")
+    try:
+        return kind.model_validate(config if prepare is None else prepare(config, path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise CheckpointError(
+            f"{path}: {field}: {first['msg']} (got {first['input']!r})"
+        ) from error

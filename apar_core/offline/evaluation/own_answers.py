@@ -1,0 +1,100 @@
+"""The model's own greedy answers, and the acceptance of guesses measured on them.
+
+Source: PPD (arXiv 2405.18628), section 4.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from apar_core.formats.control_tokens import TreeTokens
+from apar_core.offline.decoders.interface import AnswerDecoder, DecodedAnswer, decode_answer
+from apar_core.offline.decoders.load import load_decoder
+from apar_core.offline.speculation.acceptance import AcceptanceTable
+from apar_core.offline.speculation.measure_acceptance import (
+    NUM_RANKS,
+    Proposer,
+    acceptance_table,
+    measure_ranks,
+)
+from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree
+from apar_core.offline.training.pretrained import pad_token_id, tree_tokens
+from apar_core.offline.training.tree_forward import SDPA
+
+
+def greedy_rows(
+    decoder: AnswerDecoder, prompts: Sequence[Sequence[int]], tokens: TreeTokens
+) -> list[PackedTree]:
+    """Return the decoder's greedy answers, one row per thread with its whole path."""
+    return [
+        row
+        for prompt in prompts
+        for row in thread_rows(prompt, decode_answer(decoder, prompt), tokens)
+    ]
+
+
+def thread_rows(
+    prompt: Sequence[int], answer: DecodedAnswer, tokens: TreeTokens
+) -> list[PackedTree]:
+    """Return each thread as a row whose targets are the thread's own tokens and its end."""
+    rows = []
+    paths: dict[str | None, list[int]] = {None: list(prompt)}
+    forks: dict[str | None, list[int]] = {None: []}
+    for thread in answer.threads:
+        start = paths[None]
+        if thread.parent is not None:
+            opened = forks[thread.parent][thread.fork_ordinal]
+            start = [*paths[thread.parent][: opened + 1], tokens.child_id]
+        path = [*start, *thread.token_ids]
+        own = range(len(start), len(path))
+        paths[thread.thread] = path
+        forks[thread.thread] = [at for at in own if path[at] == tokens.fork_id]
+        ids = [*path, tokens.end_id] if thread.ended else path
+        targets = [
+            ids[at + 1] if len(start) - 1 <= at < len(ids) - 1 else IGNORED_TARGET
+            for at in range(len(ids))
+        ]
+        rows.append(PackedTree(ids, list(range(len(ids))), targets, [0] * len(ids), [None]))
+    return rows
+
+
+def own_answers(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]]
+) -> list[PackedTree]:
+    """Return the threads of the model's greedy forked answers."""
+    # FlexAttention is for training; the decoders' masks are tensors.
+    model.set_attn_implementation(SDPA)
+    decoder = load_decoder("vanilla_apar", model, tokenizer, device=str(model.device))
+    return greedy_rows(decoder, prompts, tree_tokens(tokenizer))
+
+
+def measured_table(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    proposer: Proposer,
+    rows: Sequence[PackedTree],
+    num_prompts: int,
+) -> AcceptanceTable:
+    """Return the acceptance table of guesses for the threads of `num_prompts` answers."""
+    banned = (tree_tokens(tokenizer).child_id,)
+    ranks = measure_ranks(model, proposer, rows, banned=banned, pad_id=pad_token_id(tokenizer))
+    num_places = sum(len(each) for each in ranks)
+    source = f"{num_prompts} held-out prompts, {len(rows)} threads, {num_places} places, greedy"
+    return acceptance_table(ranks, NUM_RANKS, source)
+
+
+def measure_and_write(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    proposer: Proposer,
+    prompts: Sequence[Sequence[int]],
+    folder: Path,
+) -> AcceptanceTable:
+    """Measure on the model's greedy forked answers to prompts; write the table to `folder`."""
+    rows = own_answers(model, tokenizer, prompts)
+    table = measured_table(model, tokenizer, proposer, rows, len(prompts))
+    table.write(folder)
+    return table
