@@ -10,6 +10,7 @@ from typing import Literal
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from cluster.metrics.catalogue import Kind, Metric
+from cluster.metrics.node import write_changes
 
 logger = logging.getLogger(__name__)
 
@@ -97,9 +98,10 @@ class Recorder:
 
 
 class FlushTimer:
-    """Owns the task that calls `flush` every `period_s` in the running event loop.
+    """Owns the task that records the state of the process every `period_s`, by `flush`.
 
-    A failing flush is logged once per run of failures, and tried again at the next period.
+    Then it brings all counts to the page. A failing flush is logged once per run of failures, and
+    tried again at the next period.
     """
 
     def __init__(
@@ -131,3 +133,4 @@ class FlushTimer:
             self._failing = True
         else:
             self._failing = False
+        write_changes()

@@ -811,6 +811,8 @@ def test_the_files_of_prometheus_client_can_be_chosen_late() -> None:
     source = inspect.getsource(prometheus_client.values.MultiProcessValue)
     assert "os.environ.get('PROMETHEUS_MULTIPROC_DIR')" in source
     assert "files" in inspect.signature(MultiProcessCollector.merge).parameters
+    # What a value needs to be written later than it changes.
+    assert "self._file.write_value(self._key, self._value, self._timestamp)" in source
 
 
 def test_a_model_runner_output_can_be_built_by_hand() -> None:

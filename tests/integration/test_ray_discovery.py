@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.config.metrics import DEFAULT_PORT
 from cluster.local_ray import free_port
 from dashboards.prometheus import RuleSettings
 from dashboards.prometheus.files import own_files, write
@@ -115,7 +116,8 @@ def test_every_node_is_found_once_by_file_and_http(tmp_path: Path) -> None:
     ):
         cluster.wait_for_nodes()
         found = {"discovery_files": (str(cluster.file),), "discovery_urls": (cluster.url,)}
-        scraping = CLUSTER.model_copy(update=found | {"scrape_s": 1})
+        # Without the port of our metrics, Ray's own are scraped, which differ by node here.
+        scraping = CLUSTER.model_copy(update=found | {"scrape_s": 1, "port": None})
         write(own_files(scraping, RuleSettings(), NotifySettings()), tmp_path)
         with prometheus(tmp_path / "prometheus.yml", tmp_path) as reader:
             deadline = time.monotonic() + WAIT_S
@@ -125,3 +127,13 @@ def test_every_node_is_found_once_by_file_and_http(tmp_path: Path) -> None:
                 time.sleep(0.5)
             assert cluster.nodes <= ports(read(reader))
             assert len(cluster.targets()) == len(set(cluster.targets()))
+        ours = CLUSTER.model_copy(update=found)
+        write(own_files(ours, RuleSettings(), NotifySettings()), tmp_path)
+        with prometheus(tmp_path / "prometheus.yml", tmp_path) as reader:
+            # Both nodes have one address.
+            while (targets := [each["labels"] for each in reader.targets()]) == []:
+                assert time.monotonic() < deadline
+                time.sleep(0.5)
+            assert {each["instance"] for each in targets} == {f"127.0.0.1:{DEFAULT_PORT}"}
+            assert {each["job"] for each in targets} == {"apar"}
+            assert {each["cluster"] for each in targets} == {"default"}

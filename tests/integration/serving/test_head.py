@@ -21,10 +21,12 @@ import psutil
 import pytest
 
 from cluster.local_ray import free_port, serve_environment, write_haproxy_wrapper
+from cluster.metrics import catalogue
 from tests.fakes.tools import needs
 from tests.integration.serving.apar_process import ENGINE, TINY, serving, session_members
 from tests.integration.serving.kill_run import healthy
 from tests.integration.serving.load_clients import under_load
+from tests.integration.serving.metrics_reading import read
 
 pytestmark = [
     pytest.mark.cluster,
@@ -143,7 +145,9 @@ async def test_serving_goes_on_while_the_head_has_no_gcs(
 ) -> None:
     gcs = None
     try:
-        with serving(tmp_path, TINY | {"replicas": 2}, ray_address=cluster.address) as server:
+        metrics = {"port": free_port()}
+        model = TINY | {"replicas": 2}
+        with serving(tmp_path, model, ray_address=cluster.address, metrics=metrics) as server:
             async with under_load(server.url, num_clients=8) as load:
                 await asyncio.sleep(2)
                 (running,) = cluster.processes(GCS)
@@ -161,6 +165,11 @@ async def test_serving_goes_on_while_the_head_has_no_gcs(
             assert load.failures == [], load.table()
             assert 10 < num_without < num_before < len(load.outcomes)
             assert await healthy(server)
+            # The processes of the node serve its metrics, after the loss of one of them, too.
+            page = read(f"http://127.0.0.1:{metrics['port']}/metrics")
+            assert page.total(catalogue.REPLICA_RESTARTS) == 1
+            assert page.total(catalogue.REQUESTS, outcome="ok") == len(load.outcomes)
+            assert len(page.by(catalogue.ENGINE_STEPS, "replica")) == 3
     finally:  # After the server, which ends by the GCS.
         if gcs is not None:
             gcs.kill()

@@ -32,12 +32,13 @@ PROCESS = """
 import sys
 from pathlib import Path
 from cluster.metrics import catalogue
-from cluster.metrics.node import PageThread, open_process
+from cluster.metrics.node import PageThread, open_process, write_changes
 from cluster.metrics.recorder import Recorder
 lock = open_process(Path(sys.argv[1]), sys.argv[2], {"replica": sys.argv[3]} if sys.argv[3] else {})
 of = Recorder(model="m", replica=sys.argv[3])
 for line in sys.stdin:
     exec(line)
+    write_changes()
     print("done", flush=True)
 """
 REQUESTS = "of.inc(catalogue.REQUESTS, {}, key_class='k', outcome='ok')"

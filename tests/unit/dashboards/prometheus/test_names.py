@@ -9,6 +9,7 @@ from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Kind
 from dashboards.prometheus import rule_groups
 from dashboards.prometheus.rule import CLUSTER
+from tests.fakes.grafana import all_queries
 
 RULES = [rule for group in rule_groups() for rule in group["rules"]]
 RECORDS = {rule["record"] for rule in RULES if "record" in rule}
@@ -104,6 +105,13 @@ def test_no_rule_merges_two_clusters(rule: dict[str, str]) -> None:
     for labels in grouped:
         assert tuple(labels.split(", ")[:2]) == CLUSTER, rule["expr"]
     assert " on (" not in rule["expr"]
+
+
+def test_every_record_is_read_by_a_rule_or_a_dashboard() -> None:
+    read = [rule["expr"] for rule in RULES] + [query.expression for query in all_queries()]
+    names = set().union(*map(used_names, read))
+
+    assert RECORDS - names == set()
 
 
 def test_every_alert_has_a_value_a_summary_and_a_runbook_section() -> None:
