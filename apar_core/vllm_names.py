@@ -20,6 +20,7 @@ from apar_core.errors import EngineError
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.config.lora import MaxLoRARanks as MaxLoRARanks
     from vllm.engine.arg_utils import EngineArgs as EngineArgs
     from vllm.engine.protocol import EngineClient as EngineClient
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state as init_app_state
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.entrypoints.openai.chat_completion.protocol import (
         ChatCompletionRequest as ChatCompletionRequest,
     )
+    from vllm.entrypoints.openai.models.protocol import LoRAModulePath as LoRAModulePath
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest as ResponsesRequest
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead as ParallelLMHead
     from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -98,12 +100,14 @@ STABLE = frozenset(
 
 # The names above by their module, for imports at run time.
 NAMES = {
+    "vllm.config.lora": "MaxLoRARanks",
     "vllm.engine.arg_utils": "EngineArgs",
     "vllm.engine.protocol": "EngineClient",
     "vllm.entrypoints.launchers.api_server.app_state": "init_app_state",
     "vllm.entrypoints.launchers.app": "build_app",
     "vllm.entrypoints.launchers.cli_args": "make_arg_parser",
     "vllm.entrypoints.openai.chat_completion.protocol": "ChatCompletionRequest",
+    "vllm.entrypoints.openai.models.protocol": "LoRAModulePath",
     "vllm.entrypoints.openai.responses.protocol": "ResponsesRequest",
     "vllm.model_executor.layers.vocab_parallel_embedding": "ParallelLMHead VocabParallelEmbedding",
     "vllm.tokenizers": "get_tokenizer",

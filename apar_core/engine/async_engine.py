@@ -22,6 +22,7 @@ from apar_core.fork_parameters import KeyTerms
 from apar_core.formats.control_tokens import ControlTokens
 from apar_core.journal import Journal
 from apar_core.scheduler.core_state import CORE_STATE_CALL
+from apar_core.scheduler.fork_settings import generates
 from apar_core.vllm_names import (
     AsyncLLM,
     EngineCoreRequest,
@@ -101,6 +102,8 @@ class AparAsyncLLM(AsyncLLM):
         which stalls all running streams: on a CPU for half a minute. vLLM's statistics do not count
         these requests; the engine core's own counters do.
         """
+        if not generates(self.vllm_config):
+            return
         begin_s = time.monotonic()
         with without_statistics(self):
             num_engines = self.vllm_config.parallel_config.data_parallel_size

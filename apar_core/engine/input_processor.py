@@ -34,7 +34,7 @@ from apar_core.formats.control_tokens import (
     refuse_control_tokens,
 )
 from apar_core.scheduler.fork_scheduler import ForkMixin
-from apar_core.scheduler.fork_settings import ForkSettings, fork_settings
+from apar_core.scheduler.fork_settings import ForkSettings, fork_settings, generates
 from apar_core.vllm_names import EngineCoreRequest, InputProcessor, add_bad_words, bad_words_of
 
 logger = logging.getLogger(__name__)
@@ -161,6 +161,14 @@ class ForkInputProcessor(InputProcessor):
                 checked[name] = value
         # A copy: the prompts of one HTTP request share these arguments.
         params.extra_args = checked or None
+        if self._is_forking and self.lora_config and params.prompt_logprobs is not None:
+            # vLLM maps rows to adapters by request, but these logits have a row for each token of
+            # the prompt. On a CPU that ends the engine: vLLM's issues 51594 and 29955.
+            raise VLLMValidationError(
+                "prompt_logprobs is not available from a model that is served with LoRA adapters.",
+                parameter="prompt_logprobs",
+                value=params.prompt_logprobs,
+            )
 
     def _clean_prompt(
         self, request: EngineCoreRequest, prompt: Any, control_tokens: ControlTokens
@@ -199,7 +207,10 @@ class ForkInputProcessor(InputProcessor):
                 value=params.stop_token_ids,
             )
         extra_args = dict(params.extra_args or {})
-        wanted = _choice(extra_args, ENABLED_ARG, bool, self._settings.enabled)
+        by_default = self._settings.enabled
+        if request.lora_request is not None:
+            by_default = self._settings.adapters.get(request.lora_request.lora_name, by_default)
+        wanted = _choice(extra_args, ENABLED_ARG, bool, by_default)
         max_threads = _choice(extra_args, MAX_THREADS_ARG, int, self._settings.max_threads)
         if max_threads < 1:
             raise VLLMValidationError(
@@ -258,7 +269,7 @@ class ForkInputProcessor(InputProcessor):
 
 def _control_tokens(vllm_config: VllmConfig, tokenizer: Any) -> ControlTokens | None:
     """Return the checkpoint's control tokens; None if it has none or the engine does not fork."""
-    if not forks(vllm_config) or tokenizer is None:
+    if not forks(vllm_config) or not generates(vllm_config) or tokenizer is None:
         return None
     control_tokens = find_control_tokens(tokenizer.get_vocab())
     if control_tokens is None:

@@ -74,10 +74,12 @@ class ForkOutputProcessor(OutputProcessor):
         if self.stream_pause_s > 0:
             pace(self.request_states[request.request_id], self._stream_pause_now_s)
         params = request.sampling_params
-        if params is None:
-            return
         state = self.request_states[request.request_id]
         follower = find_client(self._followers, state.external_req_id)
+        if params is None:
+            if follower is not None:
+                follower.begin_pooling(state.prompt_len)
+            return
         if follower is not None:
             _begin(follower, state, params)
         parameters = ForkParameters.from_extra_args(params.extra_args)

@@ -90,6 +90,7 @@ def complete(vllm_config: VllmConfig) -> VllmConfig:
     from apar_core.engine.prompt_chain import load_prompt_rows, uses_prompt_chain
     from apar_core.engine.replay import REPLAY, REPLAY_V2
     from apar_core.scheduler.fork_scheduler import ForkAsyncScheduler, ForkScheduler
+    from apar_core.scheduler.fork_settings import generates
 
     if uses_prompt_chain(vllm_config):
         # For its errors, which otherwise end a worker.
@@ -99,7 +100,7 @@ def complete(vllm_config: VllmConfig) -> VllmConfig:
     install_processors()
     choose_sampler()
     processors = list(vllm_config.model_config.logits_processors or [])
-    if bans_by_logits_processor(vllm_config):
+    if generates(vllm_config) and bans_by_logits_processor(vllm_config):
         processors.append(FORK_BANS)
     if vllm_config.use_v2_model_runner:
         v2 = {FORK_BANS: FORK_BANS_V2, REPLAY: REPLAY_V2}
@@ -108,6 +109,10 @@ def complete(vllm_config: VllmConfig) -> VllmConfig:
         # Once each: a virtual engine completes its configuration again.
         vllm_config.model_config.logits_processors = list(dict.fromkeys(processors))
     scheduler_config = vllm_config.scheduler_config
+    if not generates(vllm_config):
+        # Encoders cannot have the prefix cache that forks need.
+        supported = vllm_config.model_config.is_prefix_caching_supported
+        vllm_config.cache_config.enable_prefix_caching &= supported
     if scheduler_config.get_scheduler_cls() in (ForkScheduler, ForkAsyncScheduler):
         scheduler_config.scheduler_cls = (
             ForkAsyncScheduler if scheduler_config.async_scheduling else ForkScheduler

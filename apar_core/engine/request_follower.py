@@ -131,6 +131,11 @@ class RequestFollower:
             self.num_roots += 1
             self.prompt_tokens += num_prompt_tokens
 
+    def begin_pooling(self, num_prompt_tokens: int) -> None:
+        """Add a request that generates nothing, for example an embedding."""
+        self.began_s = self.began_s or time.monotonic()
+        self.prompt_tokens += num_prompt_tokens
+
     def add(self, output: EngineCoreOutput) -> None:
         """Add one thread's output of one step."""
         if self._observer is not None:

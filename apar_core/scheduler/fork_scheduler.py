@@ -29,7 +29,7 @@ from apar_core.scheduler.block_sharing import BlockSharing
 from apar_core.scheduler.core_state import install_core_state
 from apar_core.scheduler.fork_admission import ForkAdmission
 from apar_core.scheduler.fork_policy import AdaptivePolicy, build_policy
-from apar_core.scheduler.fork_settings import fork_settings
+from apar_core.scheduler.fork_settings import fork_settings, generates
 from apar_core.scheduler.request_gate import GatedQueue
 from apar_core.scheduler.row_limits import RowWarnings
 from apar_core.scheduler.step_time import StepClock
@@ -65,7 +65,7 @@ class ForkMixin(Scheduler):
     """
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        if not vllm_config.cache_config.enable_prefix_caching:
+        if generates(vllm_config) and not vllm_config.cache_config.enable_prefix_caching:
             raise EngineError(
                 "forking needs prefix caching, through which children share their parent's KV "
                 "blocks: set enable_prefix_caching=True"

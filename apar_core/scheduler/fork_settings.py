@@ -29,6 +29,11 @@ class ForkSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     enabled: bool = Field(True, description="Whether requests fork unless they say otherwise.")
+    adapters: dict[str, bool] = Field(
+        {},
+        description="Whether requests to a LoRA adapter fork unless they say otherwise, by its "
+        "name; others as `enabled`.",
+    )
     max_threads: PositiveInt = Field(
         32, description="Live threads per request; further forks wait."
     )
@@ -74,6 +79,11 @@ class ForkSettings(BaseModel):
         description="Folder of prompt tokens (`apar train-prompts`) for speculation with a chain "
         "of them: see `engine/prompt_chain.py`.",
     )
+
+
+def generates(vllm_config: VllmConfig) -> bool:
+    """Return whether an engine's model generates text; embedding models have nothing to fork."""
+    return vllm_config.model_config.runner_type == "generate"
 
 
 def fork_settings(vllm_config: VllmConfig) -> ForkSettings:

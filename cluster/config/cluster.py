@@ -76,8 +76,10 @@ class ClusterConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
-        for names in ("public_name", "deployment_name"):
-            counts = Counter(getattr(model, names) for model in self.models)
+        for counts in (
+            Counter(name for model in self.models for name in model.public_names),
+            Counter(model.deployment_name for model in self.models),
+        ):
             name, count = counts.most_common(1)[0]
             if count > 1:
                 raise ValueError(
@@ -95,7 +97,7 @@ class ClusterConfig(BaseModel):
                 f"host: other machines can reach {self.host}, so requests need API keys: configure "
                 "`keys` or `keys_file`, or set `allow_anonymous: true`"
             )
-        served = {model.public_name for model in self.models}
+        served = {name for model in self.models for name in model.public_names}
         for key in self.keys:
             if unknown := sorted(set(key.models or ()) - served):
                 raise ValueError(f"keys: {key.name!r} names models that are not served: {unknown}")

@@ -26,7 +26,7 @@ DEFAULT_MAX_CONCURRENCY = 64
 # Above this, CUDA graphs and the sampler's buffers cost more than the larger batch gains.
 MAX_THREADS = 1024
 # Engine arguments that have fields of their own, because the cluster needs them too.
-_SET_BY_FIELDS = {"model": "checkpoint", "served_model_name": "name"}
+_SET_BY_FIELDS = {"model": "checkpoint", "served_model_name": "name", "lora_modules": "adapters"}
 _PROPOSER = "apar_core.engine.prompt_chain.PromptChain"
 _MODELS = Path(__file__).resolve().parents[2] / "apar_core" / "models"
 
@@ -108,6 +108,25 @@ class ForkLimits(BaseModel):
         return self
 
 
+class AdapterConfig(BaseModel):
+    """A LoRA adapter, served under a name of its own by the replicas of its base model."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(min_length=1, description="Name of the adapter in the API.")
+    path: str = Field(min_length=1, description="Folder of the adapter, or Hugging Face name.")
+    forks: bool | None = Field(
+        None,
+        description="Whether requests to the adapter fork unless they say otherwise; by default "
+        "as `forks.enabled` of the model.",
+    )
+
+    @property
+    def folder(self) -> str:
+        """The path with the user's home folder written out."""
+        return str(Path(self.path).expanduser()) if self.path.startswith("~") else self.path
+
+
 class PromptChainConfig(BaseModel):
     """Speculation with a chain of prompt tokens."""
 
@@ -157,6 +176,10 @@ class ModelConfig(BaseModel):
         None,
         min_length=1,
         description="Name of the model in the API; by default the preset's or the folder's.",
+    )
+    adapters: tuple[AdapterConfig, ...] = Field(
+        (),
+        description="LoRA adapters that the replicas serve beside the model, without merging.",
     )
     replicas: PositiveInt = Field(
         1, description="Number of replicas, each with an engine of its own."
@@ -263,9 +286,12 @@ class ModelConfig(BaseModel):
 
     def check_checkpoint(self) -> None:
         """Raise ConfigError if a folder of the model is missing."""
-        path = Path(self.checkpoint).expanduser()
-        if self.checkpoint.startswith(("/", ".", "~")) and not path.is_dir():
-            raise ConfigError(f"checkpoint: no such folder: {path}")
+        given = {"checkpoint": self.checkpoint}
+        given |= {f"adapters: {adapter.name}": adapter.path for adapter in self.adapters}
+        for setting, name in given.items():
+            path = Path(name).expanduser()
+            if name.startswith(("/", ".", "~")) and not path.is_dir():
+                raise ConfigError(f"{setting}: no such folder: {path}")
         if self.prompt_chain is not None and not Path(self.prompt_chain.path).is_dir():
             raise ConfigError(
                 f"prompt_chain.prompt_tokens: no such folder: {self.prompt_chain.path}"
@@ -278,6 +304,11 @@ class ModelConfig(BaseModel):
             return self.name or self.checkpoint
         path = Path(self.preset.path)
         return path.resolve().name if path.exists() else self.checkpoint
+
+    @property
+    def public_names(self) -> tuple[str, ...]:
+        """Names by which requests reach this model: its own, then those of its adapters."""
+        return (self.public_name, *(adapter.name for adapter in self.adapters))
 
     @property
     def deployment_name(self) -> str:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -71,8 +72,21 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
             "distributed_executor_backend": "uni",
             "kv_cache_memory_bytes": model.kv_cache_bytes,
         }
+        # On a CPU, torch.compile runs a C++ compiler, which the image for CPUs does not have.
+        if shutil.which(os.environ.get("CXX") or "g++") is None:
+            arguments["enforce_eager"] = True
     arguments |= model.preset.engine | model.engine
     settings = model.forks.model_dump(exclude_none=True)
+    if model.adapters:
+        adapters = [{"name": each.name, "path": each.folder} for each in model.adapters]
+        # By default vLLM runs one adapter per step, so that requests to others would wait. Its
+        # kernels for CPUs give the last place to requests without an adapter, so it must stay
+        # empty: vLLM's pull request 48421.
+        places = len(adapters) + (not on_gpu)
+        lora = {"enable_lora": True, "max_loras": places, "lora_modules": adapters}
+        arguments = lora | arguments
+        given = {each.name: each.forks for each in model.adapters if each.forks is not None}
+        settings |= {"adapters": given} if given else {}
     if (chain := model.prompt_chain) is not None:
         settings["prompt_tokens"] = chain.path
         arguments["speculative_config"] = chain.speculative_config

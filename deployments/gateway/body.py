@@ -207,7 +207,7 @@ class RequestBody:
         self.fields = _parse_fields(raw)
 
     @property
-    def model(self) -> object:
+    def model(self) -> Any:
         """The requested model, None if the body names none."""
         return self.fields.get("model")
 
@@ -311,16 +311,16 @@ class RequestBody:
         """Estimated tokens of all prompts together."""
         return -(-sum(self.prompt_chars.values()) // _CHARS_PER_TOKEN)
 
-    def hint(self, cache_salt: str | None = None) -> RequestHint:
+    def hint(self, cache_salt: str | None = None, adapter: str | None = None) -> RequestHint:
         """Return what the router needs to know; of several prompts, it describes the first.
 
-        `cache_salt` is what `self.cache_salt` returned. Prompts under different salts share no
-        cache and therefore no hash.
+        `cache_salt` is what `self.cache_salt` returned. Prompts under different salts, or to
+        different LoRA adapters, share no cache and therefore no hash.
         """
         given_salt = self.fields.get("cache_salt")
         if cache_salt is None and isinstance(given_salt, str):
             cache_salt = given_salt
-        prefix = hash(cache_salt)
+        prefix = hash(cache_salt) if adapter is None else hash((cache_salt, adapter))
         num_tokens = 0
         hashes: list[int] = []
         covered: list[int] = []
@@ -350,13 +350,16 @@ class RequestBody:
 
     @cached_property
     def _prompts(self) -> list[Any]:
-        """The prompts of a completion, each a text or a list of token ids."""
-        prompt = self.fields.get("prompt")
-        if isinstance(prompt, str):
-            return [prompt]
-        if not isinstance(prompt, list) or not prompt:
-            return []
-        return prompt if isinstance(prompt[0], str | list) else [prompt]
+        """The prompts of a completion or embedding, each a text or a list of token ids."""
+        prompts: list[Any] = []
+        # Which of them is read depends on the route, so both count.
+        for name in ("prompt", "input"):
+            given = self.fields.get(name)
+            if isinstance(given, list) and given and isinstance(given[0], str | list):
+                prompts += given
+            elif isinstance(given, str) or (isinstance(given, list) and given):
+                prompts.append(given)
+        return prompts
 
     @cached_property
     def _pieces(self) -> list[_Piece]:

@@ -61,9 +61,9 @@ class Exchange:
         self.caller = caller
         self.record.key = caller.name
 
-    def begin(self, model: str, body: RequestBody | None) -> None:
-        """Note the model and the request's body, if it has one."""
-        self.record.model = model
+    def begin(self, model: str, body: RequestBody | None, adapter: str | None = None) -> None:
+        """Note the model, its adapter, and the request's body, if it has one."""
+        self.record.model, self.record.adapter = model, adapter
         if body is None:
             return
         self.record.stream = body.streams

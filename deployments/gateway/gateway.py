@@ -19,7 +19,7 @@ from deployments.gateway.exchange import REQUEST_ID, Charge, Exchange
 from deployments.gateway.fair_queue import QueueState
 from deployments.gateway.gateway_metrics import GatewayMetrics
 from deployments.gateway.gateway_trace import start_trace
-from deployments.gateway.models import Description, Model, find_model, list_models
+from deployments.gateway.models import Description, Model, by_name, find_model, list_models
 from deployments.gateway.rate_limits import Admission
 from deployments.gateway.settings import GatewaySettings
 from deployments.relay.relay import ReplicaCalls, Retries, relay_answer, send_error, send_whole
@@ -44,6 +44,7 @@ MODELS_PATH = "/v1/models"
 ROUTES = {
     "/v1/chat/completions": "POST",
     "/v1/completions": "POST",
+    "/v1/embeddings": "POST",
     MODELS_PATH: "GET",
     "/tokenize": "POST",
     "/detokenize": "POST",
@@ -79,6 +80,7 @@ class Gateway:
             model.name: Model(model, calls)
             for model, calls in zip(settings.models, replicas, strict=True)
         }
+        self._by_name = by_name(self._models.values())
         self.retries = Retries(settings.retries)
         self.tracing = open_tracing(settings.tracing, GATEWAY)
         self._descriptions: defaultdict[str, Description] = defaultdict(Description)
@@ -104,6 +106,7 @@ class Gateway:
                 models[model.name] = known
         self._bodies.max_bytes = settings.limits.held_body_bytes
         self._models = models
+        self._by_name = by_name(models.values())
         self.retries.config = settings.retries
         self._settings = settings
         await self._callers.reconfigure(settings.keys, settings.keys_file, settings.limits)
@@ -229,8 +232,9 @@ class Gateway:
         RequestError.
         """
         body = RequestBody(raw)
-        model = find_model(self._models, body.model, caller, needed=True)
-        exchange.begin(model.settings.name, body)
+        model = find_model(self._by_name, body.model, caller, needed=True)
+        adapter = body.model if body.model in model.settings.adapters else None
+        exchange.begin(model.settings.name, body, adapter)
         key = caller.key
         if key is not None and body.fields.get("priority") is not None:
             raise RequestError("`priority` is set by the API key", param="priority")
@@ -253,7 +257,7 @@ class Gateway:
                 key_max_threads=model.max_threads_of(caller),
                 cache_salt=cache_salt,
             ),
-            body.hint(cache_salt),
+            body.hint(cache_salt, adapter),
             streams=body.streams,
             continuable=body.can_continue(scope["path"]),
         )
@@ -268,14 +272,12 @@ class Gateway:
         method, path, query = scope["method"], scope["path"], scope["query_string"]
         request = RelayedRequest(method, path, query, _headers(scope, exchange), b"")
         if path == MODELS_PATH:
-            models = {name: model for name, model in self._models.items() if caller.may_use(name)}
+            models = {name: model for name, model in self._by_name.items() if caller.may_use(name)}
             answer = await list_models(models, request, wait_s, created_s=self._created_s)
         else:
             # A call to a sleeping model would start a replica.
-            awake = {
-                name: model for name, model in self._models.items() if model.replicas.num_running
-            }
-            model = find_model(awake or self._models, None, caller, needed=False)
+            awake = by_name(model for model in self._models.values() if model.replicas.num_running)
+            model = find_model(awake or self._by_name, None, caller, needed=False)
             exchange.begin(model.settings.name, None)
             try:
                 answer = await self._descriptions[path].ask(model.replicas, request, wait_s)

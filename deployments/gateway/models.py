@@ -3,7 +3,7 @@
 import asyncio
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
@@ -111,17 +111,27 @@ class Model:
         return self._replicas * self.settings.requests_per_replica
 
 
+def by_name(models: Iterable[Model]) -> dict[str, Model]:
+    """Return the models by the names that requests may give: their own, and their adapters'."""
+    return {
+        name: model for model in models for name in (model.settings.name, *model.settings.adapters)
+    }
+
+
 def find_model(models: Mapping[str, Model], name: object, caller: Caller, *, needed: bool) -> Model:
     """Return the model that a request names, or without a name the caller's only model.
 
-    Unless `needed`, any of the caller's models will do. Raises UnknownModelError and RequestError.
+    `models` are `by_name`. Unless `needed`, any of the caller's models will do. Raises
+    UnknownModelError and RequestError.
     """
     usable = [known for known in models if caller.may_use(known)]
     if name is None and usable:
-        if needed and len(usable) > 1:
+        # A request without a name reaches the replica's model and none of its adapters.
+        unnamed = [known for known in usable if known == models[known].settings.name]
+        if needed and len(unnamed) != 1:
             served = ", ".join(usable)
             raise RequestError(f"`model` is missing; served here: {served}", param="model")
-        return models[usable[0]]
+        return models[(unnamed or usable)[0]]
     if not isinstance(name, str | None):
         raise RequestError("`model` must be a string", param="model")
     if name not in usable:
@@ -134,19 +144,23 @@ async def list_models(
 ) -> AnswerStart:
     """Return the list of models, with the model cards that their replicas return.
 
-    If no replica answers within `wait_s` and no card is known, the model gets only the fields that
-    OpenAI's API requires. Only running replicas are asked: a call to a sleeping model would start
-    one.
+    `models` are those of `by_name` that the caller may use. If no replica answers within `wait_s`
+    and no card is known, the model gets only the fields that OpenAI's API requires. Only running
+    replicas are asked: a call to a sleeping model would start one.
     """
-    cards = await asyncio.gather(*(_cards(model, request, wait_s) for model in models.values()))
+    served = list(dict.fromkeys(models.values()))
+    cards = await asyncio.gather(*(_cards(model, request, wait_s) for model in served))
+    known = {card["id"]: card for each in cards for card in each}
     data = [
-        card
-        for name, known in zip(models, cards, strict=True)
-        for card in known
-        or [{"id": name, "object": "model", "created": created_s, "owned_by": "vllm"}]
+        known.get(name) or _plain_card(name, model, created_s) for name, model in models.items()
     ]
     body = json.dumps({"object": "list", "data": data}).encode()
     return AnswerStart(HTTPStatus.OK, [JSON_TYPE], body)
+
+
+def _plain_card(name: str, model: Model, created_s: int) -> dict[str, Any]:
+    card = {"id": name, "object": "model", "created": created_s, "owned_by": "vllm"}
+    return card if name == model.settings.name else card | {"parent": model.settings.name}
 
 
 async def _cards(model: Model, request: RelayedRequest, wait_s: float) -> list[Any]:

@@ -17,7 +17,8 @@ _EVENT = b"data: "
 class RequestRecord:
     """The facts of one request; None for what never happened.
 
-    `queue_s` is the wait in the model's queue. `sent_s` (first sent to a replica), `first_byte_s`
+    `adapter` is the LoRA adapter of `model` that the request names. `queue_s` is the wait in the
+    model's queue. `sent_s` (first sent to a replica), `first_byte_s`
     and `total_s` count from the request's arrival. `longest_gap_s` is the longest time between two
     chunks of a stream. `replica_s` and, within it, `engine_s` are the
     seconds at the last replica and in its engine. `generated_tokens` counts the tokens of all
@@ -31,6 +32,7 @@ class RequestRecord:
     path: str
     key: str | None = None
     model: str | None = None
+    adapter: str | None = None
     status: int | None = None
     error_code: str | None = None
     stream: bool = False

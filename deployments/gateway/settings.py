@@ -24,7 +24,7 @@ from cluster.config.tracing import TracingConfig
 
 
 class ServedModel(BaseModel):
-    """A model's name, its deployment, and the limits of its queue.
+    """A model's name, its adapters' names, its deployment, and the limits of its queue.
 
     `replicas` is the assumed number of running replicas until Ray Serve reports it; `wanted` is the
     minimum that should run.
@@ -33,6 +33,7 @@ class ServedModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
+    adapters: tuple[str, ...] = ()
     deployment: str
     replicas: PositiveInt = 1
     wanted: NonNegativeInt = 1
@@ -45,6 +46,7 @@ class ServedModel(BaseModel):
         """Return the settings of a configured model."""
         return cls(
             name=model.public_name,
+            adapters=tuple(adapter.name for adapter in model.adapters),
             deployment=model.deployment_name,
             replicas=model.max_replicas,
             wanted=model.min_replicas,

@@ -27,6 +27,8 @@ MAX_REPLAY_TOKENS = 2**17
 MAX_REPLAY_THREADS = 2**12
 _TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
 EXTENDED_PATHS = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
+FOLLOWED_PATHS = EXTENDED_PATHS | {"/v1/embeddings": "embd-"}
+"""Paths whose requests reach the engine, and how vLLM begins their ids there."""
 _INTERNAL_PREFIX = "apar"
 _TOKEN_ID_LISTS = ("stop_token_ids", "allowed_token_ids")
 # Disaggregated serving is not supported, and its parameters may contain a prompt's token ids.
@@ -187,14 +189,14 @@ class AparExtension:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        prefix = EXTENDED_PATHS.get(scope["path"]) if scope["type"] == "http" else None
+        prefix = FOLLOWED_PATHS.get(scope["path"]) if scope["type"] == "http" else None
         if prefix is None:
             await self._app(scope, receive, send)
             return
         followed: FollowedRequest | None = scope.get(SCOPE_KEY)
         raw = await _read_body(receive)
         try:
-            raw = self._translated(raw, followed)
+            raw = self._translated(raw, followed, generates=scope["path"] in EXTENDED_PATHS)
         except RequestError as error:
             answer = answer_for(error)
             await send(
@@ -215,14 +217,16 @@ class AparExtension:
         finally:
             self._take_statistics(prefix + base_id)
 
-    def _translated(self, raw: bytes, followed: FollowedRequest | None) -> bytes:
+    def _translated(
+        self, raw: bytes, followed: FollowedRequest | None, *, generates: bool
+    ) -> bytes:
         try:
             body = json.loads(raw)
         except (ValueError, RecursionError):
             return raw  # vLLM refuses malformed JSON itself.
         if not isinstance(body, dict):
             return raw
-        changed = translate(body, self._control_token_ids)
+        changed = generates and translate(body, self._control_token_ids)
         if followed is not None:
             changed = write_terms(body, followed.terms) or changed
         return json.dumps(body).encode() if changed else raw

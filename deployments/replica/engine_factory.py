@@ -1,11 +1,13 @@
 """Build the engine of a replica, and vLLM's HTTP application on top of it."""
 
 import functools
+import json
 from argparse import Namespace
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast, get_args
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from vllm import AsyncEngineArgs, envs
 
 from apar_core.engine.async_engine import SCHEDULER_CLS, AparAsyncLLM
@@ -14,19 +16,23 @@ from apar_core.errors import CheckpointError
 from apar_core.vllm_names import (
     EngineClient,
     FlexibleArgumentParser,
+    LoRAModulePath,
+    MaxLoRARanks,
     UsageContext,
     build_app,
     init_app_state,
     make_arg_parser,
 )
+from deployments.replica.apar_extension import FOLLOWED_PATHS
 from deployments.replica.openapi import OFFERED, describe
 from deployments.replica.openapi import PATH as OPENAPI_PATH
+from deployments.wire.errors import UnknownRouteError, answer_for
 
 
 def server_arguments(model: str, served_name: str, engine: Mapping[str, Any]) -> Namespace:
     """vLLM's server arguments: its defaults, then ours, then the given engine arguments.
 
-    Raises CheckpointError for an engine argument that vLLM does not have.
+    Raises CheckpointError for an engine argument that vLLM does not have, or a wrong value.
     """
     args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     values = {
@@ -41,8 +47,38 @@ def server_arguments(model: str, served_name: str, engine: Mapping[str, Any]) ->
     for name, value in values.items():
         if not hasattr(args, name):
             raise CheckpointError(f"vLLM has no engine argument {name!r}")
-        setattr(args, name, value)
+        setattr(args, name, _parsed(name, value, default=getattr(args, name)))
+    if adapters := engine.get("lora_modules"):
+        args.lora_modules = [LoRAModulePath(**adapter) for adapter in adapters]
+        if "max_lora_rank" not in engine:
+            args.max_lora_rank = _rank_for(args.lora_modules, args.max_lora_rank)
     return args
+
+
+def _parsed(name: str, value: Any, *, default: Any) -> Any:
+    """Return a mapping as the object that vLLM's command line makes of it, others unchanged."""
+    if not isinstance(value, dict) or default is None or isinstance(default, dict):
+        return value
+    try:
+        return type(default)(**value)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"engine argument {name!r}: {error}") from error
+
+
+def _rank_for(adapters: Sequence[LoRAModulePath], default: int) -> int:
+    """Return the smallest rank that vLLM can allocate for these adapters.
+
+    It is `default` if one of them is not a folder on this machine.
+    """
+    ranks = [8]
+    for adapter in adapters:
+        path = Path(adapter.path) / "adapter_config.json"
+        if not path.is_file():
+            return default
+        config = json.loads(path.read_text())
+        ranks += [config.get("r", 1), *config.get("rank_pattern", {}).values()]
+    # vLLM itself refuses an adapter above the largest.
+    return next((rank for rank in get_args(MaxLoRARanks) if rank >= max(ranks)), max(ranks))
 
 
 def build_engine(args: Namespace) -> AparAsyncLLM:
@@ -69,8 +105,22 @@ async def build_http_application(engine: EngineClient, args: Namespace) -> FastA
     # As in the engine process: reading the environment at every step costs time.
     envs.enable_envs_cache()
     add_description(app)
+    refuse_missing_routes(app, args.served_model_name[0])
     app.state.server = Namespace()  # vLLM's error handler looks for its uvicorn server here.
     return app
+
+
+def refuse_missing_routes(app: FastAPI, model: str) -> None:
+    """Answer requests that the model does not serve, such as a chat with an embedding model."""
+
+    async def refuse(request: Request) -> Response:
+        error = UnknownRouteError(f"The model {model!r} does not serve {request.url.path}")
+        answer = answer_for(error)
+        return Response(answer.body, answer.status, media_type="application/json")
+
+    served = {getattr(route, "path", None) for route in app.routes}
+    for path in FOLLOWED_PATHS.keys() - served:
+        app.add_route(path, refuse, methods=["POST"], include_in_schema=False)
 
 
 def add_description(app: FastAPI) -> None:

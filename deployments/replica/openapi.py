@@ -11,6 +11,7 @@ PATH = "/openapi.json"
 OFFERED = {
     "/v1/chat/completions": "POST",
     "/v1/completions": "POST",
+    "/v1/embeddings": "POST",
     "/v1/models": "GET",
     "/tokenize": "POST",
     "/detokenize": "POST",

@@ -19,6 +19,7 @@ from apar_core.errors import TrainingError
 from apar_core.formats.control_tokens import ControlTokens
 from apar_core.offline.data.example_file import example_files, read_examples
 from apar_core.offline.data.records import ExampleRecord, count_forks
+from apar_core.offline.training.adapter import ADAPTER, save_adapter
 from apar_core.offline.training.example_encoder import EncodingCounts, ExampleEncoder
 from apar_core.offline.training.pretrained import (
     add_control_tokens,
@@ -118,8 +119,9 @@ def fine_tune(
 ) -> TrainingResult:
     """Train a model on the examples in `data` and write a checkpoint to `out`.
 
-    `apar serve` can load the checkpoint: adapters are merged, and the tokenizer has control tokens
-    and a chat template. Raises TrainingError or DataError for invalid inputs.
+    `apar serve` can load the checkpoint: adapters are merged unless the recipe keeps them separate,
+    and the tokenizer has control tokens and a chat template. Raises TrainingError or DataError for
+    invalid inputs.
     """
     tokenizer = load_tokenizer(model_name, chat_template)
     inputs = run_inputs(model_name, tokenizer, data)
@@ -227,7 +229,12 @@ def _save(trainer: TreeTrainer, tokenizer: PreTrainedTokenizerBase, out: Path) -
         return
     model = trainer.accelerator.unwrap_model(trainer.model)
     if isinstance(model, PeftModel):
-        model = model.merge_and_unload()
+        lora = trainer.recipe.lora
+        if lora is not None and not lora.merge:
+            save_adapter(model, out / ADAPTER)
+            model = model.unload()
+        else:
+            model = model.merge_and_unload()
         weights = model.state_dict()
     save_pretrained(model, weights, tokenizer, out)
 

@@ -26,7 +26,7 @@ RECIPES = Path(__file__).with_name("recipes")
 
 
 class LoraSettings(BaseModel):
-    """Low-rank adapters on a frozen model, merged into it after training."""
+    """Low-rank adapters on a frozen model."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -35,6 +35,11 @@ class LoraSettings(BaseModel):
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before each adapter.")
     target_modules: str | tuple[str, ...] = Field(
         "all-linear", description="Names of the adapted layers, or all-linear."
+    )
+    merge: bool = Field(
+        True,
+        description="Merge the adapters into the saved model. Otherwise the base model with the "
+        "control tokens is saved, and the adapters in its subfolder `adapter`.",
     )
 
 

@@ -66,7 +66,10 @@ class AnsweringEngine(AparAsyncLLM):
             _logger_ref=["statistics"],
             engine_core=None,
             output_processor=ForkOutputProcessor(None, log_stats=False),
-            vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1)),
+            vllm_config=SimpleNamespace(
+                parallel_config=SimpleNamespace(data_parallel_size=1),
+                model_config=SimpleNamespace(runner_type="generate"),
+            ),
             input_processor=SimpleNamespace(tokenizer=SimpleNamespace(encode=lambda text: [7])),
         )
 

@@ -76,6 +76,7 @@ async def test_a_request_is_one_line_at_its_end(
         "path": CHAT,
         "key": "anonymous",
         "model": "m",
+        "adapter": None,
         "status": 200,
         "error_code": None,
         "stream": streaming,

@@ -1,0 +1,129 @@
+"""LoRA adapters beside their base model, without merging."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from apar_core.engine.offline_engine import OfflineEngine
+from apar_core.scheduler.core_state import core_state
+from tests.integration.engine_process import EngineProcess
+from tests.integration.features.tiny_adapter import Adapter
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+QUESTIONS = (
+    "Give me 5 tips for learning guitar.",
+    "Give me 3 tips for sleeping well.",
+    "Give me 4 tips for saving water.",
+    "Hi",
+)
+# Unmerged, a weight is applied as the sum of two products, which rounds differently.
+LOGPROB_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class LoraAnswer:
+    text: str
+    forks: int
+    # Log-probability of each token of the text.
+    logprobs: tuple[float, ...]
+
+
+def answers(
+    engine: OfflineEngine, adapters: list[str | None]
+) -> tuple[list[LoraAnswer], dict[str, Any]]:
+    """Answers to all questions with each adapter, all at once. Runs in the engine's process."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    prompts: list[Any] = [engine.chat_prompt(question) for question in QUESTIONS] * len(adapters)
+    requests: list[Any] = [
+        None if path is None else LoRARequest("adapter", 1, path)
+        for path in adapters
+        for _ in QUESTIONS
+    ]
+    params = SamplingParams(temperature=0.0, max_tokens=200, logprobs=0)
+    outputs = engine.llm.generate(prompts, params, lora_request=requests, use_tqdm=False)
+    records = engine._engine.output_processor.records
+    found = []
+    for output in outputs:
+        [choice] = output.outputs
+        assert choice.logprobs is not None
+        pairs = zip(choice.token_ids, choice.logprobs, strict=True)
+        found.append(
+            LoraAnswer(
+                choice.text,
+                records.take(output.request_id).statistics.forks,
+                tuple(each[token].logprob for token, each in pairs if each),
+            )
+        )
+    return found, core_state(engine.scheduler)
+
+
+def asked(
+    model: Path, *adapters: str | None, again: bool = False, **arguments: Any
+) -> tuple[list[LoraAnswer], dict[str, Any]]:
+    engine = EngineProcess(model=str(model), **arguments)
+    try:
+        if again:
+            engine.call(answers, list(adapters))
+        return engine.call(answers, list(adapters))
+    finally:
+        engine.close()
+
+
+def test_an_unmerged_adapter_answers_like_the_merged_model_beside_its_base(
+    adapter: Adapter,
+) -> None:
+    expected, _ = asked(adapter.merged, None)
+    base_alone, _ = asked(adapter.base, None, additional_config={"apar": {"enabled": False}})
+
+    # The second time, the prefix cache has the prompts of both.
+    found, state = asked(
+        adapter.base,
+        None,
+        str(adapter.adapter),
+        again=True,
+        enable_lora=True,
+        max_lora_rank=8,
+        # vLLM's kernels for CPUs give the last place to requests without an adapter.
+        max_loras=2,
+        additional_config={"apar": {"enabled": False, "adapters": {"adapter": True}}},
+    )
+
+    base, adapted = found[: len(QUESTIONS)], found[len(QUESTIONS) :]
+    assert [each.text for each in adapted] == [each.text for each in expected]
+    assert [each.forks for each in adapted] == [each.forks for each in expected]
+    assert sum(each.forks for each in adapted) >= 8
+    gap = max(
+        abs(mine - theirs)
+        for one, other in zip(adapted, expected, strict=True)
+        for mine, theirs in zip(one.logprobs, other.logprobs, strict=True)
+    )
+    assert gap < LOGPROB_TOLERANCE
+    assert [each.text for each in base] == [each.text for each in base_alone]
+    assert not any(each.forks for each in base)
+    assert all(one.text != other.text for one, other in zip(base[:3], adapted[:3], strict=True))
+    assert state["free_blocks"] == state["kv_blocks"]
+
+
+def test_vllm_refuses_an_adapter_that_keeps_rows_as_peft_does(
+    adapter: Adapter, tmp_path: Path
+) -> None:
+    from safetensors.torch import save_file
+
+    values = json.loads((adapter.adapter / "adapter_config.json").read_text())
+    values |= {"trainable_token_indices": {"embed_tokens": [3, 4]}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(values))
+    tensors = load_file(adapter.adapter / "adapter_model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "layers" in name}
+    rows = tensors["base_model.model.model.embed_tokens.lora_embedding_B"].T.contiguous()
+    kept["base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"] = rows
+    save_file(kept, tmp_path / "adapter_model.safetensors")
+
+    with pytest.raises(Exception, match="is unsupported LoRA weight"):
+        asked(adapter.base, str(tmp_path), enable_lora=True, max_lora_rank=8)
