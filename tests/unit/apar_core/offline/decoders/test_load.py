@@ -234,8 +234,10 @@ def test_prompt_tokens_without_an_acceptance_table_are_refused(tmp_path: Path) -
 
 
 def test_variants_that_are_only_measured_are_refused() -> None:
-    for field, value in (("mask", "decoder"), ("mask", "encoder"), ("exits", 2)):
-        prompts = PromptTokens.like_text(small_model(), **{field: value})
+    changes: list[tuple[str, Any]] = [("mask", "decoder"), ("mask", "encoder"), ("exits", 2)]
+    for field, value in changes:
+        change: dict[str, Any] = {field: value}
+        prompts = PromptTokens.like_text(small_model(), **change)
         message = f"prompt tokens have {field} {value!r}, the decoders need"
         with pytest.raises(CheckpointError, match=message):
             build_decoder(
