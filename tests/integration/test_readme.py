@@ -19,7 +19,6 @@ NOT_RUN = {
     "curl": "tests/integration/serving/test_quick_start.py",
     "pip install": ".ci/test-wheel installs the wheel; .ci/resolve resolves every extra",
     "uv pip install": ".ci/resolve resolves every extra",
-    ".ci/test-vllm": "takes minutes and a download",
     "vllm serve": "needs a GPU; tests/integration/test_vllm_server.py starts the same server",
     ".venv-gpu/bin/apar": "needs a GPU and the hub",
     "docker": "there is no container daemon",
