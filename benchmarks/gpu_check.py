@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if check.name not in wanted or (path.exists() and not options.again):
             continue
         left_s = deadline_s - time.monotonic()
-        if find_spec(check.needs) is None:
+        if not _is_installed(check.needs):
             found: dict[str, Any] = {"status": "skipped", "reason": f"{check.needs} is missing"}
         elif left_s < check.limit_s:
             print(f"{check.name}: not in this call, {left_s:.0f} of {check.limit_s} s are left")
@@ -101,6 +101,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = write_report(state, out, options)
     print(f"Report: {out / 'gpu-check.md'}")
     return int(any(each["status"] in ("failed", "timed out") for each in results.values()))
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def run_check(check: Check, options: argparse.Namespace, state: Path) -> dict[str, Any]:

@@ -117,6 +117,7 @@ async def _measure(
 
     engine_arguments = {
         "enforce_eager": True,
+        "distributed_executor_backend": "uni",
         "block_size": 32,
         "kv_cache_memory_bytes": 256 << 20,
         "max_num_seqs": 256,

@@ -1,7 +1,8 @@
 """A chain of prompt tokens in vLLM, next to no speculation: tokens per step, and the host's work.
 
 Each engine has a process of its own; they answer each prompt in turn. The host's work is what a GPU
-would wait for without async scheduling: all of a step but the forward pass and the output layer.
+would wait for in each step without async scheduling. Seconds are CPU time of the engine's only
+thread, so that other work on the machine counts less.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from time import perf_counter
+from time import thread_time
 from typing import Any
 
 from rich.console import Console
@@ -26,12 +27,15 @@ from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.apar_tiny_prompts import prompts_path
 from apar_core.offline.data.tiny_corpus.generator import Corpus
 
-PLAIN, NGRAM = "no speculation", "n-gram, 3 drafts"
+PLAIN = "no speculation"
 CHAIN_LENGTHS = (2, 3)
 MAX_TOKENS = 128
-PARTS = ("schedule", "prepare", "forward", "logits", "sample", "bookkeep", "propose", "update")
-"""Where the time of a step goes. `prepare` is the rest of the model runner's work."""
-ON_DEVICE = frozenset({"forward", "logits"})
+WAITED_FOR = ("schedule", "prepare", "bookkeep", "propose", "update")
+"""Host work during which a GPU has nothing to do: before the forward pass is launched, and after
+the sampled tokens have arrived. `prepare` is the model runner's work before the pass."""
+HIDDEN = ("forward", "logits", "sample")
+"""Work of the device, or launched while it computes."""
+PARTS = (*WAITED_FOR, *HIDDEN, "other")
 _VOCABULARY = 4096
 
 
@@ -43,32 +47,35 @@ def _zeros() -> defaultdict[str, float]:
 class Measured:
     """All answers of one engine. Seconds by part; `step` is the whole step of the engine core.
 
-    `outcomes` counts the rows by (guesses, accepted guesses).
+    `outcomes` counts the rows by (guesses, accepted guesses). `host_s` has the seconds of each step
+    that a GPU would wait for.
     """
 
     tokens: int = 0
     rows: int = 0
     steps: int = 0
-    wall_s: float = 0.0
+    answer_s: float = 0.0
     seconds: defaultdict[str, float] = field(default_factory=_zeros)
     outcomes: Counter[tuple[int, int]] = field(default_factory=Counter)
     texts: list[tuple[int, ...]] = field(default_factory=list)
+    host_s: list[float] = field(default_factory=list)
+
+    def end_step(self) -> None:
+        """Note what the host has done since the last step."""
+        total = sum(self.seconds[part] for part in WAITED_FOR)
+        self.host_s.append(total - sum(self.host_s))
 
     def add(self, other: Measured) -> None:
         """Add the answers of another measurement."""
         self.tokens += other.tokens
         self.rows += other.rows
         self.steps += other.steps
-        self.wall_s += other.wall_s
+        self.answer_s += other.answer_s
         for part, seconds in other.seconds.items():
             self.seconds[part] += seconds
         self.outcomes += other.outcomes
         self.texts += other.texts
-
-    @property
-    def host_s(self) -> float:
-        """Mean seconds of a step that are not the model's."""
-        return (self.seconds["step"] - sum(self.seconds[part] for part in ON_DEVICE)) / self.steps
+        self.host_s += other.host_s
 
 
 def run(console: Console, *, num_answers: int, forked: bool) -> dict[str, Any]:
@@ -93,7 +100,7 @@ def run(console: Console, *, num_answers: int, forked: bool) -> dict[str, Any]:
             if number:
                 for name, each in answered.items():
                     measured[name].add(each)
-                    ratios[name].append(answered[PLAIN].wall_s / each.wall_s)
+                    ratios[name].append(answered[PLAIN].answer_s / each.answer_s)
     results = {name: _figures(each, ratios[name]) for name, each in measured.items()}
     for name, each in measured.items():
         results[name]["same_answers"] = each.texts == measured[PLAIN].texts
@@ -111,8 +118,7 @@ def _engines() -> dict[str, dict[str, Any]]:
         "max_num_seqs": 32,
         "kv_cache_memory_bytes": 64 << 20,
     }
-    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    engines = {PLAIN: common, NGRAM: {**common, "speculative_config": ngram}}
+    engines = {PLAIN: common}
     for length in CHAIN_LENGTHS:
         engines[f"chain, {length} drafts"] = {
             **common,
@@ -144,9 +150,9 @@ def _answer(question: str, forked: bool) -> Measured:
     }
     found = Measured()
     with _watched(engine, found):
-        begin = perf_counter()
+        begin = thread_time()
         (answer,) = engine.generate([engine.chat_prompt(question)], parameters)
-        found.wall_s = perf_counter() - begin
+        found.answer_s = thread_time() - begin
     found.texts.append(answer.token_ids)
     return found
 
@@ -164,7 +170,9 @@ def _watched(engine: OfflineEngine, into: Measured) -> Iterator[None]:
 
         time(core, "step_fn", "step")
         time(scheduler, "schedule", "schedule")
-        time(core.model_executor, "execute_model", "execute")
+        begun: list[float] = []
+        stack.enter_context(_replaced(runner, "execute_model", _noted(begun)))
+        stack.enter_context(_replaced(runner, "_model_forward", _prepared(into, begun)))
         time(runner, "_model_forward", "forward")
         time(runner.model, "compute_logits", "logits")
         time(runner, "_sample", "sample")
@@ -173,6 +181,7 @@ def _watched(engine: OfflineEngine, into: Measured) -> Iterator[None]:
             time(runner.drafter, "propose", "propose")
         time(scheduler, "update_from_output", "update")
         stack.enter_context(_replaced(scheduler, "update_from_output", _counted(into)))
+        stack.enter_context(_replaced(core, "step_fn", _ended(into)))
         yield
 
 
@@ -194,13 +203,53 @@ def _replaced(
 def _timed(into: Measured, part: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            begin = perf_counter()
+            begin = thread_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                into.seconds[part] += perf_counter() - begin
+                into.seconds[part] += thread_time() - begin
 
         return timed
+
+    return wrap
+
+
+def _noted(begun: list[float]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Note when the model runner begins a step."""
+
+    def wrap(execute: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            begun[:] = [thread_time()]
+            return execute(*args, **kwargs)
+
+        return noted
+
+    return wrap
+
+
+def _prepared(
+    into: Measured, begun: list[float]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add the time between the beginning of a step and its forward pass."""
+
+    def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def prepared(*args: Any, **kwargs: Any) -> Any:
+            into.seconds["prepare"] += thread_time() - begun[0]
+            return forward(*args, **kwargs)
+
+        return prepared
+
+    return wrap
+
+
+def _ended(into: Measured) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def wrap(step: Callable[..., Any]) -> Callable[..., Any]:
+        def ended(*args: Any, **kwargs: Any) -> Any:
+            result = step(*args, **kwargs)
+            into.end_step()
+            return result
+
+        return ended
 
     return wrap
 
@@ -228,8 +277,9 @@ def _counted(into: Measured) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 def _figures(measured: Measured, ratios: list[float]) -> dict[str, Any]:
     seconds = dict(measured.seconds)
-    known = sum(seconds.get(part, 0.0) for part in PARTS if part != "prepare")
-    seconds["prepare"] = seconds["step"] - known
+    seconds["other"] = seconds["step"] - sum(
+        seconds.get(part, 0.0) for part in (*WAITED_FOR, *HIDDEN)
+    )
     # The first prompt token's guess, given that the step had one.
     guessed = sum(rows for (guesses, _), rows in measured.outcomes.items() if guesses)
     right = sum(rows for (guesses, n), rows in measured.outcomes.items() if guesses and n)
@@ -241,14 +291,22 @@ def _figures(measured: Measured, ratios: list[float]) -> dict[str, Any]:
         "outcomes": {f"{g} guesses, {n} accepted": c for (g, n), c in measured.outcomes.items()},
         "speed_up_median": statistics.median(ratios),
         "step_us": 1e6 * seconds["step"] / measured.steps,
-        "host_us": 1e6 * measured.host_s,
+        # Deciles: the least loaded moments of a busy machine come first.
+        "host_us": [1e6 * each for each in statistics.quantiles(measured.host_s, n=10)],
         "parts_us": {part: 1e6 * seconds.get(part, 0.0) / measured.steps for part in PARTS},
     }
 
 
 def _table(results: dict[str, dict[str, Any]]) -> Table:
     table = Table(title="A chain of prompt tokens in vLLM, one request at a time")
-    for name in ("", "tokens per row and step", "first guess right", "speed-up", "step us", "host"):
+    for name in (
+        "",
+        "tokens per row and step",
+        "first guess right",
+        "speed-up",
+        "step us",
+        "host us",
+    ):
         table.add_column(name, justify="right")
     for part in PARTS:
         table.add_column(part, justify="right")
@@ -260,7 +318,7 @@ def _table(results: dict[str, dict[str, Any]]) -> Table:
             "" if right is None else f"{right:.3f}",
             f"{each['speed_up_median']:.2f}",
             f"{each['step_us']:.0f}",
-            f"{each['host_us']:.0f}",
+            f"{each['host_us'][0]:.0f} to {each['host_us'][-1]:.0f}",
             *(f"{each['parts_us'][part]:.0f}" for part in PARTS),
         )
     return table

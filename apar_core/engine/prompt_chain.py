@@ -256,10 +256,10 @@ class PromptChain:
             num_predictions += num_prompts
         return rows
 
-    def observe(self, rows: list[_Row], predictions: Tensor | None) -> None:
+    def observe(self, rows: list[_Row], predictions: Tensor) -> None:
         """Take the likeliest tokens at all prompt tokens of a step, without waiting for them."""
         self._rows = rows
-        if predictions is not None and predictions.is_cuda:
+        if predictions.is_cuda:
             if self._on_host is None or len(self._on_host) < len(predictions):
                 self._on_host = torch.empty(2 * len(predictions), dtype=torch.int64).pin_memory()
             predictions = self._on_host[: len(predictions)].copy_(predictions, non_blocking=True)
@@ -285,18 +285,20 @@ class ChainSampler(RejectionSampler):
         rows = self._chain.rows_of(metadata.num_draft_tokens, spec_token_ids)
         if rows is None or spec_token_ids is None:
             return super().forward(metadata, draft_probs, logits, sampling_metadata)
-        if not any(row.num_prompts for row in rows):
-            self._chain.observe(rows, None)
-            return super().forward(metadata, draft_probs, logits, sampling_metadata)
         guesses, predicting = _only_guesses(metadata, rows, logits.device)
         # Before vLLM waits for the sampled tokens.
         self._chain.observe(rows, logits[predicting].argmax(-1))
         named = [
             list(ids[: row.num_guesses]) for ids, row in zip(spec_token_ids, rows, strict=False)
         ]
-        return super().forward(
-            guesses, draft_probs, logits, replace(sampling_metadata, spec_token_ids=named)
-        )
+        sampling_metadata = replace(sampling_metadata, spec_token_ids=named)
+        if guesses.max_spec_len == 0:
+            # Nothing to verify. With top_k, vLLM's rejection sampler fails without a draft.
+            output: SamplerOutput = self.sampler(
+                logits=logits[guesses.bonus_logits_indices], sampling_metadata=sampling_metadata
+            )
+            return output
+        return super().forward(guesses, draft_probs, logits, sampling_metadata)
 
 
 def _only_guesses(

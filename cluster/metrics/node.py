@@ -23,6 +23,7 @@ import logging
 import os
 import platform
 import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -31,10 +32,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from socketserver import ThreadingMixIn
 from typing import IO, Any
-from wsgiref.simple_server import WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, start_http_server, values
+from prometheus_client import CollectorRegistry, make_wsgi_app, values
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.mmap_dict import MmapedDict as UntypedMmapedDict
@@ -340,8 +342,29 @@ def serve_page(page: NodePage, host: str, port: int) -> WSGIServer:
     """Serve a page in a thread; port 0 takes a free one. Raises OSError if the port is taken."""
     registry = CollectorRegistry()
     registry.register(page)
-    server, _ = start_http_server(port, host, registry)
+    answer = make_wsgi_app(registry)
+
+    def application(environ: dict[str, Any], start_response: Any) -> Any:
+        # In OpenMetrics, which Prometheus prefers, the client writes `vllm_...` for `vllm:...`.
+        return answer({**environ, "HTTP_ACCEPT": "text/plain"}, start_response)
+
+    kind = _ServerV6 if ":" in host else _Server
+    server = make_server(host, port, application, kind, _QuietHandler)
+    threading.Thread(target=server.serve_forever, name="metrics-server", daemon=True).start()
     return server
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _ServerV6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _QuietHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing."""
 
 
 class PageThread:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -71,6 +72,9 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
             "distributed_executor_backend": "uni",
             "kv_cache_memory_bytes": model.kv_cache_bytes,
         }
+        # On a CPU, torch.compile runs a C++ compiler, which the image for CPUs does not have.
+        if shutil.which(os.environ.get("CXX") or "g++") is None:
+            arguments["enforce_eager"] = True
     arguments |= model.preset.engine | model.engine
     settings = model.forks.model_dump(exclude_none=True)
     if model.adapters:

@@ -220,6 +220,18 @@ def test_sampling_parameters_of_a_mixed_batch_hold_for_guesses(engine: EnginePro
     assert state["free_blocks"] == state["kv_blocks"]
 
 
+@pytest.mark.parametrize("parameters", [{"top_k": 2}, {"top_p": 0.5}, {"logprobs": 2}, {}])
+def test_a_request_alone_is_sampled_with_and_without_guesses(
+    engine: EngineProcess, parameters: dict[str, Any]
+) -> None:
+    chosen = [{"temperature": 1.0, "max_tokens": 24, **parameters}]
+
+    found, state = engine.call(answers_with, "Give me two tips for learning guitar.", chosen)
+
+    assert len(found[0]) > 10
+    assert state["free_blocks"] == state["kv_blocks"]
+
+
 def test_structured_output_is_written_beside_a_chain(engine: EngineProcess) -> None:
     assert engine.call(choose, ["yes", "no"]) in {"yes", "no"}
 

@@ -17,10 +17,10 @@ from tests.fakes.quick_start import ROOT, blocks, commands, program
 NOT_RUN = {
     "make": "a target is only looked up, by `make --dry-run`",
     "curl": "tests/integration/serving/test_quick_start.py",
-    "pip install": ".ci/run installs the wheel into an empty environment",
+    "pip install": ".ci/test-wheel installs the wheel; .ci/resolve resolves every extra",
+    "uv pip install": ".ci/resolve resolves every extra",
     "vllm serve": "needs a GPU; tests/integration/test_vllm_server.py starts the same server",
-    ".venv/bin/apar serve --model apar-7b": "needs a GPU and the hub",
-    ".venv/bin/apar doctor --model apar-7b": "needs the hub",
+    ".venv-gpu/bin/apar": "needs a GPU and the hub",
     "docker": "there is no container daemon",
 }
 RUN = [line for line in commands() if not line.startswith(tuple(NOT_RUN))]

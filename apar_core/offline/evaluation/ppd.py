@@ -242,6 +242,9 @@ def methods_table(
                 same.passes / max(total.passes, 1),
                 same.seconds / total.seconds,
                 num_text / total.seconds / plain_speed,
+                sum(answer.draft_passes for answer in answers) / len(answers)
+                if method.name.startswith(DRAFT)
+                else None,
             )
         )
     return ReportTable(
@@ -259,6 +262,7 @@ def methods_table(
             Column("Fewer steps", ".2f"),
             Column("Speed-up", ".2f"),
             Column("Speed against plain", ".2f"),
+            Column("Draft passes per answer", ".1f"),
         ),
         tuple(rows),
         "Inputs: the largest number of a row at one live row; trees sized by hardware change with "
@@ -468,7 +472,7 @@ def variants_table(run: Measurements) -> ReportTable:
         ),
         tuple(rows),
         f"{_ACCURACY_NOTE} Measured on {source}; one seed. The paper's values are of Vicuna-7B "
-        "with 1, 2 or 100 EPTs: only their order can be compared.",
+        "with 1 EPT, or 100 where these have 2: only their order can be compared.",
     )
 
 

@@ -260,6 +260,14 @@ CHAIN_THRESHOLD = 1.15
 """Speed-up at batch 1 from which on a chain in vLLM would be worth implementing."""
 
 
+CHAIN_HOST_S = (0.58e-3, 0.70e-3)
+"""Host time of a step with a chain of 3 that a GPU would wait for: engine core and V1 model runner.
+
+Measured at one row on this project's CPU while it was busy: first decile and median of all steps
+(docs/experiments/2026-11-23-prompt-chain.md). The host of a GPU may be faster.
+"""
+
+
 def chain_tree(table: AcceptanceTable, num_drafts: int) -> DynamicTree:
     """Return chains instead of trees: what `apar_core/engine/prompt_chain.py` drafts in vLLM.
 
@@ -308,12 +316,18 @@ class ChainPrediction:
 
 
 def predict_chain(
-    costs: StepCosts, table: AcceptanceTable, num_drafts: int, rows: int, context: int
+    costs: StepCosts,
+    table: AcceptanceTable,
+    num_drafts: int,
+    rows: int,
+    context: int,
+    *,
+    host_s: float | None = None,
 ) -> ChainPrediction:
     """Predict a chain in vLLM against plain decoding with async scheduling.
 
     A custom proposer takes sampled tokens on the CPU, so vLLM 0.32 runs it without async
-    scheduling, and the engine core's time is added to each step.
+    scheduling, and the host's time is added to each step: `host_s`, by default the engine core's.
     """
     tree = chain_tree(table, num_drafts)
     inputs = tree.num_inputs()
@@ -322,7 +336,7 @@ def predict_chain(
         inputs,
         tree.expected_length(),
         costs.step_s(_batch(rows, 1, context), overlapped=True),
-        costs.step_s(_batch(rows, inputs, context)),
+        costs.step_s(_batch(rows, inputs, context), overlapped=host_s is not None) + (host_s or 0),
     )
 
 

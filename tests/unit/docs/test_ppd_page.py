@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from apar_core.offline.evaluation.ppd_predictions import (
+    CHAIN_HOST_S,
     CHAIN_THRESHOLD,
     PAPER_MEDUSA_HEADS,
     PAPER_TABLES,
@@ -97,6 +98,10 @@ def test_the_chain_is_that_of_the_code() -> None:
             costs = step_costs(paper_model(name), find_gpu(gpu))
             chain = predict_chain(costs, table, 3, rows=1, context=512)
             assert row(f"{name}, chain of 3: speed-up")[place] == f"{chain.speedup:.2f}"
+            for host_s in CHAIN_HOST_S:
+                slow = predict_chain(costs, table, 3, rows=1, context=512, host_s=host_s)
+                title = f"{name}, with {1e3 * host_s:.2f} ms of host time"
+                assert row(title)[place] == f"{slow.speedup:.2f}"
             if name == "Vicuna-7B":
                 spare = row(f"{name}, chain of 3: spare time per step (ms)")[place]
                 assert spare == f"{1e3 * chain.spare_s:.2f}"

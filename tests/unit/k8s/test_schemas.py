@@ -16,6 +16,7 @@ from kubernetes_validate.utils import schema_contents
 from referencing import Registry, Resource
 
 from tests.fakes.overlays import (
+    K8S,
     NEEDS_KUBECTL,
     OVERLAYS,
     Object,
@@ -117,6 +118,25 @@ def _strict(schema: Object, *, is_root: bool = False) -> Object:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_an_overlay_is_valid(overlay: str) -> None:
     assert violations(objects_of(overlay)) == []
+
+
+def test_the_examples_are_valid_and_lead_to_the_service() -> None:
+    files = (K8S / "examples").glob("*.yaml")
+    examples = {each["kind"]: each for each in map(yaml.safe_load, map(Path.read_text, files))}
+    [service] = of_kind(objects_of("local"), "RayService")
+    target = service["spec"]["serveService"]
+    [port] = target["spec"]["ports"]
+    # The Gateway API's definitions are not among ours.
+    route = examples.pop("HTTPRoute")["spec"]["rules"][0]
+    [rule] = examples["Ingress"]["spec"]["rules"]
+    backend = rule["http"]["paths"][0]["backend"]["service"]
+
+    assert violations(list(examples.values())) == []
+    assert route["backendRefs"] == [{"name": target["metadata"]["name"], "port": port["port"]}]
+    assert backend == {"name": target["metadata"]["name"], "port": {"number": port["port"]}}
+    # The class that the parameters of overlay gpu name.
+    parameters = (K8S / "overlays" / "gpu" / "parameters.env").read_text()
+    assert f"\nstorage-class={examples['StorageClass']['metadata']['name']}\n" in parameters
 
 
 Change = Callable[[Object], object]

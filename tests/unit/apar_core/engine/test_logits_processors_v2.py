@@ -6,6 +6,7 @@ processors do not read, and fill the positions and tokens of a batch, which the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -28,6 +29,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from apar_core.engine import logits_processors as v1
 from apar_core.engine.async_engine import SCHEDULER_CLS
+from apar_core.engine.gpu_start import SAMPLER_VARIABLE
 from apar_core.engine.input_processor import ForkInputProcessor, replays
 from apar_core.engine.plugin import complete
 from apar_core.engine.replay import REPLAY, replay_args
@@ -282,9 +284,14 @@ def test_an_engine_gets_the_processors_of_its_model_runner(monkeypatch: pytest.M
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
 
     assert complete(plain).model_config.logits_processors is None
+    # A CUDA build without a compiler for FlashInfer's sampler.
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv(SAMPLER_VARIABLE, "1")
+    monkeypatch.delenv(SAMPLER_VARIABLE)
     # Again, as a virtual engine does.
     for _ in range(2):
         assert complete(forking_engine).model_config.logits_processors == NAMES
     assert replays(forking_engine)
+    assert os.environ[SAMPLER_VARIABLE] == "0"
     # vLLM loads the classes, and refuses those of the other interface.
     ForkInputProcessor(forking_engine)

@@ -98,19 +98,16 @@ def limited(asked: Sequence[Asked], limits: Sequence[int]) -> list[Asked]:
     return [replace(each, max_tokens=limit) for each, limit in zip(asked, limits, strict=False)]
 
 
-@settings(max_examples=20)
-@given(
-    asked=requests(max_size=4),
-    kv_blocks=st.integers(16, 60),
-    limits=st.lists(st.sampled_from([1000, 1000, 30, 7]), min_size=4, max_size=4),
-)
-def test_scheduling_ahead_changes_no_text(
+def check_both(
     both: tuple[VirtualEngine, VirtualEngine],
     asked: list[Asked],
     kv_blocks: int,
     limits: list[int],
 ) -> None:
-    """The threads of an answer share its limit, and which of them uses it up is up to the steps."""
+    """Compare the answers of both engines.
+
+    The threads of an answer share its limit, and which of them uses it up is up to the steps.
+    """
     asked = limited(asked, limits)
 
     found = [run(engine, asked, kv_blocks=kv_blocks).answers for engine in both]
@@ -127,6 +124,32 @@ def test_scheduling_ahead_changes_no_text(
             assert len(ids_ahead) == len(ids)
             whole = iter(each.text)
             assert all(token in whole for token in ids_ahead)
+
+
+LIMITS = st.lists(st.sampled_from([1000, 1000, 30, 7]), min_size=6, max_size=6)
+
+
+@settings(max_examples=20)
+@given(asked=requests(max_size=4), kv_blocks=st.integers(16, 60), limits=LIMITS)
+def test_scheduling_ahead_changes_no_text(
+    both: tuple[VirtualEngine, VirtualEngine],
+    asked: list[Asked],
+    kv_blocks: int,
+    limits: list[int],
+) -> None:
+    check_both(both, asked, kv_blocks, limits)
+
+
+@pytest.mark.slow
+@settings(max_examples=500)
+@given(asked=requests(), kv_blocks=st.integers(16, 60), limits=LIMITS)
+def test_scheduling_ahead_changes_no_text_in_many_more_runs(
+    both: tuple[VirtualEngine, VirtualEngine],
+    asked: list[Asked],
+    kv_blocks: int,
+    limits: list[int],
+) -> None:
+    check_both(both, asked, kv_blocks, limits)
 
 
 def test_a_fork_is_seen_one_step_late_and_each_thread_computes_one_token_too_many(

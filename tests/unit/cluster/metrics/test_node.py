@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.local_ray import free_port
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Kind, Metric
-from cluster.metrics.node import NodePage, PageThread, remove_abandoned
+from cluster.metrics.node import NodePage, PageThread, remove_abandoned, serve_page
 from tests.fakes.tools import needs
 
 needs_promtool = needs("promtool")
@@ -242,6 +242,21 @@ def test_another_process_serves_when_the_first_is_killed(node: Node) -> None:
     found = {family.name: family for family in text_string_to_metric_families(text)}
     assert [sample.value for sample in found["apar_requests"].samples] == [2]
     assert found["apar_requests"].type == "counter"
+
+
+@pytest.mark.parametrize("accept", ["*/*", "application/openmetrics-text;version=1.0.0", ""])
+def test_vllms_names_are_the_same_for_every_reader(node: Node, accept: str) -> None:
+    node.start("m-1", "r1").run(
+        "import prometheus_client as client", "client.Counter('vllm:tokens', 'T.').inc(3)"
+    )
+    server = serve_page(node.page, "127.0.0.1", 0)
+
+    address = f"http://127.0.0.1:{server.server_port}/metrics"
+    text = httpx.get(address, headers={"accept": accept}).raise_for_status().text
+
+    server.shutdown()
+    server.server_close()
+    assert '\nvllm:tokens_total{replica="r1"} 3.0\n' in text
 
 
 def test_a_taken_port_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

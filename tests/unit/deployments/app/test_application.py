@@ -4,6 +4,7 @@ import json
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -220,6 +221,25 @@ def test_replicas_on_cpu_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> Non
     assert chosen["OMP_NUM_THREADS"] == "3"
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert "OMP_NUM_THREADS" not in replica_environment(ModelConfig(), on_gpu=True)
+
+
+def test_without_a_compiler_an_engine_on_cpu_is_eager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ModelConfig(checkpoint="org/model")
+    (tmp_path / "my-g++").write_text("#!/bin/sh\n")
+    (tmp_path / "my-g++").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+
+    assert engine_arguments(model, on_gpu=False)["enforce_eager"] is True
+    assert replica_environment(model, on_gpu=False)["TORCH_COMPILE_DISABLE"] == "1"
+    # Triton's compiler is another one.
+    assert "enforce_eager" not in engine_arguments(model, on_gpu=True)
+    mine = ModelConfig(checkpoint="org/model", engine={"enforce_eager": False})
+    assert engine_arguments(mine, on_gpu=False)["enforce_eager"] is False
+    monkeypatch.setenv("CXX", "my-g++")
+    assert "enforce_eager" not in engine_arguments(model, on_gpu=False)
 
 
 def test_an_eager_engine_on_cpu_does_not_compile_the_sampler() -> None:

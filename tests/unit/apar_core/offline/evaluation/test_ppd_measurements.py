@@ -99,9 +99,9 @@ def test_variants_change_what_their_names_say() -> None:
 
     assert recipes["1 EPT"].ensemble == 1
     assert recipes["1 EPT"].num_steps == 60
-    assert recipes["4 EPTs, a sixth of the steps"].num_steps == 10
+    assert recipes["1 EPT, a sixth of the steps"].num_steps == 10
     assert recipes["1 EPT, batch of 1"].batch_size == 1
-    assert recipes["4 EPTs, decoder mask"].mask == "decoder"
+    assert recipes["2 EPTs, decoder mask"].mask == "decoder"
     assert len({recipe.model_dump_json() for recipe in recipes.values()}) == len(VARIANTS)
 
 

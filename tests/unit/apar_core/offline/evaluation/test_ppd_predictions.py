@@ -108,6 +108,8 @@ def test_a_chain_pays_for_the_time_that_async_scheduling_hides() -> None:
 
     assert chain.plain_s == pytest.approx(0.010)
     assert chain.chain_s == pytest.approx(0.012)
+    slow_host = predict_chain(costs, TABLE, 2, rows=1, context=0, host_s=0.003)
+    assert slow_host.chain_s == pytest.approx(0.013)
     slower = chain.expected_length * chain.plain_s / (chain.chain_s + chain.spare_s)
     assert slower == pytest.approx(1.15)
 

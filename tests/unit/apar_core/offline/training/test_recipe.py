@@ -55,6 +55,7 @@ def test_every_shipped_recipe_loads() -> None:
         "apar": TrainingRecipe,
         "apar-lora": TrainingRecipe,
         "apar-tiny": TinyTrainingSettings,
+        "apar-tiny-draft": TinyTrainingSettings,
         "apar-tiny-medusa": TinySettings[MedusaRecipe],
         "apar-tiny-prompts": TinySettings[PromptRecipe],
         "medusa": MedusaRecipe,
