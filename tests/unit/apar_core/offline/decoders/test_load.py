@@ -23,6 +23,7 @@ from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.apar_tiny_medusa import heads_path
 from apar_core.offline.decoders.interface import DecodeLimits, TokenChoice, decode_answer
 from apar_core.offline.decoders.load import build_decoder, load_decoder, load_tokenizer
+from apar_core.offline.decoders.pass_times import PassTimes, ProposerName
 from apar_core.offline.speculation.acceptance import AcceptanceTable
 from apar_core.offline.speculation.candidate_tree import full_trees
 from apar_core.offline.speculation.medusa_heads import (
@@ -230,6 +231,29 @@ def test_prompt_tokens_without_an_acceptance_table_are_refused(tmp_path: Path) -
 
     with pytest.raises(CheckpointError, match=f"no acceptance table in {folder}"):
         load_decoder("ppd", checkpoint_path(), prompt_tokens=folder, device="cpu")
+
+
+def test_variants_that_are_only_measured_are_refused() -> None:
+    changes: list[tuple[str, Any]] = [("mask", "decoder"), ("mask", "encoder"), ("exits", 2)]
+    for field, value in changes:
+        change: dict[str, Any] = {field: value}
+        prompts = PromptTokens.like_text(small_model(), **change)
+        message = f"prompt tokens have {field} {value!r}, the decoders need"
+        with pytest.raises(CheckpointError, match=message):
+            build_decoder(
+                "ppd", small_model(), CONTROL, frozenset({END}), prompts=prompts,
+                trees=lambda _rows: full_trees(()),
+            )  # fmt: skip
+
+
+def test_pass_times_of_other_weights_are_refused() -> None:
+    times: dict[ProposerName, PassTimes] = {"prompt_tokens": PassTimes({1: {1: 0.01}})}
+
+    with pytest.raises(CheckpointError, match=r"no medusa_heads, only prompt_tokens: .*--medusa"):
+        load_decoder(
+            "medusa_apar", checkpoint_path(), medusa_heads=heads_path(), pass_times=times,
+            device="cpu",
+        )  # fmt: skip
 
 
 def test_medusa_heads_use_the_tree_of_their_acceptance_table(tmp_path: Path) -> None:
