@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,6 +11,7 @@ from apar_core.scheduler.thread_table import ThreadTable
 from apar_core.vllm_names import add_utility
 
 CORE_STATE_CALL = "apar_core_state"
+_OF_ONE_RANK = ("step_s", "num_steps", "busy_s")
 
 
 def core_state(scheduler: Any) -> dict[str, Any]:
@@ -54,6 +56,30 @@ def core_state(scheduler: Any) -> dict[str, Any]:
         if isinstance(policy, AdaptivePolicy):
             state["step_costs"] = asdict(policy.learned.costs)
     return state
+
+
+def combined(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the state of several ranks that run side by side, as if they were one engine.
+
+    Counts are added. Their steps take place at the same time, so number, time and learned costs of
+    steps are those of the rank with the most.
+    """
+    if len(states) == 1:
+        return states[0]
+    whole: dict[str, Any] = {}
+    for name, first in states[0].items():
+        values = [state[name] for state in states]
+        if name in _OF_ONE_RANK:
+            whole[name] = max(values)
+        elif name == "step_costs":
+            whole[name] = max(zip(states, values, strict=True), key=_num_steps)[1]
+        else:
+            whole[name] = combined(values) if isinstance(first, dict) else sum(values)
+    return whole
+
+
+def _num_steps(state: tuple[dict[str, Any], Any]) -> int:
+    return int(state[0]["steps"]["num_steps"])
 
 
 def install_core_state() -> None:

@@ -22,6 +22,7 @@ from apar_core.scheduler.thread_table import ThreadGroup
 from apar_core.tree.thread_names import ThreadPath, thread_request_id
 from apar_core.vllm_names import FinishReason, Request, block_hasher, inherit_block_hashes
 
+_TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 RESUME_ARG = "apar_resume"
 """Key of `SamplingParams.extra_args` with a journal for the scheduler, as plain values.
 
@@ -57,6 +58,9 @@ def build_child_request(
     params.seed = child_seed(params.seed, ordinal)
     parent_path = (params.extra_args or {})[EXTRA_ARG]["thread_path"]
     _set_path(params, (*parent_path, ordinal))
+    for name in _TRANSFERS:
+        # A child has its prefix from its parent. A connector would load the root's prompt again.
+        (params.extra_args or {}).pop(name, None)
     prompt = parent.all_token_ids[: fork_index + 1]
     prompt.append(child_id)
     child = Request(

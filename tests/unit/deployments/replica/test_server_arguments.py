@@ -1,0 +1,40 @@
+"""Engine arguments as vLLM's server takes them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from apar_core.errors import CheckpointError
+from deployments.replica.engine_factory import server_arguments
+
+
+def write_adapter(folder: Path, rank: int) -> dict[str, str]:
+    folder.mkdir()
+    config = {"r": rank, "rank_pattern": {"lm_head": 2}}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return {"name": folder.name, "path": str(folder)}
+
+
+@pytest.mark.parametrize(("ranks", "allocated"), [((4,), 8), ((4, 20), 32)])
+def test_memory_is_allocated_for_the_largest_rank(
+    tmp_path: Path, ranks: tuple[int, ...], allocated: int
+) -> None:
+    adapters = [write_adapter(tmp_path / f"a{rank}", rank) for rank in ranks]
+
+    args = server_arguments("m", "n", {"lora_modules": adapters})
+
+    assert args.max_lora_rank == allocated
+    assert [module.name for module in args.lora_modules] == [each["name"] for each in adapters]
+    given = server_arguments("m", "n", {"lora_modules": adapters, "max_lora_rank": 64})
+    assert given.max_lora_rank == 64
+    remote = [*adapters, {"name": "x", "path": "someone/adapter"}]
+    assert server_arguments("m", "n", {"lora_modules": remote}).max_lora_rank == 16
+
+
+def test_a_mapping_becomes_what_vllms_command_line_makes_of_it() -> None:
+    args = server_arguments("m", "n", {"structured_outputs_config": {"backend": "xgrammar"}})
+
+    assert args.structured_outputs_config.backend == "xgrammar"
+    with pytest.raises(CheckpointError, match="'structured_outputs_config'"):
+        server_arguments("m", "n", {"structured_outputs_config": {"backend": "none"}})
