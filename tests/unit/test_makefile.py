@@ -16,10 +16,12 @@ def commands_of(folder: Path, nvidia_smi: str, *arguments: str) -> tuple[int, st
     tool = folder / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\n{nvidia_smi}\n")
     tool.chmod(0o755)
+    # These tests may themselves be run by `make`.
+    environment = {name: value for name, value in os.environ.items() if "MAKE" not in name}
     done = subprocess.run(
         ["make", "--dry-run", *arguments],
         cwd=ROOT,
-        env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"},
+        env={**environment, "PATH": f"{folder}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         timeout=60,

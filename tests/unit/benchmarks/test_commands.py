@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 
-COMMANDS = {"decoding", "decoders", "training", "serving"}
+COMMANDS = {"decoding", "decoders", "training", "serving", "metrics", "prompt-chain"}
 
 
 def test_every_benchmark_is_a_command() -> None:

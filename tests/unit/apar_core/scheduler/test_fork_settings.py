@@ -45,7 +45,10 @@ def test_settings_cannot_be_changed_later() -> None:
 
 
 def test_an_engine_without_prefix_caching_is_refused() -> None:
-    config: Any = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=False))
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(runner_type="generate"),
+        cache_config=SimpleNamespace(enable_prefix_caching=False),
+    )
 
     with pytest.raises(EngineError, match="needs prefix caching"):
         ForkScheduler(config)
