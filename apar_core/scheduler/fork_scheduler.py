@@ -22,14 +22,13 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
-from apar_core.errors import EngineError
 from apar_core.fork_parameters import ForkParameters
 from apar_core.journal import Journal
 from apar_core.scheduler.block_sharing import BlockSharing
 from apar_core.scheduler.core_state import install_core_state
 from apar_core.scheduler.fork_admission import ForkAdmission
 from apar_core.scheduler.fork_policy import AdaptivePolicy, build_policy
-from apar_core.scheduler.fork_settings import fork_settings, generates
+from apar_core.scheduler.fork_settings import check_engine, fork_settings
 from apar_core.scheduler.request_gate import GatedQueue
 from apar_core.scheduler.row_limits import RowWarnings
 from apar_core.scheduler.step_time import StepClock
@@ -66,11 +65,7 @@ class ForkMixin(Scheduler):
     """
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        if generates(vllm_config) and not vllm_config.cache_config.enable_prefix_caching:
-            raise EngineError(
-                "forking needs prefix caching, through which children share their parent's KV "
-                "blocks: set enable_prefix_caching=True"
-            )
+        check_engine(vllm_config)
         # Order by arrival: children before newer requests, the youngest request preempted first.
         vllm_config.scheduler_config.policy = "priority"
         super().__init__(vllm_config, *args, **kwargs)

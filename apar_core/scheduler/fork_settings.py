@@ -14,7 +14,7 @@ from pydantic import (
     PositiveInt,
     ValidationError,
 )
-from vllm.config import VllmConfig
+from vllm.config import CompilationMode, VllmConfig
 
 from apar_core.errors import EngineError
 from apar_core.scheduler.fork_policy import PolicyName
@@ -84,6 +84,28 @@ class ForkSettings(BaseModel):
 def generates(vllm_config: VllmConfig) -> bool:
     """Return whether an engine's model generates text; embedding models have nothing to fork."""
     return vllm_config.model_config.runner_type == "generate"
+
+
+def check_engine(vllm_config: VllmConfig) -> None:
+    """Raise EngineError for an engine that cannot fork, or that would die at the first request."""
+    if not generates(vllm_config):
+        return
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise EngineError(
+            "forking needs prefix caching, through which children share their parent's KV "
+            "blocks: set enable_prefix_caching=True"
+        )
+    num_stages = vllm_config.parallel_config.pipeline_parallel_size
+    # vLLM 0.32 allocates what a stage receives when it compiles the model, or profiles it on a GPU.
+    if (
+        num_stages > 1
+        and vllm_config.device_config.device_type == "cpu"
+        and vllm_config.compilation_config.mode == CompilationMode.NONE
+    ):
+        raise EngineError(
+            f"pipeline_parallel_size={num_stages}: without compilation (enforce_eager, LoRA "
+            "adapters), vLLM's pipeline stages on a CPU fail at the first request"
+        )
 
 
 def fork_settings(vllm_config: VllmConfig) -> ForkSettings:

@@ -13,6 +13,7 @@ from vllm import AsyncEngineArgs, envs
 from apar_core.engine.async_engine import SCHEDULER_CLS, AparAsyncLLM
 from apar_core.engine.input_processor import forks
 from apar_core.errors import CheckpointError
+from apar_core.scheduler.fork_settings import check_engine
 from apar_core.vllm_names import (
     EngineClient,
     FlexibleArgumentParser,
@@ -84,7 +85,8 @@ def _rank_for(adapters: Sequence[LoRAModulePath], default: int) -> int:
 def build_engine(args: Namespace) -> AparAsyncLLM:
     """Build the engine and start its process; call inside the event loop that will use it.
 
-    Raises CheckpointError for a scheduler that is not derived from ours.
+    Raises CheckpointError for a scheduler that is not derived from ours, and EngineError for
+    settings under which vLLM or the forks would fail later.
     """
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
         usage_context=UsageContext.OPENAI_API_SERVER
@@ -93,6 +95,7 @@ def build_engine(args: Namespace) -> AparAsyncLLM:
         raise CheckpointError(
             f"engine.scheduler_cls: {args.scheduler_cls!r} is not derived from {SCHEDULER_CLS}"
         )
+    check_engine(config)
     engine = AparAsyncLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
     return cast(AparAsyncLLM, engine)
 

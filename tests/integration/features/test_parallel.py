@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.config import CompilationMode
+from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
 from apar_core.engine.async_engine import AparAsyncLLM
+from apar_core.engine.input_processor import ENABLED_ARG
+from apar_core.errors import EngineError
 from apar_core.models.apar_tiny import checkpoint_path
 from deployments.replica.engine_factory import build_engine, server_arguments
 
@@ -21,7 +25,17 @@ QUESTIONS = [
 ]
 WAYS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+    "data": {"data_parallel_size": 2},
+    # vLLM's pipeline stages on a CPU need a compiled model; this backend compiles nothing.
+    "pipeline": {
+        "pipeline_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+        "enforce_eager": False,
+        "compilation_config": {"mode": CompilationMode.DYNAMO_TRACE_ONCE, "backend": "eager"},
+    },
 }
+NUM_RANKS = {"tensor": 1, "data": 2, "pipeline": 1}
+FORKS_BEFORE_ABORT = 3
 IDLE_S = 60.0
 
 
@@ -44,7 +58,9 @@ async def running(**arguments: Any) -> AsyncIterator[AparAsyncLLM]:
             engine.shutdown()
 
 
-async def answer(engine: AparAsyncLLM, number: int, name: str) -> tuple[str, int]:
+async def answer(
+    engine: AparAsyncLLM, number: int, name: str, *, forks: bool = True
+) -> tuple[str, int]:
     """Return the text of an answer and its number of forks."""
     tokenizer: Any = engine.get_tokenizer()
     prompt = tokenizer.apply_chat_template(
@@ -52,8 +68,8 @@ async def answer(engine: AparAsyncLLM, number: int, name: str) -> tuple[str, int
         add_generation_prompt=True,
         return_dict=False,
     )
-    request_id, text = f"{name}-{number}", ""
-    params = SamplingParams(temperature=0.0, max_tokens=200)
+    request_id, text = f"{name}-{number}-{forks}", ""
+    params = SamplingParams(temperature=0.0, max_tokens=200, extra_args={ENABLED_ARG: forks})
     async for output in engine.generate({"prompt_token_ids": prompt}, params, request_id):
         text = output.outputs[0].text
     record = engine.take_statistics(request_id)
@@ -62,16 +78,29 @@ async def answer(engine: AparAsyncLLM, number: int, name: str) -> tuple[str, int
 
 
 async def all_answers(engine: AparAsyncLLM, name: str) -> list[tuple[str, int]]:
-    numbers = range(len(QUESTIONS))
-    return list(await asyncio.gather(*(answer(engine, number, name) for number in numbers)))
+    """Return the answers to all questions, with forks and then without."""
+    ways = [(number, forks) for forks in (True, False) for number in range(len(QUESTIONS))]
+    running = (answer(engine, number, name, forks=forks) for number, forks in ways)
+    return list(await asyncio.gather(*running))
+
+
+def num_forks(states: list[dict[str, Any]]) -> list[int]:
+    return [state["fork_counters"]["forks"] for state in states]
+
+
+def requests_of_client(engine: AparAsyncLLM) -> dict[str, bytes]:
+    """Return the rank of each request that vLLM's client of several engines remembers."""
+    core: Any = engine.engine_core
+    return dict(core.reqs_in_flight) if isinstance(core, DPLBAsyncMPClient) else {}
 
 
 async def idle_states(engine: AparAsyncLLM) -> list[dict[str, Any]]:
-    """Wait until no rank holds anything, and return the states."""
+    """Wait until no rank and no client holds anything, and return the states."""
     async with asyncio.timeout(IDLE_S):
         while True:
             states = await engine.core_states()
-            if not any(each["threads"] or each["deferred_threads"] for each in states):
+            busy = any(each["threads"] or each["deferred_threads"] for each in states)
+            if not busy and not requests_of_client(engine):
                 return states
             await asyncio.sleep(0.05)
 
@@ -91,21 +120,37 @@ async def test_answers_are_those_of_one_process_and_aborts_leave_nothing(
 ) -> None:
     async with running(**WAYS[way]) as engine:
         found = await all_answers(engine, way)
-        forks_before = (await engine.core_state())["fork_counters"]["forks"]
+        before = num_forks(await idle_states(engine))
 
         tasks = [asyncio.create_task(answer(engine, number, "cut")) for number in range(6)]
         async with asyncio.timeout(IDLE_S):
-            while (  # noqa: ASYNC110 - the engine core is asked, it reports nothing
-                await engine.core_state()
-            )["fork_counters"]["forks"] < forks_before + 6:
+            while any(  # noqa: ASYNC110 - the engine core is asked, it reports nothing
+                now < then + FORKS_BEFORE_ABORT
+                for now, then in zip(num_forks(await engine.core_states()), before, strict=True)
+            ):
                 await asyncio.sleep(0.01)
+        ranks = set(requests_of_client(engine).values())
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
         states = await idle_states(engine)
+        again = await answer(engine, 0, "again")
 
     assert found == expected
-    assert sum(forks for _, forks in found) >= 15
-    for state in states:
+    assert sum(forks for _, forks in found[:6]) >= 15
+    assert [forks for _, forks in found[6:]] == [0] * 6
+    assert again == expected[0]
+    assert len(states) == NUM_RANKS[way]
+    assert len(ranks) == (NUM_RANKS[way] if way == "data" else 0)
+    assert sum(isinstance(end, asyncio.CancelledError) for end in ends) >= 2
+    for state, then in zip(states, before, strict=True):
         assert state["free_blocks"] == state["kv_blocks"] > 0
-        assert state["fork_counters"]["forks"] > 0
+        assert then > 0
+
+
+async def test_a_pipeline_that_vllm_cannot_run_is_refused_before_it_starts() -> None:
+    way = WAYS["pipeline"] | {"enforce_eager": True, "compilation_config": {}}
+
+    with pytest.raises(EngineError, match="pipeline_parallel_size=2: without compilation"):
+        async with running(**way):
+            pass

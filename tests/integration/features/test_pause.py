@@ -54,7 +54,8 @@ async def texts_of(tasks: list[asyncio.Task[Ended]]) -> list[str]:
 
 async def test_no_request_is_lost_by_a_pause_or_a_sleep() -> None:
     async with running() as engine, asyncio.timeout(10 * IDLE_S):
-        expected = [text for text, _ in await all_answers(engine, "alone")]
+        before = await all_answers(engine, "alone")
+        expected = [text for text, _ in before[: len(QUESTIONS)]]  # with forks
 
         # Waits for the forked answers; a new request waits for the end of the pause.
         tasks = await forking(engine, "wait")
@@ -94,6 +95,6 @@ async def test_no_request_is_lost_by_a_pause_or_a_sleep() -> None:
         await engine.sleep(level=1)
         assert "abort" in {reason for _, reason in await asyncio.gather(*tasks)}
         await engine.wake_up()
-        assert [text for text, _ in await all_answers(engine, "after")] == expected
+        assert await all_answers(engine, "after") == before
         (state,) = await idle_states(engine)
         assert state["free_blocks"] == state["kv_blocks"]

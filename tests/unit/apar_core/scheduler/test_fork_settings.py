@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from vllm.config import CompilationMode
 
 from apar_core.errors import EngineError
 from apar_core.scheduler.fork_policy import AdaptivePolicy, EagerPolicy
 from apar_core.scheduler.fork_scheduler import ForkScheduler
-from apar_core.scheduler.fork_settings import ForkSettings
+from apar_core.scheduler.fork_settings import ForkSettings, check_engine
 from tests.fakes.scripted_engine import EngineShape, ScriptedEngine
 
 
@@ -44,8 +45,37 @@ def test_settings_cannot_be_changed_later() -> None:
         ForkSettings().policy = "adaptive"  # type: ignore[misc]
 
 
+def unchecked(**sections: dict[str, Any]) -> Any:
+    """Return the parts of a vLLM configuration that are checked, of an engine that can fork."""
+    given: dict[str, dict[str, Any]] = {
+        "model_config": {"runner_type": "generate"},
+        "cache_config": {"enable_prefix_caching": True},
+        "parallel_config": {"pipeline_parallel_size": 1},
+        "device_config": {"device_type": "cpu"},
+        "compilation_config": {"mode": CompilationMode.NONE},
+    }
+    return SimpleNamespace(
+        **{name: SimpleNamespace(**given[name] | sections.get(name, {})) for name in given}
+    )
+
+
 def test_an_engine_without_prefix_caching_is_refused() -> None:
-    config: Any = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=False))
+    off = {"enable_prefix_caching": False}
 
     with pytest.raises(EngineError, match="needs prefix caching"):
-        ForkScheduler(config)
+        ForkScheduler(unchecked(cache_config=off))
+
+    # An embedding model has nothing to fork.
+    check_engine(unchecked(cache_config=off, model_config={"runner_type": "pooling"}))
+
+
+def test_a_pipeline_on_a_cpu_needs_a_compiled_model() -> None:
+    two = {"pipeline_parallel_size": 2}
+
+    with pytest.raises(EngineError, match="pipeline_parallel_size=2: without compilation"):
+        ForkScheduler(unchecked(parallel_config=two))
+
+    check_engine(unchecked())
+    check_engine(unchecked(parallel_config=two, device_config={"device_type": "cuda"}))
+    compiled = {"mode": CompilationMode.DYNAMO_TRACE_ONCE}
+    check_engine(unchecked(parallel_config=two, compilation_config=compiled))

@@ -6,11 +6,16 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from vllm import SamplingParams
 
 from apar_core.engine.thread_outputs import TextToken
+from apar_core.fork_parameters import EXTRA_ARG
 from apar_core.journal import Journal, ThreadDelta
+from apar_core.scheduler.thread_requests import build_child_request
 from apar_core.tree.threads import thread_texts
+from apar_core.vllm_names import Request
 from tests.fakes.scripted_engine import (
+    CHILD,
     END,
     FORK,
     EngineShape,
@@ -215,3 +220,36 @@ def test_finished_journal_needs_no_engine(model_dir: Path) -> None:
     assert engine.texts["r"] == TEXT
     assert engine.finish_reasons["r"] == "stop"
     assert not engine.scheduler.has_requests()
+
+
+def test_a_child_transfers_no_kv_of_its_own() -> None:
+    transfers = {
+        "kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [1]},
+        "ec_transfer_params": {"image": 1},
+    }
+    shared = {EXTRA_ARG: fork_parameters().to_extra_arg(), "client": "kept", **transfers}
+    parent = Request(
+        request_id="r",
+        prompt_token_ids=[*PROMPT, FORK],
+        sampling_params=SamplingParams(max_tokens=20, extra_args=shared),
+        pooling_params=None,
+    )
+
+    child = build_child_request(
+        parent,
+        request_id="r~0",
+        ordinal=0,
+        fork_index=len(PROMPT),
+        child_id=CHILD,
+        max_tokens=10,
+    )
+
+    assert child.kv_transfer_params is None
+    assert child.sampling_params is not None
+    assert child.sampling_params.extra_args == {
+        EXTRA_ARG: fork_parameters().to_extra_arg() | {"thread_path": (0,)},
+        "client": "kept",
+    }
+    # The root keeps them, for the connector's own end of the request.
+    assert parent.kv_transfer_params == transfers["kv_transfer_params"]
+    assert shared.items() >= transfers.items()
