@@ -81,7 +81,7 @@ def test_a_chat_that_may_call_tools_does_not_fork(url: str) -> None:
     assert may_not_call == forked
 
 
-def test_a_constrained_answer_beside_a_forked_one_has_one_thread(url: str) -> None:
+def test_a_constrained_answer_beside_a_forked_one_is_that_without_forks(url: str) -> None:
     forked = text_of(ask(url))
     unforked = text_of(ask(url, response_format=RESPONSE_FORMAT, vllm_xargs={"apar_enabled": 0}))
     insisting = {"apar_enabled": 1}
