@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks as KVCacheBlocks
     from vllm.v1.core.kv_cache_manager import KVCacheManager as KVCacheManager
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler as AsyncScheduler
+    from vllm.v1.core.sched.interface import PauseState as PauseState
     from vllm.v1.core.sched.output import SchedulerOutput as SchedulerOutput
     from vllm.v1.core.sched.request_queue import PriorityRequestQueue as PriorityRequestQueue
     from vllm.v1.core.sched.scheduler import Scheduler as Scheduler
@@ -117,6 +118,7 @@ NAMES = {
     "vllm.utils.math_utils": "cdiv",
     "vllm.v1.core.kv_cache_manager": "KVCacheBlocks KVCacheManager",
     "vllm.v1.core.sched.async_scheduler": "AsyncScheduler",
+    "vllm.v1.core.sched.interface": "PauseState",
     "vllm.v1.core.sched.output": "SchedulerOutput",
     "vllm.v1.core.sched.request_queue": "PriorityRequestQueue",
     "vllm.v1.core.sched.scheduler": "Scheduler",

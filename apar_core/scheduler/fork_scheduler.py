@@ -48,6 +48,7 @@ from apar_core.vllm_names import (
     FinishReason,
     KVCacheBlocks,
     ModelRunnerOutput,
+    PauseState,
     Request,
     RequestStatus,
     Scheduler,
@@ -203,7 +204,13 @@ class ForkMixin(Scheduler):
         if timed := self.step_clock.end(scheduler_output, still_busy=bool(self.running)):
             self.admission.policy.observe(*timed)
         self._start_waiting_forks()
+        self._hold_begun_threads()
         return outputs
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """As in vLLM; a pause that lets running requests end lets all their threads end."""
+        super().set_pause_state(pause_state)
+        self._hold_begun_threads()
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
@@ -312,6 +319,24 @@ class ForkMixin(Scheduler):
                 self._start(group, child)
                 batch = batch.grown(rows=1, attended_tokens=child.num_prompt_tokens)
         self.admission.settle()
+
+    def _hold_begun_threads(self) -> None:
+        """While no new request may run, queue children and preempted threads apart from them.
+
+        vLLM's pause ends when nothing runs or is in `kv_holding_waiting`, the queue of requests
+        that have begun. Only our threads are moved there: others vLLM leaves waiting.
+        """
+        if self.pause_state != PauseState.PAUSED_NEW:
+            return
+        begun = [request for request in self.waiting if self._has_begun(request)]
+        self.waiting.remove_requests(begun)
+        for request in begun:
+            self.kv_holding_waiting.add_request(request)
+
+    def _has_begun(self, request: Request) -> bool:
+        group = self.threads.group(request.request_id)
+        is_child = group is not None and request.request_id != group.root_id
+        return is_child or (group is not None and request.num_preemptions > 0)
 
     def _scheduled_batch(self, step: SchedulerOutput) -> StepBatch:
         rows = len(step.num_scheduled_tokens)

@@ -172,6 +172,11 @@ SIGNATURES = (
         "self, reset_running_requests=False, reset_connector=False",
         "releases the blocks of waiting children, which would block the reset",
     ),
+    Signature(
+        Scheduler.set_pause_state,
+        "self, pause_state",
+        "a pause that waits for running requests waits for their children",
+    ),
     # Built for each child and each resumed thread.
     Signature(
         Request.__init__,
@@ -265,8 +270,8 @@ ATTRIBUTES = (
     Attributes(
         Scheduler,
         "requests running kv_cache_manager max_model_len scheduler_config max_num_running_reqs "
-        "finished_req_ids_dict",
-        "live threads, their blocks, room for a child's tokens, ends reported to clients",
+        "finished_req_ids_dict pause_state kv_holding_waiting",
+        "live threads, their blocks, room for a child's tokens, ends reported to clients, pauses",
     ),
     Attributes(KVCacheManager, "block_pool coordinator", "the pool whose blocks are shared"),
     Attributes(KVCacheCoordinator, "single_type_managers", "one per attention type"),
@@ -390,6 +395,17 @@ PASSAGES = (
         Scheduler.schedule,
         r"request_queue = self\.waiting if not request_queue or input_budget <= draft_slots: break",
         "vLLM asks for the truth of GatedQueue, not its length, so held requests are not popped",
+    ),
+    Passage(
+        Scheduler.get_num_unfinished_requests,
+        r"PauseState\.PAUSED_NEW: .*num_waiting = len\(self\.kv_holding_waiting\)",
+        "a pause ends when no thread of a request that has begun is in that queue",
+    ),
+    Passage(
+        Scheduler.schedule,
+        r"request_queue = self\.kv_holding_waiting if not request_queue and "
+        r"self\._pause_state == PauseState\.UNPAUSED: request_queue = self\.waiting",
+        "which also runs while no new request may",
     ),
     Passage(
         Scheduler.get_request_counts,

@@ -314,7 +314,7 @@ class ScriptedEngine:
 
     def _feed(self, thread_output: EngineCoreOutput) -> None:
         root = self.threads[thread_output.request_id.split("~")[0]]
-        if self.finish_reasons.get(root.request_id) == "error":
+        if self.finish_reasons.get(root.request_id) in ("error", "abort"):
             return  # The output processor has forgotten the request with all its threads.
         root.feed(thread_output)
         for request_output in root.take():

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,20 +89,28 @@ def generate_threads(
     return Run(tuple(threads), preemptions[0], core_state(scheduler), drafts[0])
 
 
-def mismatches(threads: Sequence[GeneratedThread]) -> list[Mismatch]:
-    """Return every generated token that plain greedy decoding of its prefix would not choose."""
+def mismatches(
+    threads: Sequence[GeneratedThread], checkpoint: Path | None = None
+) -> list[Mismatch]:
+    """Return every generated token that plain greedy decoding of its prefix would not choose.
+
+    `checkpoint` None is the embedded model.
+    """
+    folder = checkpoint_path() if checkpoint is None else checkpoint
     return [
         Mismatch(number, position, gap)
         for number, thread in enumerate(threads)
-        for position, gap in enumerate(_gaps(thread.prefix, thread.generated))
+        for position, gap in enumerate(_gaps(folder, thread.prefix, thread.generated))
         if gap > 0
     ]
 
 
 @cache  # engines with other settings generate the same threads
-def _gaps(prefix: tuple[int, ...], generated: tuple[int, ...]) -> tuple[float, ...]:
+def _gaps(
+    checkpoint: Path, prefix: tuple[int, ...], generated: tuple[int, ...]
+) -> tuple[float, ...]:
     """Return how far each generated token's logit is below the largest one allowed."""
-    model, fork_id, child_id = _reference()
+    model, fork_id, child_id = _reference(checkpoint)
     tokens = torch.tensor([*prefix, *generated])
     with torch.no_grad():
         logits_TV = model(tokens[None]).logits[0, len(prefix) - 1 : -1]
@@ -113,10 +122,10 @@ def _gaps(prefix: tuple[int, ...], generated: tuple[int, ...]) -> tuple[float, .
 
 
 @cache
-def _reference() -> tuple[Any, int, int]:
+def _reference(checkpoint: Path) -> tuple[Any, int, int]:
     """Return transformers' model and the ids of the fork and child tokens."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint_path(), dtype=torch.float32).eval()
-    vocabulary = AutoTokenizer.from_pretrained(checkpoint_path()).get_vocab()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    vocabulary = AutoTokenizer.from_pretrained(checkpoint).get_vocab()
     return model, vocabulary["[Fork]"], vocabulary["[Child]"]
 
 

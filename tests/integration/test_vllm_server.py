@@ -1,6 +1,8 @@
 """vLLM's own server with our plugin, without a gateway."""
 
+import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -16,12 +18,22 @@ TOOL = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
 }
+SCHEMA = {
+    "type": "object",
+    "properties": {"tips": {"type": "array", "items": {"enum": ["rest", "food"]}, "maxItems": 3}},
+    "required": ["tips"],
+    "additionalProperties": False,
+}
+RESPONSE_FORMAT = {"type": "json_schema", "json_schema": {"name": "tips", "schema": SCHEMA}}
+# The small model could write white space for ever.
+STRUCTURED_OUTPUTS = json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("server") / "log"
-    with vllm_server(log, "--scheduler-cls", SCHEDULER_CLS) as address:
+    arguments = ["--scheduler-cls", SCHEDULER_CLS, "--structured-outputs-config"]
+    with vllm_server(log, *arguments, STRUCTURED_OUTPUTS) as address:
         yield address
 
 
@@ -67,3 +79,18 @@ def test_a_chat_that_may_call_tools_does_not_fork(url: str) -> None:
 
     assert may_call == insisting == unforked
     assert may_not_call == forked
+
+
+def test_a_constrained_answer_beside_a_forked_one_is_that_without_forks(url: str) -> None:
+    forked = text_of(ask(url))
+    unforked = text_of(ask(url, response_format=RESPONSE_FORMAT, vllm_xargs={"apar_enabled": 0}))
+    insisting = {"apar_enabled": 1}
+
+    with ThreadPoolExecutor() as pool:
+        free = pool.submit(ask, url)
+        constrained = pool.submit(ask, url, response_format=RESPONSE_FORMAT, vllm_xargs=insisting)
+
+    text = text_of(constrained.result())
+    assert set(json.loads(text)["tips"]) <= {"rest", "food"}
+    assert text == unforked
+    assert text_of(free.result()) == forked
