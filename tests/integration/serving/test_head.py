@@ -26,7 +26,7 @@ from tests.fakes.tools import needs
 from tests.integration.serving.apar_process import ENGINE, TINY, serving, session_members
 from tests.integration.serving.kill_run import healthy
 from tests.integration.serving.load_clients import under_load
-from tests.integration.serving.metrics_reading import read
+from tests.integration.serving.metrics_reading import read_when
 
 pytestmark = [
     pytest.mark.cluster,
@@ -166,8 +166,10 @@ async def test_serving_goes_on_while_the_head_has_no_gcs(
             assert 10 < num_without < num_before < len(load.outcomes)
             assert await healthy(server)
             # The processes of the node serve its metrics, after the loss of one of them, too.
-            page = read(f"http://127.0.0.1:{metrics['port']}/metrics")
-            assert page.total(catalogue.REPLICA_RESTARTS) == 1
+            page = read_when(
+                f"http://127.0.0.1:{metrics['port']}/metrics",
+                lambda page: page.total(catalogue.REPLICA_RESTARTS) == 1,
+            )
             assert page.total(catalogue.REQUESTS, outcome="ok") == len(load.outcomes)
             assert len(page.by(catalogue.ENGINE_STEPS, "replica")) == 3
     finally:  # After the server, which ends by the GCS.

@@ -156,7 +156,8 @@ def check_throughput(reader: Prometheus, since_s: float, parts: list[dict[str, A
     expression = 'model:apar_generated_tokens:rate1m{model="apar-tiny"}'
     (series,) = reader.query_range(expression, since_s, time.time(), 1)
     assert series.value == 0
-    assert sum(value for _, value in series.points) == pytest.approx(tokens, rel=0.05)
+    # In a series younger than its minute, `rate` adds up to half a scrape interval at either end.
+    assert sum(value for _, value in series.points) == pytest.approx(tokens, rel=0.1)
 
 
 async def test_rules_tell_the_truth_and_a_lost_replica_is_reported(tmp_path: Path) -> None:
