@@ -226,7 +226,7 @@ def replace_next_rejection_sampler(build: Callable[..., Any]) -> None:
 def repair_cpu_drafts(expand_batch_to_tokens: Callable[..., Any]) -> None:
     """Replace the function that gives each draft its thread's temperature, top_k and top_p.
 
-    In vLLM 0.32 the CPU kernel behind it writes into a copy of its result, so that the drafts are
+    In vLLM 0.32 the CPU kernel behind it writes into a copy of its result. The drafts are then
     sampled with whatever the memory held.
     """
     vars(import_module("vllm.v1.sample.rejection_sampler"))["expand_batch_to_tokens"] = (

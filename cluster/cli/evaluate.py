@@ -297,7 +297,7 @@ def ppd(
 ) -> None:
     """Compare Parallel Prompt Decoding with Medusa heads and plain decoding, alone and with forks.
 
-    The report has the PPD paper's tables 1, 2, 3, 6, 7 and 8 and figures 6a, 7 and 8, and the
+    The report has tables 1, 2, 3, 6, 7 and 8 and figures 6a, 7 and 8 of the PPD paper. It adds the
     speed-up of speculation by live rows, measured here and predicted for GPUs. apar-tiny has prompt
     tokens and heads of its own; another model needs both options. An interrupted run continues with
     the same command and --out. Example:

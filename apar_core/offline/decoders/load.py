@@ -208,7 +208,7 @@ def load_decoder(
 ) -> ThreadDecoder:
     """Return a decoder of a loaded model, or of a model folder or hub name.
 
-    `trees` are the candidate trees by number of live rows; by default they are built from the
+    `trees` are the candidate trees by number of live rows. By default they are built from the
     acceptance table beside the heads or prompt tokens, for `pass_times` or `pass_seconds`. With
     `top_k`, Medusa heads fill a full tree with so many candidates of each head instead. Heads
     without a table have one candidate each on a CPU and two elsewhere.

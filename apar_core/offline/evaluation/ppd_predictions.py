@@ -326,8 +326,8 @@ def predict_chain(
 ) -> ChainPrediction:
     """Predict a chain in vLLM against plain decoding with async scheduling.
 
-    A custom proposer takes sampled tokens on the CPU, so vLLM 0.32 runs it without async
-    scheduling, and the host's time is added to each step: `host_s`, by default the engine core's.
+    vLLM 0.32 runs a custom proposer without async scheduling, because it takes sampled tokens on
+    the CPU. So each step also takes the host's time: `host_s`, by default the engine core's.
     """
     tree = chain_tree(table, num_drafts)
     inputs = tree.num_inputs()

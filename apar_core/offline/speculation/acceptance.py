@@ -26,10 +26,10 @@ class AcceptanceTable(BaseModel):
     """Acceptance probability by distance and rank.
 
     `probabilities[d][k]` belongs to the token at distance d + 1 behind the model's own next token.
-    It is the probability that this token is the candidate of rank k (0 is the likeliest) in a step
-    in which all tokens before it were among their candidates. `observations[d]` has the number of
-    such steps. `accuracy[d][k]` is the share of all places, whatever the tokens before, where the
-    token is among the first k + 1 candidates. Both are None if unknown.
+    It is the probability that this token is the candidate of rank k; rank 0 is the likeliest. Only
+    steps count in which all tokens before it were among their candidates: `observations[d]` of
+    them. `accuracy[d][k]` is the share of all places where the token is among the first k + 1
+    candidates, whatever the tokens before. Both are None if unknown.
     `source` says which weights and prompts were measured. Construction raises pydantic's
     ValidationError.
     """

@@ -2,8 +2,8 @@
 
 A batch of packed trees runs without gradients into a cache. The same pass gives the teacher's
 logits: prompt token d behind a token imitates what the model predicts d + 1 places later in the
-same thread, so a fork's thread continues behind [Fork] and nothing predicts [Child]. Then only the
-prompt tokens run with gradients, as queries on that cache.
+same thread. So a parent's thread continues behind [Fork], and nothing predicts [Child]. Then only
+the prompt tokens run with gradients, as queries on that cache.
 Source: PPD (arXiv 2405.18628), sections 3.2 and 3.3.
 
 Dimensions: B rows, T tokens of the longest row, N insertion points of a row, M prompt tokens, E
@@ -58,9 +58,9 @@ class PromptCollator:
 class Insertions:
     """Prompt tokens inserted behind tokens of a batch.
 
-    `after_BN` is the index of a token in its row, `teacher_BNM` that of the token d + 1 places
-    later in its thread, whose prediction prompt token d imitates. `learned_BNM` (bool) is false
-    behind the end of the thread and for unused places.
+    `after_BN` is the index of a token in its row. `teacher_BNM` is the index of the token d + 1
+    places later in its thread: prompt token d imitates the prediction there. `learned_BNM` (bool)
+    is false behind the end of the thread and for unused places.
     """
 
     after_BN: Tensor
@@ -191,10 +191,14 @@ def prompt_mask(
 ) -> Tensor | BlockMask:
     """Return the mask [B, 1, P, T + P]: each query reads its path, itself and its own chain.
 
-    Of its chain it reads the same member of the prompt tokens before its own (`ensemble`), or all
-    members of these (`decoder`), or all of these and of its own (`encoder`). Source: PPD, appendix
-    B.5. The authors' code has other masks: decoder reads all embeddings before, encoder only those
-    of its own prompt token.
+    What it reads of its chain depends on `mask`:
+
+    - `ensemble`: the same member of the prompt tokens before its own.
+    - `decoder`: all members of the prompt tokens before its own.
+    - `encoder`: these, and all members of its own prompt token.
+
+    Source: PPD, appendix B.5. The authors' code differs: decoder reads all embeddings before,
+    encoder only those of its own prompt token.
     """
     trees = tree_batch(batch)
     (num_rows, num_queries), num_tokens = after_BP.shape, trees.token_ids_BT.shape[1]
