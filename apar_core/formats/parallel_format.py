@@ -22,6 +22,8 @@ from pydantic import (
     model_validator,
 )
 
+from apar_core.formats.sub_searches import search_result, sub_searches
+
 _FIELDS = ("number", "topic", "message", "node", "result")
 _MARKER = re.compile(r"</?[A-Za-z][A-Za-z ]*>|\[/?[A-Za-z]+\]")
 
@@ -253,10 +255,10 @@ def branches(definition: ParallelFormat, generated: str, prompt: str = "") -> tu
     if outlines.count is not None:
         return tuple(Branch(str(number)) for number in range(1, outlines.count + 1))
     if outlines.messages is not None:
-        # Imported here: it needs `Branch`.
-        from apar_core.formats.sub_searches import sub_searches
-
-        return tuple(sub_searches(generated, prompt))
+        return tuple(
+            Branch(str(number), message=search.message, node=search.node)
+            for number, search in enumerate(sub_searches(generated, prompt))
+        )
     if outlines.pattern is None:
         return ()
     start = -1 if outlines.after is None else generated.rfind(outlines.after)
@@ -300,8 +302,6 @@ def join_parts(
         if index == 0 and join.first_header is not None:
             header = join.first_header
         if join.without_result is not None:
-            from apar_core.formats.sub_searches import search_result
-
             result = search_result(branch.message + text)
             if result is None:
                 yield JoinPart(branch.fill(join.without_result))

@@ -13,8 +13,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from apar_core.formats.parallel_format import Branch
-
 CALL = "<Calling Sub Searches>"
 END_CALL = "<End Calling Sub Searches>"
 _GOAL = "Goal Reached"
@@ -37,14 +35,21 @@ class _Node:
     operations: list[object]
 
 
-def sub_searches(generated: str, prompt: str) -> Iterator[Branch]:
+@dataclass(frozen=True, slots=True)
+class SubSearch:
+    """A node that a child shall explore, and the message that tells it so."""
+
+    node: str
+    message: str
+
+
+def sub_searches(generated: str, prompt: str) -> Iterator[SubSearch]:
     """Yield a child for each node that the last call in `generated` names.
 
     Nodes may be described in `prompt`. A node that was never described opens no child.
     """
     call = generated.rpartition(CALL)[2].partition(END_CALL)[0]
     nodes = _described_nodes(prompt + generated)
-    number = 0
     for match in _STARTED.finditer(call):
         node = nodes.get(match["node"])
         if node is None:
@@ -55,8 +60,7 @@ def sub_searches(generated: str, prompt: str) -> Iterator[Branch]:
             f"Moving to Node {name}\n"
             f"Current State: {node.target}:[{numbers}], Operations: {node.operations}"
         )
-        yield Branch(str(number), message=message, node=name)
-        number += 1
+        yield SubSearch(name, message)
 
 
 def search_result(trace: str) -> str | None:
