@@ -8,7 +8,7 @@
 export const SMOOTH_S = matchMedia("(prefers-reduced-motion: reduce)").matches ? 0 : 0.08;
 
 /** Id of the only thread of a stream without thread tags. */
-const UNTAGGED = "0";
+const ROOT = "root";
 
 export class Answer {
   /** @param {string} title */
@@ -33,17 +33,15 @@ export class Answer {
   add(chunk) {
     const choice = chunk.choices?.[0];
     const text = choice?.delta?.content ?? choice?.text ?? "";
-    const tags = chunk.apar?.threads;
-    if (Array.isArray(tags)) this.tagged = true;
-    else if (chunk.apar) this.counts = chunk.apar;
+    const tags = chunk.apar?.updates;
+    if (tags) this.tagged = true;
+    if (chunk.apar?.decode_steps !== undefined) this.counts = chunk.apar;
     if (chunk.usage) this.usage = chunk.usage;
-    if (choice?.finish_reason) this.finish = choice.finish_reason;
-    let threads = Array.isArray(tags) ? tags : [];
+    let updates = (tags ?? []).filter((update) => update.choice === 0);
     if (!this.tagged && (text || choice?.finish_reason)) {
-      const state = choice?.finish_reason ? "ended" : "writing";
-      threads = [{ id: UNTAGGED, parent: null, position: 0, text, state }];
+      updates = [{ id: ROOT, text, tokens: 0, state: choice.finish_reason ? "ended" : "writing" }];
     }
-    if (text || threads.length) this.chunks.push({ at: this.now, text, threads });
+    if (text || updates.length) this.chunks.push({ at: this.now, text, updates });
   }
 
   /** End the answer: complete, or with an error. */
@@ -61,8 +59,8 @@ export class Answer {
   /**
    * Return what had been written at a moment (seconds): the ordered text and the threads.
    *
-   * A thread is {id, parent, position, text, state, name, hue, spans}; spans are the times in which
-   * it wrote or waited.
+   * A thread is {id, name, number, position, text, edits, tokens, state, spans, children}; spans are
+   * the times in which it wrote or waited. The root comes first.
    */
   at(time) {
     if (this.#index && this.chunks[this.#index - 1].at > time) this.#reset();
@@ -81,12 +79,14 @@ export class Answer {
         const share = (time - from) / (next.at - from);
         text += beginning(next.text, share);
         threads = new Map([...threads].map(([id, thread]) => [id, copied(thread)]));
-        const begun = next.threads.map((tag) => ({
-          ...tag,
-          text: beginning(tag.text ?? "", share),
-          state: tag.state === "ended" ? "writing" : tag.state,
+        const begun = next.updates.map((update) => ({
+          ...update,
+          text: beginning(update.text, share),
+          tokens: update.tokens * share,
+          state: update.state === "ended" ? "writing" : update.state,
+          edits: null,
         }));
-        apply(threads, { at: time, threads: begun });
+        apply(threads, { at: time, updates: begun });
       }
     }
     const stopped = this.endedAt !== null && time >= this.endedAt;
@@ -113,21 +113,22 @@ function beginning(text, share) {
   return points.slice(0, Math.floor(points.length * share)).join("");
 }
 
-function apply(threads, { at, threads: tags }) {
-  for (const tag of tags) {
-    let thread = threads.get(tag.id);
+function apply(threads, { at, updates }) {
+  for (const { id, parent = null, position = 0, text, tokens, state, edits } of updates) {
+    let thread = threads.get(id);
     if (!thread) {
-      thread = { id: tag.id, parent: tag.parent ?? null, position: tag.position ?? 0, text: "", state: null, spans: [] };
-      threads.set(tag.id, thread);
+      thread = { id, parent, position, text: "", tokens: 0, state: null, edits: new Map(), spans: [] };
+      threads.set(id, thread);
     }
-    thread.text += tag.text ?? "";
-    if (tag.state !== thread.state) {
-      const last = thread.spans.at(-1);
-      if (last) last.to = at;
-      if (tag.state !== "ended") thread.spans.push({ state: tag.state, from: at, to: null });
-      else if (!last) thread.spans.push({ state: "writing", from: at, to: at });
-      thread.state = tag.state;
-    }
+    thread.text += text;
+    thread.tokens += tokens;
+    for (const edit of edits ?? []) thread.edits.set(edit.paragraph, edit);
+    if (state === thread.state) continue;
+    const last = thread.spans.at(-1);
+    if (last) last.to = at;
+    if (state !== "ended") thread.spans.push({ state, from: at, to: null });
+    else if (!last) thread.spans.push({ state: "writing", from: at, to: at });
+    thread.state = state;
   }
 }
 
@@ -143,19 +144,30 @@ function named(threads) {
     else root ??= node;
   }
   const order = [];
+  const none = { id: ROOT, number: 0, text: "", tokens: 0, state: "waiting", edits: new Map(), spans: [], children: [] };
   (function visit(node, name) {
     node.name = name;
     order.push(node);
     node.children.sort((a, b) => a.position - b.position || a.id.localeCompare(b.id, "en", { numeric: true }));
     node.children.forEach((child, i) => visit(child, name ? `${name}.${i + 1}` : `${i + 1}`));
-  })(root ?? { children: [], text: "", state: "writing", spans: [], id: UNTAGGED, number: 0 }, "");
+  })(root ?? none, "");
   return order;
 }
 
-/** The part of a text between two positions, which count characters (code points). */
-function slice(text, from, to) {
-  if (!/[\ud800-\udfff]/.test(text)) return text.slice(from, to);
-  return Array.from(text).slice(from, to).join("");
+/** Return the paragraphs of a thread's text: number i ends where its i-th child was forked. */
+function paragraphs(thread) {
+  // Positions count code points.
+  const points = /[\ud800-\udfff]/.test(thread.text) ? Array.from(thread.text) : thread.text;
+  const cuts = thread.children.map((child) => child.position);
+  return [...cuts, points.length].map((to, i) => {
+    const found = points.slice(i ? cuts[i - 1] : 0, to);
+    const text = typeof found === "string" ? found : found.join("");
+    const edit = thread.edits.get(i);
+    if (!edit) return text;
+    const edited = Array.from(text);
+    edited.splice(edit.position, edit.length, edit.text);
+    return edited.join("");
+  });
 }
 
 const MARKER = /^\s*(?:\d+[.)]|[-*+•#])/;
@@ -170,16 +182,14 @@ const MARKER = /^\s*(?:\d+[.)]|[-*+•#])/;
 export function layout(thread) {
   const parts = [];
   let group = null;
-  let from = 0;
+  const texts = paragraphs(thread);
+  const rest = texts.pop();
   thread.children.forEach((child, number) => {
-    const segment = slice(thread.text, from, child.position);
-    const [prose, lead] = split(segment, group === null);
+    const [prose, lead] = split(texts[number], group === null);
     if (prose.trim()) parts.push({ prose });
     if (group === null || prose.trim()) parts.push((group = { cards: [] }));
     group.cards.push({ lead, child, number });
-    from = child.position;
   });
-  const rest = slice(thread.text, from);
   const [prose, lead] = split(rest, group === null);
   const writesLead =
     group !== null &&

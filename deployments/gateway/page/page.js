@@ -2,7 +2,7 @@
 
 import { Answer, SMOOTH_S } from "./answer.js";
 import { ApiError, described, listModels, stream } from "./api.js";
-import { AnswerView, Timeline } from "./view.js";
+import { AnswerView, Timeline, verdict } from "./view.js";
 
 const $ = (id) => document.getElementById(id);
 const PATHS = { chat: "v1/chat/completions", completion: "v1/completions" };
@@ -81,7 +81,8 @@ function number(id) {
 
 function bodyOf(mode, prompt) {
   const chat = $("endpoint").value === "chat";
-  const apar = { enabled: mode === "forked", stream: "threads" };
+  const apar = { enabled: mode === "forked" };
+  if ($("tags").value === "threads") apar.stream = "threads";
   if (mode === "forked") apar.max_threads = number("max-threads");
   return {
     model: $("model").value,
@@ -139,6 +140,10 @@ async function ask(prompt) {
 function finish() {
   $("moment").value = "1000";
   timeline.tabulate(draw(until()));
+  if (views.length === 2 && views.every(({ answer }) => answer.finished)) {
+    const compared = verdict(views[0].answer, views[1].answer);
+    if (compared) $("answers").prepend(compared);
+  }
   $("replay").hidden = !views.some(({ answer }) => answer.chunks.length);
   const said = views.map(({ answer }) => {
     if (answer.error) return `${answer.title}: ${answer.error}`;
@@ -228,6 +233,10 @@ $("ask").addEventListener("submit", (event) => {
 $("stop").addEventListener("click", stop);
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") stop();
+});
+document.addEventListener("click", (event) => {
+  const options = document.querySelector(".options");
+  if (!options.contains(event.target)) options.open = false;
 });
 for (const button of document.querySelectorAll(".examples button")) {
   button.addEventListener("click", () => {

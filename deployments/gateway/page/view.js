@@ -143,7 +143,7 @@ class Figures {
     this.cells = {};
     for (const [key, label] of [
       ["time", "Time"],
-      ["rate", "Tokens per second"],
+      ["rate", "Tokens/s"],
       ["steps", "Steps"],
       ["cache", "KV cache saved"],
       ["threads", "Threads"],
@@ -165,21 +165,22 @@ class Figures {
     const ended = answer.endedAt !== null;
     const time = ended ? Math.min(answer.endedAt, snapshot.time) : answer.now;
     this.#set("time", seconds(time));
-    const tokens = usage?.completion_tokens;
-    if (ended && tokens) this.#set("rate", number.format(tokens / answer.endedAt), `${tokens} tokens`);
+    const tokens = usage?.completion_tokens ?? Math.round(snapshot.threads.reduce((sum, thread) => sum + thread.tokens, 0));
+    if (tokens) this.#set("rate", number.format(tokens / time), `${tokens} tokens`);
     else this.#set("rate", "–");
     const writing = snapshot.threads.filter((thread) => thread.state === "writing").length;
     const all = counts?.threads ?? snapshot.threads.length;
     this.#set("threads", String(ended ? all : snapshot.threads.length), ended ? "" : `${writing} writing`);
     if (!counts) {
-      this.#set("steps", "–");
-      this.#set("cache", "–");
+      const hint = ended ? "" : "at the end";
+      this.#set("steps", "–", hint);
+      this.#set("cache", "–", hint);
       return;
     }
     const fewer = counts.sequential_steps / counts.decode_steps;
     this.#set("steps", number.format(counts.decode_steps), fewer > 1.005 ? `${times(fewer)} fewer than ${counts.sequential_steps}` : "one thread");
     const saved = 1 - counts.max_cached_tokens / counts.sequential_max_cached_tokens;
-    this.#set("cache", `${Math.round(100 * saved)} %`, `at most ${counts.max_cached_tokens} of ${counts.sequential_max_cached_tokens} slots`);
+    this.#set("cache", `${Math.round(100 * saved)} %`, saved > 0.005 ? `${counts.max_cached_tokens} slots instead of ${counts.sequential_max_cached_tokens}` : `${counts.max_cached_tokens} slots`);
   }
 }
 
@@ -231,7 +232,7 @@ export class AnswerView {
     this.element.dataset.state = answer.endedAt === null ? "running" : answer.finished ? "complete" : "failed";
     this.parts.element.hidden = !isTree;
     this.whole.element.hidden = isTree;
-    this.viewButton.hidden = !answer.tagged;
+    this.viewButton.hidden = !answer.tagged || answer.counts?.threads === 1;
     if (isTree) this.parts.show(root, snapshot);
     else this.whole.show(snapshot.text, isDone ? "ended" : "writing");
     this.figures.show(answer, snapshot);
@@ -239,6 +240,17 @@ export class AnswerView {
     if (answer.error) setText(this.problem, answer.error);
     return snapshot;
   }
+}
+
+/** Compare a forked answer with a sequential one, both complete; null if a figure is missing. */
+export function verdict(forked, sequential) {
+  const rate = (answer) => answer.usage?.completion_tokens / answer.endedAt;
+  const ratio = rate(forked) / rate(sequential);
+  if (!(ratio > 0) || !forked.counts || !sequential.counts) return null;
+  const faster = ratio >= 1 ? `${times(ratio)} the speed` : `${ratio.toFixed(2)}× the speed`;
+  const steps = `${forked.counts.decode_steps} steps against ${sequential.counts.decode_steps}`;
+  const text = ` of sequential decoding (${number.format(rate(forked))} against ${number.format(rate(sequential))} tokens/s), ${steps}. Both ran on this server at the same time.`;
+  return make("p", "verdict panel", make("strong", "", `Forked: ${faster}`), text);
 }
 
 /** Bars of all threads over time, one row for each; several answers share the axis. */
