@@ -178,6 +178,11 @@ class ParallelFormat(_Facts):
                     raise ValueError(f"{name}: has no effect where the parent continues")
             if self.cut == "nothing":
                 raise ValueError("cut: `nothing` is possible only where the parent waits")
+            if self.child_end:
+                raise ValueError(
+                    "child_end: possible only where the parent waits; elsewhere children end with "
+                    "the model's end tokens"
+                )
         else:
             for name in ("outlines", "join"):
                 if getattr(self, name) is None:
