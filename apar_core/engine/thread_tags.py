@@ -192,6 +192,8 @@ class ThreadTags:
         # In reading order the child's bytes follow those of its parent.
         for token_id in fork.held:
             self._decode(thread, token_id)
+        for item in fork.first_node.lead:
+            self._decode(thread, item.token_id)
         return thread
 
     def _open_paragraph(self, thread: _Thread) -> None:

@@ -75,13 +75,13 @@ class TreeStream(Generic[Item]):
         text: list[Item] = []
         self._take_from_node(text)
         while self._node.closed and self._advance():
-            self._joiner.join(text, self._node.lead)
-            self._take_from_node(text)
+            self._take_from_node(text, self._node.lead)
         return text
 
-    def _take_from_node(self, text: list[Item]) -> None:
+    def _take_from_node(self, text: list[Item], lead: Sequence[Item] = ()) -> None:
         items = self._node.items
         num_before = len(text)
+        self._joiner.join(text, lead)
         self._joiner.join(text, items[self._num_taken :])
         self._num_taken = len(items)
         if self.pieces is not None and len(text) > num_before:

@@ -20,7 +20,7 @@ from tests.fakes.tagged_streams import TaggedReader
 
 TOKENIZER: Any = get_tokenizer(str(checkpoint_path()))
 PAD, END, FORK, CHILD = 0, 2, 3, 4
-PARAMETERS = ForkParameters(FORK, CHILD, True, 16, 100, (END,))
+PARAMETERS = ForkParameters(FORK, (CHILD,), (CHILD,), True, 16, 100, (END,))
 
 
 def ids(text: str) -> list[int]:

@@ -61,7 +61,11 @@ def test_the_text_rebuilt_from_the_updates_is_the_ordered_text(
         stop=data.draw(st.sampled_from([None, ["a"], ["ba", "\ufffd"], ["é"]])),
         include_stop_str_in_output=data.draw(st.booleans()),
         skip_special_tokens=data.draw(st.booleans()),
-        parameters=replace(PARAMETERS, separated=data.draw(st.booleans())),
+        parameters=replace(
+            PARAMETERS,
+            separated=data.draw(st.booleans()),
+            replacement_ids=data.draw(st.sampled_from([(), tuple(ids("-")), (PAD,)])),
+        ),
     )
     takes = data.draw(st.lists(st.booleans(), min_size=len(events), max_size=len(events)))
 
