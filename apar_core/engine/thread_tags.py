@@ -212,7 +212,8 @@ class ThreadTags:
             if node.first_child is None or node.next_sibling is None:
                 return
             context, held = thread.context, thread.held
-            thread.forks.append(_Fork(thread.num_chars, node.first_child, list(context), held))
+            fork = _Fork(thread.num_chars, node.first_child, list(context), list(held))
+            thread.forks.append(fork)
             if held:
                 thread.held = []
                 thread.decoder = self._new_decoder(context)
