@@ -49,7 +49,7 @@ def test_a_failure_and_a_check_without_end_do_not_stop_the_others(
         "breaks": "failed", "hangs": "timed out", "absent": "skipped", "works": "passed",
     }  # fmt: skip
     page = (folders / "out" / "gpu-check.md").read_text()
-    assert "| breaks |  | failed a / b is wrong |" in page
+    assert "| breaks |  | failed: a / b is wrong |" in page
     assert "- works on cpu" in page
 
 
