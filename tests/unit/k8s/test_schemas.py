@@ -27,7 +27,7 @@ from tests.fakes.overlays import (
     pods,
 )
 
-# Not in this repository: files `GROUP_KINDs.yaml` of KubeRay, prometheus-operator and the Gateway API.
+# `GROUP_KINDs.yaml` of KubeRay, prometheus-operator and the Gateway API, not in this repository.
 CRDS = Path(os.environ.get("APAR_CRDS") or Path(__file__).parents[4] / "shared" / "crds")
 KUBERNETES = "1.33"
 FOLDER = f"kubernetes-json-schema/v{KUBERNETES}.0-local-strict"
