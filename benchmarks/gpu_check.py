@@ -111,7 +111,7 @@ def _has_run(path: Path) -> bool:
 
 
 def _outcome(found: dict[str, Any]) -> str:
-    return found["status"] + (f": {found['reason']}" if "reason" in found else "")
+    return f"{found['status']}: {found['reason']}" if "reason" in found else str(found["status"])
 
 
 def _is_installed(package: str) -> bool:
