@@ -39,7 +39,7 @@ def stock_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def configuration(**arguments: Any) -> Any:
     return EngineArgs(
-        model=str(checkpoint_path()), enable_prefix_caching=True, **arguments
+        **({"model": str(checkpoint_path()), "enable_prefix_caching": True} | arguments)
     ).create_engine_config()
 
 
@@ -59,6 +59,25 @@ def test_an_engine_without_our_scheduler_is_vllms_own(scheduler_cls: str | None)
     assert config.scheduler_config.scheduler_cls == scheduler_cls
     assert not config.model_config.logits_processors
     assert built_by_engines() == {InputProcessor}
+
+
+@pytest.mark.usefixtures("stock_vllm")
+def test_a_scheduler_that_does_not_exist_is_vllms_error_unless_it_should_be_ours() -> None:
+    register_anew()
+
+    other = configuration(scheduler_cls="json.NoSuchScheduler")
+
+    assert other.scheduler_config.scheduler_cls == "json.NoSuchScheduler"
+    with pytest.raises(EngineError, match=r"'apar_core\.scheduler\.ForkScheduler' does not exist"):
+        configuration(scheduler_cls="apar_core.scheduler.ForkScheduler")
+
+
+@pytest.mark.usefixtures("stock_vllm")
+def test_prefix_caching_must_be_on_before_any_process_starts() -> None:
+    register_anew()
+
+    with pytest.raises(EngineError, match="forking needs prefix caching"):
+        configuration(scheduler_cls=SCHEDULER_CLS, enable_prefix_caching=False)
 
 
 @pytest.mark.usefixtures("stock_vllm")
