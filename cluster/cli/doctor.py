@@ -34,8 +34,6 @@ _CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 # A replica of the embedded model takes 2 to 2.5 GB, Ray about 1 GB.
 _NEEDED_MEMORY_BYTES = 4 * 2**30
 _GIB = 2**30
-_CLONE = "in a clone of the repository"
-"""Where pip finds the package, which is not on PyPI."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +103,13 @@ def check_versions(versions: Mapping[str, str]) -> list[Finding]:
         if package == "ray":
             if installed is None:
                 # Forks in one's own vLLM need no Ray.
-                installed = f"missing; `apar serve` needs it: pip install '.[serve]' {_CLONE}"
+                installed = "missing; `apar serve` needs it: in a clone, pip install '.[serve]'"
             elif installed != TESTED_RAY:
                 problem = f"`apar serve` uses internals of Ray {TESTED_RAY}: make venv"
         elif installed is None:
-            problem = f"not installed: make venv, or pip install '.[gpu]', {_CLONE}"
+            problem = (
+                "not installed: make venv, or pip install '.[gpu]', in a clone of the repository"
+            )
         elif package == "vllm" and not is_supported(installed):
             problem = (
                 f"forks were checked with vLLM {' and '.join(SUPPORTED)}, and stay out of others: "
@@ -163,7 +163,9 @@ def check_plugin() -> Finding:
     """Check that vLLM finds this package's plugin in the processes that it starts."""
     for entry_point in entry_points(group="vllm.general_plugins", name="apar"):
         return Finding("vLLM plugin", entry_point.value)
-    return Finding("vLLM plugin", "missing", f"vLLM will not fork: pip install . {_CLONE}")
+    return Finding(
+        "vLLM plugin", "missing", "vLLM will not fork: pip install . in a clone of the repository"
+    )
 
 
 def check_memory(available_bytes: int, total_bytes: int) -> Finding:

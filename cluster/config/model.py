@@ -27,6 +27,17 @@ DEFAULT_MAX_CONCURRENCY = 64
 MAX_THREADS = 1024
 # Engine arguments that have fields of their own, because the cluster needs them too.
 _SET_BY_FIELDS = {"model": "checkpoint", "served_model_name": "name", "lora_modules": "adapters"}
+# Engine arguments for engines over several nodes; Ray takes all GPUs of a replica from one.
+_OVER_NODES = (
+    "data_parallel_address",
+    "data_parallel_external_lb",
+    "data_parallel_hybrid_lb",
+    "data_parallel_rank",
+    "data_parallel_size_local",
+    "data_parallel_start_rank",
+    "nnodes",
+    "node_rank",
+)
 # Their product is the number of a replica's GPUs.
 _PARALLEL_SIZES = (
     "pipeline_parallel_size",
@@ -280,6 +291,9 @@ class ModelConfig(BaseModel):
         for argument, name in _SET_BY_FIELDS.items():
             if argument in engine:
                 raise ValueError(f"{argument}: set the model's `{name}` instead")
+        for argument in _OVER_NODES:
+            if argument in engine:
+                raise ValueError(f"{argument}: all processes of a replica are on one node")
         additional = engine.get("additional_config", {})
         if not isinstance(additional, dict):
             raise ValueError("additional_config: a mapping is expected")

@@ -126,6 +126,7 @@ def test_gpus_that_the_parallel_sizes_cannot_use_are_refused(
         ({"served_model_name": ["other"]}, "served_model_name: set the model's `name`"),
         ({"additional_config": {"apar": {"max_threads": 3}}}, "apar: set the model's `forks`"),
         ({"additional_config": "text"}, "a mapping is expected"),
+        ({"data_parallel_size_local": 1}, "data_parallel_size_local: all processes of a replica"),
     ],
 )
 def test_engine_arguments_cannot_contradict_a_field(engine: dict[str, Any], message: str) -> None:
