@@ -138,7 +138,9 @@ class ParallelFormat(_Facts):
         description="Whether the parent continues beside its children, or waits for them."
     )
     children_fork: bool = Field(
-        False, description="Whether a trigger in a child forks. Else a child cannot generate it."
+        False,
+        description="Whether a trigger in a child forks. Else it is banned there if the parent "
+        "continues, and ordinary text if it waits.",
     )
     outlines: Outlines | None = Field(None, description="The children of a waiting parent.")
     child_end: tuple[str, ...] = Field(
@@ -178,6 +180,11 @@ class ParallelFormat(_Facts):
                     raise ValueError(f"{name}: has no effect where the parent continues")
             if self.cut == "nothing":
                 raise ValueError("cut: `nothing` is possible only where the parent waits")
+            if self.child_end:
+                raise ValueError(
+                    "child_end: possible only where the parent waits; elsewhere children end with "
+                    "the model's end tokens"
+                )
         else:
             for name in ("outlines", "join"):
                 if getattr(self, name) is None:

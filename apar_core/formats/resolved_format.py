@@ -13,11 +13,14 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import BeforeValidator
 
 from apar_core.errors import CheckpointError
+from apar_core.formats.control_tokens import ControlTokens
 from apar_core.formats.parallel_format import Branch, ParallelFormat
 from apar_core.formats.shipped_formats import REFUSED, REFUSED_TOKENS, SHIPPED
 
 SETTING = "parallel_format"
 """The setting that names or defines a format: of a model, and in `additional_config.apar`."""
+SERVED_TIERS = frozenset({1})
+"""Tiers whose checkpoints fork; others are served as ordinary models."""
 _LIKE = "like"
 
 
@@ -121,7 +124,7 @@ class ResolvedFormat:
     seed_ids: tokens forced at a child's start; None if they depend on the child: `seed_of`.
     end_ids: tokens that end a child, besides the model's own.
     replacement_ids: tokens that stand in the text where a thread was forked.
-    markers: spelling of every marker that is a token of the vocabulary, by its id.
+    texts: spelling of every marker that is a token of the vocabulary, by its id.
     """
 
     definition: ParallelFormat
@@ -129,8 +132,31 @@ class ResolvedFormat:
     seed_ids: tuple[int, ...] | None
     end_ids: tuple[int, ...]
     replacement_ids: tuple[int, ...]
-    markers: Mapping[int, str]
+    texts: Mapping[int, str]
     _tokenizer: FormatTokenizer = field(repr=False, compare=False)
+
+    @property
+    def control_tokens(self) -> ControlTokens | None:
+        """Fork and child token of a format that has just these two, as APAR and HPD-Parsing do."""
+        seed_ids = self.seed_ids or ()
+        if self.definition.parent == "waits" or self.trigger_id is None or len(seed_ids) != 1:
+            return None
+        return ControlTokens(
+            self.trigger_id, seed_ids[0], self.definition.trigger, self.definition.child_seed
+        )
+
+    @property
+    def banned_ids(self) -> tuple[int, ...]:
+        """Tokens of the seed that only the engine writes, where the parent continues."""
+        if self.definition.parent == "waits":
+            return ()
+        return tuple(
+            dict.fromkeys(
+                seed_id
+                for seed_id in self.seed_ids or ()
+                if seed_id in self.texts and seed_id != self.trigger_id
+            )
+        )
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the ids of a text of the format, markers as their tokens, behind other text."""
@@ -166,7 +192,7 @@ def resolve(definition: ParallelFormat, tokenizer: FormatTokenizer) -> ResolvedF
                 f"format {definition.name!r} needs {text!r} as one token, which the vocabulary of "
                 f"{len(vocabulary)} does not have"
             )
-    markers = {vocabulary[text]: text for text in definition.markers if text in vocabulary}
+    texts = {vocabulary[text]: text for text in definition.markers if text in vocabulary}
     is_fixed = "{" not in definition.child_seed
     return ResolvedFormat(
         definition=definition,
@@ -174,7 +200,7 @@ def resolve(definition: ParallelFormat, tokenizer: FormatTokenizer) -> ResolvedF
         seed_ids=encode_behind(definition.child_seed, tokenizer) if is_fixed else None,
         end_ids=tuple(vocabulary[text] for text in definition.child_end),
         replacement_ids=encode_behind(definition.replacement, tokenizer),
-        markers=markers,
+        texts=texts,
         _tokenizer=tokenizer,
     )
 

@@ -1,6 +1,7 @@
 """Every overlay, built by kustomize: complete, consistent, hardened."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import yaml
@@ -11,6 +12,7 @@ from dashboards.grafana import dashboards
 from dashboards.prometheus.rule import JOB
 from deployments.app.kuberay import arguments_of
 from k8s.__main__ import FILE, prometheus_rule
+from k8s.__main__ import main as write_rule
 from tests.fakes.overlays import (
     NEEDS_KUBECTL,
     OVERLAYS,
@@ -116,6 +118,19 @@ def test_rules_and_dashboards_are_current() -> None:
         assert config_map["data"] == {f"{uid}.json": text}
         # Grafana's sidecar looks for this label.
         assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
+def test_the_rules_follow_a_settings_file(tmp_path: Path) -> None:
+    settings, out = tmp_path / "settings.yaml", tmp_path / "rule.yaml"
+    settings.write_text("rules: {runbook: 'https://wiki/apar', kv_cache_usage: 0.5}")
+    write_rule(settings, out)
+    groups = yaml.safe_load(out.read_text())["spec"]["groups"]
+    alerts = {rule["alert"]: rule for each in groups for rule in each["rules"] if "alert" in rule}
+
+    assert {each["annotations"]["runbook_url"] for each in alerts.values()} == {
+        f"https://wiki/apar#{name.lower()}" for name in alerts
+    }
+    assert alerts["AparKvCacheNearlyFull"]["expr"].endswith("> 0.5")
 
 
 @EVERY

@@ -78,7 +78,7 @@ def test_apar_resolves_to_its_two_control_tokens() -> None:
 
     assert resolved.trigger_id == ids["[Fork]"]
     assert resolved.seed_ids == (ids["[Child]"],)
-    assert resolved.markers == {ids["[Fork]"]: "[Fork]", ids["[Child]"]: "[Child]"}
+    assert resolved.texts == {ids["[Fork]"]: "[Fork]", ids["[Child]"]: "[Child]"}
     assert (resolved.end_ids, resolved.replacement_ids) == ((), ())
 
 
@@ -100,4 +100,4 @@ def test_trigger_of_a_waiting_parent_may_be_ordinary_text() -> None:
     resolved = resolve(SHIPPED["apr"], tokenizer_with())
 
     assert resolved.trigger_id is None
-    assert resolved.markers == {}
+    assert resolved.texts == {}
