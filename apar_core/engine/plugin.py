@@ -127,10 +127,11 @@ def complete(vllm_config: VllmConfig) -> VllmConfig:
         # Encoders cannot have the prefix cache that forks need.
         supported = vllm_config.model_config.is_prefix_caching_supported
         vllm_config.cache_config.enable_prefix_caching &= supported
+    # A class instead of its name shows `check_engine` that this has run.
+    scheduler = scheduler_config.get_scheduler_cls()
+    if scheduler in (ForkScheduler, ForkAsyncScheduler):
+        scheduler = ForkAsyncScheduler if scheduler_config.async_scheduling else ForkScheduler
+    scheduler_config.scheduler_cls = scheduler
     # For its errors, which otherwise end the engine's process.
     check_engine(vllm_config)
-    if scheduler_config.get_scheduler_cls() in (ForkScheduler, ForkAsyncScheduler):
-        scheduler_config.scheduler_cls = (
-            ForkAsyncScheduler if scheduler_config.async_scheduling else ForkScheduler
-        )
     return vllm_config

@@ -21,6 +21,7 @@ from apar_core.errors import EngineError
 from apar_core.installation import ROOT
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.scheduler.fork_scheduler import ForkScheduler
+from apar_core.scheduler.fork_settings import check_engine
 from apar_core.vllm_names import is_supported
 
 # The function without its cache: each call is a new process's.
@@ -70,6 +71,14 @@ def test_a_scheduler_that_does_not_exist_is_vllms_error_unless_it_should_be_ours
     assert other.scheduler_config.scheduler_cls == "json.NoSuchScheduler"
     with pytest.raises(EngineError, match=r"'apar_core\.scheduler\.ForkScheduler' does not exist"):
         configuration(scheduler_cls="apar_core.scheduler.ForkScheduler")
+
+
+@pytest.mark.usefixtures("stock_vllm")
+def test_our_scheduler_without_the_plugin_is_refused() -> None:
+    config = configuration(scheduler_cls=SCHEDULER_CLS)
+
+    with pytest.raises(EngineError, match="VLLM_PLUGINS, if set, must contain apar"):
+        check_engine(config)
 
 
 @pytest.mark.usefixtures("stock_vllm")
