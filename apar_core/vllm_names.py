@@ -20,6 +20,7 @@ from apar_core.errors import EngineError
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.config import VllmConfig
     from vllm.config.lora import MaxLoRARanks as MaxLoRARanks
     from vllm.engine.arg_utils import EngineArgs as EngineArgs
     from vllm.engine.protocol import EngineClient as EngineClient
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         VocabParallelEmbedding as VocabParallelEmbedding,
     )
+    from vllm.tokenizers import cached_tokenizer_from_config as cached_tokenizer_from_config
     from vllm.tokenizers import get_tokenizer as get_tokenizer
     from vllm.transformers_utils.config import get_config as get_config
     from vllm.transformers_utils.config import get_hf_text_config as get_hf_text_config
@@ -111,7 +113,7 @@ NAMES = {
     "vllm.entrypoints.openai.models.protocol": "LoRAModulePath",
     "vllm.entrypoints.openai.responses.protocol": "ResponsesRequest",
     "vllm.model_executor.layers.vocab_parallel_embedding": "ParallelLMHead VocabParallelEmbedding",
-    "vllm.tokenizers": "get_tokenizer",
+    "vllm.tokenizers": "cached_tokenizer_from_config get_tokenizer",
     "vllm.transformers_utils.config": "get_config get_hf_text_config",
     "vllm.usage.usage_lib": "UsageContext",
     "vllm.utils.argparse_utils": "FlexibleArgumentParser",
@@ -237,6 +239,11 @@ def repair_cpu_drafts(expand_batch_to_tokens: Callable[..., Any]) -> None:
 def add_utility(name: str, function: Callable[[Any], Any]) -> None:
     """Let the API process call a function of the engine core (`call_utility`) by this name."""
     setattr(import_module("vllm.v1.engine.core").EngineCore, name, function)
+
+
+def tokenizer_of(vllm_config: VllmConfig) -> Any:
+    """Return the tokenizer of an engine's model, in the engine core too."""
+    return cached_tokenizer_from_config(vllm_config.model_config)
 
 
 def block_hasher(request: Request) -> Callable[[Request], Any] | None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from vllm import SamplingParams
 
+from apar_core.engine.block_threads import BlockThreads
 from apar_core.engine.paced_outputs import interval_under_load, pace
 from apar_core.engine.request_follower import RequestFollower, beam_search_of, find_client
 from apar_core.engine.resume_request import outputs_so_far
@@ -19,6 +20,7 @@ from apar_core.engine.thread_outputs import (
     UnforkedThread,
 )
 from apar_core.fork_parameters import ForkParameters
+from apar_core.formats.blocks import block_rules
 from apar_core.journal import Journal
 from apar_core.scheduler.thread_requests import forget_journal
 from apar_core.tree.restore import Edge, Separator
@@ -90,12 +92,27 @@ class ForkOutputProcessor(OutputProcessor):
         if not parameters.enabled:
             self._unforked[request.request_id] = UnforkedThread(parameters, follower)
             return
-        self._threads[request.request_id] = RequestThreads(
-            request.request_id,
-            parameters,
-            self._separator if parameters.separated else None,
-            follower,
-            num_logprobs=params.num_logprobs,
+        self._threads[request.request_id] = self._new_threads(
+            request, parameters, follower, params.num_logprobs
+        )
+
+    def _new_threads(
+        self,
+        request: EngineCoreRequest,
+        parameters: ForkParameters,
+        follower: RequestFollower | None,
+        num_logprobs: int | None,
+    ) -> RequestThreads:
+        request_id = request.request_id
+        if parameters.blocks is not None:
+            rules = block_rules(parameters.blocks, self.tokenizer)
+            prompt = request.prompt_token_ids or []
+            return BlockThreads(
+                request_id, parameters, rules, prompt, follower, num_logprobs=num_logprobs
+            )
+        separator = self._separator if parameters.separated else None
+        return RequestThreads(
+            request_id, parameters, separator, follower, num_logprobs=num_logprobs
         )
 
     def journal_of(self, request: EngineCoreRequest) -> Journal | None:
