@@ -14,9 +14,8 @@ import torch
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 
-from apar_core.engine.replay import REPLAY_ARG, thread_script
+from apar_core.engine.replay import script_of
 from apar_core.fork_parameters import ForkParameters
-from apar_core.tree.thread_names import replay_key_of_path
 from apar_core.vllm_names import BatchUpdate, LogitsProcessor, process_dict_updates
 
 Row = TypeVar("Row")
@@ -77,9 +76,9 @@ class _BanRow:
 class ForkBans(RowProcessor[_BanRow]):
     """Bans the sampling of control tokens.
 
-    The child token is forced by the engine and never sampled (APAR, section 2.2). A fork token
-    right after a control token would open a paragraph without text. A request that may not fork
-    samples neither.
+    Tokens that the engine forces are never sampled (APAR, section 2.2, for the child token). A fork
+    token right after a control token would open a paragraph without text. A thread that may not
+    fork samples no fork token.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
@@ -92,9 +91,9 @@ class ForkBans(RowProcessor[_BanRow]):
     def new_row(
         self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]
     ) -> _BanRow | None:
-        """Return a row for every sequence of a checkpoint with control tokens."""
+        """Return a row for every sequence of a checkpoint with fork tokens."""
         parameters = ForkParameters.from_extra_args(params.extra_args)
-        if parameters is None:
+        if parameters is None or parameters.blocks is not None:
             return None
         # The prompt of a resumed thread may end with a fork token that it has sampled.
         starts_banned = prompt_ids is not None and any(map(parameters.is_control, prompt_ids[-1:]))
@@ -105,7 +104,7 @@ class ForkBans(RowProcessor[_BanRow]):
         super().update_state(batch_update)
         if batch_update is None:
             return
-        self._forking = {i: row for i, row in self.rows.items() if row.parameters.enabled}
+        self._forking = {i: row for i, row in self.rows.items() if row.parameters.may_fork}
         unforked = [index for index in self.rows if index not in self._forking]
         self._unforked = self._on_device(unforked) if unforked else None
 
@@ -118,7 +117,8 @@ class ForkBans(RowProcessor[_BanRow]):
             return logits
         # All rows belong to one checkpoint, so they share their control tokens.
         parameters = next(iter(self.rows.values())).parameters
-        logits[:, parameters.child_id].fill_(-torch.inf)
+        for banned_id in parameters.banned_ids:
+            logits[:, banned_id].fill_(-torch.inf)
         fork_logits = logits[:, parameters.fork_id]
         if self._unforked is not None:
             fork_logits.index_fill_(0, self._unforked, -torch.inf)
@@ -136,11 +136,11 @@ class ForkBans(RowProcessor[_BanRow]):
 def bad_words(parameters: ForkParameters) -> list[list[int]]:
     """Return the bans of `ForkBans` as bad words: sequences that may not be completed.
 
-    The first token of a child is not covered, because its child token is part of the prompt.
+    The first token of a child is not covered, because its seed is part of the prompt.
     """
-    if not parameters.enabled:
-        return [[parameters.child_id], [parameters.fork_id]]
-    return [[parameters.child_id], [parameters.fork_id, parameters.fork_id]]
+    fork_id = parameters.fork_id
+    fork_ban = [fork_id, fork_id] if parameters.may_fork else [fork_id]
+    return [*([banned_id] for banned_id in parameters.banned_ids), fork_ban]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +158,8 @@ class Replay(RowProcessor[_ReplayRow]):
         self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]
     ) -> _ReplayRow | None:
         """Return a row for each sequence whose request has a replay."""
-        replay = (params.extra_args or {}).get(REPLAY_ARG)
-        if replay is None:
-            return None
-        parameters = ForkParameters.from_extra_args(params.extra_args)
-        key = replay_key_of_path(parameters.thread_path if parameters else ())
-        return _ReplayRow(thread_script(replay, key), output_ids)
+        script = script_of(params.extra_args)
+        return _ReplayRow(script, output_ids) if script else None
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Raise one logit of each replayed row of [num_rows, vocabulary], in place."""

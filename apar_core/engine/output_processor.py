@@ -130,7 +130,7 @@ class ForkOutputProcessor(OutputProcessor):
             follower.replay(begins=True)
         # The lost engine did this work, so it gives no trace here.
         traces, self.tracing_enabled = self.tracing_enabled, False
-        self.process_outputs(outputs_so_far(request, journal))
+        self.process_outputs(outputs_so_far(request, journal, self.tokenizer))
         self.tracing_enabled = traces
         if follower is not None:
             follower.replay(begins=False)
@@ -242,7 +242,9 @@ def _without_control_tokens(logprobs: LogprobsLists, parameters: ForkParameters)
     """
     token_ids = logprobs.logprob_token_ids
     # Faster than `np.isin`; this runs for every output.
-    banned = (token_ids == parameters.fork_id) | (token_ids == parameters.child_id)
+    banned = token_ids == parameters.fork_id
+    for banned_id in parameters.banned_ids:
+        banned |= token_ids == banned_id
     return logprobs._replace(logprobs=np.where(banned, -np.inf, logprobs.logprobs))
 
 

@@ -7,7 +7,6 @@ everything known of it. The scheduler gets the same journal and resumes the unfi
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from apar_core.engine.replay import without_generated
 from apar_core.fork_parameters import ForkParameters
 from apar_core.formats.blocks import block_rules
 from apar_core.journal import Journal, ThreadDelta, to_plain
-from apar_core.scheduler.block_journal import completed_blocks
+from apar_core.scheduler.block_journal import completed_blocks, rebuilt_threads
 from apar_core.scheduler.thread_requests import RESUME_ARG, thread_sequences, was_refused
 from apar_core.tree.thread_names import ThreadPath, thread_request_id
 from apar_core.vllm_names import EngineCoreOutput, EngineCoreRequest, FinishReason, Request
@@ -35,8 +34,10 @@ def hand_to_scheduler(request: AnyRequest, journal: Journal) -> None:
         params.extra_args = {**extra_args, RESUME_ARG: to_plain(journal)}
 
 
-def outputs_so_far(request: AnyRequest, journal: Journal) -> list[EngineCoreOutput]:
-    """Return the engine's outputs for a journal, one for each thread that has any."""
+def outputs_so_far(
+    request: AnyRequest, journal: Journal, tokenizer: Any = None
+) -> list[EngineCoreOutput]:
+    """Return the engine's outputs for a journal, one or two for each thread that has any."""
     return [
         EngineCoreOutput(
             thread_request_id(request.request_id, delta.path),
@@ -50,20 +51,24 @@ def outputs_so_far(request: AnyRequest, journal: Journal) -> list[EngineCoreOutp
                 else None
             ),
         )
-        for delta in _separate_ends(journal, request.sampling_params)
+        for delta in _with_separate_ends(request, journal, tokenizer)
         if delta.token_ids or delta.finish_reason is not None
     ]
 
 
-def _separate_ends(journal: Journal, params: SamplingParams | None) -> Iterator[ThreadDelta]:
+def _with_separate_ends(
+    request: AnyRequest, journal: Journal, tokenizer: Any
+) -> Iterator[ThreadDelta]:
     """Yield the deltas, and the end of a thread that ended at a join apart from its tokens."""
+    params = request.sampling_params
     parameters = None if params is None else ForkParameters.from_extra_args(params.extra_args)
-    if parameters is None or parameters.blocks is None:
+    if parameters is None or parameters.blocks is None or not parameters.enabled:
         yield from journal
         return
-    num_children = Counter(delta.path[:-1] for delta in journal if delta.path)
+    rules = block_rules(parameters.blocks, tokenizer)
+    threads = rebuilt_threads(journal, request.prompt_token_ids or [], rules, parameters)
     for delta in journal:
-        if delta.finish_reason is None or not num_children[delta.path]:
+        if delta.finish_reason is None or threads[delta.path].waits_for is None:
             yield delta
         else:
             yield delta._replace(finish_reason=None)
@@ -126,7 +131,7 @@ def _add_children(
             path = (*parent.path, ordinal)
             if path in threads:
                 continue
-            has_room = first + index + 2 < max_model_len
+            has_room = parameters.num_read(first + index) < max_model_len
             opens = has_room and opened < parameters.max_forks
             opened += opens
             threads[path] = ThreadDelta(path, (), None if opens else _LENGTH)

@@ -98,8 +98,13 @@ class BlockSharing:
         self.enabled = all(type(single) is FullAttentionManager for single in single_managers)
         self._allocate = manager.allocate_slots
 
-    def share(self, parent: Request, child: Request, num_tokens: int) -> None:
-        """Reference the blocks of the parent's first tokens until the child takes them."""
+    def share(self, parent: Request, child: Request, num_inherited: int) -> None:
+        """Reference the parent's blocks of the child's prompt until the child takes them.
+
+        The first `num_inherited` tokens of the child's prompt are the parent's.
+        """
+        # A request computes at least the last token of its prompt.
+        num_tokens = min(num_inherited, child.num_prompt_tokens - 1)
         self.counters.forks += 1
         self._unscheduled.add(child.request_id)
         self.hold(child.request_id, parent, num_tokens)

@@ -88,11 +88,8 @@ class ThreadGroup(Generic[Child]):
     _control_ids: Container[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._control_ids = (
-            (self.parameters.fork_id, self.parameters.child_id)
-            if self.rules is None
-            else self.rules.marker_ids
-        )
+        rules = self.rules
+        self._control_ids = self.parameters.control_ids if rules is None else rules.marker_ids
 
     @property
     def remaining_tokens(self) -> int:

@@ -35,11 +35,14 @@ class ThreadBlock:
 class ParagraphNode(Generic[Item]):
     """A paragraph: the items of one thread between two of its forks.
 
+    `lead` are items of the text before them that no thread has generated.
+
     A closed node gets no more items. It has both links if its thread forked at its end, neither if
     its thread finished there.
     """
 
     items: list[Item] = field(default_factory=list)
+    lead: Sequence[Item] = ()
     first_child: ParagraphNode[Item] | None = field(default=None, repr=False)
     next_sibling: ParagraphNode[Item] | None = field(default=None, repr=False)
     closed: bool = False
@@ -79,9 +82,15 @@ class ThreadRecord(Generic[Item]):
 
 
 class ParagraphTree(Generic[Item]):
-    """All paragraphs and threads of one request; threads may be interleaved in any order."""
+    """All paragraphs and threads of one request; threads may be interleaved in any order.
 
-    def __init__(self) -> None:
+    seed_tokens: tokens forced at the start of each child. cut_tokens: 1 if a child does not read
+    its parent's fork token, else 0.
+    """
+
+    def __init__(self, *, seed_tokens: int = 1, cut_tokens: int = 0) -> None:
+        self.seed_tokens = seed_tokens
+        self.cut_tokens = cut_tokens
         self.root: ParagraphNode[Item] = ParagraphNode()
         self._threads: dict[ThreadId, ThreadRecord[Item]] = {
             ROOT_THREAD: ThreadRecord(self.root, parent=None, depth=0, fork_index=0)
@@ -127,8 +136,7 @@ class ParagraphTree(Generic[Item]):
             ThreadBlock(len(record.children), len(children), record.num_generated_items)
         )
         for child, num_seed, header in zip(children, seeds, headers, strict=True):
-            self.fork(parent, child)
-            self.force(child, header)
+            self.fork(parent, child, lead=header)
             self._threads[child].num_seed = num_seed
             self._threads[child].num_header = len(header)
 
@@ -137,9 +145,10 @@ class ParagraphTree(Generic[Item]):
         self.force(child, items)
         self._threads[child].num_closing = len(items)
 
-    def fork(self, parent: ThreadId, child: ThreadId) -> None:
+    def fork(self, parent: ThreadId, child: ThreadId, lead: Sequence[Item] = ()) -> None:
         """Close the parent's paragraph; the child writes its detail, the parent its next sibling.
 
+        `lead` are items of the text before the detail.
         Raises TreeError if the parent is unknown or finished, or if the child exists already.
         """
         record = self._live_record(parent, "fork")
@@ -149,7 +158,7 @@ class ParagraphTree(Generic[Item]):
                 f"{len(self._threads)} threads"
             )
         node = record.current_node
-        node.first_child = ParagraphNode()
+        node.first_child = ParagraphNode(lead=lead)
         node.next_sibling = ParagraphNode()
         node.closed = True
         self._threads[child] = ThreadRecord(
