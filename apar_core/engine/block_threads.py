@@ -46,9 +46,7 @@ class BlockThreads(RequestThreads):
             self._join(self._threads[output.request_id])
         return super().feed(output)
 
-    def _feed_tokens(
-        self, thread: ThreadId, output: EngineCoreOutput, *, ended: bool
-    ) -> list[str]:
+    def _feed_tokens(self, thread: ThreadId, output: EngineCoreOutput, *, ended: bool) -> list[str]:
         """Add the tokens of one output; return the engine request ids of its new children."""
         token_ids = output.new_token_ids
         num_text = len(token_ids) - ended
@@ -102,9 +100,8 @@ class BlockThreads(RequestThreads):
             [[plain_token(t) for t in child.header] for child in block.children],
         )
         request_ids = [child_request_id(request_id, ordinal) for ordinal in ordinals]
-        for name, child_id, child in zip(names, request_ids, block.children, strict=True):
+        for name, child_id in zip(names, request_ids, strict=True):
             self._threads[child_id] = name
-            self._num_forced[name] = len(child.header)
             if self.follower is not None:
                 self.follower.forked(request_id, child_id)
         self._waiting[thread] = (block, generated, names)

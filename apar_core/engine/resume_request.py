@@ -74,6 +74,7 @@ def _with_separate_ends(
             yield delta._replace(finish_reason=None)
             yield delta._replace(token_ids=())
 
+
 def completed(
     request: AnyRequest, journal: Journal, max_model_len: int, tokenizer: Any = None
 ) -> Journal:

@@ -24,6 +24,7 @@ from apar_core.formats.parallel_format import (
 )
 from apar_core.formats.resolved_format import FormatTokenizer, resolve
 
+
 @dataclass(frozen=True, slots=True)
 class BlockChild:
     """A child of a block.
@@ -212,9 +213,7 @@ class BlockRules:
         written = decode(generated)
         kept = before_join(self.definition, written)
         decoded = [decode(text) for text in texts]
-        joined = "".join(
-            part.text for part in join_parts(self.definition, block.branches, decoded)
-        )
+        joined = "".join(part.text for part in join_parts(self.definition, block.branches, decoded))
         num_kept = self.num_kept(generated)
         rest = kept[len(decode(generated[:num_kept])) :]
         continues = join_continues(self.definition, decoded)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from apar_core.errors import TreeError
-from apar_core.formats.blocks import BlockRules, OpenBlock, split_at_blocks
 from apar_core.fork_parameters import ForkParameters
+from apar_core.formats.blocks import BlockRules, OpenBlock, split_at_blocks
 from apar_core.journal import Journal, ThreadDelta
 from apar_core.tree.thread_names import ThreadPath
 
@@ -162,7 +162,11 @@ def completed_blocks(
         delta, thread = deltas[path], threads[path]
         if delta.finish_reason is not None:
             continue
-        reason = LENGTH if is_exhausted else _end_at_join(thread, threads, deltas, rules, parameters, max_model_len)
+        reason = (
+            LENGTH
+            if is_exhausted
+            else _end_at_join(thread, threads, deltas, rules, parameters, max_model_len)
+        )
         if reason is not None:
             deltas[path] = delta._replace(finish_reason=reason)
     return tuple(deltas.values())

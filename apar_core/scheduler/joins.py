@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from apar_core.formats.blocks import BlockRules, OpenBlock, block_rules
 from apar_core.fork_parameters import ForkParameters
+from apar_core.formats.blocks import BlockRules, OpenBlock, block_rules
 from apar_core.journal import Journal
 from apar_core.scheduler.block_journal import ended_texts, rebuilt_threads
 from apar_core.scheduler.thread_requests import (
@@ -293,9 +293,7 @@ class Joins:
             if thread.delta.finish_reason is not None:
                 continue
             thread_id = thread_request_id(group.root_id, path)
-            resumed = resumed_thread(
-                request, thread.delta, thread.sequence, group.remaining_tokens
-            )
+            resumed = resumed_thread(request, thread.delta, thread.sequence, group.remaining_tokens)
             if thread.waits_for is None:
                 running.append((bool(path) and not thread.delta.token_ids, resumed))
                 continue
