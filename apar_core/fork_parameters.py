@@ -38,8 +38,8 @@ class ForkParameters:
     end_ids: tokens that end a thread.
     separated: insert line breaks between paragraphs whose text lacks them.
     thread_path: path of the thread that carries these parameters.
-    blocks: the format as JSON if threads wait for the children that they open (`formats/blocks.py`);
-        fork and child token then have no meaning.
+    blocks: the format as JSON if threads wait for the children that they open; there is no fork
+        token then, and no fixed seed (`formats/blocks.py`).
     num_generated: tokens that the thread has generated in earlier engine requests, before a join.
     key, key_max_threads: API key of the request, and how many threads all requests of that key may
         have alive in one engine before forks wait; None for no limit.

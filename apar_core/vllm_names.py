@@ -20,7 +20,6 @@ from apar_core.errors import EngineError
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-    from vllm.config import VllmConfig
     from vllm.config.lora import MaxLoRARanks as MaxLoRARanks
     from vllm.engine.arg_utils import EngineArgs as EngineArgs
     from vllm.engine.protocol import EngineClient as EngineClient
@@ -239,11 +238,6 @@ def repair_cpu_drafts(expand_batch_to_tokens: Callable[..., Any]) -> None:
 def add_utility(name: str, function: Callable[[Any], Any]) -> None:
     """Let the API process call a function of the engine core (`call_utility`) by this name."""
     setattr(import_module("vllm.v1.engine.core").EngineCore, name, function)
-
-
-def tokenizer_of(vllm_config: VllmConfig) -> Any:
-    """Return the tokenizer of an engine's model, in the engine core too."""
-    return cached_tokenizer_from_config(vllm_config.model_config)
 
 
 def block_hasher(request: Request) -> Callable[[Request], Any] | None:

@@ -8,6 +8,8 @@ from typing import Any
 from apar_core.engine.thread_outputs import RequestThreads, plain_token
 from apar_core.fork_parameters import ForkParameters
 from apar_core.formats.blocks import BlockRules, OpenBlock
+from apar_core.tree.block_statistics import block_statistics
+from apar_core.tree.statistics import TreeStatistics
 from apar_core.tree.thread_names import ROOT_THREAD, ThreadId, child_request_id, child_thread
 from apar_core.vllm_names import EngineCoreOutput, FinishReason
 
@@ -72,6 +74,10 @@ class BlockThreads(RequestThreads):
         self._append(thread, output, start, num_text)
         return children
 
+    def statistics(self, num_prompt_tokens: int) -> TreeStatistics:
+        """Return what waiting and joining saved and cost."""
+        return block_statistics(self.tree, num_prompt_tokens)
+
     def _finish(self, thread: ThreadId, output: EngineCoreOutput, *, ended: bool) -> None:
         self._waiting.pop(thread, None)
         is_cut = output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
@@ -119,5 +125,5 @@ class BlockThreads(RequestThreads):
             nodes = [self.tree.threads[child].current_node for child in children]
             texts = [[item.token_id for item in node.items] for node in nodes]
             suffix = self._rules.joined(block, generated, texts).token_ids
-        self.tree.force(thread, [plain_token(token_id) for token_id in suffix])
+        self.tree.join(thread, [plain_token(token_id) for token_id in suffix])
         self._num_forced[thread] = len(suffix)

@@ -57,8 +57,8 @@ from apar_core.vllm_names import (
     RequestStatus,
     Scheduler,
     SchedulerOutput,
+    cached_tokenizer_from_config,
     cdiv,
-    tokenizer_of,
 )
 
 
@@ -101,7 +101,7 @@ class ForkMixin(Scheduler):
         self._exhausted: list[ThreadGroup[Request]] = []
         # (client index, request id, reason) of threads that end without an output from vLLM.
         self._unopened: list[tuple[int, str, FinishReason]] = []
-        self.joins = Joins(self, lambda: tokenizer_of(vllm_config))
+        self.joins = Joins(self, lambda: cached_tokenizer_from_config(vllm_config.model_config))
 
     @property
     def _counts_attended(self) -> bool:

@@ -112,8 +112,8 @@ def build_continuation(
 ) -> Request:
     """Return a request in which a thread continues behind a joined text.
 
-    `parent` is the thread's engine request before the join, whose first `num_kept` tokens `sequence`
-    begins with. `num_generated` counts the tokens that the thread has generated so far.
+    `sequence` begins with the first `num_kept` tokens of `parent`, the thread's engine request
+    before the join. `num_generated` counts the tokens that the thread has generated so far.
     """
     if parent.sampling_params is None:
         raise TreeError(f"request {parent.request_id!r} waits, but does not sample tokens")

@@ -30,6 +30,11 @@ class TextPlace:
     segment_start: int
     num_generated: int = 0
 
+    @property
+    def has_joined(self) -> bool:
+        """Whether the thread continues behind a joined text."""
+        return self.segment_start > self.own_start
+
 
 @dataclass(slots=True, eq=False)
 class WaitingParent(Generic[Child]):

@@ -56,9 +56,10 @@ class ThreadRecord(Generic[Item]):
         fork token.
     ended: whether a finished thread ended itself with its end-of-thread token.
     num_forced: items that were not generated: those of the format around the texts of children.
-    num_seed, num_header, num_closing: of a child for which its parent waits, the tokens forced at
-        its start, and the items before and behind its text.
-    blocks: what the thread has waited for.
+    num_seed, num_header, num_closing: of a child for which its parent waits, the tokens forced
+        at its start, and the items before and behind its text.
+    blocks: what the thread has waited for. suffixes: how many items of the format's own it has
+        continued behind, for each join.
     """
 
     current_node: ParagraphNode[Item] = field(repr=False)
@@ -74,6 +75,7 @@ class ThreadRecord(Generic[Item]):
     num_header: int = 0
     num_closing: int = 0
     blocks: list[ThreadBlock] = field(default_factory=list)
+    suffixes: list[int] = field(default_factory=list)
 
     @property
     def num_generated_items(self) -> int:
@@ -115,11 +117,6 @@ class ParagraphTree(Generic[Item]):
         node_items.extend(items)
         record.num_items += len(node_items) - num_before
 
-    def force(self, thread: ThreadId, items: Sequence[Item]) -> None:
-        """Add items that the thread has not generated to its current paragraph."""
-        self.append(thread, items)
-        self._threads[thread].num_forced += len(items)
-
     def open_block(
         self,
         parent: ThreadId,
@@ -142,8 +139,13 @@ class ParagraphTree(Generic[Item]):
 
     def close_child(self, child: ThreadId, items: Sequence[Item]) -> None:
         """Add the items behind the text of a child for which its parent waits."""
-        self.force(child, items)
+        self._force(child, items)
         self._threads[child].num_closing = len(items)
+
+    def join(self, parent: ThreadId, items: Sequence[Item]) -> None:
+        """Let a parent continue behind its children and these items."""
+        self._force(parent, items)
+        self._threads[parent].suffixes.append(len(items))
 
     def fork(self, parent: ThreadId, child: ThreadId, lead: Sequence[Item] = ()) -> None:
         """Close the parent's paragraph; the child writes its detail, the parent its next sibling.
@@ -182,6 +184,10 @@ class ParagraphTree(Generic[Item]):
         record.finished = True
         record.ended = ended
         self._num_live -= 1
+
+    def _force(self, thread: ThreadId, items: Sequence[Item]) -> None:
+        self.append(thread, items)
+        self._threads[thread].num_forced += len(items)
 
     def _live_record(self, thread: ThreadId, action: str) -> ThreadRecord[Item]:
         record = self._threads.get(thread)

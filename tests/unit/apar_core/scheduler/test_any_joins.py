@@ -5,7 +5,6 @@ The reference is a client that resubmits requests, as the formats' own projects 
 
 from pathlib import Path
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
