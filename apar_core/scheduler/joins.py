@@ -20,27 +20,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from apar_core.fork_parameters import ForkParameters
 from apar_core.formats.blocks import BlockRules, OpenBlock, block_rules
 from apar_core.journal import Journal
 from apar_core.scheduler.block_journal import ended_texts, rebuilt_threads
+from apar_core.scheduler.block_sharing import BlockSharing
+from apar_core.scheduler.fork_admission import ForkAdmission
 from apar_core.scheduler.thread_requests import (
     build_continuation,
     build_thread_request,
     resumed_thread,
     was_refused,
 )
-from apar_core.scheduler.thread_table import TextPlace, ThreadGroup, WaitingParent
+from apar_core.scheduler.thread_table import TextPlace, ThreadGroup, ThreadTable, WaitingParent
 from apar_core.tree.thread_names import thread_request_id
 from apar_core.vllm_names import FinishReason, Request, RequestStatus, SchedulerOutput
 
-if TYPE_CHECKING:
-    from apar_core.scheduler.fork_scheduler import ForkMixin
-
 Group = ThreadGroup[Request]
 Waiting = WaitingParent[Request]
+
+
+class JoiningScheduler(Protocol):
+    """What `Joins` needs of the scheduler."""
+
+    requests: dict[str, Request]
+    threads: ThreadTable[Request]
+    admission: ForkAdmission[Request]
+    block_sharing: BlockSharing
+    max_model_len: int
+
+    def refuse(self, client_index: int, child_request_id: str) -> None:
+        """Report a child that does not open as ended by length."""
+
+    def pause_thread(self, thread: Request) -> None:
+        """End the engine request of a thread that waits for its children."""
+
+    def start_continuation(self, group: Group, thread: Request) -> None:
+        """Start the engine request in which a thread continues behind its children's texts."""
+
+    def end_waiting(self, group: Group, thread: Request, reason: FinishReason) -> None:
+        """End a thread that does not continue behind its children's texts."""
 
 
 class Joins:
@@ -49,7 +70,7 @@ class Joins:
     `load_tokenizer` is called for the first request of a format with waiting parents.
     """
 
-    def __init__(self, scheduler: ForkMixin, load_tokenizer: Callable[[], Any]) -> None:
+    def __init__(self, scheduler: JoiningScheduler, load_tokenizer: Callable[[], Any]) -> None:
         self._scheduler = scheduler
         self._load_tokenizer = load_tokenizer
         # Parents whose engine request ends at the end of the step, and those that may continue.

@@ -82,6 +82,17 @@ class ThreadRecord(Generic[Item]):
         """Items that the thread has generated."""
         return self.num_items - self.num_forced
 
+    @property
+    def num_generated(self) -> int:
+        """Tokens that the thread has generated: items, fork tokens and its end token."""
+        num_forks = 0 if self.blocks else len(self.children)
+        return self.num_generated_items + num_forks + self.ended
+
+    @property
+    def waits(self) -> bool:
+        """Whether the thread waits until its children have ended."""
+        return len(self.suffixes) < len(self.blocks) and not self.finished
+
 
 class ParagraphTree(Generic[Item]):
     """All paragraphs and threads of one request; threads may be interleaved in any order.

@@ -51,7 +51,7 @@ def thread_spans(tree: ParagraphTree[Item]) -> dict[ThreadId, ThreadSpan]:
             num_shared = record.fork_index + 1 - tree.cut_tokens
             start = parent.start + record.fork_index + 1
             num_before = parent.num_before + num_shared + tree.seed_tokens
-        num_generated = record.num_items + len(record.children) + record.ended
+        num_generated = record.num_generated
         spans[thread] = ThreadSpan(
             start, num_shared, num_before, num_generated, subtree_end=start + num_generated
         )
