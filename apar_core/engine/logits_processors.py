@@ -159,7 +159,7 @@ class Replay(RowProcessor[_ReplayRow]):
     ) -> _ReplayRow | None:
         """Return a row for each sequence whose request has a replay."""
         script = script_of(params.extra_args)
-        return _ReplayRow(script, output_ids) if script else None
+        return None if script is None else _ReplayRow(script, output_ids)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Raise one logit of each replayed row of [num_rows, vocabulary], in place."""

@@ -97,7 +97,7 @@ class Replay(V2LogitsProcessor):
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Keep the tokens of the thread in a slot; return whether it has any."""
         script = script_of(sampling_params.extra_args)
-        if not script:
+        if script is None:
             self._scripts.pop(req_idx, None)
             return False
         self._scripts[req_idx] = script

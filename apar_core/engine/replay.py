@@ -73,10 +73,13 @@ def thread_script(replay: str, key: str) -> list[int]:
     return _ids(replay[start : replay.index("\n", start)])
 
 
-def script_of(extra_args: Mapping[str, Any] | None) -> list[int]:
-    """Return the tokens that the thread with these parameters has to generate."""
+def script_of(extra_args: Mapping[str, Any] | None) -> list[int] | None:
+    """Return the tokens that the engine request with these arguments has to generate.
+
+    None if it has no replay.
+    """
     if not extra_args or REPLAY_ARG not in extra_args:
-        return []
+        return None
     parameters = ForkParameters.from_extra_args(extra_args)
     if parameters is None:
         return thread_script(extra_args[REPLAY_ARG], "")

@@ -355,7 +355,7 @@ def _sample(row: _Row, end: int) -> list[int]:
 
 
 def _script(params: SamplingParams | None) -> list[int]:
-    return script_of(None if params is None else params.extra_args)
+    return script_of(None if params is None else params.extra_args) or []
 
 
 def _done(value: Any) -> Future[Any]:

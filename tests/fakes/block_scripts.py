@@ -25,6 +25,7 @@ _FIRST_MARKER = 20
 _FIRST_CHARACTER = 100
 _PIECES = re.compile("|".join(map(re.escape, MARKERS)) + "|.", re.DOTALL)
 
+assert THREADWEAVER.join is not None
 NESTED = THREADWEAVER.model_copy(
     update={
         "name": "nested",
