@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         VocabParallelEmbedding as VocabParallelEmbedding,
     )
+    from vllm.tokenizers import cached_tokenizer_from_config as cached_tokenizer_from_config
     from vllm.tokenizers import get_tokenizer as get_tokenizer
     from vllm.transformers_utils.config import get_config as get_config
     from vllm.transformers_utils.config import get_hf_text_config as get_hf_text_config
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from vllm.v1.executor.abstract import Executor as Executor
     from vllm.v1.kv_cache_interface import FullAttentionSpec as FullAttentionSpec
     from vllm.v1.kv_cache_interface import KVCacheConfig as KVCacheConfig
+    from vllm.v1.metrics.loggers import PrometheusStatLogger as PrometheusStatLogger
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT as EMPTY_MODEL_RUNNER_OUTPUT
     from vllm.v1.outputs import LogprobsLists as LogprobsLists
     from vllm.v1.outputs import ModelRunnerOutput as ModelRunnerOutput
@@ -112,7 +114,7 @@ NAMES = {
     "vllm.entrypoints.openai.models.protocol": "LoRAModulePath",
     "vllm.entrypoints.openai.responses.protocol": "ResponsesRequest",
     "vllm.model_executor.layers.vocab_parallel_embedding": "ParallelLMHead VocabParallelEmbedding",
-    "vllm.tokenizers": "get_tokenizer",
+    "vllm.tokenizers": "cached_tokenizer_from_config get_tokenizer",
     "vllm.transformers_utils.config": "get_config get_hf_text_config",
     "vllm.usage.usage_lib": "UsageContext",
     "vllm.utils.argparse_utils": "FlexibleArgumentParser",
@@ -135,6 +137,7 @@ NAMES = {
     "RequestOutputCollector RequestState",
     "vllm.v1.executor.abstract": "Executor",
     "vllm.v1.kv_cache_interface": "FullAttentionSpec KVCacheConfig",
+    "vllm.v1.metrics.loggers": "PrometheusStatLogger",
     "vllm.v1.outputs": "EMPTY_MODEL_RUNNER_OUTPUT LogprobsLists ModelRunnerOutput "
     "SamplerOutput SamplingMaskLists",
     "vllm.v1.request": "Request RequestStatus",
@@ -159,9 +162,10 @@ OVERRIDES = {
     "AsyncLLM": "_add_request",
     "Executor": "_init_executor",
     "OutputProcessor": "_finish_request",
+    "PrometheusStatLogger": "_counter_cls _histogram_cls",
     "Scheduler": "_free_request _get_local_prefix_cache_hit _update_request_with_output",
 }
-"""Private methods that our subclasses of a vLLM class replace."""
+"""Private methods and attributes that our subclasses of a vLLM class replace."""
 
 
 def vllm_version() -> str:
