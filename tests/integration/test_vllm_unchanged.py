@@ -39,8 +39,8 @@ TOOL = {
 }
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
-USAGE = {"stream": True, "stream_options": {"include_usage": True}}
-GREEDY = {"temperature": 0}
+USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+GREEDY: dict[str, Any] = {"temperature": 0}
 
 
 @dataclass(frozen=True, slots=True)
