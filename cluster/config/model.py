@@ -330,13 +330,15 @@ class ModelConfig(BaseModel):
     @property
     def num_gpus(self) -> int:
         """GPUs of a replica."""
-        sizes = (_TENSOR_PARALLEL_SIZE, *_PARALLEL_SIZES)
-        return self.gpus_per_replica or math.prod(self.engine.get(name, 1) for name in sizes)
+        sizes = [
+            int(self.engine.get(name, 1)) for name in (_TENSOR_PARALLEL_SIZE, *_PARALLEL_SIZES)
+        ]
+        return self.gpus_per_replica or math.prod(sizes)
 
     @property
     def tensor_parallel_size(self) -> int:
         """GPUs over which each stage and rank of a replica splits the model's tensors."""
-        return self.num_gpus // math.prod(self.engine.get(name, 1) for name in _PARALLEL_SIZES)
+        return self.num_gpus // math.prod(int(self.engine.get(name, 1)) for name in _PARALLEL_SIZES)
 
     @property
     def preset(self) -> Preset:

@@ -57,7 +57,7 @@ class Request:
     def content(self) -> bytes | None:
         if not isinstance(self.body, dict):
             return self.body
-        body = {"model": "tiny"} | self.body
+        body: dict[str, Any] = {"model": "tiny"} | self.body
         if self.path in (CHAT, COMPLETIONS):
             body = {"max_tokens": 40} | GREEDY | body
         if self.path == CHAT:
