@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import FinishReason as FinishReason
     from vllm.v1.engine.async_llm import AsyncLLM as AsyncLLM
     from vllm.v1.engine.core import EngineCore as EngineCore
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer as IncrementalDetokenizer
     from vllm.v1.engine.exceptions import EngineGenerateError as EngineGenerateError
     from vllm.v1.engine.input_processor import InputProcessor as InputProcessor
     from vllm.v1.engine.output_processor import OutputProcessor as OutputProcessor
@@ -127,6 +128,7 @@ NAMES = {
     "EngineCoreRequest FinishReason",
     "vllm.v1.engine.async_llm": "AsyncLLM",
     "vllm.v1.engine.core": "EngineCore",
+    "vllm.v1.engine.detokenizer": "IncrementalDetokenizer",
     "vllm.v1.engine.exceptions": "EngineGenerateError",
     "vllm.v1.engine.input_processor": "InputProcessor",
     "vllm.v1.engine.output_processor": "OutputProcessor OutputProcessorOutput "
@@ -283,6 +285,26 @@ def call_at_preemption(scheduler: Any, function: Callable[[], None]) -> None:
         return preempt(*args, **kwargs)
 
     scheduler._preempt_request = counted
+
+
+def watch_text(state: RequestState, note: Callable[[str], None]) -> None:
+    """Call a function with the text of each token that a request's detokenizer decodes."""
+    detokenizer: Any = state.detokenizer
+    decode = detokenizer.decode_next
+
+    def decode_next(token_id: int) -> str:
+        text: str = decode(token_id)
+        note(text)
+        return text
+
+    detokenizer.decode_next = decode_next
+
+
+def decoded_text(state: RequestState) -> str:
+    """Return the text of a request so far, after the removal of a stop string."""
+    detokenizer: Any = state.detokenizer
+    text: str = detokenizer.output_text
+    return text
 
 
 @contextmanager

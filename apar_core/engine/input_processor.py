@@ -34,6 +34,7 @@ from apar_core.formats.control_tokens import (
     refuse_control_tokens,
 )
 from apar_core.formats.resolved_format import (
+    SERVED_TIERS,
     ResolvedFormat,
     find_format,
     refused_format,
@@ -297,17 +298,20 @@ def _format(vllm_config: VllmConfig, tokenizer: Any) -> ResolvedFormat | None:
     vocabulary = tokenizer.get_vocab()
     found = find_format(vocabulary, fork_settings(vllm_config).parallel_format)
     if found is None:
-        refused = refused_format(vocabulary)
-        reason = "no control tokens"
-        if refused is not None:
-            reason = f"the format {refused!r}, which cannot be served ({REFUSED[refused]})"
+        if (refused := refused_format(vocabulary)) is not None:
+            logger.warning(
+                "format %r cannot be served, as %s: serving an ordinary model, without forks",
+                refused,
+                REFUSED[refused],
+                extra=facts,
+            )
+            return None
         logger.warning(
-            "checkpoint has %s: serving it as an ordinary model, without forks",
-            reason,
+            "checkpoint has no control tokens: serving it as an ordinary model, without forks",
             extra=facts,
         )
         return None
-    if found.definition.parent == "waits":
+    if found.definition.tier not in SERVED_TIERS:
         logger.warning(
             "parents of the format %r wait for their children: served without forks so far",
             found.definition.name,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from apar_core.engine.request_follower import RequestFollower
+from apar_core.engine.thread_tags import ThreadTags
 from apar_core.errors import TreeError
 from apar_core.fork_parameters import ForkParameters
 from apar_core.tree.paragraph import ParagraphTree
@@ -165,6 +166,11 @@ class RequestThreads:
         self._carried: _Carried | None = None
         # Whether any token has more than an id.
         self._has_details = False
+        self.tags: ThreadTags | None = None
+
+    def tag(self, tags: ThreadTags) -> None:
+        """Let `tags` read the threads for a tagged stream."""
+        self.tags, self._stream.pieces = tags, tags.pieces
 
     def feed(self, output: EngineCoreOutput) -> Sequence[str]:
         """Add one thread's output; return the engine request ids of its new children."""
@@ -209,6 +215,8 @@ class RequestThreads:
         The last one has no token, only the finish reason: vLLM's detokenizer would otherwise take
         the last token of the text for a stop token.
         """
+        if self.tags is not None:
+            self.tags.read()
         tokens = self._stream.take()
         stopping = next((i for i, token in enumerate(tokens) if token.stops), None)
         if stopping is not None:
@@ -275,6 +283,8 @@ class RequestThreads:
             self._stop_reason = output.stop_reason
         if reason == FinishReason.ERROR:
             self._failure = output
+        if self.tags is not None:
+            self.tags.finished(thread, str(reason))
         self.tree.finish(thread, ended=ended)
         if reason in (FinishReason.ERROR, FinishReason.ABORT):
             self.cut()
@@ -334,6 +344,20 @@ class RequestThreads:
         if finish_reason is not None and self._failure is not None:
             copy_error(self._failure, output)
         return output
+
+
+def watch_unforked(tags: ThreadTags, output: EngineCoreOutput) -> None:
+    """Add an output to the tags of a request that may not fork."""
+    token_ids, reason = output.new_token_ids, output.finish_reason
+    ended = reason == FinishReason.STOP and output.stop_reason is None
+    num_text = len(token_ids) - ended
+    tags.tree.append(ROOT_THREAD, map(plain_token, token_ids[:num_text]))
+    # vLLM's detokenizer may decode the end token too.
+    tags.pieces.append((tags.tree.root, len(token_ids)))
+    if reason is not None:
+        tags.finished(ROOT_THREAD, str(reason))
+        tags.tree.finish(ROOT_THREAD, ended=ended)
+    tags.read()
 
 
 @dataclass(frozen=True, slots=True)

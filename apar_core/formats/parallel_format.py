@@ -138,7 +138,9 @@ class ParallelFormat(_Facts):
         description="Whether the parent continues beside its children, or waits for them."
     )
     children_fork: bool = Field(
-        False, description="Whether a trigger in a child forks. Else a child cannot generate it."
+        False,
+        description="Whether a trigger in a child forks. Else it is banned there if the parent "
+        "continues, and ordinary text if it waits.",
     )
     outlines: Outlines | None = Field(None, description="The children of a waiting parent.")
     child_end: tuple[str, ...] = Field(
