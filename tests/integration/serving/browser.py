@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 from playwright.sync_api import Browser, Page, Route, sync_playwright
@@ -18,7 +19,8 @@ WATCH = f"""
 window.lengths = [];
 (function watch() {{
   const cards = [...document.querySelectorAll('{CARDS}')];
-  window.lengths.push(Object.fromEntries(cards.map((c) => [c.dataset.thread, c.textContent.length])));
+  const lengths = cards.map((card) => [card.dataset.thread, card.textContent.length]);
+  window.lengths.push(Object.fromEntries(lengths));
   requestAnimationFrame(watch);
 }})();
 """
@@ -105,9 +107,9 @@ def web_page(browser: Browser, server: Server, **context: Any) -> Iterator[WebPa
 
 def growing_at_once(lengths: list[dict[str, int]]) -> int:
     """Return the largest number of cards whose text grew between two frames."""
-    pairs = zip(lengths, lengths[1:], strict=False)
     return max(
-        sum(now[name] > before[name] for name in before.keys() & now) for before, now in pairs
+        sum(now[name] > before[name] for name in before.keys() & now)
+        for before, now in pairwise(lengths)
     )
 
 
