@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from vllm.v1.executor.abstract import Executor as Executor
     from vllm.v1.kv_cache_interface import FullAttentionSpec as FullAttentionSpec
     from vllm.v1.kv_cache_interface import KVCacheConfig as KVCacheConfig
+    from vllm.v1.metrics.loggers import PrometheusStatLogger as PrometheusStatLogger
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT as EMPTY_MODEL_RUNNER_OUTPUT
     from vllm.v1.outputs import LogprobsLists as LogprobsLists
     from vllm.v1.outputs import ModelRunnerOutput as ModelRunnerOutput
@@ -135,6 +136,7 @@ NAMES = {
     "RequestOutputCollector RequestState",
     "vllm.v1.executor.abstract": "Executor",
     "vllm.v1.kv_cache_interface": "FullAttentionSpec KVCacheConfig",
+    "vllm.v1.metrics.loggers": "PrometheusStatLogger",
     "vllm.v1.outputs": "EMPTY_MODEL_RUNNER_OUTPUT LogprobsLists ModelRunnerOutput "
     "SamplerOutput SamplingMaskLists",
     "vllm.v1.request": "Request RequestStatus",
@@ -159,9 +161,10 @@ OVERRIDES = {
     "AsyncLLM": "_add_request",
     "Executor": "_init_executor",
     "OutputProcessor": "_finish_request",
+    "PrometheusStatLogger": "_counter_cls _histogram_cls",
     "Scheduler": "_free_request _get_local_prefix_cache_hit _update_request_with_output",
 }
-"""Private methods that our subclasses of a vLLM class replace."""
+"""Private methods and attributes that our subclasses of a vLLM class replace."""
 
 
 def vllm_version() -> str:
