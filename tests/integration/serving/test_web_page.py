@@ -99,7 +99,7 @@ def test_html_in_an_answer_is_text(page: WebPage) -> None:
 
 @pytest.mark.slow
 def test_escape_stops_the_answer_and_frees_its_blocks(page: WebPage, server: Server) -> None:
-    replays(page, "1. A long one:", " and so on" * 600)
+    replays(page, "1. A long one:", " and so on" * 200)
     page.open()
     server.wait_until_idle()
     page.ask(GUITAR)
@@ -120,7 +120,7 @@ def test_escape_stops_the_answer_and_frees_its_blocks(page: WebPage, server: Ser
 
 @pytest.mark.slow
 def test_an_answer_survives_the_loss_of_its_replica(browser: Browser, replicated: Server) -> None:
-    replayed = replay("1. A long one:", " and so on" * 600)
+    replayed = replay("1. A long one:", " and so on" * 200)
     with web_page(browser, replicated) as page:
         page.alter_requests(lambda body: body["apar"].update(replay=replayed))
         page.open()
@@ -130,8 +130,8 @@ def test_an_answer_survives_the_loss_of_its_replica(browser: Browser, replicated
         victims.kill(replica=True)
         page.wait()
 
-        assert page.copied() == "1. A long one:" + " and so on" * 600
-        assert letters(page.cards()[0]) == letters("1. A long one:" + " and so on" * 600)
+        assert page.copied() == "1. A long one:" + " and so on" * 200
+        assert letters(page.cards()[0]) == letters("1. A long one:" + " and so on" * 200)
         assert max(record["continued"] for record in replicated.records()) >= 1
     replicated.wait_for_replicas(2)
 
@@ -180,7 +180,7 @@ def test_refusals_say_what_to_do(page: WebPage) -> None:
 
 @pytest.mark.slow
 def test_a_lost_connection_is_reported_behind_the_text(page: WebPage) -> None:
-    replays(page, "1. A long one:", " and so on" * 600)
+    replays(page, "1. A long one:", " and so on" * 200)
     page.open()
     page.ask(GUITAR)
     page.page.wait_for_selector(".card >> text=and so on and so on")
