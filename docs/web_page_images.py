@@ -61,8 +61,13 @@ def picture(page: Page, first: str, last: str) -> Image.Image:
     assert begin is not None
     assert end is not None
     top = max(0.0, begin["y"] - MARGIN)
-    clip = {"x": 0.0, "y": top, "width": WIDTH, "height": end["y"] + end["height"] + MARGIN - top}
-    shot = page.screenshot(clip=clip, full_page=True, animations="disabled", caret="hide")
+    height = end["y"] + end["height"] + MARGIN - top
+    shot = page.screenshot(
+        clip={"x": 0.0, "y": top, "width": WIDTH, "height": height},
+        full_page=True,
+        animations="disabled",
+        caret="hide",
+    )
     return Image.open(io.BytesIO(shot)).convert("RGB")
 
 
