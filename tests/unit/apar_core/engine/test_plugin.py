@@ -38,9 +38,9 @@ def stock_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(engine, "OutputProcessor", OutputProcessor)
 
 
-def configuration(**arguments: Any) -> Any:
+def configuration(*, enable_prefix_caching: bool = True, **arguments: Any) -> Any:
     return EngineArgs(
-        **({"model": str(checkpoint_path()), "enable_prefix_caching": True} | arguments)
+        model=str(checkpoint_path()), enable_prefix_caching=enable_prefix_caching, **arguments
     ).create_engine_config()
 
 
