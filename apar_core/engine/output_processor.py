@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from vllm import SamplingParams
 
+from apar_core.engine.block_threads import BlockThreads
 from apar_core.engine.paced_outputs import interval_under_load, pace
 from apar_core.engine.request_follower import RequestFollower, beam_search_of, find_client
 from apar_core.engine.resume_request import outputs_so_far
@@ -21,6 +22,7 @@ from apar_core.engine.thread_outputs import (
 )
 from apar_core.engine.thread_tags import Decoder, ThreadTags
 from apar_core.fork_parameters import ForkParameters
+from apar_core.formats.blocks import block_rules
 from apar_core.journal import Journal
 from apar_core.scheduler.thread_requests import forget_journal
 from apar_core.tree.paragraph import ParagraphTree
@@ -100,15 +102,30 @@ class ForkOutputProcessor(OutputProcessor):
         if not parameters.enabled:
             self._unforked[request.request_id] = UnforkedThread(parameters, follower)
             return
-        threads = self._threads[request.request_id] = RequestThreads(
-            request.request_id,
-            parameters,
-            self._separator if parameters.separated else None,
-            follower,
-            num_logprobs=params.num_logprobs,
+        threads = self._threads[request.request_id] = self._new_threads(
+            request, parameters, follower, params.num_logprobs
         )
         if (tags := self._tag(follower, state, params, threads.tree)) is not None:
             threads.tag(tags)
+
+    def _new_threads(
+        self,
+        request: EngineCoreRequest,
+        parameters: ForkParameters,
+        follower: RequestFollower | None,
+        num_logprobs: int | None,
+    ) -> RequestThreads:
+        request_id = request.request_id
+        if parameters.blocks is not None:
+            rules = block_rules(parameters.blocks, self.tokenizer)
+            prompt = request.prompt_token_ids or []
+            return BlockThreads(
+                request_id, parameters, rules, prompt, follower, num_logprobs=num_logprobs
+            )
+        separator = self._separator if parameters.separated else None
+        return RequestThreads(
+            request_id, parameters, separator, follower, num_logprobs=num_logprobs
+        )
 
     def journal_of(self, request: EngineCoreRequest) -> Journal | None:
         """Return the journal that a request continues; None for a new request."""
@@ -125,7 +142,7 @@ class ForkOutputProcessor(OutputProcessor):
             follower.replay(begins=True)
         # The lost engine did this work, so it gives no trace here.
         traces, self.tracing_enabled = self.tracing_enabled, False
-        self.process_outputs(outputs_so_far(request, journal))
+        self.process_outputs(outputs_so_far(request, journal, self.tokenizer))
         self.tracing_enabled = traces
         if follower is not None:
             follower.replay(begins=False)

@@ -7,7 +7,7 @@ with the tokens whose position in the restored text is certain.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -154,7 +154,7 @@ class RequestThreads:
         self.parameters = parameters
         self._stream = TreeStream(self.tree, separator)
         self._threads: dict[str, ThreadId] = {request_id: ROOT_THREAD}
-        self._control_ids = parameters.control_ids
+        self._control_ids: Container[int] = parameters.control_ids
         self._replacement = [plain_token(token_id) for token_id in parameters.replacement_ids]
         self._reasons: set[FinishReason] = set()
         self._stop_reason: int | str | None = None
@@ -192,8 +192,15 @@ class RequestThreads:
         if output.num_nans_in_logits:
             carried = self._carrying()
             carried.num_nans_in_logits = max(carried.num_nans_in_logits, output.num_nans_in_logits)
-        token_ids = output.new_token_ids
         ended = _ended_itself(output, self.parameters)
+        children = self._feed_tokens(thread, output, ended=ended)
+        if output.finish_reason is not None:
+            self._finish(thread, output, ended=ended)
+        return children
+
+    def _feed_tokens(self, thread: ThreadId, output: EngineCoreOutput, *, ended: bool) -> list[str]:
+        """Add the tokens of one output; return the engine request ids of its new children."""
+        token_ids = output.new_token_ids
         num_text = len(token_ids) - ended
         children: list[str] = []
         start = 0
@@ -205,8 +212,6 @@ class RequestThreads:
                 if token_id == self.parameters.fork_id:
                     children.append(self._fork(output.request_id, thread))
         self._append(thread, output, start, num_text)
-        if output.finish_reason is not None:
-            self._finish(thread, output, ended=ended)
         return children
 
     def take(self) -> list[EngineCoreOutput]:

@@ -94,13 +94,14 @@ class _Thread:
 
     @property
     def num_tokens(self) -> int:
-        record = self.record
-        return record.num_items + len(record.children) + record.ended
+        return self.record.num_generated
 
     @property
     def state(self) -> str:
         if self.record.finished:
             return "ended"
+        if self.record.waits:
+            return "waiting"
         return "writing" if self.num_tokens else "waiting"
 
 

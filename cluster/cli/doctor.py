@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated
 import psutil
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from apar_core.engine.gpu_start import flashinfer_problem
 from apar_core.errors import CheckpointError, EngineError
-from apar_core.formats.resolved_format import SERVED_TIERS, shipped_format
+from apar_core.formats.resolved_format import shipped_format
 from apar_core.formats.shipped_formats import REFUSED
 from apar_core.installation import has_nvidia_driver, hidden_packages, missing_extra
 from apar_core.scheduler.row_limits import DEFAULT_LARGEST_GRAPH
@@ -63,7 +63,7 @@ def doctor(
     [bold]apar doctor --model ./my-checkpoint[/bold]
     """
     findings = [*diagnose(), *check_checkpoint(model, parallel_format)]
-    table = Table(show_header=False, box=None)
+    table = Table("", "", Column(overflow="fold"), show_header=False, box=None)
     for finding in findings:
         mark = Text("!", style="bold red") if finding.problem else Text("✓", style="green")
         value = Text(finding.value)
@@ -114,11 +114,13 @@ def check_versions(versions: Mapping[str, str]) -> list[Finding]:
         if package == "ray":
             if installed is None:
                 # Forks in one's own vLLM need no Ray.
-                installed = "missing; `apar serve` needs it: pip install 'apar-serve[serve]'"
+                installed = "missing; `apar serve` needs it: in a clone, pip install '.[serve]'"
             elif installed != TESTED_RAY:
                 problem = f"`apar serve` uses internals of Ray {TESTED_RAY}: make venv"
         elif installed is None:
-            problem = "not installed: make venv, or pip install 'apar-serve[gpu]'"
+            problem = (
+                "not installed: make venv, or pip install '.[gpu]', in a clone of the repository"
+            )
         elif package == "vllm" and not is_supported(installed):
             problem = (
                 f"forks were checked with vLLM {' and '.join(SUPPORTED)}, and stay out of others: "
@@ -172,7 +174,9 @@ def check_plugin() -> Finding:
     """Check that vLLM finds this package's plugin in the processes that it starts."""
     for entry_point in entry_points(group="vllm.general_plugins", name="apar"):
         return Finding("vLLM plugin", entry_point.value)
-    return Finding("vLLM plugin", "missing", "vLLM will not fork: pip install apar-serve")
+    return Finding(
+        "vLLM plugin", "missing", "vLLM will not fork: pip install . in a clone of the repository"
+    )
 
 
 def check_memory(available_bytes: int, total_bytes: int) -> Finding:
@@ -280,6 +284,4 @@ def _format(report: CheckpointReport) -> list[Finding]:
     tokens = ", ".join(f"{text} {token}" for token, text in sorted(report.resolved.texts.items()))
     kind = "an APAR checkpoint" if definition.name.startswith("apar") else definition.name
     answer = f"yes, {kind}: {tokens or 'its markers are ordinary text'}"
-    if definition.tier not in SERVED_TIERS:
-        answer = "no: its parents wait for their children; served without forks so far"
     return [Finding("format", f"{value}the parent {does})"), Finding("forks", answer)]
