@@ -56,14 +56,13 @@ def write_image_checkpoint(
         patch_size=14,
     )
     end_id = tokenizer.eos_token_id
+    ends: dict[str, Any] = {"eos_token_id": end_id, "bos_token_id": None, "pad_token_id": end_id}
     config = Idefics3Config(
         vision_config=vision.to_dict(),
         text_config=_text_config(tokenizer).to_dict(),
         image_token_id=tokenizer.get_vocab()["<image>"],
         scale_factor=2,
-        eos_token_id=end_id,
-        bos_token_id=None,
-        pad_token_id=end_id,
+        **ends,
     )
     model = Idefics3ForConditionalGeneration(config)
     _boost(model, tokenizer, boosted)
@@ -71,7 +70,7 @@ def write_image_checkpoint(
         for name, weights in model.named_parameters():
             # Otherwise all images look the same.
             if "connector" in name or "vision" in name:
-                weights *= 5
+                weights.mul_(5)
     model.save_pretrained(directory)
     return directory
 
