@@ -125,6 +125,7 @@ def main() -> None:
         page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
         page.goto(address)
         page.wait_for_selector("#model:enabled")
+        page.locator("#temperature").evaluate("input => { input.value = 0 }")
         draw_race(page)
         draw_answer(page)
         browser.close()
