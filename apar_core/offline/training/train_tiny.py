@@ -1,4 +1,4 @@
-"""Training of the embedded model from scratch on its corpus, on a CPU."""
+"""Training of the embedded models on their corpus, on a CPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from apar_core.offline.data.records import ExampleRecord
 from apar_core.offline.data.tiny_corpus.generator import (
     BROAD_WEIGHTS,
     FINISHING_WEIGHTS,
@@ -32,6 +33,11 @@ from apar_core.offline.data.tiny_corpus.generator import (
     vocabulary_texts,
 )
 from apar_core.offline.training.example_encoder import ExampleEncoder
+from apar_core.offline.training.joined_encoder import (
+    JoinedEncoder,
+    start_marker_embeddings,
+    threadweaver_tokenizer,
+)
 from apar_core.offline.training.packing import PackedTree, join_trees
 from apar_core.offline.training.pretrained import pad_token_id
 from apar_core.offline.training.recipe import TrainingRecipe, load_recipe
@@ -241,6 +247,13 @@ class WeightAverage:
                 parameter.copy_(self._sums[name] / self.total_share)
 
 
+class PacksExamples(Protocol):
+    """Encoder of examples as packed rows."""
+
+    def pack(self, example: ExampleRecord) -> PackedTree:
+        """Return the example as one row of any length."""
+
+
 @dataclass(frozen=True)
 class CorpusTrees(IterableDataset[PackedTree]):
     """Trees of a phase in the order of its steps, with similar lengths in a batch."""
@@ -249,7 +262,7 @@ class CorpusTrees(IterableDataset[PackedTree]):
     stream: str
     seed: int
     recipe: TrainingRecipe
-    encoder: ExampleEncoder
+    encoder: PacksExamples
     num_processes: int
 
     @property
@@ -285,7 +298,8 @@ class CorpusTrees(IterableDataset[PackedTree]):
 
 def train_phase(
     model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
+    encoder: PacksExamples,
+    pad_id: int,
     phase: TrainingPhase,
     seed: int,
     on_step: OnStep,
@@ -300,13 +314,13 @@ def train_phase(
             model,
             arguments,
             phase.recipe,
-            collator=TreeCollator.for_model(model, pad_token_id(tokenizer)),
+            collator=TreeCollator.for_model(model, pad_id),
             train_rows=CorpusTrees(
                 phase.kind_weights,
                 phase.stream,
                 seed,
                 phase.recipe,
-                ExampleEncoder(tokenizer, phase.recipe.context_length),
+                encoder,
                 arguments.world_size,
             ),
             on_step=on_step,
@@ -339,16 +353,47 @@ def train_tiny(
         max_length=model_settings.max_positions,
     )
     model = build_tiny_model(model_settings, tokenizer)
+    encoder = ExampleEncoder(tokenizer, model_settings.max_positions)
+    _train_phases(model, encoder, pad_token_id(tokenizer), training_settings, on_step)
+    save_checkpoint(model.eval(), tokenizer, out)
+
+
+def train_tiny_joins(
+    out: Path, training_settings: TinyTrainingSettings, on_step: OnStep, *, checkpoint: Path
+) -> None:
+    """Train a copy of an embedded model to write answers that join, in ThreadWeaver's grammar.
+
+    The tokens of ThreadWeaver replace the checkpoint's control tokens. The weights are reproducible
+    with the same checkpoint, settings, libraries and processor.
+    """
+    torch.set_num_threads(training_settings.num_executors)
+    torch.manual_seed(training_settings.seed)
+    tokenizer = threadweaver_tokenizer(PreTrainedTokenizerFast.from_pretrained(checkpoint))
+    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    start_marker_embeddings(model, tokenizer)
+    model.config.use_cache = False
+    encoder = JoinedEncoder(tokenizer)
+    _train_phases(model, encoder, pad_token_id(tokenizer), training_settings, on_step)
+    save_checkpoint(model.eval(), tokenizer, out)
+
+
+def _train_phases(
+    model: LlamaForCausalLM,
+    encoder: PacksExamples,
+    pad_id: int,
+    settings: TinyTrainingSettings,
+    on_step: OnStep,
+) -> None:
+    """Train all phases; the model gets the average of their results."""
     average = WeightAverage()
     steps_before = 0
-    for phase in training_settings.phases:
+    for phase in settings.phases:
 
         def report(step: StepReport, before: int = steps_before) -> None:
-            on_step(replace(step, step=before + step.step, num_steps=training_settings.num_steps))
+            on_step(replace(step, step=before + step.step, num_steps=settings.num_steps))
 
-        train_phase(model, tokenizer, phase, training_settings.seed, report)
+        train_phase(model, encoder, pad_id, phase, settings.seed, report)
         steps_before += phase.recipe.num_steps
         _round_weights(model)
         average.add(model, phase.average_share)
     average.apply(model)
-    save_checkpoint(model.eval(), tokenizer, out)

@@ -1,0 +1,145 @@
+"""Encoding of answers whose threads are joined, and the tokens of their grammar."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from tokenizers import Tokenizer
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from apar_core.errors import TrainingError
+from apar_core.formats.control_tokens import find_control_tokens
+from apar_core.offline.data.joined import (
+    AFTER_THREADS,
+    MARKERS,
+    JoinedAnswer,
+    joined_answer,
+    thread_header,
+)
+from apar_core.offline.data.records import ExampleRecord
+from apar_core.offline.training.chat_format import turn_end_id
+from apar_core.offline.training.example_encoder import (
+    PieceEncoder,
+    build_piece_encoder,
+    prompt_token_ids,
+)
+from apar_core.offline.training.packing import (
+    JoinedBlock,
+    JoinedTokens,
+    PackedTree,
+    pack_joined,
+)
+
+_MARKER = re.compile("|".join(f"({re.escape(marker)})" for marker in MARKERS))
+
+
+def threadweaver_tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """Return the tokenizer with ThreadWeaver's markers as special tokens.
+
+    The first two take the ids of the control tokens, which would announce another format. Raises
+    TrainingError if the tokenizer has none.
+    """
+    control = find_control_tokens(tokenizer.get_vocab())
+    if control is None:
+        raise TrainingError("the tokenizer has no control tokens that markers could replace")
+    replaced = [control.fork_id, control.child_id]
+    settings = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = settings["model"]["vocab"]
+    new_ids = range(len(tokenizer), len(tokenizer) + len(MARKERS) - len(replaced))
+    markers = dict(zip(MARKERS, [*replaced, *new_ids], strict=True))
+    kept = [token for token in settings["added_tokens"] if token["id"] not in replaced]
+    template = settings["added_tokens"][0]
+    for name in tokenizer.convert_ids_to_tokens(replaced):
+        vocabulary.pop(name, None)
+    vocabulary.update(markers)
+    added = [*kept, *(template | {"id": i, "content": name} for name, i in markers.items())]
+    settings["added_tokens"] = sorted(added, key=lambda token: int(token["id"]))
+    named = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(settings)),
+        bos_token=tokenizer.bos_token,
+        eos_token=tokenizer.eos_token,
+        pad_token=tokenizer.pad_token,
+        extra_special_tokens=[
+            token["content"] for token in settings["added_tokens"] if token["content"] not in named
+        ],
+        clean_up_tokenization_spaces=False,
+        model_max_length=tokenizer.model_max_length,
+        chat_template=tokenizer.chat_template,
+    )
+
+
+def start_marker_embeddings(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Give each marker the mean embedding of its text without angle brackets.
+
+
+    ThreadWeaver starts its markers in the same way. The vocabulary grows as needed; output
+    embeddings must be tied to it.
+    """
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    embeddings = model.get_input_embeddings().weight
+    with torch.no_grad():
+        for marker in MARKERS:
+            word_ids = tokenizer(marker.strip("<>"), add_special_tokens=False)["input_ids"]
+            marker_id = tokenizer.convert_tokens_to_ids(marker)
+            embeddings[marker_id] = embeddings[word_ids].mean(dim=0)
+
+
+@dataclass
+class JoinedEncoder:
+    """Packs examples whose answers fork as answers that join; text is encoded in pieces."""
+
+    tokenizer: PreTrainedTokenizerFast
+
+    @cached_property
+    def _marker_ids(self) -> dict[str, int]:
+        vocabulary = self.tokenizer.get_vocab()
+        return {marker: vocabulary[marker] for marker in MARKERS}
+
+    @cached_property
+    def _encode_piece(self) -> PieceEncoder:
+        return build_piece_encoder(self.tokenizer, self._marker_ids.values())
+
+    @cached_property
+    def _end_id(self) -> int:
+        return turn_end_id(self.tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text; markers become their special tokens."""
+        token_ids: list[int] = []
+        for piece in _MARKER.split(text):
+            marker_id = self._marker_ids.get(piece or "")
+            if marker_id is not None:
+                token_ids.append(marker_id)
+            elif piece:
+                token_ids += self._encode_piece(piece)
+        return token_ids
+
+    def pack(self, example: ExampleRecord) -> PackedTree:
+        """Return the example as one row of any length."""
+        prompt_ids = prompt_token_ids(example, self.tokenizer)
+        return pack_joined(prompt_ids, self.tokens(joined_answer(example.answer)), self._end_id)
+
+    def tokens(self, answer: JoinedAnswer) -> JoinedTokens:
+        """Return the answer's texts as tokens."""
+        return JoinedTokens(
+            tuple(self.encode(text) for text in answer.parent),
+            tuple(self._block(threads) for threads in answer.blocks),
+        )
+
+    def _block(self, threads: Sequence[str]) -> JoinedBlock:
+        numbers = [str(index + 1) for index in range(len(threads))]
+        texts = tuple(self.encode(text) for text in threads)
+        rest: list[int] = []
+        for number, text in list(zip(numbers, texts, strict=True))[1:]:
+            rest += [*self.encode(thread_header(number, first=False)), *text]
+        return JoinedBlock(
+            tuple(self.encode(thread_header(number, first=True)) for number in numbers),
+            texts,
+            [*rest, *self.encode(AFTER_THREADS)],
+        )
