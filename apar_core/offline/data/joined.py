@@ -12,7 +12,7 @@ conclusion. Outlines and threads are numbered from 1, and each thread ends with 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from apar_core.errors import TreeError
@@ -134,3 +134,55 @@ def _forks(first: ParagraphRecord) -> Iterator[tuple[str, ParagraphRecord]]:
 def _closing(first: ParagraphRecord) -> str:
     last = list(thread_paragraphs(first))[-1]
     return last.text if last.first_child is None else ""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedBlock:
+    """Tokens of a block's threads, and what the parent reads behind the first of them.
+
+    Thread i reads `seeds[i]` and writes `texts[i]`. `rest` are the other threads with their
+    headers, and the text behind the last of them.
+    """
+
+    seeds: tuple[list[int], ...]
+    texts: tuple[list[int], ...]
+    rest: list[int]
+
+    @property
+    def joined(self) -> list[int]:
+        """What the parent reads before it continues."""
+        return [*self.seeds[0], *self.texts[0], *self.rest]
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedTokens:
+    """A `JoinedAnswer` as tokens: the parent writes `parent[k]` before block k."""
+
+    parent: tuple[list[int], ...]
+    blocks: tuple[JoinedBlock, ...]
+
+    @property
+    def flat(self) -> list[int]:
+        """The whole text."""
+        token_ids = list(self.parent[0])
+        for block, following in zip(self.blocks, self.parent[1:], strict=True):
+            token_ids += [*block.joined, *following]
+        return token_ids
+
+
+def joined_tokens(answer: JoinedAnswer, encode: Callable[[str], list[int]]) -> JoinedTokens:
+    """Return the answer as tokens; each text that is generated or forced is encoded by itself."""
+    return JoinedTokens(
+        tuple(encode(text) for text in answer.parent),
+        tuple(_joined_block(threads, encode) for threads in answer.blocks),
+    )
+
+
+def _joined_block(threads: Sequence[str], encode: Callable[[str], list[int]]) -> JoinedBlock:
+    numbers = [str(index + 1) for index in range(len(threads))]
+    texts = tuple(encode(text) for text in threads)
+    rest: list[int] = []
+    for number, text in list(zip(numbers, texts, strict=True))[1:]:
+        rest += [*encode(thread_header(number, first=False)), *text]
+    seeds = tuple(encode(thread_header(number, first=True)) for number in numbers)
+    return JoinedBlock(seeds, texts, [*rest, *encode(AFTER_THREADS)])

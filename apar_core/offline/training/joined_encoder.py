@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,13 +13,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from apar_core.errors import TrainingError
 from apar_core.formats.control_tokens import find_control_tokens
-from apar_core.offline.data.joined import (
-    AFTER_THREADS,
-    MARKERS,
-    JoinedAnswer,
-    joined_answer,
-    thread_header,
-)
+from apar_core.offline.data.joined import MARKERS, joined_answer, joined_tokens
 from apar_core.offline.data.records import ExampleRecord
 from apar_core.offline.training.chat_format import turn_end_id
 from apar_core.offline.training.example_encoder import (
@@ -28,12 +21,7 @@ from apar_core.offline.training.example_encoder import (
     build_piece_encoder,
     prompt_token_ids,
 )
-from apar_core.offline.training.packing import (
-    JoinedBlock,
-    JoinedTokens,
-    PackedTree,
-    pack_joined,
-)
+from apar_core.offline.training.packing import PackedTree, pack_joined
 
 _MARKER = re.compile("|".join(f"({re.escape(marker)})" for marker in MARKERS))
 
@@ -123,23 +111,5 @@ class JoinedEncoder:
     def pack(self, example: ExampleRecord) -> PackedTree:
         """Return the example as one row of any length."""
         prompt_ids = prompt_token_ids(example, self.tokenizer)
-        return pack_joined(prompt_ids, self.tokens(joined_answer(example.answer)), self._end_id)
-
-    def tokens(self, answer: JoinedAnswer) -> JoinedTokens:
-        """Return the answer's texts as tokens."""
-        return JoinedTokens(
-            tuple(self.encode(text) for text in answer.parent),
-            tuple(self._block(threads) for threads in answer.blocks),
-        )
-
-    def _block(self, threads: Sequence[str]) -> JoinedBlock:
-        numbers = [str(index + 1) for index in range(len(threads))]
-        texts = tuple(self.encode(text) for text in threads)
-        rest: list[int] = []
-        for number, text in list(zip(numbers, texts, strict=True))[1:]:
-            rest += [*self.encode(thread_header(number, first=False)), *text]
-        return JoinedBlock(
-            tuple(self.encode(thread_header(number, first=True)) for number in numbers),
-            texts,
-            [*rest, *self.encode(AFTER_THREADS)],
-        )
+        answer = joined_tokens(joined_answer(example.answer), self.encode)
+        return pack_joined(prompt_ids, answer, self._end_id)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from apar_core.formats.control_tokens import TreeTokens
+from apar_core.offline.data.joined import JoinedTokens
 from apar_core.offline.data.records import ParagraphRecord
 
 IGNORED_TARGET = -100
@@ -114,28 +115,6 @@ def pack_tree(
     before = row.extend(prompt_ids, segment, None, learn=False)
     _add_thread(row, answer, segment, before, encode, tokens)
     return row.packed()
-
-
-@dataclass(frozen=True, slots=True)
-class JoinedBlock:
-    """Tokens of a block's threads, and what the parent reads behind the first of them."""
-
-    seeds: tuple[list[int], ...]
-    texts: tuple[list[int], ...]
-    rest: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class JoinedTokens:
-    """Answer whose threads are joined before the parent goes on, as tokens.
-
-    `parent[k]` is written before block k, and the last one after all blocks. Thread i of a block
-    reads `seeds[i]` and writes `texts[i]`. After the block, the parent reads the first seed and
-    text, then `rest`: the other threads and whatever follows them.
-    """
-
-    parent: tuple[list[int], ...]
-    blocks: tuple[JoinedBlock, ...]
 
 
 def pack_joined(prompt_ids: Sequence[int], answer: JoinedTokens, end_id: int) -> PackedTree:

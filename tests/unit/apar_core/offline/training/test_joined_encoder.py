@@ -8,7 +8,12 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.offline.data.joined import JoinedAnswer, joined_answer, thread_header
+from apar_core.offline.data.joined import (
+    JoinedAnswer,
+    joined_answer,
+    joined_tokens,
+    thread_header,
+)
 from apar_core.offline.data.records import ExampleRecord
 from apar_core.offline.data.tiny_corpus.generator import Corpus
 from apar_core.offline.training.example_encoder import prompt_token_ids
@@ -75,11 +80,11 @@ def expected(example: ExampleRecord) -> set[tuple[tuple[int, ...], int]]:
 
 
 def test_every_target_reads_exactly_the_context_of_its_generation() -> None:
-    examples = list(CORPUS.examples(25))
+    examples = list(CORPUS.examples(12))
 
     rows = [encoder().pack(example) for example in examples]
 
-    assert {example.kind for example in examples} >= {"numbered", "guide", "paragraphs", "fact"}
+    assert {example.kind for example in examples} >= {"numbered", "paragraphs"}
     for example, row in zip(examples, rows, strict=True):
         assert learned(row) == expected(example)
         assert sum(t != IGNORED_TARGET for t in row.targets) == len(expected(example))
@@ -89,13 +94,9 @@ def test_joined_tokens_equal_those_of_the_joined_text() -> None:
     tokenizer = encoder().tokenizer
     for example in CORPUS.examples(40):
         answer = joined_answer(example.answer)
-        tokens = encoder().tokens(answer)
+        tokens = joined_tokens(answer, encoder().encode)
 
-        path = list(tokens.parent[0])
-        for block, following in zip(tokens.blocks, tokens.parent[1:], strict=True):
-            path += [*block.seeds[0], *block.texts[0], *block.rest, *following]
-
-        assert path == tokenizer(answer.text, add_special_tokens=False).input_ids
+        assert tokens.flat == tokenizer(answer.text, add_special_tokens=False).input_ids
 
 
 def test_markers_are_single_special_tokens_in_place_of_the_control_tokens() -> None:
