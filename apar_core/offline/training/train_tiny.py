@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Literal, Protocol
 
 import torch
@@ -34,6 +35,7 @@ from apar_core.offline.data.tiny_corpus.generator import (
 )
 from apar_core.offline.training.example_encoder import ExampleEncoder
 from apar_core.offline.training.joined_encoder import (
+    HeadingEncoder,
     JoinedEncoder,
     start_marker_embeddings,
     threadweaver_tokenizer,
@@ -63,6 +65,7 @@ _MIXTURES = {
     "finishing": FINISHING_WEIGHTS,
     "polishing": POLISHING_WEIGHTS,
     "settling": SETTLING_WEIGHTS,
+    "headings": (("numbered", 1),),
 }
 
 
@@ -88,8 +91,9 @@ class TrainingPhase(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    mixture: Literal["broad", "finishing", "polishing", "settling"] = Field(
-        description="Sampling weights of the kinds of examples."
+    mixture: Literal["broad", "finishing", "polishing", "settling", "headings"] = Field(
+        description="Sampling weights of the kinds of examples; headings: only for answers that "
+        "join, lists whose threads copy their outlines."
     )
     stream: str = Field(description="Name of the sample of examples.")
     average_share: float = Field(
@@ -373,7 +377,10 @@ def train_tiny_joins(
     start_marker_embeddings(model, tokenizer)
     model.config.use_cache = False
     encoder = JoinedEncoder(tokenizer)
-    _train_phases(model, encoder, pad_token_id(tokenizer), training_settings, on_step)
+    headings = HeadingEncoder(tokenizer, training_settings.seed)
+    _train_phases(
+        model, encoder, pad_token_id(tokenizer), training_settings, on_step, {"headings": headings}
+    )
     save_checkpoint(model.eval(), tokenizer, out)
 
 
@@ -383,8 +390,12 @@ def _train_phases(
     pad_id: int,
     settings: TinyTrainingSettings,
     on_step: OnStep,
+    encoders: Mapping[str, PacksExamples] = MappingProxyType({}),
 ) -> None:
-    """Train all phases; the model gets the average of their results."""
+    """Train all phases; the model gets the average of their results.
+
+    `encoders` has mixtures with an encoder of their own.
+    """
     average = WeightAverage()
     steps_before = 0
     for phase in settings.phases:
@@ -392,7 +403,8 @@ def _train_phases(
         def report(step: StepReport, before: int = steps_before) -> None:
             on_step(replace(step, step=before + step.step, num_steps=settings.num_steps))
 
-        train_phase(model, encoder, pad_id, phase, settings.seed, report)
+        phase_encoder = encoders.get(phase.mixture, encoder)
+        train_phase(model, phase_encoder, pad_id, phase, settings.seed, report)
         steps_before += phase.recipe.num_steps
         _round_weights(model)
         average.add(model, phase.average_share)
