@@ -16,12 +16,18 @@ from apar_core.tree.thread_names import ThreadPath
 
 EXTRA_ARG = "apar"
 """Key of the parameters in `SamplingParams.extra_args`."""
+_TUPLES = ("seed_ids", "banned_ids", "end_ids", "thread_path", "replacement_ids")
 
 
 @dataclass(frozen=True, slots=True)
 class ForkParameters:
-    """Control tokens of the checkpoint, and limits on the threads of one request.
+    """How the checkpoint forks, and limits on the threads of one request.
 
+    What a fork does depends on the checkpoint's format: `formats/parallel_format.py`.
+
+    fork_id: token after which a thread forks.
+    seed_ids: tokens forced at a child's start.
+    banned_ids: tokens that only the engine writes, such as APAR's child token.
     enabled: False if the checkpoint has control tokens but this request may not use them; the
         engine then never samples one.
     max_threads: threads alive at once; a further fork waits.
@@ -32,10 +38,14 @@ class ForkParameters:
     thread_path: path of the thread that carries these parameters.
     key, key_max_threads: API key of the request, and how many threads all requests of that key may
         have alive in one engine before forks wait; None for no limit.
+    cut_tokens: 1 if a child does not inherit the fork token, else 0.
+    children_fork: whether a child may fork.
+    replacement_ids: tokens that stand in the text in place of a fork token.
     """
 
     fork_id: int
-    child_id: int
+    seed_ids: tuple[int, ...]
+    banned_ids: tuple[int, ...]
     enabled: bool
     max_threads: int
     max_forks: int
@@ -44,6 +54,9 @@ class ForkParameters:
     thread_path: ThreadPath = ()
     key: str | None = None
     key_max_threads: int | None = None
+    cut_tokens: int = 0
+    children_fork: bool = True
+    replacement_ids: tuple[int, ...] = ()
 
     def to_extra_arg(self) -> dict[str, Any]:
         """Return the parameters as plain values for msgpack."""
@@ -55,17 +68,30 @@ class ForkParameters:
         values = extra_args.get(EXTRA_ARG) if extra_args else None
         if values is None:
             return None
-        return cls(
-            **{
-                **values,
-                "end_ids": tuple(values["end_ids"]),
-                "thread_path": tuple(values["thread_path"]),
-            }
-        )
+        # msgpack makes lists of tuples.
+        return cls(**values | {name: tuple(values[name]) for name in _TUPLES})
+
+    @property
+    def control_ids(self) -> tuple[int, ...]:
+        """Tokens that are not text when a thread generates them."""
+        return (self.fork_id, *self.banned_ids)
+
+    @property
+    def may_fork(self) -> bool:
+        """Whether the thread that carries these parameters may fork."""
+        return self.enabled and (self.children_fork or not self.thread_path)
 
     def is_control(self, token_id: int) -> bool:
-        """Return whether a token is the fork or the child token, and so not text."""
-        return token_id == self.fork_id or token_id == self.child_id
+        """Return whether a token is the fork token or one that only the engine writes."""
+        return token_id == self.fork_id or token_id in self.banned_ids
+
+    def num_inherited(self, fork_index: int) -> int:
+        """Return how many tokens a child inherits; `fork_index` is the fork token's position."""
+        return fork_index + 1 - self.cut_tokens
+
+    def num_read(self, fork_index: int) -> int:
+        """Return how many tokens a child has read before its first own token."""
+        return self.num_inherited(fork_index) + len(self.seed_ids)
 
     def ended_itself(self, token_ids: Sequence[int], *, stopped: bool) -> bool:
         """Return whether a thread with these last tokens ended with an end token of the model.

@@ -2,7 +2,8 @@
 
 `python docs/build.py` checks every link between files of the repository, copies the pages into
 `out/docs`, and builds `out/site` strictly. `python docs/build.py --generate` only rewrites
-`docs/configuration.md` and `docs/cli.md`, which a test keeps current.
+`docs/configuration.md`, `docs/cli.md` and `docs/thread-stream.schema.json`, which a test keeps
+current.
 
 Pages that live elsewhere in the repository (`PAGES`) become pages of the site. In the copies, links
 to files that are not pages turn into plain text.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import os
 import re
 import shutil
@@ -28,6 +30,7 @@ from pydantic_core import PydanticUndefined
 
 from cluster.cli.main import app
 from cluster.config import ClusterConfig
+from deployments.wire.thread_stream import schema
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -348,7 +351,11 @@ def _cell(text: str) -> str:
 
 def references() -> dict[Path, str]:
     """The generated pages and what they have to contain."""
-    return {DOCS / "configuration.md": configuration_page(), DOCS / "cli.md": cli_page()}
+    return {
+        DOCS / "configuration.md": configuration_page(),
+        DOCS / "cli.md": cli_page(),
+        DOCS / "thread-stream.schema.json": json.dumps(schema(), indent=1) + "\n",
+    }
 
 
 def main() -> int:

@@ -20,6 +20,7 @@ from apar_core.engine.resume_request import completed, hand_to_scheduler
 from apar_core.engine.thread_outputs import RequestRecord
 from apar_core.fork_parameters import KeyTerms
 from apar_core.formats.control_tokens import ControlTokens
+from apar_core.formats.resolved_format import ResolvedFormat
 from apar_core.journal import Journal
 from apar_core.scheduler.core_state import CORE_STATE_CALL, combined
 from apar_core.scheduler.fork_settings import generates
@@ -68,8 +69,13 @@ class AparAsyncLLM(AsyncLLM):
     """An AsyncLLM whose requests fork; build it with `scheduler_cls=SCHEDULER_CLS`."""
 
     @property
+    def format(self) -> ResolvedFormat | None:
+        """The checkpoint's format of parallel text; None if it is an ordinary model."""
+        return self._input.format
+
+    @property
     def control_tokens(self) -> ControlTokens | None:
-        """The checkpoint's control tokens; None if it is an ordinary model."""
+        """Fork and child token; None if the checkpoint has no such pair."""
         return self._input.control_tokens
 
     def take_statistics(self, request_id: str) -> RequestRecord | None:

@@ -14,9 +14,17 @@ from huggingface_hub import snapshot_download
 from apar_core.errors import CheckpointError
 from apar_core.formats.control_tokens import (
     ControlTokens,
+    Markers,
     PlainSpellings,
-    find_control_tokens,
     plain_spellings,
+)
+from apar_core.formats.parallel_format import ParallelFormat
+from apar_core.formats.resolved_format import (
+    FoundFormat,
+    ResolvedFormat,
+    find_format,
+    refused_format,
+    resolve,
 )
 from apar_core.vllm_names import get_config, get_hf_text_config, get_tokenizer
 
@@ -30,7 +38,8 @@ class CheckpointReport:
     num_parameters, weights_bytes: None if the weights are not on this machine; the first also if
         they are not in safetensors format.
     vocabulary_size, num_embeddings: entries of the tokenizer, and rows of the model's embedding.
-    control_tokens: None for an ordinary model.
+    found: format of parallel text, and how it was found; None for an ordinary model.
+    refused: name of a format that this package cannot serve, whose tokens the checkpoint has.
     """
 
     name_or_path: str
@@ -42,23 +51,34 @@ class CheckpointReport:
     max_positions: int
     vocabulary_size: int
     num_embeddings: int
-    control_tokens: ControlTokens | None
+    found: FoundFormat | None
+    resolved: ResolvedFormat | None
+    refused: str | None
     spellings: PlainSpellings
 
+    @property
+    def control_tokens(self) -> ControlTokens | None:
+        """Fork and child token; None if the checkpoint has no such pair."""
+        return None if self.resolved is None else self.resolved.control_tokens
 
-def inspect_checkpoint(name_or_path: str) -> CheckpointReport:
+
+def inspect_checkpoint(
+    name_or_path: str, setting: ParallelFormat | None = None
+) -> CheckpointReport:
     """Read configuration and tokenizer of a directory or a model on the Hugging Face hub.
 
-    Raises CheckpointError if they cannot be read, if one control token of a pair is missing, or if
-    a control token has no embedding.
+    `setting` is the format in the model's configuration. Raises CheckpointError if the files cannot
+    be read, if the tokens of the format are incomplete or fit several formats, or if one has no
+    embedding.
     """
     config = _load_config(name_or_path)
     tokenizer = _load_tokenizer(name_or_path)
     text_config = get_hf_text_config(config)
     vocabulary = tokenizer.get_vocab()
-    control_tokens = find_control_tokens(vocabulary)
-    if control_tokens is not None:
-        _check_embeddings(control_tokens, text_config.vocab_size)
+    found = find_format(vocabulary, setting)
+    resolved = None if found is None else resolve(found.definition, tokenizer)
+    if resolved is not None:
+        _check_embeddings(resolved, text_config.vocab_size)
     weights = weight_files(name_or_path)
     return CheckpointReport(
         name_or_path=name_or_path,
@@ -70,8 +90,10 @@ def inspect_checkpoint(name_or_path: str) -> CheckpointReport:
         max_positions=text_config.max_position_embeddings,
         vocabulary_size=len(vocabulary),
         num_embeddings=text_config.vocab_size,
-        control_tokens=control_tokens,
-        spellings=plain_spellings(control_tokens, tokenizer) if control_tokens else {},
+        found=found,
+        resolved=resolved,
+        refused=refused_format(vocabulary),
+        spellings=plain_spellings(resolved, tokenizer) if resolved else {},
     )
 
 
@@ -89,7 +111,7 @@ def _load_tokenizer(name_or_path: str) -> Any:
         raise CheckpointError(f"no tokenizer in {name_or_path!r}: {error}") from error
 
 
-def _check_embeddings(control_tokens: ControlTokens, num_embeddings: int) -> None:
+def _check_embeddings(control_tokens: Markers, num_embeddings: int) -> None:
     for token_id, text in control_tokens.texts.items():
         if token_id >= num_embeddings:
             raise CheckpointError(

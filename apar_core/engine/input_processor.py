@@ -28,19 +28,24 @@ from apar_core.errors import RequestError
 from apar_core.fork_parameters import EXTRA_ARG, ForkParameters, KeyTerms
 from apar_core.formats.control_tokens import (
     ControlTokens,
-    find_control_tokens,
+    Markers,
     neutralise,
     plain_spellings,
     refuse_control_tokens,
 )
+from apar_core.formats.resolved_format import (
+    SERVED_TIERS,
+    ResolvedFormat,
+    find_format,
+    refused_format,
+    resolve,
+)
+from apar_core.formats.shipped_formats import APAR_RELEASED, REFUSED
 from apar_core.scheduler.fork_scheduler import ForkMixin
 from apar_core.scheduler.fork_settings import ForkSettings, fork_settings, generates
 from apar_core.vllm_names import EngineCoreRequest, InputProcessor, add_bad_words, bad_words_of
 
 logger = logging.getLogger(__name__)
-
-RELEASED_FORK_TEXT = "[SplitMask]"
-"""Fork token of the released checkpoints, whose training text lacks line breaks."""
 
 ENABLED_ARG = "apar_enabled"
 """Key of `SamplingParams.extra_args`: whether the request may fork."""
@@ -83,7 +88,8 @@ class ForkInputProcessor(InputProcessor):
         self.key_terms: dict[str, KeyTerms | None] = {}
         self._is_forking = forks(vllm_config)
         tokenizer: Any = self.tokenizer
-        self.control_tokens = _control_tokens(vllm_config, tokenizer)
+        # None for an ordinary model, and for an engine that does not fork.
+        self.format: ResolvedFormat | None = _format(vllm_config, tokenizer)
         # The forking scheduler uses the priority policy internally. Unless that policy was
         # configured, a client's priority must have no effect.
         self._ignores_priority = (
@@ -96,27 +102,41 @@ class ForkInputProcessor(InputProcessor):
             if replays(vllm_config)
             else None
         )
-        if self.control_tokens is None:
+        if self.format is None:
             return
         _keep_tool_calls_unforked()
         self._settings: ForkSettings = fork_settings(vllm_config)
-        self._spellings = plain_spellings(self.control_tokens, tokenizer)
+        self._spellings = plain_spellings(self.format, tokenizer)
         # vLLM returns routed experts as rows of one token sequence, which a tree does not have.
         self._may_fork = not vllm_config.aux_output_config.enable_return_routed_experts
         self._bans_as_bad_words = not bans_by_logits_processor(vllm_config)
+        definition = self.format.definition
+        self._parameters: ForkParameters | None = None
+        if definition.parent == "waits":
+            return
+        assert self.format.trigger_id is not None
+        assert self.format.seed_ids is not None
         self._parameters = ForkParameters(
-            fork_id=self.control_tokens.fork_id,
-            child_id=self.control_tokens.child_id,
+            fork_id=self.format.trigger_id,
+            seed_ids=self.format.seed_ids,
+            banned_ids=self.format.banned_ids,
             enabled=self._settings.enabled,
             max_threads=self._settings.max_threads,
             max_forks=self._settings.max_forks,
             end_ids=self._end_ids(),
             separated=self._settings.separators == "on"
             or (
-                self._settings.separators == "auto"
-                and self.control_tokens.fork_text == RELEASED_FORK_TEXT
+                self._settings.separators == "auto" and definition.trigger == APAR_RELEASED.trigger
             ),
+            cut_tokens=definition.cut == "before",
+            children_fork=definition.children_fork,
+            replacement_ids=self.format.replacement_ids,
         )
+
+    @property
+    def control_tokens(self) -> ControlTokens | None:
+        """Fork and child token; None if the checkpoint has no such pair."""
+        return None if self.format is None else self.format.control_tokens
 
     def process_inputs(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
@@ -130,8 +150,8 @@ class ForkInputProcessor(InputProcessor):
             request.priority = 0
         if request.sampling_params is not None:
             self._check_arguments(request.sampling_params)
-        if self.control_tokens is not None:
-            self._clean_prompt(request, prompt, self.control_tokens)
+        if self.format is not None:
+            self._clean_prompt(request, prompt, self.format)
             if request.sampling_params is not None:
                 self._set_parameters(request, request.sampling_params, terms)
         if request.sampling_params is not None:
@@ -171,7 +191,7 @@ class ForkInputProcessor(InputProcessor):
             )
 
     def _clean_prompt(
-        self, request: EngineCoreRequest, prompt: Any, control_tokens: ControlTokens
+        self, request: EngineCoreRequest, prompt: Any, control_tokens: Markers
     ) -> None:
         """Spell out control tokens that came as text; refuse those that came as token ids."""
         token_ids = request.prompt_token_ids
@@ -218,6 +238,9 @@ class ForkInputProcessor(InputProcessor):
                 parameter="apar.max_threads",
                 value=max_threads,
             )
+        if self._parameters is None:
+            params.extra_args = extra_args or None
+            return
         parameters = replace(
             self._parameters,
             key=None if terms is None else terms.key,
@@ -267,17 +290,34 @@ class ForkInputProcessor(InputProcessor):
         return tuple(sorted({*ids, *([] if eos_token_id is None else [eos_token_id])}))
 
 
-def _control_tokens(vllm_config: VllmConfig, tokenizer: Any) -> ControlTokens | None:
-    """Return the checkpoint's control tokens; None if it has none or the engine does not fork."""
+def _format(vllm_config: VllmConfig, tokenizer: Any) -> ResolvedFormat | None:
+    """Return the checkpoint's format; None if it has none or the engine does not fork."""
     if not forks(vllm_config) or not generates(vllm_config) or tokenizer is None:
         return None
-    control_tokens = find_control_tokens(tokenizer.get_vocab())
-    if control_tokens is None:
+    facts = {"model": vllm_config.model_config.model}
+    vocabulary = tokenizer.get_vocab()
+    found = find_format(vocabulary, fork_settings(vllm_config).parallel_format)
+    if found is None:
+        if (refused := refused_format(vocabulary)) is not None:
+            logger.warning(
+                "format %r cannot be served, as %s: serving an ordinary model, without forks",
+                refused,
+                REFUSED[refused],
+                extra=facts,
+            )
+            return None
         logger.warning(
             "checkpoint has no control tokens: serving it as an ordinary model, without forks",
-            extra={"model": vllm_config.model_config.model},
+            extra=facts,
         )
-    return control_tokens
+        return None
+    if found.definition.tier not in SERVED_TIERS:
+        logger.warning(
+            "parents of the format %r wait for their children: served without forks so far",
+            found.definition.name,
+            extra=facts,
+        )
+    return resolve(found.definition, tokenizer)
 
 
 def _check_bad_words(params: SamplingParams) -> None:

@@ -77,9 +77,9 @@ class _BanRow:
 class ForkBans(RowProcessor[_BanRow]):
     """Bans the sampling of control tokens.
 
-    The child token is forced by the engine and never sampled (APAR, section 2.2). A fork token
-    right after a control token would open a paragraph without text. A request that may not fork
-    samples neither.
+    Tokens that the engine forces are never sampled (APAR, section 2.2, for the child token). A fork
+    token right after a control token would open a paragraph without text. A thread that may not
+    fork samples no fork token.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
@@ -105,7 +105,7 @@ class ForkBans(RowProcessor[_BanRow]):
         super().update_state(batch_update)
         if batch_update is None:
             return
-        self._forking = {i: row for i, row in self.rows.items() if row.parameters.enabled}
+        self._forking = {i: row for i, row in self.rows.items() if row.parameters.may_fork}
         unforked = [index for index in self.rows if index not in self._forking]
         self._unforked = self._on_device(unforked) if unforked else None
 
@@ -118,7 +118,8 @@ class ForkBans(RowProcessor[_BanRow]):
             return logits
         # All rows belong to one checkpoint, so they share their control tokens.
         parameters = next(iter(self.rows.values())).parameters
-        logits[:, parameters.child_id].fill_(-torch.inf)
+        for banned_id in parameters.banned_ids:
+            logits[:, banned_id].fill_(-torch.inf)
         fork_logits = logits[:, parameters.fork_id]
         if self._unforked is not None:
             fork_logits.index_fill_(0, self._unforked, -torch.inf)
@@ -136,11 +137,11 @@ class ForkBans(RowProcessor[_BanRow]):
 def bad_words(parameters: ForkParameters) -> list[list[int]]:
     """Return the bans of `ForkBans` as bad words: sequences that may not be completed.
 
-    The first token of a child is not covered, because its child token is part of the prompt.
+    The first token of a child is not covered, because its seed is part of the prompt.
     """
-    if not parameters.enabled:
-        return [[parameters.child_id], [parameters.fork_id]]
-    return [[parameters.child_id], [parameters.fork_id, parameters.fork_id]]
+    fork_id = parameters.fork_id
+    fork_ban = [fork_id, fork_id] if parameters.may_fork else [fork_id]
+    return [*([banned_id] for banned_id in parameters.banned_ids), fork_ban]
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ class ForkBans(V2LogitsProcessor):
             self._staged[req_idx] = _FREE
             return False
         self._parameters = parameters
-        self._staged[req_idx] = _FORKING if parameters.enabled else _UNFORKED
+        self._staged[req_idx] = _FORKING if parameters.may_fork else _UNFORKED
         return True
 
     def apply_staged_writes(self) -> None:
@@ -69,13 +69,16 @@ class ForkBans(V2LogitsProcessor):
         """
         if self._parameters is None:
             return logits
-        fork_id, child_id = self._parameters.fork_id, self._parameters.child_id
+        fork_id, banned_ids = self._parameters.fork_id, self._parameters.banned_ids
         kinds = self._kinds[ctx.expanded_idx_mapping]
-        # The first token of a child follows its child token, that of a resumed thread perhaps a
-        # fork token.
-        follows_control = (ctx.input_ids == fork_id) | (ctx.input_ids == child_id)
+        # The first token of a child follows its seed, that of a resumed thread perhaps a fork
+        # token.
+        follows_control = ctx.input_ids == fork_id
+        for banned_id in banned_ids:
+            follows_control = follows_control | (ctx.input_ids == banned_id)
         bans_fork = (kinds == _UNFORKED) | ((kinds == _FORKING) & follows_control)
-        logits[:, child_id].masked_fill_(kinds != _FREE, -torch.inf)
+        for banned_id in banned_ids:
+            logits[:, banned_id].masked_fill_(kinds != _FREE, -torch.inf)
         logits[:, fork_id].masked_fill_(bans_fork, -torch.inf)
         return logits
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from apar_core.engine.thread_outputs import RequestRecord
 from apar_core.formats.control_tokens import ControlTokens
+from apar_core.formats.resolved_format import ResolvedFormat
 
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
@@ -68,8 +69,14 @@ class OfflineEngine:
         self._engine.output_processor.records.keep_trees = True
 
     @property
+    def format(self) -> ResolvedFormat | None:
+        """The checkpoint's format of parallel text; None if it is an ordinary model."""
+        resolved: ResolvedFormat | None = self._engine.input_processor.format
+        return resolved
+
+    @property
     def control_tokens(self) -> ControlTokens | None:
-        """The checkpoint's control tokens; None if it is an ordinary model."""
+        """Fork and child token; None if the checkpoint has no such pair."""
         control_tokens: ControlTokens | None = self._engine.input_processor.control_tokens
         return control_tokens
 

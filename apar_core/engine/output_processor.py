@@ -225,7 +225,9 @@ def _without_control_tokens(logprobs: LogprobsLists, parameters: ForkParameters)
     """
     token_ids = logprobs.logprob_token_ids
     # Faster than `np.isin`; this runs for every output.
-    banned = (token_ids == parameters.fork_id) | (token_ids == parameters.child_id)
+    banned = token_ids == parameters.fork_id
+    for banned_id in parameters.banned_ids:
+        banned |= token_ids == banned_id
     return logprobs._replace(logprobs=np.where(banned, -np.inf, logprobs.logprobs))
 
 

@@ -128,7 +128,7 @@ class ReplayRules:
         else:
             _check_tree(scripts, parameters)
         fork_id = None if parameters is None else parameters.fork_id
-        _check_context(scripts, fork_id, prompt_tokens, context_tokens)
+        _check_context(scripts, parameters, prompt_tokens, context_tokens)
         _check_length(scripts, fork_id, max_tokens, context_tokens - prompt_tokens)
         return scripts
 
@@ -158,7 +158,7 @@ def _check_alone(scripts: Scripts, parameters: ForkParameters | None) -> None:
             'only the root thread "" can be replayed if the request does not fork'
             + (f", not {others[0]!r}" if others else "")
         )
-    for token_id in () if parameters is None else (parameters.fork_id, parameters.child_id):
+    for token_id in () if parameters is None else parameters.control_ids:
         if token_id in scripts[""]:
             raise _refusal(
                 f"thread '' has the control token {token_id}, but the request does not fork"
@@ -188,22 +188,25 @@ def _check_tree(scripts: Scripts, parameters: ForkParameters) -> None:
 
 def _check_forks(key: str, token_ids: Sequence[int], parameters: ForkParameters) -> None:
     fork_id = parameters.fork_id
-    if parameters.child_id in token_ids:
-        raise _refusal(
-            f"thread {key!r} has the child token {parameters.child_id}, which no thread generates"
-        )
+    for banned_id in parameters.banned_ids:
+        if banned_id in token_ids:
+            raise _refusal(
+                f"thread {key!r} has the child token {banned_id}, which no thread generates"
+            )
     if fork_id not in token_ids:
         return
+    if key and not parameters.children_fork:
+        raise _refusal(f"thread {key!r} forks, but in this model's format no child does")
     follows_control = key and token_ids[0] == fork_id
     if follows_control or any(first == fork_id == second for first, second in pairwise(token_ids)):
         raise _refusal(f"thread {key!r} forks right after a control token, before any text")
 
 
 def _check_context(
-    scripts: Scripts, fork_id: int | None, prompt_tokens: int, context_tokens: int
+    scripts: Scripts, parameters: ForkParameters | None, prompt_tokens: int, context_tokens: int
 ) -> None:
     """Check that every thread ends within the context."""
-    for key, sequence_tokens in _sequence_lengths(scripts, fork_id, prompt_tokens):
+    for key, sequence_tokens in _sequence_lengths(scripts, parameters, prompt_tokens):
         if sequence_tokens > context_tokens:
             raise _refusal(
                 f"thread {key!r} needs {sequence_tokens} tokens, "
@@ -236,16 +239,17 @@ def _children(key: str, token_ids: Sequence[int], fork_id: int | None) -> dict[s
 
 
 def _sequence_lengths(
-    scripts: Scripts, fork_id: int | None, prompt_tokens: int
+    scripts: Scripts, parameters: ForkParameters | None, prompt_tokens: int
 ) -> Iterator[tuple[str, int]]:
     """Yield each thread with the length of its sequence, everything it reads included."""
     pending = [("", prompt_tokens)]
     while pending:
         key, read_tokens = pending.pop()
         yield key, read_tokens + len(scripts[key])
-        for child, position in _children(key, scripts[key], fork_id).items():
-            # A child reads its parent's fork token and its own child token.
-            pending.append((child, read_tokens + position + 2))
+        if parameters is None:
+            continue
+        for child, position in _children(key, scripts[key], parameters.fork_id).items():
+            pending.append((child, parameters.num_read(read_tokens + position)))
 
 
 def _refusal(problem: str) -> RequestError:

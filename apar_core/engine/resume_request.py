@@ -95,7 +95,7 @@ def _add_children(
             path = (*parent.path, ordinal)
             if path in threads:
                 continue
-            has_room = first + index + 2 < max_model_len
+            has_room = parameters.num_read(first + index) < max_model_len
             opens = has_room and opened < parameters.max_forks
             opened += opens
             threads[path] = ThreadDelta(path, (), None if opens else _LENGTH)

@@ -147,11 +147,14 @@ class RequestThreads:
         self.request_id = request_id
         self.follower = follower
         self._num_logprobs = num_logprobs
-        self.tree: ParagraphTree[TextToken] = ParagraphTree()
+        self.tree: ParagraphTree[TextToken] = ParagraphTree(
+            seed_tokens=len(parameters.seed_ids), cut_tokens=parameters.cut_tokens
+        )
         self.parameters = parameters
         self._stream = TreeStream(self.tree, separator)
         self._threads: dict[str, ThreadId] = {request_id: ROOT_THREAD}
-        self._control_ids = (parameters.fork_id, parameters.child_id)
+        self._control_ids = parameters.control_ids
+        self._replacement = [plain_token(token_id) for token_id in parameters.replacement_ids]
         self._reasons: set[FinishReason] = set()
         self._stop_reason: int | str | None = None
         # The root's last output, with the fields that vLLM reports at a request's end.
@@ -236,7 +239,7 @@ class RequestThreads:
         ordinal = len(self.tree.threads[thread].children)
         child_id = child_request_id(request_id, ordinal)
         child = child_thread(thread, ordinal)
-        self.tree.fork(thread, child)
+        self.tree.fork(thread, child, lead=self._replacement)
         self._threads[child_id] = child
         if self.follower is not None:
             self.follower.forked(request_id, child_id)

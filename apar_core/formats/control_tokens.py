@@ -79,11 +79,19 @@ class Tokenizer(Protocol):
     def get_vocab(self) -> dict[str, int]: ...
 
 
+class Markers(Protocol):
+    """Control tokens of a checkpoint: `ControlTokens`, or a resolved format."""
+
+    @property
+    def texts(self) -> Mapping[int, str]:
+        """Spelling of each control token, by its id."""
+
+
 PlainSpellings = Mapping[int, Sequence[int]]
 """For each control token, the ids of its characters."""
 
 
-def plain_spellings(control_tokens: ControlTokens, tokenizer: Tokenizer) -> PlainSpellings:
+def plain_spellings(control_tokens: Markers, tokenizer: Tokenizer) -> PlainSpellings:
     """Return, for each control token, the ids of its characters.
 
     Raises CheckpointError if the tokenizer cannot spell one.
@@ -104,7 +112,7 @@ def neutralise(prompt_token_ids: Sequence[int], spellings: PlainSpellings) -> li
     return plain
 
 
-def refuse_control_tokens(prompt_token_ids: Sequence[int], control_tokens: ControlTokens) -> None:
+def refuse_control_tokens(prompt_token_ids: Sequence[int], control_tokens: Markers) -> None:
     """Raise RequestError if a prompt of token ids contains a control token."""
     texts = control_tokens.texts
     for position, token_id in enumerate(prompt_token_ids):
@@ -116,7 +124,7 @@ def refuse_control_tokens(prompt_token_ids: Sequence[int], control_tokens: Contr
             )
 
 
-def _plain_spelling(text: str, control_tokens: ControlTokens, tokenizer: Tokenizer) -> list[int]:
+def _plain_spelling(text: str, control_tokens: Markers, tokenizer: Tokenizer) -> list[int]:
     for candidate in (_natural_spelling(text, tokenizer), _spelling_by_character(text, tokenizer)):
         if candidate and _spells(candidate, text, control_tokens, tokenizer):
             return candidate
@@ -151,9 +159,7 @@ def _spelling_by_character(text: str, tokenizer: Tokenizer) -> list[int]:
     return [token_id for token_id in token_ids if token_id is not None]
 
 
-def _spells(
-    token_ids: list[int], text: str, control_tokens: ControlTokens, tokenizer: Tokenizer
-) -> bool:
+def _spells(token_ids: list[int], text: str, control_tokens: Markers, tokenizer: Tokenizer) -> bool:
     if not control_tokens.texts.keys().isdisjoint(token_ids):
         return False
     return tokenizer.decode(_encode_plain(_CONTEXT, tokenizer) + token_ids) == _CONTEXT + text

@@ -79,10 +79,13 @@ class BlockSharing:
         self.enabled = all(type(single) is FullAttentionManager for single in single_managers)
         self._allocate = manager.allocate_slots
 
-    def share(self, parent: Request, child: Request) -> None:
-        """Reference the parent's blocks of the child's prompt until the child takes them."""
-        # The last prompt token is the child token, which the parent does not have.
-        num_tokens = min(child.num_prompt_tokens - 1, parent.num_computed_tokens)
+    def share(self, parent: Request, child: Request, num_inherited: int) -> None:
+        """Reference the parent's blocks of the child's prompt until the child takes them.
+
+        The first `num_inherited` tokens of the child's prompt are the parent's.
+        """
+        # A request computes at least the last token of its prompt.
+        num_tokens = min(num_inherited, child.num_prompt_tokens - 1, parent.num_computed_tokens)
         self.counters.forks += 1
         self._unscheduled.add(child.request_id)
         if num_tokens <= 0 or not self.enabled:

@@ -282,8 +282,8 @@ class ForkMixin(Scheduler):
     def _fork(self, group: ThreadGroup[Request], parent: Request, *, fork_index: int) -> None:
         """Open a thread at a fork token, or refuse to; `fork_index` is the token's position."""
         child_request_id, ordinal = group.next_child(parent.request_id)
-        # The child needs room for the child token and at least one token of its own.
-        has_room = fork_index + 2 < self.max_model_len
+        # The child needs room for its seed and at least one token of its own.
+        has_room = group.parameters.num_read(fork_index) < self.max_model_len
         if not has_room or not group.may_fork():
             self.admission.counters.refused += 1
             self._unopened.append((parent.client_index, child_request_id))
@@ -293,11 +293,12 @@ class ForkMixin(Scheduler):
             request_id=child_request_id,
             ordinal=ordinal,
             fork_index=fork_index,
-            child_id=group.parameters.child_id,
+            parameters=group.parameters,
             max_tokens=group.remaining_tokens,
         )
         group.num_forks += 1
-        self.block_sharing.share(parent, child)
+        num_inherited = group.parameters.num_inherited(fork_index)
+        self.block_sharing.share(parent, child, num_inherited)
         # Forks start at the end of the step, in order of their requests' age, not of the rows.
         self.admission.wait(group, child)
 

@@ -17,6 +17,7 @@ from pydantic import (
 from vllm.config import CompilationMode, VllmConfig
 
 from apar_core.errors import EngineError
+from apar_core.formats.resolved_format import FormatSetting
 from apar_core.scheduler.fork_policy import PolicyName
 
 CONFIG_KEY = "apar"
@@ -68,6 +69,11 @@ class ForkSettings(BaseModel):
         description="KV cache kept free for each running thread when a waiting request starts "
         "(tokens). Without it, threads that grow preempt each other and are computed again. 0: as "
         "in vLLM.",
+    )
+    parallel_format: FormatSetting | None = Field(
+        None,
+        description="How the checkpoint marks parallel text: the name of a format, or a "
+        "definition. By default it is recognised by its tokens.",
     )
     separators: Literal["auto", "on", "off"] = Field(
         "auto",

@@ -20,7 +20,14 @@ from apar_core.fork_parameters import EXTRA_ARG, ForkParameters, child_seed, der
 from apar_core.journal import Journal, ThreadDelta, from_plain
 from apar_core.scheduler.thread_table import ThreadGroup
 from apar_core.tree.thread_names import ThreadPath, thread_request_id
-from apar_core.vllm_names import FinishReason, Request, block_hasher, inherit_block_hashes
+from apar_core.vllm_names import (
+    FinishReason,
+    Request,
+    add_bad_words,
+    bad_words_of,
+    block_hasher,
+    inherit_block_hashes,
+)
 
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 RESUME_ARG = "apar_resume"
@@ -36,14 +43,13 @@ def build_child_request(
     request_id: str,
     ordinal: int,
     fork_index: int,
-    child_id: int,
+    parameters: ForkParameters,
     max_tokens: int,
 ) -> Request:
-    """Return a request that continues the parent's first `fork_index + 1` tokens.
+    """Return a request that continues the parent's tokens up to the cut, then the child's seed.
 
     `fork_index` is the position of the fork token in the parent's sequence. `ordinal` counts the
-    parent's forks from 0, `child_id` is the child token, and `max_tokens` the rest of the request's
-    budget.
+    parent's forks from 0, and `max_tokens` is the rest of the request's budget.
     """
     if parent.sampling_params is None:
         raise TreeError(f"request {parent.request_id!r} forked, but does not sample tokens")
@@ -61,8 +67,8 @@ def build_child_request(
     for name in _TRANSFERS:
         # A child has its prefix from its parent. A connector would load the root's prompt again.
         (params.extra_args or {}).pop(name, None)
-    prompt = parent.all_token_ids[: fork_index + 1]
-    prompt.append(child_id)
+    num_inherited = parameters.num_inherited(fork_index)
+    prompt = [*parent.all_token_ids[:num_inherited], *parameters.seed_ids]
     child = Request(
         request_id=request_id,
         prompt_token_ids=prompt,
@@ -75,7 +81,7 @@ def build_child_request(
         cache_salt=parent.cache_salt,
         priority=parent.priority,
     )
-    inherit_block_hashes(parent, child, num_shared_tokens=fork_index + 1)
+    inherit_block_hashes(parent, child, num_shared_tokens=num_inherited)
     return child
 
 
@@ -147,7 +153,8 @@ def thread_sequences(
             if ordinal >= len(parent_forks):
                 raise TreeError(f"no thread before {delta.path} has forked it")
             parent = sequences[tuple(parent_path)]
-            before = [*parent[: parent_forks[ordinal] + 1], parameters.child_id]
+            inherited = parent[: parameters.num_inherited(parent_forks[ordinal])]
+            before = [*inherited, *parameters.seed_ids]
         forks[delta.path] = [
             len(before) + index
             for index, token_id in enumerate(delta.token_ids)
@@ -207,7 +214,13 @@ def _behind(parent_arrival_time: float) -> float:
 def _set_path(params: SamplingParams, path: ThreadPath) -> None:
     # A copy: threads share what their parameters hold.
     extra_args = params.extra_args or {}
-    params.extra_args = {**extra_args, EXTRA_ARG: {**extra_args[EXTRA_ARG], "thread_path": path}}
+    values = {**extra_args[EXTRA_ARG], "thread_path": path}
+    params.extra_args = {**extra_args, EXTRA_ARG: values}
+    if path and not values["children_fork"]:
+        fork_id = values["fork_id"]
+        # With speculative decoding, bad words replace our logits processor.
+        if [fork_id, fork_id] in bad_words_of(params):
+            add_bad_words(params, [[fork_id]])
 
 
 def _resumed_seed(seed: int | None, delta: ThreadDelta) -> int | None:

@@ -40,10 +40,10 @@ class ThreadGroup(Generic[Child]):
     live: set[str] = field(default_factory=set)
     deferred: deque[Child] = field(default_factory=deque)
     num_children: dict[str, int] = field(default_factory=dict)
-    _control_ids: tuple[int, int] = field(init=False)
+    _control_ids: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._control_ids = (self.parameters.fork_id, self.parameters.child_id)
+        self._control_ids = self.parameters.control_ids
 
     @property
     def remaining_tokens(self) -> int:

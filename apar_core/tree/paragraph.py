@@ -6,7 +6,7 @@ its log-probabilities. Control tokens are not items; the thread records count th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Generic, TypeVar
@@ -22,11 +22,14 @@ Item = TypeVar("Item")
 class ParagraphNode(Generic[Item]):
     """A paragraph: the items of one thread between two of its forks.
 
+    `lead` are items of the text before them that no thread has generated.
+
     A closed node gets no more items. It has both links if its thread forked at its end, neither if
     its thread finished there.
     """
 
     items: list[Item] = field(default_factory=list)
+    lead: Sequence[Item] = ()
     first_child: ParagraphNode[Item] | None = field(default=None, repr=False)
     next_sibling: ParagraphNode[Item] | None = field(default=None, repr=False)
     closed: bool = False
@@ -52,9 +55,15 @@ class ThreadRecord(Generic[Item]):
 
 
 class ParagraphTree(Generic[Item]):
-    """All paragraphs and threads of one request; threads may be interleaved in any order."""
+    """All paragraphs and threads of one request; threads may be interleaved in any order.
 
-    def __init__(self) -> None:
+    seed_tokens: tokens forced at the start of each child. cut_tokens: 1 if a child does not read
+    its parent's fork token, else 0.
+    """
+
+    def __init__(self, *, seed_tokens: int = 1, cut_tokens: int = 0) -> None:
+        self.seed_tokens = seed_tokens
+        self.cut_tokens = cut_tokens
         self.root: ParagraphNode[Item] = ParagraphNode()
         self._threads: dict[ThreadId, ThreadRecord[Item]] = {
             ROOT_THREAD: ThreadRecord(self.root, parent=None, depth=0, fork_index=0)
@@ -79,9 +88,10 @@ class ParagraphTree(Generic[Item]):
         node_items.extend(items)
         record.num_items += len(node_items) - num_before
 
-    def fork(self, parent: ThreadId, child: ThreadId) -> None:
+    def fork(self, parent: ThreadId, child: ThreadId, lead: Sequence[Item] = ()) -> None:
         """Close the parent's paragraph; the child writes its detail, the parent its next sibling.
 
+        `lead` are items of the text before the detail.
         Raises TreeError if the parent is unknown or finished, or if the child exists already.
         """
         record = self._live_record(parent, "fork")
@@ -91,7 +101,7 @@ class ParagraphTree(Generic[Item]):
                 f"{len(self._threads)} threads"
             )
         node = record.current_node
-        node.first_child = ParagraphNode()
+        node.first_child = ParagraphNode(lead=lead)
         node.next_sibling = ParagraphNode()
         node.closed = True
         self._threads[child] = ThreadRecord(

@@ -37,6 +37,7 @@ def restore(tree: ParagraphTree[Item], separator: Separator[Item] | None = None)
     later: list[ParagraphNode[Item]] = []
     node: ParagraphNode[Item] | None = tree.root
     while node is not None:
+        joiner.join(text, node.lead)
         joiner.join(text, node.items)
         if node.next_sibling is not None:
             later.append(node.next_sibling)
@@ -71,6 +72,7 @@ class TreeStream(Generic[Item]):
         text: list[Item] = []
         self._take_from_node(text)
         while self._node.closed and self._advance():
+            self._joiner.join(text, self._node.lead)
             self._take_from_node(text)
         return text
 

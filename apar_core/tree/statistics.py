@@ -23,7 +23,7 @@ Item = TypeVar("Item")
 class ThreadSpan:
     """Steps of one thread, which generates a token in each of the steps start + 1 to end.
 
-    num_shared: tokens of the parent that the thread reads, fork token included.
+    num_shared: tokens of the parent that the thread reads, with most formats its fork token too.
     num_before: tokens on the thread's path before its own first token, without the prompt.
     subtree_end: last step of the thread and its descendants.
     """
@@ -47,10 +47,9 @@ def thread_spans(tree: ParagraphTree[Item]) -> dict[ThreadId, ThreadSpan]:
         start = num_shared = num_before = 0
         if record.parent is not None:
             parent = spans[record.parent]
-            num_shared = record.fork_index + 1
-            start = parent.start + num_shared
-            # One more for the child token.
-            num_before = parent.num_before + num_shared + 1
+            num_shared = record.fork_index + 1 - tree.cut_tokens
+            start = parent.start + record.fork_index + 1
+            num_before = parent.num_before + num_shared + tree.seed_tokens
         num_generated = record.num_items + len(record.children) + record.ended
         spans[thread] = ThreadSpan(
             start, num_shared, num_before, num_generated, subtree_end=start + num_generated
@@ -72,10 +71,10 @@ class TreeStatistics:
     threads, forks, max_depth: as generated; the root thread has depth 0.
     decode_steps: steps until the last thread has ended, the critical path.
     attended_tokens: tokens before each predicted token on its path, prompt and control tokens
-        included, summed over text, fork and end tokens (child tokens are not predicted).
+        included, summed over text, fork and end tokens (seeds are not predicted).
     max_cached_tokens: largest number of tokens on the paths of live threads in any step, shared
         tokens counted once; a finished thread's own tokens are freed at once.
-    text_tokens: items of the tree. control_tokens: fork, child and end tokens.
+    text_tokens: items of the tree. control_tokens: fork, seed and end tokens.
     """
 
     threads: int
@@ -138,7 +137,7 @@ def tree_statistics(tree: ParagraphTree[Item], num_prompt_tokens: int) -> TreeSt
         max_cached_tokens=num_prompt_tokens + _most_cached_tokens(tree, spans),
         sequential_max_cached_tokens=num_prompt_tokens + max(sequential_steps - 1, 0),
         text_tokens=text_tokens,
-        control_tokens=2 * forks + num_ended,
+        control_tokens=(1 + tree.seed_tokens) * forks + num_ended,
     )
 
 
@@ -215,7 +214,7 @@ def _cached_changes(
 ) -> dict[int, _CachedChange]:
     """Return, by step, the changes in the number of generated tokens that are still read.
 
-    In step s a live thread holds the tokens it generated before s, and its child token. A finished
+    In step s a live thread holds the tokens it generated before s, and its seed. A finished
     thread holds what its live descendants read of it. Between changes the number grows by one per
     step and live thread.
     """
@@ -224,9 +223,9 @@ def _cached_changes(
         if span.num_generated == 0:
             continue
         record = tree.threads[thread]
-        num_child_tokens = 0 if record.parent is None else 1
+        num_seed_tokens = 0 if record.parent is None else tree.seed_tokens
         begins = changes[span.start + 1]
-        begins.tokens += num_child_tokens
+        begins.tokens += num_seed_tokens
         # A token is cached from the step after its generation.
         begins.growth += 1
         changes[span.end].growth -= 1
@@ -234,7 +233,7 @@ def _cached_changes(
         for step, num_read in _reads_after_end(record, span, spans):
             changes[step].tokens += num_read - held
             held = num_read
-        changes[span.subtree_end + 1].tokens -= held + num_child_tokens
+        changes[span.subtree_end + 1].tokens -= held + num_seed_tokens
     return changes
 
 

@@ -139,7 +139,8 @@ class VirtualCore:
         settings = ForkSettings.model_validate(dict(spec.forks or {}))
         self._parameters = ForkParameters(
             fork_id=self.tokens.fork_id,
-            child_id=self.tokens.child_id,
+            seed_ids=(self.tokens.child_id,),
+            banned_ids=(self.tokens.child_id,),
             enabled=True,
             max_threads=settings.max_threads,
             max_forks=settings.max_forks,

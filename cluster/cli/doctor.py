@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import psutil
 import typer
@@ -20,6 +20,8 @@ from rich.text import Text
 
 from apar_core.engine.gpu_start import flashinfer_problem
 from apar_core.errors import CheckpointError, EngineError
+from apar_core.formats.resolved_format import SERVED_TIERS, shipped_format
+from apar_core.formats.shipped_formats import REFUSED
 from apar_core.installation import has_nvidia_driver, hidden_packages, missing_extra
 from apar_core.scheduler.row_limits import DEFAULT_LARGEST_GRAPH
 from apar_core.vllm_names import SUPPORTED, is_supported
@@ -45,13 +47,22 @@ class Finding:
     problem: str | None = None
 
 
-def doctor(model: Model = DEFAULT_MODEL) -> None:
+def doctor(
+    model: Model = DEFAULT_MODEL,
+    parallel_format: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the checkpoint's format, as in the model's configuration; by default "
+            "recognised by its tokens."
+        ),
+    ] = None,
+) -> None:
     """Check packages, machine and checkpoint; exits with 1 if something is wrong.
 
-    Says whether a checkpoint can fork, and its control tokens. Loads no weights. Example:
+    Says whether a checkpoint can fork, its format and control tokens. Loads no weights. Example:
     [bold]apar doctor --model ./my-checkpoint[/bold]
     """
-    findings = [*diagnose(), *check_checkpoint(model)]
+    findings = [*diagnose(), *check_checkpoint(model, parallel_format)]
     table = Table(show_header=False, box=None)
     for finding in findings:
         mark = Text("!", style="bold red") if finding.problem else Text("✓", style="green")
@@ -217,15 +228,22 @@ def check_rows(gpu: str) -> list[Finding]:
     return [Finding("rows", f"{value}; `apar serve` sets both for its configuration")]
 
 
-def check_checkpoint(model: str) -> list[Finding]:
-    """Return the findings about a preset, checkpoint folder or Hugging Face name."""
+def check_checkpoint(model: str, parallel_format: str | None = None) -> list[Finding]:
+    """Return the findings about a preset, checkpoint folder or Hugging Face name.
+
+    `parallel_format` is the name of its format, None if its tokens shall tell.
+    """
+    try:
+        setting = None if parallel_format is None else shipped_format(parallel_format)
+    except ValueError as error:
+        return [Finding("format", str(parallel_format), str(error))]
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     path = model_path(model)
     try:
         # Importing vLLM takes seconds, and `apar --help` must be fast.
         from apar_core.engine.checkpoint import inspect_checkpoint
 
-        return [Finding("checkpoint", path), *describe(inspect_checkpoint(path))]
+        return [Finding("checkpoint", path), *describe(inspect_checkpoint(path, setting))]
     except ModuleNotFoundError as error:
         return [Finding("checkpoint", path, missing_extra(error) or str(error))]
     except (CheckpointError, EngineError) as error:
@@ -238,16 +256,30 @@ def describe(report: CheckpointReport) -> list[Finding]:
     size = "not on this machine"
     if report.weights_bytes is not None:
         size = f"{report.weights_bytes / 2**20:,.1f} MiB"
-    forks = "no: an ordinary model, served without forks"
-    if report.control_tokens is not None:
-        tokens = report.control_tokens
-        control = f"{tokens.fork_text} {tokens.fork_id}, {tokens.child_text} {tokens.child_id}"
-        forks = f"yes, an APAR checkpoint: {control}"
     return [
         Finding("architecture", f"{report.architecture} ({report.model_type}, {report.dtype})"),
         Finding("parameters", parameters),
         Finding("weights", size),
         Finding("context", f"{report.max_positions:,} tokens"),
         Finding("vocabulary", f"{report.vocabulary_size:,} ({report.num_embeddings:,} embeddings)"),
-        Finding("forks", forks),
+        *_format(report),
     ]
+
+
+def _format(report: CheckpointReport) -> list[Finding]:
+    """Return what is known of the checkpoint's format, and whether it forks."""
+    if report.found is None or report.resolved is None:
+        forks = Finding("forks", "no: an ordinary model, served without forks")
+        if report.refused is None:
+            return [forks]
+        value = f"{report.refused}, which is not served: {REFUSED[report.refused]}"
+        return [Finding("format", value), forks]
+    definition = report.found.definition
+    does = "continues" if definition.parent == "continues" else "waits for its children"
+    value = f"{definition.name}, by its {report.found.source} (tier {definition.tier}: "
+    tokens = ", ".join(f"{text} {token}" for token, text in sorted(report.resolved.texts.items()))
+    kind = "an APAR checkpoint" if definition.name.startswith("apar") else definition.name
+    answer = f"yes, {kind}: {tokens or 'its markers are ordinary text'}"
+    if definition.tier not in SERVED_TIERS:
+        answer = "no: its parents wait for their children; served without forks so far"
+    return [Finding("format", f"{value}the parent {does})"), Finding("forks", answer)]

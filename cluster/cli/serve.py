@@ -289,6 +289,8 @@ def _print_ready(
     console.print(
         f"[bold green]Ready[/bold green] after {seconds:.0f} s: {url}/v1", highlight=False
     )
+    if settings.serves_page:
+        console.print(f"Web page: {url}/", highlight=False, soft_wrap=True)
     console.print("Try it:")
     console.print(example_command(settings, url), highlight=False, markup=False, soft_wrap=True)
     if metrics_port is not None:

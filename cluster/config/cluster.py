@@ -62,6 +62,11 @@ class ClusterConfig(BaseModel):
         description="Whether requests need no API key. Must be set if no keys are configured and "
         "other machines can reach `host`.",
     )
+    page: bool | None = Field(
+        None,
+        description="Whether `GET /` shows a web page to ask the models. By default, only if no "
+        "other machine can reach `host`. The page itself needs no API key; its requests do.",
+    )
     limits: LimitsConfig = Field(LimitsConfig(), description="Limits on every request.")
     logging: LoggingConfig = Field(LoggingConfig(), description="Content and place of the logs.")
     retries: RetryConfig = Field(
@@ -136,6 +141,11 @@ class ClusterConfig(BaseModel):
     def asks_for_keys(self) -> bool:
         """Whether a request needs an API key."""
         return bool(self.keys) or self.keys_file is not None
+
+    @property
+    def serves_page(self) -> bool:
+        """Whether `GET /` shows the web page."""
+        return is_loopback(self.host) if self.page is None else self.page
 
     @property
     def num_replicas(self) -> int:

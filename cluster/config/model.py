@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from apar_core.formats.resolved_format import FormatSetting
 from cluster.config.autoscaling import DEFAULT_TARGET_SHARE, AutoscalingConfig
 from cluster.config.files import ConfigError
 
@@ -238,6 +239,12 @@ class ModelConfig(BaseModel):
         False,
         description="Whether requests may give the tokens of their answer in `apar.replay`: for "
         "load tests with recorded answers, also with `engine: {load_format: dummy}`.",
+    )
+    parallel_format: FormatSetting | None = Field(
+        None,
+        description="How the checkpoint marks text that may be written at the same time: the name "
+        "of a format, or its fields, or `like: NAME` with the fields that differ. By default "
+        "recognised by the checkpoint's tokens. See [Formats](formats.md).",
     )
     prompt_chain: PromptChainConfig | None = Field(
         None,

@@ -87,6 +87,8 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
         arguments = lora | arguments
         given = {each.name: each.forks for each in model.adapters if each.forks is not None}
         settings |= {"adapters": given} if given else {}
+    if (marks := model.parallel_format) is not None:
+        settings["parallel_format"] = marks.model_dump(mode="json", exclude_defaults=True)
     if (chain := model.prompt_chain) is not None:
         settings["prompt_tokens"] = chain.path
         arguments["speculative_config"] = chain.speculative_config

@@ -22,6 +22,7 @@ from deployments.gateway.gateway_trace import start_trace
 from deployments.gateway.models import Description, Model, by_name, find_model, list_models
 from deployments.gateway.rate_limits import Admission
 from deployments.gateway.settings import GatewaySettings
+from deployments.gateway.web_page import PageFile, page_files
 from deployments.relay.relay import ReplicaCalls, Retries, relay_answer, send_error, send_whole
 from deployments.routing.shared_router import ROUTERS
 from deployments.tracing.tracing import GATEWAY, open_tracing, reopened
@@ -112,6 +113,10 @@ class Gateway:
         await self._callers.reconfigure(settings.keys, settings.keys_file, settings.limits)
         self.tracing = reopened(self.tracing, settings.tracing, GATEWAY)
 
+    @property
+    def _page(self) -> dict[str, PageFile]:
+        return page_files() if self._settings.page else {}
+
     def waiting(self) -> dict[str, QueueState]:
         """Return the state of each model's queue, by the name of its deployment."""
         return {model.settings.deployment: model.state for model in self._models.values()}
@@ -130,6 +135,8 @@ class Gateway:
                 await send_whole(send, AnswerStart(200, [JSON_TYPE], b'{"status":"ok"}'))
             else:
                 await send_error(send, answer_for(NotReadyError()))
+        elif scope["path"] in self._page and scope["method"] in ("GET", "HEAD"):
+            await self._page[scope["path"]].send(scope, send)
         else:
             self._follow_replicas()
             exchange = Exchange(
@@ -162,7 +169,7 @@ class Gateway:
         caller: Caller | None = None
         try:
             if ROUTES.get(path) != method:
-                if path in ROUTES or path == HEALTH_PATH:
+                if path in ROUTES or path == HEALTH_PATH or path in self._page:
                     raise WrongMethodError(f"{path} does not accept {method}")
                 raise UnknownRouteError(f"Unknown route: {method} {path}")
             caller = await self._callers.identify(scope["headers"])

@@ -68,6 +68,7 @@ class GatewaySettings(BaseModel):
     logging: LoggingConfig = LoggingConfig()
     retries: RetryConfig = RetryConfig()
     tracing: TracingConfig = TracingConfig()
+    page: bool = False
     metrics: bool = True
     # Port of the page of the gateway's node; None if another program serves it.
     metrics_port: int | None = None
@@ -86,6 +87,7 @@ def gateway_settings(config: ClusterConfig) -> GatewaySettings:
         limits=config.limits,
         logging=config.logging,
         retries=config.retries,
+        page=config.serves_page,
         metrics=config.metrics.enabled,
         metrics_port=config.metrics_port_of_nodes,
         tracing=config.tracing,

@@ -104,10 +104,10 @@ class Replica(Answering):
         self._engine = build_engine(args)
         self._engine.pace_streams(settings.coalesce_s)
         await self._engine.warm_up()
-        tokens = self._engine.control_tokens
+        marked = self._engine.format
         return AparExtension(
             await build_http_application(self._engine, args),
-            control_token_ids=frozenset(tokens.texts if tokens else ()),
+            control_token_ids=frozenset(marked.texts if marked else ()),
             take_statistics=self._take_statistics,
         )
 

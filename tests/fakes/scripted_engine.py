@@ -69,7 +69,7 @@ def fork_parameters(
     key: str | None = None,
     key_max_threads: int | None = None,
 ) -> ForkParameters:
-    parameters = ForkParameters(FORK, CHILD, True, max_threads, max_forks, (END,))
+    parameters = ForkParameters(FORK, (CHILD,), (CHILD,), True, max_threads, max_forks, (END,))
     return replace(parameters, key=key, key_max_threads=key_max_threads)
 
 

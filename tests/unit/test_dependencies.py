@@ -55,7 +55,7 @@ LAYERS = {
         "tree": set(),
         "formats": set(),
         "models": set(),
-        "scheduler": {"step_costs", "tree"},
+        "scheduler": {"formats", "step_costs", "tree"},
         "engine": {"formats", "scheduler", "tree"},
         "offline": {"formats", "models", "step_costs", "tree"},
         "virtual": {"engine", "formats", "models", "offline", "scheduler", "step_costs", "tree"},

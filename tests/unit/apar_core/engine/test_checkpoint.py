@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from apar_core.engine.checkpoint import inspect_checkpoint
 from apar_core.errors import CheckpointError
 from apar_core.formats.control_tokens import ControlTokens
+from apar_core.formats.shipped_formats import SHIPPED
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
@@ -65,6 +66,17 @@ def test_an_ordinary_checkpoint_is_reported_without_control_tokens(tmp_path: Pat
 
     assert report.control_tokens is None
     assert report.spellings == {}
+
+
+def test_a_named_format_is_reported_as_such(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, added=["[fork]"])
+
+    assert inspect_checkpoint(path).found is None
+    report = inspect_checkpoint(path, SHIPPED["padoc"])
+
+    assert report.found is not None
+    assert (report.found.definition.name, report.found.source) == ("padoc", "configuration")
+    assert report.spellings == {257: [ALPHABET.index(char) for char in "[fork]"]}
 
 
 def test_half_a_pair_of_control_tokens_is_refused(tmp_path: Path) -> None:

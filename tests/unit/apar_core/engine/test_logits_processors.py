@@ -116,7 +116,7 @@ def test_rows_of_ordinary_models_are_left_alone() -> None:
 
 def test_bad_words_are_the_same_bans() -> None:
     assert bad_words(fork_parameters()) == [[CHILD], [FORK, FORK]]
-    off = ForkParameters(FORK, CHILD, False, 1, 1, (END,))
+    off = ForkParameters(FORK, (CHILD,), (CHILD,), False, 1, 1, (END,))
     assert bad_words(off) == [[CHILD], [FORK]]
 
 

@@ -25,7 +25,7 @@ TOKENIZER = AutoTokenizer.from_pretrained(checkpoint_path())
 TOKENS = find_control_tokens(TOKENIZER.get_vocab())
 assert TOKENS is not None
 FORK, END = TOKENS.fork_id, TOKENIZER.eos_token_id
-PARAMETERS = ForkParameters(FORK, TOKENS.child_id, True, 16, 100, (END,))
+PARAMETERS = ForkParameters(FORK, (TOKENS.child_id,), (TOKENS.child_id,), True, 16, 100, (END,))
 TEXTS = {
     "": ["1. Grüße an alle:", "\n2. Play \U0001f600 songs:", "\n3. Rest."],
     "~0": [" Say hello to everyone you meet."],
@@ -143,7 +143,7 @@ def test_an_answer_resumed_at_any_step_starts_with_the_text_already_sent(
 
 
 def test_a_request_that_may_not_fork_is_resumed_with_its_stop_token() -> None:
-    plain = ForkParameters(FORK, PARAMETERS.child_id, False, 16, 100, (END,))
+    plain = ForkParameters(FORK, PARAMETERS.seed_ids, PARAMETERS.banned_ids, False, 16, 100, (END,))
     ids = TOKENIZER.encode("Hello \U0001f600", add_special_tokens=False)
     stop = ids[-1]
 

@@ -15,7 +15,6 @@ from apar_core.scheduler.thread_requests import build_child_request
 from apar_core.tree.threads import thread_texts
 from apar_core.vllm_names import Request
 from tests.fakes.scripted_engine import (
-    CHILD,
     END,
     FORK,
     EngineShape,
@@ -240,7 +239,7 @@ def test_a_child_transfers_no_kv_of_its_own() -> None:
         request_id="r~0",
         ordinal=0,
         fork_index=len(PROMPT),
-        child_id=CHILD,
+        parameters=fork_parameters(),
         max_tokens=10,
     )
 

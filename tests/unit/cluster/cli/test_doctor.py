@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from apar_core.engine.checkpoint import CheckpointReport
+from apar_core.formats.resolved_format import find_format, resolve
 from cluster.cli.doctor import (
     Finding,
     check_checkpoint,
@@ -21,6 +23,7 @@ from cluster.cli.doctor import (
     installed_versions,
 )
 from tests.fakes.apar_command import apar
+from tests.fakes.small_tokenizers import byte_level_tokenizer
 
 GIB = 2**30
 
@@ -49,26 +52,64 @@ def test_the_command_exits_with_1_if_something_is_wrong(tmp_path: Path) -> None:
     assert "vLLM plugin" in result.output
 
 
-def test_an_ordinary_model_is_no_problem() -> None:
-    report = CheckpointReport(
-        name_or_path="some/model",
-        architecture="LlamaForCausalLM",
-        model_type="llama",
-        dtype="float16",
-        num_parameters=None,
-        weights_bytes=None,
-        max_positions=4096,
-        vocabulary_size=32000,
-        num_embeddings=32000,
-        control_tokens=None,
-        spellings={},
-    )
+ORDINARY = CheckpointReport(
+    name_or_path="some/model",
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    dtype="float16",
+    num_parameters=None,
+    weights_bytes=None,
+    max_positions=4096,
+    vocabulary_size=32000,
+    num_embeddings=32000,
+    found=None,
+    resolved=None,
+    refused=None,
+    spellings={},
+)
 
-    findings = describe(report)
+
+def test_an_ordinary_model_is_no_problem() -> None:
+    findings = describe(ORDINARY)
 
     assert Finding("weights", "not on this machine") in findings
     assert Finding("parameters", "unknown") in findings
     assert findings[-1] == Finding("forks", "no: an ordinary model, served without forks")
+
+
+def test_a_refused_format_is_named_with_the_reason() -> None:
+    findings = describe(replace(ORDINARY, refused="multiverse"))
+
+    assert findings[-2].value.startswith("multiverse, which is not served: it continues behind")
+    assert findings[-1].value == "no: an ordinary model, served without forks"
+
+
+def test_a_checkpoint_shows_its_format_and_how_it_was_found() -> None:
+    tokens = ("<FORK>", "<CHILD>")
+    tokenizer = byte_level_tokenizer(tokens)
+    found = find_format(tokenizer.get_vocab())
+    assert found is not None
+    report = replace(ORDINARY, found=found, resolved=resolve(found.definition, tokenizer))
+
+    *_, shown, forks = describe(report)
+
+    assert shown.value == "hpd-parsing, by its tokens (tier 1: the parent continues)"
+    fork_id, child_id = (tokenizer.get_vocab()[text] for text in tokens)
+    assert forks.value == f"yes, hpd-parsing: <FORK> {fork_id}, <CHILD> {child_id}"
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("npr", "'npr' cannot be served: it continues behind the stitched keys"),
+        ("none", "unknown format 'none'"),
+        ("hpd-parsing", "format 'hpd-parsing' needs '<FORK>' as one token"),
+    ],
+)
+def test_a_named_format_that_cannot_be_is_a_problem(name: str, problem: str) -> None:
+    *_, finding = check_checkpoint("apar-tiny", name)
+
+    assert (finding.problem or "").startswith(problem)
 
 
 @pytest.mark.parametrize("vllm", ["0.32.0", "0.32.1", "0.33.0+cpu"])

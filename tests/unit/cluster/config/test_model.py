@@ -1,5 +1,6 @@
 """Models, presets and fork limits."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +153,16 @@ def test_a_missing_folder_of_prompt_tokens_is_named(tmp_path: Path) -> None:
     ModelConfig(prompt_chain=there).check_checkpoint()
     with pytest.raises(ConfigError, match=r"prompt_chain.prompt_tokens: no such folder: .*none"):
         ModelConfig(prompt_chain=missing).check_checkpoint()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("multiverse", "parallel_format.*'multiverse' cannot be served: it continues behind"),
+        ("mine", "parallel_format.*unknown format 'mine'; known: apar, apar-released"),
+        ({"name": "mine"}, "parallel_format.trigger.*Field required"),
+    ],
+)
+def test_a_format_that_cannot_be_served_is_refused(value: object, message: str) -> None:
+    with pytest.raises(ValidationError, match=re.compile(message, re.DOTALL)):
+        ModelConfig.model_validate({"parallel_format": value})

@@ -194,6 +194,18 @@ def test_fork_limits_of_a_model_reach_its_engine() -> None:
     assert (read.enabled, read.max_threads, read.max_forks) == (True, 4, 9)
 
 
+@pytest.mark.parametrize(
+    "value", ["hpd-parsing", {"like": "threadweaver", "join": {"suffix": "\n<Conclusion>\n"}}]
+)
+def test_a_models_format_reaches_its_engine(value: object) -> None:
+    model = ModelConfig.model_validate({"checkpoint": "org/any", "parallel_format": value})
+
+    arguments = engine_arguments(model, on_gpu=False)
+
+    read = fork_settings(VllmConfig(additional_config=arguments["additional_config"]))
+    assert read.parallel_format == model.parallel_format
+
+
 def test_a_chain_of_prompt_tokens_reaches_the_engine_beside_the_fork_limits() -> None:
     model = ModelConfig(
         forks=ForkLimits(max_threads=4),

@@ -26,7 +26,7 @@ from deployments.wire.request import RequestTerms
 from tests.fakes.kept_spans import KeptSpans, parent_of
 
 FORK, CHILD, END = 1, 2, 3
-PARAMETERS = ForkParameters(FORK, CHILD, True, 16, 100, (END,))
+PARAMETERS = ForkParameters(FORK, (CHILD,), (CHILD,), True, 16, 100, (END,))
 TRACE = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 

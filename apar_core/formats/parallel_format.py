@@ -1,0 +1,360 @@
+"""A format of parallel text as data: how a model marks what may be written at the same time.
+
+Six facts: what triggers a fork; what a child begins with; where the prefix that it inherits is cut;
+whether its parent continues or waits; how threads join; which positions tokens have. Scheduler and
+output processor know these facts and no format by name. `shipped_formats.py` has the known ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from string import Formatter
+from typing import Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from apar_core.formats.sub_searches import search_result, sub_searches
+
+_FIELDS = ("number", "topic", "message", "node", "result")
+_MARKER = re.compile(r"</?[A-Za-z][A-Za-z ]*>|\[/?[A-Za-z]+\]")
+
+
+class _Facts(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Outlines(_Facts):
+    """Which children a waiting parent opens: exactly one of the three ways."""
+
+    pattern: str | None = Field(
+        None,
+        description="Regular expression with the group `number`, and perhaps `topic`: each match "
+        "in what the parent has generated since its last join is a child. A repeated number counts "
+        "once.",
+    )
+    after: str | None = Field(
+        None,
+        description="Search only behind the last occurrence of this text, if there is one.",
+    )
+    count: PositiveInt | None = Field(
+        None, description="A fixed number of children; their numbers are 1, 2, ..."
+    )
+    messages: Literal["sub-searches"] | None = Field(
+        None,
+        description="Messages that each child reads instead of its parent's context: "
+        "`sub-searches` are those of APR.",
+    )
+
+    @field_validator("pattern")
+    @classmethod
+    def _check_pattern(cls, pattern: str | None) -> str | None:
+        if pattern is None:
+            return None
+        try:
+            groups = re.compile(pattern).groupindex
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from error
+        if "number" not in groups or not groups.keys() <= {"number", "topic"}:
+            raise ValueError(
+                "needs the group (?P<number>...), and no named group but it and `topic`"
+            )
+        return pattern
+
+    @model_validator(mode="after")
+    def _check_one_way(self) -> Self:
+        ways = [self.pattern, self.count, self.messages]
+        if sum(way is not None for way in ways) != 1:
+            raise ValueError("exactly one of `pattern`, `count` and `messages` is needed")
+        if self.after is not None and self.pattern is None:
+            raise ValueError("`after` has no effect without `pattern`")
+        return self
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """Fields of templates that each child has a value for."""
+        if self.pattern is not None:
+            return frozenset(re.compile(self.pattern).groupindex)
+        return frozenset({"number"} if self.count is not None else {"message", "node", "number"})
+
+
+class Join(_Facts):
+    """How the texts of the children become a part of the waiting parent's text.
+
+    The joined text is `prefix`, then header and text of each child, then `suffix`. A child's text
+    includes the text that ended it.
+    """
+
+    header: str = Field(description="Template before the text of a child.")
+    first_header: str | None = Field(
+        None, description="Template before the text of the first child; by default as `header`."
+    )
+    prefix: str = Field("", description="Text before the first header.")
+    suffix: str = Field("", description="Text behind the last child, where the parent continues.")
+    close: str = Field(
+        "", description="Text added to a child that ended without one of the texts of `child_end`."
+    )
+    unclosed: Literal["continue", "stop"] = Field(
+        "continue",
+        description="Whether the parent continues if a child needed `close`, or the answer ends.",
+    )
+    replaces: str | None = Field(
+        None,
+        description="The joined text replaces the parent's text from the last occurrence of this "
+        "one on. By default it is appended.",
+    )
+    without_result: str | None = Field(
+        None, description="Template instead of `header` for a child without a {result}."
+    )
+
+
+class ParallelFormat(_Facts):
+    """A format of parallel text. Source of the facts: `shipped_formats.py`, for each format."""
+
+    name: str = Field(min_length=1, description="Name in configuration, reports and messages.")
+    description: str = Field("", description="Where the format is from.")
+    trigger: str = Field(
+        min_length=1,
+        description="Text after which the engine forks. One token of the vocabulary where the "
+        "parent continues; else a token or any text.",
+    )
+    child_seed: str = Field(
+        "", description="Template of the text that is forced at the start of a child."
+    )
+    cut: Literal["after", "before", "nothing"] = Field(
+        "after",
+        description="How much of its parent's sequence a child inherits: up to and including the "
+        "trigger, up to before it, or nothing (it then reads its seed alone).",
+    )
+    parent: Literal["continues", "waits"] = Field(
+        description="Whether the parent continues beside its children, or waits for them."
+    )
+    children_fork: bool = Field(
+        False,
+        description="Whether a trigger in a child forks. Else it is banned there if the parent "
+        "continues, and ordinary text if it waits.",
+    )
+    outlines: Outlines | None = Field(None, description="The children of a waiting parent.")
+    child_end: tuple[str, ...] = Field(
+        (), description="Texts that end a child, besides the model's end tokens."
+    )
+    join: Join | None = Field(None, description="How a waiting parent continues.")
+    replacement: str = Field(
+        "", description="What stands in the text instead of the trigger where the parent continues."
+    )
+    positions: Literal["path"] = Field(
+        "path", description="Position of a token: the number of tokens before it on its path."
+    )
+    tokens: tuple[str, ...] = Field(
+        (),
+        description="Texts that are one token each. A checkpoint with all of them has this format; "
+        "without any, the format must be named.",
+    )
+    reserved: tuple[str, ...] = Field(
+        (), description="Further texts that no prompt may contain as tokens."
+    )
+
+    @field_validator("positions", mode="before")
+    @classmethod
+    def _check_positions(cls, positions: Any) -> Any:
+        if positions != "path":
+            raise ValueError(
+                "only `path` is served: shared or reserved positions need a model runner that "
+                "numbers tokens itself"
+            )
+        return positions
+
+    @model_validator(mode="after")
+    def _check_parent(self) -> Self:
+        if self.parent == "continues":
+            for name in ("outlines", "join"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name}: has no effect where the parent continues")
+            if self.cut == "nothing":
+                raise ValueError("cut: `nothing` is possible only where the parent waits")
+            if self.child_end:
+                raise ValueError(
+                    "child_end: possible only where the parent waits; elsewhere children end with "
+                    "the model's end tokens"
+                )
+        else:
+            for name in ("outlines", "join"):
+                if getattr(self, name) is None:
+                    raise ValueError(f"{name}: needed where the parent waits")
+            if self.replacement:
+                raise ValueError("replacement: has no effect where the parent waits")
+        if any(not text for text in self.child_end):
+            raise ValueError("child_end: an empty text would end every child at once")
+        self._check_templates()
+        return self
+
+    def _check_templates(self) -> None:
+        known = frozenset() if self.outlines is None else self.outlines.fields
+        templates = {"child_seed": (self.child_seed, known)}
+        if self.join is not None:
+            has_result = self.join.without_result is not None
+            with_result = known | ({"result"} if has_result else set())
+            templates["join.header"] = (self.join.header, with_result)
+            templates["join.first_header"] = (self.join.first_header or "", with_result)
+            templates["join.without_result"] = (self.join.without_result or "", known)
+        for name, (template, fields) in templates.items():
+            for field in _template_fields(template):
+                if field not in fields:
+                    raise ValueError(
+                        f"{name}: the field {{{field}}} is unknown; known: {sorted(fields)}"
+                    )
+
+    @property
+    def tier(self) -> int:
+        """1 where the parent continues, 2 where it waits."""
+        return 1 if self.parent == "continues" else 2
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """Texts that only the model or the engine may write as tokens, never a user."""
+        join = self.join
+        templates = [self.trigger, self.child_seed, self.replacement, *self.child_end]
+        if join is not None:
+            templates += [join.header, join.first_header or "", join.prefix, join.suffix]
+            templates += [join.close, join.replaces or "", join.without_result or ""]
+        found = {marker for text in templates for marker in _MARKER.findall(text)}
+        return frozenset({self.trigger, *self.tokens, *self.reserved, *self.child_end, *found})
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A child that a waiting parent opens.
+
+    number: as written in the outline ("1", "1.2"); with a fixed count, "1", "2", ...
+    topic: text of the outline, if the pattern has the group.
+    message: what the child reads, if it reads no context; node: what the message is about.
+    """
+
+    number: str
+    topic: str = ""
+    message: str = ""
+    node: str = ""
+
+    def fill(self, template: str, *, result: str = "") -> str:
+        """Return a template with this child's values."""
+        values = {field: getattr(self, field, result) for field in _FIELDS}
+        return template.format_map(values)
+
+
+def branches(definition: ParallelFormat, generated: str, prompt: str = "") -> tuple[Branch, ...]:
+    """Return the children that a waiting parent opens at a trigger, in the order of the join.
+
+    `generated` is what the parent has written since its last join, up to and including the trigger.
+    No outline is ever read from `prompt`; messages may refer to facts in it. An empty tuple: there
+    is nothing to open, and the parent continues.
+    """
+    outlines = definition.outlines
+    if outlines is None:
+        return ()
+    if outlines.count is not None:
+        return tuple(Branch(str(number)) for number in range(1, outlines.count + 1))
+    if outlines.messages is not None:
+        return tuple(
+            Branch(str(number), message=search.message, node=search.node)
+            for number, search in enumerate(sub_searches(generated, prompt))
+        )
+    if outlines.pattern is None:
+        return ()
+    start = -1 if outlines.after is None else generated.rfind(outlines.after)
+    found = re.finditer(outlines.pattern, generated[max(start, 0) :])
+    by_number: dict[str, Branch] = {}
+    for match in found:
+        values = match.groupdict(default="")
+        by_number.setdefault(values["number"], Branch(**values))
+    return tuple(by_number.values())
+
+
+@dataclass(frozen=True, slots=True)
+class JoinPart:
+    """A piece of a joined text: a text of the format, or what a child has written.
+
+    `child` is the child's index in `branches`, or None for the format's own text.
+    """
+
+    text: str
+    child: int | None = None
+
+
+def join_parts(
+    definition: ParallelFormat,
+    opened: Sequence[Branch],
+    texts: Sequence[str],
+) -> Iterator[JoinPart]:
+    """Yield the joined text of a waiting parent's children in pieces, without empty ones.
+
+    `texts` are what the children have generated, without their seeds, with the text that ended
+    them. A child's text is a piece of its own wherever it stays unchanged, so that its tokens can
+    be taken as they are.
+    """
+    join = definition.join
+    if join is None:
+        return
+    if join.prefix:
+        yield JoinPart(join.prefix)
+    for index, (branch, text) in enumerate(zip(opened, texts, strict=True)):
+        header = join.header
+        if index == 0 and join.first_header is not None:
+            header = join.first_header
+        if join.without_result is not None:
+            result = search_result(branch.message + text)
+            if result is None:
+                yield JoinPart(branch.fill(join.without_result))
+            else:
+                yield JoinPart(branch.fill(header, result=result))
+            continue
+        if filled := branch.fill(header):
+            yield JoinPart(filled)
+        if text:
+            yield JoinPart(text, child=index)
+        if not is_closed(definition, text) and join.close:
+            yield JoinPart(join.close)
+    if join.suffix and join_continues(definition, texts):
+        yield JoinPart(join.suffix)
+
+
+def joined_text(definition: ParallelFormat, opened: Sequence[Branch], texts: Sequence[str]) -> str:
+    """Return the joined text of a waiting parent's children; arguments as for `join_parts`."""
+    return "".join(part.text for part in join_parts(definition, opened, texts))
+
+
+def is_closed(definition: ParallelFormat, text: str) -> bool:
+    """Return whether a child's text ends with one of the texts that end a child."""
+    return not definition.child_end or text.endswith(definition.child_end)
+
+
+def join_continues(definition: ParallelFormat, texts: Sequence[str]) -> bool:
+    """Return whether the parent continues behind these texts of its children."""
+    join = definition.join
+    if join is None or join.unclosed == "continue":
+        return True
+    return all(is_closed(definition, text) for text in texts)
+
+
+def before_join(definition: ParallelFormat, context: str) -> str:
+    """Return the part of the parent's context that stays before the joined text."""
+    replaces = None if definition.join is None else definition.join.replaces
+    if replaces is None:
+        return context
+    start = context.rfind(replaces)
+    return context if start < 0 else context[:start]
+
+
+def _template_fields(template: str) -> list[str]:
+    try:
+        parsed = list(Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"not a template: {error} in {template!r}") from error
+    return [field for _, field, _, _ in parsed if field is not None]

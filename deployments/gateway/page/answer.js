@@ -1,0 +1,210 @@
+/**
+ * What one request wrote, at any moment: its chunks with their times of arrival.
+ *
+ * A chunk's text was generated since the chunk before it, so it appears over that time, for at most
+ * `SMOOTH_S`. A view that lags by `SMOOTH_S` therefore grows evenly while chunks arrive.
+ */
+
+export const SMOOTH_S = matchMedia("(prefers-reduced-motion: reduce)").matches ? 0 : 0.08;
+
+/** Id of the only thread of a stream without thread tags. */
+const ROOT = "root";
+
+export class Answer {
+  /** @param {string} title */
+  constructor(title) {
+    this.title = title;
+    this.began = performance.now();
+    this.chunks = [];
+    this.endedAt = null; // seconds, also after a cancellation or an error
+    this.finished = false;
+    this.error = null;
+    this.usage = null;
+    this.counts = null; // the `apar` object
+    this.tagged = false;
+    this.#reset();
+  }
+
+  get now() {
+    return (performance.now() - this.began) / 1000;
+  }
+
+  /** Take a chunk of the stream. */
+  add(chunk) {
+    const choice = chunk.choices?.[0];
+    const text = choice?.delta?.content ?? choice?.text ?? "";
+    const tags = chunk.apar?.updates;
+    if (tags) this.tagged = true;
+    if (chunk.apar?.decode_steps !== undefined) this.counts = chunk.apar;
+    if (chunk.usage) this.usage = chunk.usage;
+    let updates = (tags ?? []).filter((update) => update.choice === 0);
+    if (!this.tagged && (text || choice?.finish_reason)) {
+      updates = [{ id: ROOT, text, tokens: 0, state: choice.finish_reason ? "ended" : "writing" }];
+    }
+    if (text || updates.length) this.chunks.push({ at: this.now, text, updates });
+  }
+
+  /** End the answer: complete, or with an error. */
+  end(error = null) {
+    this.endedAt = this.now;
+    this.finished = error === null;
+    this.error = error;
+  }
+
+  /** The ordered text as far as it has arrived. */
+  get text() {
+    return this.chunks.map((chunk) => chunk.text).join("");
+  }
+
+  /**
+   * Return what had been written at a moment (seconds): the ordered text and the threads.
+   *
+   * A thread is {id, name, number, position, text, edits, tokens, state, spans, children}; spans are
+   * the times in which it wrote or waited. The root comes first.
+   */
+  at(time) {
+    if (this.#index && this.chunks[this.#index - 1].at > time) this.#reset();
+    while (this.#index < this.chunks.length && this.chunks[this.#index].at <= time) {
+      this.#text += this.chunks[this.#index].text;
+      apply(this.#threads, this.chunks[this.#index]);
+      this.#index += 1;
+    }
+    const next = this.chunks[this.#index];
+    let text = this.#text;
+    let threads = this.#threads;
+    if (next) {
+      const before = this.#index ? this.chunks[this.#index - 1].at : 0;
+      const from = Math.max(before, next.at - SMOOTH_S);
+      if (time > from) {
+        const share = (time - from) / (next.at - from);
+        text += beginning(next.text, share);
+        threads = new Map([...threads].map(([id, thread]) => [id, copied(thread)]));
+        const begun = next.updates.map((update) => ({
+          ...update,
+          text: beginning(update.text, share),
+          tokens: update.tokens * share,
+          state: update.state === "ended" ? "writing" : update.state,
+          edits: null,
+        }));
+        apply(threads, { at: time, updates: begun });
+      }
+    }
+    const stopped = this.endedAt !== null && time >= this.endedAt;
+    return { text, threads: named(threads), time, stopped };
+  }
+
+  #index;
+  #text;
+  #threads;
+
+  #reset() {
+    this.#index = 0;
+    this.#text = "";
+    this.#threads = new Map();
+  }
+}
+
+function copied(thread) {
+  return { ...thread, spans: thread.spans.map((span) => ({ ...span })) };
+}
+
+function beginning(text, share) {
+  const points = Array.from(text);
+  return points.slice(0, Math.floor(points.length * share)).join("");
+}
+
+function apply(threads, { at, updates }) {
+  for (const { id, parent = null, position = 0, text, tokens, state, edits } of updates) {
+    let thread = threads.get(id);
+    if (!thread) {
+      thread = { id, parent, position, text: "", tokens: 0, state: null, edits: new Map(), spans: [] };
+      threads.set(id, thread);
+    }
+    thread.text += text;
+    thread.tokens += tokens;
+    for (const edit of edits ?? []) thread.edits.set(edit.paragraph, edit);
+    if (state === thread.state) continue;
+    const last = thread.spans.at(-1);
+    if (last) last.to = at;
+    if (state !== "ended") thread.spans.push({ state, from: at, to: null });
+    else if (!last) thread.spans.push({ state: "writing", from: at, to: at });
+    thread.state = state;
+  }
+}
+
+/** Return the threads as a tree: the root, with sorted children. Ids order siblings by number. */
+function named(threads) {
+  const nodes = new Map([...threads].map(([id, thread]) => [id, { ...thread, children: [] }]));
+  let root = null;
+  let number = 0;
+  for (const node of nodes.values()) {
+    const parent = nodes.get(node.parent);
+    node.number = number++;
+    if (parent && parent !== node) parent.children.push(node);
+    else root ??= node;
+  }
+  const order = [];
+  const none = { id: ROOT, number: 0, text: "", tokens: 0, state: "waiting", edits: new Map(), spans: [], children: [] };
+  (function visit(node, name) {
+    node.name = name;
+    order.push(node);
+    node.children.sort((a, b) => a.position - b.position || a.id.localeCompare(b.id, "en", { numeric: true }));
+    node.children.forEach((child, i) => visit(child, name ? `${name}.${i + 1}` : `${i + 1}`));
+  })(root ?? none, "");
+  return order;
+}
+
+/** Return the paragraphs of a thread's text: number i ends where its i-th child was forked. */
+function paragraphs(thread) {
+  // Positions count code points.
+  const points = /[\ud800-\udfff]/.test(thread.text) ? Array.from(thread.text) : thread.text;
+  const cuts = thread.children.map((child) => child.position);
+  return [...cuts, points.length].map((to, i) => {
+    const found = points.slice(i ? cuts[i - 1] : 0, to);
+    const text = typeof found === "string" ? found : found.join("");
+    const edit = thread.edits.get(i);
+    if (!edit) return text;
+    const edited = Array.from(text);
+    edited.splice(edit.position, edit.length, edit.text);
+    return edited.join("");
+  });
+}
+
+const MARKER = /^\s*(?:\d+[.)]|[-*+•#])/;
+
+/**
+ * Divide a thread's text at its forks: prose, and groups of cards that stand side by side.
+ *
+ * A card is a child behind its lead, the words of the parent that the child continues. A lead that
+ * the parent still writes is a card without a child.
+ * @returns {({prose: string} | {cards: {lead: string, child: object | null, number: number}[]})[]}
+ */
+export function layout(thread) {
+  const parts = [];
+  let group = null;
+  const texts = paragraphs(thread);
+  const rest = texts.pop();
+  thread.children.forEach((child, number) => {
+    const [prose, lead] = split(texts[number], group === null);
+    if (prose.trim()) parts.push({ prose });
+    if (group === null || prose.trim()) parts.push((group = { cards: [] }));
+    group.cards.push({ lead, child, number });
+  });
+  const [prose, lead] = split(rest, group === null);
+  const writesLead =
+    group !== null &&
+    thread.state === "writing" &&
+    lead.trim() &&
+    !prose.trim() &&
+    MARKER.test(lead) === MARKER.test(group.cards[0].lead);
+  if (writesLead) group.cards.push({ lead, child: null, number: thread.children.length });
+  else if (rest.trim() || group === null) parts.push({ prose: rest });
+  return parts;
+}
+
+/** Split the text before a fork into prose and the lead of the fork's card. */
+function split(segment, isFirst) {
+  let at = segment.trimEnd().lastIndexOf("\n\n");
+  if (at < 0 && isFirst) at = segment.trimEnd().lastIndexOf("\n");
+  return at < 0 ? ["", segment] : [segment.slice(0, at), segment.slice(at)];
+}
