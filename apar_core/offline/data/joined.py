@@ -16,17 +16,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from apar_core.errors import TreeError
+from apar_core.formats.parallel_format import Branch, branches
+from apar_core.formats.shipped_formats import THREADWEAVER
 from apar_core.offline.data.records import ParagraphRecord, flat_text, thread_paragraphs
 
-TAGS = ("Parallel", "Outlines", "Outline", "Thread", "Conclusion")
-MARKERS = tuple(f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/"))
+FORMAT = THREADWEAVER
+assert FORMAT.join is not None
+_JOIN = FORMAT.join
+MARKERS = (*FORMAT.tokens, "<Conclusion>", "</Conclusion>")
 OUTLINES_START = "<Outlines>"
-TRIGGER = "</Outlines>"
-THREAD_END = "</Thread>"
-AFTER_THREADS = "\n"
+(THREAD_END,) = FORMAT.child_end
+
+AFTER_THREADS = _JOIN.suffix
 """What the parent reads after the last thread, before it writes again."""
 
-_OUTLINE_NUMBER = re.compile(r"<Outline>\s*([0-9]+(?:\.[0-9]+)*)\s*:")
 _LIST_MARKER = re.compile(r"(?:\d+[.)]|[-*•])\s+")
 _SMALLEST_BLOCK = 2
 
@@ -65,13 +68,12 @@ class JoinedAnswer:
 
 def thread_header(number: str, *, first: bool) -> str:
     """Return what stands before a thread's text; the first one's equals every thread's seed."""
-    return f"{AFTER_THREADS if first else ''}<Thread>\n{number}:"
+    return Branch(number).fill(FORMAT.child_seed if first else _JOIN.header)
 
 
 def outline_numbers(parent_text: str) -> list[str]:
     """Return the numbers of the outlines in the last block of outlines, each once."""
-    last = parent_text[max(0, parent_text.rfind(OUTLINES_START)) :]
-    return list(dict.fromkeys(_OUTLINE_NUMBER.findall(last)))
+    return [branch.number for branch in branches(FORMAT, parent_text)]
 
 
 def joined_answer(answer: ParagraphRecord) -> JoinedAnswer:
@@ -113,7 +115,9 @@ class _Writer:
             f"<Outline>{number}: {text.replace('**', '').rstrip(':')}</Outline>\n"
             for number, text in enumerate(headings, start=1)
         )
-        opening = f"{introduction}{line_break}<Parallel>\n{OUTLINES_START}\n{outlines}{TRIGGER}"
+        opening = (
+            f"{introduction}{line_break}<Parallel>\n{OUTLINES_START}\n{outlines}{FORMAT.trigger}"
+        )
         self.parent.append(self.text + opening)
         self.blocks.append(
             tuple(

@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from apar_core.models.apar_tiny_threadweaver import checkpoint_path
 from apar_core.offline.data.joined import (
     AFTER_THREADS,
+    FORMAT,
     MARKERS,
     THREAD_END,
-    TRIGGER,
     joined_answer,
     outline_numbers,
     thread_header,
@@ -98,12 +98,12 @@ class ResubmittingClient:
         answers = [ClientAnswer(list(prompt)) for prompt in prompts]
         running = answers
         for _ in range(self.max_blocks + 1):
-            parts = self._generate(running, [answer.context for answer in running], TRIGGER)
+            parts = self._generate(running, [answer.context for answer in running], FORMAT.trigger)
             waiting = []
             for answer, part in zip(running, parts, strict=True):
                 answer.text_ids += part
                 numbers = outline_numbers(self.tokenizer.decode(part))
-                if part[-1:] == [self._id(TRIGGER)] and numbers:
+                if part[-1:] == [self._id(FORMAT.trigger)] and numbers:
                     waiting.append((answer, numbers))
                 else:
                     answer.ended &= part[-1:] == [self.tokenizer.eos_token_id]
