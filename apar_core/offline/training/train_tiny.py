@@ -27,6 +27,7 @@ from apar_core.offline.data.records import ExampleRecord
 from apar_core.offline.data.tiny_corpus.generator import (
     BROAD_WEIGHTS,
     FINISHING_WEIGHTS,
+    JOINING_WEIGHTS,
     POLISHING_WEIGHTS,
     SETTLING_WEIGHTS,
     Corpus,
@@ -65,6 +66,7 @@ _MIXTURES = {
     "finishing": FINISHING_WEIGHTS,
     "polishing": POLISHING_WEIGHTS,
     "settling": SETTLING_WEIGHTS,
+    "joining": JOINING_WEIGHTS,
     "headings": (("numbered", 1),),
 }
 
@@ -91,7 +93,7 @@ class TrainingPhase(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    mixture: Literal["broad", "finishing", "polishing", "settling", "headings"] = Field(
+    mixture: Literal["broad", "finishing", "polishing", "settling", "joining", "headings"] = Field(
         description="Sampling weights of the kinds of examples; headings: only for answers that "
         "join, lists whose threads copy their outlines."
     )

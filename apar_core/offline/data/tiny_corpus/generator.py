@@ -65,6 +65,18 @@ SETTLING_WEIGHTS: KindWeights = (
     ("arithmetic", 4),
     ("code", 5),
 )
+# For answers that join: guides have several blocks, and each repeats all text before it.
+JOINING_WEIGHTS: KindWeights = (
+    ("numbered", 22),
+    ("bulleted", 18),
+    ("paragraphs", 18),
+    ("guide", 7),
+    ("titles", 7),
+    ("fact", 14),
+    ("small_talk", 3),
+    ("arithmetic", 5),
+    ("code", 6),
+)
 
 _SYSTEM_SHARE = 0.2
 _HISTORY_SHARE = 0.15
