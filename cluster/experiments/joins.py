@@ -26,7 +26,9 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 
 from apar_core.errors import EvaluationError
 from apar_core.offline.data.joined import (
+    FORMAT,
     MARKERS,
+    THREAD_END,
     JoinedBlock,
     JoinedTokens,
     joined_answer,
@@ -222,10 +224,46 @@ class ResubmittingClient:
         return _scripted(name, prompt_ids, script, delay_s)
 
 
+class EngineJoins:
+    """An answer as one request, whose threads the engine opens and joins."""
+
+    def __init__(self, question: JoinedQuestion, _: float) -> None:
+        self.answer = _answer(question, question.engine.flat)
+        self._question = question
+        self._given: list[int] = []
+
+    def start(self) -> list[Submission]:
+        """Return the only request, with what each thread generates."""
+        tokens = self._question.engine
+        scripts = {"": [token for part in tokens.parent for token in part]}
+        # Threads are numbered through all blocks.
+        for text in (text for block in tokens.blocks for text in block.texts):
+            scripts[str(len(scripts) - 1)] = text
+        sampling = replay_sampling(scripts, max_tokens=len(tokens.flat) + 1)
+        sampling["extra_args"]["apar_enabled"] = True
+        return [Submission("answer", self._question.prompt_ids, sampling)]
+
+    def on_tokens(self, name: str, token_ids: Sequence[int]) -> list[Submission]:
+        """Keep the tokens."""
+        self._given.extend(token_ids)
+        return []
+
+    def on_end(self, name: str) -> list[Submission]:
+        """Return nothing: the answer is complete."""
+        return []
+
+    def text_ids(self) -> list[int]:
+        """Return the joined text and its end token."""
+        end_id = self.answer.flat[-1]
+        return [token_id for token_id in self._given if token_id != end_id] + [end_id]
+
+
 def _scripted(
     name: str, prompt_ids: Sequence[int], script: Sequence[int], delay_s: float = 0.0
 ) -> Submission:
-    sampling = replay_sampling({"": script}, max_tokens=len(script))
+    # Ends at its last token and not by its length, which asynchronous scheduling would foresee.
+    sampling = replay_sampling({"": script}, max_tokens=len(script) + 1)
+    sampling["stop_token_ids"] = [script[-1]]
     sampling["extra_args"]["apar_enabled"] = False
     return Submission(name, list(prompt_ids), sampling, delay_s)
 
@@ -266,6 +304,7 @@ def load_joined_questions(settings: JoinSettings, tokenizer: Any) -> list[Joined
     `tokenizer` is that of the virtual engine. Raises EvaluationError if no answer has a block.
     """
     # Imports transformers, which takes seconds.
+    from apar_core.offline.training.train_tiny import ROLES
     from apar_core.virtual.text import TEXT_IDS, virtual_text
 
     text = virtual_text()
@@ -275,8 +314,14 @@ def load_joined_questions(settings: JoinSettings, tokenizer: Any) -> list[Joined
         return list(tokenizer(piece, add_special_tokens=False)["input_ids"])
 
     engine = MarkedText(structure, text.encode, {marker: vocabulary[marker] for marker in MARKERS})
-    ordinary = dict(zip(MARKERS, TEXT_IDS[-len(MARKERS) :], strict=True))
-    client = MarkedText(structure, text.encode, ordinary)
+    # Their ends stop a request, so no text may have them.
+    unused = tokenizer.convert_tokens_to_ids(list(ROLES))
+    client = MarkedText(
+        structure,
+        text.encode,
+        {marker: TEXT_IDS[-1] for marker in MARKERS}
+        | {FORMAT.trigger: unused[0], THREAD_END: unused[1]},
+    )
     end_id = text.tokens.end_id
     questions = []
     for answer_id, category, messages, record in _recorded(settings):
@@ -361,6 +406,7 @@ METHODS: Mapping[str, MakeProgram] = {
     SEQUENTIAL: lambda question, _: OneSequence(question, question.client.flat),
     PLAIN: lambda question, _: OneSequence(question, question.plain),
     CLIENT: ResubmittingClient,
+    ENGINE: EngineJoins,
 }
 
 
