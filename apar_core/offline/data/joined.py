@@ -110,11 +110,9 @@ class _Writer:
     def _write_block(self, forks: list[tuple[str, ParagraphRecord]], closing: str) -> None:
         introduction, line_break, heading = forks[0][0].rpartition("\n")
         headings = [heading, *(text for text, _ in forks[1:])]
-        # Without bold marks, so that the thread can copy its outline token by token.
         headings = [_LIST_MARKER.sub("", text.strip(), count=1) for text in headings]
-        headings = [text.replace("**", "") for text in headings]
         outlines = "".join(
-            f"<Outline>{number}: {text.rstrip(':')}</Outline>\n"
+            f"<Outline>{number}: {text.replace('**', '').rstrip(':')}</Outline>\n"
             for number, text in enumerate(headings, start=1)
         )
         opening = (

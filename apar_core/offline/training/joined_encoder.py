@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,16 +13,15 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from apar_core.errors import TrainingError
 from apar_core.formats.control_tokens import find_control_tokens
-from apar_core.offline.data.joined import MARKERS, JoinedAnswer, joined_answer, joined_tokens
-from apar_core.offline.data.records import ExampleRecord, ParagraphRecord, chain
-from apar_core.offline.data.tiny_corpus.content import load_topics
+from apar_core.offline.data.joined import MARKERS, joined_answer, joined_tokens
+from apar_core.offline.data.records import ExampleRecord
 from apar_core.offline.training.chat_format import turn_end_id
 from apar_core.offline.training.example_encoder import (
     PieceEncoder,
     build_piece_encoder,
     prompt_token_ids,
 )
-from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, pack_joined
+from apar_core.offline.training.packing import PackedTree, pack_joined
 
 _MARKER = re.compile("|".join(f"({re.escape(marker)})" for marker in MARKERS))
 
@@ -115,48 +113,3 @@ class JoinedEncoder:
         prompt_ids = prompt_token_ids(example, self.tokenizer)
         answer = joined_tokens(joined_answer(example.answer), self.encode)
         return pack_joined(prompt_ids, answer, self._end_id)
-
-
-_DETAIL = ParagraphRecord(" ...")
-
-
-@dataclass
-class HeadingEncoder(JoinedEncoder):
-    """Packs lists whose threads only copy their outlines, drawn from the headings of all topics.
-
-    A thread has to find its outline by its number, which a small model learns late from the order
-    of a topic's points. Only the threads are learned.
-    """
-
-    seed: int = 0
-
-    @cached_property
-    def _rng(self) -> random.Random:
-        return random.Random(self.seed)
-
-    @cached_property
-    def _headings(self) -> list[str]:
-        topics = load_topics()
-        titles = [f"**{point.title}**:" for topic in topics for point in topic.points]
-        return titles + [passage.sentence for topic in topics for passage in topic.passages]
-
-    def pack(self, example: ExampleRecord) -> PackedTree:
-        """Return the question with other outlines and the threads' headings."""
-        prompt_ids = prompt_token_ids(example, self.tokenizer)
-        number = self._rng.randint(2, 8)
-        headings = [(f"\n{text}", _DETAIL) for text in self._rng.sample(self._headings, number)]
-        answer = joined_answer(chain(headings))
-        threads = tuple(
-            text.removesuffix(f"{_DETAIL.text}\n</Thread>") for text in answer.blocks[0]
-        )
-        tokens = joined_tokens(JoinedAnswer((answer.parent[0], ""), (threads,)), self.encode)
-        row = pack_joined(prompt_ids, tokens, self._end_id)
-        num_read = len(prompt_ids) + len(tokens.parent[0])
-        num_tokens = len(row.token_ids) - len(tokens.blocks[0].rest) - 1
-        return PackedTree(
-            row.token_ids[:num_tokens],
-            row.positions[:num_tokens],
-            [IGNORED_TARGET] * num_read + list(row.targets[num_read:num_tokens]),
-            row.segments[:num_tokens],
-            row.segment_parents[: number + 1],
-        )

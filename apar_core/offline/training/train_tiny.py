@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
 from typing import Literal, Protocol
 
 import torch
@@ -36,7 +35,6 @@ from apar_core.offline.data.tiny_corpus.generator import (
 )
 from apar_core.offline.training.example_encoder import ExampleEncoder
 from apar_core.offline.training.joined_encoder import (
-    HeadingEncoder,
     JoinedEncoder,
     start_marker_embeddings,
     threadweaver_tokenizer,
@@ -67,7 +65,6 @@ _MIXTURES = {
     "polishing": POLISHING_WEIGHTS,
     "settling": SETTLING_WEIGHTS,
     "joining": JOINING_WEIGHTS,
-    "headings": (("numbered", 1),),
 }
 
 
@@ -93,9 +90,8 @@ class TrainingPhase(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    mixture: Literal["broad", "finishing", "polishing", "settling", "joining", "headings"] = Field(
-        description="Sampling weights of the kinds of examples; headings: only for answers that "
-        "join, lists whose threads copy their outlines."
+    mixture: Literal["broad", "finishing", "polishing", "settling", "joining"] = Field(
+        description="Sampling weights of the kinds of examples."
     )
     stream: str = Field(description="Name of the sample of examples.")
     average_share: float = Field(
@@ -379,10 +375,7 @@ def train_tiny_joins(
     start_marker_embeddings(model, tokenizer)
     model.config.use_cache = False
     encoder = JoinedEncoder(tokenizer)
-    headings = HeadingEncoder(tokenizer, training_settings.seed)
-    _train_phases(
-        model, encoder, pad_token_id(tokenizer), training_settings, on_step, {"headings": headings}
-    )
+    _train_phases(model, encoder, pad_token_id(tokenizer), training_settings, on_step)
     save_checkpoint(model.eval(), tokenizer, out)
 
 
@@ -392,12 +385,8 @@ def _train_phases(
     pad_id: int,
     settings: TinyTrainingSettings,
     on_step: OnStep,
-    encoders: Mapping[str, PacksExamples] = MappingProxyType({}),
 ) -> None:
-    """Train all phases; the model gets the average of their results.
-
-    `encoders` has mixtures with an encoder of their own.
-    """
+    """Train all phases; the model gets the average of their results."""
     average = WeightAverage()
     steps_before = 0
     for phase in settings.phases:
@@ -405,8 +394,7 @@ def _train_phases(
         def report(step: StepReport, before: int = steps_before) -> None:
             on_step(replace(step, step=before + step.step, num_steps=settings.num_steps))
 
-        phase_encoder = encoders.get(phase.mixture, encoder)
-        train_phase(model, phase_encoder, pad_id, phase, settings.seed, report)
+        train_phase(model, encoder, pad_id, phase, settings.seed, report)
         steps_before += phase.recipe.num_steps
         _round_weights(model)
         average.add(model, phase.average_share)

@@ -65,17 +65,17 @@ SETTLING_WEIGHTS: KindWeights = (
     ("arithmetic", 4),
     ("code", 5),
 )
-# For answers that join: guides have several blocks, and each repeats all text before it.
+# For answers that join: each thread of a list has to find its point by a number.
 JOINING_WEIGHTS: KindWeights = (
-    ("numbered", 22),
-    ("bulleted", 18),
-    ("paragraphs", 18),
-    ("guide", 7),
-    ("titles", 7),
-    ("fact", 14),
-    ("small_talk", 3),
-    ("arithmetic", 5),
-    ("code", 6),
+    ("numbered", 34),
+    ("bulleted", 22),
+    ("paragraphs", 16),
+    ("guide", 5),
+    ("titles", 3),
+    ("fact", 9),
+    ("small_talk", 2),
+    ("arithmetic", 4),
+    ("code", 5),
 )
 
 _SYSTEM_SHARE = 0.2

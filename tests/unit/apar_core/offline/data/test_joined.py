@@ -27,10 +27,10 @@ def test_a_list_becomes_outlines_threads_and_a_conclusion() -> None:
         "<Outline>2: Rest</Outline>\n</Outlines>",
         "<Conclusion>\nBe well.\n</Conclusion>\n</Parallel>",
     )
-    assert joined.blocks == ((" Tea: Drink it.\n</Thread>", " Rest: Sleep.\n</Thread>"),)
+    assert joined.blocks == ((" **Tea**: Drink it.\n</Thread>", " **Rest**: Sleep.\n</Thread>"),)
     assert joined.text == (
-        joined.parent[0] + "\n<Thread>\n1: Tea: Drink it.\n</Thread><Thread>\n"
-        "2: Rest: Sleep.\n</Thread>\n" + joined.parent[1]
+        joined.parent[0] + "\n<Thread>\n1: **Tea**: Drink it.\n</Thread><Thread>\n"
+        "2: **Rest**: Sleep.\n</Thread>\n" + joined.parent[1]
     )
 
 
