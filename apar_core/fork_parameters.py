@@ -14,6 +14,8 @@ from typing import Any
 
 from apar_core.tree.thread_names import ThreadPath
 
+NO_TOKEN = -1
+"""Fork and child token of a format without such tokens."""
 EXTRA_ARG = "apar"
 """Key of the parameters in `SamplingParams.extra_args`."""
 _TUPLES = ("seed_ids", "banned_ids", "end_ids", "thread_path", "replacement_ids")
@@ -36,6 +38,9 @@ class ForkParameters:
     end_ids: tokens that end a thread.
     separated: insert line breaks between paragraphs whose text lacks them.
     thread_path: path of the thread that carries these parameters.
+    blocks: the format as JSON if threads wait for the children that they open; there is no fork
+        token then, and no fixed seed (`formats/blocks.py`).
+    num_generated: tokens that the thread has generated in earlier engine requests, before a join.
     key, key_max_threads: API key of the request, and how many threads all requests of that key may
         have alive in one engine before forks wait; None for no limit.
     cut_tokens: 1 if a child does not inherit the fork token, else 0.
@@ -57,6 +62,8 @@ class ForkParameters:
     cut_tokens: int = 0
     children_fork: bool = True
     replacement_ids: tuple[int, ...] = ()
+    blocks: str | None = None
+    num_generated: int = 0
 
     def to_extra_arg(self) -> dict[str, Any]:
         """Return the parameters as plain values for msgpack."""

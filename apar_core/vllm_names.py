@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         VocabParallelEmbedding as VocabParallelEmbedding,
     )
+    from vllm.tokenizers import cached_tokenizer_from_config as cached_tokenizer_from_config
     from vllm.tokenizers import get_tokenizer as get_tokenizer
     from vllm.transformers_utils.config import get_config as get_config
     from vllm.transformers_utils.config import get_hf_text_config as get_hf_text_config
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import FinishReason as FinishReason
     from vllm.v1.engine.async_llm import AsyncLLM as AsyncLLM
     from vllm.v1.engine.core import EngineCore as EngineCore
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer as IncrementalDetokenizer
     from vllm.v1.engine.exceptions import EngineGenerateError as EngineGenerateError
     from vllm.v1.engine.input_processor import InputProcessor as InputProcessor
     from vllm.v1.engine.output_processor import OutputProcessor as OutputProcessor
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from vllm.v1.executor.abstract import Executor as Executor
     from vllm.v1.kv_cache_interface import FullAttentionSpec as FullAttentionSpec
     from vllm.v1.kv_cache_interface import KVCacheConfig as KVCacheConfig
+    from vllm.v1.metrics.loggers import PrometheusStatLogger as PrometheusStatLogger
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT as EMPTY_MODEL_RUNNER_OUTPUT
     from vllm.v1.outputs import LogprobsLists as LogprobsLists
     from vllm.v1.outputs import ModelRunnerOutput as ModelRunnerOutput
@@ -111,7 +114,7 @@ NAMES = {
     "vllm.entrypoints.openai.models.protocol": "LoRAModulePath",
     "vllm.entrypoints.openai.responses.protocol": "ResponsesRequest",
     "vllm.model_executor.layers.vocab_parallel_embedding": "ParallelLMHead VocabParallelEmbedding",
-    "vllm.tokenizers": "get_tokenizer",
+    "vllm.tokenizers": "cached_tokenizer_from_config get_tokenizer",
     "vllm.transformers_utils.config": "get_config get_hf_text_config",
     "vllm.usage.usage_lib": "UsageContext",
     "vllm.utils.argparse_utils": "FlexibleArgumentParser",
@@ -127,12 +130,14 @@ NAMES = {
     "EngineCoreRequest FinishReason",
     "vllm.v1.engine.async_llm": "AsyncLLM",
     "vllm.v1.engine.core": "EngineCore",
+    "vllm.v1.engine.detokenizer": "IncrementalDetokenizer",
     "vllm.v1.engine.exceptions": "EngineGenerateError",
     "vllm.v1.engine.input_processor": "InputProcessor",
     "vllm.v1.engine.output_processor": "OutputProcessor OutputProcessorOutput "
     "RequestOutputCollector RequestState",
     "vllm.v1.executor.abstract": "Executor",
     "vllm.v1.kv_cache_interface": "FullAttentionSpec KVCacheConfig",
+    "vllm.v1.metrics.loggers": "PrometheusStatLogger",
     "vllm.v1.outputs": "EMPTY_MODEL_RUNNER_OUTPUT LogprobsLists ModelRunnerOutput "
     "SamplerOutput SamplingMaskLists",
     "vllm.v1.request": "Request RequestStatus",
@@ -157,9 +162,10 @@ OVERRIDES = {
     "AsyncLLM": "_add_request",
     "Executor": "_init_executor",
     "OutputProcessor": "_finish_request",
+    "PrometheusStatLogger": "_counter_cls _histogram_cls",
     "Scheduler": "_free_request _get_local_prefix_cache_hit _update_request_with_output",
 }
-"""Private methods that our subclasses of a vLLM class replace."""
+"""Private methods and attributes that our subclasses of a vLLM class replace."""
 
 
 def vllm_version() -> str:
@@ -283,6 +289,26 @@ def call_at_preemption(scheduler: Any, function: Callable[[], None]) -> None:
         return preempt(*args, **kwargs)
 
     scheduler._preempt_request = counted
+
+
+def watch_text(state: RequestState, note: Callable[[str], None]) -> None:
+    """Call a function with the text of each token that a request's detokenizer decodes."""
+    detokenizer: Any = state.detokenizer
+    decode = detokenizer.decode_next
+
+    def decode_next(token_id: int) -> str:
+        text: str = decode(token_id)
+        note(text)
+        return text
+
+    detokenizer.decode_next = decode_next
+
+
+def decoded_text(state: RequestState) -> str:
+    """Return the text of a request so far, after the removal of a stop string."""
+    detokenizer: Any = state.detokenizer
+    text: str = detokenizer.output_text
+    return text
 
 
 @contextmanager

@@ -1,15 +1,19 @@
 """Write the recording and alert rules as a PrometheusRule: `python -m k8s`, or `make k8s`."""
 
 from pathlib import Path
+from typing import Annotated
 
-from dashboards.prometheus import rule_groups
+import typer
+
+from dashboards.prometheus import RuleSettings, rule_groups
 from dashboards.prometheus.files import dump_yaml
+from dashboards.prometheus.settings import read_settings
 
 FILE = Path(__file__).parent / "components" / "monitoring" / "prometheus-rule.yaml"
 
 
-def prometheus_rule() -> str:
-    """Return the PrometheusRule as YAML."""
+def prometheus_rule(rules: RuleSettings | None = None) -> str:
+    """Return the PrometheusRule as YAML, by default with the settings of the committed file."""
     labels = {
         "app.kubernetes.io/part-of": "apar-serve",
         # Selected by kube-prometheus and kube-prometheus-stack with their default values.
@@ -22,10 +26,22 @@ def prometheus_rule() -> str:
             "apiVersion": "monitoring.coreos.com/v1",
             "kind": "PrometheusRule",
             "metadata": {"name": "apar", "labels": labels},
-            "spec": {"groups": rule_groups()},
+            "spec": {"groups": rule_groups(rules)},
         }
     )
 
 
+def main(
+    settings: Annotated[
+        Path | None,
+        typer.Option(help="Settings file as of `python -m dashboards.prometheus`; uses `rules`."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Output file.")] = FILE,
+) -> None:
+    """Write the recording and alert rules as a PrometheusRule."""
+    rules = None if settings is None else read_settings(settings).rules
+    out.write_text(prometheus_rule(rules), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    FILE.write_text(prometheus_rule(), encoding="utf-8")
+    typer.run(main)

@@ -153,7 +153,9 @@ class AparAsyncLLM(AsyncLLM):
         self, request: EngineCoreRequest, journal: Journal, *args: Any, **kwargs: Any
     ) -> None:
         """Add a request that another engine has started."""
-        journal = completed(request, journal, self.model_config.max_model_len)
+        journal = completed(
+            request, journal, self.model_config.max_model_len, self._input.tokenizer
+        )
         self._output.add_request(request, *args, **kwargs)
         if self._output.replay(request, journal):
             hand_to_scheduler(request, journal)

@@ -25,7 +25,8 @@ from apar_core.engine.replay import (
 )
 from apar_core.engine.request_follower import find_client
 from apar_core.errors import RequestError
-from apar_core.fork_parameters import EXTRA_ARG, ForkParameters, KeyTerms
+from apar_core.fork_parameters import EXTRA_ARG, NO_TOKEN, ForkParameters, KeyTerms
+from apar_core.formats.blocks import block_rules
 from apar_core.formats.control_tokens import (
     ControlTokens,
     Markers,
@@ -34,7 +35,6 @@ from apar_core.formats.control_tokens import (
     refuse_control_tokens,
 )
 from apar_core.formats.resolved_format import (
-    SERVED_TIERS,
     ResolvedFormat,
     find_format,
     refused_format,
@@ -111,19 +111,21 @@ class ForkInputProcessor(InputProcessor):
         self._may_fork = not vllm_config.aux_output_config.enable_return_routed_experts
         self._bans_as_bad_words = not bans_by_logits_processor(vllm_config)
         definition = self.format.definition
-        self._parameters: ForkParameters | None = None
-        if definition.parent == "waits":
-            return
-        assert self.format.trigger_id is not None
-        assert self.format.seed_ids is not None
+        waits = definition.parent == "waits"
+        blocks = definition.model_dump_json() if waits else None
+        if blocks is not None:
+            # For its errors, and because a long vocabulary takes a second.
+            block_rules(blocks, tokenizer)
+        fork_id = self.format.trigger_id
         self._parameters = ForkParameters(
-            fork_id=self.format.trigger_id,
-            seed_ids=self.format.seed_ids,
+            fork_id=NO_TOKEN if waits or fork_id is None else fork_id,
+            seed_ids=() if waits else self.format.seed_ids or (),
             banned_ids=self.format.banned_ids,
             enabled=self._settings.enabled,
             max_threads=self._settings.max_threads,
             max_forks=self._settings.max_forks,
             end_ids=self._end_ids(),
+            blocks=blocks,
             separated=self._settings.separators == "on"
             or (
                 self._settings.separators == "auto" and definition.trigger == APAR_RELEASED.trigger
@@ -238,9 +240,6 @@ class ForkInputProcessor(InputProcessor):
                 parameter="apar.max_threads",
                 value=max_threads,
             )
-        if self._parameters is None:
-            params.extra_args = extra_args or None
-            return
         parameters = replace(
             self._parameters,
             key=None if terms is None else terms.key,
@@ -250,7 +249,7 @@ class ForkInputProcessor(InputProcessor):
         )
         extra_args[EXTRA_ARG] = parameters.to_extra_arg()
         params.extra_args = extra_args
-        if self._bans_as_bad_words:
+        if self._bans_as_bad_words and parameters.blocks is None:
             add_bad_words(params, bad_words(parameters))
 
     def _set_replay(self, request: EngineCoreRequest, params: SamplingParams) -> None:
@@ -311,12 +310,6 @@ def _format(vllm_config: VllmConfig, tokenizer: Any) -> ResolvedFormat | None:
             extra=facts,
         )
         return None
-    if found.definition.tier not in SERVED_TIERS:
-        logger.warning(
-            "parents of the format %r wait for their children: served without forks so far",
-            found.definition.name,
-            extra=facts,
-        )
     return resolve(found.definition, tokenizer)
 
 

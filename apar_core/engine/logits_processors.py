@@ -14,9 +14,8 @@ import torch
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 
-from apar_core.engine.replay import REPLAY_ARG, thread_script
+from apar_core.engine.replay import script_of
 from apar_core.fork_parameters import ForkParameters
-from apar_core.tree.thread_names import replay_key_of_path
 from apar_core.vllm_names import BatchUpdate, LogitsProcessor, process_dict_updates
 
 Row = TypeVar("Row")
@@ -92,9 +91,9 @@ class ForkBans(RowProcessor[_BanRow]):
     def new_row(
         self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]
     ) -> _BanRow | None:
-        """Return a row for every sequence of a checkpoint with control tokens."""
+        """Return a row for every sequence of a checkpoint with fork tokens."""
         parameters = ForkParameters.from_extra_args(params.extra_args)
-        if parameters is None:
+        if parameters is None or parameters.blocks is not None:
             return None
         # The prompt of a resumed thread may end with a fork token that it has sampled.
         starts_banned = prompt_ids is not None and any(map(parameters.is_control, prompt_ids[-1:]))
@@ -159,12 +158,8 @@ class Replay(RowProcessor[_ReplayRow]):
         self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]
     ) -> _ReplayRow | None:
         """Return a row for each sequence whose request has a replay."""
-        replay = (params.extra_args or {}).get(REPLAY_ARG)
-        if replay is None:
-            return None
-        parameters = ForkParameters.from_extra_args(params.extra_args)
-        key = replay_key_of_path(parameters.thread_path if parameters else ())
-        return _ReplayRow(thread_script(replay, key), output_ids)
+        script = script_of(params.extra_args)
+        return None if script is None else _ReplayRow(script, output_ids)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Raise one logit of each replayed row of [num_rows, vocabulary], in place."""

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from apar_core.engine.logits_processors import CERTAIN_LOGIT
-from apar_core.engine.replay import REPLAY_ARG, thread_script
+from apar_core.engine.replay import script_of
 from apar_core.fork_parameters import ForkParameters
-from apar_core.tree.thread_names import replay_key_of_path
 from apar_core.vllm_names import V2LogitsProcessor
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class ForkBans(V2LogitsProcessor):
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Set what the request in a slot may sample; return whether anything is banned."""
         parameters = ForkParameters.from_extra_args(sampling_params.extra_args)
-        if parameters is None:
+        if parameters is None or parameters.blocks is not None:
             self._staged[req_idx] = _FREE
             return False
         self._parameters = parameters
@@ -97,13 +96,11 @@ class Replay(V2LogitsProcessor):
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Keep the tokens of the thread in a slot; return whether it has any."""
-        replay = (sampling_params.extra_args or {}).get(REPLAY_ARG)
-        if replay is None:
+        script = script_of(sampling_params.extra_args)
+        if script is None:
             self._scripts.pop(req_idx, None)
             return False
-        parameters = ForkParameters.from_extra_args(sampling_params.extra_args)
-        key = replay_key_of_path(parameters.thread_path if parameters else ())
-        self._scripts[req_idx] = thread_script(replay, key)
+        self._scripts[req_idx] = script
         return True
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
 from vllm import SamplingParams
 
+from apar_core.engine.block_threads import BlockThreads
 from apar_core.engine.paced_outputs import interval_under_load, pace
 from apar_core.engine.request_follower import RequestFollower, beam_search_of, find_client
 from apar_core.engine.resume_request import outputs_so_far
@@ -17,18 +18,25 @@ from apar_core.engine.thread_outputs import (
     RequestThreads,
     TextToken,
     UnforkedThread,
+    watch_unforked,
 )
+from apar_core.engine.thread_tags import Decoder, ThreadTags
 from apar_core.fork_parameters import ForkParameters
+from apar_core.formats.blocks import block_rules
 from apar_core.journal import Journal
 from apar_core.scheduler.thread_requests import forget_journal
+from apar_core.tree.paragraph import ParagraphTree
 from apar_core.tree.restore import Edge, Separator
 from apar_core.vllm_names import (
     EngineCoreOutput,
     EngineCoreRequest,
+    IncrementalDetokenizer,
     LogprobsLists,
     OutputProcessor,
     OutputProcessorOutput,
     RequestState,
+    decoded_text,
+    watch_text,
 )
 
 
@@ -50,6 +58,8 @@ class ForkOutputProcessor(OutputProcessor):
         self._followers: dict[str, RequestFollower] = {}
         # By engine request id, if the checkpoint has no control tokens.
         self._plain: dict[str, RequestFollower] = {}
+        # By engine request id, if the client asked for a thread-tagged stream.
+        self._tagged: dict[str, ThreadTags] = {}
         self.stream_pause_s = 0.0
 
     def follow(self, request_id: str, follower: RequestFollower) -> None:
@@ -83,6 +93,8 @@ class ForkOutputProcessor(OutputProcessor):
         if follower is not None:
             _begin(follower, state, params)
         parameters = ForkParameters.from_extra_args(params.extra_args)
+        if parameters is None or not parameters.enabled:
+            self._tag(follower, state, params, ParagraphTree())
         if parameters is None:
             if follower is not None:
                 self._plain[request.request_id] = follower
@@ -90,12 +102,29 @@ class ForkOutputProcessor(OutputProcessor):
         if not parameters.enabled:
             self._unforked[request.request_id] = UnforkedThread(parameters, follower)
             return
-        self._threads[request.request_id] = RequestThreads(
-            request.request_id,
-            parameters,
-            self._separator if parameters.separated else None,
-            follower,
-            num_logprobs=params.num_logprobs,
+        threads = self._threads[request.request_id] = self._new_threads(
+            request, parameters, follower, params.num_logprobs
+        )
+        if (tags := self._tag(follower, state, params, threads.tree)) is not None:
+            threads.tag(tags)
+
+    def _new_threads(
+        self,
+        request: EngineCoreRequest,
+        parameters: ForkParameters,
+        follower: RequestFollower | None,
+        num_logprobs: int | None,
+    ) -> RequestThreads:
+        request_id = request.request_id
+        if parameters.blocks is not None:
+            rules = block_rules(parameters.blocks, self.tokenizer)
+            prompt = request.prompt_token_ids or []
+            return BlockThreads(
+                request_id, parameters, rules, prompt, follower, num_logprobs=num_logprobs
+            )
+        separator = self._separator if parameters.separated else None
+        return RequestThreads(
+            request_id, parameters, separator, follower, num_logprobs=num_logprobs
         )
 
     def journal_of(self, request: EngineCoreRequest) -> Journal | None:
@@ -113,7 +142,7 @@ class ForkOutputProcessor(OutputProcessor):
             follower.replay(begins=True)
         # The lost engine did this work, so it gives no trace here.
         traces, self.tracing_enabled = self.tracing_enabled, False
-        self.process_outputs(outputs_so_far(request, journal))
+        self.process_outputs(outputs_so_far(request, journal, self.tokenizer))
         self.tracing_enabled = traces
         if follower is not None:
             follower.replay(begins=False)
@@ -130,11 +159,16 @@ class ForkOutputProcessor(OutputProcessor):
                 follower.add(output)
         if self._unforked:
             self._watch_unforked(engine_core_outputs)
+        for output in engine_core_outputs if self._tagged else ():
+            if output.request_id in self._tagged and output.request_id not in self._threads:
+                watch_unforked(self._tagged[output.request_id], output)
         if not self._threads:
             return super().process_outputs(engine_core_outputs, *args, **kwargs)
         joined, unfinished = self._join(engine_core_outputs)
         processed = super().process_outputs(joined, *args, **kwargs)
         processed.reqs_to_abort.extend(unfinished)
+        if self._tagged:
+            self._show_updates(engine_core_outputs, joined)
         return processed
 
     def abort_requests(self, request_ids: Iterable[str], internal: bool) -> list[str]:
@@ -168,6 +202,46 @@ class ForkOutputProcessor(OutputProcessor):
                 unfinished.append(threads.request_id)
         return joined, unfinished
 
+    def _tag(
+        self,
+        follower: RequestFollower | None,
+        state: RequestState,
+        params: SamplingParams,
+        tree: ParagraphTree[TextToken],
+    ) -> ThreadTags | None:
+        """Begin to tag what the threads of a new request write, if its client asked for it."""
+        stream = None if follower is None else follower.tags
+        if stream is None or self.tokenizer is None or not params.detokenize:
+            return None
+        parent = state.parent_req
+        tags = ThreadTags(
+            stream.choice(
+                state.external_req_id, state.request_index, 1 if parent is None else parent.n
+            ),
+            tree,
+            state.prompt_token_ids or (),
+            partial(_new_decoder, self.tokenizer, params),
+        )
+        stream.add(tags)
+        self._tagged[state.request_id] = tags
+        watch_text(state, tags.note)
+        return tags
+
+    def _show_updates(
+        self, engine_core_outputs: list[EngineCoreOutput], joined: list[EngineCoreOutput]
+    ) -> None:
+        """Let tagged streams have a chunk although none of their text became certain."""
+        shown = {output.request_id for output in joined}
+        for output in engine_core_outputs:
+            threads = self._threads.get(output.request_id)
+            if threads is None or threads.tags is None or threads.request_id in shown:
+                continue
+            shown.add(threads.request_id)
+            state = self.request_states[threads.request_id]
+            empty = state.make_request_output([], None, None, None)
+            if empty is not None and state.queue is not None:
+                state.queue.put(empty)
+
     def _watch_unforked(self, engine_core_outputs: list[EngineCoreOutput]) -> None:
         """Count the outputs of requests that may not fork."""
         for output in engine_core_outputs:
@@ -194,6 +268,8 @@ class ForkOutputProcessor(OutputProcessor):
             for thread_request_id in forked.thread_request_ids:
                 self._threads.pop(thread_request_id, None)
             forked.cut()
+        if (tags := self._tagged.pop(request_id, None)) is not None:
+            tags.end(decoded_text(req_state))
         if threads is None:
             return
         statistics = self.records.add(req_state.external_req_id, threads, req_state.prompt_len)
@@ -229,6 +305,25 @@ def _without_control_tokens(logprobs: LogprobsLists, parameters: ForkParameters)
     for banned_id in parameters.banned_ids:
         banned |= token_ids == banned_id
     return logprobs._replace(logprobs=np.where(banned, -np.inf, logprobs.logprobs))
+
+
+def _new_decoder(tokenizer: Any, params: SamplingParams, context: list[int]) -> Decoder:
+    """Return a detokenizer for text that follows the tokens of `context`."""
+    request = EngineCoreRequest(
+        request_id="",
+        prompt_token_ids=context,
+        mm_features=None,
+        sampling_params=SamplingParams(
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        ),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    return IncrementalDetokenizer.from_new_request(tokenizer, request)
 
 
 _LINE_BREAK = {Edge.FIRST_CHILD: "\n", Edge.NEXT_SIBLING: "\n\n"}

@@ -73,6 +73,20 @@ def thread_script(replay: str, key: str) -> list[int]:
     return _ids(replay[start : replay.index("\n", start)])
 
 
+def script_of(extra_args: Mapping[str, Any] | None) -> list[int] | None:
+    """Return the tokens that the engine request with these arguments has to generate.
+
+    None if it has no replay.
+    """
+    if not extra_args or REPLAY_ARG not in extra_args:
+        return None
+    parameters = ForkParameters.from_extra_args(extra_args)
+    if parameters is None:
+        return thread_script(extra_args[REPLAY_ARG], "")
+    key = replay_key_of_path(parameters.thread_path)
+    return thread_script(extra_args[REPLAY_ARG], key)[parameters.num_generated :]
+
+
 def without_generated(extra_args: dict[str, Any], journal: Journal) -> dict[str, Any]:
     """Return `extra_args` for an engine that resumes a request from a journal.
 

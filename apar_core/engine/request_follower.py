@@ -20,6 +20,7 @@ from apar_core.tree.thread_names import ThreadPath, thread_path
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
+    from apar_core.engine.thread_tags import StreamTags
     from apar_core.vllm_names import EngineCoreOutput
 
 Value = TypeVar("Value")
@@ -67,6 +68,8 @@ class RequestFollower:
     `aborted` is set when the engine core gives up a request, as it does when it shuts down. A
     client's abort never sets it: the API process then drops the request at once and does not wait
     for an output.
+
+    `tags` collects what each thread writes, if the client asked for a thread-tagged stream.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class RequestFollower:
         observer: ThreadObserver | None = None,
     ) -> None:
         self.resume = resume
+        self.tags: StreamTags | None = None
         self._observer = observer
         self.prompt_tokens = 0
         self.generated_tokens = 0

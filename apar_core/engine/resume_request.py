@@ -7,13 +7,16 @@ everything known of it. The scheduler gets the same journal and resumes the unfi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from vllm.sampling_params import SamplingParams
 
 from apar_core.engine.replay import without_generated
 from apar_core.fork_parameters import ForkParameters
+from apar_core.formats.blocks import block_rules
 from apar_core.journal import Journal, ThreadDelta, to_plain
+from apar_core.scheduler.block_journal import completed_blocks, rebuilt_threads
 from apar_core.scheduler.thread_requests import RESUME_ARG, thread_sequences, was_refused
 from apar_core.tree.thread_names import ThreadPath, thread_request_id
 from apar_core.vllm_names import EngineCoreOutput, EngineCoreRequest, FinishReason, Request
@@ -31,8 +34,10 @@ def hand_to_scheduler(request: AnyRequest, journal: Journal) -> None:
         params.extra_args = {**extra_args, RESUME_ARG: to_plain(journal)}
 
 
-def outputs_so_far(request: AnyRequest, journal: Journal) -> list[EngineCoreOutput]:
-    """Return the engine's outputs for a journal, one for each thread that has any."""
+def outputs_so_far(
+    request: AnyRequest, journal: Journal, tokenizer: Any = None
+) -> list[EngineCoreOutput]:
+    """Return the engine's outputs for a journal, one or two for each thread that has any."""
     return [
         EngineCoreOutput(
             thread_request_id(request.request_id, delta.path),
@@ -46,13 +51,36 @@ def outputs_so_far(request: AnyRequest, journal: Journal) -> list[EngineCoreOutp
                 else None
             ),
         )
-        for delta in journal
+        for delta in _with_separate_ends(request, journal, tokenizer)
         if delta.token_ids or delta.finish_reason is not None
     ]
 
 
-def completed(request: AnyRequest, journal: Journal, max_model_len: int) -> Journal:
+def _with_separate_ends(
+    request: AnyRequest, journal: Journal, tokenizer: Any
+) -> Iterator[ThreadDelta]:
+    """Yield the deltas, and the end of a thread that ended at a join apart from its tokens."""
+    params = request.sampling_params
+    parameters = None if params is None else ForkParameters.from_extra_args(params.extra_args)
+    if parameters is None or parameters.blocks is None or not parameters.enabled:
+        yield from journal
+        return
+    rules = block_rules(parameters.blocks, tokenizer)
+    threads = rebuilt_threads(journal, request.prompt_token_ids or [], rules, parameters)
+    for delta in journal:
+        if delta.finish_reason is None or threads[delta.path].waits_for is None:
+            yield delta
+        else:
+            yield delta._replace(finish_reason=None)
+            yield delta._replace(token_ids=())
+
+
+def completed(
+    request: AnyRequest, journal: Journal, max_model_len: int, tokenizer: Any = None
+) -> Journal:
     """Return a merged journal with an entry for every fork, as the scheduler needs it.
+
+    `tokenizer` is needed for formats whose parent waits.
 
     The lost engine may not have reported its last decisions. They are made here by the same rules:
     a fork without room in the context or beyond `max_forks` opens no thread, and all threads end
@@ -64,6 +92,15 @@ def completed(request: AnyRequest, journal: Journal, max_model_len: int) -> Jour
     parameters = None if params is None else ForkParameters.from_extra_args(params.extra_args)
     if params is None or parameters is None or not parameters.enabled:
         return journal[:1]
+    if parameters.blocks is not None:
+        return completed_blocks(
+            journal,
+            request.prompt_token_ids or [],
+            block_rules(parameters.blocks, tokenizer),
+            parameters,
+            max_tokens=params.max_tokens,
+            max_model_len=max_model_len,
+        )
     threads = {delta.path: delta for delta in journal}
     _add_children(threads, parameters, request.prompt_token_ids or [], max_model_len)
     used = sum(

@@ -7,7 +7,7 @@ with the tokens whose position in the restored text is certain.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from apar_core.engine.request_follower import RequestFollower
+from apar_core.engine.thread_tags import ThreadTags
 from apar_core.errors import TreeError
 from apar_core.fork_parameters import ForkParameters
 from apar_core.tree.paragraph import ParagraphTree
@@ -153,7 +154,7 @@ class RequestThreads:
         self.parameters = parameters
         self._stream = TreeStream(self.tree, separator)
         self._threads: dict[str, ThreadId] = {request_id: ROOT_THREAD}
-        self._control_ids = parameters.control_ids
+        self._control_ids: Container[int] = parameters.control_ids
         self._replacement = [plain_token(token_id) for token_id in parameters.replacement_ids]
         self._reasons: set[FinishReason] = set()
         self._stop_reason: int | str | None = None
@@ -165,6 +166,11 @@ class RequestThreads:
         self._carried: _Carried | None = None
         # Whether any token has more than an id.
         self._has_details = False
+        self.tags: ThreadTags | None = None
+
+    def tag(self, tags: ThreadTags) -> None:
+        """Let `tags` read the threads for a tagged stream."""
+        self.tags, self._stream.pieces = tags, tags.pieces
 
     def feed(self, output: EngineCoreOutput) -> Sequence[str]:
         """Add one thread's output; return the engine request ids of its new children."""
@@ -186,8 +192,15 @@ class RequestThreads:
         if output.num_nans_in_logits:
             carried = self._carrying()
             carried.num_nans_in_logits = max(carried.num_nans_in_logits, output.num_nans_in_logits)
-        token_ids = output.new_token_ids
         ended = _ended_itself(output, self.parameters)
+        children = self._feed_tokens(thread, output, ended=ended)
+        if output.finish_reason is not None:
+            self._finish(thread, output, ended=ended)
+        return children
+
+    def _feed_tokens(self, thread: ThreadId, output: EngineCoreOutput, *, ended: bool) -> list[str]:
+        """Add the tokens of one output; return the engine request ids of its new children."""
+        token_ids = output.new_token_ids
         num_text = len(token_ids) - ended
         children: list[str] = []
         start = 0
@@ -199,8 +212,6 @@ class RequestThreads:
                 if token_id == self.parameters.fork_id:
                     children.append(self._fork(output.request_id, thread))
         self._append(thread, output, start, num_text)
-        if output.finish_reason is not None:
-            self._finish(thread, output, ended=ended)
         return children
 
     def take(self) -> list[EngineCoreOutput]:
@@ -209,6 +220,8 @@ class RequestThreads:
         The last one has no token, only the finish reason: vLLM's detokenizer would otherwise take
         the last token of the text for a stop token.
         """
+        if self.tags is not None:
+            self.tags.read()
         tokens = self._stream.take()
         stopping = next((i for i, token in enumerate(tokens) if token.stops), None)
         if stopping is not None:
@@ -275,6 +288,8 @@ class RequestThreads:
             self._stop_reason = output.stop_reason
         if reason == FinishReason.ERROR:
             self._failure = output
+        if self.tags is not None:
+            self.tags.finished(thread, str(reason))
         self.tree.finish(thread, ended=ended)
         if reason in (FinishReason.ERROR, FinishReason.ABORT):
             self.cut()
@@ -334,6 +349,20 @@ class RequestThreads:
         if finish_reason is not None and self._failure is not None:
             copy_error(self._failure, output)
         return output
+
+
+def watch_unforked(tags: ThreadTags, output: EngineCoreOutput) -> None:
+    """Add an output to the tags of a request that may not fork."""
+    token_ids, reason = output.new_token_ids, output.finish_reason
+    ended = reason == FinishReason.STOP and output.stop_reason is None
+    num_text = len(token_ids) - ended
+    tags.tree.append(ROOT_THREAD, map(plain_token, token_ids[:num_text]))
+    # vLLM's detokenizer may decode the end token too.
+    tags.pieces.append((tags.tree.root, len(token_ids)))
+    if reason is not None:
+        tags.finished(ROOT_THREAD, str(reason))
+        tags.tree.finish(ROOT_THREAD, ended=ended)
+    tags.read()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from apar_core.formats.shipped_formats import REFUSED, REFUSED_TOKENS, SHIPPED
 
 SETTING = "parallel_format"
 """The setting that names or defines a format: of a model, and in `additional_config.apar`."""
-SERVED_TIERS = frozenset({1})
 """Tiers whose checkpoints fork; others are served as ordinary models."""
 _LIKE = "like"
 

@@ -1,8 +1,11 @@
-"""Share a parent's KV blocks with its child, and keep them alive while the child waits.
+"""Share a thread's KV blocks with the next ones, and keep them alive until these are scheduled.
 
 A fork after n tokens shares all full blocks of these tokens and copies the partly filled one
 (APAR, section 2.3: "copies at most 1 KV cache block"). The copy is vLLM's copy-on-write for prefix
 hits that end inside a block.
+
+A thread that waits for its children continues behind a joined text. Blocks are kept for it in the
+same way: its own, then those of its first child, which begins with the same tokens.
 """
 
 from __future__ import annotations
@@ -44,6 +47,19 @@ class ForkCounters:
     fallbacks: int = 0
 
 
+@dataclass(slots=True)
+class JoinCounters:
+    """Cost of joins since the engine started: tokens before a thread that continues behind one.
+
+    shared_tokens: those whose KV was kept or cached. computed_tokens: those that were computed,
+        most of them for the second time.
+    """
+
+    joins: int = 0
+    shared_tokens: int = 0
+    computed_tokens: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
     """Reference on the blocks of a waiting child's first `num_tokens` tokens."""
@@ -66,12 +82,15 @@ class BlockSharing:
         self, manager: KVCacheManager, num_running: Callable[[], int], row_tokens: int = 1
     ) -> None:
         self.counters = ForkCounters()
+        self.join_counters = JoinCounters()
         self._manager = manager
         self._num_running = num_running
         self._row_tokens = row_tokens
         self._is_replaced = False
         self._prefixes: dict[str, SharedPrefix] = {}
         self._unscheduled: set[str] = set()
+        # Threads among `_unscheduled` that continue behind a joined text.
+        self._continuing: set[str] = set()
         single_managers = manager.coordinator.single_type_managers
         self._block_sizes = [single.block_size for single in single_managers]
         # If disabled, children find their prefix in the prefix cache like any request. Other kinds
@@ -85,12 +104,22 @@ class BlockSharing:
         The first `num_inherited` tokens of the child's prompt are the parent's.
         """
         # A request computes at least the last token of its prompt.
-        num_tokens = min(num_inherited, child.num_prompt_tokens - 1, parent.num_computed_tokens)
+        num_tokens = min(num_inherited, child.num_prompt_tokens - 1)
         self.counters.forks += 1
         self._unscheduled.add(child.request_id)
+        self.hold(child.request_id, parent, num_tokens)
+
+    def hold(self, request_id: str, owner: Request, num_tokens: int) -> int:
+        """Reference the blocks of a thread's first tokens for another engine request.
+
+        Replaces an earlier reference for that request. Returns how many tokens are held, at most
+        those that have been computed.
+        """
+        self._release(request_id)
+        num_tokens = min(num_tokens, owner.num_computed_tokens)
         if num_tokens <= 0 or not self.enabled:
-            return
-        groups = self._manager.get_blocks(parent.request_id).blocks
+            return 0
+        groups = self._manager.get_blocks(owner.request_id).blocks
         kept = tuple(
             list(blocks[: cdiv(num_tokens, block_size)])
             for blocks, block_size in zip(groups, self._block_sizes, strict=True)
@@ -98,7 +127,13 @@ class BlockSharing:
         for blocks in kept:
             self._manager.block_pool.touch(blocks)
         prefix = SharedPrefix(self._manager.create_kv_cache_blocks(kept), num_tokens)
-        self._prefixes[child.request_id] = prefix
+        self._prefixes[request_id] = prefix
+        return num_tokens
+
+    def continues(self, request_id: str) -> None:
+        """Let a thread that has waited take what is held for it when it is scheduled."""
+        self._unscheduled.add(request_id)
+        self._continuing.add(request_id)
 
     def begin_step(self, running: Sequence[Request]) -> None:
         """Prepare for the allocations of a step, which continues the `running` threads first."""
@@ -123,6 +158,7 @@ class BlockSharing:
     def forget(self, request_id: str) -> None:
         """Drop the reference of a thread that has ended or will not start."""
         self._unscheduled.discard(request_id)
+        self._continuing.discard(request_id)
         self._release(request_id)
 
     def count_released_early(self, request_id: str) -> None:
@@ -194,6 +230,13 @@ class BlockSharing:
         return None
 
     def _count(self, request: Request, *, num_new_computed_tokens: int = 0, **_: Any) -> None:
+        if request.request_id in self._continuing:
+            self.join_counters.joins += 1
+            self.join_counters.shared_tokens += num_new_computed_tokens
+            self.join_counters.computed_tokens += (
+                request.num_prompt_tokens - num_new_computed_tokens
+            )
+            return
         self.counters.fallbacks += request.request_id not in self._prefixes
         self.counters.shared_tokens += num_new_computed_tokens
         self.counters.computed_tokens += request.num_prompt_tokens - num_new_computed_tokens

@@ -20,6 +20,7 @@ def core_state(scheduler: Any) -> dict[str, Any]:
     requests: requests of the engine with a live thread; a client's request with several choices or
         prompts counts as several.
     threads: running and waiting threads. deferred_threads: children that have not started.
+    waiting_parents: threads that wait until their children have ended.
     kv_blocks, free_blocks: blocks of the KV cache, and blocks that no thread holds.
     step_s: mean time of the last steps. steps: number, rows and seconds of all steps.
     generated_tokens: tokens sampled. step_costs: what the adaptive fork policy has learned.
@@ -41,9 +42,11 @@ def core_state(scheduler: Any) -> dict[str, Any]:
         num_forked = sum(len(group.live) for group in groups)
         state["requests"] = len(groups) + len(scheduler.requests) - num_forked
         state["deferred_threads"] = sum(len(group.deferred) for group in groups)
+        state["waiting_parents"] = sum(len(group.waiting) for group in groups)
         state["deferred_by_reason"] = scheduler.admission.waiting_by_reason(groups)
         state["generated_tokens"] = scheduler.num_generated_tokens
         state["fork_counters"] = asdict(scheduler.block_sharing.counters)
+        state["join_counters"] = asdict(scheduler.block_sharing.join_counters)
         state["admission_counters"] = asdict(scheduler.admission.counters)
         clock = scheduler.step_clock
         state["step_s"] = clock.mean_s

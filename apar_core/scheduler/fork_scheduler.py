@@ -13,6 +13,8 @@ Life of a fork, and where each decision is made:
    limits of request, key and replica, then the policy (`fork_policy.py`).
 4. `_free_request` handles the end of a thread, and starts a child of a request without live threads
    regardless of limits.
+
+In formats whose parent waits for its children, `joins.py` opens and joins blocks of threads.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ from typing import Any
 from vllm.config import VllmConfig
 
 from apar_core.fork_parameters import ForkParameters
+from apar_core.formats.blocks import OpenBlock
 from apar_core.journal import Journal
 from apar_core.scheduler.block_sharing import BlockSharing
 from apar_core.scheduler.core_state import install_core_state
 from apar_core.scheduler.fork_admission import ForkAdmission
 from apar_core.scheduler.fork_policy import AdaptivePolicy, build_policy
 from apar_core.scheduler.fork_settings import check_engine, fork_settings
+from apar_core.scheduler.joins import Joins
 from apar_core.scheduler.request_gate import GatedQueue
 from apar_core.scheduler.row_limits import RowWarnings
 from apar_core.scheduler.step_time import StepClock
@@ -53,6 +57,7 @@ from apar_core.vllm_names import (
     RequestStatus,
     Scheduler,
     SchedulerOutput,
+    cached_tokenizer_from_config,
     cdiv,
 )
 
@@ -94,8 +99,9 @@ class ForkMixin(Scheduler):
         # Bound once, as it is called for every row of every step.
         self._take_as_vllm = super()._update_request_with_output
         self._exhausted: list[ThreadGroup[Request]] = []
-        # (client index, request id) of threads that end by length without an output from vLLM.
-        self._unopened: list[tuple[int, str]] = []
+        # (client index, request id, reason) of threads that end without an output from vLLM.
+        self._unopened: list[tuple[int, str, FinishReason]] = []
+        self.joins = Joins(self, lambda: cached_tokenizer_from_config(vllm_config.model_config))
 
     @property
     def _counts_attended(self) -> bool:
@@ -117,12 +123,16 @@ class ForkMixin(Scheduler):
             return
         self.admission.queue.thread_began(request.request_id, parameters.key)
         if parameters.enabled:
-            self.threads.open_group(
-                request.request_id,
-                parameters,
-                request.max_tokens,
-                arrival=(request.priority, request.arrival_time),
-            )
+            self.joins.begin(self._open_group(request, parameters), request)
+
+    def _open_group(self, request: Request, parameters: ForkParameters) -> ThreadGroup[Request]:
+        return self.threads.open_group(
+            request.request_id,
+            parameters,
+            request.max_tokens,
+            arrival=(request.priority, request.arrival_time),
+            rules=self.joins.rules(parameters),
+        )
 
     def _resume(self, request: Request, journal: Journal) -> None:
         """Resume a request from its journal: one thread at once, the others like new forks."""
@@ -133,18 +143,18 @@ class ForkMixin(Scheduler):
             if parameters is not None:
                 self.admission.queue.thread_began(request.request_id, parameters.key)
             return
-        group = self.threads.open_group(
-            request.request_id,
-            parameters,
-            request.max_tokens,
-            arrival=(request.priority, request.arrival_time),
-        )
-        first, *others = resumed_threads(request, journal, group)
-        self._start(group, first)
-        if first.request_id != group.root_id:
-            self.threads.end_thread(group.root_id)
-        for thread in others:
+        group = self._open_group(request, parameters)
+        if group.rules is None:
+            threads = resumed_threads(request, journal, group)
+        else:
+            threads = self.joins.resume(group, request, journal)
+        for thread in threads[:1]:
+            self._start(group, thread)
+        if not any(thread.request_id == group.root_id for thread in threads[:1]):
+            self.threads.root_is_not_live(group)
+        for thread in threads[1:]:
             self.admission.wait(group, thread)
+        self.joins.settle()
         self._start_waiting_forks()
 
     def finish_requests(
@@ -188,18 +198,19 @@ class ForkMixin(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """As in vLLM, with an output for each thread that a limit ended; starts waiting forks."""
+        self.joins.step_ends(scheduler_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for group in self._exhausted:
-            for child in self._close(group):
-                self._unopened.append((child.client_index, child.request_id))
-            ended = super().finish_requests(set(group.live), RequestStatus.FINISHED_LENGTH_CAPPED)
-            self._unopened.extend((thread.client_index, thread.request_id) for thread in ended)
-        self._exhausted.clear()
-        for client_index, request_id in self._unopened:
-            client_outputs = outputs.setdefault(client_index, EngineCoreOutputs())
-            client_outputs.outputs.append(
-                EngineCoreOutput(request_id, [], finish_reason=FinishReason.LENGTH)
+            ended = self._close(group)
+            ended += super().finish_requests(set(group.live), RequestStatus.FINISHED_LENGTH_CAPPED)
+            self._unopened.extend(
+                (thread.client_index, thread.request_id, FinishReason.LENGTH) for thread in ended
             )
+        self._exhausted.clear()
+        self.joins.settle()
+        for client_index, request_id, reason in self._unopened:
+            client_outputs = outputs.setdefault(client_index, EngineCoreOutputs())
+            client_outputs.outputs.append(EngineCoreOutput(request_id, [], finish_reason=reason))
         self._unopened.clear()
         if timed := self.step_clock.end(scheduler_output, still_busy=bool(self.running)):
             self.admission.policy.observe(*timed)
@@ -264,7 +275,8 @@ class ForkMixin(Scheduler):
         is_stale: bool,
     ) -> tuple[list[int], bool]:
         """Take any number of tokens, including fork tokens, as far as the budget allows."""
-        tokens = group.within_budget(new_token_ids)
+        tokens, block = self.joins.until_marker(group, request, group.within_budget(new_token_ids))
+        num_tokens = len(tokens)
         # Control tokens are not text: each raises the thread's own limit by one.
         request.max_tokens += sum(map(group.parameters.is_control, tokens))
         stopped = False
@@ -273,11 +285,26 @@ class ForkMixin(Scheduler):
             self.num_generated_tokens += len(tokens)
         has_stopped = stopped and request.status == RequestStatus.FINISHED_STOPPED
         group.count_text(tokens, stopped=has_stopped)
+        if group.rules is not None:
+            if block and not stopped and len(tokens) == num_tokens:
+                stopped = self._take_marker(group, request, block)
+            return tokens, stopped
         first = request.num_tokens - len(tokens)
         for index, token_id in enumerate(tokens, start=first):
             if token_id == group.parameters.fork_id:
                 self._fork(group, request, fork_index=index)
         return tokens, stopped
+
+    def _take_marker(
+        self, group: ThreadGroup[Request], thread: Request, block: OpenBlock | bool
+    ) -> bool:
+        """Open a block, or end a child; return whether the thread has stopped."""
+        if isinstance(block, OpenBlock):
+            if not group.exhausted and not group.closed:
+                self.joins.open(group, thread, block)
+            return False
+        thread.status = RequestStatus.FINISHED_STOPPED
+        return True
 
     def _fork(self, group: ThreadGroup[Request], parent: Request, *, fork_index: int) -> None:
         """Open a thread at a fork token, or refuse to; `fork_index` is the token's position."""
@@ -285,8 +312,7 @@ class ForkMixin(Scheduler):
         # The child needs room for its seed and at least one token of its own.
         has_room = group.parameters.num_read(fork_index) < self.max_model_len
         if not has_room or not group.may_fork():
-            self.admission.counters.refused += 1
-            self._unopened.append((parent.client_index, child_request_id))
+            self.refuse(parent.client_index, child_request_id)
             return
         child = build_child_request(
             parent,
@@ -301,6 +327,31 @@ class ForkMixin(Scheduler):
         self.block_sharing.share(parent, child, num_inherited)
         # Forks start at the end of the step, in order of their requests' age, not of the rows.
         self.admission.wait(group, child)
+
+    def refuse(self, client_index: int, child_request_id: str) -> None:
+        """Report a child that does not open as ended by length."""
+        self.admission.counters.refused += 1
+        self._unopened.append((client_index, child_request_id, FinishReason.LENGTH))
+
+    def pause_thread(self, thread: Request) -> None:
+        """End the engine request of a thread that waits for its children."""
+        super().finish_requests(thread.request_id, RequestStatus.FINISHED_STOPPED)
+
+    def start_continuation(self, group: ThreadGroup[Request], thread: Request) -> None:
+        """Start the engine request in which a thread continues behind its children's texts."""
+        self._start(group, thread)
+        # Its request was queued long before.
+        thread.events.clear()
+
+    def end_waiting(
+        self, group: ThreadGroup[Request], thread: Request, reason: FinishReason
+    ) -> None:
+        """End a thread that does not continue behind its children's texts."""
+        self._unopened.append((thread.client_index, thread.request_id, reason))
+        self.block_sharing.forget(thread.request_id)
+        self.threads.end_thread(thread.request_id)
+        self._offer_children(group)
+        self._leave_if_ended(group.root_id, thread.client_index)
 
     def _start(self, group: ThreadGroup[Request], child: Request) -> None:
         self.threads.add_thread(group, child.request_id)
@@ -336,8 +387,10 @@ class ForkMixin(Scheduler):
 
     def _has_begun(self, request: Request) -> bool:
         group = self.threads.group(request.request_id)
-        is_child = group is not None and request.request_id != group.root_id
-        return is_child or (group is not None and request.num_preemptions > 0)
+        if group is None:
+            return False
+        is_child = request.request_id != group.root_id
+        return is_child or request.num_preemptions > 0 or group.has_joined(request.request_id)
 
     def _scheduled_batch(self, step: SchedulerOutput) -> StepBatch:
         rows = len(step.num_scheduled_tokens)
@@ -349,17 +402,18 @@ class ForkMixin(Scheduler):
         return StepBatch(rows, attended, step.total_num_scheduled_tokens - rows)
 
     def _close(self, group: ThreadGroup[Request]) -> list[Request]:
-        """Start no further thread of a group; return the children that were waiting."""
+        """Start no further thread of a group; return its children and parents that were waiting."""
         group.closed = True
         deferred = list(group.deferred)
         group.deferred.clear()
         for child in deferred:
             self.block_sharing.forget(child.request_id)
         self.admission.closed(group)
+        ended = deferred + self.joins.close(group)
         self.threads.drop_if_ended(group)
-        if deferred:
-            self._leave_if_ended(group.root_id, deferred[0].client_index)
-        return deferred
+        if ended:
+            self._leave_if_ended(group.root_id, ended[0].client_index)
+        return ended
 
     def _leave_if_ended(self, root_id: str, client_index: int) -> None:
         """Report a request as finished and free its place, if it has no live or waiting thread.
@@ -381,20 +435,31 @@ class ForkMixin(Scheduler):
         self, request: Request, delay_free_blocks: bool = False
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         group = self.threads.group(request.request_id)
+        pauses = self.joins.pauses(group, request)
+        if not pauses:
+            self.joins.ended(group, request)
         if group is not None and group.continues_without(request.request_id):
             self.block_sharing.count_released_early(request.request_id)
         freed = super()._free_request(request, delay_free_blocks)
-        self.block_sharing.forget(request.request_id)
         self.admission.queue.thread_ended(request.request_id)
-        group = self.threads.end_thread(request.request_id)
-        if group is not None and group.has_startable:
-            if not group.live:
-                # Without a live thread the request would never continue: skip limits and policy.
-                self._start(group, group.deferred.popleft())
-            self.admission.queue.offer(group)
+        if pauses:
+            self.threads.pause_thread(request.request_id)
+        else:
+            self.block_sharing.forget(request.request_id)
+            group = self.threads.end_thread(request.request_id)
+        if group is not None:
+            self._offer_children(group)
         root_id = request.request_id if group is None else group.root_id
         self._leave_if_ended(root_id, request.client_index)
         return freed
+
+    def _offer_children(self, group: ThreadGroup[Request]) -> None:
+        """Let waiting children start after a thread has ended."""
+        if group.has_startable:
+            if not group.live and not group.num_joining:
+                # Without a live thread the request would never continue: skip limits and policy.
+                self._start(group, group.deferred.popleft())
+            self.admission.queue.offer(group)
 
 
 class ForkScheduler(ForkMixin, Scheduler):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from copy import copy
+from typing import Any
 
 from vllm.sampling_params import SamplingParams
 
@@ -51,6 +52,29 @@ def build_child_request(
     `fork_index` is the position of the fork token in the parent's sequence. `ordinal` counts the
     parent's forks from 0, and `max_tokens` is the rest of the request's budget.
     """
+    return build_thread_request(
+        parent,
+        request_id=request_id,
+        ordinal=ordinal,
+        num_inherited=parameters.num_inherited(fork_index),
+        seed=parameters.seed_ids,
+        max_tokens=max_tokens,
+    )
+
+
+def build_thread_request(
+    parent: Request,
+    *,
+    request_id: str,
+    ordinal: int,
+    num_inherited: int,
+    seed: Sequence[int],
+    max_tokens: int,
+) -> Request:
+    """Return a request that continues the parent's first `num_inherited` tokens and a forced seed.
+
+    Other arguments are as in `build_child_request`.
+    """
     if parent.sampling_params is None:
         raise TreeError(f"request {parent.request_id!r} forked, but does not sample tokens")
     # Shallow: nobody changes what parameters hold, and a deep copy takes as long as a fork.
@@ -63,26 +87,63 @@ def build_child_request(
     params.skip_reading_prefix_cache = False
     params.seed = child_seed(params.seed, ordinal)
     parent_path = (params.extra_args or {})[EXTRA_ARG]["thread_path"]
-    _set_path(params, (*parent_path, ordinal))
+    _set_parameters(params, thread_path=(*parent_path, ordinal), num_generated=0)
     for name in _TRANSFERS:
         # A child has its prefix from its parent. A connector would load the root's prompt again.
         (params.extra_args or {}).pop(name, None)
-    num_inherited = parameters.num_inherited(fork_index)
-    prompt = [*parent.all_token_ids[:num_inherited], *parameters.seed_ids]
     child = Request(
         request_id=request_id,
-        prompt_token_ids=prompt,
+        prompt_token_ids=[*parent.all_token_ids[:num_inherited], *seed],
         sampling_params=params,
         pooling_params=None,
         client_index=parent.client_index,
         arrival_time=_behind(parent.arrival_time),
-        mm_features=parent.mm_features,
+        mm_features=parent.mm_features if num_inherited else None,
         lora_request=parent.lora_request,
         cache_salt=parent.cache_salt,
         priority=parent.priority,
     )
     inherit_block_hashes(parent, child, num_shared_tokens=num_inherited)
     return child
+
+
+def build_continuation(
+    parent: Request, sequence: list[int], *, num_kept: int, num_generated: int, max_tokens: int
+) -> Request:
+    """Return a request in which a thread continues behind a joined text.
+
+    `sequence` begins with the first `num_kept` tokens of `parent`, the thread's engine request
+    before the join. `num_generated` counts the tokens that the thread has generated so far.
+    """
+    if parent.sampling_params is None:
+        raise TreeError(f"request {parent.request_id!r} waits, but does not sample tokens")
+    params = copy(parent.sampling_params)
+    params.max_tokens = max_tokens
+    params.prompt_logprobs = None
+    params.prompt_logprob_token_ids = None
+    params.skip_reading_prefix_cache = False
+    # No random number is drawn twice.
+    params.seed = derived_seed(params.seed, f"^{num_generated}")
+    _set_parameters(params, num_generated=num_generated)
+    for name in _TRANSFERS:
+        (params.extra_args or {}).pop(name, None)
+    continuation = Request(
+        request_id=parent.request_id,
+        prompt_token_ids=sequence,
+        sampling_params=params,
+        pooling_params=None,
+        client_index=parent.client_index,
+        arrival_time=parent.arrival_time,
+        mm_features=parent.mm_features,
+        lora_request=parent.lora_request,
+        cache_salt=parent.cache_salt,
+        priority=parent.priority,
+        trace_headers=parent.trace_headers,
+    )
+    inherit_block_hashes(parent, continuation, num_shared_tokens=num_kept)
+    # The first request has reported what vLLM counts of a prompt.
+    continuation.prefill_stats = None
+    return continuation
 
 
 def take_journal(params: SamplingParams | None) -> Journal | None:
@@ -107,7 +168,7 @@ def resumed_alone(request: Request, journal: Journal) -> Request:
     """Return a request that may not fork, continued after its journal."""
     (root,) = journal
     tokens = [*_prompt(request), *root.token_ids]
-    return _resumed_thread(request, root, tokens, request.max_tokens - len(root.token_ids))
+    return resumed_thread(request, root, tokens, request.max_tokens - len(root.token_ids))
 
 
 def resumed_threads(
@@ -130,7 +191,7 @@ def resumed_threads(
         key=lambda delta: (bool(delta.path) and not delta.token_ids, delta.path),
     )
     return [
-        _resumed_thread(request, delta, sequences[delta.path], group.remaining_tokens)
+        resumed_thread(request, delta, sequences[delta.path], group.remaining_tokens)
         for delta in unfinished
     ]
 
@@ -169,7 +230,7 @@ def was_refused(delta: ThreadDelta) -> bool:
     return delta.finish_reason == FinishReason.LENGTH and not delta.token_ids
 
 
-def _resumed_thread(
+def resumed_thread(
     request: Request, delta: ThreadDelta, sequence: list[int], max_tokens: int
 ) -> Request:
     """Return the request of one thread; `request` is the client's, with the root's parameters."""
@@ -180,7 +241,7 @@ def _resumed_thread(
     params.skip_reading_prefix_cache = False
     params.seed = _resumed_seed(params.seed, delta)
     if params.extra_args and EXTRA_ARG in params.extra_args:
-        _set_path(params, delta.path)
+        _set_parameters(params, thread_path=delta.path)
     arrival_time = request.arrival_time
     for _ in delta.path:
         arrival_time = _behind(arrival_time)
@@ -211,12 +272,13 @@ def _behind(parent_arrival_time: float) -> float:
     return math.nextafter(parent_arrival_time, math.inf)
 
 
-def _set_path(params: SamplingParams, path: ThreadPath) -> None:
+def _set_parameters(params: SamplingParams, **values: Any) -> None:
+    """Change some of a thread's `ForkParameters`."""
     # A copy: threads share what their parameters hold.
     extra_args = params.extra_args or {}
-    values = {**extra_args[EXTRA_ARG], "thread_path": path}
+    values = {**extra_args[EXTRA_ARG], **values}
     params.extra_args = {**extra_args, EXTRA_ARG: values}
-    if path and not values["children_fork"]:
+    if values["thread_path"] and not values["children_fork"]:
         fork_id = values["fork_id"]
         # With speculative decoding, bad words replace our logits processor.
         if [fork_id, fork_id] in bad_words_of(params):

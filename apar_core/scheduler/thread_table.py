@@ -6,15 +6,57 @@ Pure bookkeeping with request ids and token ids; nothing here knows vLLM.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from apar_core.errors import TreeError
 from apar_core.fork_parameters import ForkParameters
+from apar_core.formats.blocks import BlockRules, OpenBlock
 from apar_core.tree.thread_names import child_request_id
 
 Child = TypeVar("Child")
+
+
+@dataclass(slots=True)
+class TextPlace:
+    """Where a thread's own text is in its sequence, if threads wait for their children.
+
+    own_start: tokens before its own text. segment_start: tokens before what it has generated since
+        its last join. num_generated: tokens that it has generated before that join.
+    """
+
+    own_start: int
+    segment_start: int
+    num_generated: int = 0
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether the thread continues behind a joined text."""
+        return self.segment_start > self.own_start
+
+
+@dataclass(slots=True, eq=False)
+class WaitingParent(Generic[Child]):
+    """A thread that waits until its children have ended.
+
+    request: its last engine request, which has ended.
+    child_ids: engine request ids of its children. texts: what those that have ended have written.
+    num_held: tokens whose KV blocks are kept for it.
+    in_flight_tokens: tokens of its request in steps whose output has not arrived.
+    """
+
+    request: Child
+    block: OpenBlock
+    child_ids: list[str]
+    texts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    num_held: int = 0
+    in_flight_tokens: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all children have ended."""
+        return len(self.texts) == len(self.child_ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +70,9 @@ class ThreadGroup(Generic[Child]):
     live: engine request ids of the live threads.
     deferred: children that wait for their start, oldest first.
     num_children: forks of each live thread, by its engine request id.
+    rules: those of a format whose threads wait for their children. Only with them, places has each
+        thread that has not ended, waiting the threads that wait, and prompt the client's prompt.
+    num_joining: parents whose children have all ended, and which continue at the end of the step.
     """
 
     root_id: str
@@ -40,10 +85,16 @@ class ThreadGroup(Generic[Child]):
     live: set[str] = field(default_factory=set)
     deferred: deque[Child] = field(default_factory=deque)
     num_children: dict[str, int] = field(default_factory=dict)
-    _control_ids: tuple[int, ...] = field(init=False)
+    rules: BlockRules | None = None
+    prompt: Sequence[int] = ()
+    places: dict[str, TextPlace] = field(default_factory=dict)
+    waiting: dict[str, WaitingParent[Child]] = field(default_factory=dict)
+    num_joining: int = 0
+    _control_ids: Container[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._control_ids = self.parameters.control_ids
+        rules = self.rules
+        self._control_ids = self.parameters.control_ids if rules is None else rules.marker_ids
 
     @property
     def remaining_tokens(self) -> int:
@@ -75,7 +126,12 @@ class ThreadGroup(Generic[Child]):
 
     def continues_without(self, thread_id: str) -> bool:
         """Return whether other threads of the request run, or will run, after this one ends."""
-        return not self.closed and (bool(self.deferred) or self.live != {thread_id})
+        return not self.closed and bool(self.deferred or self.waiting or self.live != {thread_id})
+
+    def has_joined(self, thread_id: str) -> bool:
+        """Return whether a thread continues behind a joined text."""
+        place = self.places.get(thread_id)
+        return place is not None and place.has_joined
 
     def next_child(self, parent_id: str) -> tuple[str, int]:
         """Return engine request id and ordinal of a thread's next child.
@@ -132,11 +188,14 @@ class ThreadTable(Generic[Child]):
         token_budget: int,
         *,
         arrival: tuple[int, float] = (0, 0.0),
+        rules: BlockRules | None = None,
     ) -> ThreadGroup[Child]:
         """Add a request with its root thread. Raises TreeError for a duplicate id."""
         if root_id in self._group_of_root:
             raise TreeError(f"request {root_id!r} was added twice")
-        group: ThreadGroup[Child] = ThreadGroup(root_id, parameters, token_budget, arrival)
+        group: ThreadGroup[Child] = ThreadGroup(
+            root_id, parameters, token_budget, arrival, rules=rules
+        )
         self._group_of_root[root_id] = group
         self.add_thread(group, root_id)
         return group
@@ -161,10 +220,27 @@ class ThreadTable(Generic[Child]):
             return None
         group.live.discard(thread_id)
         group.num_children.pop(thread_id, None)
+        group.places.pop(thread_id, None)
+        group.waiting.pop(thread_id, None)
         self.drop_if_ended(group)
         return group
 
+    def pause_thread(self, thread_id: str) -> None:
+        """Note that a thread waits for its children; `add_thread` notes that it continues."""
+        self._group_of_thread[thread_id].live.discard(thread_id)
+
+    def root_is_not_live(self, group: ThreadGroup[Child]) -> None:
+        """Remove the root thread of a resumed request, unless it waits for its children."""
+        if group.root_id in group.waiting:
+            self.pause_thread(group.root_id)
+        else:
+            self.end_thread(group.root_id)
+
+    def wait_thread(self, group: ThreadGroup[Child], thread_id: str) -> None:
+        """Add a thread that waits for its children to its group."""
+        self._group_of_thread[thread_id] = group
+
     def drop_if_ended(self, group: ThreadGroup[Child]) -> None:
-        """Remove a group without live or deferred threads."""
-        if not group.live and not group.deferred:
+        """Remove a group without live, deferred or waiting threads."""
+        if not group.live and not group.deferred and not group.waiting:
             self._group_of_root.pop(group.root_id, None)

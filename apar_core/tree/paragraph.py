@@ -17,6 +17,19 @@ from apar_core.tree.thread_names import ROOT_THREAD, ThreadId
 Item = TypeVar("Item")
 
 
+@dataclass(frozen=True, slots=True)
+class ThreadBlock:
+    """Children for which a thread waits, in formats whose parent waits.
+
+    first_child, num_children: which of the thread's children, by ordinal.
+    num_generated: items that the thread has generated before, those of earlier blocks included.
+    """
+
+    first_child: int
+    num_children: int
+    num_generated: int
+
+
 # Equality stays identity: comparing linked nodes would recurse through the tree.
 @dataclass(slots=True, eq=False)
 class ParagraphNode(Generic[Item]):
@@ -42,6 +55,11 @@ class ThreadRecord(Generic[Item]):
     fork_index: tokens (text and fork tokens) that the parent had generated before this thread's
         fork token.
     ended: whether a finished thread ended itself with its end-of-thread token.
+    num_forced: items that were not generated: those of the format around the texts of children.
+    num_seed, num_header, num_closing: of a child for which its parent waits, the tokens forced
+        at its start, and the items before and behind its text.
+    blocks: what the thread has waited for. suffixes: how many items of the format's own it has
+        continued behind, for each join.
     """
 
     current_node: ParagraphNode[Item] = field(repr=False)
@@ -52,6 +70,28 @@ class ThreadRecord(Generic[Item]):
     children: list[ThreadId] = field(default_factory=list)
     finished: bool = False
     ended: bool = False
+    num_forced: int = 0
+    num_seed: int = 0
+    num_header: int = 0
+    num_closing: int = 0
+    blocks: list[ThreadBlock] = field(default_factory=list)
+    suffixes: list[int] = field(default_factory=list)
+
+    @property
+    def num_generated_items(self) -> int:
+        """Items that the thread has generated."""
+        return self.num_items - self.num_forced
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that the thread has generated: items, fork tokens and its end token."""
+        num_forks = 0 if self.blocks else len(self.children)
+        return self.num_generated_items + num_forks + self.ended
+
+    @property
+    def waits(self) -> bool:
+        """Whether the thread waits until its children have ended."""
+        return len(self.suffixes) < len(self.blocks) and not self.finished
 
 
 class ParagraphTree(Generic[Item]):
@@ -87,6 +127,36 @@ class ParagraphTree(Generic[Item]):
         num_before = len(node_items)
         node_items.extend(items)
         record.num_items += len(node_items) - num_before
+
+    def open_block(
+        self,
+        parent: ThreadId,
+        children: Sequence[ThreadId],
+        seeds: Sequence[int],
+        headers: Sequence[Sequence[Item]],
+    ) -> None:
+        """Let a thread wait for children, given the sizes of their seeds and their headers.
+
+        The paragraphs between the children are empty. The parent's next items come behind them.
+        """
+        record = self._live_record(parent, "open a block of")
+        record.blocks.append(
+            ThreadBlock(len(record.children), len(children), record.num_generated_items)
+        )
+        for child, num_seed, header in zip(children, seeds, headers, strict=True):
+            self.fork(parent, child, lead=header)
+            self._threads[child].num_seed = num_seed
+            self._threads[child].num_header = len(header)
+
+    def close_child(self, child: ThreadId, items: Sequence[Item]) -> None:
+        """Add the items behind the text of a child for which its parent waits."""
+        self._force(child, items)
+        self._threads[child].num_closing = len(items)
+
+    def join(self, parent: ThreadId, items: Sequence[Item]) -> None:
+        """Let a parent continue behind its children and these items."""
+        self._force(parent, items)
+        self._threads[parent].suffixes.append(len(items))
 
     def fork(self, parent: ThreadId, child: ThreadId, lead: Sequence[Item] = ()) -> None:
         """Close the parent's paragraph; the child writes its detail, the parent its next sibling.
@@ -125,6 +195,10 @@ class ParagraphTree(Generic[Item]):
         record.finished = True
         record.ended = ended
         self._num_live -= 1
+
+    def _force(self, thread: ThreadId, items: Sequence[Item]) -> None:
+        self.append(thread, items)
+        self._threads[thread].num_forced += len(items)
 
     def _live_record(self, thread: ThreadId, action: str) -> ThreadRecord[Item]:
         record = self._threads.get(thread)

@@ -3,7 +3,7 @@
 The reading order is paragraph, first child, next sibling.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from enum import IntEnum
 from typing import Generic, TypeAlias, TypeVar
 
@@ -57,8 +57,11 @@ class TreeStream(Generic[Item]):
 
     An item is certain when every paragraph before its own is closed, so that nothing can be
     inserted before it. The cursor never goes back: all calls together take time linear in items
-    and threads.
+    and threads. `pieces`, if set, gets each paragraph with the number of items taken from it,
+    separators before them included.
     """
+
+    pieces: MutableSequence[tuple[ParagraphNode[Item], int]] | None = None
 
     def __init__(self, tree: ParagraphTree[Item], separator: Separator[Item] | None = None) -> None:
         self._node: ParagraphNode[Item] = tree.root
@@ -72,14 +75,17 @@ class TreeStream(Generic[Item]):
         text: list[Item] = []
         self._take_from_node(text)
         while self._node.closed and self._advance():
-            self._joiner.join(text, self._node.lead)
-            self._take_from_node(text)
+            self._take_from_node(text, self._node.lead)
         return text
 
-    def _take_from_node(self, text: list[Item]) -> None:
+    def _take_from_node(self, text: list[Item], lead: Sequence[Item] = ()) -> None:
         items = self._node.items
+        num_before = len(text)
+        self._joiner.join(text, lead)
         self._joiner.join(text, items[self._num_taken :])
         self._num_taken = len(items)
+        if self.pieces is not None and len(text) > num_before:
+            self.pieces.append((self._node, len(text) - num_before))
 
     def _advance(self) -> bool:
         """Move the cursor past a closed paragraph; return False at the end of the text."""

@@ -9,8 +9,9 @@ and costs none. The engine's own schedule is slower where a child has to wait. S
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TypeVar
 
 from apar_core.tree.paragraph import ParagraphTree, ThreadRecord
@@ -50,7 +51,7 @@ def thread_spans(tree: ParagraphTree[Item]) -> dict[ThreadId, ThreadSpan]:
             num_shared = record.fork_index + 1 - tree.cut_tokens
             start = parent.start + record.fork_index + 1
             num_before = parent.num_before + num_shared + tree.seed_tokens
-        num_generated = record.num_items + len(record.children) + record.ended
+        num_generated = record.num_generated
         spans[thread] = ThreadSpan(
             start, num_shared, num_before, num_generated, subtree_end=start + num_generated
         )
@@ -75,6 +76,9 @@ class TreeStatistics:
     max_cached_tokens: largest number of tokens on the paths of live threads in any step, shared
         tokens counted once; a finished thread's own tokens are freed at once.
     text_tokens: items of the tree. control_tokens: fork, seed and end tokens.
+    joins: how often a thread has continued behind its children's texts. forced_tokens: tokens of
+        the text that no thread has generated. recomputed_tokens: tokens of children's texts that
+        were computed once more at a join, because they stand at another place there.
     """
 
     threads: int
@@ -88,6 +92,9 @@ class TreeStatistics:
     sequential_max_cached_tokens: int
     text_tokens: int
     control_tokens: int
+    joins: int = 0
+    forced_tokens: int = 0
+    recomputed_tokens: int = 0
 
     def __add__(self, other: TreeStatistics) -> TreeStatistics:
         """Combine two trees that are generated in parallel, like the choices of one request.
@@ -109,6 +116,9 @@ class TreeStatistics:
             + other.sequential_max_cached_tokens,
             text_tokens=self.text_tokens + other.text_tokens,
             control_tokens=self.control_tokens + other.control_tokens,
+            joins=self.joins + other.joins,
+            forced_tokens=self.forced_tokens + other.forced_tokens,
+            recomputed_tokens=self.recomputed_tokens + other.recomputed_tokens,
         )
 
 
@@ -130,11 +140,11 @@ def tree_statistics(tree: ParagraphTree[Item], num_prompt_tokens: int) -> TreeSt
         decode_steps=spans[ROOT_THREAD].subtree_end,
         sequential_steps=sequential_steps,
         attended_tokens=sum(
-            _attended(num_prompt_tokens + span.num_before, span.num_generated)
+            attended_by(num_prompt_tokens + span.num_before, span.num_generated)
             for span in spans.values()
         ),
-        sequential_attended_tokens=_attended(num_prompt_tokens, sequential_steps),
-        max_cached_tokens=num_prompt_tokens + _most_cached_tokens(tree, spans),
+        sequential_attended_tokens=attended_by(num_prompt_tokens, sequential_steps),
+        max_cached_tokens=num_prompt_tokens + largest_cached(_cached_changes(tree, spans)),
         sequential_max_cached_tokens=num_prompt_tokens + max(sequential_steps - 1, 0),
         text_tokens=text_tokens,
         control_tokens=(1 + tree.seed_tokens) * forks + num_ended,
@@ -149,7 +159,7 @@ def unforked_statistics(
     `ended` is as in `ThreadRecord`.
     """
     steps = num_text_tokens + ended
-    attended = _attended(num_prompt_tokens, steps)
+    attended = attended_by(num_prompt_tokens, steps)
     cached = num_prompt_tokens + max(steps - 1, 0)
     return TreeStatistics(
         threads=1,
@@ -181,25 +191,26 @@ def cached_tokens_by_step(
     return cached
 
 
-def _attended(num_before: int, num_generated: int) -> int:
+def attended_by(num_before: int, num_generated: int) -> int:
+    """Return the tokens that generated tokens attend to behind others, summed up."""
     return num_generated * num_before + num_generated * (num_generated - 1) // 2
 
 
 @dataclass(slots=True)
-class _CachedChange:
+class CachedChange:
     """Change in one step: in the tokens held, and in how many each later step adds."""
 
     tokens: int = 0
     growth: int = 0
 
 
-_NO_CHANGE = _CachedChange()
+_NO_CHANGE = CachedChange()
 
 
-def _most_cached_tokens(tree: ParagraphTree[Item], spans: dict[ThreadId, ThreadSpan]) -> int:
-    """Return the largest value of `cached_tokens_by_step`, looking only at steps that change."""
+def largest_cached(changes: Mapping[int, CachedChange]) -> int:
+    """Return the largest number of tokens held in any step, given the changes by step."""
     most = num_cached = growth = last_step = 0
-    for step, change in sorted(_cached_changes(tree, spans).items()):
+    for step, change in sorted(changes.items(), key=itemgetter(0)):
         # Between two changes the count only grows, so it is largest right before the second.
         grown = num_cached + growth * (step - 1 - last_step)
         num_cached = grown + growth + change.tokens
@@ -211,14 +222,14 @@ def _most_cached_tokens(tree: ParagraphTree[Item], spans: dict[ThreadId, ThreadS
 
 def _cached_changes(
     tree: ParagraphTree[Item], spans: dict[ThreadId, ThreadSpan]
-) -> dict[int, _CachedChange]:
+) -> dict[int, CachedChange]:
     """Return, by step, the changes in the number of generated tokens that are still read.
 
     In step s a live thread holds the tokens it generated before s, and its seed. A finished
     thread holds what its live descendants read of it. Between changes the number grows by one per
     step and live thread.
     """
-    changes: defaultdict[int, _CachedChange] = defaultdict(_CachedChange)
+    changes: defaultdict[int, CachedChange] = defaultdict(CachedChange)
     for thread, span in spans.items():
         if span.num_generated == 0:
             continue

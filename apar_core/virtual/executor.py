@@ -18,11 +18,9 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from apar_core.engine.plugin import complete
-from apar_core.engine.replay import REPLAY_ARG, thread_script
-from apar_core.fork_parameters import ForkParameters
+from apar_core.engine.replay import script_of
 from apar_core.scheduler.step_time import StepClock
 from apar_core.step_costs.costs import StepBatch, StepCosts
-from apar_core.tree.thread_names import replay_key_of_path
 from apar_core.vllm_names import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     Executor,
@@ -357,12 +355,7 @@ def _sample(row: _Row, end: int) -> list[int]:
 
 
 def _script(params: SamplingParams | None) -> list[int]:
-    extra_args = None if params is None else params.extra_args
-    if not extra_args or REPLAY_ARG not in extra_args:
-        return []
-    parameters = ForkParameters.from_extra_args(extra_args)
-    path = parameters.thread_path if parameters else ()
-    return thread_script(extra_args[REPLAY_ARG], replay_key_of_path(path))
+    return script_of(None if params is None else params.extra_args) or []
 
 
 def _done(value: Any) -> Future[Any]:

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from apar_core.engine.gpu_start import flashinfer_problem
 from apar_core.errors import CheckpointError, EngineError
-from apar_core.formats.resolved_format import SERVED_TIERS, shipped_format
+from apar_core.formats.resolved_format import shipped_format
 from apar_core.formats.shipped_formats import REFUSED
 from apar_core.installation import has_nvidia_driver, hidden_packages, missing_extra
 from apar_core.scheduler.row_limits import DEFAULT_LARGEST_GRAPH
@@ -280,6 +280,4 @@ def _format(report: CheckpointReport) -> list[Finding]:
     tokens = ", ".join(f"{text} {token}" for token, text in sorted(report.resolved.texts.items()))
     kind = "an APAR checkpoint" if definition.name.startswith("apar") else definition.name
     answer = f"yes, {kind}: {tokens or 'its markers are ordinary text'}"
-    if definition.tier not in SERVED_TIERS:
-        answer = "no: its parents wait for their children; served without forks so far"
     return [Finding("format", f"{value}the parent {does})"), Finding("forks", answer)]

@@ -7,9 +7,10 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Gauge
 
 from cluster.metrics.catalogue import Kind, Metric
+from cluster.metrics.counting import Counter, Histogram
 from cluster.metrics.node import write_changes
 
 logger = logging.getLogger(__name__)

@@ -4,23 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dashboards.prometheus.files import FOLDER, own_files, shipped_files, write
-from dashboards.prometheus.settings import CLUSTER, NotifySettings, RuleSettings, ScrapeSettings
-
-
-class Settings(BaseModel):
-    """Content of a settings file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    scraping: ScrapeSettings = Field(
-        CLUSTER, description="Scrape targets, rule files and Alertmanagers."
-    )
-    rules: RuleSettings = Field(RuleSettings(), description="Thresholds of the alerts.")
-    notifying: NotifySettings = Field(NotifySettings(), description="Receivers of alerts.")
+from dashboards.prometheus.settings import read_settings
 
 
 def main(
@@ -37,10 +23,7 @@ def main(
     if settings is None:
         files = shipped_files()
     else:
-        try:
-            own = Settings.model_validate(yaml.safe_load(settings.read_text()) or {})
-        except (OSError, yaml.YAMLError, ValidationError) as error:
-            raise typer.BadParameter(f"{settings}: {error}") from error
+        own = read_settings(settings)
         files = own_files(own.scraping, own.rules, own.notifying)
     write(files, out)
     for path in files:

@@ -1,8 +1,19 @@
 """Settings of Prometheus and Alertmanager, and the configuration files made from them."""
 
+from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+import typer
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from cluster.config.metrics import DEFAULT_PORT
 from cluster.metrics import catalogue
@@ -69,7 +80,8 @@ class RuleSettings(BaseModel):
     runbook: str = Field(
         "https://github.com/apar-serve/apar-serve/blob/main/dashboards/RUNBOOK.md",
         pattern="^https?://",
-        description="URL of the runbook, which alerts link to.",
+        description="URL of the runbook; `runbook_url` of an alert is this URL with the alert's "
+        "section as anchor. Set it to your copy: the default need not be reachable for you.",
     )
 
     @model_validator(mode="after")
@@ -258,3 +270,23 @@ def _inhibitions() -> list[dict[str, Any]]:
             "equal": [*CLUSTER_LABELS, "model", "objective"],
         },
     ]
+
+
+class Settings(BaseModel):
+    """Content of a settings file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    scraping: ScrapeSettings = Field(
+        CLUSTER, description="Scrape targets, rule files and Alertmanagers."
+    )
+    rules: RuleSettings = Field(RuleSettings(), description="Thresholds of the alerts.")
+    notifying: NotifySettings = Field(NotifySettings(), description="Receivers of alerts.")
+
+
+def read_settings(file: Path) -> Settings:
+    """Read a settings file; raise typer's BadParameter, which names file and field."""
+    try:
+        return Settings.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")) or {})
+    except (OSError, yaml.YAMLError, ValidationError) as error:
+        raise typer.BadParameter(f"{file}: {error}") from error

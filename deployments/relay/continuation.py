@@ -2,12 +2,14 @@
 
 A replica that continues a stream sends it from the start: first what is known, then what is new.
 The text that the client already has is skipped by counting characters, which works because the
-tokens are the same; a checksum verifies it.
+tokens are the same; a checksum verifies it. The same holds for the text of each thread in a
+thread-tagged stream.
 """
 
 import json
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +43,15 @@ class _Text:
 
 
 @dataclass(slots=True)
+class _Thread:
+    """What the updates of one thread have reported, besides its text."""
+
+    num_tokens: int = 0
+    state: str = ""
+    edits: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class _Sent:
     """What the client has received of the stream, besides its text."""
 
@@ -49,12 +60,16 @@ class _Sent:
     finished: set[int] = field(default_factory=set)
     usage: bool = False
     done: bool = False
+    threads: dict[Key, _Thread] = field(default_factory=dict)
+    time_ms: int = 0
 
 
 class ClientStream:
     """The stream of server-sent events that the client receives."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began_s = clock()
         self._held = b""
         self._unread: list[bytes] = []
         self._num_unread = 0
@@ -63,6 +78,7 @@ class ClientStream:
         self._texts: dict[Key, _Text] = {}
         # The same fields as sent by the current replica.
         self._seen: dict[Key, _Text] = {}
+        self._seen_tokens: dict[Key, int] = {}
 
     @property
     def complete(self) -> bool:
@@ -76,6 +92,7 @@ class ClientStream:
         self._held = b""
         self._is_first = False
         self._seen = {}
+        self._seen_tokens = {}
 
     def forward(self, body: bytes) -> bytes:
         """Return the whole events of a piece that are new to the client.
@@ -125,6 +142,18 @@ class ClientStream:
                 sent.finished.add(choice.get("index", 0))
             for key, holder in _text_fields(choice):
                 self._texts.setdefault(key, _Text()).add(holder[key[1]])
+        apar = chunk.get("apar") or {}
+        sent.time_ms = apar.get("time_ms", sent.time_ms)
+        for update in apar.get("updates") or ():
+            self._note_update(update)
+
+    def _note_update(self, update: dict[str, Any]) -> None:
+        key = _thread_key(update)
+        self._texts.setdefault(key, _Text()).add(update["text"])
+        thread = self._sent.threads.setdefault(key, _Thread())
+        thread.num_tokens += update["tokens"]
+        thread.state = update["state"]
+        thread.edits |= {edit["paragraph"]: edit for edit in update.get("edits", ())}
 
     def _new_part(self, event: bytes) -> bytes:
         """Return the part of a later replica's event that is new to the client."""
@@ -136,7 +165,8 @@ class ClientStream:
         if chunk is None or "error" in chunk:
             return event
         choices = chunk.get("choices") or []
-        if choices and not any([self._cut(choice) for choice in choices]):
+        updates = self._cut_updates(chunk)
+        if choices and not any([self._cut(choice) for choice in choices]) and not updates:
             return b""
         if not choices and sent.usage and "usage" in chunk:
             return b""
@@ -161,6 +191,39 @@ class ClientStream:
             is_new |= index not in self._sent.finished
             self._check_whole(index)
         return is_new
+
+    def _cut_updates(self, chunk: dict[str, Any]) -> bool:
+        """Remove what the client has from the updates of threads; returns whether any are left."""
+        apar = chunk.get("apar") or {}
+        if "updates" not in apar:
+            return False
+        apar["updates"] = [update for update in apar["updates"] if self._cut_update(update)]
+        # The clock of a replica starts with its own part of the stream.
+        elapsed_ms = round((self._clock() - self._began_s) * 1000)
+        apar["time_ms"] = max(self._sent.time_ms, elapsed_ms)
+        return bool(apar["updates"])
+
+    def _cut_update(self, update: dict[str, Any]) -> bool:
+        """Remove what the client has from an update; returns whether anything is left."""
+        key = _thread_key(update)
+        update["text"] = self._cut_text(key, update["text"])
+        before = self._seen_tokens.get(key, 0)
+        after = self._seen_tokens[key] = before + update["tokens"]
+        thread = self._sent.threads.get(key)
+        if thread is None:
+            return True
+        # As in every update of a thread but its first.
+        update.pop("parent", None)
+        update.pop("position", None)
+        update["tokens"] = max(0, after - max(before, thread.num_tokens))
+        edits = [
+            edit for edit in update.pop("edits", ()) if edit != thread.edits.get(edit["paragraph"])
+        ]
+        if edits:
+            update["edits"] = edits
+        # A replica that has not replayed the whole thread yet may report an earlier state.
+        changed = update["state"] != thread.state and after >= thread.num_tokens
+        return bool(update["text"] or update["tokens"] or edits or changed)
 
     def _check_whole(self, index: int) -> None:
         """Raise ContinuationError if a choice ends before the client's text of it does."""
@@ -199,6 +262,11 @@ def _chunk(event: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return chunk if isinstance(chunk, dict) else None
+
+
+def _thread_key(update: dict[str, Any]) -> Key:
+    """Return the key of a thread's text; no field of a choice has such a name."""
+    return update["choice"], f"apar.{update['id']}"
 
 
 def _text_fields(choice: dict[str, Any]) -> Iterator[tuple[Key, dict[str, Any]]]:

@@ -3,8 +3,8 @@
 A request may contain `"apar": {"enabled": bool, "max_threads": int}`. It is checked here and
 reaches the engine as `vllm_xargs`, which vLLM copies to `SamplingParams.extra_args`. The answer
 gets an `apar` object with the request's thread statistics, next to `usage` or, in a stream, in the
-usage chunk. Ids of control tokens are refused in all fields, because only the engine may place
-them.
+usage chunk. With `"stream": "threads"`, every chunk gets one that says what each thread wrote. Ids
+of control tokens are refused in all fields, because only the engine may place them.
 """
 
 import json
@@ -12,15 +12,16 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from apar_core.engine.replay import PARAM, REPLAY_REQUEST_ARG
+from apar_core.engine.thread_tags import StreamTags
 from apar_core.errors import RequestError
 from deployments.replica.answering import SCOPE_KEY, FollowedRequest
-from deployments.wire.errors import JSON_TYPE, answer_for
+from deployments.wire.errors import ERROR_EVENT, JSON_TYPE, answer_for
 from deployments.wire.request import write_terms
 
 MAX_REPLAY_TOKENS = 2**17
@@ -34,6 +35,7 @@ _TOKEN_ID_LISTS = ("stop_token_ids", "allowed_token_ids")
 # Disaggregated serving is not supported, and its parameters may contain a prompt's token ids.
 REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "prompt_embeds")
 _USAGE_CHUNK = b'"choices":[]'
+_CHUNK, _CHUNK_END = b"data: {", b"}\n\n"
 _NUMBER_LIMIT = 2**63
 _PLAIN_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
@@ -59,6 +61,9 @@ class AparOptions(BaseModel):
 
     enabled: bool | None = Field(None, description="Whether the request may fork.")
     max_threads: PositiveInt | None = Field(None, description="Threads alive at once.")
+    stream: Literal["threads"] | None = Field(
+        None, description="`threads`: each chunk of the stream says what each thread wrote."
+    )
     replay: Annotated[dict[str, list[int]], AfterValidator(_bounded)] | None = Field(
         None,
         description="Token ids that each thread is to generate, by thread path; only if the "
@@ -112,6 +117,16 @@ def fit_replay(
         ]
         # End tokens do not count as text. One is added so that the last thread reaches its own.
         body["max_tokens"] = max(1, len(text_ids) - len(scripts) + 1)
+
+
+def check_stream(body: Mapping[str, Any], options: AparOptions) -> None:
+    """Raise RequestError if the request cannot have the thread-tagged stream that it asks for."""
+    if options.stream is None:
+        return
+    if body.get("stream") is not True:
+        raise RequestError('`apar.stream` needs `"stream": true`', param="apar.stream")
+    if body.get("use_beam_search"):
+        raise RequestError("`apar.stream` is impossible in a beam search", param="apar.stream")
 
 
 def _token_ids(value: object, *, texts: bool) -> Iterable[int]:
@@ -171,6 +186,7 @@ def translate(body: dict[str, Any], control_token_ids: frozenset[int]) -> bool:
     if extra is not None and not isinstance(extra, dict):
         raise RequestError("`vllm_xargs` must be an object", param="vllm_xargs")
     options = parse_options(body.pop("apar"))
+    check_stream(body, options)
     if options.replay is not None:
         fit_replay(body, options.replay, control_token_ids)
     body["vllm_xargs"] = {**(extra or {}), **options.engine_args()}
@@ -196,7 +212,7 @@ class AparExtension:
         followed: FollowedRequest | None = scope.get(SCOPE_KEY)
         raw = await _read_body(receive)
         try:
-            raw = self._translated(raw, followed, generates=scope["path"] in EXTENDED_PATHS)
+            raw, tagged = self._translated(raw, followed, generates=scope["path"] in EXTENDED_PATHS)
         except RequestError as error:
             answer = answer_for(error)
             await send(
@@ -205,45 +221,56 @@ class AparExtension:
             await send({"type": "http.response.body", "body": answer.body})
             return
         base_id = _request_id(scope["headers"])
+        tags = StreamTags(prefix + base_id) if tagged else None
         if followed is not None:
+            if tags is not None:
+                followed.follower.tags = tags
             followed.begin(prefix + base_id)
-        statistics = _StatisticsWriter(prefix + base_id, self._take_statistics, send)
+        writer = _AparWriter(prefix + base_id, self._take_statistics, tags, send)
         try:
             await self._app(
                 {**scope, "headers": _with_headers(scope["headers"], base_id, len(raw))},
                 _replayed(raw, receive),
-                statistics.send,
+                writer.send,
             )
         finally:
             self._take_statistics(prefix + base_id)
 
     def _translated(
         self, raw: bytes, followed: FollowedRequest | None, *, generates: bool
-    ) -> bytes:
+    ) -> tuple[bytes, bool]:
+        """Return the body for vLLM, and whether the client wants a thread-tagged stream."""
         try:
             body = json.loads(raw)
         except (ValueError, RecursionError):
-            return raw  # vLLM refuses malformed JSON itself.
+            return raw, False  # vLLM refuses malformed JSON itself.
         if not isinstance(body, dict):
-            return raw
+            return raw, False
+        given = body.get("apar")
+        if given is not None and not generates:
+            raise RequestError("`apar` is a field of completions only", param="apar")
         changed = generates and translate(body, self._control_token_ids)
+        tagged = changed and isinstance(given, dict) and given.get("stream") is not None
         if followed is not None:
             changed = write_terms(body, followed.terms) or changed
-        return json.dumps(body).encode() if changed else raw
+        return json.dumps(body).encode() if changed else raw, tagged
 
 
-class _StatisticsWriter:
+class _AparWriter:
     """Adds the `apar` object to an answer on its way to the client."""
 
-    def __init__(self, request_id: str, take: TakeStatistics, send: Send) -> None:
+    def __init__(
+        self, request_id: str, take: TakeStatistics, tags: StreamTags | None, send: Send
+    ) -> None:
         self._request_id = request_id
         self._take = take
+        self._tags = tags
         self._send = send
         self._held_start: Message | None = None
         self._streaming = False
 
     async def send(self, message: Message) -> None:
-        """Send the message, with the statistics added where they belong."""
+        """Send the message, with statistics and updates added where they belong."""
         if message["type"] == "http.response.start":
             self._streaming = message["status"] != 200 or JSON_TYPE not in message["headers"]
             if self._streaming:
@@ -257,15 +284,22 @@ class _StatisticsWriter:
             start = {**self._held_start, "headers": _with_length(self._held_start, len(body))}
             self._held_start = None
             await self._send(start)
-        elif self._streaming and _USAGE_CHUNK in body:
-            body = self._extended(body, b"}\n\n")
+        elif self._streaming and (self._tags is not None or _USAGE_CHUNK in body):
+            body = self._extended(body, _CHUNK_END)
         await self._send({**message, "body": body})
 
     def _extended(self, body: bytes, end: bytes) -> bytes:
-        values = self._take(self._request_id) if body.endswith(end) else None
-        if values is None:
+        if not body.endswith(end):
             return body
-        return body.removesuffix(end) + b',"apar":' + json.dumps(dict(values)).encode() + end
+        values: dict[str, Any] = {}
+        if not self._streaming or _USAGE_CHUNK in body:
+            values |= self._take(self._request_id) or {}
+        if self._tags is not None and body.startswith(_CHUNK) and not body.startswith(ERROR_EVENT):
+            values |= self._tags.take()
+        if not values:
+            return body
+        text = json.dumps(values, separators=(",", ":"), ensure_ascii=False)
+        return body.removesuffix(end) + b',"apar":' + text.encode() + end
 
 
 async def _read_body(receive: Receive) -> bytes:

@@ -811,11 +811,14 @@ def test_events_of_a_stream_are_single_lines_and_end_with_done(serving: type) ->
     assert 'yield f"data: {' in source
 
 
-def test_vllm_counts_with_prometheus_client_in_the_api_process() -> None:
-    # With its own class of loggers or without any; its modules import the client when it is made.
+def test_vllm_counts_with_the_classes_of_its_logger_in_the_api_process() -> None:
+    # A logger of the caller's that derives from vLLM's takes its place.
     assert PrometheusStatLogger._counter_cls is prometheus_client.Counter
+    assert PrometheusStatLogger._histogram_cls is prometheus_client.Histogram
     made = inspect.getsource(StatLoggerManager.__init__)
-    assert "PrometheusStatLogger(vllm_config, self.engine_indexes)" in made
+    assert "isinstance(global_stat_logger, PrometheusStatLogger)" in made
+    assert "if not custom_prometheus_logger:" in made
+    assert "stat_loggers" in inspect.signature(AsyncLLM.from_vllm_config).parameters
 
 
 def test_the_files_of_prometheus_client_can_be_chosen_late() -> None:

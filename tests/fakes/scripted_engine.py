@@ -28,15 +28,18 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from apar_core.engine.block_threads import BlockThreads
 from apar_core.engine.request_follower import RequestFollower
 from apar_core.engine.resume_request import completed, hand_to_scheduler, outputs_so_far
 from apar_core.engine.thread_outputs import RequestThreads
 from apar_core.fork_parameters import EXTRA_ARG, ForkParameters
+from apar_core.formats.blocks import block_rules
 from apar_core.journal import Journal, JournalBook, ThreadDelta
 from apar_core.scheduler.fork_scheduler import ForkAsyncScheduler, ForkMixin, ForkScheduler
 from apar_core.scheduler.fork_settings import CONFIG_KEY
 from apar_core.scheduler.step_time import StepClock
 from apar_core.tree.thread_names import thread_request_id
+from tests.fakes.block_scripts import TOKENIZER
 
 FORK, CHILD, END = 1, 2, 3
 FIRST_TEXT_ID = 10
@@ -101,12 +104,16 @@ class ScriptedEngine:
         self.now_s = 0.0
         self.step_s: Callable[[int], float] = lambda rows: 0.001
         self.scheduler.step_clock = StepClock(lambda: self.now_s)
+        self.scheduler.joins._load_tokenizer = lambda: TOKENIZER
         self.threads: dict[str, RequestThreads] = {}
         self.followers: dict[str, RequestFollower] = {}
         self.finish_reasons: dict[str, str] = {}
         self.texts: dict[str, list[int]] = {}
         self._scripts: dict[str, Script] = {}
-        self._generated: dict[str, list[int]] = {}
+        # By engine request: a thread that waited for its children has another one afterwards.
+        self._generated: dict[tuple[str, int], list[int]] = {}
+        # What each engine request began with.
+        self.prompts: dict[tuple[str, int], list[int]] = {}
         # Tokens of a thread's script that another engine has generated.
         self._resumed_at: dict[str, int] = {}
         self._slots: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -148,17 +155,22 @@ class ScriptedEngine:
         follower = RequestFollower(keeps_journal=True, resume=journal)
         follower.begin(request_id, len(prompt), sampling, choice=None)
         self.followers[request_id] = follower
-        self.threads[request_id] = RequestThreads(request_id, parameters, None, follower)
+        if parameters.blocks is None:
+            threads = RequestThreads(request_id, parameters, None, follower)
+        else:
+            rules = block_rules(parameters.blocks, TOKENIZER)
+            threads = BlockThreads(request_id, parameters, rules, prompt, follower)
+        self.threads[request_id] = threads
         self.texts[request_id] = []
         if journal is None or self._replay(request, journal):
             self.scheduler.add_request(request)
 
     def _replay(self, request: Request, journal: Journal) -> bool:
         """Like `ForkOutputProcessor.replay`: return whether the engine must continue."""
-        journal = completed(request, journal, self.shape.max_model_len)
+        journal = completed(request, journal, self.shape.max_model_len, TOKENIZER)
         follower = self.followers[request.request_id]
         follower.replay(begins=True)
-        for output in outputs_so_far(request, journal):
+        for output in outputs_so_far(request, journal, TOKENIZER):
             self._feed(output)
         follower.replay(begins=False)
         for delta in journal:
@@ -210,6 +222,9 @@ class ScriptedEngine:
         assert not scheduler.requests
         assert not scheduler.deferred_frees
         assert not scheduler.threads.groups
+        assert not scheduler.threads._group_of_thread
+        joins = scheduler.joins
+        assert (joins._pausing, joins._ready, joins._in_flight) == ([], [], {})
         gate = scheduler.gate
         assert (gate._inside, gate._outside, gate._held) == (set(), set(), [])
         queue = scheduler.admission.queue
@@ -219,7 +234,7 @@ class ScriptedEngine:
         assert queue._order_of_key == {}
         assert not scheduler.admission._new
         sharing = scheduler.block_sharing
-        assert (sharing._prefixes, sharing._unscheduled) == ({}, set())
+        assert (sharing._prefixes, sharing._unscheduled, sharing._continuing) == ({}, set(), set())
         assert "allocate_slots" not in vars(scheduler.kv_cache_manager)
 
     def _check_frees(self) -> None:
@@ -251,8 +266,9 @@ class ScriptedEngine:
 
     def _sequence(self, request: Request) -> list[int]:
         """Return prompt and generated tokens of the model, which can be ahead of the scheduler."""
-        generated = self._generated.get(request.request_id, [])
-        return [*(request.prompt_token_ids or ()), *generated]
+        prompt = request.prompt_token_ids or []
+        self.prompts[_engine_request(request)] = prompt
+        return [*prompt, *self._generated.get(_engine_request(request), [])]
 
     def _write_and_read(self, request: Request, start: int, end: int) -> set[int]:
         """Compute these positions; return the blocks that were written."""
@@ -280,8 +296,9 @@ class ScriptedEngine:
         parameters = ForkParameters.from_extra_args(request.sampling_params.extra_args)
         assert parameters is not None
         script = self._scripts[root_id][".".join(map(str, parameters.thread_path))]
-        generated = self._generated.setdefault(request.request_id, [])
-        index = self._resumed_at.get(request.request_id, 0) + len(generated)
+        generated = self._generated.setdefault(_engine_request(request), [])
+        begin = self._resumed_at.get(request.request_id, 0) + parameters.num_generated
+        index = begin + len(generated)
         # A thread scheduled ahead of its own end token may get any token.
         token_id = script[index] if index < len(script) else END
         generated.append(token_id)
@@ -323,6 +340,12 @@ class ScriptedEngine:
                 reason = str(request_output.finish_reason)
                 assert root.request_id not in self.finish_reasons
                 self.finish_reasons[root.request_id] = reason
+
+
+def _engine_request(request: Request) -> tuple[str, int]:
+    assert request.sampling_params is not None
+    parameters = ForkParameters.from_extra_args(request.sampling_params.extra_args)
+    return request.request_id, 0 if parameters is None else parameters.num_generated
 
 
 def write_model_config(directory: Path) -> Path:

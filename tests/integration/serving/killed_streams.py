@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.fakes.tagged_streams import TaggedReader
 from tests.integration.serving.apar_process import ENGINE, Server, authorization
 
 PROMPT = "Give me 5 tips for sleeping well."
@@ -18,6 +19,14 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": (
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 400},
+    ),
+    "tagged chat": (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": PROMPT}],
+            "max_tokens": 400,
+            "apar": {"stream": "threads"},
+        },
     ),
     "unforked chat": (
         "/v1/chat/completions",
@@ -64,6 +73,7 @@ class Answer:
     usage: list[dict[str, Any]] = field(default_factory=list)
     apar: list[dict[str, Any]] = field(default_factory=list)
     errors: list[Any] = field(default_factory=list)
+    reader: TaggedReader = field(default_factory=TaggedReader)
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def take(self, chunk: dict[str, Any]) -> None:
@@ -71,11 +81,16 @@ class Answer:
             self.errors.append(chunk["error"])
             return
         self.ids.add(chunk["id"])
+        written = False
+        if "updates" in chunk.get("apar", ()):
+            self.reader.read(chunk["apar"])
+            written = any(update["text"] for update in chunk["apar"].pop("updates"))
+            del chunk["apar"]["time_ms"]
         for choice in chunk["choices"]:
             delta = choice.get("delta", choice)
             text = delta.get("content", delta.get("text")) or ""
             self.text += text
-            self.num_texts += bool(text)
+            self.num_texts += bool(text or written)
             self.roles += "role" in delta
             if choice["finish_reason"] is not None:
                 self.finish.append(choice["finish_reason"])

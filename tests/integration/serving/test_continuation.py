@@ -15,6 +15,7 @@ pytestmark = pytest.mark.cluster
 NUM_ATTEMPTS = 3
 KILL_AFTER = {
     "chat": 1,
+    "tagged chat": 15,
     "unforked chat": 45,
     "short chat": 3,
     "completion": 12,
@@ -52,6 +53,7 @@ def test_a_stream_whose_replica_is_killed_equals_the_uninterrupted_one(
     assert answer.apar == expected.apar
     assert len(answer.ids) == 1
     assert answer.roles == expected.roles
+    assert answer.reader.threads == expected.reader.threads
     assert continued >= 1
 
 

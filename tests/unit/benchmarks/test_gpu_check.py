@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def test_a_failure_and_a_check_without_end_do_not_stop_the_others(
         "breaks": "failed", "hangs": "timed out", "absent": "skipped", "works": "passed",
     }  # fmt: skip
     page = (folders / "out" / "gpu-check.md").read_text()
-    assert "| breaks |  | failed a / b is wrong |" in page
+    assert "| breaks |  | failed: a / b is wrong |" in page
     assert "- works on cpu" in page
 
 
@@ -71,6 +72,17 @@ def test_a_call_leaves_what_does_not_fit_to_the_next(
     assert run(folders) == 0
     with pytest.raises(AssertionError, match="ran again"):
         run(folders, "--again", "--only", "short")
+
+
+def test_a_skipped_check_is_tried_again(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = Check("works", 30, "", FAKES, "no_such_package", "not built yet")
+    monkeypatch.setattr(gpu_check, "CHECKS", (missing,))
+    assert run(folders) == 0
+    assert "skipped: not built yet" in (folders / "out" / "gpu-check.md").read_text()
+
+    monkeypatch.setattr(gpu_check, "CHECKS", (replace(missing, needs="torch"),))
+    assert run(folders) == 0
+    assert results(folders) == {"works": "passed"}
 
 
 def test_all_limits_together_are_twenty_minutes_in_calls_of_ten() -> None:

@@ -1,6 +1,8 @@
 """Every overlay, built by kustomize: complete, consistent, hardened."""
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import yaml
@@ -11,7 +13,9 @@ from dashboards.grafana import dashboards
 from dashboards.prometheus.rule import JOB
 from deployments.app.kuberay import arguments_of
 from k8s.__main__ import FILE, prometheus_rule
+from k8s.__main__ import main as write_rule
 from tests.fakes.overlays import (
+    K8S,
     NEEDS_KUBECTL,
     OVERLAYS,
     Object,
@@ -24,6 +28,7 @@ from tests.fakes.overlays import (
     pods,
     ray_pods,
     serve_config,
+    variant,
 )
 
 # `kubectl apply` stores an object in one of its annotations, which has this limit.
@@ -116,6 +121,36 @@ def test_rules_and_dashboards_are_current() -> None:
         assert config_map["data"] == {f"{uid}.json": text}
         # Grafana's sidecar looks for this label.
         assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
+def test_the_rules_follow_a_settings_file(tmp_path: Path) -> None:
+    settings, out = tmp_path / "settings.yaml", tmp_path / "rule.yaml"
+    settings.write_text("rules: {runbook: 'https://wiki/apar', kv_cache_usage: 0.5}")
+    write_rule(settings, out)
+    groups = yaml.safe_load(out.read_text())["spec"]["groups"]
+    alerts = {rule["alert"]: rule for each in groups for rule in each["rules"] if "alert" in rule}
+
+    assert {each["annotations"]["runbook_url"] for each in alerts.values()} == {
+        f"https://wiki/apar#{name.lower()}" for name in alerts
+    }
+    assert alerts["AparKvCacheNearlyFull"]["expr"].endswith("> 0.5")
+
+
+@pytest.mark.parametrize("overlay", ["local", "gpu"])
+def test_every_parameter_reaches_an_object(overlay: str) -> None:
+    values = {
+        "cluster": "a-cluster", "pods": "101", "max-pods": "103", "available-pods": "97",
+        "gpus": "89", "gpu-product": "A-GPU", "gpu-memory-above-mib": "70001", "cpu": "83",
+        "memory": "79Gi", "weights": "someone/model", "storage-class": "a-class",
+        "weights-size": "73Gi",
+    }  # fmt: skip
+    lines = (K8S / "overlays" / overlay / "parameters.env").read_text().splitlines()
+    names = {line.partition("=")[0] for line in lines if not line.startswith("#")}
+    built = yaml.safe_dump(variant(overlay, ("monitoring",), parameters=values))
+
+    assert names <= values.keys()
+    lost = [name for name in names if not re.search(rf"[ ']{values[name]}('|$)", built, re.M)]
+    assert lost == []
 
 
 @EVERY
@@ -274,6 +309,7 @@ def test_containers_have_resources_a_pinned_image_and_probes(overlay: str) -> No
             for bound in ("requests", "limits"):
                 resources = container["resources"][bound]
                 assert {"cpu", "memory", "ephemeral-storage"} <= resources.keys(), pod.owner
+                assert "0" not in map(str, resources.values()), pod.owner
             tag = container["image"].rpartition("/")[2].partition(":")[2]
             assert tag not in ("", "latest"), pod.owner
         if pod.owner.startswith("Job/"):

@@ -1,0 +1,280 @@
+"""Blocks of threads for which their parent waits: when one opens, what is read, what is joined.
+
+A block opens where a thread completes the format's trigger and has outlines. Its children read what
+the format prescribes. When all of them have ended, the parent continues behind the joined text.
+Scheduler and API process apply these rules to the same tokens, so they agree without messages.
+What a thread has generated is always taken by its token ids, never tokenized again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from apar_core.errors import CheckpointError
+from apar_core.formats.parallel_format import (
+    Branch,
+    ParallelFormat,
+    before_join,
+    branches,
+    join_continues,
+    join_parts,
+)
+from apar_core.formats.resolved_format import FormatTokenizer, resolve
+
+
+@dataclass(frozen=True, slots=True)
+class BlockChild:
+    """A child of a block.
+
+    seed: tokens forced behind what the child inherits.
+    header: tokens before its text in the joined text.
+    """
+
+    seed: tuple[int, ...]
+    header: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenBlock:
+    """The children that a thread has opened, in the order of the join.
+
+    num_inherited: how many of the thread's tokens since its last join the children inherit; None if
+        they inherit nothing, not even the prompt.
+    """
+
+    branches: tuple[Branch, ...]
+    children: tuple[BlockChild, ...]
+    num_inherited: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedText:
+    """Tokens behind which a waiting parent continues.
+
+    num_kept: how many of its tokens since its last join stay before them.
+    continues: whether it continues at all, or its answer ends here.
+    """
+
+    num_kept: int
+    token_ids: tuple[int, ...]
+    continues: bool
+
+
+class BlockRules:
+    """Rules of one format with the tokens of one checkpoint.
+
+    marker_ids: tokens at which a block may open or a child may end; no other token needs a check.
+    shows_children: whether the children's texts are a part of the joined text, each between a
+        header and `close_ids`, with `suffix_ids` behind the last.
+    """
+
+    def __init__(self, definition: ParallelFormat, tokenizer: FormatTokenizer) -> None:
+        """Raises CheckpointError if the tokenizer lacks a token of the format."""
+        resolved = resolve(definition, tokenizer)
+        join = definition.join
+        if join is None:
+            raise CheckpointError(f"format {definition.name!r} has no waiting parent")
+        if resolved.trigger_id is None and definition.cut == "before":
+            raise CheckpointError(
+                f"format {definition.name!r}: cut 'before' needs a trigger that is one token, not "
+                f"{definition.trigger!r}"
+            )
+        self.definition: ParallelFormat = definition
+        self._resolved = resolved
+        self._end_ids = frozenset(resolved.end_ids)
+        self._trigger_id = resolved.trigger_id
+        self._trigger_ids = (
+            _completing_ids(definition.trigger, tokenizer)
+            if resolved.trigger_id is None
+            else frozenset({resolved.trigger_id})
+        )
+        self.marker_ids = self._trigger_ids | self._end_ids
+        self.nests = definition.children_fork
+        self.shows_children = join.without_result is None and join.replaces is None
+        if self.nests and not self.shows_children:
+            raise CheckpointError(
+                f"format {definition.name!r}: children may fork only where their text is joined "
+                "as it is"
+            )
+        self.close_ids = resolved.encode(join.close) if self.shows_children else ()
+        self.suffix_ids = resolved.encode(join.suffix) if self.shows_children else ()
+
+    def ends_child(self, token_id: int) -> bool:
+        """Return whether a token ends a child and is the last of its text."""
+        return token_id in self._end_ids
+
+    def is_closed(self, text: Sequence[int]) -> bool:
+        """Return whether a child's text ends with one of the texts that end a child."""
+        return not self._end_ids or (bool(text) and text[-1] in self._end_ids)
+
+    def triggers(self, generated: Sequence[int]) -> bool:
+        """Return whether the last token completes the trigger.
+
+        `generated` are a thread's tokens since its last join.
+        """
+        if not generated or generated[-1] not in self._trigger_ids:
+            return False
+        if self._trigger_id is not None:
+            return True
+        # A token has at least one character, except those that are parts of one.
+        tail = list(generated[-2 * len(self.definition.trigger) :])
+        before, text = self._resolved.decode(tail[:-1]), self._resolved.decode(tail)
+        end = text.rfind(self.definition.trigger) + len(self.definition.trigger)
+        return self.definition.trigger in text and end > len(before)
+
+    def open(
+        self, generated: Sequence[int], prompt: Callable[[], Sequence[int]]
+    ) -> OpenBlock | None:
+        """Return the block that opens behind a thread's tokens since its last join.
+
+        None if they do not end with the trigger, or name no child: the thread then continues as if
+        there was no trigger. `prompt` returns the client's prompt.
+        """
+        if not self.triggers(generated):
+            return None
+        definition, resolved = self.definition, self._resolved
+        needs_prompt = definition.outlines is not None and definition.outlines.messages is not None
+        opened = branches(
+            definition,
+            resolved.decode(generated),
+            resolved.decode(prompt()) if needs_prompt else "",
+        )
+        if not opened:
+            return None
+        headers = self._headers(opened)
+        children = tuple(
+            BlockChild(resolved.seed_of(branch), header)
+            for branch, header in zip(opened, headers, strict=True)
+        )
+        if definition.cut == "nothing":
+            return OpenBlock(opened, children, None)
+        return OpenBlock(opened, children, len(generated) - (definition.cut == "before"))
+
+    def joined(
+        self, block: OpenBlock, generated: Sequence[int], texts: Sequence[Sequence[int]]
+    ) -> JoinedText:
+        """Return the joined text of children that have generated `texts`.
+
+        The texts include the tokens that ended children, and blocks joined inside them, but no end
+        token of the model. `generated` are the parent's tokens since its last join.
+        """
+        if not self.shows_children:
+            return self._joined_results(block, generated, texts)
+        token_ids: list[int] = []
+        for child, text in zip(block.children, texts, strict=True):
+            token_ids += (*child.header, *text, *self.closing(text))
+        continues = self._continues(texts)
+        token_ids += self.suffix_ids if continues else ()
+        return JoinedText(len(generated), tuple(token_ids), continues)
+
+    def num_kept(self, generated: Sequence[int]) -> int:
+        """Return how many of a parent's tokens since its last join stay before a joined text."""
+        if self.definition.join is None or self.definition.join.replaces is None:
+            return len(generated)
+        decode = self._resolved.decode
+        return _num_tokens_within(
+            generated, before_join(self.definition, decode(generated)), decode
+        )
+
+    def closing(self, text: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens to add to a child's text that nothing has closed."""
+        return () if self.is_closed(text) else self.close_ids
+
+    def _continues(self, texts: Sequence[Sequence[int]]) -> bool:
+        join = self.definition.join
+        if join is None or join.unclosed == "continue":
+            return True
+        return all(map(self.is_closed, texts))
+
+    def _headers(self, opened: Sequence[Branch]) -> list[tuple[int, ...]]:
+        """Return the format's own tokens before each child's text."""
+        if not self.shows_children:
+            return [()] * len(opened)
+        # A text that needs nothing to close it.
+        text = "-" + "".join(self.definition.child_end[:1])
+        headers: list[tuple[int, ...]] = []
+        header: tuple[int, ...] = ()
+        for part in join_parts(self.definition, opened, [text] * len(opened)):
+            if part.child is None:
+                header += self._resolved.encode(part.text)
+            else:
+                headers.append(header)
+                header = ()
+        return headers
+
+    def _joined_results(
+        self, block: OpenBlock, generated: Sequence[int], texts: Sequence[Sequence[int]]
+    ) -> JoinedText:
+        """Join results that are computed from the children's texts."""
+        decode, encode = self._resolved.decode, self._resolved.encode
+        written = decode(generated)
+        kept = before_join(self.definition, written)
+        decoded = [decode(text) for text in texts]
+        joined = "".join(part.text for part in join_parts(self.definition, block.branches, decoded))
+        num_kept = self.num_kept(generated)
+        rest = kept[len(decode(generated[:num_kept])) :]
+        continues = join_continues(self.definition, decoded)
+        return JoinedText(num_kept, encode(rest + joined), continues)
+
+
+@lru_cache(maxsize=8)
+def block_rules(definition: str, tokenizer: Any) -> BlockRules:
+    """Return the rules of a format given as JSON (`ForkParameters.blocks`) for a tokenizer."""
+    return BlockRules(ParallelFormat.model_validate_json(definition), tokenizer)
+
+
+def split_at_blocks(
+    rules: BlockRules,
+    token_ids: Sequence[int],
+    prompt: Callable[[], Sequence[int]],
+    *,
+    has_ended: bool,
+    num_children: int,
+) -> Iterator[tuple[int, OpenBlock]]:
+    """Yield, for each block that a thread has opened, the number of its tokens up to there.
+
+    `token_ids` is everything that it has generated, without joined text. A token with which a
+    thread ends opens no block. If the thread has ended, and its last token completes the trigger,
+    `num_children` tells: it is the number of its children that are known.
+    """
+    start = num_opened = 0
+    for index, token_id in enumerate(token_ids):
+        if token_id not in rules.marker_ids:
+            continue
+        block = rules.open(token_ids[start : index + 1], prompt)
+        if block is None:
+            continue
+        if has_ended and index == len(token_ids) - 1 and num_opened >= num_children:
+            return
+        start = index + 1
+        num_opened += len(block.children)
+        yield start, block
+
+
+def _completing_ids(trigger: str, tokenizer: FormatTokenizer) -> frozenset[int]:
+    """Return the tokens whose text can complete a trigger of several tokens."""
+    ids: set[int] = set()
+    for token_id in tokenizer.get_vocab().values():
+        text = str(tokenizer.decode([token_id]))
+        if trigger[-1] in text and (
+            trigger in text or any(trigger.endswith(text[:end]) for end in range(1, len(text) + 1))
+        ):
+            ids.add(token_id)
+    return frozenset(ids)
+
+
+def _num_tokens_within(
+    token_ids: Sequence[int], text: str, decode: Callable[[Sequence[int]], str]
+) -> int:
+    """Return how many of the first tokens spell a part of a text that begins with them."""
+    low, high = 0, len(token_ids)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if text.startswith(decode(token_ids[:middle])):
+            low = middle
+        else:
+            high = middle - 1
+    return low

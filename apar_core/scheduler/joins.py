@@ -1,0 +1,335 @@
+"""Threads that wait for their children and continue behind a joined text.
+
+For formats whose parent waits (`formats/blocks.py`). Life of a block:
+
+1. `until_marker` finds, among the sampled tokens, the trigger or the end of a child.
+2. `open` builds the children, each with its forced seed behind what it inherits, and queues them
+   like any forks. At the end of the step `settle` ends the parent's engine request. Its KV blocks
+   stay referenced for its continuation.
+3. `ended` takes the text of each child that ends. The first child's blocks replace those that are
+   held, as far as its tokens are those of the joined text.
+4. When all children have ended, `settle` starts the continuation: an engine request with the id of
+   the parent and the context with the joined text as its prompt. It takes the place of the child
+   that ended last, so no limit on threads delays it.
+
+A child that a limit keeps from starting has an empty text. A waiting parent is no live thread; its
+request is alive as long as it waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+from apar_core.fork_parameters import ForkParameters
+from apar_core.formats.blocks import BlockRules, OpenBlock, block_rules
+from apar_core.journal import Journal
+from apar_core.scheduler.block_journal import ended_texts, rebuilt_threads
+from apar_core.scheduler.block_sharing import BlockSharing
+from apar_core.scheduler.fork_admission import ForkAdmission
+from apar_core.scheduler.thread_requests import (
+    build_continuation,
+    build_thread_request,
+    resumed_thread,
+    was_refused,
+)
+from apar_core.scheduler.thread_table import TextPlace, ThreadGroup, ThreadTable, WaitingParent
+from apar_core.tree.thread_names import thread_request_id
+from apar_core.vllm_names import FinishReason, Request, RequestStatus, SchedulerOutput
+
+Group = ThreadGroup[Request]
+Waiting = WaitingParent[Request]
+
+
+class JoiningScheduler(Protocol):
+    """What `Joins` needs of the scheduler."""
+
+    requests: dict[str, Request]
+    threads: ThreadTable[Request]
+    admission: ForkAdmission[Request]
+    block_sharing: BlockSharing
+    max_model_len: int
+
+    def refuse(self, client_index: int, child_request_id: str) -> None:
+        """Report a child that does not open as ended by length."""
+
+    def pause_thread(self, thread: Request) -> None:
+        """End the engine request of a thread that waits for its children."""
+
+    def start_continuation(self, group: Group, thread: Request) -> None:
+        """Start the engine request in which a thread continues behind its children's texts."""
+
+    def end_waiting(self, group: Group, thread: Request, reason: FinishReason) -> None:
+        """End a thread that does not continue behind its children's texts."""
+
+
+class Joins:
+    """Waiting parents of all requests of a scheduler.
+
+    `load_tokenizer` is called for the first request of a format with waiting parents.
+    """
+
+    def __init__(self, scheduler: JoiningScheduler, load_tokenizer: Callable[[], Any]) -> None:
+        self._scheduler = scheduler
+        self._load_tokenizer = load_tokenizer
+        # Parents whose engine request ends at the end of the step, and those that may continue.
+        self._pausing: list[tuple[Group, Waiting]] = []
+        self._ready: list[tuple[Group, Waiting]] = []
+        # Paused parents that are part of steps whose output has not arrived.
+        self._in_flight: dict[str, Waiting] = {}
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return self._load_tokenizer()
+
+    def rules(self, parameters: ForkParameters) -> BlockRules | None:
+        """Return the rules of a request's format; None if its threads do not wait."""
+        if parameters.blocks is None:
+            return None
+        return block_rules(parameters.blocks, self._tokenizer)
+
+    def begin(self, group: Group, root: Request) -> None:
+        """Add the root thread of a new request."""
+        if group.rules is not None:
+            group.prompt = root.prompt_token_ids or ()
+            num_tokens = root.num_prompt_tokens
+            group.places[root.request_id] = TextPlace(num_tokens, num_tokens)
+
+    def until_marker(
+        self, group: Group, thread: Request, token_ids: list[int]
+    ) -> tuple[list[int], OpenBlock | bool]:
+        """Return new tokens up to the one that opens a block or ends a child, if there is one.
+
+        The second value is the block that the last of them opens, or whether it ends the thread.
+        """
+        rules = group.rules
+        if rules is None:
+            return token_ids, False
+        is_child = thread.request_id != group.root_id
+        for index, token_id in enumerate(token_ids):
+            if token_id not in rules.marker_ids:
+                continue
+            taken = token_ids[: index + 1]
+            if is_child and rules.ends_child(token_id):
+                return taken, True
+            if is_child and not rules.nests:
+                continue
+            start = group.places[thread.request_id].segment_start
+            block = rules.open([*thread.all_token_ids[start:], *taken], lambda: group.prompt)
+            if block is not None:
+                return taken, block
+        return token_ids, False
+
+    def open(self, group: Group, parent: Request, block: OpenBlock) -> None:
+        """Build a block's children; the parent pauses at the end of the step."""
+        scheduler = self._scheduler
+        place = group.places[parent.request_id]
+        waiting: Waiting = WaitingParent(parent, block, [])
+        num_inherited = 0
+        if block.num_inherited is not None:
+            num_inherited = place.segment_start + block.num_inherited
+        for child in block.children:
+            child_id, ordinal = group.next_child(parent.request_id)
+            waiting.child_ids.append(child_id)
+            num_tokens = num_inherited + len(child.seed)
+            if num_tokens >= scheduler.max_model_len or not group.may_fork():
+                scheduler.refuse(parent.client_index, child_id)
+                waiting.texts[child_id] = ()
+                continue
+            request = build_thread_request(
+                parent,
+                request_id=child_id,
+                ordinal=ordinal,
+                num_inherited=num_inherited,
+                seed=child.seed,
+                max_tokens=group.remaining_tokens,
+            )
+            group.num_forks += 1
+            group.places[child_id] = TextPlace(num_tokens, num_tokens)
+            scheduler.block_sharing.share(parent, request, num_inherited)
+            scheduler.admission.wait(group, request)
+        self._pausing.append((group, waiting))
+
+    def pauses(self, group: Group | None, request: Request) -> bool:
+        """Return whether an engine request ends because its thread waits."""
+        waiting = None if group is None else group.waiting.get(request.request_id)
+        return waiting is not None and waiting.request is request
+
+    def ended(self, group: Group | None, request: Request) -> None:
+        """Take the text of a child, right before its blocks are freed."""
+        if group is None or group.rules is None or group.closed:
+            return
+        own = list(request.all_token_ids[group.places[request.request_id].own_start :])
+        stopped = request.status == RequestStatus.FINISHED_STOPPED
+        if group.parameters.ended_itself(own, stopped=stopped):
+            del own[-1]
+        self._take_text(group, request.request_id, own, request)
+
+    def _take_text(
+        self, group: Group, child_id: str, text: Sequence[int], request: Request | None
+    ) -> None:
+        waiting = group.waiting.get(child_id.rpartition("~")[0])
+        if waiting is None:
+            return
+        waiting.texts[child_id] = tuple(text)
+        if request is not None and child_id == waiting.child_ids[0]:
+            self._hold_first_child(group, waiting, request)
+        if waiting.is_complete:
+            self._is_ready(group, waiting)
+
+    def _is_ready(self, group: Group, waiting: Waiting) -> None:
+        group.num_joining += 1
+        self._ready.append((group, waiting))
+
+    def _hold_first_child(self, group: Group, waiting: Waiting, child: Request) -> None:
+        """Hold the first child's blocks if it begins with more of the joined text."""
+        rules, block = group.rules, waiting.block
+        if rules is None or not rules.shows_children or block.num_inherited is None:
+            return
+        num_context = waiting.request.num_tokens
+        joined = (*block.children[0].header, *waiting.texts[child.request_id])
+        # Only a child that inherits its parent's last token begins with the whole context.
+        inherited = group.places[waiting.request.request_id].segment_start + block.num_inherited
+        if inherited != num_context:
+            return
+        num_same = 0
+        for mine, its in zip(joined, child.all_token_ids[num_context:], strict=False):
+            if mine != its:
+                break
+            num_same += 1
+        num_tokens = min(num_context + num_same, child.num_computed_tokens)
+        if num_tokens > waiting.num_held:
+            sharing = self._scheduler.block_sharing
+            waiting.num_held = sharing.hold(waiting.request.request_id, child, num_tokens)
+
+    def step_ends(self, step: SchedulerOutput) -> None:
+        """Note that the output of a step has arrived, before the scheduler handles it."""
+        for thread_id, waiting in list(self._in_flight.items()):
+            waiting.in_flight_tokens -= step.num_scheduled_tokens.get(thread_id, 0)
+            if waiting.in_flight_tokens <= 0:
+                del self._in_flight[thread_id]
+
+    def settle(self) -> None:
+        """Pause the parents of new blocks, and continue those whose children have all ended."""
+        pausing, self._pausing = self._pausing, []
+        for group, waiting in pausing:
+            if not group.closed:
+                self._pause(group, waiting)
+        later: list[tuple[Group, Waiting]] = []
+        while self._ready:
+            group, waiting = self._ready.pop(0)
+            if group.closed:
+                continue
+            parent_id = waiting.request.request_id
+            # vLLM drops the outputs of steps in flight by id, so the id may not come back before.
+            # A KV connector may also keep the request for a while.
+            if waiting.in_flight_tokens > 0 or parent_id in self._scheduler.requests:
+                later.append((group, waiting))
+            else:
+                group.num_joining -= 1
+                self._continue(group, waiting)
+        self._ready = later
+
+    def _pause(self, group: Group, waiting: Waiting) -> None:
+        parent, rules = waiting.request, group.rules
+        if rules is None:
+            return
+        place = group.places[parent.request_id]
+        place.num_generated += parent.num_output_tokens
+        waiting.in_flight_tokens = parent.num_in_flight_tokens
+        if waiting.in_flight_tokens > 0:
+            self._in_flight[parent.request_id] = waiting
+        generated = parent.all_token_ids[place.segment_start :]
+        waiting.num_held = self._scheduler.block_sharing.hold(
+            parent.request_id, parent, place.segment_start + rules.num_kept(generated)
+        )
+        group.waiting[parent.request_id] = waiting
+        self._scheduler.pause_thread(parent)
+        if waiting.is_complete:
+            self._is_ready(group, waiting)
+
+    def _continue(self, group: Group, waiting: Waiting) -> None:
+        """Start a thread's continuation, or end it where nothing follows the joined text."""
+        scheduler, rules, parent = self._scheduler, group.rules, waiting.request
+        if rules is None:
+            return
+        thread_id = parent.request_id
+        place = group.places[thread_id]
+        joined = rules.joined(
+            waiting.block,
+            parent.all_token_ids[place.segment_start :],
+            [waiting.texts[child_id] for child_id in waiting.child_ids],
+        )
+        num_kept = place.segment_start + joined.num_kept
+        sequence = [*parent.all_token_ids[:num_kept], *joined.token_ids]
+        del group.waiting[thread_id]
+        if not joined.continues or len(sequence) >= scheduler.max_model_len:
+            reason = FinishReason.LENGTH if joined.continues else FinishReason.STOP
+            own = sequence[place.own_start :]
+            scheduler.end_waiting(group, parent, reason)
+            self._take_text(group, thread_id, own, None)
+            return
+        place.segment_start = len(sequence)
+        continuation = build_continuation(
+            parent,
+            sequence,
+            num_kept=num_kept,
+            num_generated=place.num_generated,
+            max_tokens=group.remaining_tokens,
+        )
+        scheduler.block_sharing.continues(thread_id)
+        scheduler.start_continuation(group, continuation)
+
+    def close(self, group: Group) -> list[Request]:
+        """Forget the waiting parents of a request that ends; return them."""
+        parents = [waiting.request for waiting in group.waiting.values()]
+        for parent in parents:
+            self._in_flight.pop(parent.request_id, None)
+            self._scheduler.block_sharing.forget(parent.request_id)
+            self._scheduler.threads.end_thread(parent.request_id)
+        return parents
+
+    def resume(self, group: Group, request: Request, journal: Journal) -> list[Request]:
+        """Return the unfinished threads of a journal that run, and note those that wait.
+
+        Threads that have generated tokens come first, then by path.
+        """
+        rules = group.rules
+        if rules is None:
+            return []
+        group.prompt = request.prompt_token_ids or ()
+        threads = rebuilt_threads(journal, group.prompt, rules, group.parameters)
+        running: list[tuple[bool, Request]] = []
+        for path, thread in threads.items():
+            delta = thread.delta
+            group.count_text(delta.token_ids, stopped=delta.finish_reason == FinishReason.STOP)
+            group.num_forks += bool(path) and not was_refused(delta)
+            if delta.finish_reason is not None:
+                continue
+            thread_id = thread_request_id(group.root_id, path)
+            group.num_children[thread_id] = thread.num_children
+            group.places[thread_id] = TextPlace(thread.own_start, thread.segment_start)
+        for path, thread in threads.items():
+            if thread.delta.finish_reason is not None:
+                continue
+            thread_id = thread_request_id(group.root_id, path)
+            resumed = resumed_thread(request, thread.delta, thread.sequence, group.remaining_tokens)
+            if thread.waits_for is None:
+                running.append((bool(path) and not thread.delta.token_ids, resumed))
+                continue
+            waiting: Waiting = WaitingParent(
+                resumed,
+                thread.waits_for,
+                [thread_request_id(group.root_id, child) for child in thread.child_paths],
+            )
+            group.waiting[thread_id] = waiting
+            self._scheduler.threads.wait_thread(group, thread_id)
+            for child_path, child_id in zip(thread.child_paths, waiting.child_ids, strict=True):
+                if threads[child_path].delta.finish_reason is not None:
+                    (waiting.texts[child_id],) = ended_texts(
+                        [child_path], threads, rules, group.parameters
+                    )
+            if waiting.is_complete:
+                self._is_ready(group, waiting)
+        return [thread for _, thread in sorted(running, key=lambda each: each[0])]

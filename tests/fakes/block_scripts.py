@@ -1,0 +1,192 @@
+"""Scripts of requests whose threads wait for their children, and what a resubmitting client reads.
+
+Tokens are characters: an ordinary character, or a marker of a format. `Client` knows the formats by
+what their own clients do, independently of `apar_core`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from hypothesis import strategies as st
+
+from apar_core.fork_parameters import NO_TOKEN, ForkParameters
+from apar_core.formats.parallel_format import ParallelFormat
+from apar_core.formats.shipped_formats import PARALLEL_R1, THREADWEAVER
+
+END = 3
+MARKERS = (
+    *("<Parallel>", "</Parallel>", "<Outlines>", "</Outlines>", "<Outline>", "</Outline>"),
+    *("<Thread>", "</Thread>", "<Path>", "</Path>", "<Summary>", "</Summary>"),
+)
+_FIRST_MARKER = 20
+_FIRST_CHARACTER = 100
+_PIECES = re.compile("|".join(map(re.escape, MARKERS)) + "|.", re.DOTALL)
+
+assert THREADWEAVER.join is not None
+NESTED = THREADWEAVER.model_copy(
+    update={
+        "name": "nested",
+        "children_fork": True,
+        "join": THREADWEAVER.join.model_copy(update={"unclosed": "continue"}),
+    }
+)
+"""ThreadWeaver's grammar, where children fork too, and a child that is cut off is closed."""
+
+
+class CharacterTokenizer:
+    """A token for each marker and for each character."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return [
+            _FIRST_MARKER + MARKERS.index(piece)
+            if piece in MARKERS
+            else _FIRST_CHARACTER + ord(piece)
+            for piece in _PIECES.findall(text)
+        ]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(map(self._text, token_ids))
+
+    def get_vocab(self) -> dict[str, int]:
+        texts = [*MARKERS, *map(chr, range(1, 0x2000))]
+        return {text: self.encode(text)[0] for text in texts}
+
+    def _text(self, token_id: int) -> str:
+        if token_id >= _FIRST_CHARACTER:
+            return chr(token_id - _FIRST_CHARACTER)
+        if token_id >= _FIRST_MARKER:
+            return MARKERS[token_id - _FIRST_MARKER]
+        return "?"
+
+
+TOKENIZER = CharacterTokenizer()
+
+
+def block_parameters(
+    definition: ParallelFormat, *, max_threads: int = 16, max_forks: int = 100
+) -> ForkParameters:
+    blocks = definition.model_dump_json()
+    return ForkParameters(NO_TOKEN, (), (), True, max_threads, max_forks, (END,), blocks=blocks)
+
+
+Script = Mapping[str, list[int]]
+
+
+def tokens(text: str, *, ends: bool = False) -> list[int]:
+    """Return the tokens of a text, and the end token if the thread ends with it."""
+    return [*TOKENIZER.encode(text), *([END] if ends else [])]
+
+
+@dataclass
+class Client:
+    """Resubmits requests as the project's own client does; plain completions come from a script.
+
+    contexts: what each completion had as its prompt, in order: (replay key, prompt, generated).
+    recomputed: tokens of children that the model reads again behind a join.
+    """
+
+    definition: ParallelFormat
+    script: Script
+    contexts: list[tuple[str, list[int], list[int]]] = field(default_factory=list)
+    _taken: dict[str, int] = field(default_factory=dict)
+    _opened: dict[str, int] = field(default_factory=dict)
+
+    def answer(self, prompt: list[int]) -> list[int]:
+        """Return the whole text behind a prompt."""
+        text, _ = self._thread("", prompt)
+        return text
+
+    def _complete(self, key: str, prompt: list[int], stop: tuple[str, ...]) -> list[int]:
+        """Generate up to and including a stop text or the end token."""
+        script, generated = self.script[key], []
+        stops = {TOKENIZER.encode(text)[0] for text in stop}
+        for token_id in script[self._taken.get(key, 0) :]:
+            generated.append(token_id)
+            if token_id in stops or token_id == END:
+                break
+        self._taken[key] = self._taken.get(key, 0) + len(generated)
+        self.contexts.append((key, prompt, generated))
+        return generated
+
+    def _thread(self, key: str, prompt: list[int]) -> tuple[list[int], bool]:
+        """Return a thread's text, without an end token, and whether its own marker ended it."""
+        weaves = self.definition.name != "parallel-r1"
+        forks = not key or self.definition.children_fork
+        child_end = "</Thread>" if weaves else "</Path>"
+        trigger = "</Outlines>" if weaves else "<Parallel>"
+        stop = (*([trigger] if forks else []), *([child_end] if key else []))
+        text: list[int] = []
+        while True:
+            generated = self._complete(key, [*prompt, *text], stop)
+            last = TOKENIZER.decode(generated[-1:])
+            if generated[-1:] == [END]:
+                return [*text, *generated[:-1]], False
+            text += generated
+            if key and last == child_end:
+                return text, True
+            if last != trigger:
+                return text, False  # Cut off.
+            segment = TOKENIZER.decode(generated)
+            numbers = list(_numbers(segment)) if weaves else ["1", "2"]
+            if not numbers:
+                continue
+            context = [*prompt, *text]
+            all_closed = True
+            first = self._opened.get(key, 0)
+            self._opened[key] = first + len(numbers)
+            for index, number in enumerate(numbers):
+                name = f"{key}.{first + index}" if key else str(first + index)
+                seed = f"\n<Thread>\n{number}:" if weaves else "<Path>"
+                header = seed[1:] if weaves and index else seed
+                child, is_closed = self._thread(name, [*context, *tokens(seed)])
+                text += [*tokens(header), *child]
+                if not is_closed:
+                    text += tokens(child_end)
+                all_closed &= is_closed
+            if self.definition.name == "threadweaver" and not all_closed:
+                return text, False
+            text += tokens("\n" if weaves else "</Parallel>\n<Summary>")
+
+
+def _numbers(segment: str) -> Iterator[str]:
+    outlines = segment.rpartition("<Outlines>")[2]
+    return iter(dict.fromkeys(re.findall(r"<Outline>\s*([0-9.]+)\s*:", outlines)))
+
+
+@st.composite
+def block_scripts(draw: st.DrawFn, definition: ParallelFormat) -> Script:
+    """Draw what the threads of a request generate, with blocks up to three deep."""
+    script: dict[str, list[int]] = {}
+    weaves = definition.name != "parallel-r1"
+    letters = st.text("abcdefgh ", max_size=8)
+
+    def thread(key: str, depth: int) -> None:
+        own: list[int] = []
+        num_children = 0
+        forks = depth == 0 or (definition.children_fork and depth < 3)
+        for _ in range(draw(st.integers(0, 3 - depth)) if forks else 0):
+            own += tokens(draw(letters))
+            if weaves:
+                numbers = draw(st.lists(st.sampled_from("1234"), max_size=4))
+                outlines = "".join(f"<Outline> {n}: {draw(letters)}</Outline>" for n in numbers)
+                own += tokens(f"<Parallel><Outlines>{outlines}</Outlines>")
+                opened = len(set(numbers))
+            else:
+                own += tokens("<Parallel>")
+                opened = 2
+            for ordinal in range(num_children, num_children + opened):
+                thread(f"{key}.{ordinal}" if key else str(ordinal), depth + 1)
+            num_children += opened
+        own += tokens(draw(letters))
+        closes = key and draw(st.integers(0, 7))
+        marker = "</Thread>" if weaves else "</Path>"
+        script[key] = own + (tokens(marker) if closes else [END])
+
+    thread("", 0)
+    return script
+
+
+FORMATS = {each.name: each for each in (THREADWEAVER, PARALLEL_R1, NESTED)}

@@ -1,0 +1,182 @@
+"""Tagged streams of the output processor, with vLLM's detokenizer and scripted threads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+from apar_core.fork_parameters import ForkParameters
+from tests.fakes.tagged_client import END, FORK, PAD, PARAMETERS, TaggedClient, ids
+from tests.unit.apar_core.tree.scripts import Event, interleavings
+
+EVENTS = interleavings(max_events=25)
+
+
+# Letters, white space, a special token, and the bytes of longer characters one by one.
+TOKENS = [PAD, *(token for text in ("a", "b", " a", "\n", "é", "日", "🎸") for token in ids(text))]
+
+
+def write(
+    thread: str, text: str = "", *, fork: bool = False, end: bool = False, cut: bool = False
+) -> EngineCoreOutput:
+    reason = FinishReason.STOP if end else FinishReason.LENGTH if cut else None
+    return EngineCoreOutput(
+        thread, [*ids(text), *[FORK] * fork, *[END] * end], finish_reason=reason
+    )
+
+
+def feed(client: TaggedClient, events: list[Event], token_of: Any, takes: list[bool]) -> None:
+    """Play the events of a random tree; after some of them, a chunk is taken."""
+    names = {"root": "r"}
+    num_children: dict[str, int] = {}
+    for event, client.takes in zip(events, takes, strict=True):
+        name = names[event.thread]
+        if event.kind == "fork":
+            ordinal = num_children.get(name, 0)
+            num_children[name] = ordinal + 1
+            names[event.child] = f"{name}~{ordinal}"
+            tokens, reason = [FORK], None
+        elif event.kind == "text":
+            tokens, reason = [token_of(item) for item in event.items], None
+        else:
+            ends = event.kind == "end"
+            tokens, reason = [END] * ends, FinishReason.STOP if ends else FinishReason.LENGTH
+        client.step(EngineCoreOutput(name, tokens, finish_reason=reason))
+    client.takes = True
+    client.step()
+
+
+@settings(max_examples=60)
+@given(EVENTS, st.data())
+def test_the_text_rebuilt_from_the_updates_is_the_ordered_text(
+    events: list[Event], data: st.DataObject
+) -> None:
+    tokens = data.draw(st.lists(st.sampled_from(TOKENS), min_size=1, max_size=20))
+    client = TaggedClient(
+        stop=data.draw(st.sampled_from([None, ["a"], ["ba", "\ufffd"], ["é"]])),
+        include_stop_str_in_output=data.draw(st.booleans()),
+        skip_special_tokens=data.draw(st.booleans()),
+        parameters=replace(
+            PARAMETERS,
+            separated=data.draw(st.booleans()),
+            replacement_ids=data.draw(st.sampled_from([(), tuple(ids("-")), (PAD,)])),
+        ),
+    )
+    takes = data.draw(st.lists(st.booleans(), min_size=len(events), max_size=len(events)))
+
+    feed(client, events, lambda item: tokens[item % len(tokens)], takes)
+
+    assert client.reader.text() == client.text
+    assert all(thread["state"] == "ended" for thread in client.reader.threads[0].values())
+    assert not client.processor.has_unfinished_requests()
+
+
+def test_a_paragraph_behind_an_open_one_is_shown_at_once() -> None:
+    client = TaggedClient()
+    client.step(write("r", "1.", fork=True))
+    updates = client.step(write("r", " 2."), write("r~0", " a"))
+
+    assert client.text == "1. a"
+    assert [(each["id"], each["text"], each["state"]) for each in updates] == [
+        ("root", " 2.", "writing"),
+        ("root.0", " a", "writing"),
+    ]
+    assert [each["tokens"] for each in updates] == [len(ids(" 2.")), len(ids(" a"))]
+
+
+def test_a_chunk_is_sent_although_no_text_became_certain() -> None:
+    client = TaggedClient()
+    client.step(write("r", "1.", fork=True))
+    num_chunks = client.num_chunks
+
+    client.step(write("r", " 2."))
+
+    assert (client.num_chunks, client.text) == (num_chunks + 1, "1.")
+
+
+def test_states_from_the_fork_to_the_end() -> None:
+    client = TaggedClient()
+    (root, child) = client.step(write("r", "é1", fork=True))
+    assert (root["parent"], root["position"], root["state"]) == (None, None, "writing")
+    assert (child["parent"], child["position"], child["state"]) == ("root", 2, "waiting")
+
+    (child,) = client.step(write("r~0", "a"))
+    assert (child["text"], child["state"], "parent" in child) == ("a", "writing", False)
+
+    root, child = client.step(write("r", end=True), write("r~0", cut=True))
+    assert (root["state"], root["finish_reason"], root["tokens"]) == ("ended", "stop", 1)
+    assert (child["state"], child["finish_reason"], child["tokens"]) == ("ended", "length", 0)
+    assert client.step() == []
+
+
+def test_text_behind_a_stop_string_is_removed_by_edits() -> None:
+    client = TaggedClient(stop=["X"])
+    client.step(write("r", "1.", fork=True))
+    client.step(write("r", " 2."), write("r~0", " a"))
+
+    client.step(write("r~0", "bXc"))
+
+    assert client.text == "1. ab"
+    threads = client.reader.threads[0]
+    assert {name: thread["finish_reason"] for name, thread in threads.items()} == {
+        "root": "cut",
+        "root.0": "cut",
+    }
+    assert threads["root"]["text"] == "1. 2."
+    assert client.reader.text() == "1. ab"
+
+
+def test_a_character_split_between_two_threads_is_whole_in_the_ordered_text() -> None:
+    first, *rest = ids("日")
+    client = TaggedClient()
+    client.step(EngineCoreOutput("r", [*ids("1"), first, FORK]))
+    client.step(EngineCoreOutput("r~0", [*rest, END], finish_reason=FinishReason.STOP))
+    client.step(write("r", "2", end=True))
+
+    assert client.text == client.reader.text() == "1日2"
+    assert [thread["text"] for thread in client.reader.threads[0].values()] == ["12", "日"]
+    assert [thread["edits"] for thread in client.reader.threads[0].values()] == [{}, {}]
+
+
+def test_inserted_line_breaks_are_edits() -> None:
+    client = TaggedClient(parameters=replace(PARAMETERS, separated=True))
+    client.step(
+        write("r", "1.", fork=True), write("r~0", "a", end=True), write("r", "2.", end=True)
+    )
+
+    assert client.text == client.reader.text() == "1.\na\n\n2."
+    assert client.reader.threads[0]["root"]["text"] == "1.2."
+
+
+@pytest.mark.parametrize(
+    ("parameters", "stop"),
+    [(None, None), (None, ["b"]), (replace(PARAMETERS, enabled=False), None)],
+)
+def test_a_request_that_does_not_fork_has_one_thread(
+    parameters: ForkParameters | None, stop: list[str] | None
+) -> None:
+    client = TaggedClient(parameters=parameters, stop=stop)
+    (root,) = client.step(write("r", "a日"))
+    assert (root["id"], root["text"], root["state"]) == ("root", "a日", "writing")
+
+    client.step(write("r", "bc", end=True))
+
+    assert client.text == client.reader.text() == ("a日" if stop else "a日bc")
+    assert client.reader.threads[0]["root"]["state"] == "ended"
+    assert not client.processor.has_unfinished_requests()
+
+
+def test_without_the_request_field_nothing_is_read_and_no_chunk_added() -> None:
+    client = TaggedClient(tagged=False)
+    client.step(write("r", "1.", fork=True))
+    num_chunks = client.num_chunks
+
+    client.step(write("r", " 2."))
+
+    assert (client.num_chunks, client.text) == (num_chunks, "1.")
+    assert client.processor._tagged == {}
