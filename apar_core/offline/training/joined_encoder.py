@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,13 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from apar_core.errors import TrainingError
 from apar_core.formats.control_tokens import find_control_tokens
-from apar_core.offline.data.joined import MARKERS, joined_answer, joined_tokens
+from apar_core.offline.data.joined import (
+    MARKERS,
+    JoinedBlock,
+    JoinedTokens,
+    joined_answer,
+    joined_tokens,
+)
 from apar_core.offline.data.records import ExampleRecord
 from apar_core.offline.training.chat_format import turn_end_id
 from apar_core.offline.training.example_encoder import (
@@ -21,9 +28,12 @@ from apar_core.offline.training.example_encoder import (
     build_piece_encoder,
     prompt_token_ids,
 )
-from apar_core.offline.training.packing import PackedTree, pack_joined
+from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, pack_joined
 
 _MARKER = re.compile("|".join(f"({re.escape(marker)})" for marker in MARKERS))
+
+# Of a thread: the first words of its heading.
+_START_TOKENS = 6
 
 
 def threadweaver_tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
@@ -80,9 +90,20 @@ def start_marker_embeddings(model: LlamaForCausalLM, tokenizer: PreTrainedTokeni
 
 @dataclass
 class JoinedEncoder:
-    """Packs examples whose answers fork as answers that join; text is encoded in pieces."""
+    """Packs examples whose answers fork as answers that join; text is encoded in pieces.
+
+    With `start_share`, that share of the answers with threads is packed up to the first tokens of
+    the first block's threads, which alone are learned. That a thread finds its outline by its
+    number is in these few tokens, and such a row has a quarter of the tokens of a whole one.
+    """
 
     tokenizer: PreTrainedTokenizerFast
+    start_share: float = 0.0
+    seed: int = 0
+
+    @cached_property
+    def _rng(self) -> random.Random:
+        return random.Random(self.seed)
 
     @cached_property
     def _marker_ids(self) -> dict[str, int]:
@@ -112,4 +133,25 @@ class JoinedEncoder:
         """Return the example as one row of any length."""
         prompt_ids = prompt_token_ids(example, self.tokenizer)
         answer = joined_tokens(joined_answer(example.answer), self.encode)
+        if answer.blocks and self._rng.random() < self.start_share:
+            return self._starts(prompt_ids, answer)
         return pack_joined(prompt_ids, answer, self._end_id)
+
+    def _starts(self, prompt_ids: list[int], answer: JoinedTokens) -> PackedTree:
+        first = answer.blocks[0]
+        block = JoinedBlock(first.seeds, tuple(text[:_START_TOKENS] for text in first.texts), [])
+        parts = JoinedTokens((answer.parent[0], []), (block,))
+        row = pack_joined(prompt_ids, parts, self._end_id)
+        num_read = len(prompt_ids) + len(answer.parent[0])
+        # The last token is the end of a continuation that is not there.
+        targets = [
+            IGNORED_TARGET if index < num_read or target == self._end_id else target
+            for index, target in enumerate(row.targets[:-1])
+        ]
+        return PackedTree(
+            row.token_ids[:-1],
+            row.positions[:-1],
+            targets,
+            row.segments[:-1],
+            row.segment_parents[:-1],
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -96,6 +96,13 @@ class TrainingPhase(BaseModel):
     stream: str = Field(description="Name of the sample of examples.")
     average_share: float = Field(
         0.0, ge=0, description="Weight of this phase's result in the saved average."
+    )
+    start_share: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Share of the answers that join of which only the starts of threads are "
+        "learned.",
     )
     recipe: TrainingRecipe = Field(description="Settings of the run.")
 
@@ -356,7 +363,7 @@ def train_tiny(
     )
     model = build_tiny_model(model_settings, tokenizer)
     encoder = ExampleEncoder(tokenizer, model_settings.max_positions)
-    _train_phases(model, encoder, pad_token_id(tokenizer), training_settings, on_step)
+    _train_phases(model, lambda _: encoder, pad_token_id(tokenizer), training_settings, on_step)
     save_checkpoint(model.eval(), tokenizer, out)
 
 
@@ -374,14 +381,17 @@ def train_tiny_joins(
     model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     start_marker_embeddings(model, tokenizer)
     model.config.use_cache = False
-    encoder = JoinedEncoder(tokenizer)
+
+    def encoder(phase: TrainingPhase) -> JoinedEncoder:
+        return JoinedEncoder(tokenizer, phase.start_share, training_settings.seed)
+
     _train_phases(model, encoder, pad_token_id(tokenizer), training_settings, on_step)
     save_checkpoint(model.eval(), tokenizer, out)
 
 
 def _train_phases(
     model: LlamaForCausalLM,
-    encoder: PacksExamples,
+    encoder_for: Callable[[TrainingPhase], PacksExamples],
     pad_id: int,
     settings: TinyTrainingSettings,
     on_step: OnStep,
@@ -394,7 +404,7 @@ def _train_phases(
         def report(step: StepReport, before: int = steps_before) -> None:
             on_step(replace(step, step=before + step.step, num_steps=settings.num_steps))
 
-        train_phase(model, encoder, pad_id, phase, settings.seed, report)
+        train_phase(model, encoder_for(phase), pad_id, phase, settings.seed, report)
         steps_before += phase.recipe.num_steps
         _round_weights(model)
         average.add(model, phase.average_share)
