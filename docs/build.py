@@ -56,7 +56,7 @@ CHECKED = (
 
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 _FENCE = re.compile(r"^( *```.*?^ *```)", re.DOTALL | re.MULTILINE)
-_IMAGES = (".png", ".svg")
+_IMAGES = (".png", ".svg", ".webp")
 
 
 class DeadLinkError(Exception):
