@@ -43,9 +43,8 @@ def generate(engine: OfflineEngine, prompts: list[list[int]]) -> list[tuple[str,
     found = []
     for answer in answers:
         assert answer.record is not None
-        found.append(
-            (answer.text, answer.record.statistics.threads, answer.record.statistics.forks)
-        )
+        statistics = answer.record.statistics
+        found.append((answer.text, statistics.threads, statistics.joins))
     return found
 
 
@@ -61,10 +60,9 @@ def test_texts_equal_those_of_the_client(block_size: int) -> None:
     end = tokenizer.eos_token_id
     expected = [tokenizer.decode([i for i in each.text_ids if i != end]) for each in answers]
     assert [text for text, _, _ in found] == expected
-    blocks = [text.count("<Parallel>") for text in expected]
-    threads = [text.count("<Thread>") for text in expected]
-    assert [forks for _, _, forks in found] == threads
-    assert [number for _, number, _ in found] == [1 + number for number in threads]
+    blocks = [text.count("</Outlines>") for text in expected]
+    assert [number for _, number, _ in found] == [1 + text.count("<Thread>") for text in expected]
+    assert [joins for _, _, joins in found] == blocks
     assert sum(blocks) > NUM_PROMPTS // 3
     assert max(blocks) > 1
 
