@@ -18,7 +18,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -526,7 +526,7 @@ def report_joins(settings: JoinSettings, folder: Path, start_stage: StartStage) 
         for point in points:
             data = store.get_or_do(
                 "{} {} {}".format(*point),
-                lambda point=point: asdict(join_run(worker.engine, worker.questions, *point)),
+                partial(_run_data, worker, *point),
             )
             runs.append(JoinRun(**data))
             done()
@@ -554,6 +554,12 @@ def report_joins(settings: JoinSettings, folder: Path, start_stage: StartStage) 
         {},
         {"runs": [asdict(run) for run in runs], "answers": counts},
     )
+
+
+def _run_data(
+    worker: JoinWorker, method: str, concurrency: int, round_trip_s: float
+) -> dict[str, Any]:
+    return asdict(join_run(worker.engine, worker.questions, method, concurrency, round_trip_s))
 
 
 def answer_counts(questions: Sequence[JoinedQuestion]) -> dict[str, float]:

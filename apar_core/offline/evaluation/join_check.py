@@ -102,7 +102,7 @@ class ResubmittingClient:
             waiting = []
             for answer, part in zip(running, parts, strict=True):
                 answer.text_ids += part
-                numbers = outline_numbers(self.tokenizer.decode(part))
+                numbers = outline_numbers(str(self.tokenizer.decode(part)))
                 if part[-1:] == [self._id(FORMAT.trigger)] and numbers:
                     waiting.append((answer, numbers))
                 else:
@@ -173,7 +173,7 @@ class ResubmittingClient:
         return [row[:length] for row, length in zip(sampled, lengths, strict=True)]
 
     def _id(self, marker: str) -> int:
-        return int(self.tokenizer.convert_tokens_to_ids(marker))
+        return int(self.tokenizer.get_vocab()[marker])
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -223,7 +223,7 @@ def check_joins(
     verdicts = []
     for example, answer in zip(examples, answers, strict=True):
         expected = joined_answer(example.answer)
-        text = tokenizer.decode([i for i in answer.text_ids if i != tokenizer.eos_token_id])
+        text = str(tokenizer.decode([i for i in answer.text_ids if i != tokenizer.eos_token_id]))
         found = block_sizes(text)
         verdicts.append(
             JoinVerdict(

@@ -80,7 +80,7 @@ def start_marker_embeddings(model: LlamaForCausalLM, tokenizer: PreTrainedTokeni
     embeddings must be tied to it.
     """
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    embeddings = model.get_input_embeddings().weight
+    embeddings = model.model.embed_tokens.weight
     with torch.no_grad():
         for marker in MARKERS:
             word_ids = tokenizer(marker.strip("<>"), add_special_tokens=False)["input_ids"]

@@ -113,12 +113,12 @@ def test_markers_are_single_special_tokens_in_place_of_the_control_tokens() -> N
 
 def test_a_marker_starts_as_the_mean_of_its_word_and_other_tokens_stay() -> None:
     model = LlamaForCausalLM.from_pretrained(checkpoint_path(), dtype=torch.float32)
-    before = model.get_input_embeddings().weight.detach().clone()
+    before = model.model.embed_tokens.weight.detach().clone()
     tokenizer = encoder().tokenizer
 
     start_marker_embeddings(model, tokenizer)
 
-    after = model.get_input_embeddings().weight
+    after = model.model.embed_tokens.weight
     assert torch.equal(after[5:4096], before[5:])
     word_ids = tokenizer("/Thread", add_special_tokens=False).input_ids
     marker_id = tokenizer.convert_tokens_to_ids("</Thread>")
