@@ -61,11 +61,13 @@ class Project:
     shown: tuple[str, ...]
     nested: bool = False
     setting: Any = None
+    # Of the fork token, so that the random model forks about once in an answer.
+    boost: float = 3.0
 
 
 PROJECTS = {
     "hpd-parsing": Project(("<FORK>", "<CHILD>"), ("<CHILD>",), ("<CHILD>",)),
-    "padoc": Project(("[fork]",), ("[fork]",), ("[fork]",), setting="padoc"),
+    "padoc": Project(("[fork]",), ("[fork]",), ("[fork]",), setting="padoc", boost=5.0),
     "padoc with a seed": Project(
         ("[fork]", "<text>"),
         ("[fork]", "<text>", "\n"),
@@ -204,7 +206,7 @@ def test_threads_equal_plain_decoding_and_the_text_is_the_clients(
     tmp_path: Path, name: str, way: str
 ) -> None:
     project = PROJECTS[name]
-    boosted = {project.tokens[0]: 3.0, "<eos>": 2.5}
+    boosted = {project.tokens[0]: project.boost, "<eos>": 2.5}
     checkpoint = write_checkpoint(tmp_path, project.tokens, boosted)
     setting = {} if project.setting is None else {"parallel_format": project.setting}
     engine = EngineProcess(
