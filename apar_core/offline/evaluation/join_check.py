@@ -123,12 +123,16 @@ class ResubmittingClient:
         ]
         texts = iter(self._generate([answer for answer, _ in threads], contexts, THREAD_END))
         for answer, numbers in waiting:
-            joined: list[int] = []
             for index, number in enumerate(numbers):
                 text = next(texts)
-                answer.ended &= text[-1:] == [self._id(THREAD_END)]
-                joined += [*self._encode(thread_header(number, first=index == 0)), *text]
-            answer.text_ids += [*joined, *self._encode(AFTER_THREADS)]
+                if text[-1:] != [self._id(THREAD_END)]:
+                    # As in ThreadWeaver's client, the thread is closed, and the answer ends here.
+                    answer.ended = False
+                    end_id = self.tokenizer.eos_token_id
+                    text = [*(i for i in text if i != end_id), self._id(THREAD_END)]
+                answer.text_ids += [*self._encode(thread_header(number, first=index == 0)), *text]
+            if answer.ended:
+                answer.text_ids += self._encode(AFTER_THREADS)
         return [answer for answer, _ in waiting if answer.ended]
 
     def _generate(

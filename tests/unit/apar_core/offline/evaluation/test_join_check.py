@@ -49,9 +49,9 @@ def test_the_shipped_checkpoint_writes_well_formed_answers_to_held_out_prompts()
         JoinCheckSettings(num_prompts=40), ResubmittingClient(model, tokenizer)
     )
 
-    assert sum(verdict.well_formed for verdict in verdicts) >= 30
-    assert sum(verdict.found == verdict.expected for verdict in verdicts) >= 24
+    assert sum(verdict.well_formed for verdict in verdicts) >= 34
+    assert sum(verdict.found == verdict.expected for verdict in verdicts) >= 31
     for verdict, answer in zip(verdicts, answers, strict=True):
-        # One request for the parent, and one per thread and continuation.
-        found = verdict.found or ()
-        assert len(answer.prompts) == 1 + sum(found) + len(found)
+        if verdict.well_formed and verdict.found is not None:
+            # One request for the parent, and one per thread and continuation.
+            assert len(answer.prompts) == 1 + sum(verdict.found) + len(verdict.found)
