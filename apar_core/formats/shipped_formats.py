@@ -95,7 +95,8 @@ PARALLEL_R1 = ParallelFormat(
     name="parallel-r1",
     description="zhengkid/Parallel-R1, verl/verl/parallel_thinking_generation_v3/"
     "parallel_thinking_loop_v3.py, with the two paths of its training scripts. Its client samples "
-    "paths at temperature 1, limits their length, and closes a summary that ends the answer.",
+    "paths at temperature 1, limits their length, and closes a summary that ends the answer. "
+    "For its loss it also computes positions that both paths share; what generates knows none.",
     trigger="<Parallel>",
     child_seed="<Path>",
     parent="waits",

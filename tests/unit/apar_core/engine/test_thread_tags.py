@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
+from apar_core.engine.block_threads import BlockThreads
+from apar_core.engine.thread_tags import ThreadTags
 from apar_core.fork_parameters import ForkParameters
-from tests.fakes.tagged_client import END, FORK, PAD, PARAMETERS, TaggedClient, ids
+from apar_core.formats.blocks import block_rules
+from tests.fakes.block_scripts import FORMATS, Script, block_parameters, block_scripts
+from tests.fakes.block_scripts import TOKENIZER as CHARACTERS
+from tests.fakes.tagged_client import (
+    BYTES,
+    END,
+    FORK,
+    PAD,
+    PARAMETERS,
+    TaggedClient,
+    ids,
+    outputs_of,
+)
+from tests.fakes.tagged_streams import TaggedReader
 from tests.unit.apar_core.tree.scripts import Event, interleavings
 
 EVENTS = interleavings(max_events=25)
-
-
-# Letters, white space, a special token, and the bytes of longer characters one by one.
-TOKENS = [PAD, *(token for text in ("a", "b", " a", "\n", "é", "日", "🎸") for token in ids(text))]
 
 
 def write(
@@ -30,33 +42,12 @@ def write(
     )
 
 
-def feed(client: TaggedClient, events: list[Event], token_of: Any, takes: list[bool]) -> None:
-    """Play the events of a random tree; after some of them, a chunk is taken."""
-    names = {"root": "r"}
-    num_children: dict[str, int] = {}
-    for event, client.takes in zip(events, takes, strict=True):
-        name = names[event.thread]
-        if event.kind == "fork":
-            ordinal = num_children.get(name, 0)
-            num_children[name] = ordinal + 1
-            names[event.child] = f"{name}~{ordinal}"
-            tokens, reason = [FORK], None
-        elif event.kind == "text":
-            tokens, reason = [token_of(item) for item in event.items], None
-        else:
-            ends = event.kind == "end"
-            tokens, reason = [END] * ends, FinishReason.STOP if ends else FinishReason.LENGTH
-        client.step(EngineCoreOutput(name, tokens, finish_reason=reason))
-    client.takes = True
-    client.step()
-
-
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(EVENTS, st.data())
 def test_the_text_rebuilt_from_the_updates_is_the_ordered_text(
     events: list[Event], data: st.DataObject
 ) -> None:
-    tokens = data.draw(st.lists(st.sampled_from(TOKENS), min_size=1, max_size=20))
+    tokens = data.draw(st.lists(st.sampled_from(BYTES), min_size=1, max_size=20))
     client = TaggedClient(
         stop=data.draw(st.sampled_from([None, ["a"], ["ba", "\ufffd"], ["é"]])),
         include_stop_str_in_output=data.draw(st.booleans()),
@@ -67,9 +58,15 @@ def test_the_text_rebuilt_from_the_updates_is_the_ordered_text(
             replacement_ids=data.draw(st.sampled_from([(), tuple(ids("-")), (PAD,)])),
         ),
     )
-    takes = data.draw(st.lists(st.booleans(), min_size=len(events), max_size=len(events)))
+    steps = data.draw(st.lists(st.booleans(), min_size=len(events), max_size=len(events)))
 
-    feed(client, events, lambda item: tokens[item % len(tokens)], takes)
+    step: list[EngineCoreOutput] = []
+    for output, ends in zip(outputs_of(events, tokens), steps, strict=True):
+        step.append(output)
+        if ends:
+            client.step(*step)
+            step.clear()
+    client.step(*step)
 
     assert client.reader.text() == client.text
     assert all(thread["state"] == "ended" for thread in client.reader.threads[0].values())
@@ -89,14 +86,20 @@ def test_a_paragraph_behind_an_open_one_is_shown_at_once() -> None:
     assert [each["tokens"] for each in updates] == [len(ids(" 2.")), len(ids(" a"))]
 
 
-def test_a_chunk_is_sent_although_no_text_became_certain() -> None:
+async def test_updates_are_announced_although_no_text_became_certain() -> None:
     client = TaggedClient()
+    tags = client.follower.tags
+    assert tags is not None
     client.step(write("r", "1.", fork=True))
+    await tags.due()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(tags.due(), 0.01)
     num_chunks = client.num_chunks
 
     client.step(write("r", " 2."))
 
-    assert (client.num_chunks, client.text) == (num_chunks + 1, "1.")
+    await tags.due()
+    assert (client.num_chunks, client.text) == (num_chunks, "1.")
 
 
 def test_states_from_the_fork_to_the_end() -> None:
@@ -180,3 +183,72 @@ def test_without_the_request_field_nothing_is_read_and_no_chunk_added() -> None:
 
     assert (client.num_chunks, client.text) == (num_chunks, "1.")
     assert client.processor._tagged == {}
+
+
+# ---- threads that wait for their children -------------------------------------------------------
+
+
+class CharacterDecoder:
+    """Detokenizer of the tokenizer of characters."""
+
+    def __init__(self, context: list[int]) -> None:
+        self._text = ""
+
+    def update(self, new_token_ids: list[int], stop_terminated: bool) -> None:
+        self._text += CHARACTERS.decode(new_token_ids)
+
+    def get_next_output_text(self, finished: bool, delta: bool) -> str:
+        text, self._text = self._text, ""
+        return text
+
+
+def play(threads: BlockThreads, script: Script) -> Iterator[None]:
+    """Let every thread that can write a token do so in each step; yield after each step."""
+    left = {"r": list(script[""])}
+    waits: dict[str, set[str]] = {}
+    while left:
+        for name in list(left):
+            if waits.get(name, set()) & left.keys():
+                continue
+            token_ids, left[name] = left[name][:1], left[name][1:]
+            reason = None if left[name] else FinishReason.STOP
+            children = threads.feed(EngineCoreOutput(name, token_ids, finish_reason=reason))
+            waits[name] = set(children)
+            left |= {child: list(script[child[2:].replace("~", ".")]) for child in children}
+            if reason is not None:
+                del left[name]
+        yield
+
+
+@settings(max_examples=10)
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@given(st.data())
+def test_threads_that_wait_are_rebuilt_and_say_so(name: str, data: st.DataObject) -> None:
+    parameters = block_parameters(FORMATS[name])
+    assert parameters.blocks is not None
+    rules = block_rules(parameters.blocks, CHARACTERS)
+    threads = BlockThreads("r", parameters, rules, [])
+    tags = ThreadTags(0, threads.tree, [], CharacterDecoder)
+    threads.tag(tags)
+    reader, ordered = TaggedReader(), ""
+
+    for _ in play(threads, data.draw(block_scripts(FORMATS[name]))):
+        for output in threads.take():
+            for token_id in output.new_token_ids:
+                tags.note(CHARACTERS.decode([token_id]))
+                ordered += CHARACTERS.decode([token_id])
+        reader.read({"time_ms": 0, "updates": tags.take()})
+        known = reader.threads[0]
+        for parent, each in known.items():
+            live = [
+                child
+                for child in known.values()
+                if child["parent"] == parent and child["state"] != "ended"
+            ]
+            assert each["state"] == "waiting" or not (live and each["tokens"])
+    tags.end(ordered)
+    reader.read({"time_ms": 0, "updates": tags.take()})
+
+    assert reader.text() == ordered
+    assert not any(each["edits"] for each in reader.threads[0].values())
+    assert {each["state"] for each in reader.threads[0].values()} == {"ended"}
