@@ -16,11 +16,11 @@ from tests.integration.serving.apar_process import ENGINE, TINY, Server, authori
 from tests.integration.serving.killed_streams import Answer, stream
 from tests.integration.serving.metrics_reading import metrics_url, read
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 WORKER = "VLLM::Worker"
 CLIENTS = 6
-START_S = 240.0
+START_S = 280.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from cluster.local_ray import free_port
 
 WINDOW = ("-m", "tests.integration.serving.serve_and_look")
 MAIN = "import typer; from cluster.cli.serve import serve; typer.run(serve)"
-START_S = 180.0
+START_S = 400.0
 STOP_S = 60.0
 LOOK_S = 60.0
 LOG_S = 20.0

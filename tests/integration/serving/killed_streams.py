@@ -54,7 +54,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 REST_S, REST_SHARE, REST_WAIT_S = 0.5, 0.1, 60.0
 """An idle engine uses less than this share of a core during REST_S."""
 WORK_S, WORK_WAIT_S = 0.15, 30.0
