@@ -7,7 +7,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
-def write_checkpoint(directory: Path, special_tokens: tuple[str, ...] = ()) -> Path:
+def write_checkpoint(
+    directory: Path, special_tokens: tuple[str, ...] = (), *, context_tokens: int = 256
+) -> Path:
     """A small random Llama whose tokenizer knows single bytes and the given special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytes_only = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
@@ -23,7 +25,7 @@ def write_checkpoint(directory: Path, special_tokens: tuple[str, ...] = ()) -> P
         intermediate_size=64,
         num_hidden_layers=1,
         num_attention_heads=2,
-        max_position_embeddings=256,
+        max_position_embeddings=context_tokens,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
