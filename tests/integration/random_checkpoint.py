@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
 def write_checkpoint(
-    directory: Path, special_tokens: tuple[str, ...] = (), *, context_tokens: int = 256
+    directory: Path, special_tokens: tuple[str, ...] = (), *, context_tokens: int = 256, spread: float = 0.02
 ) -> Path:
     """A small random Llama whose tokenizer knows single bytes and the given special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -28,6 +28,7 @@ def write_checkpoint(
         max_position_embeddings=context_tokens,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
+        initializer_range=spread,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
     return directory
