@@ -57,7 +57,7 @@ def missing_extra(error: ModuleNotFoundError) -> str | None:
     first = extra.partition("`")[0]
     return (
         f"the module {error.name!r} is not installed. It belongs to the extra `{extra}`: "
-        f"pip install 'apar-serve[{first}]'"
+        f"pip install '.[{first}]' in a clone of the repository"
     )
 
 

@@ -24,6 +24,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 STATE = ROOT / ".gpu-check"
+PACKAGES = (
+    "torch", "transformers", "pydantic", "accelerate", "httpx", "ijson", "matplotlib", "peft",
+)  # fmt: skip
+"""What the checks without vLLM import."""
 _TAIL_CHARACTERS = 4000
 # Left at the end of a call for the report.
 _MARGIN_S = 10.0
@@ -78,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = names if options.only is None else options.only.split(",")
     if unknown := sorted({*wanted} - {*names}):
         parser.error(f"--only: no check {', '.join(unknown)}; there are {', '.join(names)}")
+    if missing := [name for name in PACKAGES if not _is_installed(name)]:
+        parser.error(f"missing: {sys.executable} -m pip install {' '.join(missing)}")
     state: Path = options.state / f"{options.device}-{options.size}"
     state.mkdir(parents=True, exist_ok=True)
     out = Path(os.environ.get("OUT") or ROOT / "out" / "gpu-check")

@@ -52,7 +52,7 @@ CHECKED = ("README.md", "apar_core/models/apar_tiny/README.md")
 
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 _FENCE = re.compile(r"^( *```.*?^ *```)", re.DOTALL | re.MULTILINE)
-_IMAGES = (".png", ".svg")
+_IMAGES = (".png", ".svg", ".webp")
 
 
 class DeadLinkError(Exception):

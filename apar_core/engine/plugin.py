@@ -12,6 +12,7 @@ from functools import cache, wraps
 from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any
 
+from apar_core.errors import EngineError
 from apar_core.vllm_names import SUPPORTED, is_supported, patch_processors, vllm_version
 
 if TYPE_CHECKING:
@@ -65,10 +66,23 @@ def _wrap_configuration() -> None:
 
 
 def _has_our_scheduler(vllm_config: VllmConfig) -> bool:
-    """Return whether an engine's scheduler derives from ours; imports nothing of ours."""
-    if vllm_config.scheduler_config.scheduler_cls is None:
+    """Return whether an engine's scheduler derives from ours; imports nothing of ours.
+
+    Raises EngineError for a name in our package that does not exist. Other names that do not exist
+    are left to vLLM.
+    """
+    name = vllm_config.scheduler_config.scheduler_cls
+    if name is None:
         return False
-    bases = getattr(vllm_config.scheduler_config.get_scheduler_cls(), "__mro__", ())
+    try:
+        scheduler = vllm_config.scheduler_config.get_scheduler_cls()
+    except (ImportError, AttributeError, ValueError) as error:
+        if str(name).partition(".")[0] != _OUR_SCHEDULERS.partition(".")[0]:
+            return False
+        raise EngineError(
+            f"scheduler_cls: {name!r} does not exist: use {_OUR_SCHEDULERS}.ForkScheduler"
+        ) from error
+    bases = getattr(scheduler, "__mro__", ())
     return any(base.__module__ == _OUR_SCHEDULERS for base in bases)
 
 
@@ -90,7 +104,7 @@ def complete(vllm_config: VllmConfig) -> VllmConfig:
     from apar_core.engine.prompt_chain import load_prompt_rows, uses_prompt_chain
     from apar_core.engine.replay import REPLAY, REPLAY_V2
     from apar_core.scheduler.fork_scheduler import ForkAsyncScheduler, ForkScheduler
-    from apar_core.scheduler.fork_settings import generates
+    from apar_core.scheduler.fork_settings import check_engine, generates
 
     if uses_prompt_chain(vllm_config):
         # For its errors, which otherwise end a worker.
@@ -113,8 +127,11 @@ def complete(vllm_config: VllmConfig) -> VllmConfig:
         # Encoders cannot have the prefix cache that forks need.
         supported = vllm_config.model_config.is_prefix_caching_supported
         vllm_config.cache_config.enable_prefix_caching &= supported
-    if scheduler_config.get_scheduler_cls() in (ForkScheduler, ForkAsyncScheduler):
-        scheduler_config.scheduler_cls = (
-            ForkAsyncScheduler if scheduler_config.async_scheduling else ForkScheduler
-        )
+    # A class instead of its name shows `check_engine` that this has run.
+    scheduler = scheduler_config.get_scheduler_cls()
+    if scheduler in (ForkScheduler, ForkAsyncScheduler):
+        scheduler = ForkAsyncScheduler if scheduler_config.async_scheduling else ForkScheduler
+    scheduler_config.scheduler_cls = scheduler
+    # For its errors, which otherwise end the engine's process.
+    check_engine(vllm_config)
     return vllm_config

@@ -96,6 +96,10 @@ def check_engine(vllm_config: VllmConfig) -> None:
     """Raise EngineError for an engine that cannot fork, or that would die at the first request."""
     if not generates(vllm_config):
         return
+    if isinstance(vllm_config.scheduler_config.scheduler_cls, str):
+        raise EngineError(
+            "the vLLM plugin has not prepared this engine: VLLM_PLUGINS, if set, must contain apar"
+        )
     if not vllm_config.cache_config.enable_prefix_caching:
         raise EngineError(
             "forking needs prefix caching, through which children share their parent's KV "

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import psutil
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from apar_core.engine.gpu_start import flashinfer_problem
@@ -63,7 +63,7 @@ def doctor(
     [bold]apar doctor --model ./my-checkpoint[/bold]
     """
     findings = [*diagnose(), *check_checkpoint(model, parallel_format)]
-    table = Table(show_header=False, box=None)
+    table = Table("", "", Column(overflow="fold"), show_header=False, box=None)
     for finding in findings:
         mark = Text("!", style="bold red") if finding.problem else Text("✓", style="green")
         value = Text(finding.value)
@@ -114,11 +114,13 @@ def check_versions(versions: Mapping[str, str]) -> list[Finding]:
         if package == "ray":
             if installed is None:
                 # Forks in one's own vLLM need no Ray.
-                installed = "missing; `apar serve` needs it: pip install 'apar-serve[serve]'"
+                installed = "missing; `apar serve` needs it: in a clone, pip install '.[serve]'"
             elif installed != TESTED_RAY:
                 problem = f"`apar serve` uses internals of Ray {TESTED_RAY}: make venv"
         elif installed is None:
-            problem = "not installed: make venv, or pip install 'apar-serve[gpu]'"
+            problem = (
+                "not installed: make venv, or pip install '.[gpu]', in a clone of the repository"
+            )
         elif package == "vllm" and not is_supported(installed):
             problem = (
                 f"forks were checked with vLLM {' and '.join(SUPPORTED)}, and stay out of others: "
@@ -172,7 +174,9 @@ def check_plugin() -> Finding:
     """Check that vLLM finds this package's plugin in the processes that it starts."""
     for entry_point in entry_points(group="vllm.general_plugins", name="apar"):
         return Finding("vLLM plugin", entry_point.value)
-    return Finding("vLLM plugin", "missing", "vLLM will not fork: pip install apar-serve")
+    return Finding(
+        "vLLM plugin", "missing", "vLLM will not fork: pip install . in a clone of the repository"
+    )
 
 
 def check_memory(available_bytes: int, total_bytes: int) -> Finding:

@@ -28,6 +28,24 @@ DEFAULT_MAX_CONCURRENCY = 64
 MAX_THREADS = 1024
 # Engine arguments that have fields of their own, because the cluster needs them too.
 _SET_BY_FIELDS = {"model": "checkpoint", "served_model_name": "name", "lora_modules": "adapters"}
+# Engine arguments for engines over several nodes; Ray takes all GPUs of a replica from one.
+_OVER_NODES = (
+    "data_parallel_address",
+    "data_parallel_external_lb",
+    "data_parallel_hybrid_lb",
+    "data_parallel_rank",
+    "data_parallel_size_local",
+    "data_parallel_start_rank",
+    "nnodes",
+    "node_rank",
+)
+# Their product is the number of a replica's GPUs.
+_PARALLEL_SIZES = (
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "prefill_context_parallel_size",
+)
+_TENSOR_PARALLEL_SIZE = "tensor_parallel_size"
 _PROPOSER = "apar_core.engine.prompt_chain.PromptChain"
 _MODELS = Path(__file__).resolve().parents[2] / "apar_core" / "models"
 
@@ -190,8 +208,11 @@ class ModelConfig(BaseModel):
         description="Bounds and targets for a number of replicas that follows the load; replaces "
         "`replicas`.",
     )
-    gpus_per_replica: PositiveInt = Field(
-        1, description="GPUs per replica, used with tensor parallelism; ignored on CPU."
+    gpus_per_replica: PositiveInt | None = Field(
+        None,
+        description="GPUs per replica; by default as many as the parallel sizes under `engine` "
+        "need, which is 1 without any. They split the model's tensors, within each stage and rank "
+        "of other parallel sizes. Ignored on CPU.",
     )
     gpu_memory_share: float | None = Field(
         None,
@@ -277,12 +298,47 @@ class ModelConfig(BaseModel):
         for argument, name in _SET_BY_FIELDS.items():
             if argument in engine:
                 raise ValueError(f"{argument}: set the model's `{name}` instead")
+        for argument in _OVER_NODES:
+            if argument in engine:
+                raise ValueError(f"{argument}: all processes of a replica are on one node")
         additional = engine.get("additional_config", {})
         if not isinstance(additional, dict):
             raise ValueError("additional_config: a mapping is expected")
         if "apar" in additional:
             raise ValueError("additional_config.apar: set the model's `forks` instead")
         return engine
+
+    @model_validator(mode="after")
+    def _check_gpus(self) -> Self:
+        sizes = {
+            name: self.engine[name]
+            for name in (_TENSOR_PARALLEL_SIZE, *_PARALLEL_SIZES)
+            if name in self.engine
+        }
+        for name, size in sizes.items():
+            if type(size) is not int or size < 1:
+                raise ValueError(f"engine.{name}: a positive integer is expected (got {size!r})")
+        num_gpus, wanted = self.gpus_per_replica, math.prod(sizes.values())
+        if num_gpus is None or num_gpus == wanted:
+            return self
+        # Tensor parallelism takes what the other sizes leave.
+        if num_gpus % wanted or _TENSOR_PARALLEL_SIZE in sizes:
+            given = " x ".join(f"{name} {size}" for name, size in sizes.items())
+            raise ValueError(f"gpus_per_replica: {num_gpus} GPUs cannot be split into {given}")
+        return self
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of a replica."""
+        sizes = [
+            int(self.engine.get(name, 1)) for name in (_TENSOR_PARALLEL_SIZE, *_PARALLEL_SIZES)
+        ]
+        return self.gpus_per_replica or math.prod(sizes)
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """GPUs over which each stage and rank of a replica splits the model's tensors."""
+        return self.num_gpus // math.prod(int(self.engine.get(name, 1)) for name in _PARALLEL_SIZES)
 
     @property
     def preset(self) -> Preset:
@@ -361,6 +417,6 @@ class ModelConfig(BaseModel):
     @property
     def gpus_in_ray(self) -> float:
         """GPUs that Ray reserves for a replica; with a share, several replicas fit on one GPU."""
-        if self.gpus_per_replica == 1 and self.gpu_memory_share is not None:
+        if self.num_gpus == 1 and self.gpu_memory_share is not None:
             return self.gpu_memory_share
-        return float(self.gpus_per_replica)
+        return float(self.num_gpus)

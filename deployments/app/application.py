@@ -28,6 +28,8 @@ MAX_CHOICES = 128
 """Maximum of `n`, the choices of one request, as in OpenAI's API."""
 # The gateway limits its requests itself; Ray Serve's cap must never apply first.
 _NO_CAP = 1_000_000
+# Sizes with which an engine core has several workers, each a process of its own.
+_SPLITTING = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
 # One additional replica during a rollout, for up to 100 replicas; Ray rounds up.
 _ONE_MORE_PERCENT = 1
 
@@ -62,14 +64,15 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
     """vLLM's engine arguments: ours, overridden by the preset's, overridden by the user's."""
     arguments: dict[str, Any] = {"max_num_seqs": model.threads_per_replica}
     if on_gpu:
-        if model.gpus_per_replica > 1:
-            arguments["tensor_parallel_size"] = model.gpus_per_replica
+        if model.tensor_parallel_size > 1:
+            arguments["tensor_parallel_size"] = model.tensor_parallel_size
         if model.gpu_memory_share is not None:
             arguments["gpu_memory_utilization"] = model.gpu_memory_share
     else:
+        is_split = any(model.engine.get(name, 1) > 1 for name in _SPLITTING)
         arguments |= {
             "block_size": 32,
-            "distributed_executor_backend": "uni",
+            "distributed_executor_backend": "mp" if is_split else "uni",
             "kv_cache_memory_bytes": model.kv_cache_bytes,
         }
         # On a CPU, torch.compile runs a C++ compiler, which the image for CPUs does not have.

@@ -107,10 +107,10 @@ def check_gpus(config: ClusterConfig, gpus_per_pod: int) -> None:
     group with STRICT_PACK would. Without such a node Ray waits for one forever.
     """
     for model in config.models:
-        if model.gpus_per_replica > gpus_per_pod:
+        if model.num_gpus > gpus_per_pod:
             raise ConfigError(
                 f"args.cluster.models: {model.public_name}: gpus_per_replica "
-                f"{model.gpus_per_replica} is above the {gpus_per_pod} of a pod (nvidia.com/gpu of "
+                f"{model.num_gpus} is above the {gpus_per_pod} of a pod (nvidia.com/gpu of "
                 "the worker group): all GPUs of a replica must be in one pod"
             )
 

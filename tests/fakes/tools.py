@@ -8,6 +8,7 @@ import pytest
 PACKAGES = {
     "alertmanager": "prometheus-alertmanager",
     "amtool": "prometheus-alertmanager",
+    "chromium": "chromium",
     "kubectl": "kubectl",
     "prometheus": "prometheus",
     "promtool": "prometheus",

@@ -17,20 +17,39 @@ START_S = 900.0
 
 
 @contextmanager
-def vllm_server(log: Path, *arguments: str, **environment: str) -> Iterator[str]:
-    """Yield the server's address; `log` gets its output."""
+def vllm_server(
+    log: Path,
+    *arguments: str,
+    checkpoint: Path | None = None,
+    python: str | None = None,
+    **environment: str,
+) -> Iterator[str]:
+    """Yield the server's address; `log` gets its output.
+
+    `python` is the interpreter of another environment, which may lack this package.
+    """
     port = free_port()
-    # What `vllm serve` runs; the CPU wheel has no such command.
-    command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
-    command += ["--model", str(checkpoint_path()), "--served-model-name", "tiny"]
+    model = str(checkpoint or checkpoint_path())
+    if python is None:
+        # What `vllm serve` runs; the CPU wheel on PyPI has no such command.
+        command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
+        command += ["--model", model]
+    else:
+        command = [str(Path(python).with_name("vllm")), "serve", model]
+    command += ["--served-model-name", "tiny"]
     command += ["--enable-prefix-caching", "--enforce-eager", "--dtype", "float32"]
     command += ["--max-model-len", "768", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", *arguments]
+    inherited = dict(os.environ)
+    if python is not None:
+        inherited.pop("PYTHONPATH", None)
     cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
-            env=os.environ | cpu | environment,
+            # Outside of the repository, which `-m` would make importable.
+            cwd=log.parent,
+            env=inherited | cpu | environment,
             stdout=output,
             stderr=subprocess.STDOUT,
         )

@@ -11,9 +11,10 @@ export const SMOOTH_S = matchMedia("(prefers-reduced-motion: reduce)").matches ?
 const ROOT = "root";
 
 export class Answer {
-  /** @param {string} title */
-  constructor(title) {
+  /** @param {string} title @param {boolean} isOneAtATime whether at most one thread may write */
+  constructor(title, isOneAtATime = false) {
     this.title = title;
+    this.isOneAtATime = isOneAtATime;
     this.began = performance.now();
     this.chunks = [];
     this.endedAt = null; // seconds, also after a cancellation or an error
@@ -49,6 +50,13 @@ export class Answer {
     this.endedAt = this.now;
     this.finished = error === null;
     this.error = error;
+  }
+
+  /** Steps of the engine. The server counts those of threads that all run at once. */
+  get steps() {
+    if (!this.counts || !this.isOneAtATime) return this.counts?.decode_steps;
+    const tokens = this.chunks.flatMap((chunk) => chunk.updates.map((update) => update.tokens));
+    return tokens.reduce((sum, each) => sum + each, 0) || this.counts.sequential_steps;
   }
 
   /** The ordered text as far as it has arrived. */

@@ -79,17 +79,24 @@ function number(id) {
   return $(id).value === "" ? undefined : Number($(id).value);
 }
 
-function bodyOf(mode, prompt) {
+/** Whether sequential decoding writes the forked answer, one thread after the other. */
+function isOneAtATime(lane) {
+  return lane === "sequential" && $("sequential").value === "same";
+}
+
+function bodyOf(lane, prompt, seed) {
   const chat = $("endpoint").value === "chat";
-  const apar = { enabled: mode === "forked" };
+  const apar = {};
+  if (lane === "forked") apar.max_threads = number("max-threads");
+  else if (isOneAtATime(lane)) apar.max_threads = 1;
+  else apar.enabled = false;
   if ($("tags").value === "threads") apar.stream = "threads";
-  if (mode === "forked") apar.max_threads = number("max-threads");
   return {
     model: $("model").value,
     ...(chat ? { messages: [{ role: "user", content: prompt }] } : { prompt }),
     temperature: number("temperature"),
     max_tokens: number("max-tokens"),
-    seed: number("seed"),
+    seed,
     stream: true,
     stream_options: { include_usage: true },
     apar,
@@ -117,9 +124,12 @@ async function ask(prompt) {
   showError("");
   const mode = document.querySelector("input[name=mode]:checked").value;
   const controller = (running = new AbortController());
-  views = LANES[mode].map((lane) => new AnswerView(new Answer(TITLES[lane])));
+  const lanes = LANES[mode];
+  // The threads of two requests with one seed have the same random numbers, so the texts are equal.
+  const seed = number("seed") ?? (lanes.length > 1 ? Math.floor(Math.random() * 2 ** 31) : undefined);
+  views = lanes.map((lane) => new AnswerView(new Answer(TITLES[lane], isOneAtATime(lane))));
   $("welcome").hidden = true;
-  $("answers").hidden = $("timeline").hidden = false;
+  $("answers").hidden = $("timeline").hidden = $("skip").hidden = false;
   $("answers").replaceChildren(...views.map((view) => view.element));
   $("answers").dataset.lanes = String(views.length);
   $("replay").hidden = true;
@@ -128,7 +138,7 @@ async function ask(prompt) {
   $("stop").hidden = false;
   say("The answer is being written.");
   schedule();
-  await Promise.all(views.map((view, i) => run(view, bodyOf(LANES[mode][i], prompt), controller.signal)));
+  await Promise.all(views.map((view, i) => run(view, bodyOf(lanes[i], prompt, seed), controller.signal)));
   if (running !== controller) return; // another question has been asked
   running = null;
   $("send").hidden = false;

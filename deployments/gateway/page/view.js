@@ -145,7 +145,7 @@ class Figures {
       ["time", "Time"],
       ["rate", "Tokens/s"],
       ["steps", "Steps"],
-      ["cache", "KV cache saved"],
+      ["cache", "KV cache"],
       ["threads", "Threads"],
     ]) {
       const value = make("span", "value");
@@ -162,25 +162,34 @@ class Figures {
 
   show(answer, snapshot) {
     const { usage, counts } = answer;
-    const ended = answer.endedAt !== null;
-    const time = ended ? Math.min(answer.endedAt, snapshot.time) : answer.now;
+    const isLive = answer.endedAt === null;
+    const atEnd = !isLive && snapshot.time >= answer.endedAt;
+    const time = isLive ? answer.now : snapshot.time;
     this.#set("time", seconds(time));
-    const tokens = usage?.completion_tokens ?? Math.round(snapshot.threads.reduce((sum, thread) => sum + thread.tokens, 0));
+    const written = snapshot.threads.reduce((sum, thread) => sum + thread.tokens, 0);
+    const tokens = (atEnd && usage?.completion_tokens) || Math.round(written);
     if (tokens) this.#set("rate", number.format(tokens / time), `${tokens} tokens`);
     else this.#set("rate", "–");
     const writing = snapshot.threads.filter((thread) => thread.state === "writing").length;
-    const all = counts?.threads ?? snapshot.threads.length;
-    this.#set("threads", String(ended ? all : snapshot.threads.length), ended ? "" : `${writing} writing`);
-    if (!counts) {
-      const hint = ended ? "" : "at the end";
+    const threads = (atEnd && counts?.threads) || snapshot.threads.length;
+    this.#set("threads", String(threads), atEnd ? "" : `${writing} writing`);
+    if (!counts || !atEnd) {
+      const hint = atEnd ? "" : "at the end";
       this.#set("steps", "–", hint);
       this.#set("cache", "–", hint);
       return;
     }
-    const fewer = counts.sequential_steps / counts.decode_steps;
-    this.#set("steps", number.format(counts.decode_steps), fewer > 1.005 ? `${times(fewer)} fewer than ${counts.sequential_steps}` : "one thread");
-    const saved = 1 - counts.max_cached_tokens / counts.sequential_max_cached_tokens;
-    this.#set("cache", `${Math.round(100 * saved)} %`, saved > 0.005 ? `${counts.max_cached_tokens} slots instead of ${counts.sequential_max_cached_tokens}` : `${counts.max_cached_tokens} slots`);
+    const { steps } = answer;
+    const fewer = counts.sequential_steps / steps;
+    const against = fewer > 1.005 ? `${times(fewer)} fewer than ${counts.sequential_steps}` : "one thread";
+    this.#set("steps", String(steps), answer.isOneAtATime ? "one thread at a time" : against);
+    if (answer.isOneAtATime) {
+      this.#set("cache", "–");
+      return;
+    }
+    const { max_cached_tokens: slots, sequential_max_cached_tokens: all } = counts;
+    const saved = Math.round(100 * (1 - slots / all));
+    this.#set("cache", saved > 0 ? `−${saved} %` : `${-saved} %`, saved > 0 ? `${slots} slots, not ${all}` : `${slots} slots`);
   }
 }
 
@@ -247,10 +256,11 @@ export function verdict(forked, sequential) {
   const rate = (answer) => answer.usage?.completion_tokens / answer.endedAt;
   const ratio = rate(forked) / rate(sequential);
   if (!(ratio > 0) || !forked.counts || !sequential.counts) return null;
-  const faster = ratio >= 1 ? `${times(ratio)} the speed` : `${ratio.toFixed(2)}× the speed`;
-  const steps = `${forked.counts.decode_steps} steps against ${sequential.counts.decode_steps}`;
-  const text = ` of sequential decoding (${number.format(rate(forked))} against ${number.format(rate(sequential))} tokens/s), ${steps}. Both ran on this server at the same time.`;
-  return make("p", "verdict panel", make("strong", "", `Forked: ${faster}`), text);
+  const speed = `Forked: ${ratio >= 1 ? times(ratio) : `${ratio.toFixed(2)}×`} the speed`;
+  const other = sequential.isOneAtATime ? "the same answer written by one thread at a time" : "decoding without forks";
+  const rates = `${number.format(rate(forked))} against ${number.format(rate(sequential))} tokens/s`;
+  const text = ` of ${other}: ${rates}, ${forked.steps} against ${sequential.steps} steps. Both ran at the same time.`;
+  return make("p", "verdict panel", make("strong", "", speed), text);
 }
 
 /** Bars of all threads over time, one row for each; several answers share the axis. */

@@ -60,7 +60,7 @@ def test_a_missing_module_is_told_with_its_extra(tmp_path: Path) -> None:
 
     assert done.returncode == 1
     assert "apar: the module 'typer' is not installed" in done.stderr
-    assert "pip install 'apar-serve[serve]'" in done.stderr
+    assert "pip install '.[serve]'" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -70,4 +70,4 @@ def test_the_extra_of_a_module(module: str, extra: str | None) -> None:
     message = missing_extra(ModuleNotFoundError(name=module))
 
     assert (message is None) == (extra is None)
-    assert extra is None or f"pip install 'apar-serve[{extra}]'" in str(message)
+    assert extra is None or f"pip install '.[{extra}]'" in str(message)

@@ -85,6 +85,17 @@ def test_a_skipped_check_is_tried_again(folders: Path, monkeypatch: pytest.Monke
     assert results(folders) == {"works": "passed"}
 
 
+def test_missing_packages_are_named_before_any_check_runs(
+    folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "PACKAGES", ("torch", "no_such_package"))
+    with pytest.raises(SystemExit):
+        run(folders)
+
+    assert "pip install no_such_package\n" in capsys.readouterr().err
+    assert not (folders / "out").exists()
+
+
 def test_all_limits_together_are_twenty_minutes_in_calls_of_ten() -> None:
     assert sum(check.limit_s for check in CHECKS) <= 20 * 60
     assert len({check.name for check in CHECKS}) == len(CHECKS)

@@ -21,6 +21,7 @@ from apar_core.errors import EngineError
 from apar_core.installation import ROOT
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.scheduler.fork_scheduler import ForkScheduler
+from apar_core.scheduler.fork_settings import check_engine
 from apar_core.vllm_names import is_supported
 
 # The function without its cache: each call is a new process's.
@@ -37,9 +38,9 @@ def stock_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(engine, "OutputProcessor", OutputProcessor)
 
 
-def configuration(**arguments: Any) -> Any:
+def configuration(*, enable_prefix_caching: bool = True, **arguments: Any) -> Any:
     return EngineArgs(
-        model=str(checkpoint_path()), enable_prefix_caching=True, **arguments
+        model=str(checkpoint_path()), enable_prefix_caching=enable_prefix_caching, **arguments
     ).create_engine_config()
 
 
@@ -59,6 +60,33 @@ def test_an_engine_without_our_scheduler_is_vllms_own(scheduler_cls: str | None)
     assert config.scheduler_config.scheduler_cls == scheduler_cls
     assert not config.model_config.logits_processors
     assert built_by_engines() == {InputProcessor}
+
+
+@pytest.mark.usefixtures("stock_vllm")
+def test_a_scheduler_that_does_not_exist_is_vllms_error_unless_it_should_be_ours() -> None:
+    register_anew()
+
+    other = configuration(scheduler_cls="json.NoSuchScheduler")
+
+    assert other.scheduler_config.scheduler_cls == "json.NoSuchScheduler"
+    with pytest.raises(EngineError, match=r"'apar_core\.scheduler\.ForkScheduler' does not exist"):
+        configuration(scheduler_cls="apar_core.scheduler.ForkScheduler")
+
+
+@pytest.mark.usefixtures("stock_vllm")
+def test_our_scheduler_without_the_plugin_is_refused() -> None:
+    config = configuration(scheduler_cls=SCHEDULER_CLS)
+
+    with pytest.raises(EngineError, match="VLLM_PLUGINS, if set, must contain apar"):
+        check_engine(config)
+
+
+@pytest.mark.usefixtures("stock_vllm")
+def test_prefix_caching_must_be_on_before_any_process_starts() -> None:
+    register_anew()
+
+    with pytest.raises(EngineError, match="forking needs prefix caching"):
+        configuration(scheduler_cls=SCHEDULER_CLS, enable_prefix_caching=False)
 
 
 @pytest.mark.usefixtures("stock_vllm")

@@ -53,6 +53,7 @@ def unchecked(**sections: dict[str, Any]) -> Any:
         "parallel_config": {"pipeline_parallel_size": 1},
         "device_config": {"device_type": "cpu"},
         "compilation_config": {"mode": CompilationMode.NONE},
+        "scheduler_config": {"scheduler_cls": ForkScheduler},
     }
     return SimpleNamespace(
         **{name: SimpleNamespace(**given[name] | sections.get(name, {})) for name in given}

@@ -136,7 +136,7 @@ def test_an_environment_without_ray_is_no_problem_and_told_the_extra() -> None:
     findings = {finding.name: finding for finding in check_versions({"vllm": "0.32.0"})}
 
     assert findings["ray"].problem is None
-    assert "pip install 'apar-serve[serve]'" in findings["ray"].value
+    assert "pip install '.[serve]'" in findings["ray"].value
 
 
 @pytest.mark.parametrize(

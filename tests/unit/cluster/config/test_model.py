@@ -73,6 +73,7 @@ def test_kv_cache_on_cpu(values: dict[str, Any], num_bytes: int) -> None:
         ({"gpus_per_replica": 4}, 4.0),
         ({"gpu_memory_share": 0.4}, 0.4),
         ({"gpus_per_replica": 2, "gpu_memory_share": 0.4}, 2.0),
+        ({"engine": {"data_parallel_size": 2}, "gpu_memory_share": 0.4}, 2.0),
     ],
 )
 def test_replicas_share_a_gpu_by_their_share_of_its_memory(
@@ -82,12 +83,51 @@ def test_replicas_share_a_gpu_by_their_share_of_its_memory(
 
 
 @pytest.mark.parametrize(
+    ("gpus", "sizes", "num_gpus", "tensor"),
+    [
+        (None, {}, 1, 1),
+        (4, {}, 4, 4),
+        (None, {"tensor": 2, "pipeline": 3}, 6, 2),
+        (None, {"data": 2}, 2, 1),
+        (8, {"data": 2, "pipeline": 2}, 8, 2),
+        (4, {"data": 2, "tensor": 2}, 4, 2),
+    ],
+)
+def test_tensor_parallelism_takes_the_gpus_that_other_sizes_leave(
+    gpus: int | None, sizes: dict[str, int], num_gpus: int, tensor: int
+) -> None:
+    engine = {f"{name}_parallel_size": size for name, size in sizes.items()}
+
+    model = ModelConfig(gpus_per_replica=gpus, engine=engine)
+
+    assert (model.num_gpus, model.tensor_parallel_size) == (num_gpus, tensor)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "engine", "message"),
+    [
+        (3, {"data_parallel_size": 2}, "3 GPUs cannot be split into data_parallel_size 2"),
+        (1, {"tensor_parallel_size": 2}, "1 GPUs cannot be split into tensor_parallel_size 2"),
+        (4, {"tensor_parallel_size": 2}, "4 GPUs cannot be split into tensor_parallel_size 2"),
+        (None, {"data_parallel_size": 0}, r"data_parallel_size: .* \(got 0\)"),
+        (None, {"data_parallel_size": "2"}, r"data_parallel_size: .* \(got '2'\)"),
+    ],
+)
+def test_gpus_that_the_parallel_sizes_cannot_use_are_refused(
+    gpus: int | None, engine: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        ModelConfig(gpus_per_replica=gpus, engine=engine)
+
+
+@pytest.mark.parametrize(
     ("engine", "message"),
     [
         ({"model": "other"}, "model: set the model's `checkpoint`"),
         ({"served_model_name": ["other"]}, "served_model_name: set the model's `name`"),
         ({"additional_config": {"apar": {"max_threads": 3}}}, "apar: set the model's `forks`"),
         ({"additional_config": "text"}, "a mapping is expected"),
+        ({"data_parallel_size_local": 1}, "data_parallel_size_local: all processes of a replica"),
     ],
 )
 def test_engine_arguments_cannot_contradict_a_field(engine: dict[str, Any], message: str) -> None:

@@ -151,6 +151,15 @@ def test_cuda_graphs_hold_all_rows_of_forked_requests(
     assert engine_arguments(model, on_gpu=False).keys().isdisjoint({"cudagraph_capture_sizes"})
 
 
+def test_an_engine_of_several_workers_on_a_cpu_runs_them_as_processes() -> None:
+    executors = [
+        engine_arguments(ModelConfig(engine=engine), on_gpu=False)["distributed_executor_backend"]
+        for engine in ({"data_parallel_size": 2}, {"pipeline_parallel_size": 2})
+    ]
+
+    assert executors == ["uni", "mp"]
+
+
 def test_gpus_of_a_model_reach_its_engine() -> None:
     model = ModelConfig(gpus_per_replica=2, gpu_memory_share=0.8)
 

@@ -1,0 +1,229 @@
+"""The web page in a browser, in front of real engines."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser
+
+from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.offline.evaluation.replay_text import load_text
+from tests.fakes.tools import needs
+from tests.integration.serving.apar_process import TOKEN, Server
+from tests.integration.serving.browser import (
+    WebPage,
+    chromium,
+    growing_at_once,
+    letters,
+    web_page,
+)
+from tests.integration.serving.killed_streams import Victims
+
+pytestmark = [pytest.mark.cluster, needs("chromium")]
+
+GUITAR = "Give me 5 tips for learning guitar."
+SCRIPT = "<script>window.hacked = 1</script> <img src=x onerror='window.hacked = 2'>"
+LINK = "[link](javascript:window.hacked=3) **bold** <b>not bold</b>"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as running:
+        yield running
+
+
+@pytest.fixture
+def page(browser: Browser, server: Server) -> Iterator[WebPage]:
+    with web_page(browser, server) as opened:
+        yield opened
+
+
+def answer(server: Server, **fields: Any) -> str:
+    messages = [{"role": "user", "content": GUITAR}]
+    body = {"model": "apar-tiny", "messages": messages} | fields
+    choices = server.post("/v1/chat/completions", json=body).json()["choices"]
+    return str(choices[0]["message"]["content"])
+
+
+def replay(lead: str, detail: str) -> dict[str, list[int]]:
+    """Return the replay of an answer that forks once: a lead, and the detail of a child."""
+    text = load_text(str(checkpoint_path()))
+    fork, end = text.tokens.fork_id, text.tokens.end_id
+    return {"": [*text.encode(lead), fork, end], "0": [*text.encode(detail), end]}
+
+
+def replays(page: WebPage, lead: str, detail: str) -> None:
+    """Let the page's requests be answered with these texts."""
+    replayed = replay(lead, detail)
+    page.alter_requests(lambda body: body["apar"].update(replay=replayed))
+
+
+def test_details_grow_side_by_side_into_the_text_of_the_api(page: WebPage, server: Server) -> None:
+    page.open()
+    page.ask(GUITAR)
+    page.wait()
+
+    expected = answer(server)
+    assert growing_at_once(page.page.evaluate("window.lengths")) >= 2
+    assert len(page.cards()) == 5
+    assert page.copied() == expected
+    shown = page.page.locator(".lane-body > .parts").inner_text()
+    badges = page.page.locator(".badge").all_inner_texts()
+    for badge in badges:
+        shown = shown.replace(badge, "", 1)
+    assert letters(shown) == letters(expected)
+    assert page.page.locator(".row:not(.axis)").count() == 6
+    # The key is in the page's memory only.
+    assert page.page.input_value("#key") == ""
+    assert TOKEN not in json.dumps(
+        page.page.evaluate("[document.cookie, localStorage, sessionStorage]")
+    )
+
+
+def test_html_in_an_answer_is_text(page: WebPage) -> None:
+    replays(page, f"1. {SCRIPT}:", f" {LINK}")
+    page.open()
+    page.ask(GUITAR)
+    page.wait()
+
+    shown = page.page.locator(".lane-body")
+    text = shown.inner_text()
+    assert SCRIPT in text
+    assert "<b>not bold</b>" in text
+    assert shown.locator("script, img, b, a[href]").count() == 0
+    assert shown.locator("strong").inner_text() == "bold"
+    assert page.page.evaluate("window.hacked") is None
+
+
+@pytest.mark.slow
+def test_escape_stops_the_answer_and_frees_its_blocks(page: WebPage, server: Server) -> None:
+    replays(page, "1. A long one:", " and so on" * 200)
+    page.open()
+    server.wait_until_idle()
+    page.ask(GUITAR)
+    page.page.wait_for_selector(".card >> text=and so on and so on")
+    assert server.loads()[0]["threads"] > 0
+
+    page.page.keyboard.press("Escape")
+    page.wait("failed")
+
+    server.wait_until_idle()
+    assert "Stopped." in page.page.locator(".lane-error").inner_text()
+    assert "and so on" in page.cards()[0]
+    # The next question works.
+    page.page.unroute_all()
+    page.ask(GUITAR)
+    page.wait()
+
+
+@pytest.mark.slow
+def test_an_answer_survives_the_loss_of_its_replica(browser: Browser, replicated: Server) -> None:
+    replayed = replay("1. A long one:", " and so on" * 200)
+    with web_page(browser, replicated) as page:
+        page.alter_requests(lambda body: body["apar"].update(replay=replayed))
+        page.open()
+        victims = Victims(replicated)
+        page.ask(GUITAR)
+        page.page.wait_for_selector(".card >> text=and so on and so on")
+        victims.kill(replica=True)
+        page.wait()
+
+        assert page.copied() == "1. A long one:" + " and so on" * 200
+        assert letters(page.cards()[0]) == letters("1. A long one:" + " and so on" * 200)
+        assert max(record["continued"] for record in replicated.records()) >= 1
+    replicated.wait_for_replicas(2)
+
+
+@pytest.mark.slow
+def test_a_race_writes_one_text_twice(page: WebPage, server: Server) -> None:
+    page.open(fragment="#mode=race")
+    page.ask(GUITAR)
+    page.wait(lanes=2)
+
+    expected = answer(server)
+    for lane in range(2):
+        shown = page.page.locator(".lane").nth(lane)
+        shown.get_by_role("button", name="Show as one text").click()
+        assert letters(shown.locator(".whole").inner_text()) == letters(expected)
+    steps = page.page.locator(".figure.steps .value").all_inner_texts()
+    assert int(steps[0]) < int(steps[1]) / 2
+    assert "one thread at a time" in page.page.locator(".verdict").inner_text()
+
+
+@pytest.mark.slow
+def test_an_ordered_stream_is_one_text(page: WebPage, server: Server) -> None:
+    page.open()
+    page.page.locator("#tags").evaluate("select => { select.value = 'text' }")
+    page.ask(GUITAR)
+    page.wait()
+
+    assert page.cards() == []
+    assert letters(page.page.locator(".whole").inner_text()) == letters(answer(server))
+
+
+@pytest.mark.slow
+def test_refusals_say_what_to_do(page: WebPage) -> None:
+    page.open("once")  # The list of models was its one request in a minute.
+    page.ask(GUITAR)
+    page.wait("failed")
+    said = page.page.locator(".lane-error").inner_text()
+    assert "429" in said
+    assert "Try again in" in said
+
+    page.page.click("#key-toggle")
+    page.page.fill("#key", "unknown")
+    page.page.press("#key", "Enter")
+    page.page.wait_for_selector("#error:has-text('401')")
+
+
+@pytest.mark.slow
+def test_a_lost_connection_is_reported_behind_the_text(page: WebPage) -> None:
+    replays(page, "1. A long one:", " and so on" * 200)
+    page.open()
+    page.ask(GUITAR)
+    page.page.wait_for_selector(".card >> text=and so on and so on")
+
+    page.page.context.set_offline(True)
+    page.wait("failed")
+
+    assert "connection" in page.page.locator(".lane-error").inner_text()
+    assert "and so on" in page.cards()[0]
+
+
+@pytest.mark.slow
+def test_the_replay_shows_an_earlier_moment(page: WebPage) -> None:
+    page.open()
+    page.ask(GUITAR)
+    page.wait()
+    whole = sum(map(len, page.cards()))
+
+    page.page.locator("#moment").fill("500")
+    half = sum(map(len, page.cards()))
+    page.page.locator("#speed").select_option("1")
+    page.page.get_by_role("button", name="Replay").click()
+    page.page.wait_for_selector("#play:has-text('Replay')")
+
+    assert 0 < half < whole == sum(map(len, page.cards()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390, 320])
+def test_it_is_accessible_and_fits(
+    browser: Browser, server: Server, scheme: str, width: int
+) -> None:
+    context = {"color_scheme": scheme, "viewport": {"width": width, "height": 844}}
+    # axe is injected as a script, which the policy would refuse.
+    with web_page(browser, server, bypass_csp=True, **context) as page:
+        page.open(fragment="#mode=race")
+        for moment in ("start", "end"):
+            results = Axe().run(page.page)
+            assert results.violations_count == 0, (moment, results.generate_report())
+            wide = page.page.evaluate("document.documentElement.scrollWidth")
+            assert wide <= width, moment
+            if moment == "start":
+                page.ask(GUITAR)
+                page.wait(lanes=2)
+                page.page.click("#table-box summary")
