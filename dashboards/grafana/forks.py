@@ -225,6 +225,7 @@ def _cache() -> list[AnyPanel]:
             Query(ratio(rate(of.KV_SHARED_BLOCKS, "model"), opened), "{{model}} shared"),
             Query(ratio(rate(of.KV_COPIED_BLOCKS, "model"), opened), "{{model}} copied"),
         ),
+        joins(),
         lines(
             Text(
                 "Preemptions",
@@ -264,6 +265,22 @@ def shared_blocks(span: int = 8, height: int = 8) -> AnyPanel:
         Query(rate(of.KV_SHARED_BLOCKS), "shared"),
         Query(rate(of.KV_COPIED_BLOCKS), "copied"),
         Query(rate(of.KV_RELEASED_EARLY_BLOCKS), "released early"),
+    )
+
+
+def joins(span: int = 8, height: int = 8) -> AnyPanel:
+    """Build the panel of threads that continue behind their children's texts."""
+    return lines(
+        Text(
+            "Joins",
+            "For formats whose parent waits for its children: joins per second, and the tokens "
+            "before the threads that continue, reused from the KV cache or computed.",
+            TOKENS_PER_S,
+            span,
+            height,
+        ),
+        Query(rate(of.JOINS), "joins"),
+        Query(rate(of.JOIN_TOKENS, "kind"), "tokens {{kind}}"),
     )
 
 

@@ -8,7 +8,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
 def write_checkpoint(
-    directory: Path, special_tokens: tuple[str, ...] = (), *, context_tokens: int = 256, spread: float = 0.02
+    directory: Path,
+    special_tokens: tuple[str, ...] = (),
+    *,
+    context_tokens: int = 256,
+    spread: float = 0.02,
 ) -> Path:
     """A small random Llama whose tokenizer knows single bytes and the given special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
