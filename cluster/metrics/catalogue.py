@@ -119,7 +119,7 @@ JOINS = _counter(
 JOIN_TOKENS = _counter(
     "apar_join_tokens_total",
     "tokens",
-    _REPLICA | {"kind": "reused: found in the KV cache; computed: most of them once more"},
+    _REPLICA | {"outcome": "reused: found in the KV cache; computed: most of them once more"},
     "Tokens before threads that continued behind their children's texts.",
 )
 REPLICA_RESTARTS = _counter(

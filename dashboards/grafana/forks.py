@@ -232,7 +232,6 @@ def _cache() -> list[AnyPanel]:
                 "Threads preempted by vLLM in the last scrapes. Preemptions mean that the cache is "
                 "too small for the admitted requests.",
                 Unit(units.Short, "preemptions"),
-                12,
             ),
             Query(events(of.PREEMPTIONS), "preemptions"),
             at_least=1,
@@ -243,7 +242,6 @@ def _cache() -> list[AnyPanel]:
                 "Share of prompt tokens, including those of restarted threads, found in vLLM's "
                 "prefix cache.",
                 SHARE,
-                12,
             ),
             Query(prefix_hits, "{{model_name}}"),
             at_least=1,
@@ -280,7 +278,7 @@ def joins(span: int = 8, height: int = 8) -> AnyPanel:
             height,
         ),
         Query(rate(of.JOINS), "joins"),
-        Query(rate(of.JOIN_TOKENS, "kind"), "tokens {{kind}}"),
+        Query(rate(of.JOIN_TOKENS, "outcome"), "tokens {{outcome}}"),
     )
 
 

@@ -141,8 +141,8 @@ def test_the_engines_state_and_counters_are_exported() -> None:
     assert exported.value(catalogue.KV_COPIED_BLOCKS) == 5
     assert exported.value(catalogue.KV_RELEASED_EARLY_BLOCKS) == 6
     assert exported.value(catalogue.JOINS) == 2
-    assert exported.value(catalogue.JOIN_TOKENS, kind="reused") == 90
-    assert exported.value(catalogue.JOIN_TOKENS, kind="computed") == 30
+    assert exported.value(catalogue.JOIN_TOKENS, outcome="reused") == 90
+    assert exported.value(catalogue.JOIN_TOKENS, outcome="computed") == 30
     assert exported.value(catalogue.REPLICA_RESTARTS) == 1
 
 
