@@ -48,7 +48,11 @@ PAGES = {
     "k8s/SIZING.md": "plans.md",
 }
 # Checked for dead links, but no pages of the site.
-CHECKED = ("README.md", "apar_core/models/apar_tiny/README.md")
+CHECKED = (
+    "README.md",
+    "apar_core/models/apar_tiny/README.md",
+    "apar_core/models/apar_tiny_threadweaver/README.md",
+)
 
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 _FENCE = re.compile(r"^( *```.*?^ *```)", re.DOTALL | re.MULTILINE)

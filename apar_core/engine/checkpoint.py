@@ -15,8 +15,6 @@ from apar_core.errors import CheckpointError
 from apar_core.formats.control_tokens import (
     ControlTokens,
     Markers,
-    PlainSpellings,
-    plain_spellings,
 )
 from apar_core.formats.parallel_format import ParallelFormat
 from apar_core.formats.resolved_format import (
@@ -54,7 +52,6 @@ class CheckpointReport:
     found: FoundFormat | None
     resolved: ResolvedFormat | None
     refused: str | None
-    spellings: PlainSpellings
 
     @property
     def control_tokens(self) -> ControlTokens | None:
@@ -93,7 +90,6 @@ def inspect_checkpoint(
         found=found,
         resolved=resolved,
         refused=refused_format(vocabulary),
-        spellings=plain_spellings(resolved, tokenizer) if resolved else {},
     )
 
 

@@ -31,7 +31,6 @@ from apar_core.formats.control_tokens import (
     ControlTokens,
     Markers,
     neutralise,
-    plain_spellings,
     refuse_control_tokens,
 )
 from apar_core.formats.resolved_format import (
@@ -106,7 +105,7 @@ class ForkInputProcessor(InputProcessor):
             return
         _keep_tool_calls_unforked()
         self._settings: ForkSettings = fork_settings(vllm_config)
-        self._spellings = plain_spellings(self.format, tokenizer)
+        self._spellings = self.format.spellings
         # vLLM returns routed experts as rows of one token sequence, which a tree does not have.
         self._may_fork = not vllm_config.aux_output_config.enable_return_routed_experts
         self._bans_as_bad_words = not bans_by_logits_processor(vllm_config)

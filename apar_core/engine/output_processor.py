@@ -168,7 +168,7 @@ class ForkOutputProcessor(OutputProcessor):
         processed = super().process_outputs(joined, *args, **kwargs)
         processed.reqs_to_abort.extend(unfinished)
         if self._tagged:
-            self._show_updates(engine_core_outputs, joined)
+            self._show_updates(engine_core_outputs)
         return processed
 
     def abort_requests(self, request_ids: Iterable[str], internal: bool) -> list[str]:
@@ -223,24 +223,17 @@ class ForkOutputProcessor(OutputProcessor):
             partial(_new_decoder, self.tokenizer, params),
         )
         stream.add(tags)
+        stream.interval_s = self._stream_pause_now_s
         self._tagged[state.request_id] = tags
         watch_text(state, tags.note)
         return tags
 
-    def _show_updates(
-        self, engine_core_outputs: list[EngineCoreOutput], joined: list[EngineCoreOutput]
-    ) -> None:
-        """Let tagged streams have a chunk although none of their text became certain."""
-        shown = {output.request_id for output in joined}
+    def _show_updates(self, engine_core_outputs: list[EngineCoreOutput]) -> None:
+        """Announce updates of tagged streams that may get no chunk of ordered text now."""
         for output in engine_core_outputs:
             threads = self._threads.get(output.request_id)
-            if threads is None or threads.tags is None or threads.request_id in shown:
-                continue
-            shown.add(threads.request_id)
-            state = self.request_states[threads.request_id]
-            empty = state.make_request_output([], None, None, None)
-            if empty is not None and state.queue is not None:
-                state.queue.put(empty)
+            if threads is not None and threads.follower is not None and threads.follower.tags:
+                threads.follower.tags.announce()
 
     def _watch_unforked(self, engine_core_outputs: list[EngineCoreOutput]) -> None:
         """Count the outputs of requests that may not fork."""

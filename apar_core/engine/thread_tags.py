@@ -9,6 +9,7 @@ Nothing here imports vLLM, which takes seconds.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,6 +27,8 @@ CUT = "cut"
 """Finish reason of a thread that had not ended when the answer did."""
 # Enough for the longest character, and for tokenizers that treat a text's first token differently.
 _CONTEXT_TOKENS = 8
+# Part of an interval that updates without text wait longer than text.
+_AFTER_TEXT = 0.25
 
 
 class Decoder(Protocol):
@@ -213,7 +216,8 @@ class ThreadTags:
             if node.first_child is None or node.next_sibling is None:
                 return
             context, held = thread.context, thread.held
-            thread.forks.append(_Fork(thread.num_chars, node.first_child, list(context), held))
+            fork = _Fork(thread.num_chars, node.first_child, list(context), list(held))
+            thread.forks.append(fork)
             if held:
                 thread.held = []
                 thread.decoder = self._new_decoder(context)
@@ -269,6 +273,9 @@ class StreamTags:
         self._request_id = request_id
         self._choices: list[ThreadTags] = []
         self._began_s = time.monotonic()
+        self._new = asyncio.Event()
+        # Of the streams of this engine; 0 for none.
+        self.interval_s: Callable[[], float] = lambda: 0.0
 
     def choice(self, external_id: str, index: int, num_choices: int) -> int:
         """Return the index of a choice in the answer.
@@ -281,6 +288,22 @@ class StreamTags:
     def add(self, tags: ThreadTags) -> None:
         """Add the threads of a choice."""
         self._choices.append(tags)
+
+    def announce(self) -> None:
+        """Note that there may be updates."""
+        self._new.set()
+
+    async def due(self) -> None:
+        """Wait for updates, and then for the chunks of ordered text, which take updates along.
+
+        A `PacedQueue` passes text when the event loop's clock is at a multiple of the interval.
+        """
+        await self._new.wait()
+        interval_s = self.interval_s()
+        if interval_s > 0:
+            now_s = asyncio.get_running_loop().time()
+            await asyncio.sleep((_AFTER_TEXT - now_s / interval_s) % 1 * interval_s)
+        self._new.clear()
 
     def take(self) -> dict[str, Any]:
         """Return the updates since the last call, with the time in milliseconds."""

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from apar_core.errors import CheckpointError
+from apar_core.formats.control_tokens import Tokenizer
 from apar_core.formats.parallel_format import (
     Branch,
     ParallelFormat,
@@ -22,7 +23,7 @@ from apar_core.formats.parallel_format import (
     join_continues,
     join_parts,
 )
-from apar_core.formats.resolved_format import FormatTokenizer, resolve
+from apar_core.formats.resolved_format import resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class BlockRules:
         header and `close_ids`, with `suffix_ids` behind the last.
     """
 
-    def __init__(self, definition: ParallelFormat, tokenizer: FormatTokenizer) -> None:
+    def __init__(self, definition: ParallelFormat, tokenizer: Tokenizer) -> None:
         """Raises CheckpointError if the tokenizer lacks a token of the format."""
         resolved = resolve(definition, tokenizer)
         join = definition.join
@@ -139,7 +140,7 @@ class BlockRules:
         needs_prompt = definition.outlines is not None and definition.outlines.messages is not None
         opened = branches(
             definition,
-            resolved.decode(generated),
+            resolved.outline_text(generated),
             resolved.decode(prompt()) if needs_prompt else "",
         )
         if not opened:
@@ -193,16 +194,15 @@ class BlockRules:
         """Return the format's own tokens before each child's text."""
         if not self.shows_children:
             return [()] * len(opened)
-        # A text that needs nothing to close it.
-        text = "-" + "".join(self.definition.child_end[:1])
+        join = self.definition.join
+        assert join is not None
+        prefix = self._resolved.encode(join.prefix)
         headers: list[tuple[int, ...]] = []
-        header: tuple[int, ...] = ()
-        for part in join_parts(self.definition, opened, [text] * len(opened)):
-            if part.child is None:
-                header += self._resolved.encode(part.text)
-            else:
-                headers.append(header)
-                header = ()
+        for branch in opened:
+            is_first = not headers and join.first_header is not None
+            template = (join.first_header or "") if is_first else join.header
+            headers.append(prefix + self._resolved.fill(template, branch))
+            prefix = ()
         return headers
 
     def _joined_results(
@@ -254,7 +254,7 @@ def split_at_blocks(
         yield start, block
 
 
-def _completing_ids(trigger: str, tokenizer: FormatTokenizer) -> frozenset[int]:
+def _completing_ids(trigger: str, tokenizer: Tokenizer) -> frozenset[int]:
     """Return the tokens whose text can complete a trigger of several tokens."""
     ids: set[int] = set()
     for token_id in tokenizer.get_vocab().values():

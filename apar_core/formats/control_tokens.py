@@ -71,7 +71,7 @@ class Tokenizer(Protocol):
     """Methods of a transformers tokenizer used here."""
 
     def encode(
-        self, text: str, /, *, add_special_tokens: bool, split_special_tokens: bool
+        self, text: str, /, *, add_special_tokens: bool, split_special_tokens: bool = False
     ) -> list[int]: ...
 
     def decode(self, token_ids: list[int], /) -> str | list[str]: ...
@@ -155,8 +155,16 @@ def _spelling_by_character(text: str, tokenizer: Tokenizer) -> list[int]:
     splits. A printable ASCII character is itself in byte-level and sentencepiece vocabularies.
     """
     vocabulary = tokenizer.get_vocab()
-    token_ids = [vocabulary.get(c, vocabulary.get(f"<0x{ord(c):02X}>")) for c in text]
-    return [token_id for token_id in token_ids if token_id is not None]
+    token_ids: list[int] = []
+    for character in text:
+        names = (character, *_WHITE_SPACE.get(character, ()), f"<0x{ord(character):02X}>")
+        known = (vocabulary[name] for name in names if name in vocabulary)
+        token_ids += [next(known, -1)]
+    return [] if -1 in token_ids else token_ids
+
+
+# Byte-level vocabularies, then sentencepiece.
+_WHITE_SPACE = {" ": ("Ġ", "▁"), "\n": ("Ċ",)}
 
 
 def _spells(token_ids: list[int], text: str, control_tokens: Markers, tokenizer: Tokenizer) -> bool:

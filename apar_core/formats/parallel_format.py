@@ -272,7 +272,8 @@ def branches(definition: ParallelFormat, generated: str, prompt: str = "") -> tu
     found = re.finditer(outlines.pattern, generated[max(start, 0) :])
     by_number: dict[str, Branch] = {}
     for match in found:
-        values = match.groupdict(default="")
+        # Null characters mark what only looks like a marker: `ResolvedFormat.outline_text`.
+        values = {name: text.replace("\0", "") for name, text in match.groupdict("").items()}
         by_number.setdefault(values["number"], Branch(**values))
     return tuple(by_number.values())
 

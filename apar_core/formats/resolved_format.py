@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol
+from string import Formatter
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
 from apar_core.errors import CheckpointError
-from apar_core.formats.control_tokens import ControlTokens
+from apar_core.formats.control_tokens import (
+    ControlTokens,
+    PlainSpellings,
+    Tokenizer,
+    neutralise,
+    plain_spellings,
+)
 from apar_core.formats.parallel_format import Branch, ParallelFormat
 from apar_core.formats.shipped_formats import REFUSED, REFUSED_TOKENS, SHIPPED
 
@@ -21,16 +28,6 @@ SETTING = "parallel_format"
 """The setting that names or defines a format: of a model, and in `additional_config.apar`."""
 """Tiers whose checkpoints fork; others are served as ordinary models."""
 _LIKE = "like"
-
-
-class FormatTokenizer(Protocol):
-    """Methods of a transformers tokenizer used here."""
-
-    def encode(self, text: str, /, *, add_special_tokens: bool) -> list[int]: ...
-
-    def decode(self, token_ids: list[int], /) -> str | list[str]: ...
-
-    def get_vocab(self) -> dict[str, int]: ...
 
 
 def _read_setting(value: Any) -> Any:
@@ -124,6 +121,7 @@ class ResolvedFormat:
     end_ids: tokens that end a child, besides the model's own.
     replacement_ids: tokens that stand in the text where a thread was forked.
     texts: spelling of every marker that is a token of the vocabulary, by its id.
+    spellings: ids of the characters of these markers, which a prompt has in their place.
     """
 
     definition: ParallelFormat
@@ -132,7 +130,8 @@ class ResolvedFormat:
     end_ids: tuple[int, ...]
     replacement_ids: tuple[int, ...]
     texts: Mapping[int, str]
-    _tokenizer: FormatTokenizer = field(repr=False, compare=False)
+    spellings: PlainSpellings
+    _tokenizer: Tokenizer = field(repr=False, compare=False)
 
     @property
     def control_tokens(self) -> ControlTokens | None:
@@ -166,20 +165,71 @@ class ResolvedFormat:
 
         A child that inherits nothing reads the model's own first tokens before them.
         """
-        text = branch.fill(self.definition.child_seed)
+        seed = self.definition.child_seed
         if self.definition.cut == "nothing":
-            return tuple(self._tokenizer.encode(text, add_special_tokens=True))
-        return self.encode(text)
+            text = branch.fill(seed)
+            token_ids = self._tokenizer.encode(text, add_special_tokens=True)
+            return tuple(neutralise(token_ids, self.spellings))
+        return self.fill(seed, branch)
+
+    def fill(self, template: str, branch: Branch, *, result: str = "") -> tuple[int, ...]:
+        """Return the ids of a template with a child's values.
+
+        Markers of the template are tokens. Markers in a value are spelled out: a model may repeat
+        in an outline what its user has written.
+        """
+        pieces: list[tuple[int, ...]] = []
+        markers: list[int] = []
+        for literal, name, _, _ in Formatter().parse(template):
+            pieces.append(self.encode(literal))
+            markers += self._markers(pieces[-1])
+            if name is not None:
+                value = self.encode(branch.fill(f"{{{name}}}", result=result))
+                pieces.append(tuple(neutralise(value, self.spellings)))
+        # Tokenized as one text, as the projects' clients do, unless a value brings a marker.
+        whole = self.encode(branch.fill(template, result=result))
+        if self._markers(whole) == markers:
+            return whole
+        return tuple(token_id for piece in pieces for token_id in piece)
+
+    def outline_text(self, token_ids: Sequence[int]) -> str:
+        """Return what a thread has generated, in which only marker tokens spell markers.
+
+        A model may repeat a user's `<Outline>` character by character, which is no outline: behind
+        its first character there is a null character.
+        """
+        text: list[str] = []
+        start = 0
+        for index, token_id in enumerate([*token_ids, None]):
+            if token_id is not None and token_id not in self.texts:
+                continue
+            plain = self.decode(token_ids[start:index]) if index > start else ""
+            for marker in self.texts.values():
+                plain = plain.replace(marker, f"{marker[0]}\0{marker[1:]}")
+            text.append(plain)
+            if token_id is not None:
+                text.append(self.texts[token_id])
+            start = index + 1
+        return "".join(text)
+
+    def _markers(self, token_ids: Sequence[int]) -> list[int]:
+        return [token_id for token_id in token_ids if token_id in self.texts]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, markers included."""
         return str(self._tokenizer.decode(list(token_ids)))
 
 
-def resolve(definition: ParallelFormat, tokenizer: FormatTokenizer) -> ResolvedFormat:
+@dataclass(frozen=True, slots=True)
+class _Markers:
+    texts: Mapping[int, str]
+
+
+def resolve(definition: ParallelFormat, tokenizer: Tokenizer) -> ResolvedFormat:
     """Return a format with a tokenizer's ids.
 
-    Raises CheckpointError if a text that must be one token is not one.
+    Raises CheckpointError if a text that must be one token is not one, or if the tokenizer cannot
+    spell a marker by its characters.
     """
     vocabulary = tokenizer.get_vocab()
     required = [*definition.tokens, *definition.child_end]
@@ -193,6 +243,7 @@ def resolve(definition: ParallelFormat, tokenizer: FormatTokenizer) -> ResolvedF
             )
     texts = {vocabulary[text]: text for text in definition.markers if text in vocabulary}
     is_fixed = "{" not in definition.child_seed
+    marked = _Markers(texts)
     return ResolvedFormat(
         definition=definition,
         trigger_id=vocabulary.get(definition.trigger),
@@ -200,6 +251,7 @@ def resolve(definition: ParallelFormat, tokenizer: FormatTokenizer) -> ResolvedF
         end_ids=tuple(vocabulary[text] for text in definition.child_end),
         replacement_ids=encode_behind(definition.replacement, tokenizer),
         texts=texts,
+        spellings=plain_spellings(marked, tokenizer),
         _tokenizer=tokenizer,
     )
 
@@ -208,7 +260,7 @@ def resolve(definition: ParallelFormat, tokenizer: FormatTokenizer) -> ResolvedF
 _CONTEXT = "a"
 
 
-def encode_behind(text: str, tokenizer: FormatTokenizer) -> tuple[int, ...]:
+def encode_behind(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids of a text that follows other text. Raises CheckpointError if none spell it."""
     if not text:
         return ()

@@ -105,7 +105,7 @@ class VirtualCores:
     def __init__(self, spec: VirtualSpec) -> None:
         self.spec = spec
         self._folder = TemporaryDirectory(prefix="virtual-core-")
-        path = write_model_folder(spec.config, Path(self._folder.name))
+        path = write_model_folder(spec.config, Path(self._folder.name), spec.checkpoint)
         arguments = engine_arguments(spec, path)
         self.executor_class = arguments["distributed_executor_backend"]
         self.vllm_config = EngineArgs(**arguments).create_engine_config()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import copyfile
 from tempfile import TemporaryDirectory
@@ -23,7 +23,6 @@ from typing import Any, Self
 from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.step_costs.costs import StepCosts
-from apar_core.virtual.text import VOCABULARY_SIZE
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -54,6 +53,7 @@ class VirtualSpec:
     max_rows, max_step_tokens: vLLM's `max_num_seqs` and `max_num_batched_tokens`.
     is_async: schedule ahead, as vLLM does on GPUs; False is as on a CPU.
     forks: the server's fork settings, for example `{"max_threads": 4}`.
+    checkpoint: an embedded model, for its tokenizer.
     """
 
     config: Mapping[str, Any]
@@ -65,6 +65,7 @@ class VirtualSpec:
     max_step_tokens: int = MAX_STEP_TOKENS
     is_async: bool = True
     forks: Mapping[str, Any] | None = None
+    checkpoint: Path = field(default_factory=checkpoint_path)
 
     @property
     def num_blocks(self) -> int:
@@ -72,15 +73,14 @@ class VirtualSpec:
         return self.kv_tokens // self.block_size + 1
 
 
-def write_model_folder(config: Mapping[str, Any], folder: Path) -> Path:
-    """Write a model's configuration with a small vocabulary and tokenizer, without weights."""
-    source = checkpoint_path()
+def write_model_folder(config: Mapping[str, Any], folder: Path, source: Path) -> Path:
+    """Write a model's configuration, without weights, with vocabulary and tokenizer of `source`."""
     folder.mkdir(parents=True, exist_ok=True)
     model = json.loads((source / "config.json").read_text(encoding="utf-8"))
     given = {name: config[name] for name in _DIMENSIONS if config.get(name) is not None}
     model.pop("head_dim", None)
     model["num_key_value_heads"] = config["num_attention_heads"]
-    model.update(given, vocab_size=VOCABULARY_SIZE, max_position_embeddings=1 << 17)
+    model.update(given, max_position_embeddings=1 << 17)
     (folder / "config.json").write_text(json.dumps(model, indent=1), encoding="utf-8")
     for name in _TOKENIZER_FILES:
         copyfile(source / name, folder / name)
@@ -124,7 +124,7 @@ class VirtualEngine(OfflineEngine):
 
         self.spec = spec
         self._temporary = TemporaryDirectory(prefix="apar-virtual-")
-        self.folder = write_model_folder(spec.config, Path(self._temporary.name))
+        self.folder = write_model_folder(spec.config, Path(self._temporary.name), spec.checkpoint)
         arguments = engine_arguments(spec, self.folder)
         super().__init__(arguments.pop("model"), **arguments)
         self.device = VirtualDevice(spec.costs)

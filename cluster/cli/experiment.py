@@ -329,6 +329,60 @@ def fork_cost(
         show_report(report_fork_cost(settings, out, progress.start), out)
 
 
+@experiment.command()
+def joins(
+    out: Annotated[Path, out_option("experiment-joins", help=RESUMABLE)],
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Recorded answers, one JSON object per line, with prompt and response (default: "
+            "those of the embedded model's corpus).",
+            dir_okay=False,
+        ),
+    ] = None,
+    model: Annotated[str, typer.Option(help="Model to predict for.")] = "llama-7b",
+    gpu: Annotated[str, typer.Option(help="GPU to predict for.")] = "a100-80gb",
+    concurrency: Annotated[
+        CommaList[int],
+        list_option(
+            help="Numbers of concurrent requests.", item=int, minimum=1, default="1,8,32,128"
+        ),
+    ] = CommaList((1, 8, 32, 128)),
+    round_trips: Annotated[
+        CommaList[float],
+        list_option(
+            help="Times between the end of a client's request and the start of its next (ms).",
+            item=float,
+            default="0,10",
+        ),
+    ] = CommaList((0.0, 10.0)),
+    answers: Annotated[int, typer.Option(min=1, help="Maximum number of answers.")] = 512,
+    kv_share: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Share of the KV cache to run with.")
+    ] = 0.9,
+    seed: Seed = 0,
+) -> None:
+    """Compare ways to write answers whose threads join: by the engine, by a client, in sequence.
+
+    Predicts a GPU's times. Recorded answers become outlines, threads and a conclusion. Example:
+    [bold]apar experiment joins --trace TRACE.jsonl --concurrency 1,8[/bold]
+    """
+    from cluster.experiments.joins import JoinSettings, report_joins
+
+    settings = JoinSettings(
+        trace=trace,
+        model=model,
+        gpu=gpu,
+        concurrencies=tuple(concurrency),
+        round_trips_s=tuple(milliseconds / 1000 for milliseconds in round_trips),
+        answers=answers,
+        kv_share=kv_share,
+        seed=seed,
+    )
+    with clear_errors(), stage_progress() as progress:
+        show_report(report_joins(settings, out, progress.start), out)
+
+
 @experiment.command(no_args_is_help=True)
 def scheduler_cost(
     trace: Trace,

@@ -24,6 +24,7 @@ from cluster.config.model import ModelConfig
 if TYPE_CHECKING:
     from apar_core.offline.speculation.acceptance import AcceptanceTable
     from apar_core.offline.speculation.frozen_training import Trained
+    from apar_core.offline.training.train_tiny import TinyTrainingSettings
     from apar_core.offline.training.tree_trainer import OnStep, StepReport
 
 Weights = Literal["Medusa heads", "Prompt tokens"]
@@ -165,10 +166,19 @@ def train_tiny(
     recipe: Annotated[
         str | None,
         typer.Option(
-            help="Name of a built-in recipe, or a YAML file (default: apar-tiny; with --medusa "
-            "apar-tiny-medusa, with --prompts apar-tiny-prompts)."
+            help="Name of a built-in recipe, or a YAML file (default: apar-tiny; with --format "
+            "apar-tiny-threadweaver, with --medusa apar-tiny-medusa, with --prompts "
+            "apar-tiny-prompts)."
         ),
     ] = None,
+    parallel_format: Annotated[
+        Literal["apar", "threadweaver"],
+        typer.Option(
+            "--format",
+            help="Format of the answers. threadweaver: continue the training of apar-tiny with "
+            "threads that the parent waits for.",
+        ),
+    ] = "apar",
     medusa: Annotated[
         bool, typer.Option("--medusa", help="Train Medusa heads for the embedded model instead.")
     ] = False,
@@ -178,14 +188,14 @@ def train_tiny(
     checkpoint: Annotated[
         Path | None,
         typer.Option(
-            help="With --medusa or --prompts: another checkpoint of this command to train them for "
-            "(default: apar-tiny).",
+            help="With --medusa, --prompts or --format threadweaver: another checkpoint of this "
+            "command to start from (default: apar-tiny).",
             file_okay=False,
             exists=True,
         ),
     ] = None,
 ) -> None:
-    """Train the embedded model apar-tiny from scratch (16 minutes on 2 cores).
+    """Train the embedded model apar-tiny from scratch (16 minutes on 2 cores), or a variant of it.
 
     Writes a checkpoint for `apar serve --model OUT`. The same seed, steps and CPU threads give
     the same weights on the same machine. A recipe can have other sizes of the model. Examples:
@@ -193,14 +203,19 @@ def train_tiny(
     [bold]apar train-tiny --out out/apar-tiny[/bold]
 
     [bold]apar train-tiny --prompts --out out/prompts[/bold]
+
+    [bold]apar train-tiny --format threadweaver --out out/joins[/bold]
     """
-    if medusa and prompts:
-        raise typer.BadParameter("--medusa and --prompts are two runs")
-    if checkpoint is not None and not (medusa or prompts):
-        raise typer.BadParameter("--checkpoint needs --medusa or --prompts")
+    joins = parallel_format == "threadweaver"
+    if medusa + prompts + joins > 1:
+        raise typer.BadParameter("--medusa, --prompts and --format threadweaver are separate runs")
+    if checkpoint is not None and not (medusa or prompts or joins):
+        raise typer.BadParameter("--checkpoint needs --medusa, --prompts or --format threadweaver")
     console = Console()
     with _training():
-        if medusa or prompts:
+        if joins:
+            _train_tiny_joins(checkpoint, console, out, steps, seed, cpu_threads, recipe)
+        elif medusa or prompts:
             weights: Weights = "Prompt tokens" if prompts else "Medusa heads"
             _train_tiny_beside(weights, checkpoint, console, out, steps, seed, cpu_threads, recipe)
         else:
@@ -211,16 +226,38 @@ def train_tiny(
 def _train_tiny_model(
     console: Console, out: Path, steps: int | None, seed: int, cpu_threads: int, recipe: str | None
 ) -> None:
-    from apar_core.offline.training.train_tiny import tiny_recipe
     from apar_core.offline.training.train_tiny import train_tiny as run_training
 
-    settings = tiny_recipe(recipe or "apar-tiny").model_copy(
-        update={"seed": seed, "num_executors": cpu_threads}
-    )
-    if steps is not None:
-        settings = settings.with_num_steps(steps)
+    settings = _tiny_settings(recipe or "apar-tiny", steps, seed, cpu_threads)
     with step_progress(console, "training apar-tiny", settings.num_steps) as show:
         run_training(out, settings.model, settings, show)
+
+
+def _train_tiny_joins(
+    checkpoint: Path | None,
+    console: Console,
+    out: Path,
+    steps: int | None,
+    seed: int,
+    cpu_threads: int,
+    recipe: str | None,
+) -> None:
+    """Train a model of apar-tiny's family to write answers that join."""
+    from apar_core.models.apar_tiny import checkpoint_path
+    from apar_core.offline.training.train_tiny import train_tiny_joins as run_training
+
+    settings = _tiny_settings(recipe or "apar-tiny-threadweaver", steps, seed, cpu_threads)
+    with step_progress(console, "training apar-tiny-threadweaver", settings.num_steps) as show:
+        run_training(out, settings, show, checkpoint=checkpoint or checkpoint_path())
+
+
+def _tiny_settings(
+    recipe: str, steps: int | None, seed: int, cpu_threads: int
+) -> TinyTrainingSettings:
+    from apar_core.offline.training.train_tiny import tiny_recipe
+
+    settings = tiny_recipe(recipe).model_copy(update={"seed": seed, "num_executors": cpu_threads})
+    return settings if steps is None else settings.with_num_steps(steps)
 
 
 def _train_tiny_beside(

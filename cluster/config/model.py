@@ -67,6 +67,11 @@ PRESETS = {
     "apar-tiny": Preset(
         path=str(_MODELS / "apar_tiny"), max_concurrency=64, engine={"enforce_eager": True}
     ),
+    "apar-tiny-threadweaver": Preset(
+        path=str(_MODELS / "apar_tiny_threadweaver"),
+        max_concurrency=64,
+        engine={"enforce_eager": True},
+    ),
     "apar-7b": Preset(path="THUDM/apar-7b", max_concurrency=350, engine={"max_model_len": 2048}),
     "apar-13b": Preset(path="THUDM/apar-13b", max_concurrency=180, engine={"max_model_len": 2048}),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 from itertools import chain, count, cycle, islice
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,9 @@ class RunPlan:
 
     clients: the most questions that their clients have under way at once, for methods whose
         requests the engine cannot limit; None: all questions are submitted at the start.
-    is_closed_loop: each answer is followed by the next question, and further questions keep the
-        engine busy before and after the measured ones, so that all see the same concurrency.
+    is_closed_loop: each answer is followed by the next question, and latency counts from there.
+    has_fillers: further questions keep the engine busy before and after the measured ones of a
+        closed loop, so that all see the same concurrency.
     costs: replace those of a virtual engine.
     """
 
@@ -37,6 +39,7 @@ class RunPlan:
     num_questions: int
     clients: int | None = None
     is_closed_loop: bool = False
+    has_fillers: bool = True
     costs: StepCosts | None = None
 
 
@@ -106,7 +109,7 @@ class _Run:
         self._clock = engine.clock
         self._served: list[Served] = []
         self._num_coming = plan.num_questions
-        fillers = plan.clients if plan.is_closed_loop else None
+        fillers = plan.clients if plan.is_closed_loop and plan.has_fillers else None
         self._coming = question_order(plan.num_questions, fillers)
         self._num_clients = 0
         self._names = count()
@@ -114,6 +117,8 @@ class _Run:
         self._clients: dict[str, tuple[_Client, str]] = {}
         # Those of them that a question began with.
         self._first: set[str] = set()
+        # By the time at which they reach the engine.
+        self._delayed: list[tuple[float, int, str, Submission]] = []
         self._start_s = self._clock()
         self._sampler = Sampler(sample_s, self._clock, self._has_pending)
 
@@ -131,6 +136,7 @@ class _Run:
     def step(self) -> None:
         """Do one step of the engine, and let the programs act on its outputs."""
         engine = self._engine
+        self._deliver()
         counts = engine.counts
         before = (counts.text_tokens, counts.rows)
         outputs = engine.llm_engine.step()
@@ -180,8 +186,21 @@ class _Run:
             request_ids.append(request_id)
             client.alive.add(submission.name)
             self._clients[request_id] = (client, submission.name)
-            self._engine.submit(request_id, submission)
+            if submission.delay_s:
+                at_s = self._clock() + submission.delay_s
+                heappush(self._delayed, (at_s, next(self._names), request_id, submission))
+            else:
+                self._engine.submit(request_id, submission)
         return request_ids
+
+    def _deliver(self) -> None:
+        """Submit the delayed requests that are due; time passes if there is nothing else to do."""
+        if self._delayed and not self._engine.llm_engine.has_unfinished_requests():
+            assert self._engine.device is not None, "only virtual time can be made to pass"
+            self._engine.device.clock.advance_to(self._delayed[0][0])
+        while self._delayed and self._delayed[0][0] <= self._clock():
+            _, _, request_id, submission = heappop(self._delayed)
+            self._engine.submit(request_id, submission)
 
     def _take(self, output: Any) -> None:
         client, name = self._clients[output.request_id]

@@ -16,11 +16,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One engine request: its name within the program, its prompt, `SamplingParams` arguments."""
+    """One engine request: its name within the program, its prompt, `SamplingParams` arguments.
+
+    delay_s: time until the request reaches the engine, in virtual time only.
+    """
 
     name: str
     prompt_ids: list[int]
     sampling: dict[str, Any]
+    delay_s: float = 0.0
+
+
+class RecordedAnswer(Protocol):
+    """What the driver has to know of an answer."""
+
+    @property
+    def answer_id(self) -> str:
+        """Name in its trace."""
+
+    @property
+    def category(self) -> str:
+        """Kind of the question."""
+
+    @property
+    def flat(self) -> list[int]:
+        """Tokens of the whole text and one end token."""
+
+    @property
+    def text_tokens(self) -> int:
+        """Tokens that count as its text."""
 
 
 class Program(Protocol):
@@ -30,7 +54,9 @@ class Program(Protocol):
     request before its end; all tokens at once where the sampling does not stream.
     """
 
-    answer: ReplayAnswer
+    @property
+    def answer(self) -> RecordedAnswer:
+        """The answer that the program asks for."""
 
     def start(self) -> list[Submission]:
         """What the client submits when the question arrives."""

@@ -410,7 +410,7 @@ def _engine(way: Way, settings: SchedulerCostSettings, folder: Path) -> OfflineE
             return False
 
     spec = _spec(settings)
-    arguments = engine_arguments(spec, write_model_folder(spec.config, folder))
+    arguments = engine_arguments(spec, write_model_folder(spec.config, folder, spec.checkpoint))
     arguments["disable_log_stats"] = not settings.streams
     if way == "vLLM":
         arguments |= {

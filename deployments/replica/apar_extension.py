@@ -7,6 +7,7 @@ usage chunk. With `"stream": "threads"`, every chunk gets one that says what eac
 of control tokens are refused in all fields, because only the engine may place them.
 """
 
+import asyncio
 import json
 import re
 import uuid
@@ -227,6 +228,7 @@ class AparExtension:
                 followed.follower.tags = tags
             followed.begin(prefix + base_id)
         writer = _AparWriter(prefix + base_id, self._take_statistics, tags, send)
+        updates = asyncio.create_task(writer.send_updates()) if tagged else None
         try:
             await self._app(
                 {**scope, "headers": _with_headers(scope["headers"], base_id, len(raw))},
@@ -234,6 +236,8 @@ class AparExtension:
                 writer.send,
             )
         finally:
+            if updates is not None:
+                updates.cancel()
             self._take_statistics(prefix + base_id)
 
     def _translated(
@@ -268,6 +272,23 @@ class _AparWriter:
         self._send = send
         self._held_start: Message | None = None
         self._streaming = False
+        # What the chunks of this stream have in common, once there is one.
+        self._head: dict[str, Any] | None = None
+        self._text_field: dict[str, Any] = {}
+
+    async def send_updates(self) -> None:
+        """Send updates for which vLLM sends no chunk, because no text became certain."""
+        while self._tags is not None:
+            await self._tags.due()
+            if self._head is None:
+                continue  # They travel with the first chunk.
+            apar = self._tags.take()
+            if apar["updates"]:
+                choice = {"index": apar["updates"][0]["choice"], **self._text_field}
+                choice |= {"logprobs": None, "finish_reason": None}
+                body = _CHUNK[:-1] + _json({**self._head, "choices": [choice], "apar": apar})
+                message = {"type": "http.response.body", "body": body + b"\n\n", "more_body": True}
+                await self._send(message)
 
     async def send(self, message: Message) -> None:
         """Send the message, with statistics and updates added where they belong."""
@@ -295,11 +316,19 @@ class _AparWriter:
         if not self._streaming or _USAGE_CHUNK in body:
             values |= self._take(self._request_id) or {}
         if self._tags is not None and body.startswith(_CHUNK) and not body.startswith(ERROR_EVENT):
+            if self._head is None:
+                self._read_head(json.loads(body.removeprefix(_CHUNK[:-1])))
             values |= self._tags.take()
-        if not values:
-            return body
-        text = json.dumps(values, separators=(",", ":"), ensure_ascii=False)
-        return body.removesuffix(end) + b',"apar":' + text.encode() + end
+        return body.removesuffix(end) + b',"apar":' + _json(values) + end if values else body
+
+    def _read_head(self, chunk: dict[str, Any]) -> None:
+        self._head = {name: chunk[name] for name in ("id", "object", "created", "model")}
+        is_chat = "delta" in chunk["choices"][0]
+        self._text_field = {"delta": {"content": ""}} if is_chat else {"text": ""}
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 async def _read_body(receive: Receive) -> bytes:

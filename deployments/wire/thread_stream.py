@@ -75,7 +75,7 @@ class ThreadStream(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True)
 
     time_ms: NonNegativeInt = Field(
-        description="Milliseconds since the server got the request; never decreases."
+        description="Milliseconds since a replica got the request; never decreases."
     )
     updates: list[ThreadUpdate] = Field(
         description="At most one update of each thread, parents before their children."

@@ -457,6 +457,22 @@ PASSAGES = (
         "the last token of a stopped output is not text, so the last output has no tokens",
     ),
     Passage(
+        BaseIncrementalDetokenizer.update,
+        r"for new_token_id in new_token_ids: self\.token_ids\.append\(new_token_id\) "
+        r"self\.output_text \+= self\.decode_next\(new_token_id\)",
+        "tagged streams learn the text of each token from decode_next",
+    ),
+    Passage(
+        BaseIncrementalDetokenizer.update,
+        r"if truncate_to != -1: self\.output_text = self\.output_text\[:truncate_to\]",
+        "output_text is the answer without its stop string",
+    ),
+    Passage(
+        BaseIncrementalDetokenizer.get_next_output_text,
+        r"if last_offset < length: .*return self\.output_text\[last_offset:length\]",
+        "the text of a thread since the last call",
+    ),
+    Passage(
         OutputProcessor.process_outputs,
         r"if req_state is None: .*continue",
         "outputs of threads after their request's end are ignored",

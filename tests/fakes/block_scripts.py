@@ -40,12 +40,14 @@ NESTED = THREADWEAVER.model_copy(
 class CharacterTokenizer:
     """A token for each marker and for each character."""
 
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = False, split_special_tokens: bool = False
+    ) -> list[int]:
         return [
             _FIRST_MARKER + MARKERS.index(piece)
             if piece in MARKERS
             else _FIRST_CHARACTER + ord(piece)
-            for piece in _PIECES.findall(text)
+            for piece in (text if split_special_tokens else _PIECES.findall(text))
         ]
 
     def decode(self, token_ids: list[int]) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.tokenizers import get_tokenizer
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 from apar_core.engine.output_processor import ForkOutputProcessor
 from apar_core.engine.request_follower import RequestFollower
@@ -17,6 +18,7 @@ from apar_core.fork_parameters import EXTRA_ARG, ForkParameters
 from apar_core.journal import Journal
 from apar_core.models.apar_tiny import checkpoint_path
 from tests.fakes.tagged_streams import TaggedReader
+from tests.unit.apar_core.tree.scripts import Event
 
 TOKENIZER: Any = get_tokenizer(str(checkpoint_path()))
 PAD, END, FORK, CHILD = 0, 2, 3, 4
@@ -25,6 +27,29 @@ PARAMETERS = ForkParameters(FORK, (CHILD,), (CHILD,), True, 16, 100, (END,))
 
 def ids(text: str) -> list[int]:
     return list(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+# Letters, white space, a special token, and the bytes of longer characters one by one.
+BYTES = [PAD, *(token for text in ("a", "b", " a", "\n", "é", "日", "🎸") for token in ids(text))]
+
+
+def outputs_of(events: list[Event], tokens: list[int]) -> list[EngineCoreOutput]:
+    """Return the engine's outputs for the events of a random tree, whose items name tokens."""
+    names = {"root": "r"}
+    num_children: Counter[str] = Counter()
+    outputs = []
+    for event in events:
+        name, reason, token_ids = names[event.thread], None, [FORK]
+        if event.kind == "fork":
+            names[event.child] = f"{name}~{num_children[name]}"
+            num_children[name] += 1
+        elif event.kind == "text":
+            token_ids = [tokens[item % len(tokens)] for item in event.items]
+        else:
+            ends = event.kind == "end"
+            token_ids, reason = [END] * ends, FinishReason.STOP if ends else FinishReason.LENGTH
+        outputs.append(EngineCoreOutput(name, token_ids, finish_reason=reason))
+    return outputs
 
 
 class TaggedClient:
@@ -40,6 +65,7 @@ class TaggedClient:
         self.reader = TaggedReader()
         self.text = ""
         self.num_chunks = 0
+        self.finish_reason: str | None = None
         self.takes = True
         parameters = params.pop("parameters", PARAMETERS)
         extra_args = None if parameters is None else {EXTRA_ARG: parameters.to_extra_arg()}
@@ -67,6 +93,7 @@ class TaggedClient:
         """Receive an output of the request."""
         self.num_chunks += 1
         self.text += output.outputs[0].text
+        self.finish_reason = output.outputs[0].finish_reason
 
     def step(self, *outputs: EngineCoreOutput) -> list[dict[str, Any]]:
         """Process outputs; return the updates of the chunk, if one is taken."""

@@ -7,13 +7,14 @@ Dimensions: B rows, T tokens of the longest row, S segments of the row with the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from apar_core.formats.control_tokens import TreeTokens
+from apar_core.offline.data.joined import JoinedTokens
 from apar_core.offline.data.records import ParagraphRecord
 
 IGNORED_TARGET = -100
@@ -42,8 +43,6 @@ class PackedTree:
 class _Row:
     """Packed row under construction."""
 
-    tokens: TreeTokens
-    encode: EncodeText
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
@@ -65,22 +64,42 @@ class _Row:
             self.targets[before] = token_id
         return index
 
-    def add_thread(self, first: ParagraphRecord, segment: int, before: int | None) -> None:
-        """Append a thread, with the detail's thread after each fork."""
-        paragraph: ParagraphRecord | None = first
-        while paragraph is not None:
-            for token_id in self.encode(paragraph.text):
-                before = self.add(token_id, segment, before, learn=True)
-            if paragraph.first_child is None:
-                break
-            before = self.add(self.tokens.fork_id, segment, before, learn=True)
-            inner = self.open_segment(segment)
-            # The server injects [Child], so it is read but never learned.
-            child = self.add(self.tokens.child_id, inner, before, learn=False)
-            self.add_thread(paragraph.first_child, inner, child)
-            segment = self.open_segment(segment)
-            paragraph = paragraph.next_sibling
-        self.add(self.tokens.end_id, segment, before, learn=True)
+    def extend(
+        self, token_ids: Iterable[int], segment: int, before: int | None, *, learn: bool
+    ) -> int | None:
+        """Append tokens; return the row index of the last token on the path."""
+        for token_id in token_ids:
+            before = self.add(token_id, segment, before, learn=learn)
+        return before
+
+    def packed(self) -> PackedTree:
+        return PackedTree(
+            self.token_ids, self.positions, self.targets, self.segments, self.segment_parents
+        )
+
+
+def _add_thread(
+    row: _Row,
+    first: ParagraphRecord,
+    segment: int,
+    before: int | None,
+    encode: EncodeText,
+    tokens: TreeTokens,
+) -> None:
+    """Append a thread, with the detail's thread after each fork."""
+    paragraph: ParagraphRecord | None = first
+    while paragraph is not None:
+        before = row.extend(encode(paragraph.text), segment, before, learn=True)
+        if paragraph.first_child is None:
+            break
+        before = row.add(tokens.fork_id, segment, before, learn=True)
+        inner = row.open_segment(segment)
+        # The server injects [Child], so it is read but never learned.
+        child = row.add(tokens.child_id, inner, before, learn=False)
+        _add_thread(row, paragraph.first_child, inner, child, encode, tokens)
+        segment = row.open_segment(segment)
+        paragraph = paragraph.next_sibling
+    row.add(tokens.end_id, segment, before, learn=True)
 
 
 def pack_tree(
@@ -91,13 +110,38 @@ def pack_tree(
     No token predicts the prompt or [Child]. [Fork] predicts the next token of its own thread, so
     each token has at most one target.
     """
-    row = _Row(tokens, encode)
+    row = _Row()
     segment = row.open_segment(None)
-    before: int | None = None
-    for token_id in prompt_ids:
-        before = row.add(token_id, segment, before, learn=False)
-    row.add_thread(answer, segment, before)
-    return PackedTree(row.token_ids, row.positions, row.targets, row.segments, row.segment_parents)
+    before = row.extend(prompt_ids, segment, None, learn=False)
+    _add_thread(row, answer, segment, before, encode, tokens)
+    return row.packed()
+
+
+def pack_joined(prompt_ids: Sequence[int], answer: JoinedTokens, end_id: int) -> PackedTree:
+    """Return the example as one row in which every generation reads exactly its context.
+
+    Only what a thread writes is learned, and each token of it once: prompt, seeds and the joined
+    texts in front of the parent's continuation are read. The continuation's path leads through the
+    first thread, whose tokens have the same positions in the joined text. The texts of the others
+    are in the row a second time, at the positions behind it.
+    """
+    row = _Row()
+    segment = row.open_segment(None)
+    before = row.extend(prompt_ids, segment, None, learn=False)
+    for written, block in zip(answer.parent, (*answer.blocks, None), strict=True):
+        before = row.extend(written, segment, before, learn=True)
+        if block is None:
+            break
+        threads = []
+        for seed, text in zip(block.seeds, block.texts, strict=True):
+            inner = row.open_segment(segment)
+            seeded = row.extend(seed, inner, before, learn=False)
+            threads.append((inner, row.extend(text, inner, seeded, learn=True)))
+        first, before = threads[0]
+        segment = row.open_segment(first)
+        before = row.extend(block.rest, segment, before, learn=False)
+    row.add(end_id, segment, before, learn=True)
+    return row.packed()
 
 
 def join_trees(trees: Sequence[PackedTree]) -> PackedTree:

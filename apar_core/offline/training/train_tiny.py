@@ -1,13 +1,13 @@
-"""Training of the embedded model from scratch on its corpus, on a CPU."""
+"""Training of the embedded models on their corpus, on a CPU."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -22,9 +22,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from apar_core.offline.data.records import ExampleRecord
 from apar_core.offline.data.tiny_corpus.generator import (
     BROAD_WEIGHTS,
     FINISHING_WEIGHTS,
+    JOINING_WEIGHTS,
     POLISHING_WEIGHTS,
     SETTLING_WEIGHTS,
     Corpus,
@@ -32,6 +34,11 @@ from apar_core.offline.data.tiny_corpus.generator import (
     vocabulary_texts,
 )
 from apar_core.offline.training.example_encoder import ExampleEncoder
+from apar_core.offline.training.joined_encoder import (
+    JoinedEncoder,
+    start_marker_embeddings,
+    threadweaver_tokenizer,
+)
 from apar_core.offline.training.packing import PackedTree, join_trees
 from apar_core.offline.training.pretrained import pad_token_id
 from apar_core.offline.training.recipe import TrainingRecipe, load_recipe
@@ -57,6 +64,7 @@ _MIXTURES = {
     "finishing": FINISHING_WEIGHTS,
     "polishing": POLISHING_WEIGHTS,
     "settling": SETTLING_WEIGHTS,
+    "joining": JOINING_WEIGHTS,
 }
 
 
@@ -82,12 +90,19 @@ class TrainingPhase(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    mixture: Literal["broad", "finishing", "polishing", "settling"] = Field(
+    mixture: Literal["broad", "finishing", "polishing", "settling", "joining"] = Field(
         description="Sampling weights of the kinds of examples."
     )
     stream: str = Field(description="Name of the sample of examples.")
     average_share: float = Field(
         0.0, ge=0, description="Weight of this phase's result in the saved average."
+    )
+    start_share: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Share of the answers that join of which only the starts of threads are "
+        "learned.",
     )
     recipe: TrainingRecipe = Field(description="Settings of the run.")
 
@@ -241,6 +256,13 @@ class WeightAverage:
                 parameter.copy_(self._sums[name] / self.total_share)
 
 
+class PacksExamples(Protocol):
+    """Encoder of examples as packed rows."""
+
+    def pack(self, example: ExampleRecord) -> PackedTree:
+        """Return the example as one row of any length."""
+
+
 @dataclass(frozen=True)
 class CorpusTrees(IterableDataset[PackedTree]):
     """Trees of a phase in the order of its steps, with similar lengths in a batch."""
@@ -249,7 +271,7 @@ class CorpusTrees(IterableDataset[PackedTree]):
     stream: str
     seed: int
     recipe: TrainingRecipe
-    encoder: ExampleEncoder
+    encoder: PacksExamples
     num_processes: int
 
     @property
@@ -285,7 +307,8 @@ class CorpusTrees(IterableDataset[PackedTree]):
 
 def train_phase(
     model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
+    encoder: PacksExamples,
+    pad_id: int,
     phase: TrainingPhase,
     seed: int,
     on_step: OnStep,
@@ -300,13 +323,13 @@ def train_phase(
             model,
             arguments,
             phase.recipe,
-            collator=TreeCollator.for_model(model, pad_token_id(tokenizer)),
+            collator=TreeCollator.for_model(model, pad_id),
             train_rows=CorpusTrees(
                 phase.kind_weights,
                 phase.stream,
                 seed,
                 phase.recipe,
-                ExampleEncoder(tokenizer, phase.recipe.context_length),
+                encoder,
                 arguments.world_size,
             ),
             on_step=on_step,
@@ -339,16 +362,50 @@ def train_tiny(
         max_length=model_settings.max_positions,
     )
     model = build_tiny_model(model_settings, tokenizer)
+    encoder = ExampleEncoder(tokenizer, model_settings.max_positions)
+    _train_phases(model, lambda _: encoder, pad_token_id(tokenizer), training_settings, on_step)
+    save_checkpoint(model.eval(), tokenizer, out)
+
+
+def train_tiny_joins(
+    out: Path, training_settings: TinyTrainingSettings, on_step: OnStep, *, checkpoint: Path
+) -> None:
+    """Train a copy of an embedded model to write answers that join, in ThreadWeaver's grammar.
+
+    The tokens of ThreadWeaver replace the checkpoint's control tokens. The weights are reproducible
+    with the same checkpoint, settings, libraries and processor.
+    """
+    torch.set_num_threads(training_settings.num_executors)
+    torch.manual_seed(training_settings.seed)
+    tokenizer = threadweaver_tokenizer(PreTrainedTokenizerFast.from_pretrained(checkpoint))
+    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    start_marker_embeddings(model, tokenizer)
+    model.config.use_cache = False
+
+    def encoder(phase: TrainingPhase) -> JoinedEncoder:
+        return JoinedEncoder(tokenizer, phase.start_share, training_settings.seed)
+
+    _train_phases(model, encoder, pad_token_id(tokenizer), training_settings, on_step)
+    save_checkpoint(model.eval(), tokenizer, out)
+
+
+def _train_phases(
+    model: LlamaForCausalLM,
+    encoder_for: Callable[[TrainingPhase], PacksExamples],
+    pad_id: int,
+    settings: TinyTrainingSettings,
+    on_step: OnStep,
+) -> None:
+    """Train all phases; the model gets the average of their results."""
     average = WeightAverage()
     steps_before = 0
-    for phase in training_settings.phases:
+    for phase in settings.phases:
 
         def report(step: StepReport, before: int = steps_before) -> None:
-            on_step(replace(step, step=before + step.step, num_steps=training_settings.num_steps))
+            on_step(replace(step, step=before + step.step, num_steps=settings.num_steps))
 
-        train_phase(model, tokenizer, phase, training_settings.seed, report)
+        train_phase(model, encoder_for(phase), pad_id, phase, settings.seed, report)
         steps_before += phase.recipe.num_steps
         _round_weights(model)
         average.add(model, phase.average_share)
     average.apply(model)
-    save_checkpoint(model.eval(), tokenizer, out)

@@ -193,7 +193,9 @@ export function layout(thread) {
   const texts = paragraphs(thread);
   const rest = texts.pop();
   thread.children.forEach((child, number) => {
-    const [prose, lead] = split(texts[number], group === null);
+    // Children of one position continue an outline before all of them, not each its own words.
+    const isOutlined = thread.children.some((other) => other !== child && other.position === child.position);
+    const [prose, lead] = isOutlined ? [texts[number], ""] : split(texts[number], group === null);
     if (prose.trim()) parts.push({ prose });
     if (group === null || prose.trim()) parts.push((group = { cards: [] }));
     group.cards.push({ lead, child, number });
@@ -204,6 +206,7 @@ export function layout(thread) {
     thread.state === "writing" &&
     lead.trim() &&
     !prose.trim() &&
+    group.cards[0].lead.trim() &&
     MARKER.test(lead) === MARKER.test(group.cards[0].lead);
   if (writesLead) group.cards.push({ lead, child: null, number: thread.children.length });
   else if (rest.trim() || group === null) parts.push({ prose: rest });

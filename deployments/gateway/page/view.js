@@ -342,6 +342,7 @@ class Row {
       const tick = this.track.children[i] ?? this.track.appendChild(make("span", "tick"));
       setText(tick, `${Number(at.toFixed(2))} s`);
       tick.style.left = `${(100 * at) / until}%`;
+      tick.classList.toggle("last", at > 0.94 * until); // its label stands before it
     });
   }
 }

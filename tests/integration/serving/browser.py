@@ -54,11 +54,12 @@ class WebPage:
             self.errors.append(message.text)
 
     def open(self, token: str = TOKEN, fragment: str = "") -> None:
-        """Load the page and enter an API key."""
+        """Load the page, enter an API key, and choose greedy decoding."""
         self.page.goto(f"{self.server.url}/{fragment}")
         self.page.fill("#key", token)
         self.page.press("#key", "Enter")
         self.page.wait_for_selector("#model:enabled")
+        self.page.locator("#temperature").evaluate("input => { input.value = 0 }")
 
     def ask(self, prompt: str) -> None:
         """Send a question with the keyboard."""

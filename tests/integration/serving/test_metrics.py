@@ -361,6 +361,8 @@ def test_a_killed_replica_is_a_migration_and_a_restart(server: Server, page_url:
             page.total(catalogue.MIGRATIONS) == before.total(catalogue.MIGRATIONS) + 1
             and page.total(catalogue.REPLICA_RESTARTS) == 1
         ),
+        # A restart counts when the new engine is up.
+        timeout_s=180,
     )
 
     assert page.total(catalogue.RETRIES) == page.total(catalogue.GIVEN_UP) == 0

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
@@ -11,7 +10,7 @@ from playwright.sync_api import Browser
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.evaluation.replay_text import load_text
 from tests.fakes.tools import needs
-from tests.integration.serving.apar_process import TOKEN, Server
+from tests.integration.serving.apar_process import HAPROXY, TOKEN, Server
 from tests.integration.serving.browser import (
     WebPage,
     chromium,
@@ -40,9 +39,9 @@ def page(browser: Browser, server: Server) -> Iterator[WebPage]:
         yield opened
 
 
-def answer(server: Server, **fields: Any) -> str:
+def answer(server: Server) -> str:
     messages = [{"role": "user", "content": GUITAR}]
-    body = {"model": "apar-tiny", "messages": messages} | fields
+    body = {"model": "apar-tiny", "messages": messages, "temperature": 0}
     choices = server.post("/v1/chat/completions", json=body).json()["choices"]
     return str(choices[0]["message"]["content"])
 
@@ -179,17 +178,20 @@ def test_refusals_say_what_to_do(page: WebPage) -> None:
 
 
 @pytest.mark.slow
-def test_a_lost_connection_is_reported_behind_the_text(page: WebPage) -> None:
+def test_a_lost_connection_is_reported_behind_the_text(page: WebPage, server: Server) -> None:
     replays(page, "1. A long one:", " and so on" * 200)
     page.open()
     page.ask(GUITAR)
     page.page.wait_for_selector(".card >> text=and so on and so on")
 
-    page.page.context.set_offline(True)
+    for process in server.processes(HAPROXY):
+        process.kill()
     page.wait("failed")
 
     assert "connection" in page.page.locator(".lane-error").inner_text()
     assert "and so on" in page.cards()[0]
+    server.wait_for_replicas(1)
+    server.wait_until_idle()
 
 
 @pytest.mark.slow

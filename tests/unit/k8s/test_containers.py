@@ -60,7 +60,7 @@ def startup_problems(text: str) -> list[str]:
     if len(re.findall(r"compileall", built)) < 2 or "__pycache__" in built:
         found.append("no bytecode")
     # Without -f, bytecode that is already there and fits the times stays.
-    if re.search(r"compileall (?!as)(?!.* -f .*unchecked-hash)", built):
+    if re.search(r"compileall (?!.* -f .*unchecked-hash)", built):
         found.append("bytecode that depends on the files' times")
     if re.search(r"apt-get install.*\b(gcc|g\+\+|build-essential|cuda-nvcc)", stages[-1]):
         found.append("a compiler")

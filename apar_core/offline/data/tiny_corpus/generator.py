@@ -65,6 +65,18 @@ SETTLING_WEIGHTS: KindWeights = (
     ("arithmetic", 4),
     ("code", 5),
 )
+# For answers that join: each thread of a list has to find its point by a number.
+JOINING_WEIGHTS: KindWeights = (
+    ("numbered", 34),
+    ("bulleted", 22),
+    ("paragraphs", 16),
+    ("guide", 5),
+    ("titles", 3),
+    ("fact", 9),
+    ("small_talk", 2),
+    ("arithmetic", 4),
+    ("code", 5),
+)
 
 _SYSTEM_SHARE = 0.2
 _HISTORY_SHARE = 0.15

@@ -48,7 +48,8 @@ def test_an_apar_checkpoint_is_reported_with_its_control_tokens(tmp_path: Path) 
     report = inspect_checkpoint(path)
 
     assert report.control_tokens == ControlTokens(257, 258, "[Fork]", "[Child]")
-    assert report.spellings == {
+    assert report.resolved is not None
+    assert report.resolved.spellings == {
         257: [ALPHABET.index(char) for char in "[Fork]"],
         258: [ALPHABET.index(char) for char in "[Child]"],
     }
@@ -64,8 +65,7 @@ def test_an_apar_checkpoint_is_reported_with_its_control_tokens(tmp_path: Path) 
 def test_an_ordinary_checkpoint_is_reported_without_control_tokens(tmp_path: Path) -> None:
     report = inspect_checkpoint(write_checkpoint(tmp_path, added=[]))
 
-    assert report.control_tokens is None
-    assert report.spellings == {}
+    assert (report.control_tokens, report.resolved) == (None, None)
 
 
 def test_a_named_format_is_reported_as_such(tmp_path: Path) -> None:
@@ -76,7 +76,8 @@ def test_a_named_format_is_reported_as_such(tmp_path: Path) -> None:
 
     assert report.found is not None
     assert (report.found.definition.name, report.found.source) == ("padoc", "configuration")
-    assert report.spellings == {257: [ALPHABET.index(char) for char in "[fork]"]}
+    assert report.resolved is not None
+    assert report.resolved.spellings == {257: [ALPHABET.index(char) for char in "[fork]"]}
 
 
 def test_half_a_pair_of_control_tokens_is_refused(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,8 @@ from tests.fakes.torch_operations import COPIES, Operations
 
 CPU = torch.device("cpu")
 NO_CONFIG: Any = SimpleNamespace()
+HPD: dict[str, Any] = {"cut_tokens": 1, "children_fork": False}
+PADOC: dict[str, Any] = {"seed_ids": [], "banned_ids": [], "children_fork": False}
 TOKENS = st.lists(st.integers(0, 200_000), max_size=5)
 
 
@@ -55,6 +58,16 @@ def banned(processor: LogitsProcessor, num_rows: int = 1) -> list[set[int]]:
         (forking(), [9, 10, FORK], [], {CHILD, FORK}),
         (forking(), [9, 10, FORK], [11], {CHILD}),
         (forking(enabled=False), [9], [10], {CHILD, FORK}),
+        # HPD-Parsing: a child starts with its seed and does not fork.
+        (forking(**HPD), [9], [10], {CHILD}),
+        (forking(**HPD, thread_path=[0]), [9, CHILD], [], {CHILD, FORK}),
+        (forking(**HPD, thread_path=[0]), [9, CHILD], [10], {CHILD, FORK}),
+        # PaDoc: nothing is forced.
+        (forking(**PADOC), [9], [10], set()),
+        (forking(**PADOC), [9], [FORK], {FORK}),
+        (forking(**PADOC, thread_path=[0]), [9, FORK], [10], {FORK}),
+        # A seed of two markers.
+        (forking(seed_ids=[CHILD, 7], banned_ids=[CHILD, 7]), [9, 7], [], {CHILD, 7, FORK}),
     ],
 )
 def test_control_tokens_are_banned_where_they_cannot_stand(
@@ -118,6 +131,9 @@ def test_bad_words_are_the_same_bans() -> None:
     assert bad_words(fork_parameters()) == [[CHILD], [FORK, FORK]]
     off = ForkParameters(FORK, (CHILD,), (CHILD,), False, 1, 1, (END,))
     assert bad_words(off) == [[CHILD], [FORK]]
+    padoc = replace(fork_parameters(), seed_ids=(), banned_ids=(), children_fork=False)
+    assert bad_words(padoc) == [[FORK, FORK]]
+    assert bad_words(replace(padoc, thread_path=(0,))) == [[FORK]]
 
 
 def test_replay_makes_the_next_token_of_each_thread_certain() -> None:

@@ -35,7 +35,13 @@ from apar_core.engine.replay import REPLAY, replay_args
 from apar_core.models.apar_tiny import checkpoint_path
 from tests.fakes.scripted_engine import CHILD, FORK
 from tests.fakes.torch_operations import COPIES, Operations
-from tests.unit.apar_core.engine.test_logits_processors import CPU, NO_CONFIG, forking
+from tests.unit.apar_core.engine.test_logits_processors import (
+    CPU,
+    HPD,
+    NO_CONFIG,
+    PADOC,
+    forking,
+)
 
 VOCABULARY = 16
 SLOTS = 6
@@ -146,6 +152,16 @@ class Runner:
         (forking(), [9, 10, FORK], [], {CHILD, FORK}),
         (forking(enabled=False), [9], [10], {CHILD, FORK}),
         (None, [9], [10], set()),
+        # HPD-Parsing: a child starts with its seed and does not fork.
+        (forking(**HPD), [9], [10], {CHILD}),
+        (forking(**HPD, thread_path=[0]), [9, CHILD], [], {CHILD, FORK}),
+        (forking(**HPD, thread_path=[0]), [9, CHILD], [10], {CHILD, FORK}),
+        # PaDoc: nothing is forced.
+        (forking(**PADOC), [9], [10], set()),
+        (forking(**PADOC), [9], [FORK], {FORK}),
+        (forking(**PADOC, thread_path=[0]), [9, FORK], [10], {FORK}),
+        # A seed of two markers.
+        (forking(seed_ids=[CHILD, 7], banned_ids=[CHILD, 7]), [9, 7], [], {CHILD, 7, FORK}),
     ],
 )
 def test_control_tokens_are_banned_where_they_cannot_stand(
@@ -209,7 +225,9 @@ def test_a_replay_starts_behind_the_prompt_and_goes_on_after_a_preemption() -> N
 
 
 # Requests of one checkpoint.
-ARGUMENTS = st.sampled_from([forking(), forking(enabled=False)])
+ARGUMENTS = st.sampled_from(
+    [forking(), forking(enabled=False), forking(children_fork=False, thread_path=[0])]
+)
 TEXT = st.lists(st.sampled_from([FORK, 10, 11, 12]), max_size=5)
 
 

@@ -82,6 +82,34 @@ def test_scripts_that_the_engine_cannot_generate_are_refused(
     assert raised.value.param == PARAM
 
 
+def test_children_fork_only_where_the_format_lets_them() -> None:
+    hpd = replace(FORKING, children_fork=False, cut_tokens=1)
+    flat = {"": [10, FORK, 11, END], "0": [13, 14, END]}
+
+    assert parse(json.dumps(flat), hpd, None) == flat
+    with pytest.raises(RequestError, match="thread '1' forks, but in this model's format no child"):
+        parse(json.dumps(TREE), hpd, None)
+
+
+@pytest.mark.parametrize(("cut", "seed_ids", "fits"), [(1, (), 7), (0, (CHILD,) * 3, 3)])
+def test_the_context_holds_what_a_child_reads(
+    cut: int, seed_ids: tuple[int, ...], fits: int
+) -> None:
+    parameters = replace(FORKING, seed_ids=seed_ids, cut_tokens=cut)
+    room = CONTEXT_TOKENS - PROMPT_TOKENS
+
+    for number in (fits, fits + 1):
+        # The child reads 10 11 [Fork], or 10 11 without it, and its seed.
+        scripts = {"": [10, 11, FORK, END], "0": [*[13] * number, END]}
+        read = 3 - cut + len(seed_ids)
+        assert (read + number + 1 <= room) == (number == fits)
+        if number == fits:
+            parse(json.dumps(scripts), parameters, None)
+        else:
+            with pytest.raises(RequestError, match="thread '0' needs 17 tokens"):
+                parse(json.dumps(scripts), parameters, None)
+
+
 @pytest.mark.parametrize("parameters", [UNFORKED, None])
 def test_a_tree_is_refused_if_the_request_does_not_fork(parameters: Any) -> None:
     with pytest.raises(RequestError, match=r"only the root thread.*does not fork, not '0'"):

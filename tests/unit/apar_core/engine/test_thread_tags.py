@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,14 +11,19 @@ from hypothesis import strategies as st
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from apar_core.fork_parameters import ForkParameters
-from tests.fakes.tagged_client import END, FORK, PAD, PARAMETERS, TaggedClient, ids
+from tests.fakes.tagged_client import (
+    BYTES,
+    END,
+    FORK,
+    PAD,
+    PARAMETERS,
+    TaggedClient,
+    ids,
+    outputs_of,
+)
 from tests.unit.apar_core.tree.scripts import Event, interleavings
 
 EVENTS = interleavings(max_events=25)
-
-
-# Letters, white space, a special token, and the bytes of longer characters one by one.
-TOKENS = [PAD, *(token for text in ("a", "b", " a", "\n", "é", "日", "🎸") for token in ids(text))]
 
 
 def write(
@@ -30,33 +35,12 @@ def write(
     )
 
 
-def feed(client: TaggedClient, events: list[Event], token_of: Any, takes: list[bool]) -> None:
-    """Play the events of a random tree; after some of them, a chunk is taken."""
-    names = {"root": "r"}
-    num_children: dict[str, int] = {}
-    for event, client.takes in zip(events, takes, strict=True):
-        name = names[event.thread]
-        if event.kind == "fork":
-            ordinal = num_children.get(name, 0)
-            num_children[name] = ordinal + 1
-            names[event.child] = f"{name}~{ordinal}"
-            tokens, reason = [FORK], None
-        elif event.kind == "text":
-            tokens, reason = [token_of(item) for item in event.items], None
-        else:
-            ends = event.kind == "end"
-            tokens, reason = [END] * ends, FinishReason.STOP if ends else FinishReason.LENGTH
-        client.step(EngineCoreOutput(name, tokens, finish_reason=reason))
-    client.takes = True
-    client.step()
-
-
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(EVENTS, st.data())
 def test_the_text_rebuilt_from_the_updates_is_the_ordered_text(
     events: list[Event], data: st.DataObject
 ) -> None:
-    tokens = data.draw(st.lists(st.sampled_from(TOKENS), min_size=1, max_size=20))
+    tokens = data.draw(st.lists(st.sampled_from(BYTES), min_size=1, max_size=20))
     client = TaggedClient(
         stop=data.draw(st.sampled_from([None, ["a"], ["ba", "\ufffd"], ["é"]])),
         include_stop_str_in_output=data.draw(st.booleans()),
@@ -67,9 +51,15 @@ def test_the_text_rebuilt_from_the_updates_is_the_ordered_text(
             replacement_ids=data.draw(st.sampled_from([(), tuple(ids("-")), (PAD,)])),
         ),
     )
-    takes = data.draw(st.lists(st.booleans(), min_size=len(events), max_size=len(events)))
+    steps = data.draw(st.lists(st.booleans(), min_size=len(events), max_size=len(events)))
 
-    feed(client, events, lambda item: tokens[item % len(tokens)], takes)
+    step: list[EngineCoreOutput] = []
+    for output, ends in zip(outputs_of(events, tokens), steps, strict=True):
+        step.append(output)
+        if ends:
+            client.step(*step)
+            step.clear()
+    client.step(*step)
 
     assert client.reader.text() == client.text
     assert all(thread["state"] == "ended" for thread in client.reader.threads[0].values())
@@ -89,14 +79,20 @@ def test_a_paragraph_behind_an_open_one_is_shown_at_once() -> None:
     assert [each["tokens"] for each in updates] == [len(ids(" 2.")), len(ids(" a"))]
 
 
-def test_a_chunk_is_sent_although_no_text_became_certain() -> None:
+async def test_updates_are_announced_although_no_text_became_certain() -> None:
     client = TaggedClient()
+    tags = client.follower.tags
+    assert tags is not None
     client.step(write("r", "1.", fork=True))
+    await tags.due()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(tags.due(), 0.01)
     num_chunks = client.num_chunks
 
     client.step(write("r", " 2."))
 
-    assert (client.num_chunks, client.text) == (num_chunks + 1, "1.")
+    await tags.due()
+    assert (client.num_chunks, client.text) == (num_chunks, "1.")
 
 
 def test_states_from_the_fork_to_the_end() -> None:

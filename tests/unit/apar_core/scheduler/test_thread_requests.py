@@ -8,12 +8,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
 
+from apar_core.engine.logits_processors import bad_words
 from apar_core.engine.thread_outputs import TextToken
 from apar_core.fork_parameters import EXTRA_ARG
 from apar_core.journal import Journal, ThreadDelta
 from apar_core.scheduler.thread_requests import build_child_request
 from apar_core.tree.threads import thread_texts
-from apar_core.vllm_names import Request
+from apar_core.vllm_names import Request, add_bad_words, bad_words_of
 from tests.fakes.scripted_engine import (
     END,
     FORK,
@@ -252,3 +253,24 @@ def test_a_child_transfers_no_kv_of_its_own() -> None:
     # The root keeps them, for the connector's own end of the request.
     assert parent.kv_transfer_params == transfers["kv_transfer_params"]
     assert shared.items() >= transfers.items()
+
+
+def test_a_child_that_may_not_fork_bans_it_as_a_bad_word() -> None:
+    parameters = replace(fork_parameters(), children_fork=False)
+    params = SamplingParams(max_tokens=20, extra_args={EXTRA_ARG: parameters.to_extra_arg()})
+    add_bad_words(params, [[9, 8], *bad_words(parameters)])
+    parent = Request("r", [*PROMPT, FORK], params, None)
+
+    child = build_child_request(
+        parent,
+        request_id="r~0",
+        ordinal=0,
+        fork_index=len(PROMPT),
+        parameters=parameters,
+        max_tokens=10,
+    )
+
+    assert child.sampling_params is not None
+    assert [FORK] in bad_words_of(child.sampling_params)
+    assert [9, 8] in bad_words_of(child.sampling_params)
+    assert [FORK] not in bad_words_of(params)

@@ -65,7 +65,6 @@ ORDINARY = CheckpointReport(
     found=None,
     resolved=None,
     refused=None,
-    spellings={},
 )
 
 

@@ -95,4 +95,5 @@ class Played:
             self.submitted[each.name] = each
             self.begun_in[each.name] = self.num_rounds
             self._left[each.name] = self.script(each.name)
-            assert len(self._left[each.name]) == each.sampling["max_tokens"]
+            # A request may end at its last token before its limit.
+            assert each.sampling["max_tokens"] - len(self._left[each.name]) in (0, 1)

@@ -392,3 +392,83 @@ def test_long_streams_are_not_kept() -> None:
     tracemalloc.stop()
 
     assert num_bytes < 300_000
+
+
+# ---- thread-tagged streams ----------------------------------------------------------------------
+
+
+def tagged_event(text: str, updates: list[dict[str, Any]], time_ms: int = 0) -> bytes:
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
+    return event({"choices": [choice], "apar": {"time_ms": time_ms, "updates": updates}})
+
+
+def thread_update(name: str, text: str, tokens: int, **fields: Any) -> dict[str, Any]:
+    update = {"choice": 0, "id": name, "text": text, "tokens": tokens, "state": "writing"}
+    return update | fields
+
+
+ROOT = {"parent": None, "position": None}
+CHILD = {"parent": "root", "position": 2}
+
+
+def updates_in(body: bytes) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for each in body.split(b"\n\n")[:-1]:
+        found += json.loads(each.removeprefix(b"data: "))["apar"]["updates"]
+    return found
+
+
+def test_only_new_parts_of_updates_reach_the_client() -> None:
+    stream = ClientStream()
+    waits = thread_update("root.0", "", 0, state="waiting", **CHILD)
+    stream.forward(tagged_event("ab", [thread_update("root", "ab", 3, **ROOT), waits]))
+    stream.begin_again()
+
+    again = thread_update("root", "ab cd", 5, **ROOT)
+    child = thread_update("root.0", "é", 1, **CHILD)
+    grandchild = thread_update("root.0.0", "x", 1, parent="root.0", position=1)
+    events = stream.forward(tagged_event("ab", [again, child, grandchild]))
+
+    assert updates_in(events) == [
+        thread_update("root", " cd", 2),
+        thread_update("root.0", "é", 1),
+        grandchild,
+    ]
+    assert stream.forward(tagged_event("", [thread_update("root", "", 0)])) == b""
+
+
+def test_edits_and_ends_reach_the_client_once() -> None:
+    stream = ClientStream()
+    edits = [{"paragraph": 0, "position": 0, "length": 0, "text": "\n"}]
+    end = {"state": "ended", "finish_reason": "stop"}
+    stream.forward(tagged_event("ab", [thread_update("root", "ab", 2, edits=edits, **ROOT)]))
+    stream.begin_again()
+
+    first = thread_update("root", "ab", 2, edits=edits, **ROOT)
+    assert stream.forward(tagged_event("ab", [first])) == b""
+    last = thread_update("root", "", 1, edits=edits, **end)
+    assert updates_in(stream.forward(tagged_event("", [last]))) == [
+        thread_update("root", "", 1, **end)
+    ]
+
+
+def test_a_thread_that_differs_between_replicas_is_refused() -> None:
+    stream = ClientStream()
+    stream.forward(tagged_event("", [thread_update("root", "ab", 2, **ROOT)]))
+    stream.begin_again()
+
+    with pytest.raises(ContinuationError, match=r"'apar\.root' differ"):
+        stream.forward(tagged_event("", [thread_update("root", "ac", 2, **ROOT)]))
+
+
+def test_the_time_of_a_stream_does_not_start_again_with_its_replica() -> None:
+    clock = iter([100.0, 101.0, 103.5])
+    stream = ClientStream(lambda: next(clock))
+    stream.forward(tagged_event("a", [thread_update("root", "a", 1, **ROOT)], time_ms=2_000))
+    stream.begin_again()
+    times = []
+    for text in ("ab", "c"):
+        events = stream.forward(tagged_event(text, [thread_update("root", text, 2)], time_ms=7))
+        times.append(json.loads(events.removeprefix(b"data: "))["apar"]["time_ms"])
+
+    assert times == [2_000, 3_500]

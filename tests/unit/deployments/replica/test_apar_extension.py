@@ -1,12 +1,16 @@
 """The `apar` field of requests and answers."""
 
+import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from apar_core.engine.thread_tags import StreamTags
 from apar_core.errors import RequestError
+from deployments.replica import apar_extension
 from deployments.replica.answering import call_application
 from deployments.replica.apar_extension import AparExtension, AparOptions, parse_options, translate
 from deployments.wire.answer import AnswerStart
@@ -218,3 +222,94 @@ async def test_an_unsafe_request_id_is_replaced() -> None:
     )
 
     assert len(app.request_id) == 32
+
+
+# ---- thread-tagged streams ----------------------------------------------------------------------
+
+
+def streamed(*, chat: bool) -> Any:
+    """Return an application that streams two chunks; between them, and at its end, time passes."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        kept = [(b"content-type", b"text/event-stream")]
+        head = {"id": "x", "object": "o", "created": 1, "model": "m"}
+        await send({"type": "http.response.start", "status": 200, "headers": kept})
+        for text in ("first", "last"):
+            choice = {"delta": {"content": text}} if chat else {"text": text}
+            chunk = json.dumps(head | {"choices": [{"index": 0, **choice}]})
+            body = f"data: {chunk}\n\n".encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await asyncio.sleep(0.01)
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    return app
+
+
+class Tags(StreamTags):
+    """Announces two updates, the first of which goes with vLLM's first chunk."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id)
+        self.left = ["a", "b"]
+        self.announce()
+
+    def take(self) -> dict[str, Any]:
+        texts, self.left = self.left[:1], self.left[1:]
+        if self.left:
+            self.announce()
+        return {"time_ms": 1, "updates": [{"choice": 2, "text": text} for text in texts]}
+
+
+@pytest.mark.parametrize("chat", [True, False])
+async def test_updates_without_certain_text_get_a_chunk_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, chat: bool
+) -> None:
+    monkeypatch.setattr(apar_extension, "StreamTags", Tags)
+    extension = AparExtension(streamed(chat=chat), CONTROL, lambda _: None)
+    request = chat_request([], stream=True, apar={"stream": "threads"})
+
+    parts = [part async for part in call_application(extension, request)]
+
+    sent = b"".join(part.body if isinstance(part, AnswerStart) else part for part in parts)
+    *chunks, done = (event.removeprefix(b"data: ") for event in sent.strip().split(b"\n\n"))
+    first, second, last = map(json.loads, chunks)
+    assert done == b"[DONE]"
+    assert [[each["text"] for each in c["apar"]["updates"]] for c in (first, second, last)] == [
+        ["a"],
+        ["b"],
+        [],
+    ]
+    empty = {"delta": {"content": ""}} if chat else {"text": ""}
+    assert second["choices"] == [{"index": 2, **empty, "logprobs": None, "finish_reason": None}]
+    assert {name: second[name] for name in ("id", "object", "created", "model")} == {
+        "id": "x",
+        "object": "o",
+        "created": 1,
+        "model": "m",
+    }
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"apar": {"stream": "threads"}},
+        {"apar": {"stream": "threads"}, "stream": False},
+        {"apar": {"stream": "tokens"}, "stream": True},
+        {"apar": {"stream": "threads"}, "stream": True, "use_beam_search": True},
+    ],
+)
+async def test_a_stream_that_cannot_be_tagged_is_refused(body: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as refused:
+        translate(body, CONTROL)
+
+    assert refused.value.param == "apar.stream"
+
+
+async def test_embeddings_have_no_field_apar() -> None:
+    app = Answering(b"application/json", b"{}")
+    request = replace(chat_request([], apar={"stream": "threads"}), path="/v1/embeddings")
+
+    answer = await whole_answer(AparExtension(app, CONTROL, lambda _: None), request)
+
+    assert (answer.status, app.body) == (400, {})
+    assert json.loads(answer.body)["error"]["param"] == "apar"

@@ -58,6 +58,7 @@ def test_every_shipped_recipe_loads() -> None:
         "apar-tiny-draft": TinyTrainingSettings,
         "apar-tiny-medusa": TinySettings[MedusaRecipe],
         "apar-tiny-prompts": TinySettings[PromptRecipe],
+        "apar-tiny-threadweaver": TinyTrainingSettings,
         "medusa": MedusaRecipe,
         "ppd": PromptRecipe,
     }

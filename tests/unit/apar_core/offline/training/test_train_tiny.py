@@ -16,6 +16,8 @@ from torch.nn import Linear
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.models.apar_tiny_threadweaver import checkpoint_path as joins_path
+from apar_core.offline.data.joined import MARKERS
 from apar_core.offline.data.tiny_corpus.generator import Corpus
 from apar_core.offline.training.pretrained import tree_tokens
 from apar_core.offline.training.train_tiny import (
@@ -26,6 +28,7 @@ from apar_core.offline.training.train_tiny import (
     WeightAverage,
     tiny_recipe,
     train_tiny,
+    train_tiny_joins,
     train_tokenizer,
 )
 from apar_core.offline.training.tree_trainer import StepReport
@@ -216,3 +219,31 @@ def test_the_shipped_checkpoint_is_small_and_complete() -> None:
         weight.dtype == torch.bfloat16
         for weight in load_file(folder / "model.safetensors").values()
     )
+
+
+def test_the_checkpoint_that_joins_is_small_and_has_the_markers_instead() -> None:
+    folder = joins_path()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    vocabulary = tokenizer.get_vocab()
+
+    assert (folder / "model.safetensors").stat().st_size < 9_000_000
+    assert AutoConfig.from_pretrained(folder).vocab_size == len(tokenizer)
+    assert all(vocabulary[marker] in tokenizer.all_special_ids for marker in MARKERS)
+    assert "[Fork]" not in vocabulary
+    assert tokenizer.chat_template == shipped_tokenizer().chat_template
+
+
+@pytest.mark.slow
+def test_training_of_joins_is_repeatable_and_the_loss_falls(tmp_path: Path) -> None:
+    recipe = tiny_recipe("apar-tiny-threadweaver").with_num_steps(12)
+    reports: list[StepReport] = []
+
+    for name in ("a", "b"):
+        train_tiny_joins(tmp_path / name, recipe, reports.append, checkpoint=checkpoint_path())
+
+    first, again = (load_file(tmp_path / name / "model.safetensors") for name in ("a", "b"))
+    assert all(torch.equal(again[name], weight) for name, weight in first.items())
+    losses = [report.loss for report in reports[:12]]
+    assert [report.step for report in reports[:12]] == list(range(1, 13))
+    # Answers with blocks are long, others short: the largest losses are those of blocks.
+    assert max(losses[8:]) < max(losses[:8])

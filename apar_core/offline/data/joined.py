@@ -1,0 +1,192 @@
+"""Answers whose threads are joined before the parent goes on, in ThreadWeaver's grammar.
+
+The parent writes `<Parallel>` and an outline of each thread. Thread i begins with its seed,
+`<Thread>` and its number, and ends with `</Thread>`. Threads read what came before `</Outlines>`,
+not each other. When all have ended, the parent continues behind their joined texts.
+
+Source: ThreadWeaver (arXiv 2512.07843) and its clients, threadweaver_sft/src/simple_eval.py and the
+branching agent loop of threadweaver_rl. There, a block neither lies in a thread nor needs a
+conclusion. Outlines and threads are numbered from 1, and each thread ends with a line break.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from apar_core.errors import TreeError
+from apar_core.formats.parallel_format import Branch, branches
+from apar_core.formats.shipped_formats import THREADWEAVER
+from apar_core.offline.data.records import ParagraphRecord, flat_text, thread_paragraphs
+
+FORMAT = THREADWEAVER
+assert FORMAT.join is not None
+_JOIN = FORMAT.join
+MARKERS = (*FORMAT.tokens, "<Conclusion>", "</Conclusion>")
+OUTLINES_START = "<Outlines>"
+(THREAD_END,) = FORMAT.child_end
+
+AFTER_THREADS = _JOIN.suffix
+"""What the parent reads after the last thread, before it writes again."""
+
+_LIST_MARKER = re.compile(r"(?:\d+[.)]|[-*•])\s+")
+_SMALLEST_BLOCK = 2
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedAnswer:
+    """Answer as its generations: `parent[k]`, then block k of `blocks`, then `parent[k + 1]`.
+
+    `blocks[k][i]` is what thread i + 1 of block k writes behind its seed, `</Thread>` included.
+    Every part of the parent but the last ends with `</Outlines>`. Raises TreeError if the numbers
+    of parts do not fit.
+    """
+
+    parent: tuple[str, ...]
+    blocks: tuple[tuple[str, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.parent) != len(self.blocks) + 1:
+            raise TreeError(f"{len(self.parent)} parent texts around {len(self.blocks)} blocks")
+
+    @property
+    def num_threads(self) -> int:
+        """Number of threads without the parent."""
+        return sum(map(len, self.blocks))
+
+    @property
+    def text(self) -> str:
+        """The whole text with its markers, as the project's own client assembles it."""
+        parts = [self.parent[0]]
+        for threads, following in zip(self.blocks, self.parent[1:], strict=True):
+            for index, text in enumerate(threads):
+                parts += [thread_header(str(index + 1), first=index == 0), text]
+            parts += [AFTER_THREADS, following]
+        return "".join(parts)
+
+
+def thread_header(number: str, *, first: bool) -> str:
+    """Return what stands before a thread's text; the first one's equals every thread's seed."""
+    return Branch(number).fill(FORMAT.child_seed if first else _JOIN.header)
+
+
+def outline_numbers(parent_text: str) -> list[str]:
+    """Return the numbers of the outlines in the last block of outlines, each once."""
+    return [branch.number for branch in branches(FORMAT, parent_text)]
+
+
+def joined_answer(answer: ParagraphRecord) -> JoinedAnswer:
+    """Return an answer that forks as one that joins.
+
+    What a paragraph forks after is the thread's outline, and its detail the thread. A paragraph
+    whose detail forks again is written by the parent, and its detail is a block, since blocks do
+    not nest. The text behind the last fork is the block's conclusion. A single detail needs no
+    block.
+    """
+    writer = _Writer()
+    writer.write(answer)
+    return JoinedAnswer((*writer.parent, writer.text), tuple(writer.blocks))
+
+
+@dataclass
+class _Writer:
+    parent: list[str] = field(default_factory=list)
+    blocks: list[tuple[str, ...]] = field(default_factory=list)
+    text: str = ""
+
+    def write(self, first: ParagraphRecord) -> None:
+        forks = list(_forks(first))
+        if len(forks) < _SMALLEST_BLOCK:
+            self.text += flat_text(first)
+        elif any(detail.first_child is not None for _, detail in forks):
+            for text, detail in forks:
+                self.text += text
+                self.write(detail)
+            self.text += _closing(first)
+        else:
+            self._write_block(forks, _closing(first).strip())
+
+    def _write_block(self, forks: list[tuple[str, ParagraphRecord]], closing: str) -> None:
+        introduction, line_break, heading = forks[0][0].rpartition("\n")
+        headings = [heading, *(text for text, _ in forks[1:])]
+        headings = [_LIST_MARKER.sub("", text.strip(), count=1) for text in headings]
+        outlines = "".join(
+            f"<Outline>{number}: {text.replace('**', '').rstrip(':')}</Outline>\n"
+            for number, text in enumerate(headings, start=1)
+        )
+        opening = (
+            f"{introduction}{line_break}<Parallel>\n{OUTLINES_START}\n{outlines}{FORMAT.trigger}"
+        )
+        self.parent.append(self.text + opening)
+        self.blocks.append(
+            tuple(
+                f" {heading}{flat_text(detail)}\n{THREAD_END}"
+                for heading, (_, detail) in zip(headings, forks, strict=True)
+            )
+        )
+        conclusion = f"<Conclusion>\n{closing}\n</Conclusion>\n" if closing else ""
+        self.text = f"{conclusion}</Parallel>"
+
+
+def _forks(first: ParagraphRecord) -> Iterator[tuple[str, ParagraphRecord]]:
+    for paragraph in thread_paragraphs(first):
+        if paragraph.first_child is not None:
+            yield paragraph.text, paragraph.first_child
+
+
+def _closing(first: ParagraphRecord) -> str:
+    last = list(thread_paragraphs(first))[-1]
+    return last.text if last.first_child is None else ""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedBlock:
+    """Tokens of a block's threads, and what the parent reads behind the first of them.
+
+    Thread i reads `seeds[i]` and writes `texts[i]`. `rest` are the other threads with their
+    headers, and the text behind the last of them.
+    """
+
+    seeds: tuple[list[int], ...]
+    texts: tuple[list[int], ...]
+    rest: list[int]
+
+    @property
+    def joined(self) -> list[int]:
+        """What the parent reads before it continues."""
+        return [*self.seeds[0], *self.texts[0], *self.rest]
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedTokens:
+    """A `JoinedAnswer` as tokens: the parent writes `parent[k]` before block k."""
+
+    parent: tuple[list[int], ...]
+    blocks: tuple[JoinedBlock, ...]
+
+    @property
+    def flat(self) -> list[int]:
+        """The whole text."""
+        token_ids = list(self.parent[0])
+        for block, following in zip(self.blocks, self.parent[1:], strict=True):
+            token_ids += [*block.joined, *following]
+        return token_ids
+
+
+def joined_tokens(answer: JoinedAnswer, encode: Callable[[str], list[int]]) -> JoinedTokens:
+    """Return the answer as tokens; each text that is generated or forced is encoded by itself."""
+    return JoinedTokens(
+        tuple(encode(text) for text in answer.parent),
+        tuple(_joined_block(threads, encode) for threads in answer.blocks),
+    )
+
+
+def _joined_block(threads: Sequence[str], encode: Callable[[str], list[int]]) -> JoinedBlock:
+    numbers = [str(index + 1) for index in range(len(threads))]
+    texts = tuple(encode(text) for text in threads)
+    rest: list[int] = []
+    for number, text in list(zip(numbers, texts, strict=True))[1:]:
+        rest += [*encode(thread_header(number, first=False)), *text]
+    seeds = tuple(encode(thread_header(number, first=True)) for number in numbers)
+    return JoinedBlock(seeds, texts, [*rest, *encode(AFTER_THREADS)])
