@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
+from apar_core.engine.block_threads import BlockThreads
+from apar_core.engine.thread_tags import ThreadTags
 from apar_core.fork_parameters import ForkParameters
+from apar_core.formats.blocks import block_rules
+from tests.fakes.block_scripts import FORMATS, Script, block_parameters, block_scripts
+from tests.fakes.block_scripts import TOKENIZER as CHARACTERS
 from tests.fakes.tagged_client import (
     BYTES,
     END,
@@ -21,6 +27,7 @@ from tests.fakes.tagged_client import (
     ids,
     outputs_of,
 )
+from tests.fakes.tagged_streams import TaggedReader
 from tests.unit.apar_core.tree.scripts import Event, interleavings
 
 EVENTS = interleavings(max_events=25)
@@ -35,7 +42,7 @@ def write(
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(EVENTS, st.data())
 def test_the_text_rebuilt_from_the_updates_is_the_ordered_text(
     events: list[Event], data: st.DataObject
@@ -176,3 +183,72 @@ def test_without_the_request_field_nothing_is_read_and_no_chunk_added() -> None:
 
     assert (client.num_chunks, client.text) == (num_chunks, "1.")
     assert client.processor._tagged == {}
+
+
+# ---- threads that wait for their children -------------------------------------------------------
+
+
+class CharacterDecoder:
+    """Detokenizer of the tokenizer of characters."""
+
+    def __init__(self, context: list[int]) -> None:
+        self._text = ""
+
+    def update(self, new_token_ids: list[int], stop_terminated: bool) -> None:
+        self._text += CHARACTERS.decode(new_token_ids)
+
+    def get_next_output_text(self, finished: bool, delta: bool) -> str:
+        text, self._text = self._text, ""
+        return text
+
+
+def play(threads: BlockThreads, script: Script) -> Iterator[None]:
+    """Let every thread that can write a token do so in each step; yield after each step."""
+    left = {"r": list(script[""])}
+    waits: dict[str, set[str]] = {}
+    while left:
+        for name in list(left):
+            if waits.get(name, set()) & left.keys():
+                continue
+            token_ids, left[name] = left[name][:1], left[name][1:]
+            reason = None if left[name] else FinishReason.STOP
+            children = threads.feed(EngineCoreOutput(name, token_ids, finish_reason=reason))
+            waits[name] = set(children)
+            left |= {child: list(script[child[2:].replace("~", ".")]) for child in children}
+            if reason is not None:
+                del left[name]
+        yield
+
+
+@settings(max_examples=10)
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@given(st.data())
+def test_threads_that_wait_are_rebuilt_and_say_so(name: str, data: st.DataObject) -> None:
+    parameters = block_parameters(FORMATS[name])
+    assert parameters.blocks is not None
+    rules = block_rules(parameters.blocks, CHARACTERS)
+    threads = BlockThreads("r", parameters, rules, [])
+    tags = ThreadTags(0, threads.tree, [], CharacterDecoder)
+    threads.tag(tags)
+    reader, ordered = TaggedReader(), ""
+
+    for _ in play(threads, data.draw(block_scripts(FORMATS[name]))):
+        for output in threads.take():
+            for token_id in output.new_token_ids:
+                tags.note(CHARACTERS.decode([token_id]))
+                ordered += CHARACTERS.decode([token_id])
+        reader.read({"time_ms": 0, "updates": tags.take()})
+        known = reader.threads[0]
+        for parent, each in known.items():
+            live = [
+                child
+                for child in known.values()
+                if child["parent"] == parent and child["state"] != "ended"
+            ]
+            assert each["state"] == "waiting" or not (live and each["tokens"])
+    tags.end(ordered)
+    reader.read({"time_ms": 0, "updates": tags.take()})
+
+    assert reader.text() == ordered
+    assert not any(each["edits"] for each in reader.threads[0].values())
+    assert {each["state"] for each in reader.threads[0].values()} == {"ended"}
