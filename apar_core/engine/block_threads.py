@@ -71,6 +71,9 @@ class BlockThreads(RequestThreads):
                 self._append(thread, output, start, index + 1)
                 start = index + 1
                 children += self._open(output.request_id, thread, block, generated)
+        if start < len(token_ids):
+            # An end token may be all that a thread generates behind a join.
+            self._join(thread)
         self._append(thread, output, start, num_text)
         return children
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from operator import itemgetter
 from typing import TypeVar
 
@@ -95,6 +95,13 @@ class TreeStatistics:
     joins: int = 0
     forced_tokens: int = 0
     recomputed_tokens: int = 0
+
+    def to_plain(self) -> dict[str, int]:
+        """Return the counts by name; those of joins only for a format whose threads wait."""
+        joins = ("joins", "forced_tokens", "recomputed_tokens")
+        return {
+            name: number for name, number in asdict(self).items() if number or name not in joins
+        }
 
     def __add__(self, other: TreeStatistics) -> TreeStatistics:
         """Combine two trees that are generated in parallel, like the choices of one request.

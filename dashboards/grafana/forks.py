@@ -225,13 +225,13 @@ def _cache() -> list[AnyPanel]:
             Query(ratio(rate(of.KV_SHARED_BLOCKS, "model"), opened), "{{model}} shared"),
             Query(ratio(rate(of.KV_COPIED_BLOCKS, "model"), opened), "{{model}} copied"),
         ),
+        joins(),
         lines(
             Text(
                 "Preemptions",
                 "Threads preempted by vLLM in the last scrapes. Preemptions mean that the cache is "
                 "too small for the admitted requests.",
                 Unit(units.Short, "preemptions"),
-                12,
             ),
             Query(events(of.PREEMPTIONS), "preemptions"),
             at_least=1,
@@ -242,7 +242,6 @@ def _cache() -> list[AnyPanel]:
                 "Share of prompt tokens, including those of restarted threads, found in vLLM's "
                 "prefix cache.",
                 SHARE,
-                12,
             ),
             Query(prefix_hits, "{{model_name}}"),
             at_least=1,
@@ -264,6 +263,22 @@ def shared_blocks(span: int = 8, height: int = 8) -> AnyPanel:
         Query(rate(of.KV_SHARED_BLOCKS), "shared"),
         Query(rate(of.KV_COPIED_BLOCKS), "copied"),
         Query(rate(of.KV_RELEASED_EARLY_BLOCKS), "released early"),
+    )
+
+
+def joins(span: int = 8, height: int = 8) -> AnyPanel:
+    """Build the panel of threads that continue behind their children's texts."""
+    return lines(
+        Text(
+            "Joins",
+            "For formats whose parent waits for its children: joins per second, and the tokens "
+            "before the threads that continue, reused from the KV cache or computed.",
+            TOKENS_PER_S,
+            span,
+            height,
+        ),
+        Query(rate(of.JOINS), "joins"),
+        Query(rate(of.JOIN_TOKENS, "outcome"), "tokens {{outcome}}"),
     )
 
 

@@ -113,7 +113,7 @@ class Replica(Answering):
 
     def _take_statistics(self, request_id: str) -> Mapping[str, Any] | None:
         record = self._engine.take_statistics(request_id)
-        return None if record is None else asdict(record.statistics)
+        return None if record is None else record.statistics.to_plain()
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Report the load to the routers; called by Ray Serve."""

@@ -120,6 +120,10 @@ class ReplicaMetrics:
         record.set_total(catalogue.KV_SHARED_BLOCKS, sharing["shared_blocks"])
         record.set_total(catalogue.KV_COPIED_BLOCKS, sharing["copied_blocks"])
         record.set_total(catalogue.KV_RELEASED_EARLY_BLOCKS, sharing["released_early_blocks"])
+        joins = state["join_counters"]
+        record.set_total(catalogue.JOINS, joins["joins"])
+        record.set_total(catalogue.JOIN_TOKENS, joins["shared_tokens"], outcome="reused")
+        record.set_total(catalogue.JOIN_TOKENS, joins["computed_tokens"], outcome="computed")
 
 
 def _unforked_statistics(follower: RequestFollower) -> TreeStatistics | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -87,11 +88,11 @@ class Client:
     """Resubmits requests as the project's own client does; plain completions come from a script.
 
     contexts: what each completion had as its prompt, in order: (replay key, prompt, generated).
-    recomputed: tokens of children that the model reads again behind a join.
     """
 
     definition: ParallelFormat
     script: Script
+    tokenizer: Any = TOKENIZER
     contexts: list[tuple[str, list[int], list[int]]] = field(default_factory=list)
     _taken: dict[str, int] = field(default_factory=dict)
     _opened: dict[str, int] = field(default_factory=dict)
@@ -101,17 +102,24 @@ class Client:
         text, _ = self._thread("", prompt)
         return text
 
-    def _complete(self, key: str, prompt: list[int], stop: tuple[str, ...]) -> list[int]:
-        """Generate up to and including a stop text or the end token."""
+    def complete(self, key: str, prompt: list[int], stop_ids: set[int]) -> list[int]:
+        """Return what the model generates up to and including a stop token or the end token."""
         script, generated = self.script[key], []
-        stops = {TOKENIZER.encode(text)[0] for text in stop}
         for token_id in script[self._taken.get(key, 0) :]:
             generated.append(token_id)
-            if token_id in stops or token_id == END:
+            if token_id in stop_ids or token_id == self.end_id:
                 break
         self._taken[key] = self._taken.get(key, 0) + len(generated)
-        self.contexts.append((key, prompt, generated))
         return generated
+
+    @property
+    def end_id(self) -> int:
+        """The model's end token."""
+        return END
+
+    def _tokens(self, text: str) -> list[int]:
+        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return token_ids
 
     def _thread(self, key: str, prompt: list[int]) -> tuple[list[int], bool]:
         """Return a thread's text, without an end token, and whether its own marker ended it."""
@@ -121,21 +129,25 @@ class Client:
         trigger = "</Outlines>" if weaves else "<Parallel>"
         stop = (*([trigger] if forks else []), *([child_end] if key else []))
         text: list[int] = []
+        # What the thread has generated since its last join.
+        segment: list[int] = []
         while True:
-            generated = self._complete(key, [*prompt, *text], stop)
-            last = TOKENIZER.decode(generated[-1:])
-            if generated[-1:] == [END]:
+            stop_ids = {self._tokens(each)[0] for each in stop}
+            generated = self.complete(key, [*prompt, *text], stop_ids)
+            self.contexts.append((key, [*prompt, *text], generated))
+            last = self.tokenizer.decode(generated[-1:])
+            if generated[-1:] == [self.end_id]:
                 return [*text, *generated[:-1]], False
             text += generated
+            segment += generated
             if key and last == child_end:
                 return text, True
             if last != trigger:
                 return text, False  # Cut off.
-            segment = TOKENIZER.decode(generated)
-            numbers = list(_numbers(segment)) if weaves else ["1", "2"]
+            numbers = list(_numbers(self.tokenizer.decode(segment))) if weaves else ["1", "2"]
             if not numbers:
                 continue
-            context = [*prompt, *text]
+            context, segment = [*prompt, *text], []
             all_closed = True
             first = self._opened.get(key, 0)
             self._opened[key] = first + len(numbers)
@@ -143,14 +155,14 @@ class Client:
                 name = f"{key}.{first + index}" if key else str(first + index)
                 seed = f"\n<Thread>\n{number}:" if weaves else "<Path>"
                 header = seed[1:] if weaves and index else seed
-                child, is_closed = self._thread(name, [*context, *tokens(seed)])
-                text += [*tokens(header), *child]
+                child, is_closed = self._thread(name, [*context, *self._tokens(seed)])
+                text += [*self._tokens(header), *child]
                 if not is_closed:
-                    text += tokens(child_end)
+                    text += self._tokens(child_end)
                 all_closed &= is_closed
             if self.definition.name == "threadweaver" and not all_closed:
                 return text, False
-            text += tokens("\n" if weaves else "</Parallel>\n<Summary>")
+            text += self._tokens("\n" if weaves else "</Parallel>\n<Summary>")
 
 
 def _numbers(segment: str) -> Iterator[str]:

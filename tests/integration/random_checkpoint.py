@@ -13,16 +13,19 @@ def write_checkpoint(
     directory: Path,
     special_tokens: tuple[str, ...] = (),
     boosted: Mapping[str, float] | None = None,
+    *,
+    context_tokens: int = 256,
+    spread: float = 0.02,
 ) -> Path:
     """A small random Llama whose tokenizer knows single bytes and the given special tokens.
 
     `boosted` tokens have logits that spread by this factor more than others, so that they are
-    chosen now and then.
+    chosen now and then. `spread` is the standard deviation of the weights.
     """
     tokenizer = _bytes_tokenizer(special_tokens)
     tokenizer.save_pretrained(directory)
     torch.manual_seed(0)
-    model = LlamaForCausalLM(_text_config(tokenizer))
+    model = LlamaForCausalLM(_text_config(tokenizer, context_tokens, spread))
     _boost(model, tokenizer, boosted or {})
     model.save_pretrained(directory)
     return directory
@@ -85,16 +88,19 @@ def _bytes_tokenizer(special_tokens: tuple[str, ...]) -> PreTrainedTokenizerFast
     return tokenizer
 
 
-def _text_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+def _text_config(
+    tokenizer: PreTrainedTokenizerFast, context_tokens: int = 256, spread: float = 0.02
+) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=64,
         num_hidden_layers=1,
         num_attention_heads=2,
-        max_position_embeddings=256,
+        max_position_embeddings=context_tokens,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
+        initializer_range=spread,
     )
 
 

@@ -5,6 +5,7 @@ The reference is a client that resubmits requests, as the formats' own projects 
 
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +31,10 @@ shapes = st.builds(
     max_model_len=st.just(2000),
     run_ahead=st.booleans(),
 )
-any_schedule = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+few, many = (
+    settings(max_examples=number, deadline=None, suppress_health_check=list(HealthCheck))
+    for number in (4, 150)
+)
 
 
 @st.composite
@@ -67,9 +71,24 @@ def client_of(name: str, script: Script) -> Client:
     return client
 
 
-@any_schedule
-@given(shape=shapes, requests=st.lists(wanted(), min_size=1, max_size=3))
+@few
+@given(shape=shapes, requests=st.lists(wanted(), min_size=1, max_size=2))
 def test_text_and_contexts_are_those_of_a_resubmitting_client(
+    model_dir: Path, shape: EngineShape, requests: list[tuple[str, Script, int]]
+) -> None:
+    check_text_and_contexts(model_dir, shape, requests)
+
+
+@pytest.mark.slow
+@many
+@given(shape=shapes, requests=st.lists(wanted(), min_size=1, max_size=3))
+def test_many_texts_and_contexts_are_those_of_a_resubmitting_client(
+    model_dir: Path, shape: EngineShape, requests: list[tuple[str, Script, int]]
+) -> None:
+    check_text_and_contexts(model_dir, shape, requests)
+
+
+def check_text_and_contexts(
     model_dir: Path, shape: EngineShape, requests: list[tuple[str, Script, int]]
 ) -> None:
     fits = shape.num_blocks * shape.block_size - 8 * shape.block_size
@@ -95,7 +114,8 @@ def test_text_and_contexts_are_those_of_a_resubmitting_client(
     engine.assert_nothing_is_left()
 
 
-@any_schedule
+@pytest.mark.slow
+@many
 @given(
     shape=shapes,
     requests=st.lists(wanted(), min_size=1, max_size=3),
@@ -129,7 +149,8 @@ def test_aborts_and_limits_leave_nothing_behind(
         assert sum(each.num_generated_items for each in record) <= max_tokens
 
 
-@any_schedule
+@pytest.mark.slow
+@many
 @given(shape=shapes, request_=wanted(), steps=st.integers(1, 120), run_ahead=st.booleans())
 def test_an_answer_continued_by_another_engine_is_the_same(
     model_dir: Path,
