@@ -1,7 +1,7 @@
 """When rows of a step are grouped into families. The defaults are predicted, not measured on a GPU.
 
 A group of rows is read in two passes, over the shared blocks and over the rest of each row, whose
-results are merged. docs/family-attention.md has the model of that cost and where the defaults come
+results are merged. The virtual engine (`apar_core/virtual`) has the model of that cost and where the defaults come
 from.
 """
 
