@@ -1,13 +1,13 @@
 """Which rows of a step share leading KV blocks, and how many of them are read once.
 
-A family is a set of rows with one common prefix of full blocks. Attention reads that prefix once for
-the whole family, and the rest of each row alone. The partition into families saves the most block
-reads that any partition with one prefix per row can save.
+A family is a set of rows with one common prefix of full blocks. Attention reads that prefix once
+for the whole family, and the rest of each row alone. The partition into families saves the most
+block reads that any partition with one prefix per row can save.
 
-Only block ids decide, not the names of threads: a block that two rows list at the same place, behind
-equal blocks, holds the same tokens. So siblings of a request are found without a message from the
-scheduler, as are requests with one prompt (`n > 1`) and requests with one system prompt. A preempted
-thread that returns is in the family of the blocks it returns with.
+Only block ids decide, not the names of threads: a block that two rows list at the same place,
+behind equal blocks, holds the same tokens. So siblings of a request are found without a message
+from the scheduler, as are requests with one prompt (`n > 1`) and requests with one system prompt.
+A preempted thread that returns is in the family of the blocks it returns with.
 
 Letters: R rows of the step, B columns of the block table, F families, M rows in families.
 """
@@ -77,8 +77,8 @@ def group_rows(
     `block_table` is int32 [R, B], `seq_lens` [R] counts each row's tokens including this step's,
     and `query_lens` [R] this step's alone. Rows with any other number of queries than one
     (prefill chunks, drafts, padding) are in no family. Entries of the table behind a row's last
-    computed full block are not read. A step that would save fewer than `min_saved_blocks` block reads
-    has no families.
+    computed full block are not read. A step that would save fewer than `min_saved_blocks` block
+    reads has no families.
     """
     num_blocks = (seq_lens.numpy() - 1) // block_size
     num_blocks[query_lens.numpy() != 1] = 0
