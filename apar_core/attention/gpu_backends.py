@@ -60,9 +60,8 @@ class FamilyGPUWorker(Worker):
         for layer in get_layers_from_vllm_config(self.vllm_config, layer_type).values():
             backend = layer.get_attn_backend()
             if not issubclass(backend, (FamilyFlashBackend, FamilyTritonBackend)):
-                log_fallback(
-                    f"the attention backend {backend.get_name()}; try --attention-backend FLASH_ATTN"
-                )
+                name = backend.get_name()
+                log_fallback(f"the attention backend {name}; try --attention-backend FLASH_ATTN")
                 return
 
     def family_counts(self) -> dict[str, int]:
@@ -163,7 +162,7 @@ class FamilyFlashBuilder(FlashAttentionMetadataBuilder):
 
     @classmethod
     def get_cudagraph_support(
-        cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec
+        cls, vllm_config: VllmConfig, kv_cache_spec: Any
     ) -> AttentionCGSupport:
         """Keep attention out of full CUDA graphs; vLLM then uses piecewise ones."""
         return AttentionCGSupport.NEVER
@@ -209,7 +208,7 @@ class FamilyFlashImpl(FlashAttentionImpl):
 
     def forward(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -295,7 +294,7 @@ class FamilyTritonBuilder(TritonAttentionMetadataBuilder):
 
     @classmethod
     def get_cudagraph_support(
-        cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec
+        cls, vllm_config: VllmConfig, kv_cache_spec: Any
     ) -> AttentionCGSupport:
         """Keep attention out of full CUDA graphs; vLLM then uses piecewise ones."""
         return AttentionCGSupport.NEVER
@@ -330,7 +329,7 @@ class FamilyTritonImpl(TritonAttentionImpl):
 
     def forward(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -342,16 +341,17 @@ class FamilyTritonImpl(TritonAttentionImpl):
     ) -> Tensor:
         """As in vLLM; its KV cache has the new tokens of all rows already."""
         metadata = attn_metadata
-        fits = output_scale is None and isinstance(metadata, FamilyTritonMetadata)
-        if not fits or metadata.plan is None:
+        plan = metadata.plan if isinstance(metadata, FamilyTritonMetadata) else None
+        if plan is None or output_scale is not None:
             return super().forward(
                 layer, query, key, value, kv_cache, metadata, output, output_scale,
                 output_block_scale,
             )  # fmt: skip
         # Triton cannot be imported on every machine that imports this module.
-        from apar_core.attention.triton_kernel import family_decode
+        from apar_core.attention.triton_kernel import (  # type: ignore[import-not-found,unused-ignore]
+            family_decode,
+        )
 
-        plan = metadata.plan
         num_rows = metadata.num_actual_tokens
         key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         family_decode(

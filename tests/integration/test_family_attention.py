@@ -1,6 +1,7 @@
 """The whole engine through family attention, in float32: forked decoding equals plain decoding."""
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def test_a_stream_whose_replica_is_killed_continues_on_another_one(tmp_path: Pat
         for _ in range(3):
             server.wait_for_replicas(2)
             victims = Victims(server)
-            answer = stream(server, "chat", 1, victims.kill)
+            answer = stream(server, "chat", 1, partial(victims.kill, replica=True))
             if server.record(answer.request_id)["continued"]:
                 break
 

@@ -186,7 +186,8 @@ def trees(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
     tables: list[list[int]] = []
     block_ids = iter(range(1, 1000))
     for _ in range(draw(st.integers(1, MOST_ROWS))):
-        parent = draw(st.sampled_from(tables)) if tables and draw(st.booleans()) else []
+        continues = bool(tables) and draw(st.booleans())
+        parent = draw(st.sampled_from(tables)) if continues else []
         shared = draw(st.integers(0, len(parent)))
         own = [next(block_ids) for _ in range(draw(st.integers(0, 4)))]
         tables.append([*parent[:shared], *own])
