@@ -31,7 +31,7 @@ def parse(
     return RULES.parse(
         text,
         parameters,
-        prompt_tokens=prompt_tokens,
+        prompt_ids=[5] * prompt_tokens,
         context_tokens=CONTEXT_TOKENS,
         max_tokens=max_tokens,
     )
