@@ -269,7 +269,9 @@ class ForkInputProcessor(InputProcessor):
                 raise RequestError(f"`{PARAM}` cannot be combined with structured outputs")
             prompt_ids = request.prompt_token_ids
             if prompt_ids is None:
-                prompt_ids = [0] * (0 if request.prompt_embeds is None else len(request.prompt_embeds))
+                prompt_ids = [0] * (
+                    0 if request.prompt_embeds is None else len(request.prompt_embeds)
+                )
             scripts = self._replay_rules.parse(
                 text,
                 ForkParameters.from_extra_args(extra_args),

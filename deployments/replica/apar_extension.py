@@ -270,9 +270,7 @@ class AparExtension:
         given = body.get("apar")
         if given is not None and not generates:
             raise RequestError("`apar` is a field of completions only", param="apar")
-        changed = generates and translate(
-            body, self._control_token_ids, self._uncounted_token_ids
-        )
+        changed = generates and translate(body, self._control_token_ids, self._uncounted_token_ids)
         tagged = changed and isinstance(given, dict) and given.get("stream") is not None
         if followed is not None:
             changed = write_terms(body, followed.terms) or changed

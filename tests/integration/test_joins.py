@@ -5,7 +5,7 @@ The reference is a client that resubmits requests to plain greedy decoding with 
 
 import contextlib
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,18 +27,20 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 PATHS = PARALLEL_R1.model_copy(update={"children_fork": True})
 # A model without training says little else, but opens blocks and ends threads.
-SAYS = ("a", "b", "<Parallel>", "</Path>", "</Parallel>")
+SAYS = (*"abcdefgh", "<Parallel>", "</Path>", "</Parallel>")
 CONTEXT = 768
 # Without a penalty on what it has said, such a model repeats one token forever.
 PENALTY = 2.0
 MAX_COMPLETIONS = 40
-NUM_PROMPTS = 120
-# name: (engine arguments, what must happen)
-WAYS: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "large batch": ({}, set()),
-    "short memory": ({"num_gpu_blocks_override": 30}, {"preempted"}),
-    "chunked prefill": ({"max_num_batched_tokens": 32, "max_num_seqs": 6}, set()),
-    "n-gram speculation": ({"speculative_config": NGRAM, "num_gpu_blocks_override": 60}, set()),
+NUM_PROMPTS = 50
+# Room for the longest thread and a few blocks more, so that growing threads preempt others.
+SHORT_MEMORY: dict[str, Any] = {"block_size": 16, "spare_blocks": 4}
+WAYS: dict[str, dict[str, Any]] = {
+    "large batch": {},
+    "short memory": SHORT_MEMORY,
+    "chunked prefill": {"max_num_batched_tokens": 32, "max_num_seqs": 6},
+    "n-gram speculation": {"speculative_config": NGRAM},
+    "n-gram speculation in short memory": {**SHORT_MEMORY, "speculative_config": NGRAM},
 }
 
 
@@ -79,6 +81,26 @@ class PlainDecoding(Client):
 
 
 @dataclass(frozen=True)
+class Expected:
+    """What a client gets for a prompt, and which blocks of threads it met."""
+
+    token_ids: tuple[int, ...]
+    joins: int
+    depth: int
+    longest: int = field(default=0, compare=False)
+
+    @classmethod
+    def of(cls, client: Client, prompt: list[int]) -> "Expected":
+        token_ids = tuple(client.answer(prompt))
+        keys = [key for key, _, _ in client.contexts]
+        # Each completion of a thread but its first continues behind a block.
+        joins = len(keys) - len(set(keys))
+        depth = max(len(key.split(".")) if key else 0 for key in keys)
+        longest = max(len(before) + len(generated) for _, before, generated in client.contexts)
+        return cls(token_ids, joins, depth, longest)
+
+
+@dataclass(frozen=True)
 class Run:
     token_ids: list[tuple[int, ...]]
     reasons: list[str]
@@ -116,33 +138,40 @@ def test_text_is_that_of_a_client_that_resubmits_to_plain_decoding(
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     allowed = [tokenizer.encode(text)[0] for text in SAYS] + [tokenizer.eos_token_id]
-    expected_texts = _answers(checkpoint, tuple(allowed))
-    prompts = [tokenizer.encode(text) for text in expected_texts]
-    engine_args, expected = WAYS[way]
+    answers = _answers(checkpoint, tuple(allowed))
+    prompts = [tokenizer.encode(text) for text in answers]
+    engine_args = dict(WAYS[way])
+    settings: dict[str, Any] = {"parallel_format": PATHS.model_dump(mode="json")}
+    context = CONTEXT
+    if spare_blocks := engine_args.pop("spare_blocks", 0):
+        context = 16 * (max(each.longest for each in answers.values()) // 16 + 2)
+        engine_args["num_gpu_blocks_override"] = context // 16 + spare_blocks
+        settings["growth_reserve_tokens"] = 0
     engine = EngineProcess(
         model=str(checkpoint),
-        max_model_len=CONTEXT,
-        additional_config={"apar": {"parallel_format": PATHS.model_dump(mode="json")}},
+        max_model_len=context,
+        additional_config={"apar": settings},
         **engine_args,
     )
     try:
         sampling = {
             "temperature": 0.0,
             "frequency_penalty": PENALTY,
-            "max_tokens": 300,
+            "max_tokens": 500,
             "allowed_token_ids": allowed,
         }
         run = engine.call(answer, prompts, sampling)
     finally:
         engine.close()
 
-    assert [list(each) for each in run.token_ids] == list(expected_texts.values())
+    found = zip(run.token_ids, run.joins, run.depths, strict=True)
+    assert [Expected(*each) for each in found] == list(answers.values())
     assert set(run.reasons) == {"stop"}
-    assert len(prompts) >= 8
-    assert sum(run.joins) >= 10
-    assert max(run.depths) >= 2
+    # Every answer has a block, and some have blocks in blocks.
+    assert all(each.joins for each in answers.values())
+    assert max(each.depth for each in answers.values()) >= 2
     assert run.state["free_blocks"] == run.state["kv_blocks"]
-    assert (run.preemptions > 0) == ("preempted" in expected)
+    assert (run.preemptions > 0) == bool(spare_blocks)
 
 
 @pytest.mark.parametrize("definition", [THREADWEAVER, NESTED], ids=lambda each: each.name)
@@ -186,17 +215,17 @@ def test_replayed_threads_are_joined_as_their_client_does(
 
 
 @cache
-def _answers(checkpoint: Path, allowed: tuple[int, ...]) -> dict[str, list[int]]:
+def _answers(checkpoint: Path, allowed: tuple[int, ...]) -> dict[str, Expected]:
     """Return the answers that have blocks, but not too many threads."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    answers: dict[str, list[int]] = {}
+    answers: dict[str, Expected] = {}
     for number in range(NUM_PROMPTS):
         text = "".join(random.Random(number).choices("abcdefgh ?!", k=3 + number))
         client = PlainDecoding(PATHS, {"allowed": list(allowed)}, tokenizer)
         with contextlib.suppress(TooLongError):
-            answer = client.answer(tokenizer.encode(text))
-            if len(client.contexts) > 1:
-                answers[text] = answer
+            expected = Expected.of(client, tokenizer.encode(text))
+            if expected.depth:
+                answers[text] = expected
     return answers
 
 
