@@ -20,6 +20,7 @@ from apar_core.formats.shipped_formats import PARALLEL_R1, THREADWEAVER
 from apar_core.scheduler.core_state import core_state
 from tests.fakes.block_scripts import MARKERS, NESTED, Client
 from tests.integration.engine_process import EngineProcess
+from tests.integration.plain_decoding import count_calls
 from tests.integration.random_checkpoint import write_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -27,14 +28,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 PATHS = PARALLEL_R1.model_copy(update={"children_fork": True})
 # A model without training says little else, but opens blocks and ends threads.
-SAYS = (*"abcdefgh", "<Parallel>", "</Path>", "</Parallel>")
+SAYS = (*"abcdefghijklmnopqrst", "<Parallel>", "</Path>", "</Parallel>")
 CONTEXT = 768
 # Without a penalty on what it has said, such a model repeats one token forever.
 PENALTY = 2.0
 MAX_COMPLETIONS = 40
 NUM_PROMPTS = 50
-# Room for the longest thread and a few blocks more, so that growing threads preempt others.
-SHORT_MEMORY: dict[str, Any] = {"block_size": 16, "spare_blocks": 4}
+# Room for the longest thread and a few blocks more, so that threads find no free block.
+SHORT_MEMORY: dict[str, Any] = {"block_size": 16, "spare_blocks": 1}
 WAYS: dict[str, dict[str, Any]] = {
     "large batch": {},
     "short memory": SHORT_MEMORY,
@@ -51,6 +52,26 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+def greedy(
+    checkpoint: Path,
+    allowed: list[int],
+    prompt: list[int],
+    begun: list[int],
+    stop_ids: set[int],
+) -> list[int]:
+    """Return what plain greedy decoding generates, of which `begun` is given."""
+    model, choices = _reference(checkpoint), torch.tensor(allowed)
+    generated = list(begun)
+    while True:
+        with torch.no_grad():
+            logits_V = model(torch.tensor([[*prompt, *generated]])).logits[0, -1]
+        for token_id in generated:
+            logits_V[token_id] -= PENALTY
+        generated.append(int(choices[logits_V[choices].argmax()]))
+        if generated[-1] in stop_ids:
+            return generated
+
+
 class TooLongError(Exception):
     """An answer has too many threads."""
 
@@ -59,20 +80,11 @@ class PlainDecoding(Client):
     """A client whose completions are plain greedy decoding with transformers."""
 
     def complete(self, key: str, prompt: list[int], stop_ids: set[int]) -> list[int]:
-        checkpoint = Path(self.tokenizer.name_or_path)
-        model, allowed = _reference(checkpoint), torch.tensor(self.script["allowed"])
         if len(self.contexts) == MAX_COMPLETIONS:
             raise TooLongError
-        generated: list[int] = []
-        while True:
-            with torch.no_grad():
-                logits_V = model(torch.tensor([[*prompt, *generated]])).logits[0, -1]
-            for token_id in generated:
-                logits_V[token_id] -= PENALTY
-            generated.append(int(allowed[logits_V[allowed].argmax()]))
-            if generated[-1] in stop_ids or generated[-1] == self.end_id:
-                break
-        return generated
+        stop_ids = {*stop_ids, self.end_id}
+        checkpoint = Path(self.tokenizer.name_or_path)
+        return greedy(checkpoint, self.script["allowed"], prompt, [], stop_ids)
 
     @property
     def end_id(self) -> int:
@@ -107,19 +119,15 @@ class Run:
     joins: list[int]
     depths: list[int]
     state: dict[str, Any]
-    preemptions: int
+    shortages: int
 
 
 def answer(engine: OfflineEngine, prompts: list[list[int]], sampling: Any) -> Run:
     """Answer prompts at once. Runs in the engine's process."""
-    preemptions = [0]
-    preempt = engine.scheduler._preempt_request
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        preemptions[0] += 1
-        return preempt(*args, **kwargs)
-
-    engine.scheduler._preempt_request = counted
+    scheduler = engine.scheduler
+    preemptions = count_calls(scheduler, "_preempt_request")
+    # Called where no block is free while some are held for threads that wait.
+    given_up = count_calls(scheduler.block_sharing, "_allocate_without_waiting_prefixes")
     answers = engine.generate([{"prompt_token_ids": each} for each in prompts], sampling)
     records = [each.record for each in answers if each.record is not None]
     return Run(
@@ -127,8 +135,8 @@ def answer(engine: OfflineEngine, prompts: list[list[int]], sampling: Any) -> Ru
         [each.finish_reason for each in answers],
         [record.statistics.joins for record in records],
         [record.statistics.max_depth for record in records],
-        core_state(engine.scheduler),
-        preemptions[0],
+        core_state(scheduler),
+        preemptions[0] + given_up[0],
     )
 
 
@@ -171,7 +179,7 @@ def test_text_is_that_of_a_client_that_resubmits_to_plain_decoding(
     assert all(each.joins for each in answers.values())
     assert max(each.depth for each in answers.values()) >= 2
     assert run.state["free_blocks"] == run.state["kv_blocks"]
-    assert (run.preemptions > 0) == bool(spare_blocks)
+    assert (run.shortages > 0) == bool(spare_blocks)
 
 
 @pytest.mark.parametrize("definition", [THREADWEAVER, NESTED], ids=lambda each: each.name)
@@ -211,6 +219,61 @@ def test_replayed_threads_are_joined_as_their_client_does(
 
     client = Scripted(definition, script, tokenizer)
     assert [list(each) for each in run.token_ids] == [client.answer(tokenizer.encode("Question"))]
+    assert run.state["free_blocks"] == run.state["kv_blocks"]
+
+
+def test_children_read_only_a_message_and_their_results_replace_the_call(checkpoint: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    end_id = tokenizer.eos_token_id
+    allowed = [*tokenizer.encode("abcdefghijkl"), end_id]
+    prompt = tokenizer.encode("Reach 24 with 3 and 8.")
+    search = "Current State: 24:[3, 8], Operations: []\n"
+    written = f"Moving to Node #0\n{search}Generated Node #0,1: 24:[24] Operation: 3*8=24\n"
+    call = (
+        "<Calling Sub Searches>\n<Start Sub Search 0 at level 1> Moving to Node #0\n"
+        "<Start Sub Search 1 at level 1> Moving to Node #0,1\n<End Calling Sub Searches>"
+    )
+    found = "\nGoal Reached\n24\nGoal Reached\n"
+    # The engine generates this, and then whatever the model chooses.
+    script = {"": tokenizer.encode(written + call), "0": tokenizer.encode(found)}
+    engine = EngineProcess(
+        model=str(checkpoint),
+        max_model_len=CONTEXT,
+        logits_processors=[REPLAY],
+        additional_config={"apar": {"parallel_format": "apr"}},
+    )
+    try:
+        sampling = {
+            "temperature": 0.0,
+            "frequency_penalty": PENALTY,
+            "max_tokens": 500,
+            "allowed_token_ids": allowed,
+            "extra_args": replay_args(script),
+        }
+        run = engine.call(answer, [prompt], sampling)
+    finally:
+        engine.close()
+
+    messages = (
+        "Moving to Node #0\nCurrent State: 24:[3, 8], Operations: []",
+        "Moving to Node #0,1\nCurrent State: 24:[24], Operations: ['3*8=24']",
+    )
+    texts = [
+        greedy(checkpoint, allowed, tokenizer.encode(message), begun, {end_id})[:-1]
+        for message, begun in zip(messages, (script["0"], []), strict=True)
+    ]
+    result = tokenizer.decode(texts[0]).removeprefix("\nGoal Reached\n")
+    joined = tokenizer.encode(
+        "<Sub Searches>\n"
+        f"<Goal Reached in Sub Search 0 at level 1 at Node #0>\n{result}\n"
+        "<No Solution in Sub Search 1 at level 1 at Node #0,1>\n<End Sub Searches>\n"
+    )
+    context = [*prompt, *tokenizer.encode(written), *joined]
+    behind = greedy(checkpoint, allowed, context, [], {end_id})[:-1]
+    assert list(run.token_ids[0]) == [*script[""], *texts[0], *texts[1], *joined, *behind]
+    assert all(texts)
+    assert behind
+    assert run.joins == [1]
     assert run.state["free_blocks"] == run.state["kv_blocks"]
 
 

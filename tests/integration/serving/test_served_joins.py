@@ -322,21 +322,19 @@ def test_log_probabilities_are_those_of_each_threads_own_path(served: Server, st
 
 
 def test_several_choices_join_each_for_itself(served: Server) -> None:
-    body = GREEDY | {"messages": messages(QUESTIONS[0]), "n": 3}
-    answer = expected(QUESTIONS[0])
+    # vLLM refuses several greedy choices.
+    body = GREEDY | {"messages": messages(QUESTIONS[0]), "n": 3, "temperature": 1.0, "seed": 5}
 
-    greedy = served.post(CHAT, json=body).json()
-    sampled = body | {"temperature": 1.0, "seed": 5}
-    first, again = (served.post(CHAT, json=sampled).json() for _ in range(2))
-    reader, _, _ = tagged(served, sampled)
+    first, again = (served.post(CHAT, json=body).json() for _ in range(2))
+    reader, _, _ = tagged(served, body)
 
-    assert [choice["message"]["content"] for choice in greedy["choices"]] == [answer.text()] * 3
-    assert greedy["apar"]["threads"] == 3 * answer.threads
-    assert greedy["apar"]["joins"] == 3 * answer.joins
     texts = [choice["message"]["content"] for choice in first["choices"]]
     assert len(set(texts)) > 1
     assert texts == [choice["message"]["content"] for choice in again["choices"]]
     assert texts == [reader.text(choice) for choice in range(3)]
+    threads = [thread for choice in reader.threads.values() for thread in choice.values()]
+    assert first["apar"]["threads"] == len(threads) > 6
+    assert first["apar"]["joins"] >= 2
 
 
 def test_max_tokens_counts_what_the_threads_generate(served: Server) -> None:
