@@ -262,7 +262,7 @@ def test_children_read_only_a_message_and_their_results_replace_the_call(checkpo
         greedy(checkpoint, allowed, tokenizer.encode(message), begun, {end_id})[:-1]
         for message, begun in zip(messages, (script["0"], []), strict=True)
     ]
-    result = tokenizer.decode(texts[0]).removeprefix("\nGoal Reached\n")
+    result = str(tokenizer.decode(texts[0])).removeprefix("\nGoal Reached\n")
     joined = tokenizer.encode(
         "<Sub Searches>\n"
         f"<Goal Reached in Sub Search 0 at level 1 at Node #0>\n{result}\n"

@@ -296,7 +296,7 @@ def test_a_stop_token_ends_the_answer_where_it_first_stands_in_the_text(served: 
 def test_log_probabilities_are_those_of_each_threads_own_path(served: Server, stream: bool) -> None:
     for question in QUESTIONS[:2]:
         answer = expected(question)
-        chat = partial(
+        chat: Callable[..., Any] = partial(
             served.openai().chat.completions.create,
             model=MODEL,
             messages=messages(question),
@@ -596,7 +596,7 @@ def test_a_format_with_another_cut_is_served_through_the_gateway(served: Server)
     }
     forks = 0
     for number in range(8):
-        asked = body | {"prompt": f"Page {number} <FORK><CHILD>"}
+        asked: dict[str, Any] = body | {"prompt": f"Page {number} <FORK><CHILD>"}
         whole = served.post(COMPLETION, json=asked).json()
         with httpx.stream(
             "POST",
