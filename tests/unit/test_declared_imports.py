@@ -43,7 +43,7 @@ EXTRAS_OF = {
 # Declared, but not imported by name: opened by another library.
 NOT_IMPORTED = {"redis": "limits", "tensorboard": "transformers' Trainer"}
 # What vLLM brings; the plugin's base dependencies leave them out.
-OF_VLLM = {"huggingface-hub", "safetensors", "torch", "transformers", "vllm"}
+OF_VLLM = {"huggingface-hub", "numba", "safetensors", "torch", "transformers", "vllm"}
 
 
 def declared(*extras: str) -> set[str]:

@@ -51,6 +51,7 @@ VLLM_NAMES = Path("apar_core/vllm_names.py")
 # The subpackages that a subpackage may import.
 LAYERS = {
     "apar_core": {
+        "attention": set(),
         "step_costs": {"models"},
         "tree": set(),
         "formats": set(),
@@ -58,7 +59,16 @@ LAYERS = {
         "scheduler": {"formats", "step_costs", "tree"},
         "engine": {"formats", "scheduler", "tree"},
         "offline": {"formats", "models", "step_costs", "tree"},
-        "virtual": {"engine", "formats", "models", "offline", "scheduler", "step_costs", "tree"},
+        "virtual": {
+            "attention",
+            "engine",
+            "formats",
+            "models",
+            "offline",
+            "scheduler",
+            "step_costs",
+            "tree",
+        },
         "workload": {"formats", "offline", "tree"},
     },
     "apar_core.offline": {

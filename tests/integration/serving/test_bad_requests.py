@@ -64,7 +64,8 @@ def test_a_body_that_is_no_json_object_is_refused(server: Server, body: bytes) -
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("GET", "/v2", 404),
+        ("POST", "/", 405),
         ("POST", "/inference/v1/generate", 404),
         ("GET", CHAT, 405),
         ("POST", "/v1/models", 405),

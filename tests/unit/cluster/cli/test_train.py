@@ -144,11 +144,11 @@ def test_options_are_required(files: Path) -> None:
     assert apar("train", "--model", "x").exit_code == 2
 
 
-def test_heads_and_prompt_tokens_are_two_runs(tmp_path: Path) -> None:
+def test_heads_prompt_tokens_and_joins_are_separate_runs(tmp_path: Path) -> None:
     result = apar("train-tiny", "--medusa", "--prompts", "--out", str(tmp_path))
 
     assert result.exit_code == 2
-    assert "--medusa and --prompts are two runs" in result.output
+    assert "--medusa, --prompts and --format threadweaver" in result.output
 
 
 def test_train_tiny_writes_a_checkpoint_that_loads(tmp_path: Path) -> None:

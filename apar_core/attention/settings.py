@@ -1,0 +1,30 @@
+"""When rows of a step are grouped into families. The defaults are predicted, not measured on a GPU.
+
+A group of rows is read in two passes, over the shared blocks and over the rest of each row, whose
+results are merged. `apar_core/virtual/shared_reads.py` counts what that saves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FamilySettings:
+    """The least that a group has to save. Rows of other groups are read one by one, as without it.
+
+    min_rows: rows of a group.
+    min_prefix_blocks: full KV blocks that all rows of a group begin with.
+    min_saved_blocks: block reads that all groups of a step save together, below which no row of the
+        step is grouped. It pays for the second pass, whose launch takes as long for one group as
+        for a hundred.
+    """
+
+    min_rows: int = 2
+    min_prefix_blocks: int = 4
+    min_saved_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("min_rows", 2), ("min_prefix_blocks", 1), ("min_saved_blocks", 0)):
+            if (value := getattr(self, name)) < least:
+                raise ValueError(f"{name} must be {least} or more, not {value}")
