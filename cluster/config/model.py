@@ -54,23 +54,30 @@ _MODELS = Path(__file__).resolve().parents[2] / "apar_core" / "models"
 class Preset:
     """A model known by name: its path and the limits that suit it.
 
+    `is_embedded`: a small model that is part of this package, which needs little memory.
+
     Source of the large models' concurrency limits: APAR (arXiv 2401.06761), section 4.3.
     """
 
     path: str
     max_concurrency: int
     engine: dict[str, Any] = field(default_factory=dict)
+    is_embedded: bool = False
 
 
 PRESETS = {
     # Compiling would take longer than most trials with this model.
     "apar-tiny": Preset(
-        path=str(_MODELS / "apar_tiny"), max_concurrency=64, engine={"enforce_eager": True}
+        path=str(_MODELS / "apar_tiny"),
+        max_concurrency=64,
+        engine={"enforce_eager": True},
+        is_embedded=True,
     ),
     "apar-tiny-threadweaver": Preset(
         path=str(_MODELS / "apar_tiny_threadweaver"),
         max_concurrency=64,
         engine={"enforce_eager": True},
+        is_embedded=True,
     ),
     "apar-7b": Preset(path="THUDM/apar-7b", max_concurrency=350, engine={"max_model_len": 2048}),
     "apar-13b": Preset(path="THUDM/apar-13b", max_concurrency=180, engine={"max_model_len": 2048}),
@@ -259,7 +266,8 @@ class ModelConfig(BaseModel):
     forks: ForkLimits = Field(ForkLimits(), description="Limits on forking.")
     kv_cache_gib: PositiveFloat | None = Field(
         None,
-        description="KV cache of a replica on CPU (GiB); by default 0.25 for apar-tiny, else 4.",
+        description="KV cache of a replica on CPU (GiB); by default 0.25 for apar-tiny and "
+        "apar-tiny-threadweaver, else 4.",
     )
     cpu_threads: PositiveInt | None = Field(
         None,
@@ -446,7 +454,7 @@ class ModelConfig(BaseModel):
     @property
     def kv_cache_bytes(self) -> int:
         """Size of a replica's KV cache on CPU."""
-        default_gib = 0.25 if self.checkpoint == DEFAULT_MODEL else 4.0
+        default_gib = 0.25 if self.preset.is_embedded else 4.0
         return int((self.kv_cache_gib or default_gib) * 2**30)
 
     @property
