@@ -256,7 +256,8 @@ def shared_blocks(span: int = 8, height: int = 8) -> AnyPanel:
             "Blocks shared, copied, released early",
             "KV blocks per second: shared by parents with children, copied because they were "
             "half full, and released by threads that ended before their request. With `attention: "
-            "family`, also the block reads per layer that were not needed.",
+            "family`, also the block reads per layer that were not needed, and the rows that "
+            "shared them.",
             BLOCKS_PER_S,
             span,
             height,
@@ -265,6 +266,7 @@ def shared_blocks(span: int = 8, height: int = 8) -> AnyPanel:
         Query(rate(of.KV_COPIED_BLOCKS), "copied"),
         Query(rate(of.KV_RELEASED_EARLY_BLOCKS), "released early"),
         Query(rate(of.FAMILY_SAVED_BLOCKS), "reads saved"),
+        Query(rate(of.FAMILY_ROWS), "rows in families"),
     )
 
 

@@ -89,8 +89,8 @@ from vllm.v1.engine.output_processor import (
 )
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.metrics import loggers
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.metrics import loggers
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
