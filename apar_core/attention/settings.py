@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-
 PASS_BYTES = 64 * 2**20
 """KV cache that a GPU reads in one layer while it could start and merge a second pass.
 

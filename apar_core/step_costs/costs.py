@@ -102,8 +102,8 @@ class StepCosts:
     row_s: sampling of one row.
     largest_graph: tokens of the largest captured CUDA graph; a larger step launches its kernels one
         by one, which takes `eager_launch_s` instead of `launch_s`. None: no such limit.
-    group_pass_s: of family attention: one more pass over the KV cache, in all layers, with the merge
-        of its results. group_s: a group in it. grouped_row_s: merging the results of a row.
+    group_pass_s: of family attention, one more pass over the KV cache in all layers, with the merge
+        of the results. group_s: a group in it. grouped_row_s: merging the results of a row.
     kind, source: whether the numbers were measured, and where they come from, for reports.
     """
 

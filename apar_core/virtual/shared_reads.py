@@ -13,7 +13,7 @@ Only full blocks are shared: those of which every token was computed before the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -32,7 +32,7 @@ class Grouping:
     """Which rows read together, and the least that a group has to save."""
 
     levels: Levels = "family"
-    settings: FamilySettings = FamilySettings()
+    settings: FamilySettings = field(default_factory=FamilySettings)
 
 
 @dataclass(frozen=True, slots=True)

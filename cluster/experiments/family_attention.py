@@ -9,7 +9,7 @@ groups of rows. All times are predicted, and so is the cost of a group (`step_co
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,13 +27,11 @@ from pydantic import (
 
 from apar_core.attention.settings import FamilySettings
 from apar_core.errors import EvaluationError, StepCostsError
-from apar_core.reporting import Column, Report, ReportTable
 from apar_core.step_costs.costs import StepCosts
 from apar_core.step_costs.gpus import find_gpu
 from apar_core.step_costs.models import ModelSize, find_model
 from apar_core.step_costs.predict import kv_tokens, step_costs
 from apar_core.virtual.workers import worker_pool
-from apar_core.workload.trace import read_trace
 from cluster.experiments.methods import EAGER, METHODS, SEQUENTIAL, Question, Workload
 from cluster.experiments.parts import PartStore, StartStage
 from cluster.experiments.recorded_steps import (
@@ -49,8 +47,6 @@ from cluster.experiments.runs import freeze_garbage
 from cluster.experiments.settings import MIXED, STRUCTURED, file_digest
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from apar_core.virtual.shared_reads import Grouping
     from cluster.experiments.engine import ExperimentEngine
 
@@ -481,7 +477,8 @@ class Prediction(BaseModel):
     """What is predicted at a point.
 
     kv_tokens: of the point's share. rows, attended_tokens: means over the steps of forked decoding.
-    grouped_steps: share of its steps whose rows are grouped. groups, grouped_rows: means over these.
+    grouped_steps: share of its steps whose rows are grouped. groups, grouped_rows: means over steps
+        with any group.
     saved_share: of the blocks that a step's rows read.
     step_ms: mean of forked decoding today. saved_ms, cost_ms: means over all steps if the rows of
         every step are grouped, and what the model takes for it; the gain is gone where the cost is

@@ -1,9 +1,9 @@
 """Steps of a virtual run, recorded once and timed for any device and any grouping of rows.
 
-vLLM schedules by counts: of rows, tokens and free blocks. So if all requests arrive at the start, or
-each at the end of another one, the duration of a step changes none of the steps behind it. A run is
-recorded with steps of one second each, which makes the virtual clock a count of finished steps, and
-`timed` gives it the durations of a device. It equals a run with the device's costs (tested).
+vLLM schedules by counts: of rows, tokens and free blocks. So if all requests arrive at the start,
+or each at the end of another one, the duration of a step changes none of the steps behind it. A run
+is recorded with steps of one second each, which makes the virtual clock a count of finished steps,
+and `timed` gives it the durations of a device. It equals a run with the device's costs (tested).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class RecordedSteps:
     batches: [steps, 5]; rows, tokens, attended tokens, copied blocks, and the steps that were
         finished when the step was launched.
     shared: by grouping, [steps, 4]; saved blocks, passes, groups, grouped rows.
-    outputs: [outputs, 3]; finished steps when the engine returned, new tokens of the text, whether a
-        request waited.
+    outputs: [outputs, 3]; finished steps when the engine returned, new tokens of the text, whether
+        a request waited.
     answers: [answers, 3]; finished steps at arrival and end, and tokens of the text.
     """
 
@@ -158,8 +158,9 @@ def device_times(
 ) -> Floats:
     """Return the seconds of each step on the device.
 
-    saved_share: of the time of the saved reads, for a kernel that does not save all of it. Steps that
-    save fewer than `min_saved_blocks` are not grouped. Raises ValueError for costs with other seconds for repeated tokens.
+    saved_share: of the time of the saved reads, for a kernel that does not save all of it. Steps
+    that save fewer than `min_saved_blocks` are not grouped. Raises ValueError for costs with other
+    seconds for repeated tokens.
     """
     if costs.repeated_token_s is not None:
         raise ValueError(f"{costs.name}: repeated tokens are not recorded")
