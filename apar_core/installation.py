@@ -22,6 +22,7 @@ EXTRAS = {
     "jinja2": "train",
     "limits": "serve",
     "matplotlib": "loadtest",
+    "numba": "cpu` or `gpu",
     "openai": "train",
     "opentelemetry": "serve",
     "peft": "train",
