@@ -474,7 +474,7 @@ def seconds_of(function: Callable[[], None], setup: Setup, repeats: int = 20) ->
         end.record()
         end.synchronize()
         if number >= 2:
-            times.append(begin.elapsed_time(end) / 1000)
+            times.append(float(begin.elapsed_time(end)) / 1000)
     return statistics.median(times)
 
 

@@ -2,8 +2,9 @@
 
     python -m benchmarks.family_steps --trace structured.jsonl --mixed-trace mixed.jsonl
 
-Of each run, it keeps the step with the median number of decoding rows in the middle half of the
-run, without the rows that compute a prompt. The file has block numbers and lengths only, no text.
+Of each run, it keeps one step without its prompts: half of the tokens that the run's decoding rows
+attend to are attended to in steps with at least as many rows. The file has block numbers and
+lengths only, no text.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def record(traces: dict[str, Path], runs: dict[str, dict[str, Any]]) -> list[Ste
         seen.append((tables, lengths))
         charge(self, step, attended)
 
-    VirtualExecutor._charge = noted  # type: ignore[method-assign]
+    VirtualExecutor._charge = noted
     settings = ExperimentSettings(
         trace=traces["structured"], mixed_trace=traces["mixed"], models=tuple(SHAPES),
         gpus=("a100-80gb",),
@@ -121,16 +122,28 @@ def record(traces: dict[str, Path], runs: dict[str, dict[str, Any]]) -> list[Ste
         seen.clear()
         key = RunKey(device="a100-80gb", **fields)
         worker.run(key)
-        middle = seen[len(seen) // 4 : 3 * len(seen) // 4]
-        tables, lengths = sorted(middle, key=lambda step: len(step[1]))[len(middle) // 2]
+        tables, lengths = _typical(seen)
         table = numbered(tables, lengths)
         steps.append(Step(name, key.model, key.title, table, np.array(lengths, np.int32)))
         print(f"{name}: {len(lengths)} rows, {sum(lengths)} tokens, {table.max() + 1} blocks of "
               f"{sum(-(-each // BLOCK_SIZE) for each in lengths)} read", flush=True)  # fmt: skip
     worker.close()
-    VirtualExecutor._charge = charge  # type: ignore[method-assign]
+    VirtualExecutor._charge = charge
     order = list(runs)
     return sorted(steps, key=lambda step: order.index(step.name))
+
+
+def _typical(
+    steps: list[tuple[list[list[int]], list[int]]],
+) -> tuple[list[list[int]], list[int]]:
+    """Return the median step by rows, weighted by the tokens that a step attends to."""
+    ordered = sorted(steps, key=lambda step: len(step[1]))
+    half = sum(sum(lengths) for _, lengths in ordered) / 2
+    for step in ordered:
+        half -= sum(step[1])
+        if half <= 0:
+            break
+    return step
 
 
 RUNS: dict[str, dict[str, Any]] = {

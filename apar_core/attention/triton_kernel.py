@@ -431,7 +431,7 @@ def family_decode(
         return output
     ratio = num_heads // num_kv_heads
     tiles = tiles or default_tiles(query.dtype, head_size)
-    padded_size = triton.next_power_of_2(head_size)
+    padded_size = _power_of_2(head_size, _SMALLEST_DOT)
     wanted = tiles.waves * _processors(query.device)
     num_families = 0 if families is None else families.prefix_blocks.shape[0]
     row_tile = prefix_chunk = prefix_parts = 0
@@ -444,13 +444,13 @@ def family_decode(
             )
         largest = _LARGEST_ROW_TILE[query.dtype.itemsize]
         row_tile = _power_of_2(max_family_rows * ratio, _SMALLEST_DOT, largest)
-        tiles_per_family = triton.cdiv(max_family_rows, row_tile // ratio)
+        tiles_per_family = _ceil_div(max_family_rows, row_tile // ratio)
         longest = max_prefix_blocks * block_size
         programs = num_families * tiles_per_family * num_kv_heads
         prefix_chunk = _chunk(longest, programs, wanted, tiles)
-        prefix_parts = triton.cdiv(longest, prefix_chunk)
+        prefix_parts = _ceil_div(longest, prefix_chunk)
     chunk = _chunk(max_seq_len, num_rows * num_kv_heads, wanted, tiles)
-    suffix_parts = triton.cdiv(max(max_seq_len, 1), chunk)
+    suffix_parts = _ceil_div(max(max_seq_len, 1), chunk)
     # A row that needs no merge writes no partial result, but the places are there.
     parts = prefix_parts + (suffix_parts if suffix_parts > 1 else 0)
     values = query.new_empty((parts, num_rows, num_heads, head_size), dtype=torch.float32)
@@ -504,13 +504,18 @@ def default_tiles(dtype: torch.dtype, head_size: int) -> Tiles:
 
 def _chunk(longest: int, programs: int, wanted: int, tiles: Tiles) -> int:
     """Return the tokens of a chunk with which there are at least `wanted` programs."""
-    parts = triton.cdiv(wanted, programs)
-    chunk = max(triton.cdiv(longest, parts), tiles.smallest_chunk)
-    return tiles.tokens * triton.cdiv(min(chunk, tiles.largest_chunk), tiles.tokens)
+    parts = _ceil_div(wanted, programs)
+    chunk = max(_ceil_div(longest, parts), tiles.smallest_chunk)
+    return tiles.tokens * _ceil_div(min(chunk, tiles.largest_chunk), tiles.tokens)
+
+
+def _ceil_div(number: int, divisor: int) -> int:
+    return -(-number // divisor)
 
 
 def _power_of_2(number: int, smallest: int, largest: int = 1 << 30) -> int:
-    return min(max(triton.next_power_of_2(number), smallest), largest)
+    """Return the power of 2 that is at least `number`, within limits that are powers of 2."""
+    return min(max(1 << (number - 1).bit_length(), smallest), largest)
 
 
 @lru_cache
