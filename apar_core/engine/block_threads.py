@@ -83,11 +83,17 @@ class BlockThreads(RequestThreads):
 
     def _finish(self, thread: ThreadId, output: EngineCoreOutput, *, ended: bool) -> None:
         self._waiting.pop(thread, None)
-        is_cut = output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+        # A stop token of the client ends the whole answer.
+        stops = not ended and isinstance(output.stop_reason, int)
+        is_cut = stops or output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
         if thread != ROOT_THREAD and not is_cut:
             items = self.tree.threads[thread].current_node.items
             text = [items[-1].token_id] if items else []
-            self.tree.close_child(thread, [plain_token(t) for t in self._rules.closing(text)])
+            self.tree.close_child(
+                thread,
+                [plain_token(t) for t in self._rules.closing(text)],
+                is_closed=any(map(self._rules.ends_child, text)),
+            )
         super()._finish(thread, output, ended=ended)
 
     def _generated(self, thread: ThreadId) -> list[int]:

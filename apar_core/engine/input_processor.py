@@ -113,8 +113,10 @@ class ForkInputProcessor(InputProcessor):
         waits = definition.parent == "waits"
         blocks = definition.model_dump_json() if waits else None
         if blocks is not None:
-            # For its errors, and because a long vocabulary takes a second.
-            block_rules(blocks, tokenizer)
+            # Now, for its errors, and because a long vocabulary takes a second.
+            rules = block_rules(blocks, tokenizer)
+            if self._replay_rules is not None:
+                self._replay_rules = replace(self._replay_rules, blocks=rules)
         fork_id = self.format.trigger_id
         self._parameters = ForkParameters(
             fork_id=NO_TOKEN if waits or fork_id is None else fork_id,
@@ -265,14 +267,15 @@ class ForkInputProcessor(InputProcessor):
                 )
             if params.structured_outputs is not None:
                 raise RequestError(f"`{PARAM}` cannot be combined with structured outputs")
-            if request.prompt_token_ids is not None:
-                prompt_tokens = len(request.prompt_token_ids)
-            else:
-                prompt_tokens = 0 if request.prompt_embeds is None else len(request.prompt_embeds)
+            prompt_ids = request.prompt_token_ids
+            if prompt_ids is None:
+                prompt_ids = [0] * (
+                    0 if request.prompt_embeds is None else len(request.prompt_embeds)
+                )
             scripts = self._replay_rules.parse(
                 text,
                 ForkParameters.from_extra_args(extra_args),
-                prompt_tokens=prompt_tokens,
+                prompt_ids=prompt_ids,
                 # Read now: vLLM may fit the context to the memory while the engine starts.
                 context_tokens=self.model_config.max_model_len,
                 max_tokens=params.max_tokens,

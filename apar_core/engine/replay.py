@@ -2,7 +2,9 @@
 
 For benchmarks and tests: steps, KV blocks, forks and scheduling are real, only the tokens are
 given. A replay names the tokens of each thread, fork and end tokens included, by the thread's
-replay key: "" for the root thread, "0.2" for the third child of its first child.
+replay key: "" for the root thread, "0.2" for the third child of its first child. Where a parent
+waits for its children, its tokens before and after each block stand one after the other, without
+the joined text.
 
 A client of a server asks for a replay with the field `apar.replay`, which `ReplayRules` checks. The
 logits processor `Replay` then reads it from `SamplingParams.extra_args`. Nothing here imports vLLM,
@@ -21,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from apar_core.errors import RequestError, validation_summary
 from apar_core.fork_parameters import ForkParameters
+from apar_core.formats.blocks import BlockRules, OpenBlock, split_at_blocks
 from apar_core.journal import Journal
 from apar_core.tree.thread_names import child_replay_key, replay_key_of_path
 
@@ -111,42 +114,57 @@ def _ids(text: str) -> list[int]:
 class ReplayRules:
     """Checks of a client's replay against what the engine can generate.
 
-    `end_ids` are the tokens that end a thread.
+    `end_ids` are the tokens that end a thread. `blocks` are the rules of a format whose threads
+    wait for their children.
     """
 
     vocabulary_size: int
     end_ids: frozenset[int]
+    blocks: BlockRules | None = None
 
     def parse(
         self,
         text: object,
         parameters: ForkParameters | None,
         *,
-        prompt_tokens: int,
+        prompt_ids: Sequence[int],
         context_tokens: int,
         max_tokens: int | None,
     ) -> dict[str, list[int]]:
         """Return the scripts in a JSON text.
 
-        `parameters` is None for a checkpoint without control tokens. Raises RequestError for
-        scripts that the engine could not generate completely.
+        `parameters` is None for a checkpoint without control tokens. Of `prompt_ids`, only their
+        number matters to most formats. Raises RequestError for scripts that the engine could not
+        generate completely.
         """
         try:
             scripts = _SCRIPTS.validate_json(str(text), strict=True)
         except ValidationError as error:
             raise _refusal(validation_summary(error)) from error
+        is_forking = parameters is not None and parameters.enabled
+        rules = self.blocks if is_forking else None
+        closing_ids = frozenset() if rules is None else rules.end_ids
         for key, token_ids in scripts.items():
-            self._check_thread(key, token_ids)
-        if parameters is None or not parameters.enabled:
+            self._check_thread(key, token_ids, closing_ids if key else frozenset())
+        if parameters is None or not is_forking:
             _check_alone(scripts, parameters)
-        else:
+            _check_context(scripts, parameters, len(prompt_ids), context_tokens)
+        elif rules is None:
             _check_tree(scripts, parameters)
+            _check_context(scripts, parameters, len(prompt_ids), context_tokens)
+        else:
+            _BlockCheck(scripts, rules, self.end_ids, prompt_ids, context_tokens).run(
+                parameters.max_forks
+            )
         fork_id = None if parameters is None else parameters.fork_id
-        _check_context(scripts, parameters, prompt_tokens, context_tokens)
-        _check_length(scripts, fork_id, max_tokens, context_tokens - prompt_tokens)
+        num_closed = sum(bool(key) and ids[-1] in closing_ids for key, ids in scripts.items())
+        room_tokens = context_tokens - len(prompt_ids)
+        _check_length(scripts, fork_id, num_closed, max_tokens, room_tokens)
         return scripts
 
-    def _check_thread(self, key: str, token_ids: Sequence[int]) -> None:
+    def _check_thread(
+        self, key: str, token_ids: Sequence[int], closing_ids: frozenset[int]
+    ) -> None:
         if not token_ids:
             raise _refusal(f"thread {key!r} has no token")
         for token_id in (min(token_ids), max(token_ids)):
@@ -157,9 +175,10 @@ class ReplayRules:
                 )
         if not self.end_ids:
             return
-        if token_ids[-1] not in self.end_ids or not self.end_ids.isdisjoint(token_ids[:-1]):
+        end_ids = self.end_ids | closing_ids
+        if token_ids[-1] not in end_ids or not end_ids.isdisjoint(token_ids[:-1]):
             raise _refusal(
-                f"thread {key!r} must have an end token {sorted(self.end_ids)} at its end and "
+                f"thread {key!r} must have an end token {sorted(end_ids)} at its end and "
                 f"nowhere else"
             )
 
@@ -222,23 +241,108 @@ def _check_context(
     """Check that every thread ends within the context."""
     for key, sequence_tokens in _sequence_lengths(scripts, parameters, prompt_tokens):
         if sequence_tokens > context_tokens:
-            raise _refusal(
-                f"thread {key!r} needs {sequence_tokens} tokens, "
-                f"{sequence_tokens - len(scripts[key])} of them for the prompt and its ancestors: "
-                f"the model's context holds {context_tokens}"
-            )
+            raise _too_long(key, sequence_tokens, len(scripts[key]), context_tokens)
+
+
+def _too_long(key: str, sequence_tokens: int, own_tokens: int, context_tokens: int) -> RequestError:
+    return _refusal(
+        f"thread {key!r} needs {sequence_tokens} tokens, {sequence_tokens - own_tokens} of them "
+        f"for the prompt and its ancestors: the model's context holds {context_tokens}"
+    )
+
+
+class _BlockCheck:
+    """Check of a replay in which threads wait for their children."""
+
+    def __init__(
+        self,
+        scripts: Scripts,
+        rules: BlockRules,
+        end_ids: frozenset[int],
+        prompt_ids: Sequence[int],
+        context_tokens: int,
+    ) -> None:
+        self._scripts = scripts
+        self._rules = rules
+        self._end_ids = end_ids
+        self._prompt_ids = prompt_ids
+        self._context_tokens = context_tokens
+        self._opened: set[str] = set()
+
+    def run(self, max_forks: int) -> None:
+        """Raise RequestError unless blocks open and join just as the scripts need it."""
+        scripts = self._scripts
+        if "" not in scripts:
+            raise _refusal("the root thread '' is missing")
+        if len(scripts) - 1 > max_forks:
+            raise _refusal(f"{len(scripts) - 1} threads exceed the limit of {max_forks}")
+        self._text("", list(self._prompt_ids))
+        if unknown := sorted(scripts.keys() - self._opened):
+            raise _refusal(f"thread {unknown[0][:80]!r} is not opened by any other")
+
+    def _text(self, key: str, sequence: list[int]) -> list[int]:
+        """Check a thread behind `sequence`; return its text, with the blocks joined inside it."""
+        self._opened.add(key)
+        script, rules = self._scripts[key], self._rules
+        own_start = segment_start = len(sequence)
+        start = num_children = 0
+        for end, block in self._blocks(key):
+            sequence += script[start:end]
+            start = end
+            if len(sequence) >= self._context_tokens:
+                raise _too_long(key, len(sequence), end, self._context_tokens)
+            texts: list[list[int]] = []
+            for child in block.children:
+                inherited: list[int] = []
+                if block.num_inherited is not None:
+                    inherited = sequence[: segment_start + block.num_inherited]
+                child_key = child_replay_key(key, num_children)
+                num_children += 1
+                if child_key not in self._scripts:
+                    raise _refusal(f"thread {child_key!r} is missing, which {key!r} opens")
+                texts.append(self._text(child_key, [*inherited, *child.seed]))
+            joined = rules.joined(block, sequence[segment_start:], texts)
+            if not joined.continues:
+                raise _refusal(
+                    f"thread {key!r} continues, but one of its children ends without "
+                    f"{rules.definition.child_end[0]!r}"
+                )
+            del sequence[segment_start + joined.num_kept :]
+            sequence += joined.token_ids
+            segment_start = len(sequence)
+        sequence += script[start:]
+        if len(sequence) > self._context_tokens:
+            raise _too_long(key, len(sequence), len(script), self._context_tokens)
+        text = sequence[own_start:]
+        return text[:-1] if text[-1] in self._end_ids else text
+
+    def _blocks(self, key: str) -> Iterator[tuple[int, OpenBlock]]:
+        if key and not self._rules.nests:
+            return iter(())
+        return split_at_blocks(
+            self._rules,
+            self._scripts[key],
+            lambda: self._prompt_ids,
+            has_ended=True,
+            num_children=0,
+        )
 
 
 def _check_length(
-    scripts: Scripts, fork_id: int | None, max_tokens: int | None, room_tokens: int
+    scripts: Scripts,
+    fork_id: int | None,
+    num_closed: int,
+    max_tokens: int | None,
+    room_tokens: int,
 ) -> None:
     """Check that the limit on text tokens lets all threads end.
 
-    vLLM lowers it to `room_tokens`, the context without the prompt.
+    `num_closed` threads end with a token that is text. vLLM lowers the limit to `room_tokens`, the
+    context without the prompt.
     """
     generated = sum(len(ids) - ids.count(fork_id) for ids in scripts.values())
     # End tokens are not text, but the budget needs room for one, so that the last thread ends.
-    wanted = generated - len(scripts) + 1
+    wanted = generated - (len(scripts) - num_closed) + 1
     if max_tokens is not None and max_tokens < wanted:
         limit = "`max_tokens`"
         if max_tokens == room_tokens:

@@ -68,6 +68,7 @@ class BlockRules:
     """Rules of one format with the tokens of one checkpoint.
 
     marker_ids: tokens at which a block may open or a child may end; no other token needs a check.
+    end_ids: those of them that end a child.
     shows_children: whether the children's texts are a part of the joined text, each between a
         header and `close_ids`, with `suffix_ids` behind the last.
     """
@@ -85,14 +86,14 @@ class BlockRules:
             )
         self.definition: ParallelFormat = definition
         self._resolved = resolved
-        self._end_ids = frozenset(resolved.end_ids)
+        self.end_ids = frozenset(resolved.end_ids)
         self._trigger_id = resolved.trigger_id
         self._trigger_ids = (
             _completing_ids(definition.trigger, tokenizer)
             if resolved.trigger_id is None
             else frozenset({resolved.trigger_id})
         )
-        self.marker_ids = self._trigger_ids | self._end_ids
+        self.marker_ids = self._trigger_ids | self.end_ids
         self.nests = definition.children_fork
         self.shows_children = join.without_result is None and join.replaces is None
         if self.nests and not self.shows_children:
@@ -105,11 +106,11 @@ class BlockRules:
 
     def ends_child(self, token_id: int) -> bool:
         """Return whether a token ends a child and is the last of its text."""
-        return token_id in self._end_ids
+        return token_id in self.end_ids
 
     def is_closed(self, text: Sequence[int]) -> bool:
         """Return whether a child's text ends with one of the texts that end a child."""
-        return not self._end_ids or (bool(text) and text[-1] in self._end_ids)
+        return not self.end_ids or (bool(text) and text[-1] in self.end_ids)
 
     def triggers(self, generated: Sequence[int]) -> bool:
         """Return whether the last token completes the trigger.

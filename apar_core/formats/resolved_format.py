@@ -156,6 +156,13 @@ class ResolvedFormat:
             )
         )
 
+    @property
+    def uncounted_ids(self) -> tuple[int, ...]:
+        """Tokens that are not text: trigger and banned ones, where the parent continues."""
+        if self.definition.parent == "waits" or self.trigger_id is None:
+            return ()
+        return (self.trigger_id, *self.banned_ids)
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the ids of a text of the format, markers as their tokens, behind other text."""
         return encode_behind(text, self._tokenizer)

@@ -68,13 +68,14 @@ def rebuilt_threads(
         thread = RebuiltThread(delta, list(before), len(before), len(before))
         threads[path] = thread
         start = 0
-        for end, block in split_at_blocks(
+        blocks = split_at_blocks(
             rules,
             delta.token_ids,
             lambda: prompt,
             has_ended=delta.finish_reason is not None,
             num_children=known.get(path, 0),
-        ):
+        )
+        for end, block in blocks if rules.nests or not path else ():
             _join(thread, threads, rules, parameters)
             thread.sequence += delta.token_ids[start:end]
             start = end

@@ -1,5 +1,6 @@
 """Paragraph tree of a request, which makes one text of its threads (APAR, arXiv 2401.06761)."""
 
+from apar_core.tree.block_statistics import thread_steps
 from apar_core.tree.paragraph import (
     ParagraphNode,
     ParagraphTree,
@@ -29,6 +30,7 @@ __all__ = [
     "child_thread",
     "restore",
     "thread_spans",
+    "thread_steps",
     "tree_statistics",
     "unforked_statistics",
 ]

@@ -11,7 +11,13 @@ from collections import defaultdict
 from typing import Generic, NamedTuple, TypeVar
 
 from apar_core.tree.paragraph import ParagraphTree
-from apar_core.tree.statistics import CachedChange, TreeStatistics, attended_by, largest_cached
+from apar_core.tree.statistics import (
+    CachedChange,
+    TreeStatistics,
+    attended_by,
+    largest_cached,
+    thread_spans,
+)
 from apar_core.tree.thread_names import ROOT_THREAD, ThreadId
 
 Item = TypeVar("Item")
@@ -48,6 +54,22 @@ def block_statistics(tree: ParagraphTree[Item], num_prompt_tokens: int) -> TreeS
     )
 
 
+def thread_steps(tree: ParagraphTree[Item]) -> dict[ThreadId, list[tuple[int, int]]]:
+    """Return first and last step of each stretch in which a thread generates.
+
+    Steps count from 1. A thread that waits for children has a stretch before and behind each block;
+    one that generated nothing has none.
+    """
+    if not any(record.blocks for record in tree.threads.values()):
+        spans = thread_spans(tree).items()
+        return {
+            name: [(span.start + 1, span.end)] if span.num_generated else [] for name, span in spans
+        }
+    schedule = _Schedule(tree)
+    schedule.run(ROOT_THREAD, 0, 0, 0)
+    return {name: schedule.stretches[name] for name in tree.threads}
+
+
 class _Ended(NamedTuple):
     """A thread that has run: its last step, and the tokens of its text and those that it held."""
 
@@ -62,6 +84,7 @@ class _Schedule(Generic[Item]):
         self.attended_tokens = 0
         self.recomputed_tokens = 0
         self.changes: defaultdict[int, CachedChange] = defaultdict(CachedChange)
+        self.stretches: defaultdict[ThreadId, list[tuple[int, int]]] = defaultdict(list)
 
     def run(self, thread: ThreadId, step: int, num_before: int, num_seed: int) -> _Ended:
         """Run a thread with its descendants from a step on, behind so many tokens."""
@@ -71,7 +94,7 @@ class _Schedule(Generic[Item]):
         for number, block in enumerate(record.blocks):
             num_new = block.num_generated - generated
             generated = block.num_generated
-            step = self._generate(step, num_before + text, num_new)
+            step = self._generate(thread, step, num_before + text, num_new)
             text += num_new
             held += num_new
             # Its last token is computed for its children.
@@ -96,13 +119,14 @@ class _Schedule(Generic[Item]):
                 held += joined
                 text += joined
         num_new = record.num_generated_items - generated + record.ended
-        step = self._generate(step, num_before + text, num_new)
+        step = self._generate(thread, step, num_before + text, num_new)
         return _Ended(step, text + num_new - record.ended, held + max(num_new - 1, 0))
 
-    def _generate(self, step: int, num_before: int, num_new: int) -> int:
+    def _generate(self, thread: ThreadId, step: int, num_before: int, num_new: int) -> int:
         """Generate tokens behind others; return the step of the last one."""
         if num_new == 0:
             return step
+        self.stretches[thread].append((step + 1, step + num_new))
         self.attended_tokens += attended_by(num_before, num_new)
         self.changes[step + 1].growth += 1
         self.changes[step + num_new].growth -= 1

@@ -57,7 +57,8 @@ class ThreadRecord(Generic[Item]):
     ended: whether a finished thread ended itself with its end-of-thread token.
     num_forced: items that were not generated: those of the format around the texts of children.
     num_seed, num_header, num_closing: of a child for which its parent waits, the tokens forced
-        at its start, and the items before and behind its text.
+        at its start, and the items before and behind its text. is_closed: whether its text ends
+        with a marker of its format.
     blocks: what the thread has waited for. suffixes: how many items of the format's own it has
         continued behind, for each join.
     """
@@ -74,6 +75,7 @@ class ThreadRecord(Generic[Item]):
     num_seed: int = 0
     num_header: int = 0
     num_closing: int = 0
+    is_closed: bool = False
     blocks: list[ThreadBlock] = field(default_factory=list)
     suffixes: list[int] = field(default_factory=list)
 
@@ -148,10 +150,11 @@ class ParagraphTree(Generic[Item]):
             self._threads[child].num_seed = num_seed
             self._threads[child].num_header = len(header)
 
-    def close_child(self, child: ThreadId, items: Sequence[Item]) -> None:
+    def close_child(self, child: ThreadId, items: Sequence[Item], *, is_closed: bool) -> None:
         """Add the items behind the text of a child for which its parent waits."""
         self._force(child, items)
         self._threads[child].num_closing = len(items)
+        self._threads[child].is_closed = is_closed
 
     def join(self, parent: ThreadId, items: Sequence[Item]) -> None:
         """Let a parent continue behind its children and these items."""

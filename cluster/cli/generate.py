@@ -19,9 +19,8 @@ from apar_core.tree import (
     ROOT_THREAD,
     ParagraphTree,
     ThreadId,
-    ThreadSpan,
     TreeStatistics,
-    thread_spans,
+    thread_steps,
 )
 from cluster.cli.options import MaxTokens, MedusaHeads, Model, PassTimes, PromptTokens, finite
 from cluster.cli.terminal import fail
@@ -128,7 +127,7 @@ def _start_engine(model: str) -> OfflineEngine:
 
     settings = ModelConfig(checkpoint=model)
     engine_args: dict[str, Any] = {**settings.preset.engine, "enforce_eager": True}
-    if model == DEFAULT_MODEL:
+    if settings.preset.is_embedded:
         engine_args["kv_cache_memory_bytes"] = settings.kv_cache_bytes
     return OfflineEngine(settings.preset.path, **engine_args)
 
@@ -211,31 +210,34 @@ def _print_text(text: str) -> None:
 def thread_view(tree: ParagraphTree[Item], decode: Callable[[Sequence[Item]], str]) -> Tree:
     """Return the threads of an answer as a tree for the terminal.
 
-    Each has its paragraphs, tokens and steps; children stand where they were forked.
+    Each has its paragraphs, generated tokens and steps; children stand where they were forked.
     """
-    spans = thread_spans(tree)
-    root = Tree(_thread_label(ROOT_THREAD, tree, spans[ROOT_THREAD]))
+    steps = thread_steps(tree)
+    root = Tree(_thread_label(ROOT_THREAD, tree, steps[ROOT_THREAD]))
     pending = [(ROOT_THREAD, root, tree.root)]
     while pending:
         thread, branch, node = pending.pop()
         for child in (*tree.threads[thread].children, None):
-            text = decode(node.items).strip()
+            text = decode([*node.lead, *node.items]).strip()
             if text:
                 branch.add(Text(text))
             if child is None or node.first_child is None or node.next_sibling is None:
                 break
-            child_branch = branch.add(_thread_label(child, tree, spans[child]))
+            child_branch = branch.add(_thread_label(child, tree, steps[child]))
             pending.append((child, child_branch, node.first_child))
             node = node.next_sibling
     return root
 
 
-def _thread_label(thread: ThreadId, tree: ParagraphTree[Item], span: ThreadSpan) -> Text:
+def _thread_label(
+    thread: ThreadId, tree: ParagraphTree[Item], stretches: Sequence[tuple[int, int]]
+) -> Text:
     record = tree.threads[thread]
     label = Text(thread, style="bold cyan")
-    steps = f"steps {span.start + 1}-{span.end}" if span.num_generated else "no step"
-    ending = "" if record.ended else ", cut off"
-    label.append(f"  {record.num_items} tokens, {steps}{ending}", style="dim")
+    steps = ", ".join(f"{first}-{last}" for first, last in stretches)
+    steps = f"steps {steps}" if steps else "no step"
+    ending = "" if record.ended or record.is_closed else ", cut off"
+    label.append(f"  {record.num_generated_items} tokens, {steps}{ending}", style="dim")
     return label
 
 
@@ -248,8 +250,11 @@ def statistics_line(statistics: TreeStatistics) -> str:
 
     attended = change(statistics.attended_tokens, statistics.sequential_attended_tokens)
     cached = change(statistics.max_cached_tokens, statistics.sequential_max_cached_tokens)
+    joins = ""
+    if statistics.joins:
+        joins = f", {statistics.joins} joins, {statistics.recomputed_tokens} tokens recomputed"
     return (
-        f"{statistics.threads} threads, {statistics.text_tokens} tokens in "
+        f"{statistics.threads} threads{joins}, {statistics.text_tokens} tokens in "
         f"{statistics.decode_steps} steps instead of {statistics.sequential_steps}; "
         f"attended tokens {attended}, max cached tokens {cached}"
     )

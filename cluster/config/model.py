@@ -54,23 +54,30 @@ _MODELS = Path(__file__).resolve().parents[2] / "apar_core" / "models"
 class Preset:
     """A model known by name: its path and the limits that suit it.
 
+    `is_embedded`: a small model that is part of this package, which needs little memory.
+
     Source of the large models' concurrency limits: APAR (arXiv 2401.06761), section 4.3.
     """
 
     path: str
     max_concurrency: int
     engine: dict[str, Any] = field(default_factory=dict)
+    is_embedded: bool = False
 
 
 PRESETS = {
     # Compiling would take longer than most trials with this model.
     "apar-tiny": Preset(
-        path=str(_MODELS / "apar_tiny"), max_concurrency=64, engine={"enforce_eager": True}
+        path=str(_MODELS / "apar_tiny"),
+        max_concurrency=64,
+        engine={"enforce_eager": True},
+        is_embedded=True,
     ),
     "apar-tiny-threadweaver": Preset(
         path=str(_MODELS / "apar_tiny_threadweaver"),
         max_concurrency=64,
         engine={"enforce_eager": True},
+        is_embedded=True,
     ),
     "apar-7b": Preset(path="THUDM/apar-7b", max_concurrency=350, engine={"max_model_len": 2048}),
     "apar-13b": Preset(path="THUDM/apar-13b", max_concurrency=180, engine={"max_model_len": 2048}),
@@ -130,6 +137,21 @@ class ForkLimits(BaseModel):
             if getattr(self, name) is not None and self.policy != "adaptive":
                 raise ValueError(f"{name}: has no effect without `policy: adaptive`")
         return self
+
+
+class FamilyLimits(BaseModel):
+    """Least that threads must share to be read together; unset fields use the engine's defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    min_rows: int | None = Field(None, ge=2, description="Threads of a family; by default 2.")
+    min_prefix_blocks: PositiveInt | None = Field(
+        None, description="Full KV blocks that all threads of a family begin with; by default 4."
+    )
+    min_saved_blocks: NonNegativeInt | None = Field(
+        None,
+        description="Block reads that all families of a step save together; by default 0.",
+    )
 
 
 class AdapterConfig(BaseModel):
@@ -244,7 +266,8 @@ class ModelConfig(BaseModel):
     forks: ForkLimits = Field(ForkLimits(), description="Limits on forking.")
     kv_cache_gib: PositiveFloat | None = Field(
         None,
-        description="KV cache of a replica on CPU (GiB); by default 0.25 for apar-tiny, else 4.",
+        description="KV cache of a replica on CPU (GiB); by default 0.25 for apar-tiny and "
+        "apar-tiny-threadweaver, else 4.",
     )
     cpu_threads: PositiveInt | None = Field(
         None,
@@ -271,6 +294,15 @@ class ModelConfig(BaseModel):
         None,
         description="Guess tokens ahead with a chain of prompt tokens (Parallel Prompt Decoding).",
     )
+    attention: Literal["ordinary", "family"] = Field(
+        "ordinary",
+        description="How a decoding step reads the KV cache. `ordinary`: as vLLM does, each thread "
+        "its blocks. `family`: blocks that threads share once. See "
+        "[Family attention](family-attention.md).",
+    )
+    family: FamilyLimits = Field(
+        FamilyLimits(), description="Least that threads must share with `attention: family`."
+    )
     engine: dict[str, Any] = Field(
         default_factory=dict, description="Further vLLM engine arguments, by their Python names."
     )
@@ -289,6 +321,12 @@ class ModelConfig(BaseModel):
         ):
             if self.replay and is_used:
                 raise ValueError(f"replay: not possible with `{name}`")
+        return self
+
+    @model_validator(mode="after")
+    def _check_family(self) -> Self:
+        if "family" in self.model_fields_set and self.attention != "family":
+            raise ValueError("family: has no effect without `attention: family`")
         return self
 
     @model_validator(mode="after")
@@ -416,7 +454,7 @@ class ModelConfig(BaseModel):
     @property
     def kv_cache_bytes(self) -> int:
         """Size of a replica's KV cache on CPU."""
-        default_gib = 0.25 if self.checkpoint == DEFAULT_MODEL else 4.0
+        default_gib = 0.25 if self.preset.is_embedded else 4.0
         return int((self.kv_cache_gib or default_gib) * 2**30)
 
     @property

@@ -101,7 +101,10 @@ def parse_options(value: object) -> AparOptions:
 
 
 def fit_replay(
-    body: dict[str, Any], scripts: Mapping[str, list[int]], control_token_ids: frozenset[int]
+    body: dict[str, Any],
+    scripts: Mapping[str, list[int]],
+    control_token_ids: frozenset[int],
+    uncounted_token_ids: frozenset[int],
 ) -> None:
     """Set `max_tokens` to the length of the replay, unless the client has set a limit.
 
@@ -114,10 +117,12 @@ def fit_replay(
             token_id
             for token_ids in scripts.values()
             for token_id in token_ids
-            if token_id not in control_token_ids
+            if token_id not in uncounted_token_ids
         ]
-        # End tokens do not count as text. One is added so that the last thread reaches its own.
-        body["max_tokens"] = max(1, len(text_ids) - len(scripts) + 1)
+        # The model's end tokens do not count as text. One is added so that the last thread reaches
+        # its own. A thread may also end with a marker of its format, which is text.
+        num_ended = sum(not ids or ids[-1] not in control_token_ids for ids in scripts.values())
+        body["max_tokens"] = max(1, len(text_ids) - num_ended + 1)
 
 
 def check_stream(body: Mapping[str, Any], options: AparOptions) -> None:
@@ -167,10 +172,15 @@ def refuse_huge_numbers(body: Mapping[str, Any]) -> None:
             raise RequestError(f"`{field}` is out of range: {value}", param=field)
 
 
-def translate(body: dict[str, Any], control_token_ids: frozenset[int]) -> bool:
+def translate(
+    body: dict[str, Any],
+    control_token_ids: frozenset[int],
+    uncounted_token_ids: frozenset[int] | None = None,
+) -> bool:
     """Check the request and move its `apar` field to `vllm_xargs`, in place.
 
-    Returns whether anything changed; raises RequestError.
+    `uncounted_token_ids` are the control tokens that are not text where a thread generates them; by
+    default, all. Returns whether anything changed; raises RequestError.
     """
     refuse_control_tokens(body, control_token_ids)
     refuse_huge_numbers(body)
@@ -189,7 +199,8 @@ def translate(body: dict[str, Any], control_token_ids: frozenset[int]) -> bool:
     options = parse_options(body.pop("apar"))
     check_stream(body, options)
     if options.replay is not None:
-        fit_replay(body, options.replay, control_token_ids)
+        uncounted = control_token_ids if uncounted_token_ids is None else uncounted_token_ids
+        fit_replay(body, options.replay, control_token_ids, uncounted)
     body["vllm_xargs"] = {**(extra or {}), **options.engine_args()}
     return True
 
@@ -198,10 +209,16 @@ class AparExtension:
     """ASGI middleware for the `apar` field of chat completions and completions."""
 
     def __init__(
-        self, app: ASGIApp, control_token_ids: frozenset[int], take_statistics: TakeStatistics
+        self,
+        app: ASGIApp,
+        control_token_ids: frozenset[int],
+        take_statistics: TakeStatistics,
+        uncounted_token_ids: frozenset[int] | None = None,
     ) -> None:
+        """Extend an application; ids are as in `translate`."""
         self._app = app
         self._control_token_ids = control_token_ids
+        self._uncounted_token_ids = uncounted_token_ids
         self._take_statistics = take_statistics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -253,7 +270,7 @@ class AparExtension:
         given = body.get("apar")
         if given is not None and not generates:
             raise RequestError("`apar` is a field of completions only", param="apar")
-        changed = generates and translate(body, self._control_token_ids)
+        changed = generates and translate(body, self._control_token_ids, self._uncounted_token_ids)
         tagged = changed and isinstance(given, dict) and given.get("stream") is not None
         if followed is not None:
             changed = write_terms(body, followed.terms) or changed

@@ -109,6 +109,7 @@ class Replica(Answering):
             await build_http_application(self._engine, args),
             control_token_ids=frozenset(marked.texts if marked else ()),
             take_statistics=self._take_statistics,
+            uncounted_token_ids=frozenset(marked.uncounted_ids if marked else ()),
         )
 
     def _take_statistics(self, request_id: str) -> Mapping[str, Any] | None:

@@ -65,7 +65,7 @@ def generate_threads(
     tokenizer, scheduler = engine.tokenizer, engine.scheduler
     control = engine.control_tokens
     assert control is not None
-    preemptions, drafts = _count(scheduler, "_preempt_request"), _count_drafts(scheduler)
+    preemptions, drafts = count_calls(scheduler, "_preempt_request"), count_drafts(scheduler)
     prompts = [
         tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         for chat in messages
@@ -129,7 +129,7 @@ def _reference(checkpoint: Path) -> tuple[Any, int, int]:
     return model, vocabulary["[Fork]"], vocabulary["[Child]"]
 
 
-def _count(target: Any, method: str) -> list[int]:
+def count_calls(target: Any, method: str) -> list[int]:
     """Count the calls of a method from now on."""
     calls, original = [0], getattr(target, method)
 
@@ -141,7 +141,7 @@ def _count(target: Any, method: str) -> list[int]:
     return calls
 
 
-def _count_drafts(scheduler: Any) -> list[int]:
+def count_drafts(scheduler: Any) -> list[int]:
     """Count the draft tokens that were scheduled from now on."""
     drafts, original = [0], scheduler.schedule
 

@@ -5,7 +5,7 @@ The reference is a client that resubmits requests to plain greedy decoding with 
 
 import contextlib
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from apar_core.formats.shipped_formats import PARALLEL_R1, THREADWEAVER
 from apar_core.scheduler.core_state import core_state
 from tests.fakes.block_scripts import MARKERS, NESTED, Client
 from tests.integration.engine_process import EngineProcess
+from tests.integration.plain_decoding import count_calls
 from tests.integration.random_checkpoint import write_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -27,18 +28,20 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 PATHS = PARALLEL_R1.model_copy(update={"children_fork": True})
 # A model without training says little else, but opens blocks and ends threads.
-SAYS = ("a", "b", "<Parallel>", "</Path>", "</Parallel>")
+SAYS = (*"abcdefghijklmnopqrst", "<Parallel>", "</Path>", "</Parallel>")
 CONTEXT = 768
 # Without a penalty on what it has said, such a model repeats one token forever.
 PENALTY = 2.0
 MAX_COMPLETIONS = 40
-NUM_PROMPTS = 120
-# name: (engine arguments, what must happen)
-WAYS: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "large batch": ({}, set()),
-    "short memory": ({"num_gpu_blocks_override": 30}, {"preempted"}),
-    "chunked prefill": ({"max_num_batched_tokens": 32, "max_num_seqs": 6}, set()),
-    "n-gram speculation": ({"speculative_config": NGRAM, "num_gpu_blocks_override": 60}, set()),
+NUM_PROMPTS = 50
+# Room for the longest thread and a few blocks more, so that threads find no free block.
+SHORT_MEMORY: dict[str, Any] = {"block_size": 16, "spare_blocks": 1}
+WAYS: dict[str, dict[str, Any]] = {
+    "large batch": {},
+    "short memory": SHORT_MEMORY,
+    "chunked prefill": {"max_num_batched_tokens": 32, "max_num_seqs": 6},
+    "n-gram speculation": {"speculative_config": NGRAM},
+    "n-gram speculation in short memory": {**SHORT_MEMORY, "speculative_config": NGRAM},
 }
 
 
@@ -49,6 +52,26 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+def greedy(
+    checkpoint: Path,
+    allowed: list[int],
+    prompt: list[int],
+    begun: list[int],
+    stop_ids: set[int],
+) -> list[int]:
+    """Return what plain greedy decoding generates, of which `begun` is given."""
+    model, choices = _reference(checkpoint), torch.tensor(allowed)
+    generated = list(begun)
+    while True:
+        with torch.no_grad():
+            logits_V = model(torch.tensor([[*prompt, *generated]])).logits[0, -1]
+        for token_id in generated:
+            logits_V[token_id] -= PENALTY
+        generated.append(int(choices[logits_V[choices].argmax()]))
+        if generated[-1] in stop_ids:
+            return generated
+
+
 class TooLongError(Exception):
     """An answer has too many threads."""
 
@@ -57,25 +80,36 @@ class PlainDecoding(Client):
     """A client whose completions are plain greedy decoding with transformers."""
 
     def complete(self, key: str, prompt: list[int], stop_ids: set[int]) -> list[int]:
-        checkpoint = Path(self.tokenizer.name_or_path)
-        model, allowed = _reference(checkpoint), torch.tensor(self.script["allowed"])
         if len(self.contexts) == MAX_COMPLETIONS:
             raise TooLongError
-        generated: list[int] = []
-        while True:
-            with torch.no_grad():
-                logits_V = model(torch.tensor([[*prompt, *generated]])).logits[0, -1]
-            for token_id in generated:
-                logits_V[token_id] -= PENALTY
-            generated.append(int(allowed[logits_V[allowed].argmax()]))
-            if generated[-1] in stop_ids or generated[-1] == self.end_id:
-                break
-        return generated
+        stop_ids = {*stop_ids, self.end_id}
+        checkpoint = Path(self.tokenizer.name_or_path)
+        return greedy(checkpoint, self.script["allowed"], prompt, [], stop_ids)
 
     @property
     def end_id(self) -> int:
         end_id: int = self.tokenizer.eos_token_id
         return end_id
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a client gets for a prompt, and which blocks of threads it met."""
+
+    token_ids: tuple[int, ...]
+    joins: int
+    depth: int
+    longest: int = field(default=0, compare=False)
+
+    @classmethod
+    def of(cls, client: Client, prompt: list[int]) -> "Expected":
+        token_ids = tuple(client.answer(prompt))
+        keys = [key for key, _, _ in client.contexts]
+        # Each completion of a thread but its first continues behind a block.
+        joins = len(keys) - len(set(keys))
+        depth = max(len(key.split(".")) if key else 0 for key in keys)
+        longest = max(len(before) + len(generated) for _, before, generated in client.contexts)
+        return cls(token_ids, joins, depth, longest)
 
 
 @dataclass(frozen=True)
@@ -85,19 +119,15 @@ class Run:
     joins: list[int]
     depths: list[int]
     state: dict[str, Any]
-    preemptions: int
+    shortages: int
 
 
 def answer(engine: OfflineEngine, prompts: list[list[int]], sampling: Any) -> Run:
     """Answer prompts at once. Runs in the engine's process."""
-    preemptions = [0]
-    preempt = engine.scheduler._preempt_request
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        preemptions[0] += 1
-        return preempt(*args, **kwargs)
-
-    engine.scheduler._preempt_request = counted
+    scheduler = engine.scheduler
+    preemptions = count_calls(scheduler, "_preempt_request")
+    # Called where no block is free while some are held for threads that wait.
+    given_up = count_calls(scheduler.block_sharing, "_allocate_without_waiting_prefixes")
     answers = engine.generate([{"prompt_token_ids": each} for each in prompts], sampling)
     records = [each.record for each in answers if each.record is not None]
     return Run(
@@ -105,8 +135,8 @@ def answer(engine: OfflineEngine, prompts: list[list[int]], sampling: Any) -> Ru
         [each.finish_reason for each in answers],
         [record.statistics.joins for record in records],
         [record.statistics.max_depth for record in records],
-        core_state(engine.scheduler),
-        preemptions[0],
+        core_state(scheduler),
+        preemptions[0] + given_up[0],
     )
 
 
@@ -116,33 +146,40 @@ def test_text_is_that_of_a_client_that_resubmits_to_plain_decoding(
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     allowed = [tokenizer.encode(text)[0] for text in SAYS] + [tokenizer.eos_token_id]
-    expected_texts = _answers(checkpoint, tuple(allowed))
-    prompts = [tokenizer.encode(text) for text in expected_texts]
-    engine_args, expected = WAYS[way]
+    answers = _answers(checkpoint, tuple(allowed))
+    prompts = [tokenizer.encode(text) for text in answers]
+    engine_args = dict(WAYS[way])
+    settings: dict[str, Any] = {"parallel_format": PATHS.model_dump(mode="json")}
+    context = CONTEXT
+    if spare_blocks := engine_args.pop("spare_blocks", 0):
+        context = 16 * (max(each.longest for each in answers.values()) // 16 + 2)
+        engine_args["num_gpu_blocks_override"] = context // 16 + spare_blocks
+        settings["growth_reserve_tokens"] = 0
     engine = EngineProcess(
         model=str(checkpoint),
-        max_model_len=CONTEXT,
-        additional_config={"apar": {"parallel_format": PATHS.model_dump(mode="json")}},
+        max_model_len=context,
+        additional_config={"apar": settings},
         **engine_args,
     )
     try:
         sampling = {
             "temperature": 0.0,
             "frequency_penalty": PENALTY,
-            "max_tokens": 300,
+            "max_tokens": 500,
             "allowed_token_ids": allowed,
         }
         run = engine.call(answer, prompts, sampling)
     finally:
         engine.close()
 
-    assert [list(each) for each in run.token_ids] == list(expected_texts.values())
+    found = zip(run.token_ids, run.joins, run.depths, strict=True)
+    assert [Expected(*each) for each in found] == list(answers.values())
     assert set(run.reasons) == {"stop"}
-    assert len(prompts) >= 8
-    assert sum(run.joins) >= 10
-    assert max(run.depths) >= 2
+    # Every answer has a block, and some have blocks in blocks.
+    assert all(each.joins for each in answers.values())
+    assert max(each.depth for each in answers.values()) >= 2
     assert run.state["free_blocks"] == run.state["kv_blocks"]
-    assert (run.preemptions > 0) == ("preempted" in expected)
+    assert (run.shortages > 0) == bool(spare_blocks)
 
 
 @pytest.mark.parametrize("definition", [THREADWEAVER, NESTED], ids=lambda each: each.name)
@@ -185,18 +222,73 @@ def test_replayed_threads_are_joined_as_their_client_does(
     assert run.state["free_blocks"] == run.state["kv_blocks"]
 
 
+def test_children_read_only_a_message_and_their_results_replace_the_call(checkpoint: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    end_id = tokenizer.eos_token_id
+    allowed = [*tokenizer.encode("abcdefghijkl"), end_id]
+    prompt = tokenizer.encode("Reach 24 with 3 and 8.")
+    search = "Current State: 24:[3, 8], Operations: []\n"
+    written = f"Moving to Node #0\n{search}Generated Node #0,1: 24:[24] Operation: 3*8=24\n"
+    call = (
+        "<Calling Sub Searches>\n<Start Sub Search 0 at level 1> Moving to Node #0\n"
+        "<Start Sub Search 1 at level 1> Moving to Node #0,1\n<End Calling Sub Searches>"
+    )
+    found = "\nGoal Reached\n24\nGoal Reached\n"
+    # The engine generates this, and then whatever the model chooses.
+    script = {"": tokenizer.encode(written + call), "0": tokenizer.encode(found)}
+    engine = EngineProcess(
+        model=str(checkpoint),
+        max_model_len=CONTEXT,
+        logits_processors=[REPLAY],
+        additional_config={"apar": {"parallel_format": "apr"}},
+    )
+    try:
+        sampling = {
+            "temperature": 0.0,
+            "frequency_penalty": PENALTY,
+            "max_tokens": 500,
+            "allowed_token_ids": allowed,
+            "extra_args": replay_args(script),
+        }
+        run = engine.call(answer, [prompt], sampling)
+    finally:
+        engine.close()
+
+    messages = (
+        "Moving to Node #0\nCurrent State: 24:[3, 8], Operations: []",
+        "Moving to Node #0,1\nCurrent State: 24:[24], Operations: ['3*8=24']",
+    )
+    texts = [
+        greedy(checkpoint, allowed, tokenizer.encode(message), begun, {end_id})[:-1]
+        for message, begun in zip(messages, (script["0"], []), strict=True)
+    ]
+    result = str(tokenizer.decode(texts[0])).removeprefix("\nGoal Reached\n")
+    joined = tokenizer.encode(
+        "<Sub Searches>\n"
+        f"<Goal Reached in Sub Search 0 at level 1 at Node #0>\n{result}\n"
+        "<No Solution in Sub Search 1 at level 1 at Node #0,1>\n<End Sub Searches>\n"
+    )
+    context = [*prompt, *tokenizer.encode(written), *joined]
+    behind = greedy(checkpoint, allowed, context, [], {end_id})[:-1]
+    assert list(run.token_ids[0]) == [*script[""], *texts[0], *texts[1], *joined, *behind]
+    assert all(texts)
+    assert behind
+    assert run.joins == [1]
+    assert run.state["free_blocks"] == run.state["kv_blocks"]
+
+
 @cache
-def _answers(checkpoint: Path, allowed: tuple[int, ...]) -> dict[str, list[int]]:
+def _answers(checkpoint: Path, allowed: tuple[int, ...]) -> dict[str, Expected]:
     """Return the answers that have blocks, but not too many threads."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    answers: dict[str, list[int]] = {}
+    answers: dict[str, Expected] = {}
     for number in range(NUM_PROMPTS):
         text = "".join(random.Random(number).choices("abcdefgh ?!", k=3 + number))
         client = PlainDecoding(PATHS, {"allowed": list(allowed)}, tokenizer)
         with contextlib.suppress(TooLongError):
-            answer = client.answer(tokenizer.encode(text))
-            if len(client.contexts) > 1:
-                answers[text] = answer
+            expected = Expected.of(client, tokenizer.encode(text))
+            if expected.depth:
+                answers[text] = expected
     return answers
 
 

@@ -196,14 +196,19 @@ class Server:
             assert time.monotonic() < deadline, f"no log record of request {request_id}"
             time.sleep(0.05)
 
-    def wait_until_idle(self, num_replicas: int = 1, timeout_s: float = 60.0) -> dict[str, Any]:
+    def wait_until_idle(
+        self,
+        num_replicas: int = 1,
+        timeout_s: float = 60.0,
+        deployment: str = "Replica-apar-tiny",
+    ) -> dict[str, Any]:
         """Wait until the replicas hold nothing of any request; return the load of the first.
 
         Fails when a request, a thread or a block remains.
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            loads = self.loads()
+            loads = self.loads(deployment)
             busy = [
                 load
                 for load in loads

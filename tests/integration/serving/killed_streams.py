@@ -109,6 +109,17 @@ def stream(
 ) -> Answer:
     """Read a stream to its end; call `then` once, after this many pieces of text."""
     path, body = BODIES[name]
+    return read_stream(server, path, body, lambda answer: answer.num_texts == after_texts, then)
+
+
+def read_stream(
+    server: Server,
+    path: str,
+    body: dict[str, Any],
+    when: Callable[[Answer], bool] = lambda _: False,
+    then: Callable[[], None] | None = None,
+) -> Answer:
+    """Read a stream to its end; call `then` at the first chunk for which `when` is true."""
     body = body | {
         "stream": True,
         "temperature": 0,
@@ -128,7 +139,7 @@ def stream(
                 done = True
                 continue
             answer.take(json.loads(line.removeprefix("data: ")))
-            if then is not None and answer.num_texts == after_texts:
+            if then is not None and when(answer):
                 then()
                 then = None
     assert done

@@ -10,6 +10,10 @@ import pytest
 
 from apar_core.engine.replay import PARAM, ReplayRules
 from apar_core.errors import RequestError
+from apar_core.formats.blocks import block_rules
+from apar_core.formats.parallel_format import ParallelFormat
+from apar_core.formats.shipped_formats import PARALLEL_R1, THREADWEAVER
+from tests.fakes.block_scripts import NESTED, TOKENIZER, block_parameters, tokens
 from tests.fakes.scripted_engine import CHILD, END, FORK, fork_parameters
 
 PROMPT_TOKENS, CONTEXT_TOKENS = 6, 16
@@ -31,7 +35,7 @@ def parse(
     return RULES.parse(
         text,
         parameters,
-        prompt_tokens=prompt_tokens,
+        prompt_ids=[5] * prompt_tokens,
         context_tokens=CONTEXT_TOKENS,
         max_tokens=max_tokens,
     )
@@ -184,3 +188,81 @@ def test_a_single_thread_must_fit_the_context(parameters: Any) -> None:
 def test_only_a_mapping_of_lists_of_ids_is_accepted(text: object) -> None:
     with pytest.raises(RequestError, match=r"`apar\.replay`: "):
         parse(text, FORKING, 500)
+
+
+OUTLINES = "<Outlines><Outline> 1: x</Outline> <Outline> 2: y</Outline></Outlines>"
+BLOCKS = {
+    "": tokens(f"a{OUTLINES}b{OUTLINES}c", ends=True),
+    "0": tokens("one</Thread>"),
+    "1": tokens("two</Thread>"),
+    "2": tokens(f"three{OUTLINES}</Thread>"),
+    "3": tokens("four</Thread>"),
+}
+NESTED_BLOCKS = BLOCKS | {"2.0": tokens("five</Thread>"), "2.1": tokens("six", ends=True)}
+NUM_TEXT = sum(map(len, BLOCKS.values())) - 1
+# What the root thread reads before its last token.
+JOINED = f"a{OUTLINES}" + "\n<Thread>\n1:one</Thread><Thread>\n2:two</Thread>\n"
+JOINED += f"b{OUTLINES}\n<Thread>\n1:three{OUTLINES}</Thread><Thread>\n2:four</Thread>\nc"
+NUM_JOINED = len(tokens(JOINED))
+
+
+def parse_blocks(
+    definition: ParallelFormat,
+    scripts: dict[str, list[int]],
+    *,
+    max_tokens: int | None = None,
+    context_tokens: int = 1000,
+    max_forks: int = 9,
+) -> dict[str, list[int]]:
+    rules = block_rules(definition.model_dump_json(), TOKENIZER)
+    return ReplayRules(10_000, frozenset({END}), rules).parse(
+        json.dumps(scripts),
+        block_parameters(definition, max_forks=max_forks),
+        prompt_ids=tokens("Hi"),
+        context_tokens=context_tokens,
+        max_tokens=max_tokens,
+    )
+
+
+def test_threads_that_wait_are_accepted_with_all_children_of_their_blocks() -> None:
+    paths = {"": tokens("a<Parallel>b", ends=True), "0": tokens("x</Path>"), "1": tokens("</Path>")}
+
+    # Where children do not fork, a trigger is text. There, an open end would end the answer.
+    assert parse_blocks(THREADWEAVER, BLOCKS, max_tokens=NUM_TEXT + 1) == BLOCKS
+    assert parse_blocks(NESTED, NESTED_BLOCKS) == NESTED_BLOCKS
+    assert parse_blocks(PARALLEL_R1, paths) == paths
+    assert parse_blocks(THREADWEAVER, BLOCKS, context_tokens=len("Hi") + NUM_JOINED + 1) == BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"1": None}, "thread '1' is missing, which '' opens"),
+        ({"": None}, "the root thread '' is missing"),
+        ({"4": tokens("x</Thread>")}, "thread '4' is not opened by any other"),
+        ({"2.0": tokens("x</Thread>")}, "thread '2.0' is not opened by any other"),
+        ({"0": tokens("one")}, "thread '0' must have an end token"),
+        ({"0": tokens("o</Thread>ne", ends=True)}, "thread '0' must have an end token"),
+        ({"0": tokens("one", ends=True)}, "'' continues, but one of its children ends without"),
+        ({"": tokens(f"a{OUTLINES}b</Thread>")}, "thread '' must have an end token"),
+    ],
+)
+def test_scripts_that_no_block_would_join_are_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    scripts = {key: ids for key, ids in {**BLOCKS, **changes}.items() if ids is not None}
+
+    with pytest.raises(RequestError, match=message):
+        parse_blocks(THREADWEAVER, scripts)
+
+
+def test_limits_count_joined_texts_and_what_threads_generate() -> None:
+    with pytest.raises(RequestError, match=f"needs {NUM_TEXT + 1} tokens, more than `max_tokens`"):
+        parse_blocks(THREADWEAVER, BLOCKS, max_tokens=NUM_TEXT)
+    with pytest.raises(RequestError, match="4 threads exceed the limit of 3"):
+        parse_blocks(THREADWEAVER, BLOCKS, max_forks=3)
+    needed = len("Hi") + NUM_JOINED + 1
+    with pytest.raises(RequestError, match=f"thread '' needs {needed} tokens"):
+        parse_blocks(THREADWEAVER, BLOCKS, context_tokens=needed - 1)
+    with pytest.raises(RequestError, match="thread '2' needs 84 tokens, 61 of them"):
+        parse_blocks(THREADWEAVER, BLOCKS, context_tokens=60)

@@ -8,7 +8,7 @@ from vllm.v1.core.sched.interface import PauseState
 from apar_core.formats.shipped_formats import PARALLEL_R1, THREADWEAVER
 from apar_core.scheduler.core_state import core_state
 from tests.fakes.block_scripts import NESTED, Client, Script, block_parameters, tokens
-from tests.fakes.scripted_engine import EngineShape, ScriptedEngine
+from tests.fakes.scripted_engine import EngineShape, ScriptedEngine, merged
 
 PROMPT = tokens("Question")
 OUTLINES = "<Parallel><Outlines><Outline> 1: x</Outline><Outline> 2: y</Outline></Outlines>"
@@ -80,6 +80,26 @@ def test_statistics_are_those_of_the_schedule(model_dir: Path) -> None:
     assert statistics.recomputed_tokens == len(SCRIPT["1"])
     # Right before the end, everything is on the root's path, but its last two tokens.
     assert statistics.max_cached_tokens == len(PROMPT) + len(tokens(TEXT))
+
+
+@pytest.mark.parametrize("steps", [30, 40, 45, 50, 55])
+def test_a_trigger_in_a_child_is_text_also_where_another_engine_continues(
+    model_dir: Path, steps: int
+) -> None:
+    script = {**SCRIPT, "0": tokens(f" a {OUTLINES} b</Thread>")}
+    lost, other = (ScriptedEngine(EngineShape(), model_dir) for _ in range(2))
+    parameters = block_parameters(THREADWEAVER)
+    lost.add("a", PROMPT, script, max_tokens=400, parameters=parameters)
+    for _ in range(steps):
+        lost.step()
+    journal = merged(lost.followers["a"].take_journal())
+    assert len(journal) == 3
+
+    other.add("a", PROMPT, script, max_tokens=400, parameters=parameters, journal=journal)
+    other.run()
+
+    assert other.texts["a"] == Client(THREADWEAVER, script).answer(PROMPT)
+    other.assert_nothing_is_left()
 
 
 def test_a_trigger_without_outlines_is_text(model_dir: Path) -> None:

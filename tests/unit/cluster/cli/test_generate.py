@@ -215,6 +215,33 @@ def test_threads_are_shown_where_they_forked_with_tokens_and_steps() -> None:
     ]
 
 
+def test_a_thread_that_waits_has_steps_before_and_behind_its_children() -> None:
+    tree: ParagraphTree[str] = ParagraphTree()
+    first, second = ThreadId("first"), ThreadId("second")
+    tree.append(ROOT_THREAD, ["Two:"])
+    tree.open_block(ROOT_THREAD, [first, second], [1, 1], [["1"], ["2"]])
+    tree.append(first, ["Tune", ">"])
+    tree.append(second, ["Play", "it", "all"])
+    tree.close_child(first, [], is_closed=True)
+    tree.finish(first, ended=False)
+    tree.close_child(second, [">"], is_closed=False)
+    tree.finish(second, ended=False)
+    tree.join(ROOT_THREAD, ["Now"])
+    tree.append(ROOT_THREAD, ["go."])
+    tree.finish(ROOT_THREAD)
+
+    assert render(tree).split("\n") == [
+        "root  2 tokens, steps 1-1, 5-6",
+        "├── Two:",
+        "├── first  2 tokens, steps 2-3",
+        "│   └── 1 Tune >",
+        "├── second  3 tokens, steps 2-4, cut off",
+        "│   └── 2 Play it all >",
+        "└── Now go.",
+        "",
+    ]
+
+
 def test_a_thread_that_never_ran_says_so() -> None:
     tree: ParagraphTree[str] = ParagraphTree()
     tree.fork(ROOT_THREAD, ThreadId("late"))
