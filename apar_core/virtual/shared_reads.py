@@ -3,8 +3,10 @@
 A level is a pass over groups of rows: each group reads once the blocks that all of its rows have in
 common, as far as no earlier level has read them. What no level reads, each row reads for itself.
 
-- "family": one level, the rows of one request ("two levels", with the rest of each row).
-- "nested": further levels, for those rows of a family that have more in common.
+- "family": one level, as the engine groups (`apar_core/attention/families.py`): the partition of
+  the rows into groups with one prefix each that saves most, whichever requests they belong to.
+- "request": one level, the rows of each request ("two levels", with the rest of each row).
+- "nested": further levels, for those rows of a request that have more in common.
 - "across": two levels, all rows with the same first block, and then the rows of each request.
 
 Only full blocks are shared: those of which every token was computed before the step.
@@ -17,14 +19,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from apar_core.attention.families import group_rows
 from apar_core.attention.settings import FamilySettings
 
 Ints = NDArray[np.int64]
 BlockIds = NDArray[np.int32]
 
-Levels = Literal["family", "nested", "across"]
+Levels = Literal["family", "request", "nested", "across"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,10 @@ def shared_reads(
     for each request.
     """
     settings = grouping.settings
+    if not tables.size:
+        return NOTHING_SHARED
+    if grouping.levels == "family":
+        return _as_the_engine(tables, full_blocks, settings)
     saved = passes = num_groups = num_rows = 0
     # Blocks at the beginning of each row that a level has read.
     done = np.zeros(len(tables), np.int64)
@@ -125,7 +133,7 @@ def shared_reads(
             num_groups += int(taken.sum())
             num_rows += int(sizes[taken].sum())
             done[rows] = np.where(taken.repeat(sizes), common.repeat(sizes), done[rows])
-        if grouping.levels == "family":
+        if grouping.levels == "request":
             break
         parent = np.arange(len(sizes)).repeat(sizes)
         common = common.repeat(sizes)
@@ -140,6 +148,21 @@ def shared_reads(
     if saved < settings.min_saved_blocks or not passes:
         return NOTHING_SHARED
     return SharedReads(saved, passes, num_groups, num_rows)
+
+
+def _as_the_engine(tables: BlockIds, full_blocks: Ints, settings: FamilySettings) -> SharedReads:
+    # With blocks of one token, a row of one more token than it has full blocks.
+    lengths = torch.from_numpy((full_blocks + 1).astype(np.int32))
+    found = group_rows(
+        torch.from_numpy(np.ascontiguousarray(tables)),
+        lengths,
+        torch.ones_like(lengths),
+        block_size=1,
+        settings=settings,
+    )
+    if not found.num_families:
+        return NOTHING_SHARED
+    return SharedReads(found.num_saved_blocks, 1, found.num_families, found.num_rows)
 
 
 def _groups(rows: Ints, keys: Ints, min_rows: int) -> tuple[Ints, Ints, Ints]:

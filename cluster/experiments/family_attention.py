@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import (
     BaseModel,
@@ -47,10 +47,13 @@ from cluster.experiments.runs import freeze_garbage
 from cluster.experiments.settings import MIXED, STRUCTURED, file_digest
 
 if TYPE_CHECKING:
-    from apar_core.virtual.shared_reads import Grouping
+    from apar_core.virtual.shared_reads import Grouping, Levels
     from cluster.experiments.engine import ExperimentEngine
 
-FAMILY, NESTED, ACROSS = "family", "nested", "across"
+FAMILY: Literal["family"] = "family"
+REQUEST: Literal["request"] = "request"
+NESTED: Literal["nested"] = "nested"
+ACROSS: Literal["across"] = "across"
 STEPS_FOLDER = "steps"
 BLOCK_SIZE = 16
 # The paper's limits on concurrent requests (appendix C.2).
@@ -266,8 +269,9 @@ def groupings(run: RunName) -> dict[str, Grouping]:
     from apar_core.virtual.shared_reads import Grouping
 
     if run.method == SEQUENTIAL:
-        return {ACROSS: Grouping(ACROSS)}
-    found = {name: Grouping(name) for name in (FAMILY, NESTED, ACROSS)}
+        return {FAMILY: Grouping(FAMILY)}
+    levels: tuple[Levels, ...] = (FAMILY, REQUEST, NESTED, ACROSS)
+    found: dict[str, Grouping] = {name: Grouping(name) for name in levels}
     if run.has_thresholds:
         for blocks in PREFIX_BLOCKS:
             found[f"blocks {blocks}"] = Grouping(FAMILY, FamilySettings(2, blocks))
@@ -447,12 +451,14 @@ TODAY = Variant("forked, today", EAGER)
 FORKED = Variant("forked, family attention", EAGER, FAMILY)
 VARIANTS = {
     "sequential": Variant("sequential, today", SEQUENTIAL),
-    "sequential_across": Variant("sequential, system prompt read once", SEQUENTIAL, ACROSS),
+    "sequential_family": Variant("sequential, family attention", SEQUENTIAL, FAMILY),
     "today": TODAY,
     "family": FORKED,
     "family_always": replace(FORKED, title="the same, in every step", has_least_saving=False),
     "family_80": replace(FORKED, title="the same, with 80 % of the saving", saved_share=0.8),
     "family_free": replace(FORKED, title="the same, groups cost nothing", is_free=True),
+    "request": Variant("forked, groups within requests", EAGER, REQUEST),
+    "request_free": Variant("the same, groups cost nothing", EAGER, REQUEST, is_free=True),
     "nested": Variant("forked, nested levels", EAGER, NESTED),
     "nested_free": Variant("the same, groups cost nothing", EAGER, NESTED, is_free=True),
     "across": Variant("forked, system prompt and family", EAGER, ACROSS),
@@ -503,6 +509,7 @@ class Prediction(BaseModel):
     groups: float
     grouped_rows: float
     saved_share: float
+    request_saved_share: float
     nested_saved_share: float
     across_saved_share: float
     step_ms: float
@@ -548,7 +555,7 @@ def predict(point: Point, runs: dict[RunName, RecordedSteps], sample_s: float) -
     today_s = device_times(forked, costs)
     thresholds = {}
     if point.has_thresholds:
-        names = [name for name in shared if name not in (FAMILY, NESTED, ACROSS)]
+        names = [name for name in shared if " " in name]
         thresholds = {
             name: round(float(today_s.sum() / device_times(forked, costs, name).sum()), 4)
             for name in names
@@ -570,6 +577,7 @@ def predict(point: Point, runs: dict[RunName, RecordedSteps], sample_s: float) -
         groups=_rounded(groups.sum() / num_grouped),
         grouped_rows=_rounded(grouped_rows.sum() / num_grouped),
         saved_share=_rounded(saved.sum() / blocks.sum()),
+        request_saved_share=_rounded(shared[REQUEST][:, 0].sum() / blocks.sum()),
         nested_saved_share=_rounded(shared[NESTED][:, 0].sum() / blocks.sum()),
         across_saved_share=_rounded(shared[ACROSS][:, 0].sum() / blocks.sum()),
         step_ms=_rounded(1000 * today_s.mean()),

@@ -54,15 +54,15 @@ class RecordedSteps:
 
     def save(self, path: Path) -> None:
         """Write the steps to a file of numpy arrays."""
-        arrays = {f"shared {name}": each.astype(np.int32) for name, each in self.shared.items()}
-        np.savez_compressed(
-            path,
-            block_size=self.block_size,
-            batches=self.batches.astype(np.int32),
-            outputs=self.outputs.astype(np.int32),
-            answers=self.answers.astype(np.int32),
-            **arrays,
-        )
+        arrays: dict[str, Any] = {
+            "block_size": self.block_size,
+            "batches": self.batches.astype(np.int32),
+            "outputs": self.outputs.astype(np.int32),
+            "answers": self.answers.astype(np.int32),
+        }
+        for name, each in self.shared.items():
+            arrays[f"shared {name}"] = each.astype(np.int32)
+        np.savez_compressed(path, **arrays)
 
     @classmethod
     def load(cls, path: Path) -> RecordedSteps:
@@ -187,7 +187,8 @@ def device_times(
         - saved_share * costs.attended_token_s * steps.block_size * saved
     )
     is_grouped = (passes > 0) & (saved >= min_saved_blocks)
-    return seconds + np.where(is_grouped, change_s, 0.0)
+    seconds += np.where(is_grouped, change_s, 0.0)
+    return seconds
 
 
 def finish_times(steps: RecordedSteps, costs: StepCosts, device_s: Floats) -> Floats:

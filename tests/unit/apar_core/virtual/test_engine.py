@@ -268,7 +268,7 @@ def common_blocks(tables: Sequence[Sequence[int]]) -> int:
     return next((n for n, each in enumerate(columns) if len(set(each)) > 1), len(columns))
 
 
-def test_families_read_together_what_the_schedulers_block_tables_have_in_common(
+def test_requests_read_together_what_the_schedulers_block_tables_have_in_common(
     engine: VirtualEngine,
 ) -> None:
     device, scheduler, found = engine.device, engine.scheduler, list[SharedReads]()
@@ -293,7 +293,7 @@ def test_families_read_together_what_the_schedulers_block_tables_have_in_common(
             expected.append(SharedReads(*each))
         return step
 
-    device.compared = {"families": Grouping("family", FamilySettings(min_prefix_blocks=1))}
+    device.compared = {"families": Grouping("request", FamilySettings(min_prefix_blocks=1))}
     device.on_step = lambda step: found.append(step.shared["families"])
     scheduler.schedule = seen
     try:
@@ -311,7 +311,7 @@ def test_family_attention_changes_the_time_of_steps_and_nothing_else(
 ) -> None:
     device = engine.device
     found = []
-    for attention in (None, Grouping("family", FamilySettings(min_prefix_blocks=1))):
+    for attention in (None, Grouping("request", FamilySettings(min_prefix_blocks=1))):
         device.attention, device.totals = attention, type(device.totals)()
         found.append((run(engine, VARIED, kv_blocks=30), device.totals))
     device.attention = None

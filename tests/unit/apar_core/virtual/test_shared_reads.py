@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from apar_core.attention import families as grouping_of_the_engine
+from apar_core.attention.families import partition
 from apar_core.attention.settings import FamilySettings
 from apar_core.virtual.shared_reads import (
     NOTHING_SHARED,
@@ -21,6 +24,16 @@ from apar_core.virtual.shared_reads import (
 )
 
 Table = list[int]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _interpreted() -> Iterator[None]:
+    """Run the engine's grouping without numba, which takes four seconds to compile it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouping_of_the_engine, "_compiled", lambda: partition)
+        yield
+
+
 Rows = list[tuple[Table, int, int]]
 """Block table, full blocks and family of each row."""
 
@@ -101,12 +114,24 @@ def arrays(rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 SETTINGS = st.builds(FamilySettings, st.integers(2, 4), st.integers(1, 4), st.integers(0, 12))
-GROUPINGS = st.builds(Grouping, st.sampled_from(["family", "nested", "across"]), SETTINGS)
+GROUPINGS = st.builds(Grouping, st.sampled_from(["request", "nested", "across"]), SETTINGS)
 
 
 @given(steps(), GROUPINGS)
 def test_shared_reads_are_those_of_a_brute_force_count(rows: Rows, grouping: Grouping) -> None:
     assert shared_reads(*arrays(rows), grouping) == brute_force(rows, grouping)
+
+
+@given(steps(), SETTINGS)
+def test_the_engines_own_groups_save_at_least_as_much_as_those_of_requests(
+    rows: Rows, settings: FamilySettings
+) -> None:
+    pairs = replace(settings, min_rows=2)
+    engine, requests = (
+        shared_reads(*arrays(rows), Grouping(levels, pairs)) for levels in ("family", "request")
+    )
+
+    assert engine.saved_blocks >= requests.saved_blocks
 
 
 @given(steps())
@@ -133,12 +158,13 @@ def test_a_forked_family_with_a_system_prompt_worked_out_by_hand() -> None:
 
     found = {
         levels: shared_reads(*arrays(rows), Grouping(levels, one))
-        for levels in ("family", "nested", "across")
+        for levels in ("family", "request", "nested", "across")
     }
 
     assert found == {
         # Blocks 1 to 3 for three rows.
         "family": SharedReads(saved_blocks=6, passes=1, groups=1, rows=3),
+        "request": SharedReads(saved_blocks=6, passes=1, groups=1, rows=3),
         # Also block 4 for two of them.
         "nested": SharedReads(saved_blocks=7, passes=2, groups=2, rows=5),
         # Blocks 1 and 2 for four rows, then block 3 for three.
@@ -153,7 +179,7 @@ def test_a_forked_family_with_a_system_prompt_worked_out_by_hand() -> None:
 def test_what_saves_too_little_is_read_row_by_row(settings: FamilySettings) -> None:
     rows: Rows = [([1, 2, 3, number], 4, 0) for number in (4, 5, 6)]
 
-    assert shared_reads(*arrays(rows), Grouping("family", settings)) == NOTHING_SHARED
+    assert shared_reads(*arrays(rows), Grouping("request", settings)) == NOTHING_SHARED
 
 
 def test_a_step_without_rows_shares_nothing() -> None:
