@@ -140,6 +140,8 @@ def test_a_pod_that_is_to_end_hands_over_and_no_request_fails(cluster: Cluster) 
                 time.sleep(0.2)
         finally:
             stop.set()
+        if asking.exception() is not None:
+            cluster.pods.keep_logs(Path("out") / "pods")
         asking.result()
 
     assert drained.returncode == 0, drained.stderr
