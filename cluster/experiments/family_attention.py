@@ -9,7 +9,7 @@ groups of rows. All times are predicted, and so is the cost of a group (`step_co
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,11 +27,13 @@ from pydantic import (
 
 from apar_core.attention.settings import FamilySettings
 from apar_core.errors import EvaluationError, StepCostsError
+from apar_core.reporting import Column, Report, ReportTable
 from apar_core.step_costs.costs import StepCosts
 from apar_core.step_costs.gpus import find_gpu
 from apar_core.step_costs.models import ModelSize, find_model
 from apar_core.step_costs.predict import kv_tokens, step_costs
 from apar_core.virtual.workers import worker_pool
+from apar_core.workload.trace import read_trace
 from cluster.experiments.methods import EAGER, METHODS, SEQUENTIAL, Question, Workload
 from cluster.experiments.parts import PartStore, StartStage
 from cluster.experiments.recorded_steps import (
@@ -47,6 +49,8 @@ from cluster.experiments.runs import freeze_garbage
 from cluster.experiments.settings import MIXED, STRUCTURED, file_digest
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from apar_core.virtual.shared_reads import Grouping, Levels
     from cluster.experiments.engine import ExperimentEngine
 
@@ -698,8 +702,8 @@ def ratio_table(found: Sequence[Prediction]) -> ReportTable:
         tuple((*_place(each), *(text(each.ratios[name]) for name, _ in _SHOWN)) for each in found),
         note="Forked, but for the last column. today: each row reads its own KV blocks. family: as "
         "`attention: family` groups rows. 80 %: a kernel that saves 80 % of the reading. free: "
-        "groups cost nothing. nested: several levels within a request. system + family: two levels, "
-        "the first across requests.",
+        "groups cost nothing. nested: several levels within a request. system + family: two "
+        "levels, the first across requests.",
     )
 
 
