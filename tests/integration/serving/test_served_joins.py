@@ -417,14 +417,11 @@ def behind_block(answer: Answer) -> bool:
 def in_second_block(answer: Answer) -> bool:
     """Return whether a thread writes whose parent has joined once."""
     threads = answer.reader.threads.get(0, {})
-    return behind_first(threads) and in_block(answer)
-
-
-def behind_first(threads: dict[str, dict[str, Any]]) -> bool:
+    first = threads.get("root.0", {"position": 0})["position"]
     return any(
-        threads["root.0"]["state"] == "ended" and thread["state"] == "writing" and name > "root.1"
+        thread["state"] == "writing" and len(thread["text"]) > 10 and thread["position"] > first
         for name, thread in threads.items()
-        if "root.0" in threads
+        if name != "root"
     )
 
 
