@@ -371,6 +371,17 @@ def _ends(chunk: dict[str, Any]) -> bool:
     return bool(chunk["choices"]) and chunk["choices"][0]["finish_reason"] is not None
 
 
+@pytest.mark.parametrize("max_threads", [1, 2])
+def test_a_limit_on_threads_changes_no_text(served: Server, max_threads: int) -> None:
+    for question in QUESTIONS[:3]:
+        body = {"messages": messages(question), "apar": {"max_threads": max_threads}}
+
+        whole = served.post(CHAT, json=GREEDY | body).json()
+
+        assert whole["choices"][0]["message"]["content"] == expected(question).text()
+        assert whole["apar"]["threads"] == expected(question).threads
+
+
 def test_a_request_that_may_not_fork_writes_its_threads_itself(served: Server) -> None:
     body = GREEDY | {"messages": messages(QUESTIONS[0]), "apar": {"enabled": False}}
 
