@@ -10,15 +10,19 @@ A name is imported when it is first used, because each of vLLM's processes needs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from apar_core.errors import EngineError
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
     from vllm import SamplingParams
     from vllm.config.lora import MaxLoRARanks as MaxLoRARanks
     from vllm.engine.arg_utils import EngineArgs as EngineArgs
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     )
     from vllm.entrypoints.openai.models.protocol import LoRAModulePath as LoRAModulePath
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest as ResponsesRequest
+    from vllm.model_executor.layers.attention import Attention as Attention
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead as ParallelLMHead
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         VocabParallelEmbedding as VocabParallelEmbedding,
@@ -42,6 +47,35 @@ if TYPE_CHECKING:
     from vllm.usage.usage_lib import UsageContext as UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser as FlexibleArgumentParser
     from vllm.utils.math_utils import cdiv as cdiv
+    from vllm.v1.attention.backend import AttentionCGSupport as AttentionCGSupport
+    from vllm.v1.attention.backend import CommonAttentionMetadata as CommonAttentionMetadata
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as CPUAttentionBackend
+    from vllm.v1.attention.backends.cpu_attn import (
+        CPUAttentionBackendImpl as CPUAttentionBackendImpl,
+    )
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata as CPUAttentionMetadata
+    from vllm.v1.attention.backends.cpu_attn import (
+        CPUAttentionMetadataBuilder as CPUAttentionMetadataBuilder,
+    )
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend as FlashAttentionBackend
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl as FlashAttentionImpl
+    from vllm.v1.attention.backends.flash_attn import (
+        FlashAttentionMetadata as FlashAttentionMetadata,
+    )
+    from vllm.v1.attention.backends.flash_attn import (
+        FlashAttentionMetadataBuilder as FlashAttentionMetadataBuilder,
+    )
+    from vllm.v1.attention.backends.triton_attn import (
+        TritonAttentionBackend as TritonAttentionBackend,
+    )
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl as TritonAttentionImpl
+    from vllm.v1.attention.backends.triton_attn import (
+        TritonAttentionMetadata as TritonAttentionMetadata,
+    )
+    from vllm.v1.attention.backends.triton_attn import (
+        TritonAttentionMetadataBuilder as TritonAttentionMetadataBuilder,
+    )
+    from vllm.v1.attention.ops.merge_attn_states import merge_attn_states as merge_attn_states
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks as KVCacheBlocks
     from vllm.v1.core.kv_cache_manager import KVCacheManager as KVCacheManager
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler as AsyncScheduler
@@ -68,6 +102,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestOutputCollector as RequestOutputCollector
     from vllm.v1.engine.output_processor import RequestState as RequestState
     from vllm.v1.executor.abstract import Executor as Executor
+    from vllm.v1.kv_cache_interface import AttentionSpec as AttentionSpec
     from vllm.v1.kv_cache_interface import FullAttentionSpec as FullAttentionSpec
     from vllm.v1.kv_cache_interface import KVCacheConfig as KVCacheConfig
     from vllm.v1.metrics.loggers import PrometheusStatLogger as PrometheusStatLogger
@@ -84,6 +119,7 @@ if TYPE_CHECKING:
     from vllm.v1.sample.metadata import SamplingMetadata as SamplingMetadata
     from vllm.v1.sample.rejection_sampler import RejectionSampler as RejectionSampler
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata as SpecDecodeMetadata
+    from vllm.v1.worker.cpu_worker import CPUWorker as CPUWorker
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext as LogitsContext
     from vllm.v1.worker.gpu.sample.logits_processor.interface import (
         LogitsProcessor as _V2LogitsProcessor,
@@ -91,6 +127,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.logits_processor.interface import (
         LogitsProcRequestState as LogitsProcRequestState,
     )
+    from vllm.v1.worker.gpu_worker import Worker as Worker
 
     V2LogitsProcessor = _V2LogitsProcessor
 
@@ -113,12 +150,21 @@ NAMES = {
     "vllm.entrypoints.openai.chat_completion.protocol": "ChatCompletionRequest",
     "vllm.entrypoints.openai.models.protocol": "LoRAModulePath",
     "vllm.entrypoints.openai.responses.protocol": "ResponsesRequest",
+    "vllm.model_executor.layers.attention": "Attention",
     "vllm.model_executor.layers.vocab_parallel_embedding": "ParallelLMHead VocabParallelEmbedding",
     "vllm.tokenizers": "cached_tokenizer_from_config get_tokenizer",
     "vllm.transformers_utils.config": "get_config get_hf_text_config",
     "vllm.usage.usage_lib": "UsageContext",
     "vllm.utils.argparse_utils": "FlexibleArgumentParser",
     "vllm.utils.math_utils": "cdiv",
+    "vllm.v1.attention.backend": "AttentionCGSupport CommonAttentionMetadata",
+    "vllm.v1.attention.backends.cpu_attn": "CPUAttentionBackend CPUAttentionBackendImpl "
+    "CPUAttentionMetadata CPUAttentionMetadataBuilder",
+    "vllm.v1.attention.backends.flash_attn": "FlashAttentionBackend FlashAttentionImpl "
+    "FlashAttentionMetadata FlashAttentionMetadataBuilder",
+    "vllm.v1.attention.backends.triton_attn": "TritonAttentionBackend TritonAttentionImpl "
+    "TritonAttentionMetadata TritonAttentionMetadataBuilder",
+    "vllm.v1.attention.ops.merge_attn_states": "merge_attn_states",
     "vllm.v1.core.kv_cache_manager": "KVCacheBlocks KVCacheManager",
     "vllm.v1.core.sched.async_scheduler": "AsyncScheduler",
     "vllm.v1.core.sched.interface": "PauseState",
@@ -136,7 +182,7 @@ NAMES = {
     "vllm.v1.engine.output_processor": "OutputProcessor OutputProcessorOutput "
     "RequestOutputCollector RequestState",
     "vllm.v1.executor.abstract": "Executor",
-    "vllm.v1.kv_cache_interface": "FullAttentionSpec KVCacheConfig",
+    "vllm.v1.kv_cache_interface": "AttentionSpec FullAttentionSpec KVCacheConfig",
     "vllm.v1.metrics.loggers": "PrometheusStatLogger",
     "vllm.v1.outputs": "EMPTY_MODEL_RUNNER_OUTPUT LogprobsLists ModelRunnerOutput "
     "SamplerOutput SamplingMaskLists",
@@ -146,8 +192,10 @@ NAMES = {
     "vllm.v1.sample.metadata": "SamplingMetadata",
     "vllm.v1.sample.rejection_sampler": "RejectionSampler",
     "vllm.v1.spec_decode.metadata": "SpecDecodeMetadata",
+    "vllm.v1.worker.cpu_worker": "CPUWorker",
     "vllm.v1.worker.gpu.sample.logits_processor.interface": "LogitsContext V2LogitsProcessor "
     "LogitsProcRequestState",
+    "vllm.v1.worker.gpu_worker": "Worker",
 }
 MOVED = {
     # vLLM 0.33
@@ -309,6 +357,127 @@ def decoded_text(state: RequestState) -> str:
     detokenizer: Any = state.detokenizer
     text: str = detokenizer.output_text
     return text
+
+
+@contextmanager
+def replaced_attention(paths: Mapping[str, str]) -> Iterator[None]:
+    """Let models that are built meanwhile use our attention backends: paths by vLLM's names.
+
+    vLLM's own choice of a backend, and its reasons, stay as they are.
+    """
+    registry = import_module("vllm.v1.attention.backends.registry")
+    chosen = import_module("vllm.v1.attention.selector")._cached_get_attn_backend
+    overrides = registry._ATTN_OVERRIDES
+    before = dict(overrides)
+    for name, path in paths.items():
+        registry.register_backend(registry.AttentionBackendEnum[name], path)
+    # An engine that this process has built before may have left the original there.
+    chosen.cache_clear()
+    try:
+        yield
+    finally:
+        overrides.clear()
+        overrides.update(before)
+        chosen.cache_clear()
+
+
+def attention_backend(name: str) -> type:
+    """Return the backend that vLLM takes for a name: its own, or what has replaced it."""
+    registry = import_module("vllm.v1.attention.backends.registry")
+    backend: type = registry.AttentionBackendEnum[name].get_class()
+    return backend
+
+
+def flash_attention() -> Callable[..., Any]:
+    """Return FlashAttention's function for paged sequences; only GPUs have it."""
+    function: Callable[..., Any] = import_module(
+        "vllm.v1.attention.backends.fa_utils"
+    ).flash_attn_varlen_func
+    return function
+
+
+def with_aligned_strides(tensor: Tensor) -> Tensor:
+    """Return a KV cache whose dimensions of size 1 have strides that FlashAttention 3 accepts."""
+    aligned: Tensor = import_module("vllm.utils.torch_utils").canonicalize_singleton_dim_strides(
+        tensor
+    )
+    return aligned
+
+
+def cpu_attention_kernel(builder: CPUAttentionMetadataBuilder) -> str:
+    """Return vLLM's name of the instruction set whose attention kernel and KV layout are used."""
+    return builder.isa
+
+
+def metadata_builders(worker: Worker) -> Iterator[Any]:
+    """Yield the builders of attention metadata of a worker's model."""
+    runner: Any = worker.model_runner
+    for groups in runner.attn_groups:
+        for group in groups:
+            yield from group.metadata_builders
+
+
+_HOST_TABLES: dict[int, tuple[NDArray[np.int32], int, bool]] = {}
+"""Block tables on the host by the address of those on the GPU: table, block size, and whether its
+rows are the runner's slots instead of the rows of a step."""
+_WATCHED = "_apar_watched"
+
+
+def watch_block_tables() -> None:
+    """Keep the block tables that this process builds from now on available on the host.
+
+    The V1 model runner fills them there; the V2 runner writes them on the GPU, so its writes are
+    repeated in a copy. May be called more than once.
+    """
+    v1: Any = import_module("vllm.v1.worker.block_table").BlockTable
+    v2: Any = import_module("vllm.v1.worker.gpu.block_table").BlockTables
+    if hasattr(v1, _WATCHED):
+        return
+    setattr(v1, _WATCHED, True)
+    v1_init, v2_init, v2_append = v1.__init__, v2.__init__, v2.append_block_ids
+
+    def init_v1(self: Any, *args: Any, **kwargs: Any) -> None:
+        v1_init(self, *args, **kwargs)
+        buffer = self.block_table
+        _HOST_TABLES[buffer.gpu.data_ptr()] = (buffer.np, self.block_size, False)
+
+    def init_v2(self: Any, *args: Any, **kwargs: Any) -> None:
+        v2_init(self, *args, **kwargs)
+        self.apar_copies = [np.zeros(table.shape, np.int32) for table in self.input_block_tables]
+        for table, copy, block_size in zip(
+            self.input_block_tables, self.apar_copies, self.block_sizes, strict=True
+        ):
+            _HOST_TABLES[table.data_ptr()] = (copy, block_size, True)
+
+    def append_v2(
+        self: Any, req_index: int, new_block_ids: tuple[list[int], ...], overwrite: bool
+    ) -> None:
+        for group, block_ids in enumerate(new_block_ids):
+            start = 0 if overwrite else int(self.num_blocks.np[group, req_index])
+            self.apar_copies[group][req_index, start : start + len(block_ids)] = block_ids
+        v2_append(self, req_index, new_block_ids, overwrite)
+
+    v1.__init__, v2.__init__, v2.append_block_ids = init_v1, init_v2, append_v2
+
+
+def host_block_table(
+    metadata: CommonAttentionMetadata, block_size: int
+) -> NDArray[np.int32] | None:
+    """Return a step's block table [rows, blocks] on the host without waiting for the GPU.
+
+    None if `watch_block_tables` has not seen it, or its blocks have another size.
+    """
+    table, num_rows = metadata.block_table_tensor, metadata.num_reqs
+    if table.device.type == "cpu":
+        on_host: NDArray[np.int32] = table[:num_rows].numpy()
+        return on_host
+    known = _HOST_TABLES.get(table.data_ptr())
+    if known is None or known[1] != block_size:
+        return None
+    if not known[2]:
+        return known[0][:num_rows]
+    slots = metadata.req_idx
+    return None if slots is None else known[0][slots[:num_rows]]
 
 
 @contextmanager

@@ -77,13 +77,14 @@ def group_rows(
     `block_table` is int32 [R, B], `seq_lens` [R] counts each row's tokens including this step's,
     and `query_lens` [R] this step's alone. Rows with any other number of queries than one
     (prefill chunks, drafts, padding) are in no family. Entries of the table behind a row's last
-    computed full block are not read. A step that would save fewer than `min_saved_blocks` block
-    reads has no families.
+    computed full block are not read. Rows of block 0, vLLM's null block, are dummies. A step that
+    would save fewer than `min_saved_blocks` block reads has no families.
     """
+    table = block_table.numpy()
     num_blocks = (seq_lens.numpy() - 1) // block_size
-    num_blocks[query_lens.numpy() != 1] = 0
+    num_blocks[(query_lens.numpy() != 1) | (table[:, 0] == 0)] = 0
     rows, starts, prefix_blocks, row_prefix_blocks = _compiled()(
-        block_table.numpy(),
+        table,
         num_blocks.astype(np.int32),
         settings.min_rows,
         max(settings.min_prefix_blocks, 1),

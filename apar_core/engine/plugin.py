@@ -99,12 +99,13 @@ def install_processors() -> None:
 
 def complete(vllm_config: VllmConfig) -> VllmConfig:
     """Set up an engine that forks: processors, logits processors and scheduler variant."""
+    from apar_core.attention.selection import use_family_attention
     from apar_core.engine.gpu_start import choose_sampler
     from apar_core.engine.input_processor import bans_by_logits_processor, forks
     from apar_core.engine.prompt_chain import load_prompt_rows, uses_prompt_chain
     from apar_core.engine.replay import REPLAY, REPLAY_V2
     from apar_core.scheduler.fork_scheduler import ForkAsyncScheduler, ForkScheduler
-    from apar_core.scheduler.fork_settings import check_engine, generates
+    from apar_core.scheduler.fork_settings import check_engine, fork_settings, generates
 
     if uses_prompt_chain(vllm_config):
         # For its errors, which otherwise end a worker.
@@ -132,6 +133,8 @@ def complete(vllm_config: VllmConfig) -> VllmConfig:
     if scheduler in (ForkScheduler, ForkAsyncScheduler):
         scheduler = ForkAsyncScheduler if scheduler_config.async_scheduling else ForkScheduler
     scheduler_config.scheduler_cls = scheduler
+    if fork_settings(vllm_config).attention == "family":
+        use_family_attention(vllm_config)
     # For its errors, which otherwise end the engine's process.
     check_engine(vllm_config)
     return vllm_config

@@ -16,6 +16,7 @@ from pydantic import (
 )
 from vllm.config import CompilationMode, VllmConfig
 
+from apar_core.attention.settings import FamilySettings
 from apar_core.errors import EngineError
 from apar_core.formats.resolved_format import FormatSetting
 from apar_core.scheduler.fork_policy import PolicyName
@@ -84,6 +85,16 @@ class ForkSettings(BaseModel):
         None,
         description="Folder of prompt tokens (`apar train-prompts`) for speculation with a chain "
         "of them: see `engine/prompt_chain.py`.",
+    )
+    attention: Literal["ordinary", "family"] = Field(
+        "ordinary",
+        description="How a decoding step reads the KV cache. 'ordinary': as vLLM does, each thread "
+        "its blocks. 'family': blocks that threads share once; where a model or feature does not "
+        "fit, as without it, with a warning.",
+    )
+    family: FamilySettings = Field(
+        FamilySettings(),
+        description="Least that a family of threads must share to be read together.",
     )
 
 

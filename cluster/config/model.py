@@ -139,6 +139,21 @@ class ForkLimits(BaseModel):
         return self
 
 
+class FamilyLimits(BaseModel):
+    """Least that threads must share to be read together; unset fields use the engine's defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    min_rows: int | None = Field(None, ge=2, description="Threads of a family; by default 2.")
+    min_prefix_blocks: PositiveInt | None = Field(
+        None, description="Full KV blocks that all threads of a family begin with; by default 4."
+    )
+    min_saved_blocks: NonNegativeInt | None = Field(
+        None,
+        description="Block reads that all families of a step save together; by default 0.",
+    )
+
+
 class AdapterConfig(BaseModel):
     """A LoRA adapter, served under a name of its own by the replicas of its base model."""
 
@@ -279,6 +294,15 @@ class ModelConfig(BaseModel):
         None,
         description="Guess tokens ahead with a chain of prompt tokens (Parallel Prompt Decoding).",
     )
+    attention: Literal["ordinary", "family"] = Field(
+        "ordinary",
+        description="How a decoding step reads the KV cache. `ordinary`: as vLLM does, each thread "
+        "its blocks. `family`: blocks that threads share once. See "
+        "[Family attention](family-attention.md).",
+    )
+    family: FamilyLimits = Field(
+        FamilyLimits(), description="Least that threads must share with `attention: family`."
+    )
     engine: dict[str, Any] = Field(
         default_factory=dict, description="Further vLLM engine arguments, by their Python names."
     )
@@ -297,6 +321,12 @@ class ModelConfig(BaseModel):
         ):
             if self.replay and is_used:
                 raise ValueError(f"replay: not possible with `{name}`")
+        return self
+
+    @model_validator(mode="after")
+    def _check_family(self) -> Self:
+        if "family" in self.model_fields_set and self.attention != "family":
+            raise ValueError("family: has no effect without `attention: family`")
         return self
 
     @model_validator(mode="after")

@@ -95,6 +95,10 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
     if (chain := model.prompt_chain) is not None:
         settings["prompt_tokens"] = chain.path
         arguments["speculative_config"] = chain.speculative_config
+    if model.attention == "family":
+        settings["attention"] = model.attention
+        if limits := model.family.model_dump(exclude_none=True):
+            settings["family"] = limits
     if on_gpu and (size := largest_graph(arguments)) is not None:
         arguments["max_cudagraph_capture_size"] = size
     if settings:

@@ -73,6 +73,7 @@ from vllm.v1.engine.output_processor import (
 )
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.metrics import loggers
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
@@ -267,6 +268,12 @@ SIGNATURES = (
 
 
 ATTRIBUTES = (
+    Attributes(prometheus_client.Counter, "_value", "cluster/metrics/counting.py counts in it"),
+    Attributes(
+        prometheus_client.Histogram,
+        "_sum _buckets _upper_bounds",
+        "cluster/metrics/counting.py counts in them",
+    ),
     Attributes(
         Scheduler,
         "requests running kv_cache_manager max_model_len scheduler_config max_num_running_reqs "
@@ -386,6 +393,22 @@ NEW_FIELDS = {"error": "0.33"}
 
 
 PASSAGES = (
+    Passage(
+        prometheus_client.Counter.inc,
+        r"if amount < 0: raise ValueError\(.* self\._value\.inc\(amount\) if exemplar:",
+        "cluster/metrics/counting.py does the same, without exemplars",
+    ),
+    Passage(
+        prometheus_client.Histogram.observe,
+        r"self\._sum\.inc\(amount\) for i, bound in enumerate\(self\._upper_bounds\): "
+        r"if amount <= bound: self\._buckets\[i\]\.inc\(1\) if exemplar:",
+        "cluster/metrics/counting.py does the same, without exemplars",
+    ),
+    Passage(
+        prometheus_client.Counter.labels,
+        r"self\._metrics\[str_labelvalues\] = self\.__class__\(",
+        "a series has the class of its family, so it counts with counting.py too",
+    ),
     Passage(
         async_llm.AsyncLLM._run_output_handler,
         r"self\._logger_ref = \[self\.logger_manager\] .* if logger_ref\[0\]: logger_ref\[0\]\.rec",
@@ -834,6 +857,12 @@ def test_vllm_counts_with_the_classes_of_its_logger_in_the_api_process() -> None
     made = inspect.getsource(StatLoggerManager.__init__)
     assert "isinstance(global_stat_logger, PrometheusStatLogger)" in made
     assert "if not custom_prometheus_logger:" in made
+    # `counting` leaves exemplars out, and vLLM counts only by these two methods.
+    source = inspect.getsource(loggers)
+    assert "exemplar" not in source
+    assert "self._counter_cls(" in source
+    assert "self._histogram_cls(" in source
+    assert not re.search(r"\b(counter|histogram)_\w+(\[\w+\])?\.(?!inc|observe|labels)", source)
     assert "stat_loggers" in inspect.signature(AsyncLLM.from_vllm_config).parameters
 
 

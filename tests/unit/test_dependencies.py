@@ -43,7 +43,7 @@ FORBIDDEN_IN_WORKLOAD = {
 }
 # Of apar_core's subpackages, those that may import a library.
 ALLOWED_IN = {
-    "vllm": {"engine", "scheduler", "virtual"},
+    "vllm": {"attention", "engine", "scheduler", "virtual"},
     "transformers": {"offline"},
 }
 # Imports vLLM's names for all others, when they are first used.
@@ -56,8 +56,8 @@ LAYERS = {
         "tree": set(),
         "formats": set(),
         "models": set(),
-        "scheduler": {"formats", "step_costs", "tree"},
-        "engine": {"formats", "scheduler", "tree"},
+        "scheduler": {"attention", "formats", "step_costs", "tree"},
+        "engine": {"attention", "formats", "scheduler", "tree"},
         "offline": {"formats", "models", "step_costs", "tree"},
         "virtual": {
             "attention",

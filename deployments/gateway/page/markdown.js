@@ -88,6 +88,16 @@ function build(tokens, into) {
   }
 }
 
+/** Return a growing text with the bold type closed that its last paragraph has opened. */
+function closed(text) {
+  const start = text.lastIndexOf("\n\n") + 1;
+  let end = text.length;
+  while (end > start && /[\s*]/.test(text[end - 1])) end -= 1;
+  const last = text.slice(start, end);
+  const isOpen = last.split("**").length % 2 === 0 && !last.includes("`");
+  return isOpen ? `${text.slice(0, end)}**` : text;
+}
+
 /** An element that shows a growing Markdown text; blocks that have not changed keep their nodes. */
 export class Markdown {
   constructor() {
@@ -107,10 +117,12 @@ export class Markdown {
   /** Show a text. A long one that still grows is drawn less often. */
   show(text, grows) {
     const now = performance.now();
-    if (text === this.#text || (grows && now - this.#drawn < 8 * this.#cost)) return;
-    this.#text = text;
-    const lines = text.split("\n");
-    const tokens = parser.parse(text, {});
+    if (grows && now - this.#drawn < 8 * this.#cost) return;
+    const shown = grows ? closed(text) : text;
+    if (shown === this.#text) return;
+    this.#text = shown;
+    const lines = shown.split("\n");
+    const tokens = parser.parse(shown, {});
     const blocks = [];
     for (let from = 0; from < tokens.length; ) {
       let to = from;

@@ -14,6 +14,7 @@ let views = [];
 let running = null; // AbortController of the current question
 let playing = null; // {from, at, speed} of a replay
 let frame = 0;
+const options = document.querySelector(".options");
 const timeline = new Timeline($("chart"), $("table"));
 
 // ---- what is shown -------------------------------------------------------------------------
@@ -154,7 +155,7 @@ function finish() {
     const compared = verdict(views[0].answer, views[1].answer);
     if (compared) $("answers").prepend(compared);
   }
-  $("replay").hidden = !views.some(({ answer }) => answer.chunks.length);
+  $("replay").hidden = $("timeline").hidden = !views.some(({ answer }) => answer.chunks.length);
   const said = views.map(({ answer }) => {
     if (answer.error) return `${answer.title}: ${answer.error}`;
     const threads = answer.counts?.threads ?? 1;
@@ -200,8 +201,13 @@ async function loadModels() {
 $("key-toggle").addEventListener("click", () => openKey($("key-panel").hidden));
 $("key-panel").addEventListener("submit", async (event) => {
   event.preventDefault();
-  key = $("key").value.trim();
+  const given = $("key").value.trim();
   $("key").value = "";
+  if (/[^\x21-\x7e]/.test(given)) {
+    showError("An API key has letters, digits and signs of ASCII only, without spaces.");
+    return;
+  }
+  key = given;
   setKeyState();
   if (await loadModels()) {
     openKey(false);
@@ -242,12 +248,16 @@ $("ask").addEventListener("submit", (event) => {
 });
 $("stop").addEventListener("click", stop);
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") stop();
+  if (event.key !== "Escape") return;
+  if (options.contains(document.activeElement)) options.querySelector("summary").focus();
+  options.open = false;
+  stop();
 });
 document.addEventListener("click", (event) => {
-  const options = document.querySelector(".options");
   if (!options.contains(event.target)) options.open = false;
 });
+// A field that is not shown could not say what is wrong with it.
+options.addEventListener("invalid", () => (options.open = true), true);
 for (const button of document.querySelectorAll(".examples button")) {
   button.addEventListener("click", () => {
     $("prompt").value = button.textContent;

@@ -181,7 +181,8 @@ class Figures {
     }
     const { steps } = answer;
     const fewer = counts.sequential_steps / steps;
-    const against = fewer > 1.005 ? `${times(fewer)} fewer than ${counts.sequential_steps}` : "one thread";
+    const same = counts.threads > 1 ? `one thread: ${counts.sequential_steps}` : "one thread";
+    const against = fewer > 1.005 ? `${times(fewer)} fewer than ${counts.sequential_steps}` : same;
     this.#set("steps", String(steps), answer.isOneAtATime ? "one thread at a time" : against);
     if (answer.isOneAtATime) {
       this.#set("cache", "–");
@@ -189,7 +190,7 @@ class Figures {
     }
     const { max_cached_tokens: slots, sequential_max_cached_tokens: all } = counts;
     const saved = Math.round(100 * (1 - slots / all));
-    this.#set("cache", saved > 0 ? `−${saved} %` : `${-saved} %`, saved > 0 ? `${slots} slots, not ${all}` : `${slots} slots`);
+    this.#set("cache", saved > 0 ? `−${saved} %` : saved < 0 ? `+${-saved} %` : "0 %", saved !== 0 ? `${slots} slots, not ${all}` : `${slots} slots`);
   }
 }
 
@@ -209,7 +210,6 @@ export class AnswerView {
     for (const button of [this.viewButton, this.copyButton]) button.type = "button";
     this.viewButton.addEventListener("click", () => this.#turn());
     this.copyButton.addEventListener("click", () => this.#copy());
-    this.copyButton.hidden = !navigator.clipboard;
     this.title = make("h2", "", answer.title);
     const head = make("div", "lane-head", this.title, make("div", "lane-buttons", this.viewButton, this.copyButton));
     this.body = make("div", "lane-body", this.parts.element, this.whole.element);
@@ -224,8 +224,8 @@ export class AnswerView {
   }
 
   async #copy() {
-    await navigator.clipboard.writeText(this.answer.text);
-    setText(this.copyButton, "Copied");
+    const copied = navigator.clipboard.writeText(this.answer.text);
+    setText(this.copyButton, await copied.then(() => "Copied", () => "Not allowed"));
     setTimeout(() => setText(this.copyButton, "Copy"), 1500);
   }
 
@@ -242,6 +242,7 @@ export class AnswerView {
     this.parts.element.hidden = !isTree;
     this.whole.element.hidden = isTree;
     this.viewButton.hidden = !answer.tagged || answer.counts?.threads === 1;
+    this.copyButton.hidden = !navigator.clipboard || !answer.chunks.length;
     if (isTree) this.parts.show(root, snapshot);
     else this.whole.show(snapshot.text, isDone ? "ended" : "writing");
     this.figures.show(answer, snapshot);

@@ -115,5 +115,5 @@ def growing_at_once(lengths: list[dict[str, int]]) -> int:
 
 
 def letters(text: str) -> str:
-    """Return a text without white space, Markdown's marks and the numbers of list items."""
-    return re.sub(r"^\s*\d+\.|[\s*]", "", text, flags=re.MULTILINE)
+    """Return a text without white space, Markdown's marks, bullets and numbers of list items."""
+    return re.sub(r"^\s*(\d+\.|-)|[\s*]", "", text, flags=re.MULTILINE)

@@ -19,12 +19,15 @@ from tests.integration.serving.browser import (
     web_page,
 )
 from tests.integration.serving.killed_streams import Victims
+from tests.integration.serving.shared_server import MODEL, SharedServer
 
 pytestmark = [pytest.mark.cluster, needs("chromium")]
 
 GUITAR = "Give me 5 tips for learning guitar."
+GUIDE = "Give me a detailed guide to making coffee."
+JOINING = "apar-tiny-threadweaver"
 SCRIPT = "<script>window.hacked = 1</script> <img src=x onerror='window.hacked = 2'>"
-LINK = "[link](javascript:window.hacked=3) **bold** <b>not bold</b>"
+LINK = f"[link](javascript:window.hacked=3) **bold** <b>not bold</b> {'wide' * 25}"
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +42,18 @@ def page(browser: Browser, server: Server) -> Iterator[WebPage]:
         yield opened
 
 
-def answer(server: Server) -> str:
-    messages = [{"role": "user", "content": GUITAR}]
-    body = {"model": "apar-tiny", "messages": messages, "temperature": 0}
+@pytest.fixture
+def joining(shared: SharedServer) -> Server:
+    """Return the shared server with a second model, whose threads are joined."""
+    said = shared.roll_out(MODEL, MODEL | {"checkpoint": JOINING})
+    assert "Rolled out" in said, said
+    shared.server.wait_for_replicas(2)
+    return shared.server
+
+
+def answer(server: Server, prompt: str = GUITAR, model: str = "apar-tiny") -> str:
+    messages = [{"role": "user", "content": prompt}]
+    body = {"model": model, "messages": messages, "temperature": 0}
     choices = server.post("/v1/chat/completions", json=body).json()["choices"]
     return str(choices[0]["message"]["content"])
 
@@ -51,6 +63,14 @@ def replay(lead: str, detail: str) -> dict[str, list[int]]:
     text = load_text(str(checkpoint_path()))
     fork, end = text.tokens.fork_id, text.tokens.end_id
     return {"": [*text.encode(lead), fork, end], "0": [*text.encode(detail), end]}
+
+
+def shown_text(page: WebPage) -> str:
+    """Return the text of the threads in their places, without the badges of the cards."""
+    shown = page.page.locator(".lane-body > .parts").inner_text()
+    for badge in page.page.locator(".badge").all_inner_texts():
+        shown = shown.replace(badge, "", 1)
+    return shown
 
 
 def replays(page: WebPage, lead: str, detail: str) -> None:
@@ -68,11 +88,7 @@ def test_details_grow_side_by_side_into_the_text_of_the_api(page: WebPage, serve
     assert growing_at_once(page.page.evaluate("window.lengths")) >= 2
     assert len(page.cards()) == 5
     assert page.copied() == expected
-    shown = page.page.locator(".lane-body > .parts").inner_text()
-    badges = page.page.locator(".badge").all_inner_texts()
-    for badge in badges:
-        shown = shown.replace(badge, "", 1)
-    assert letters(shown) == letters(expected)
+    assert letters(shown_text(page)) == letters(expected)
     assert page.page.locator(".row:not(.axis)").count() == 6
     # The key is in the page's memory only.
     assert page.page.input_value("#key") == ""
@@ -94,6 +110,8 @@ def test_html_in_an_answer_is_text(page: WebPage) -> None:
     assert shown.locator("script, img, b, a[href]").count() == 0
     assert shown.locator("strong").inner_text() == "bold"
     assert page.page.evaluate("window.hacked") is None
+    card = page.page.locator(".card")
+    assert card.evaluate("card => card.scrollWidth") <= card.evaluate("card => card.clientWidth")
 
 
 @pytest.mark.slow
@@ -115,24 +133,6 @@ def test_escape_stops_the_answer_and_frees_its_blocks(page: WebPage, server: Ser
     page.page.unroute_all()
     page.ask(GUITAR)
     page.wait()
-
-
-@pytest.mark.slow
-def test_an_answer_survives_the_loss_of_its_replica(browser: Browser, replicated: Server) -> None:
-    replayed = replay("1. A long one:", " and so on" * 200)
-    with web_page(browser, replicated) as page:
-        page.alter_requests(lambda body: body["apar"].update(replay=replayed))
-        page.open()
-        victims = Victims(replicated)
-        page.ask(GUITAR)
-        page.page.wait_for_selector(".card >> text=and so on and so on")
-        victims.kill(replica=True)
-        page.wait()
-
-        assert page.copied() == "1. A long one:" + " and so on" * 200
-        assert letters(page.cards()[0]) == letters("1. A long one:" + " and so on" * 200)
-        assert max(record["continued"] for record in replicated.records()) >= 1
-    replicated.wait_for_replicas(2)
 
 
 @pytest.mark.slow
@@ -175,6 +175,18 @@ def test_refusals_say_what_to_do(page: WebPage) -> None:
     page.page.fill("#key", "unknown")
     page.page.press("#key", "Enter")
     page.page.wait_for_selector("#error:has-text('401')")
+
+    page.page.fill("#key", "clé")
+    page.page.press("#key", "Enter")
+    page.page.wait_for_selector("#error:has-text('ASCII')")
+
+    # The browser reports an invalid field only where it can show it.
+    page.page.locator("#seed").evaluate("input => { input.value = 0.5 }")
+    page.ask(GUITAR)
+    page.page.wait_for_selector("#seed:focus")
+    page.page.keyboard.press("Escape")
+    assert page.page.locator(".options summary:focus").count() == 1
+    assert not page.page.locator("#seed").is_visible()
 
 
 @pytest.mark.slow
@@ -229,3 +241,71 @@ def test_it_is_accessible_and_fits(
                 page.ask(GUITAR)
                 page.wait(lanes=2)
                 page.page.click("#table-box summary")
+
+
+@pytest.mark.slow
+def test_sections_and_their_points_grow_at_once(page: WebPage, server: Server) -> None:
+    page.open()
+    page.ask(GUIDE)
+    page.wait()
+
+    assert growing_at_once(page.page.evaluate("window.lengths")) >= 5
+    assert page.page.locator(".card .card").count() == 8
+    assert letters(shown_text(page)) == letters(answer(server, GUIDE))
+
+
+# The tests below need other replicas; each change takes half a minute.
+
+
+@pytest.mark.slow
+def test_an_answer_survives_the_loss_of_its_replica(browser: Browser, replicated: Server) -> None:
+    replayed = replay("1. A long one:", " and so on" * 200)
+    with web_page(browser, replicated) as page:
+        page.alter_requests(lambda body: body["apar"].update(replay=replayed))
+        page.open()
+        victims = Victims(replicated)
+        page.ask(GUITAR)
+        page.page.wait_for_selector(".card >> text=and so on and so on")
+        victims.kill(replica=True)
+        page.wait()
+
+        assert page.copied() == "1. A long one:" + " and so on" * 200
+        assert letters(page.cards()[0]) == letters("1. A long one:" + " and so on" * 200)
+        assert max(record["continued"] for record in replicated.records()) >= 1
+    replicated.wait_for_replicas(2)
+
+
+@pytest.mark.slow
+def test_threads_that_are_joined_stand_between_the_texts_of_their_parent(
+    browser: Browser, joining: Server
+) -> None:
+    with web_page(browser, joining) as page:
+        page.open()
+        page.page.select_option("#model", JOINING)
+        page.ask(GUITAR)
+        page.wait()
+
+        # All children of a block start together.
+        assert growing_at_once(page.page.evaluate("window.lengths")) == 5
+        outlines, cards, conclusion = page.page.locator(".lane-body > .parts > *").all_inner_texts()
+        assert outlines.splitlines()[2:4] == ["1: Practice daily", "2: Tune first"]
+        assert len(page.cards()) == cards.count("Thread") == 5
+        assert conclusion == "Be patient, and enjoy every small step on the way."
+        expected = answer(joining, model=JOINING)
+        assert page.copied() == expected
+        assert letters(shown_text(page)) == letters(expected)
+        bars = page.page.locator(".row").first.locator(".bar")
+        states = [bars.nth(i).get_attribute("data-state") for i in range(bars.count())]
+        assert states == ["writing", "waiting", "writing"]
+
+        # One block for each section, behind its heading.
+        page.ask(GUIDE)
+        page.page.wait_for_selector('.lane[data-state="running"]')
+        page.wait()
+
+        kinds = page.page.locator(".lane-body > .parts > *")
+        assert [
+            (kinds.nth(i).get_attribute("class"), kinds.nth(i).locator(".card").count())
+            for i in range(kinds.count())
+        ] == [("prose", 0), ("cards", 3), ("prose", 0), ("cards", 3), ("prose", 0), ("cards", 2)]
+        assert letters(shown_text(page)) == letters(answer(joining, GUIDE, JOINING))

@@ -33,6 +33,9 @@ def test_scheduler_takes_its_policy_from_the_settings(model_dir: Path) -> None:
         ({"token_time_ms": 0}, "apar.token_time_ms"),
         ({"max_replica_threads": 0}, "apar.max_replica_threads"),
         ({"max_treads": 3}, "apar.max_treads"),
+        ({"attention": "families"}, "apar.attention"),
+        ({"family": {"min_rows": 1}}, "min_rows must be 2 or more, not 1"),
+        ({"family": {"rows": 2}}, "apar.family.rows"),
     ],
 )
 def test_a_wrong_setting_is_named(model_dir: Path, values: dict[str, Any], field: str) -> None:

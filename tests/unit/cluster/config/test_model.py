@@ -206,3 +206,10 @@ def test_a_missing_folder_of_prompt_tokens_is_named(tmp_path: Path) -> None:
 def test_a_format_that_cannot_be_served_is_refused(value: object, message: str) -> None:
     with pytest.raises(ValidationError, match=re.compile(message, re.DOTALL)):
         ModelConfig.model_validate({"parallel_format": value})
+
+
+def test_thresholds_of_families_need_family_attention() -> None:
+    with pytest.raises(ValidationError, match="family: has no effect without"):
+        ModelConfig.model_validate({"family": {"min_rows": 3}})
+    with pytest.raises(ValidationError, match="min_rows"):
+        ModelConfig.model_validate({"attention": "family", "family": {"min_rows": 1}})

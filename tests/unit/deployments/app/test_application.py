@@ -11,6 +11,7 @@ import pytest
 from ray.serve.schema import LoggingConfig
 from vllm.config import VllmConfig
 
+from apar_core.attention.settings import FamilySettings
 from apar_core.engine.prompt_chain import PROPOSER
 from apar_core.engine.replay import REPLAY
 from apar_core.models.apar_tiny_prompts import prompts_path
@@ -287,3 +288,15 @@ def test_the_application_is_built_and_the_gateway_runs_without_vllm_and_pytorch(
     )
 
     assert found.stdout == "[]\n"
+
+
+def test_family_attention_and_its_thresholds_reach_the_engine() -> None:
+    plain = engine_arguments(ModelConfig(), on_gpu=True)
+    model = ModelConfig.model_validate({"attention": "family", "family": {"min_prefix_blocks": 8}})
+    arguments = engine_arguments(model, on_gpu=True)
+
+    read = fork_settings(VllmConfig(additional_config=arguments.pop("additional_config")))
+
+    assert (read.attention, read.family) == ("family", FamilySettings(min_prefix_blocks=8))
+    assert "additional_config" not in plain
+    assert arguments == plain

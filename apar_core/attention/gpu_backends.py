@@ -1,0 +1,368 @@
+"""Family attention on GPUs: vLLM's FlashAttention in two passes, or our Triton kernel.
+
+Steps without families, and layers that do not fit, go through vLLM's own code. Attention runs
+between piecewise CUDA graphs, because the families of a step change the shapes of its tables.
+
+With FlashAttention, a step takes two calls of the kernel that vLLM uses:
+
+1. prefix: the rows of a family are the queries of one sequence, whose keys are the shared blocks.
+   There is no mask, since all of them come before every query.
+2. suffix: each row of the step is a sequence as usual, without its shared blocks.
+
+Letters: R rows, M rows in families, F families, H heads, D head size, B blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+
+from apar_core.attention.families import Families
+from apar_core.attention.plan import StepPlan, StepPlanner, total
+from apar_core.attention.selection import log_fallback
+from apar_core.vllm_names import (
+    Attention,
+    AttentionCGSupport,
+    AttentionSpec,
+    CommonAttentionMetadata,
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadata,
+    TritonAttentionMetadataBuilder,
+    Worker,
+    flash_attention,
+    merge_attn_states,
+    metadata_builders,
+    replaced_attention,
+    watch_block_tables,
+    with_aligned_strides,
+)
+
+
+class FamilyGPUWorker(Worker):
+    """vLLM's worker on GPUs, whose model reads families."""
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Build the model with our backends in the place of vLLM's, if vLLM chooses one of them."""
+        watch_block_tables()
+        ours = {"FLASH_ATTN": "FamilyFlashBackend", "TRITON_ATTN": "FamilyTritonBackend"}
+        with replaced_attention({name: f"{__name__}.{path}" for name, path in ours.items()}):
+            super().load_model(**kwargs)
+        layer_type: Any = Attention
+        for layer in get_layers_from_vllm_config(self.vllm_config, layer_type).values():
+            backend = layer.get_attn_backend()
+            if not issubclass(backend, (FamilyFlashBackend, FamilyTritonBackend)):
+                name = backend.get_name()
+                log_fallback(f"the attention backend {name}; try --attention-backend FLASH_ATTN")
+                return
+
+    def family_counts(self) -> dict[str, int]:
+        """Return the sums of `FamilyCounts`; call it with `collective_rpc`."""
+        builders = metadata_builders(self)
+        return total(each.planner.counts for each in builders if hasattr(each, "planner"))
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """A step's families on the GPU."""
+
+    families: Families
+    tokens: Tensor
+    """int64 [M] places of the queries."""
+    prefix_lens: Tensor
+    """int32 [F] tokens of each shared prefix."""
+    prefix_table: Tensor
+    """int32 [F, longest prefix] blocks of each shared prefix."""
+    suffix_lens: Tensor
+    """int32 [R] tokens of each row behind its shared prefix."""
+    suffix_table: Tensor
+    """int32 [R, longest suffix] blocks of each row behind its shared prefix."""
+    max_family_rows: int
+    max_prefix_blocks: int
+    max_suffix_blocks: int
+
+
+def on_device(plan: StepPlan, block_table: Tensor, seq_lens: Tensor, block_size: int) -> DevicePlan:
+    """Bring a plan to the device of `block_table` in one copy, without waiting for the device."""
+    families = plan.families
+    parts = (
+        families.rows,
+        families.starts,
+        families.prefix_blocks,
+        families.row_prefix_blocks,
+        plan.tokens.int(),
+        plan.leaders.int(),
+    )
+    packed = torch.cat(parts)
+    if block_table.is_cuda:
+        packed = packed.pin_memory()
+    packed = packed.to(block_table.device, non_blocking=True)
+    rows, starts, prefix_blocks, row_prefix_blocks, tokens, leaders = packed.split(
+        [len(part) for part in parts]
+    )
+    num_rows = len(row_prefix_blocks)
+    places = torch.arange(plan.max_suffix_blocks, device=block_table.device)
+    # Beyond a row's end any block will do, because `suffix_lens` ends before it.
+    columns = (row_prefix_blocks[:, None] + places).clamp_(max=block_table.shape[1] - 1)
+    return DevicePlan(
+        families=Families(rows, starts, prefix_blocks, row_prefix_blocks),
+        tokens=tokens.long(),
+        prefix_lens=prefix_blocks * block_size,
+        prefix_table=block_table[leaders.long(), : plan.max_prefix_blocks],
+        suffix_lens=seq_lens[:num_rows] - row_prefix_blocks * block_size,
+        suffix_table=block_table[:num_rows].gather(1, columns),
+        max_family_rows=plan.max_family_rows,
+        max_prefix_blocks=plan.max_prefix_blocks,
+        max_suffix_blocks=plan.max_suffix_blocks,
+    )
+
+
+class _Builder(Protocol):
+    planner: StepPlanner
+
+
+def _device_plan(
+    builder: _Builder, common: CommonAttentionMetadata, block_size: int
+) -> DevicePlan | None:
+    plan = builder.planner.plan(common)
+    if plan is None:
+        return None
+    return on_device(plan, common.block_table_tensor, common.seq_lens, block_size)
+
+
+class FamilyFlashBackend(FlashAttentionBackend):
+    """vLLM's FlashAttention, in two passes for steps with families."""
+
+    @staticmethod
+    def get_impl_cls() -> type[FamilyFlashImpl]:
+        return FamilyFlashImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FamilyFlashBuilder]:
+        return FamilyFlashBuilder
+
+
+@dataclass
+class FamilyFlashMetadata(FlashAttentionMetadata):
+    """Metadata of a step with families."""
+
+    plan: DevicePlan | None = None
+
+
+class FamilyFlashBuilder(FlashAttentionMetadataBuilder):
+    """vLLM's metadata with the families of the step."""
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: VllmConfig, kv_cache_spec: Any
+    ) -> AttentionCGSupport:
+        """Keep attention out of full CUDA graphs; vLLM then uses piecewise ones."""
+        return AttentionCGSupport.NEVER
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layer_type: Any = Attention
+        layers = get_layers_from_vllm_config(vllm_config, layer_type, layer_names).values()
+        problem = None
+        if any(layer.impl.vllm_flash_attn_version is None for layer in layers):
+            problem = "FlashAttention without a version, as on ROCm"
+        elif self.fa4_hd256:
+            problem = "FlashAttention 4 with heads of size 256"
+        self.planner = StepPlanner(vllm_config, layer_names, kv_cache_spec.block_size, problem)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> FlashAttentionMetadata:
+        """As in vLLM; drafts (`fast_build`) have no families."""
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        plan = None if fast_build else _device_plan(self, common_attn_metadata, self.block_size)
+        return metadata if plan is None else FamilyFlashMetadata(**vars(metadata), plan=plan)
+
+    def update_block_table(
+        self, metadata: FlashAttentionMetadata, blk_table: Tensor, slot_mapping: Tensor
+    ) -> FlashAttentionMetadata:
+        """As in vLLM; another KV cache group has other families, so it is read row by row."""
+        updated = super().update_block_table(metadata, blk_table, slot_mapping)
+        return replace(updated, plan=None) if isinstance(updated, FamilyFlashMetadata) else updated
+
+
+class FamilyFlashImpl(FlashAttentionImpl):
+    """Two passes for steps with families, one for all others."""
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: FlashAttentionMetadata,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """As in vLLM; its KV cache has the new tokens of all rows already."""
+        metadata = attn_metadata
+        if not isinstance(metadata, FamilyFlashMetadata) or metadata.plan is None:
+            return super().forward(
+                layer, query, key, value, kv_cache, metadata, output, output_scale,
+                output_block_scale,
+            )  # fmt: skip
+        plan = metadata.plan
+        num_tokens = metadata.num_actual_tokens
+        block_size = kv_cache.shape[2]
+        key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        shared: dict[str, Any] = {
+            "k": with_aligned_strides(key_cache),
+            "v": with_aligned_strides(value_cache),
+            "softmax_scale": self.scale,
+            "return_softmax_lse": True,
+            "fa_version": self.vllm_flash_attn_version,
+        }
+        attend = flash_attention()
+        prefix, prefix_lse = attend(
+            q=query.index_select(0, plan.tokens),
+            cu_seqlens_q=plan.families.starts,
+            max_seqlen_q=plan.max_family_rows,
+            seqused_k=plan.prefix_lens,
+            max_seqlen_k=plan.max_prefix_blocks * block_size,
+            block_table=plan.prefix_table,
+            causal=False,
+            **shared,
+        )
+        suffix, suffix_lse = attend(
+            q=query[:num_tokens],
+            out=output[:num_tokens],
+            cu_seqlens_q=metadata.query_start_loc,
+            max_seqlen_q=metadata.max_query_len,
+            seqused_k=plan.suffix_lens,
+            max_seqlen_k=plan.max_suffix_blocks * block_size,
+            block_table=plan.suffix_table,
+            causal=True,
+            **shared,
+        )
+        merged = torch.empty_like(prefix)
+        merge_attn_states(
+            merged,
+            prefix,
+            prefix_lse,
+            suffix.index_select(0, plan.tokens),
+            suffix_lse.index_select(1, plan.tokens),
+        )
+        output.index_copy_(0, plan.tokens, merged)
+        return output
+
+
+class FamilyTritonBackend(TritonAttentionBackend):
+    """vLLM's Triton attention, and our kernel for decoding steps with families."""
+
+    @staticmethod
+    def get_impl_cls() -> type[FamilyTritonImpl]:
+        return FamilyTritonImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FamilyTritonBuilder]:
+        return FamilyTritonBuilder
+
+
+@dataclass
+class FamilyTritonMetadata(TritonAttentionMetadata):
+    """Metadata of a decoding step with families."""
+
+    plan: DevicePlan | None = None
+
+
+class FamilyTritonBuilder(TritonAttentionMetadataBuilder):
+    """vLLM's metadata with the families of the step."""
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: VllmConfig, kv_cache_spec: Any
+    ) -> AttentionCGSupport:
+        """Keep attention out of full CUDA graphs; vLLM then uses piecewise ones."""
+        return AttentionCGSupport.NEVER
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.planner = StepPlanner(vllm_config, layer_names, kv_cache_spec.block_size, None)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TritonAttentionMetadata:
+        """As in vLLM. Our kernel takes one query a row, so steps with prefill have no families."""
+        common = common_attn_metadata
+        metadata = super().build(common_prefix_len, common, fast_build)
+        if fast_build or common.max_query_len != 1 or common.num_actual_tokens != common.num_reqs:
+            return metadata
+        plan = _device_plan(self, common, self.kv_cache_spec.block_size)
+        return metadata if plan is None else FamilyTritonMetadata(**vars(metadata), plan=plan)
+
+
+class FamilyTritonImpl(TritonAttentionImpl):
+    """Our kernel for decoding steps with families, vLLM's for all others."""
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: TritonAttentionMetadata,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """As in vLLM; its KV cache has the new tokens of all rows already."""
+        metadata = attn_metadata
+        plan = metadata.plan if isinstance(metadata, FamilyTritonMetadata) else None
+        if plan is None or output_scale is not None:
+            return super().forward(
+                layer, query, key, value, kv_cache, metadata, output, output_scale,
+                output_block_scale,
+            )  # fmt: skip
+        # Triton cannot be imported on every machine that imports this module.
+        from apar_core.attention.triton_kernel import family_decode
+
+        num_rows = metadata.num_actual_tokens
+        key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        family_decode(
+            query[:num_rows],
+            key_cache,
+            value_cache,
+            metadata.block_table,
+            metadata.seq_lens,
+            plan.families,
+            self.scale,
+            max_seq_len=metadata.max_seq_len,
+            max_family_rows=plan.max_family_rows,
+            max_prefix_blocks=plan.max_prefix_blocks,
+            output=output[:num_rows],
+        )
+        return output

@@ -1,0 +1,127 @@
+"""The families of each step, for the builders of attention metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+
+from apar_core.attention.families import Families, group_rows
+from apar_core.attention.selection import family_settings, layer_problem, log_fallback
+from apar_core.vllm_names import Attention, host_block_table
+
+if TYPE_CHECKING:
+    from apar_core.vllm_names import CommonAttentionMetadata
+
+
+@dataclass
+class FamilyCounts:
+    """What a worker has read since it started, per layer; blocks are those of decoding rows.
+
+    `shared_rows` were read in families, and `saved_blocks` block reads were not needed.
+    """
+
+    steps: int = 0
+    shared_steps: int = 0
+    shared_rows: int = 0
+    saved_blocks: int = 0
+
+
+def total(counts: Iterable[FamilyCounts]) -> dict[str, int]:
+    """Return the sums over builders, by the names of the fields."""
+    names = [field.name for field in fields(FamilyCounts)]
+    each = [asdict(count) for count in counts]
+    return {name: sum(values[name] for values in each) for name in names}
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The families of a step, on the host, and what the host must know for launching kernels."""
+
+    families: Families
+    seq_lens: torch.Tensor
+    """int32 [R] tokens of each row."""
+    tokens: torch.Tensor
+    """int64 [M] place of the query of each row of a family among the step's tokens."""
+    leaders: torch.Tensor
+    """int64 [F] first row of each family."""
+    max_family_rows: int
+    max_prefix_blocks: int
+    max_suffix_blocks: int
+
+
+class StepPlanner:
+    """Groups the rows of each step for the layers of one metadata builder.
+
+    `problem` is what else keeps these layers from being read in two passes.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        layer_names: Sequence[str],
+        block_size: int,
+        problem: str | None,
+    ) -> None:
+        self.counts = FamilyCounts()
+        self._block_size = block_size
+        self._settings = family_settings(vllm_config)
+        # mypy takes vLLM's class, a torch module, for an abstract one.
+        layer_type: Any = Attention
+        layers = get_layers_from_vllm_config(vllm_config, layer_type, list(layer_names))
+        problems = [problem, *(layer_problem(layer.impl) for layer in layers.values())]
+        found = next((each for each in problems if each is not None), None)
+        self._is_active = found is None
+        if found is not None:
+            log_fallback(found)
+            return
+        # Compiles the grouping before the first request.
+        empty = torch.zeros(1, 1, dtype=torch.int32)
+        group_rows(empty, empty[0], empty[0], block_size=block_size, settings=self._settings)
+
+    def plan(self, common: CommonAttentionMetadata) -> StepPlan | None:
+        """Return the families of a step; None if all its rows are read one by one."""
+        if not self._is_active:
+            return None
+        self.counts.steps += 1
+        if common.causal is not True or common.mm_req_doc_ranges is not None:
+            return None
+        num_rows = common.num_reqs
+        seq_lens = common.seq_lens
+        if seq_lens.device.type != "cpu":
+            if common.seq_lens_cpu_upper_bound is None:
+                return None
+            seq_lens = common.seq_lens_cpu_upper_bound
+        table = host_block_table(common, self._block_size)
+        if table is None:
+            self._is_active = False
+            log_fallback("block tables that are not known on the host")
+            return None
+        seq_lens = seq_lens[:num_rows]
+        query_starts = common.query_start_loc_cpu[: num_rows + 1]
+        families = group_rows(
+            torch.from_numpy(table),
+            seq_lens,
+            query_starts.diff(),
+            block_size=self._block_size,
+            settings=self._settings,
+        )
+        if not families.num_families:
+            return None
+        self.counts.shared_steps += 1
+        self.counts.shared_rows += families.num_rows
+        self.counts.saved_blocks += families.num_saved_blocks
+        sizes = families.starts.diff()
+        suffix_lens = seq_lens - families.row_prefix_blocks * self._block_size
+        return StepPlan(
+            families=families,
+            seq_lens=seq_lens,
+            tokens=query_starts[families.rows.long()].long(),
+            leaders=families.rows[families.starts[:-1].long()].long(),
+            max_family_rows=int(sizes.max()),
+            max_prefix_blocks=int(families.prefix_blocks.max()),
+            max_suffix_blocks=-(-int(suffix_lens.max()) // self._block_size),
+        )

@@ -1,0 +1,93 @@
+"""Whether an engine can read families, and which of our classes takes the place of vLLM's.
+
+A worker subclass replaces vLLM's attention backends while the model is built, so vLLM chooses among
+them by its own rules. Without `attention: family`, nothing of vLLM is replaced.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from apar_core.attention.settings import FamilySettings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+
+WORKERS = {
+    "vllm.v1.worker.cpu_worker.CPUWorker": "apar_core.attention.cpu_backend.FamilyCPUWorker",
+    "vllm.v1.worker.gpu_worker.Worker": "apar_core.attention.gpu_backends.FamilyGPUWorker",
+}
+"""Our workers by vLLM's."""
+_PLAIN_KV_CACHES = ("auto", "float16", "bfloat16", "float32")
+_FALLBACK = "attention: family: KV blocks are read row by row, because of %s"
+
+
+def use_family_attention(vllm_config: VllmConfig) -> None:
+    """Let an engine's workers read families, or log why they cannot."""
+    parallel = vllm_config.parallel_config
+    if parallel.worker_cls in WORKERS.values():
+        return
+    if (problem := engine_problem(vllm_config)) is not None:
+        logger.warning(_FALLBACK, problem)
+        return
+    parallel.worker_cls = WORKERS[parallel.worker_cls]
+
+
+def engine_problem(vllm_config: VllmConfig) -> str | None:
+    """Return what keeps an engine from reading families, known before its model is built."""
+    parallel, model, cache = (
+        vllm_config.parallel_config,
+        vllm_config.model_config,
+        vllm_config.cache_config,
+    )
+    speculates = vllm_config.speculative_config is not None
+    problems = {
+        f"the runner {model.runner_type!r}, which generates no text": model.runner_type
+        != "generate",
+        "multi-head latent attention": model.use_mla,
+        f"a KV cache of type {cache.cache_dtype}": cache.cache_dtype not in _PLAIN_KV_CACHES,
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
+        "microbatches": parallel.use_ubatching,
+        "kv_sharing_fast_prefill": cache.kv_sharing_fast_prefill,
+        # The host then knows only an upper bound of a row's length.
+        "speculative decoding with asynchronous scheduling": speculates
+        and bool(vllm_config.scheduler_config.async_scheduling),
+        "VLLM_BATCH_INVARIANT": os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"),
+        f"the worker {parallel.worker_cls}": parallel.worker_cls not in WORKERS,
+    }
+    return next((name for name, applies in problems.items() if applies), None)
+
+
+def layer_problem(impl: Any) -> str | None:
+    """Return what keeps a layer's attention from being read in two passes.
+
+    `impl` is vLLM's implementation of it, for CPU, FlashAttention or Triton.
+    """
+    window = impl.sliding_window
+    problems = {
+        f"attention of type {impl.attn_type}": impl.attn_type != "decoder",
+        "a sliding window": window is not None and window not in (-1, (-1, -1)),
+        "ALiBi": impl.alibi_slopes is not None,
+        "a soft cap of logits": bool(impl.logits_soft_cap),
+        "attention sinks": impl.sinks is not None,
+        f"a KV cache of type {impl.kv_cache_dtype}": impl.kv_cache_dtype not in _PLAIN_KV_CACHES,
+        "a limited look-back": getattr(impl, "chunk_lookback", -1) != -1,
+    }
+    return next((name for name, applies in problems.items() if applies), None)
+
+
+def family_settings(vllm_config: VllmConfig) -> FamilySettings:
+    """Return the thresholds in an engine's `additional_config`, which the plugin has checked."""
+    additional = vllm_config.additional_config
+    values = additional.get("apar", {}) if isinstance(additional, dict) else {}
+    return FamilySettings(**values.get("family", {}))
+
+
+def log_fallback(problem: str) -> None:
+    """Log why some layers or all of them are read row by row."""
+    logger.warning(_FALLBACK, problem)

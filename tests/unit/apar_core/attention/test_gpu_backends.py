@@ -1,0 +1,310 @@
+"""The GPU backends on a CPU: all but the device's attention function, which torch replaces.
+
+The replacement has the signature of vLLM's `flash_attn_varlen_func`, as far as it is used, and
+refuses everything else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from vllm.config import (
+    CacheConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.worker import block_table as v1_tables
+from vllm.v1.worker.gpu import block_table as v2_tables
+
+from apar_core import vllm_names
+from apar_core.attention import families as grouping
+from apar_core.attention import gpu_backends
+from apar_core.attention.families import partition
+from apar_core.attention.gpu_backends import (
+    FamilyFlashBackend,
+    FamilyFlashBuilder,
+    FamilyFlashImpl,
+    FamilyFlashMetadata,
+    FamilyTritonBackend,
+)
+from apar_core.vllm_names import host_block_table, watch_block_tables
+from tests.fakes.scripted_engine import write_model_config
+
+BLOCK_SIZE, NUM_BLOCKS = 16, 24
+NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 4, 2, 32
+SCALE = HEAD_SIZE**-0.5
+# Tokens of each row with this step's, and this step's alone: two families, a lone row, a prefill
+# chunk and a row with drafts that begin with the blocks of the first family.
+TABLES = [
+    [1, 2, 3, 4],
+    [1, 2, 5],
+    [6, 7, 8],
+    [1, 2, 9],
+    [6, 7, 10],
+    [11, 12],
+    [1, 2, 13, 14],
+    [1, 2, 15],
+]
+SEQ_LENS = [61, 33, 40, 48, 34, 20, 60, 40]
+QUERY_LENS = [1, 1, 1, 1, 1, 1, 25, 3]
+FAMILIES = {(0, 1, 3): 2, (2, 4): 2}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_config(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouping, "_compiled", lambda: partition)
+    monkeypatch.setattr(gpu_backends, "flash_attention", lambda: flash_attn_varlen_func)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    max_seqlen_q: int,
+    cu_seqlens_q: Tensor,
+    max_seqlen_k: int,
+    *,
+    seqused_k: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    block_table: Tensor,
+    return_softmax_lse: bool,
+    fa_version: int,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend as FlashAttention does to paged sequences; also checks its requirements."""
+    starts = cu_seqlens_q.tolist()
+    assert return_softmax_lse
+    assert fa_version == 2
+    assert cu_seqlens_q.dtype == seqused_k.dtype == block_table.dtype == torch.int32
+    assert len(seqused_k) == len(block_table) == len(starts) - 1
+    assert block_table.stride(-1) == 1
+    assert starts[-1] == len(q)
+    out = torch.empty_like(q) if out is None else out
+    lse = torch.empty(q.shape[1], len(q))
+    for row, length in enumerate(seqused_k.tolist()):
+        first, end = starts[row : row + 2]
+        assert 0 < end - first <= max_seqlen_q
+        assert 0 < length <= max_seqlen_k
+        blocks = block_table[row, : -(-length // k.shape[1])].long()
+        keys, values = k[blocks].flatten(0, 1)[:length], v[blocks].flatten(0, 1)[:length]
+        out[first:end], lse[:, first:end] = plain_attention(
+            q[first:end], keys, values, softmax_scale, causal=causal
+        )
+    return out, lse
+
+
+def plain_attention(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Return output [Q, H, D] and log-sum-exp [H, Q] in float64."""
+    repeats = query.shape[1] // keys.shape[1]
+    keys, values = (
+        keys.double().repeat_interleave(repeats, 1),
+        values.double().repeat_interleave(repeats, 1),
+    )
+    scores = torch.einsum("qhd,thd->hqt", query.double(), keys) * scale
+    if causal:
+        num_queries, num_keys = scores.shape[1:]
+        hidden = torch.ones(num_queries, num_keys).triu(num_keys - num_queries + 1).bool()
+        scores = scores.masked_fill(hidden, -torch.inf)
+    output = torch.einsum("hqt,thd->qhd", scores.softmax(-1), values)
+    return output.to(query.dtype), scores.logsumexp(-1).float()
+
+
+def configuration(model_dir: Path) -> VllmConfig:
+    scheduler = SchedulerConfig(
+        max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, is_encoder_decoder=False
+    )
+    model = ModelConfig(
+        model=str(model_dir), skip_tokenizer_init=True, dtype="float32", max_model_len=64
+    )
+    return VllmConfig(
+        model_config=model,
+        scheduler_config=scheduler,
+        cache_config=CacheConfig(block_size=BLOCK_SIZE),
+        additional_config={"apar": {"family": {"min_prefix_blocks": 1}}},
+    )
+
+
+def common_metadata() -> CommonAttentionMetadata:
+    width = max(map(len, TABLES))
+    table = torch.tensor([[*row, *[0] * (width - len(row))] for row in TABLES], dtype=torch.int32)
+    starts = torch.tensor([0, *np.cumsum(QUERY_LENS)], dtype=torch.int32)
+    seq_lens = torch.tensor(SEQ_LENS, dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=seq_lens,
+        num_reqs=len(TABLES),
+        num_actual_tokens=int(starts[-1]),
+        max_query_len=max(QUERY_LENS),
+        max_seq_len=max(SEQ_LENS),
+        block_table_tensor=table,
+        slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64),
+    )
+
+
+def flash_builder(model_dir: Path) -> FamilyFlashBuilder:
+    spec = FullAttentionSpec(
+        block_size=BLOCK_SIZE,
+        num_kv_heads=NUM_KV_HEADS,
+        head_size=HEAD_SIZE,
+        dtype=torch.float32,
+    )
+    config = configuration(model_dir)
+    with set_current_vllm_config(config):
+        return FamilyFlashBuilder(spec, [], config, torch.device("cpu"))
+
+
+def test_two_passes_of_flash_attention_equal_one(model_dir: Path) -> None:
+    torch.manual_seed(0)
+    builder, common = flash_builder(model_dir), common_metadata()
+    num_tokens = common.num_actual_tokens
+    kv_cache = torch.randn(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
+    # The model pads its tokens for piecewise CUDA graphs.
+    query = torch.randn(num_tokens + 5, NUM_HEADS, HEAD_SIZE)
+    output = torch.full_like(query, 7.0)
+    attention = FamilyFlashImpl(
+        NUM_HEADS, HEAD_SIZE, SCALE, NUM_KV_HEADS, None, None, kv_cache_dtype="auto"
+    )
+    attention.vllm_flash_attn_version = 2
+
+    metadata = builder.build(0, common)
+    attention.forward(torch.nn.Module(), query, query, query, kv_cache, metadata, output)
+
+    assert isinstance(metadata, FamilyFlashMetadata)
+    assert metadata.plan is not None
+    starts = metadata.plan.families.starts.tolist()
+    rows = metadata.plan.families.rows.tolist()
+    assert {
+        tuple(rows[first:end]): blocks
+        for first, end, blocks in zip(
+            starts, starts[1:], metadata.plan.families.prefix_blocks.tolist(), strict=False
+        )
+    } == FAMILIES
+    keys, values = kv_cache.transpose(1, 2).split(HEAD_SIZE, dim=-1)
+    expected, _ = flash_attn_varlen_func(
+        query[:num_tokens], keys, values, max(QUERY_LENS), common.query_start_loc,
+        max(SEQ_LENS), seqused_k=common.seq_lens, softmax_scale=SCALE, causal=True,
+        block_table=common.block_table_tensor, return_softmax_lse=True, fa_version=2,
+    )  # fmt: skip
+    torch.testing.assert_close(output[:num_tokens], expected, rtol=1e-5, atol=1e-6)
+    assert (output[num_tokens:] == 7.0).all()
+    assert builder.planner.counts.saved_blocks == 2 * 2 + 2
+    assert builder.planner.counts.shared_rows == 5
+
+
+def test_drafts_and_steps_without_families_get_vllms_metadata(model_dir: Path) -> None:
+    builder, common = flash_builder(model_dir), common_metadata()
+
+    assert not isinstance(builder.build(0, common, fast_build=True), FamilyFlashMetadata)
+    assert not isinstance(builder.build(0, common.replace(causal=False)), FamilyFlashMetadata)
+    alone = common.replace(block_table_tensor=torch.arange(32, dtype=torch.int32).view(8, 4) + 1)
+    assert not isinstance(builder.build(0, alone), FamilyFlashMetadata)
+
+
+def test_the_metadata_of_another_group_has_no_families(model_dir: Path) -> None:
+    builder, common = flash_builder(model_dir), common_metadata()
+    metadata = builder.build(0, common)
+
+    other = builder.update_block_table(metadata, common.block_table_tensor + 1, common.slot_mapping)
+
+    assert isinstance(other, FamilyFlashMetadata)
+    assert other.plan is None
+
+
+@pytest.mark.parametrize("backend", [FamilyFlashBackend, FamilyTritonBackend])
+def test_attention_stays_out_of_full_cuda_graphs(backend: Any, model_dir: Path) -> None:
+    builder = backend.get_builder_cls()
+
+    support = builder.get_cudagraph_support(configuration(model_dir), None)
+
+    assert support is AttentionCGSupport.NEVER
+
+
+class GPUTable(SimpleNamespace):
+    """A block table that says that it is on a GPU; its memory is here."""
+
+    device = SimpleNamespace(type="cuda")
+
+
+def on_gpu(table: Tensor, num_rows: int, slots: list[int] | None = None) -> Any:
+    pretended = GPUTable(data_ptr=table.data_ptr)
+    req_idx = None if slots is None else np.array(slots)
+    return SimpleNamespace(block_table_tensor=pretended, num_reqs=num_rows, req_idx=req_idx)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watch block tables whose own methods need a GPU; both classes are restored afterwards."""
+
+    def init_v1(self: Any, block_size: int) -> None:
+        memory = torch.zeros(4, 5, dtype=torch.int32)
+        self.block_size = block_size
+        self.block_table = SimpleNamespace(gpu=torch.zeros(4, 5), np=memory.numpy())
+
+    def init_v2(self: Any, block_size: int) -> None:
+        self.block_sizes = [block_size]
+        self.input_block_tables = [torch.zeros(4, 5, dtype=torch.int32)]
+        self.num_blocks = SimpleNamespace(np=np.zeros((1, 4), np.int32))
+
+    def append(self: Any, row: int, block_ids: tuple[list[int], ...], overwrite: bool) -> None:
+        self.num_blocks.np[0, row] *= not overwrite
+        self.num_blocks.np[0, row] += len(block_ids[0])
+
+    monkeypatch.setattr(v1_tables.BlockTable, "__init__", init_v1)
+    monkeypatch.setattr(v2_tables.BlockTables, "__init__", init_v2)
+    monkeypatch.setattr(v2_tables.BlockTables, "append_block_ids", append)
+    monkeypatch.setattr(v1_tables.BlockTable, vllm_names._WATCHED, True, raising=False)
+    monkeypatch.delattr(v1_tables.BlockTable, vllm_names._WATCHED)
+    watch_block_tables()
+
+
+@pytest.mark.usefixtures("watched")
+def test_the_v2_runners_writes_are_known_on_the_host() -> None:
+    tables: Any = v2_tables.BlockTables
+    tables = tables(BLOCK_SIZE)
+    tables.append_block_ids(2, ([5, 6],), overwrite=True)
+    tables.append_block_ids(2, ([7],), overwrite=False)
+    tables.append_block_ids(0, ([8, 9],), overwrite=True)
+    # A preempted request returns in the same place with other blocks.
+    tables.append_block_ids(0, ([3],), overwrite=True)
+    step = on_gpu(tables.input_block_tables[0], 2, [2, 0])
+
+    found = host_block_table(step, BLOCK_SIZE)
+
+    assert found is not None
+    assert found[0, :3].tolist() == [5, 6, 7]
+    assert found[1, :1].tolist() == [3]
+    assert host_block_table(step, 2 * BLOCK_SIZE) is None
+    assert host_block_table(on_gpu(tables.input_block_tables[0], 2), BLOCK_SIZE) is None
+
+
+@pytest.mark.usefixtures("watched")
+def test_the_v1_runners_table_is_on_the_host_already() -> None:
+    table: Any = v1_tables.BlockTable
+    table = table(BLOCK_SIZE)
+    table.block_table.np[1, :2] = [3, 4]
+
+    found = host_block_table(on_gpu(table.block_table.gpu, 3), BLOCK_SIZE)
+
+    assert found is not None
+    assert found.shape == (3, 5)
+    assert found[1].tolist() == [3, 4, 0, 0, 0]
+    assert host_block_table(on_gpu(torch.zeros(1), 3), BLOCK_SIZE) is None

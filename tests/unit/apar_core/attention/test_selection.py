@@ -1,0 +1,130 @@
+"""Which engines and layers are read row by row although `attention: family` is set."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from apar_core.attention.selection import (
+    WORKERS,
+    engine_problem,
+    family_settings,
+    layer_problem,
+    use_family_attention,
+)
+from apar_core.attention.settings import FamilySettings
+
+CPU_WORKER, GPU_WORKER = WORKERS
+
+
+def engine(**sections: dict[str, Any]) -> Any:
+    """Return a vLLM configuration that fits, but for the given values."""
+    given: dict[str, dict[str, Any]] = {
+        "model_config": {"runner_type": "generate", "use_mla": False},
+        "cache_config": {"cache_dtype": "auto", "kv_sharing_fast_prefill": False},
+        "parallel_config": {
+            "worker_cls": GPU_WORKER,
+            "decode_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+            "use_ubatching": False,
+        },
+        "scheduler_config": {"async_scheduling": True},
+    }
+    parts = {name: SimpleNamespace(**given[name] | sections.get(name, {})) for name in given}
+    return SimpleNamespace(**parts, speculative_config=sections.get("speculative_config"))
+
+
+def layer(**values: Any) -> Any:
+    given: dict[str, Any] = {
+        "attn_type": "decoder",
+        "sliding_window": (-1, -1),
+        "alibi_slopes": None,
+        "logits_soft_cap": 0,
+        "sinks": None,
+        "kv_cache_dtype": "auto",
+    }
+    return SimpleNamespace(**given | values)
+
+
+def test_an_engine_that_fits_gets_our_worker(caplog: pytest.LogCaptureFixture) -> None:
+    for theirs, ours in WORKERS.items():
+        config = engine(parallel_config={"worker_cls": theirs})
+
+        # A configuration may be completed twice.
+        use_family_attention(config)
+        use_family_attention(config)
+
+        assert config.parallel_config.worker_cls == ours
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "problem"),
+    [
+        ("model_config", {"use_mla": True}, "latent"),
+        ("model_config", {"runner_type": "pooling"}, "'pooling'"),
+        ("cache_config", {"cache_dtype": "fp8_e4m3"}, "fp8_e4m3"),
+        ("cache_config", {"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill"),
+        ("parallel_config", {"decode_context_parallel_size": 2}, "decode context parallelism"),
+        ("parallel_config", {"prefill_context_parallel_size": 2}, "prefill context parallelism"),
+        ("parallel_config", {"use_ubatching": True}, "microbatches"),
+        ("parallel_config", {"worker_cls": "org.Worker"}, "org.Worker"),
+        ("speculative_config", {"method": "ngram"}, "asynchronous scheduling"),
+    ],
+)
+def test_an_engine_that_does_not_fit_keeps_vllms_worker_and_says_why(
+    section: str, values: dict[str, Any], problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = engine(**{section: values})
+    before = config.parallel_config.worker_cls
+
+    with caplog.at_level(logging.WARNING):
+        use_family_attention(config)
+
+    assert config.parallel_config.worker_cls == before
+    (message,) = caplog.messages
+    assert problem in message
+
+
+def test_speculation_in_steps_that_wait_for_each_other_fits() -> None:
+    config = engine(
+        speculative_config={"method": "ngram"}, scheduler_config={"async_scheduling": False}
+    )
+
+    assert engine_problem(config) is None
+
+
+def test_batch_invariance_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+
+    assert engine_problem(engine()) == "VLLM_BATCH_INVARIANT"
+
+
+@pytest.mark.parametrize("window", [None, -1, (-1, -1)])
+def test_a_layer_without_extras_fits(window: Any) -> None:
+    assert layer_problem(layer(sliding_window=window)) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"attn_type": "encoder_only"}, "attention of type encoder_only"),
+        ({"sliding_window": (39, 0)}, "a sliding window"),
+        ({"sliding_window": 40}, "a sliding window"),
+        ({"alibi_slopes": [0.5]}, "ALiBi"),
+        ({"logits_soft_cap": 30.0}, "a soft cap of logits"),
+        ({"sinks": [0.0]}, "attention sinks"),
+        ({"kv_cache_dtype": "fp8"}, "a KV cache of type fp8"),
+        ({"chunk_lookback": 2}, "a limited look-back"),
+    ],
+)
+def test_a_layer_that_does_not_fit(values: dict[str, Any], problem: str) -> None:
+    assert layer_problem(layer(**values)) == problem
+
+
+def test_thresholds_are_those_of_the_engine() -> None:
+    values = {"apar": {"attention": "family", "family": {"min_rows": 3}}}
+
+    assert family_settings(SimpleNamespace(additional_config=values)) == FamilySettings(min_rows=3)  # type: ignore[arg-type]
+    assert family_settings(SimpleNamespace(additional_config={})) == FamilySettings()  # type: ignore[arg-type]
