@@ -125,8 +125,9 @@ def answer_with_adapter(
     from vllm.lora.request import LoRARequest
 
     requests: list[Any] = [LoRARequest("adapter", 1, adapter), None]
+    tokens: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
     outputs = engine.llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts] * 2,
+        tokens * 2,
         SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, skip_special_tokens=False),
         lora_request=[request for request in requests for _ in prompts],
         use_tqdm=False,
