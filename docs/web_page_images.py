@@ -20,7 +20,10 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 IMAGES = Path(__file__).resolve().parent / "images"
-PROMPT = "Give me 5 tips for learning guitar."
+PROMPTS = {
+    "race": "Give me 5 tips for learning guitar.",
+    "forked": "Give me a detailed guide to baking bread.",
+}
 NUM_RUNS = 3
 MAX_RUNS = 20
 TOLERANCE = 0.15
@@ -38,7 +41,7 @@ def ask(page: Page, mode: str) -> float:
     """Ask the question until the answers are complete; returns the seconds of the slowest."""
     lanes = 2 if mode == "race" else 1
     page.locator(f"input[value={mode}]").check(force=True)
-    page.fill("#prompt", PROMPT)
+    page.fill("#prompt", PROMPTS[mode])
     page.press("#prompt", "Enter")
     page.wait_for_selector(" + ".join(['.lane[data-state="complete"]'] * lanes))
     page.wait_for_selector("#replay:visible")
