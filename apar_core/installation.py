@@ -39,6 +39,7 @@ EXTRAS = {
     "tokenizers": "train",
     "torch": "train",
     "transformers": "train",
+    "triton": "cpu` or `gpu",
     "typer": "serve",
     "uvloop": "loadtest",
     "vllm": "cpu` or `gpu",

@@ -37,7 +37,7 @@ _MARGIN_S = 10.0
 class Check:
     """A check: a function of `module` by this name, and the seconds that it may take.
 
-    needs: module without which it is skipped, for the reason `without`.
+    needs: module without which it is skipped. packages: what it imports.
     """
 
     name: str
@@ -45,13 +45,17 @@ class Check:
     shows: str
     module: str = "benchmarks.gpu_checks"
     needs: str = "torch"
-    without: str = ""
+    packages: tuple[str, ...] = PACKAGES
 
 
 _VLLM = "benchmarks.gpu_checks_vllm"
 CHECKS = (
     Check("machine", 40, "versions, device, memory bandwidth and matrix products"),
     Check("step_times", 180, "step costs on a grid, against the tables of predictions"),
+    Check(
+        "family_attention", 170, "the kernel that reads shared KV blocks once: errors and times",
+        "benchmarks.family_attention", "triton", ("torch", "numpy"),
+    ),
     Check("decoders", 140, "decoders in float32 give the same texts as on the CPU"),
     Check("figure4", 200, "Figure 4: one answer at a time at 7B dimensions, by replay"),
     Check("vllm_default", 140, "an engine starts; forks equal plain decoding", _VLLM, "vllm"),
@@ -60,10 +64,6 @@ CHECKS = (
     Check("vllm_eager", 80, "without CUDA graphs the texts are the same", _VLLM, "vllm"),
     Check("training", 110, "FlexAttention and SDPA: loss, gradients, time, memory"),
     Check("fsdp", 90, "a training step with sharded weights equals one without"),
-    Check(
-        "family_attention", 40, "kernel that reads shared KV blocks once",
-        "benchmarks.family_attention", "benchmarks.family_attention", "not built yet",
-    ),
 )  # fmt: skip
 
 
@@ -82,7 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = names if options.only is None else options.only.split(",")
     if unknown := sorted({*wanted} - {*names}):
         parser.error(f"--only: no check {', '.join(unknown)}; there are {', '.join(names)}")
-    if missing := [name for name in PACKAGES if not _is_installed(name)]:
+    imported = dict.fromkeys(
+        name for check in CHECKS if check.name in wanted for name in check.packages
+    )
+    if missing := [name for name in imported if not _is_installed(name)]:
         parser.error(f"missing: {sys.executable} -m pip install {' '.join(missing)}")
     state: Path = options.state / f"{options.device}-{options.size}"
     state.mkdir(parents=True, exist_ok=True)
@@ -95,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         left_s = deadline_s - time.monotonic()
         if not _is_installed(check.needs):
-            reason = check.without or f"{check.needs} is not installed"
+            reason = f"{check.needs} is not installed"
             found: dict[str, Any] = {"status": "skipped", "reason": reason}
         elif left_s < check.limit_s:
             print(f"{check.name}: not in this call, {left_s:.0f} of {check.limit_s} s are left")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All GPU checks in order of value, on a borrowed GPU. Run it again, and it goes on where it stopped.
 #
-#   benchmarks/gpu_check.sh                      # on a GPU: at most 10 minutes a call, 20 in all
+#   benchmarks/gpu_check.sh                      # on a GPU: at most 10 minutes a call, 22 in all
 #   benchmarks/gpu_check.sh --device cpu --size tiny
 #
 # Needs torch, transformers and pydantic; wheels in .whl/ are installed into a folder of their own.

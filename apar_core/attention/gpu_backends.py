@@ -351,9 +351,7 @@ class FamilyTritonImpl(TritonAttentionImpl):
                 output_block_scale,
             )  # fmt: skip
         # Triton cannot be imported on every machine that imports this module.
-        from apar_core.attention.triton_kernel import (  # type: ignore[import-not-found,unused-ignore]
-            family_decode,
-        )
+        from apar_core.attention.triton_kernel import family_decode
 
         num_rows = metadata.num_actual_tokens
         key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)

@@ -337,6 +337,17 @@ def test_several_choices_join_each_for_itself(served: Server) -> None:
     assert first["apar"]["joins"] >= 2
 
 
+def test_the_prompts_of_a_completion_join_each_for_itself(served: Server) -> None:
+    answers = [expected(question) for question in QUESTIONS]
+    prompts = [answer.prompt_ids for answer in answers]
+
+    whole = served.post(COMPLETION, json=GREEDY | {"prompt": prompts}).json()
+
+    texts = {choice["index"]: choice["text"] for choice in whole["choices"]}
+    assert texts == {index: answer.text() for index, answer in enumerate(answers)}
+    assert whole["apar"]["threads"] == sum(answer.threads for answer in answers)
+
+
 def test_max_tokens_counts_what_the_threads_generate(served: Server) -> None:
     answer = expected(QUESTIONS[0])
     body = {"messages": messages(QUESTIONS[0]), "stream_options": {"include_usage": True}}
@@ -369,6 +380,17 @@ def test_max_tokens_counts_what_the_threads_generate(served: Server) -> None:
 
 def _ends(chunk: dict[str, Any]) -> bool:
     return bool(chunk["choices"]) and chunk["choices"][0]["finish_reason"] is not None
+
+
+@pytest.mark.parametrize("max_threads", [1, 2])
+def test_a_limit_on_threads_changes_no_text(served: Server, max_threads: int) -> None:
+    for question in QUESTIONS[:3]:
+        body = {"messages": messages(question), "apar": {"max_threads": max_threads}}
+
+        whole = served.post(CHAT, json=GREEDY | body).json()
+
+        assert whole["choices"][0]["message"]["content"] == expected(question).text()
+        assert whole["apar"]["threads"] == expected(question).threads
 
 
 def test_a_request_that_may_not_fork_writes_its_threads_itself(served: Server) -> None:
@@ -417,14 +439,11 @@ def behind_block(answer: Answer) -> bool:
 def in_second_block(answer: Answer) -> bool:
     """Return whether a thread writes whose parent has joined once."""
     threads = answer.reader.threads.get(0, {})
-    return behind_first(threads) and in_block(answer)
-
-
-def behind_first(threads: dict[str, dict[str, Any]]) -> bool:
+    first = threads.get("root.0", {"position": 0})["position"]
     return any(
-        threads["root.0"]["state"] == "ended" and thread["state"] == "writing" and name > "root.1"
+        thread["state"] == "writing" and len(thread["text"]) > 10 and thread["position"] > first
         for name, thread in threads.items()
-        if "root.0" in threads
+        if name != "root"
     )
 
 

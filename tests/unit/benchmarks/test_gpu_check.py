@@ -75,10 +75,13 @@ def test_a_call_leaves_what_does_not_fit_to_the_next(
 
 
 def test_a_skipped_check_is_tried_again(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = Check("works", 30, "", FAKES, "no_such_package", "not built yet")
+    missing = Check("works", 30, "", FAKES, "no_such_package")
     monkeypatch.setattr(gpu_check, "CHECKS", (missing,))
     assert run(folders) == 0
-    assert "skipped: not built yet" in (folders / "out" / "gpu-check.md").read_text()
+    assert (
+        "skipped: no_such_package is not installed"
+        in (folders / "out" / "gpu-check.md").read_text()
+    )
 
     monkeypatch.setattr(gpu_check, "CHECKS", (replace(missing, needs="torch"),))
     assert run(folders) == 0
@@ -88,16 +91,18 @@ def test_a_skipped_check_is_tried_again(folders: Path, monkeypatch: pytest.Monke
 def test_missing_packages_are_named_before_any_check_runs(
     folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu_check, "PACKAGES", ("torch", "no_such_package"))
+    check = Check("works", 30, "", FAKES, packages=("torch", "no_such_package"))
+    monkeypatch.setattr(gpu_check, "CHECKS", (check, Check("other", 30, "", FAKES)))
     with pytest.raises(SystemExit):
         run(folders)
 
     assert "pip install no_such_package\n" in capsys.readouterr().err
     assert not (folders / "out").exists()
+    assert run(folders, "--only", "other") == 0
 
 
-def test_all_limits_together_are_twenty_minutes_in_calls_of_ten() -> None:
-    assert sum(check.limit_s for check in CHECKS) <= 20 * 60
+def test_all_limits_together_are_22_minutes() -> None:
+    assert sum(check.limit_s for check in CHECKS) <= 22 * 60
     assert len({check.name for check in CHECKS}) == len(CHECKS)
 
 
@@ -113,5 +118,4 @@ def test_checks_without_vllm_do_not_import_it() -> None:
 def test_every_check_runs_here_as_far_as_a_cpu_can(folders: Path) -> None:
     assert run(folders, "--minutes", "60") == 0, (folders / "out" / "gpu-check.md").read_text()
 
-    expected = {check.name: "passed" for check in CHECKS}
-    assert results(folders) == {**expected, "family_attention": "skipped"}
+    assert results(folders) == {check.name: "passed" for check in CHECKS}

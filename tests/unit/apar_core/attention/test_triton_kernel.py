@@ -1,0 +1,174 @@
+"""The kernel gives the attention of a float64 reference, and compiles for GPUs that are not here.
+
+It runs in Triton's interpreter, which computes on the CPU what a GPU would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from apar_core.attention.triton_kernel import Tiles, family_decode
+from benchmarks.family_attention import Case, families_of, make_problem, pairwise, reads_of
+from benchmarks.family_steps import SHAPES, read_steps
+
+ROOT = Path(__file__).resolve().parents[4]
+PROGRAM = "tests.unit.apar_core.attention.kernel_in_interpreter"
+PARTS = 4
+# Registers of a thread, and shared memory of a program in bytes, of the smallest GPU that has them.
+REGISTERS, SHARED = 255, {80: 166_912, 89: 101_376, 90: 232_448}
+
+
+def interpreted(*arguments: object) -> dict[str, Any]:
+    command = [sys.executable, "-m", PROGRAM, *map(str, arguments)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    output = subprocess.run(
+        command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True
+    ).stdout
+    found: dict[str, Any] = json.loads(output)
+    return found
+
+
+def test_the_kernel_equals_the_reference_and_the_comparison_notices_errors() -> None:
+    found = interpreted("few")
+
+    assert found["wrong"] == []
+    assert (found["planted"], found["unnoticed"]) == (7, [])
+    assert found["merge_without_scale"] > 0.01
+    # What a borrowed GPU machine has: torch, numpy and triton.
+    assert found["foreign"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_the_kernel_equals_the_reference_for_all_pairs_of_dimensions(part: int) -> None:
+    found = interpreted(part, PARTS)
+
+    assert found["cases"] >= 10
+    assert (found["wrong"], found["unnoticed"]) == ([], [])
+
+
+def test_pairwise_meets_every_pair() -> None:
+    choices: dict[str, Any] = {"a": (1, 2, 3), "b": "xyz", "c": (True, False)}
+
+    found = list(pairwise(**choices))
+
+    assert len(found) < 18
+    for one, other in (("a", "b"), ("a", "c"), ("b", "c")):
+        pairs = {(each[one], each[other]) for each in found}
+        assert len(pairs) == len(choices[one]) * len(choices[other])
+
+
+def test_recorded_steps_save_what_their_families_share() -> None:
+    for step in read_steps():
+        families = families_of(torch.from_numpy(step.table), torch.from_numpy(step.lengths))
+        reads = reads_of(step, families)
+        assert reads.distinct <= reads.with_families <= reads.by_row
+        assert step.model in SHAPES
+        assert 0 <= reads.ideal_saving < 0.7, step.name
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query": torch.zeros(3, 7, 64)}, r"query \[R, H, D\] = \(3, 7, 64\) does not fit"),
+        ({"query": torch.zeros(99, 8, 64)}, "block_table and seq_lens have 3 and 3 rows"),
+        ({"query": torch.zeros(3, 8, 64).half()}, "query is torch.float16, the KV cache torch.flo"),
+        ({"value_cache": torch.zeros(1, 16, 8, 64)}, "must have the same shape and strides"),
+        ({"max_family_rows": 0}, "max_family_rows must be at least 1"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(changes: dict[str, Any], message: str) -> None:
+    problem = make_problem(Case(rows=2), "cpu", 0)
+    arguments: dict[str, Any] = {
+        "query": problem.query, "key_cache": problem.keys, "value_cache": problem.values,
+        "block_table": problem.table, "seq_lens": problem.lengths, "families": problem.families,
+        "scale": 1.0, **problem.bounds, **changes,
+    }  # fmt: skip
+
+    with pytest.raises(ValueError, match=message):
+        family_decode(**arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", sorted(SHARED))
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_kernels_fit_into_a_gpu(
+    capability: int, head_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    for name, block_m in (("prefix", 16), ("prefix", 64), ("suffix", 16), ("merge", 4)):
+        if (name, block_m, dtype.itemsize) == ("prefix", 64, 4):
+            continue
+        used = compiled(name, block_m, dtype, head_size, capability)
+        assert used["registers"] <= REGISTERS
+        # A few bytes, outside of the loop, are no loss.
+        assert used["spilled_bytes"] <= 64, (name, block_m)
+        assert used["shared_bytes"] <= SHARED[capability]
+        assert used["has_tensor_cores"] == (name != "merge" and dtype.itemsize == 2)
+
+
+def compiled(
+    name: str, block_m: int, dtype: torch.dtype, head_size: int, capability: int
+) -> dict[str, Any]:
+    """Compile a kernel for a GPU that is not here, and return what it uses."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+    from triton.compiler import ASTSource
+
+    from apar_core.attention import triton_kernel
+
+    tiles: Tiles = triton_kernel.default_tiles(dtype, head_size)
+    kernel = getattr(triton_kernel, f"_{name}_kernel")
+    given = {
+        "block_size": 16, "head_size": head_size, "padded_size": head_size, "ratio": 4,
+        "block_n": tiles.tokens, "block_m": block_m, "has_prefix": True, "upcast": False,
+    }  # fmt: skip
+    constants = {key: value for key, value in given.items() if key in kernel.arg_names}
+    short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    kinds = {
+        **dict.fromkeys(("query", "key_cache", "value_cache", "output"), f"*{short}"),
+        **dict.fromkeys(("partial_values", "partial_stats"), "*fp32"),
+        **dict.fromkeys(("block_table", "family_rows", "family_starts", "prefix_blocks"), "*i32"),
+        **dict.fromkeys(("seq_lens", "row_prefix_blocks"), "*i32"),
+        "scale": "fp32",
+        **dict.fromkeys(constants, "constexpr"),
+    }
+    signature = {argument: kinds.get(argument, "i32") for argument in kernel.arg_names}
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, (argument, kind) in enumerate(signature.items())
+        if kind.startswith("*") or argument.endswith("_stride")
+    }
+    found = triton.compile(
+        ASTSource(kernel, signature, constexprs=constants, attrs=aligned),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": tiles.warps, "num_stages": tiles.stages},
+    )
+    code = found.asm["ptx"]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(code)
+        file.flush()
+        report = subprocess.run(
+            [get_ptxas(capability).path, "-v", f"-arch={sm_arch_from_capability(capability)}",
+             file.name, "-o", os.devnull],
+            check=True, capture_output=True, text=True,
+        ).stderr  # fmt: skip
+    [registers] = re.findall(r"Used (\d+) registers", report)
+    [spilled] = re.findall(r"(\d+) bytes spill stores", report)
+    return {
+        "registers": int(registers), "spilled_bytes": int(spilled),
+        "shared_bytes": found.metadata.shared,
+        "has_tensor_cores": "mma.sync" in code or "wgmma" in code,
+    }  # fmt: skip
