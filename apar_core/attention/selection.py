@@ -35,6 +35,8 @@ def use_family_attention(vllm_config: VllmConfig) -> None:
     if (problem := engine_problem(vllm_config)) is not None:
         logger.warning(_FALLBACK, problem)
         return
+    if vllm_config.speculative_config is not None:
+        logger.warning("attention: family: rows with drafts are read row by row")
     parallel.worker_cls = WORKERS[parallel.worker_cls]
 
 
