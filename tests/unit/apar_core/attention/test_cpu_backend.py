@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm import _custom_ops as ops
+from vllm import _custom_ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from apar_core.attention import families as grouping
@@ -16,6 +16,8 @@ from apar_core.attention.families import partition
 from apar_core.attention.plan import FamilyCounts, StepPlan, StepPlanner
 from apar_core.attention.settings import FamilySettings
 
+# Their types are those of the kernels, without defaults.
+ops: Any = _custom_ops
 NUM_BLOCKS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 12, 4, 2, 32
 SCALE = HEAD_SIZE**-0.5
 TABLES = [[1, 2, 3, 4], [1, 2, 5, 0], [6, 7, 0, 0], [1, 2, 8, 0], [6, 9, 10, 0]]
