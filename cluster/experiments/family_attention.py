@@ -9,7 +9,7 @@ groups of rows. All times are predicted, and so is the cost of a group (`step_co
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,11 +27,13 @@ from pydantic import (
 
 from apar_core.attention.settings import FamilySettings
 from apar_core.errors import EvaluationError, StepCostsError
+from apar_core.reporting import Column, Report, ReportTable
 from apar_core.step_costs.costs import StepCosts
 from apar_core.step_costs.gpus import find_gpu
 from apar_core.step_costs.models import ModelSize, find_model
 from apar_core.step_costs.predict import kv_tokens, step_costs
 from apar_core.virtual.workers import worker_pool
+from apar_core.workload.trace import read_trace
 from cluster.experiments.methods import EAGER, METHODS, SEQUENTIAL, Question, Workload
 from cluster.experiments.parts import PartStore, StartStage
 from cluster.experiments.recorded_steps import (
@@ -47,6 +49,8 @@ from cluster.experiments.runs import freeze_garbage
 from cluster.experiments.settings import MIXED, STRUCTURED, file_digest
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from apar_core.virtual.shared_reads import Grouping, Levels
     from cluster.experiments.engine import ExperimentEngine
 
@@ -88,7 +92,6 @@ class FamilyAttentionSettings(BaseModel):
     )
     system_tokens: NonNegativeInt = Field(512, description="Tokens of a shared system prompt.")
     system_share: PositiveFloat = Field(0.3, description="Share of the KV cache beside it.", le=1)
-    sweep_share: PositiveFloat = Field(0.5, description="Where thresholds are tried.", le=1)
     sample_s: PositiveFloat = 3.0
     growth_reserve_tokens: NonNegativeInt = 8
     seed: int = 0
@@ -247,7 +250,7 @@ def points(settings: FamilyAttentionSettings) -> Iterator[Point]:
         limit = settings.limit(engine)
         for trace in settings.traces:
             for share in settings.kv_shares:
-                is_swept = share == settings.sweep_share and trace == STRUCTURED
+                is_swept = trace == STRUCTURED and share == _middle(settings.kv_shares)
                 yield Point(engine, share, trace, limit, has_thresholds=is_swept)
         if settings.system_tokens:
             yield Point(
@@ -262,6 +265,11 @@ def points(settings: FamilyAttentionSettings) -> Iterator[Point]:
             for concurrency in sorted({min(each, limit) for each in settings.concurrencies}):
                 share = round(closed / BLOCK_SIZE / engine.kv_blocks, 2)
                 yield Point(engine, share, STRUCTURED, concurrency, closed)
+
+
+def _middle(shares: Sequence[float]) -> float:
+    """Return the share of the KV cache with which thresholds are tried."""
+    return sorted(shares)[len(shares) // 2]
 
 
 def groupings(run: RunName) -> dict[str, Grouping]:
@@ -603,3 +611,174 @@ def predict(point: Point, runs: dict[RunName, RecordedSteps], sample_s: float) -
 
 def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
+
+
+# ---- report -------------------------------------------------------------------------------------
+
+PREDICTIONS_FILE = "predictions.jsonl"
+
+
+def report_family_attention(
+    settings: FamilyAttentionSettings, folder: Path, start_stage: StartStage, *, workers: int = 1
+) -> Report:
+    """Do the missing runs, predict all points, and report them; also as JSON lines in the folder.
+
+    Raises EvaluationError for a trace that cannot be read, and a folder with other settings.
+    """
+    for path in settings.traces.values():
+        # Before engines are started.
+        read_trace(path, limit=1)
+    do_runs(settings, folder, start_stage, workers)
+    every = list(points(settings))
+    done = start_stage("predictions", len(every))
+    found: list[Prediction] = []
+    for point in every:
+        names = (point.run(method) for method in (SEQUENTIAL, EAGER))
+        runs = {name: RecordedSteps.load(_path(folder, name)) for name in names}
+        found.append(predict(point, runs, settings.sample_s))
+        done()
+    lines = "".join(f"{each.model_dump_json()}\n" for each in found)
+    (folder / PREDICTIONS_FILE).write_text(lines, encoding="utf-8")
+    facts = {
+        "Requests": f"{settings.answers} from "
+        + " and ".join(path.name for path in settings.traces.values())
+        + ", all at once, or in a closed loop",
+        "Times": "predicted: the scheduler, the KV-cache manager and the groups of rows are real, "
+        "and the duration of each step is modeled; no GPU has measured the cost of groups",
+    }
+    for engine in settings.engines:
+        facts[f"{engine.model} on {engine.gpu}"] = (
+            f"a pass over groups {1e3 * engine.costs.group_pass_s:.2f} ms, a group "
+            f"{1e6 * engine.costs.group_s:.1f} us, a row in it "
+            f"{1e6 * engine.costs.grouped_row_s:.2f} us, a KV block "
+            f"{1e6 * BLOCK_SIZE * engine.costs.attended_token_s:.2f} us; {engine.costs.source}"
+        )
+    return Report(
+        "Family attention over sequential decoding, predicted",
+        facts,
+        [ratio_table(found), cost_table(found), *_threshold_tables(found)],
+        _figures(found),
+        {"settings": settings.as_text()},
+    )
+
+
+_PLACE = (
+    Column("model"),
+    Column("GPU"),
+    Column("load"),
+    Column("KV cache", ".2f"),
+)
+
+
+def _place(each: Prediction) -> tuple[str, str, str, float]:
+    load = f"{each.concurrency} in a loop" if each.is_closed_loop else each.trace
+    if each.system_tokens:
+        load += f", system prompt of {each.system_tokens}"
+    return each.model, each.gpu, load, each.share
+
+
+_SHOWN = (
+    ("today", "today"),
+    ("family", "family"),
+    ("family_80", "family, 80 %"),
+    ("family_free", "family, free"),
+    ("nested", "nested"),
+    ("across", "system + family"),
+    ("sequential_family", "sequential, family"),
+)
+
+
+def ratio_table(found: Sequence[Prediction]) -> ReportTable:
+    """Return every way of attention over sequential decoding as it is today."""
+
+    def text(ratio: Ratio) -> str:
+        sampled = "-" if ratio.throughput is None else f"{ratio.throughput:.2f}"
+        return f"{sampled} / {ratio.whole:.2f} / {ratio.latency:.2f}"
+
+    return ReportTable(
+        "ratios",
+        "Over sequential decoding today: throughput sampled / of the whole run / mean latency",
+        (*_PLACE, *(Column(title) for _, title in _SHOWN)),
+        tuple((*_place(each), *(text(each.ratios[name]) for name, _ in _SHOWN)) for each in found),
+        note="Forked, but for the last column. today: each row reads its own KV blocks. family: as "
+        "`attention: family` groups rows. 80 %: a kernel that saves 80 % of the reading. free: "
+        "groups cost nothing. nested: several levels within a request. system + family: two "
+        "levels, the first across requests.",
+    )
+
+
+def cost_table(found: Sequence[Prediction]) -> ReportTable:
+    """Return what groups save per step, and what they cost in the model."""
+    columns = (
+        Column("rows a step", ".0f"),
+        Column("groups", ".0f"),
+        Column("saved share of reads", ".2f"),
+        Column("the same, by request", ".2f"),
+        Column("nested", ".2f"),
+        Column("system + family", ".2f"),
+        Column("step (ms)", ".2f"),
+        Column("saved (ms)", ".2f"),
+        Column("cost (ms)", ".2f"),
+        Column("grouped steps", ".2f"),
+    )
+    rows = (
+        (
+            *_place(each), each.rows, each.groups, each.saved_share, each.request_saved_share,
+            each.nested_saved_share, each.across_saved_share, each.step_ms, each.saved_ms,
+            each.cost_ms, each.grouped_steps,
+        )
+        for each in found
+    )  # fmt: skip
+    return ReportTable(
+        "costs",
+        "Forked decoding, means over its steps",
+        (*_PLACE, *columns),
+        tuple(rows),
+        note="saved: time of the reads that groups save if every step is grouped, and so what a "
+        "step may lose to groups before the gain is gone. cost: what the model takes for it. "
+        "grouped steps: share of the steps that save at least 64 MiB per layer, below which rows "
+        "are read one by one.",
+    )
+
+
+def _threshold_tables(found: Sequence[Prediction]) -> list[ReportTable]:
+    swept = [each for each in found if each.thresholds]
+    if not swept:
+        return []
+    names = list(swept[0].thresholds)
+    return [
+        ReportTable(
+            "thresholds",
+            "Thresholds: speed of forked decoding over today's, with every step grouped",
+            (*_PLACE, *(Column(name, ".3f") for name in names)),
+            tuple((*_place(each), *(each.thresholds[name] for name in names)) for each in swept),
+            note="blocks N: groups with at least so many common blocks, of 2 rows or more. rows N: "
+            "groups with at least so many rows, and 1 block or more.",
+        )
+    ]
+
+
+def _figures(found: Sequence[Prediction]) -> dict[str, Figure]:
+    # matplotlib takes a second to import.
+    from cluster.experiments.plots import family_figure
+
+    panels: dict[str, list[Prediction]] = {}
+    for each in found:
+        is_plain = each.trace == STRUCTURED and not each.is_closed_loop and not each.system_tokens
+        if is_plain:
+            panels.setdefault(f"{each.model}, {each.gpu}", []).append(each)
+    labels = {
+        "today": "forked, today",
+        "family": "family attention",
+        "family_80": "80 % of its saving",
+        "family_free": "groups cost nothing",
+    }
+    shown = {
+        title: {
+            label: [(each.share, each.ratios[name].whole) for each in group]
+            for name, label in labels.items()
+        }
+        for title, group in panels.items()
+        if len(group) > 1
+    }
+    return {"family-attention": family_figure(shown)} if shown else {}

@@ -56,6 +56,31 @@ def peers_figure(panels: Panels) -> Figure:
     return figure
 
 
+Line = Sequence[tuple[float, float]]
+
+
+def family_figure(panels: Mapping[str, Mapping[str, Line]]) -> Figure:
+    """Return a panel per title with lines by label: (share of the KV cache, throughput)."""
+    styles = (
+        ("#9aa5b1", "o-"),
+        *((METHOD_COLOURS["eager"], style) for style in ("o-", "o--", "o:")),
+    )
+    with mpl.rc_context(PLOT_SETTINGS):
+        width, height = _PANEL_SIZE
+        figure = Figure(figsize=(width * len(panels), height), layout="constrained")
+        axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+        for panel, (title, lines) in zip(axes, panels.items(), strict=True):
+            for (colour, style), (label, line) in zip(styles, lines.items(), strict=False):
+                shares, ratios = zip(*line, strict=True)
+                panel.plot(shares, ratios, style, color=colour, label=label)
+            panel.set_title(f"{title}, predicted")
+            panel.set_ylim(bottom=1)
+            _share_axis(panel)
+        axes[0].set_ylabel("throughput x sequential")
+        axes[-1].legend(frameon=False, fontsize=8)
+    return figure
+
+
 def _figure(
     panels: Panels,
     draw: Callable[[Axes, Sequence[Comparison]], None],
