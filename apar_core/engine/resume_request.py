@@ -7,7 +7,7 @@ everything known of it. The scheduler gets the same journal and resumes the unfi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
@@ -16,7 +16,7 @@ from apar_core.engine.replay import without_generated
 from apar_core.fork_parameters import ForkParameters
 from apar_core.formats.blocks import block_rules
 from apar_core.journal import Journal, ThreadDelta, to_plain
-from apar_core.scheduler.block_journal import completed_blocks, rebuilt_threads
+from apar_core.scheduler.block_journal import RebuiltThread, completed_blocks, rebuilt_threads
 from apar_core.scheduler.thread_requests import RESUME_ARG, thread_sequences, was_refused
 from apar_core.tree.thread_names import ThreadPath, thread_request_id
 from apar_core.vllm_names import EngineCoreOutput, EngineCoreRequest, FinishReason, Request
@@ -37,7 +37,7 @@ def hand_to_scheduler(request: AnyRequest, journal: Journal) -> None:
 def outputs_so_far(
     request: AnyRequest, journal: Journal, tokenizer: Any = None
 ) -> list[EngineCoreOutput]:
-    """Return the engine's outputs for a journal, one or two for each thread that has any."""
+    """Return the engine's outputs for a journal, at least one for each thread that has any."""
     return [
         EngineCoreOutput(
             thread_request_id(request.request_id, delta.path),
@@ -51,15 +51,13 @@ def outputs_so_far(
                 else None
             ),
         )
-        for delta in _with_separate_ends(request, journal, tokenizer)
+        for delta in _in_order(request, journal, tokenizer)
         if delta.token_ids or delta.finish_reason is not None
     ]
 
 
-def _with_separate_ends(
-    request: AnyRequest, journal: Journal, tokenizer: Any
-) -> Iterator[ThreadDelta]:
-    """Yield the deltas, and the end of a thread that ended at a join apart from its tokens."""
+def _in_order(request: AnyRequest, journal: Journal, tokenizer: Any) -> Iterator[ThreadDelta]:
+    """Yield the deltas, those of children before what their parent generated behind them."""
     params = request.sampling_params
     parameters = None if params is None else ForkParameters.from_extra_args(params.extra_args)
     if parameters is None or parameters.blocks is None or not parameters.enabled:
@@ -67,12 +65,21 @@ def _with_separate_ends(
         return
     rules = block_rules(parameters.blocks, tokenizer)
     threads = rebuilt_threads(journal, request.prompt_token_ids or [], rules, parameters)
-    for delta in journal:
-        if delta.finish_reason is None or threads[delta.path].waits_for is None:
-            yield delta
-        else:
-            yield delta._replace(finish_reason=None)
-            yield delta._replace(token_ids=())
+    yield from _thread_in_order((), threads)
+
+
+def _thread_in_order(
+    path: ThreadPath, threads: Mapping[ThreadPath, RebuiltThread]
+) -> Iterator[ThreadDelta]:
+    delta = threads[path].delta
+    start = num_children = 0
+    for end, number in threads[path].blocks:
+        yield ThreadDelta(path, delta.token_ids[start:end])
+        for ordinal in range(num_children, num_children + number):
+            yield from _thread_in_order((*path, ordinal), threads)
+        num_children += number
+        start = end
+    yield delta._replace(token_ids=delta.token_ids[start:])
 
 
 def completed(

@@ -6,7 +6,7 @@ The journal has what each thread has generated. Blocks, seeds and joined texts f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from apar_core.errors import TreeError
 from apar_core.fork_parameters import ForkParameters
@@ -25,6 +25,7 @@ class RebuiltThread:
     own_start: tokens before its own text. segment_start: tokens before what it has generated since
         its last join.
     num_children: children of all its blocks. waits_for: its last block, if nothing was joined yet.
+    blocks: for each block, how many tokens it had generated, and the number of its children.
     """
 
     delta: ThreadDelta
@@ -33,6 +34,7 @@ class RebuiltThread:
     segment_start: int
     num_children: int = 0
     waits_for: OpenBlock | None = None
+    blocks: list[tuple[int, int]] = field(default_factory=list)
 
     def own_text(self, parameters: ForkParameters) -> tuple[int, ...]:
         """Return what it has written so far, without an end token of the model."""
@@ -86,6 +88,7 @@ def rebuilt_threads(
                 rebuild((*path, thread.num_children), [*inherited, *child.seed])
                 thread.num_children += 1
             thread.waits_for = block
+            thread.blocks.append((end, len(block.children)))
         if start < len(delta.token_ids):
             _join(thread, threads, rules, parameters)
             thread.sequence += delta.token_ids[start:]

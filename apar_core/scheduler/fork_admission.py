@@ -80,10 +80,16 @@ class ForkAdmission(Generic[Child]):
         """Forget the new children of a request that starts no more."""
         self._new.pop(group, None)
 
-    def next(self, num_threads: int, batch: StepBatch) -> tuple[ThreadGroup[Child], Child] | None:
+    def next(
+        self,
+        num_threads: int,
+        batch: StepBatch,
+        num_saved: Callable[[ThreadGroup[Child], Child], int] = lambda _group, _child: 0,
+    ) -> tuple[ThreadGroup[Child], Child] | None:
         """Remove and return the next child that may start; None if none may.
 
-        `num_threads` are the replica's live threads, `batch` what they will compute.
+        `num_threads` are the replica's live threads, `batch` what they will compute. `num_saved`
+        returns how many of a child's attended tokens its siblings read for it.
         """
         group = self.queue.first()
         if group is None:
@@ -91,7 +97,9 @@ class ForkAdmission(Generic[Child]):
         if self._max_replica_threads is not None and num_threads >= self._max_replica_threads:
             self._blocked_by = "replica"
             return None
-        if not self.policy.admits(batch, extra_attended=self._num_tokens(group.deferred[0])):
+        child = group.deferred[0]
+        attended, saved = self._num_tokens(child), num_saved(group, child)
+        if not self.policy.admits(batch, extra_attended=attended, extra_saved=saved):
             self._blocked_by = "policy"
             return None
         return group, group.deferred.popleft()

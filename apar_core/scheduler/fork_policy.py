@@ -19,8 +19,11 @@ PolicyName = Literal["eager", "adaptive"]
 class ForkPolicy(Protocol):
     """Decides on forks one by one, in the order in which they would start."""
 
-    def admits(self, batch: StepBatch, *, extra_attended: int = 0) -> bool:
-        """Return whether a thread that attends to `extra_attended` tokens may join the batch."""
+    def admits(self, batch: StepBatch, *, extra_attended: int = 0, extra_saved: int = 0) -> bool:
+        """Return whether a thread that attends to `extra_attended` tokens may join the batch.
+
+        `extra_saved`: tokens that are not read once more, because its siblings read them too.
+        """
 
     def observe(self, batch: StepBatch, seconds: float) -> None:
         """Learn from the duration of an engine step."""
@@ -29,7 +32,7 @@ class ForkPolicy(Protocol):
 class EagerPolicy:
     """Start every fork at once, as far as the limits on threads allow."""
 
-    def admits(self, batch: StepBatch, *, extra_attended: int = 0) -> bool:
+    def admits(self, batch: StepBatch, *, extra_attended: int = 0, extra_saved: int = 0) -> bool:
         """Return True."""
         return True
 
@@ -48,14 +51,14 @@ class AdaptivePolicy:
         self.token_time_s = token_time_s
         self.learned = LearnedStepCosts() if learned is None else learned
 
-    def admits(self, batch: StepBatch, *, extra_attended: int = 0) -> bool:
+    def admits(self, batch: StepBatch, *, extra_attended: int = 0, extra_saved: int = 0) -> bool:
         """Return whether the grown batch is predicted to end within the time per token.
 
         The usual error of predictions is kept as a margin.
         """
         if not self.learned.is_ready:
             return True
-        grown = batch.grown(rows=1, attended_tokens=extra_attended)
+        grown = batch.grown(rows=1, attended_tokens=extra_attended, saved_tokens=extra_saved)
         # Predictions far beyond the batches seen so far are guesses: grow in steps, then learn.
         if grown.rows > max(2 * self.learned.largest_rows, 8):
             return False

@@ -29,6 +29,7 @@ from apar_core.formats.blocks import OpenBlock
 from apar_core.journal import Journal
 from apar_core.scheduler.block_sharing import BlockSharing
 from apar_core.scheduler.core_state import install_core_state
+from apar_core.scheduler.family_reads import FamilyReads
 from apar_core.scheduler.fork_admission import ForkAdmission
 from apar_core.scheduler.fork_policy import AdaptivePolicy, build_policy
 from apar_core.scheduler.fork_settings import check_engine, fork_settings
@@ -87,6 +88,11 @@ class ForkMixin(Scheduler):
         policy = build_policy(settings.policy, settings.token_time_ms / 1000, known)
         self.admission: ForkAdmission[Request] = ForkAdmission(
             settings.max_replica_threads, policy, lambda child: child.num_prompt_tokens
+        )
+        self.family_reads = FamilyReads(
+            self.threads,
+            self.block_size,
+            settings.family if settings.attention == "family" else None,
         )
         self.growth_reserve_tokens = settings.growth_reserve_tokens
         self._least_watermark_blocks = self.kv_cache_manager.watermark_blocks
@@ -364,13 +370,28 @@ class ForkMixin(Scheduler):
         if self.admission.queue.first() is not None:
             rows = min(len(self.running) + self.gate.num_ready, self.max_num_running_reqs)
             # The coming batch as far as it is known, without prompts.
-            attended = sum(r.num_tokens for r in self.running) if self._counts_attended else 0
-            batch = StepBatch(rows, attended)
-            while taken := self.admission.next(len(self.requests) - self.gate.num_held, batch):
+            attended = saved = 0
+            if self._counts_attended:
+                attended = sum(r.num_tokens for r in self.running)
+                saved = self.family_reads.saved_tokens(self.running)
+            batch = StepBatch(rows, attended, saved_tokens=saved)
+            num_saved = self._saved_by_child
+            while taken := self.admission.next(
+                len(self.requests) - self.gate.num_held, batch, num_saved
+            ):
                 group, child = taken
+                saved = num_saved(group, child)
                 self._start(group, child)
-                batch = batch.grown(rows=1, attended_tokens=child.num_prompt_tokens)
+                batch = batch.grown(
+                    rows=1, attended_tokens=child.num_prompt_tokens, saved_tokens=saved
+                )
         self.admission.settle()
+
+    def _saved_by_child(self, group: ThreadGroup[Request], child: Request) -> int:
+        """Return the tokens that a child attends to and its running siblings read for it."""
+        if not self._counts_attended:
+            return 0
+        return self.family_reads.saved_by(group, child, self.running)
 
     def _hold_begun_threads(self) -> None:
         """While no new request may run, queue children and preempted threads apart from them.
@@ -394,12 +415,13 @@ class ForkMixin(Scheduler):
 
     def _scheduled_batch(self, step: SchedulerOutput) -> StepBatch:
         rows = len(step.num_scheduled_tokens)
-        attended = 0
+        attended = saved = 0
         if self._counts_attended:
-            attended = sum(
-                self.requests[name].num_computed_tokens for name in step.num_scheduled_tokens
-            )
-        return StepBatch(rows, attended, step.total_num_scheduled_tokens - rows)
+            requests = [self.requests[name] for name in step.num_scheduled_tokens]
+            attended = sum(request.num_computed_tokens for request in requests)
+            saved = self.family_reads.saved_tokens(requests)
+        prefill = step.total_num_scheduled_tokens - rows
+        return StepBatch(rows, attended, prefill, saved_tokens=saved)
 
     def _close(self, group: ThreadGroup[Request]) -> list[Request]:
         """Start no further thread of a group; return its children and parents that were waiting."""

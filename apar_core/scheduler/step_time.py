@@ -207,7 +207,7 @@ class LearnedStepCosts:
 
 def _features(batch: StepBatch) -> Vector:
     pieces = np.clip(batch.tokens - _LOW, 0.0, _WIDTH)
-    return np.array([1.0, batch.rows, batch.attended_tokens / 1000, *pieces])
+    return np.array([1.0, batch.rows, batch.read_tokens / 1000, *pieces])
 
 
 def _coefficients(costs: StepCosts) -> Vector:

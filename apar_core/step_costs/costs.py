@@ -6,11 +6,15 @@ and the adaptive fork policy. The duration of a step on the device is
     launch_s + matrix_s(tokens) + row_s * rows + attended_token_s * attended tokens
         + copied_block_s * copied blocks
 
+where `matrix_s` is piecewise linear in the tokens of the step: matrix products take as long for one
+token as for dozens, until arithmetic takes longer than reading the weights. `row_s` is sampling.
 The attended tokens are those of all rows. Threads of one answer share KV blocks, so a step reads
 some tokens again: these may take another time, `repeated_token_s`, where a cache holds them.
 
-where `matrix_s` is piecewise linear in the tokens of the step: matrix products take as long for one
-token as for dozens, until arithmetic takes longer than reading the weights. `row_s` is sampling.
+With family attention, groups of rows read the tokens that they share once. These reads are saved,
+and each pass over groups, each group and each of its rows costs `group_pass_s`, `group_s` and
+`grouped_row_s`.
+
 The engine core's own Python time per step is `host_base_s + host_row_s * rows`. With async
 scheduling it overlaps the device's time.
 """
@@ -36,6 +40,9 @@ class StepBatch:
         count only where the costs have `repeated_token_s`.
     prefill_tokens: tokens computed beyond one per row.
     copied_blocks: KV blocks copied for forked threads.
+    saved_tokens: attended tokens that are not read, since a row of the same group reads them; they
+        are no repeated tokens. group_passes: passes over groups beside that over all rows. groups,
+        grouped_rows: groups and their rows, of all passes.
     """
 
     rows: int
@@ -43,20 +50,28 @@ class StepBatch:
     prefill_tokens: int = 0
     copied_blocks: int = 0
     repeated_tokens: int = 0
+    saved_tokens: int = 0
+    group_passes: int = 0
+    groups: int = 0
+    grouped_rows: int = 0
+
+    @property
+    def read_tokens(self) -> int:
+        """Tokens of KV cache that are read: attended ones, less those that groups save."""
+        return self.attended_tokens - self.saved_tokens
 
     @property
     def tokens(self) -> int:
         """Tokens that go through the model's matrices."""
         return self.rows + self.prefill_tokens
 
-    def grown(self, *, rows: int, attended_tokens: int) -> StepBatch:
-        """Return the batch with more decoding rows."""
-        return StepBatch(
-            self.rows + rows,
-            self.attended_tokens + attended_tokens,
-            self.prefill_tokens,
-            self.copied_blocks,
-            self.repeated_tokens,
+    def grown(self, *, rows: int, attended_tokens: int, saved_tokens: int = 0) -> StepBatch:
+        """Return the batch with more decoding rows, some of whose tokens a group reads already."""
+        return replace(
+            self,
+            rows=self.rows + rows,
+            attended_tokens=self.attended_tokens + attended_tokens,
+            saved_tokens=self.saved_tokens + saved_tokens,
         )
 
 
@@ -87,6 +102,8 @@ class StepCosts:
     row_s: sampling of one row.
     largest_graph: tokens of the largest captured CUDA graph; a larger step launches its kernels one
         by one, which takes `eager_launch_s` instead of `launch_s`. None: no such limit.
+    group_pass_s: of family attention, one more pass over the KV cache in all layers, with the merge
+        of the results. group_s: a group in it. grouped_row_s: merging the results of a row.
     kind, source: whether the numbers were measured, and where they come from, for reports.
     """
 
@@ -103,6 +120,9 @@ class StepCosts:
     largest_graph: int | None = None
     eager_launch_s: float = 0.0
     repeated_token_s: float | None = None
+    group_pass_s: float = 0.0
+    group_s: float = 0.0
+    grouped_row_s: float = 0.0
 
     def __post_init__(self) -> None:
         tokens = [number for number, _ in self.matrix_s]
@@ -132,9 +152,15 @@ class StepCosts:
             (self.launch_s if is_captured else self.eager_launch_s)
             + self.matrix_time_s(batch.tokens)
             + self.row_s * batch.rows
-            + self.attended_token_s * batch.attended_tokens
+            + self.attended_token_s * batch.read_tokens
             + self.copied_block_s * batch.copied_blocks
         )
+        if batch.group_passes:
+            seconds += (
+                self.group_pass_s * batch.group_passes
+                + self.group_s * batch.groups
+                + self.grouped_row_s * batch.grouped_rows
+            )
         if self.repeated_token_s is not None:
             seconds += (self.repeated_token_s - self.attended_token_s) * batch.repeated_tokens
         return seconds
@@ -165,4 +191,7 @@ class StepCosts:
             launch_s=factor * self.launch_s,
             eager_launch_s=factor * self.eager_launch_s,
             copied_block_s=factor * self.copied_block_s,
+            group_pass_s=factor * self.group_pass_s,
+            group_s=factor * self.group_s,
+            grouped_row_s=factor * self.grouped_row_s,
         )

@@ -34,6 +34,9 @@ class _CostsFile(BaseModel):
     largest_graph: PositiveInt | None = None
     eager_launch_s: _Seconds = 0.0
     repeated_token_s: _Seconds | None = None
+    group_pass_s: _Seconds = 0.0
+    group_s: _Seconds = 0.0
+    grouped_row_s: _Seconds = 0.0
 
 
 def write_costs(costs: StepCosts, path: Path) -> None:

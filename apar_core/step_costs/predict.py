@@ -39,6 +39,13 @@ COPY_BANDWIDTH_SHARE = 0.8
 LOGIT_BYTES = 10
 """Memory traffic per logit of greedy sampling: read 16 bits, write and read 32 bits."""
 
+# Family attention. No GPU has measured it: see docs/family-attention.md.
+GROUP_PASS_LAYER_S = 20e-6
+"""A further attention call per layer: the constant part of the calls in AIConfigurator's tables of
+vLLM's FlashAttention, 20 to 23 us. Kernels that follow each other in a CUDA graph may take less."""
+MERGE_LAYER_S = 5e-6
+"""The kernel that merges the results of two passes, per layer: an assumption."""
+
 # Memory.
 MEMORY_SHARE = 0.9
 """Share of a GPU's memory for vLLM. vLLM calls it `gpu_memory_utilization`."""
@@ -157,6 +164,9 @@ def step_costs(
     if tensor_parallel > 1:
         launch_s += 2 * model.layers * ALL_REDUCE_S
     attention_row_s = attention.row_head_s * model.layers * model.kv_heads / kv_shards
+    # A merge reads two results and writes one, in 16 bits, with two logarithms in 32 bits per head.
+    heads = int(model.config["num_attention_heads"]) / tensor_parallel
+    merged_bytes = model.layers * heads * (3 * 2 * model.head_dim + 2 * 4)
     name = f"{model.name} on {gpu.name}"
     return StepCosts(
         name=name if tensor_parallel == 1 else f"{name} x {tensor_parallel}",
@@ -171,6 +181,9 @@ def step_costs(
         host_row_s=HOST_ROW_S,
         largest_graph=LARGEST_GRAPH,
         eager_launch_s=launch_s + KERNELS_PER_LAYER * model.layers * KERNEL_LAUNCH_S,
+        group_pass_s=(GROUP_PASS_LAYER_S + MERGE_LAYER_S) * model.layers,
+        group_s=attention_row_s,
+        grouped_row_s=merged_bytes * copied_s,
     )
 
 

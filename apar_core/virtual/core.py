@@ -125,7 +125,7 @@ class VirtualCore:
         self.spec = spec
         self.tokens = checkpoint_tokens()
         self.preemptions = 0
-        self.device = VirtualDevice(costs, VirtualClock())
+        self.device = VirtualDevice(costs, VirtualClock(), attention=spec.attention)
         self.device.clock.advance_to(start_s)
         # vLLM caches its environment variables when it builds an engine core. Cached without this,
         # an `OfflineEngine` that is built later would start a process.

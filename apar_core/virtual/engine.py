@@ -23,6 +23,7 @@ from typing import Any, Self
 from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.step_costs.costs import StepCosts
+from apar_core.virtual.shared_reads import Grouping
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -53,6 +54,7 @@ class VirtualSpec:
     max_rows, max_step_tokens: vLLM's `max_num_seqs` and `max_num_batched_tokens`.
     is_async: schedule ahead, as vLLM does on GPUs; False is as on a CPU.
     forks: the server's fork settings, for example `{"max_threads": 4}`.
+    attention: family attention; None: each row reads its own KV blocks.
     checkpoint: an embedded model, for its tokenizer.
     """
 
@@ -65,6 +67,7 @@ class VirtualSpec:
     max_step_tokens: int = MAX_STEP_TOKENS
     is_async: bool = True
     forks: Mapping[str, Any] | None = None
+    attention: Grouping | None = None
     checkpoint: Path = field(default_factory=checkpoint_path)
 
     @property
@@ -127,7 +130,7 @@ class VirtualEngine(OfflineEngine):
         self.folder = write_model_folder(spec.config, Path(self._temporary.name), spec.checkpoint)
         arguments = engine_arguments(spec, self.folder)
         super().__init__(arguments.pop("model"), **arguments)
-        self.device = VirtualDevice(spec.costs)
+        self.device = VirtualDevice(spec.costs, attention=spec.attention)
         core = self._engine.engine_core.engine_core
         core.model_executor.attach(self.device, core.scheduler)
         self._add_request = self._engine.add_request

@@ -9,11 +9,12 @@ scheduling vLLM launches step n + 1 before it waits for step n, so the larger of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.sampling_params import SamplingParams
 
@@ -21,6 +22,13 @@ from apar_core.engine.plugin import complete
 from apar_core.engine.replay import script_of
 from apar_core.scheduler.step_time import StepClock
 from apar_core.step_costs.costs import StepBatch, StepCosts
+from apar_core.virtual.shared_reads import (
+    NOTHING_SHARED,
+    BlockTables,
+    Grouping,
+    SharedReads,
+    shared_reads,
+)
 from apar_core.vllm_names import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     Executor,
@@ -70,6 +78,7 @@ class StepRecord:
 
     blocks: KV blocks read, summed over the rows.
     distinct_blocks: the same, with each block counted once.
+    shared: what rows would read together, by the names of `VirtualDevice.compared`.
     """
 
     begin_s: float
@@ -77,6 +86,7 @@ class StepRecord:
     batch: StepBatch
     blocks: int
     distinct_blocks: int
+    shared: Mapping[str, SharedReads]
 
 
 @dataclass(slots=True)
@@ -93,6 +103,7 @@ class StepTotals:
     rows: int = 0
     computed_tokens: int = 0
     attended_tokens: int = 0
+    saved_tokens: int = 0
     blocks: int = 0
     distinct_blocks: int = 0
     copied_blocks: int = 0
@@ -106,11 +117,14 @@ class StepTotals:
 
 @dataclass(slots=True)
 class _Row:
-    """A sequence in the worker's batch. `generated` are the tokens sampled so far."""
+    """A sequence in the worker's batch.
+
+    slot: of its block table. generated: tokens sampled so far.
+    """
 
     prompt_length: int
     script: list[int]
-    blocks: list[int]
+    slot: int
     generated: int = 0
 
 
@@ -139,6 +153,8 @@ class VirtualDevice:
 
     counts_blocks: count the KV blocks that each step reads, which costs time per block. They are
         also counted if the costs need them.
+    attention: family attention of the engine; None: each row reads its own blocks.
+    compared: groupings that are counted beside it, by name, for the records of steps.
     on_step: called for each step with its record, for traces.
     free_at_s: when the device has finished all steps that were launched.
     """
@@ -147,6 +163,8 @@ class VirtualDevice:
     clock: VirtualClock = field(default_factory=VirtualClock)
     totals: StepTotals = field(default_factory=StepTotals)
     counts_blocks: bool = False
+    attention: Grouping | None = None
+    compared: Mapping[str, Grouping] = field(default_factory=dict)
     on_step: Callable[[StepRecord], None] | None = None
     free_at_s: float = 0.0
 
@@ -170,6 +188,7 @@ class VirtualExecutor(Executor):
         self.scheduler_config.async_scheduling = self.is_async
         complete(self.vllm_config)
         self._rows: dict[str, _Row] = {}
+        self._tables = BlockTables()
         self._output: ModelRunnerOutput = EMPTY_MODEL_RUNNER_OUTPUT
         self._end_s = 0.0
 
@@ -221,13 +240,12 @@ class VirtualExecutor(Executor):
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         """Do a step: charge its time and sample the tokens of the replays."""
         for name in scheduler_output.finished_req_ids:
-            self._rows.pop(name, None)
+            self._forget(name)
         for name in scheduler_output.preempted_req_ids or ():
-            self._rows[name].blocks = []
+            self._tables.clear(self._rows[name].slot)
         if scheduler_output.total_num_scheduled_tokens == 0:
             return _done(EMPTY_MODEL_RUNNER_OUTPUT) if non_block else EMPTY_MODEL_RUNNER_OUTPUT
-        attended = self._take_rows(scheduler_output)
-        self._charge(scheduler_output, attended)
+        self._charge(scheduler_output, *self._take_rows(scheduler_output))
         # As with vLLM's model runners, the output comes from `sample_tokens`.
         return _done(None) if non_block else None
 
@@ -236,23 +254,33 @@ class VirtualExecutor(Executor):
         future = VirtualFuture(self.device.clock, self._end_s, self._output)
         return future if non_block else future.result()
 
-    def _take_rows(self, step: SchedulerOutput) -> int:
-        """Update the rows, sample their tokens, and return the attended tokens."""
+    def _forget(self, name: str) -> None:
+        row = self._rows.pop(name, None)
+        if row is not None:
+            self._tables.close(row.slot)
+
+    def _take_rows(self, step: SchedulerOutput) -> tuple[list[str], list[int]]:
+        """Update the rows and sample their tokens.
+
+        Returns their names, and up to where each is computed in the step.
+        """
         rows, scheduled = self._rows, step.num_scheduled_tokens
+        tables = self._tables
         names: list[str] = []
+        ends: list[int] = []
         sampled: list[list[int]] = []
-        attended = 0
         for new in step.scheduled_new_reqs:
             assert new.prompt_token_ids is not None
-            row = _Row(
-                len(new.prompt_token_ids), _script(new.sampling_params), list(new.block_ids[0])
-            )
+            self._forget(new.req_id)
+            slot = tables.open()
+            tables.append(slot, new.block_ids[0])
+            row = _Row(len(new.prompt_token_ids), _script(new.sampling_params), slot)
             if new.prefill_token_ids is not None:
                 # The V2 model runner takes a resumed request as a new one, with what it had.
                 row.generated = len(new.prefill_token_ids) - row.prompt_length
             rows[new.req_id] = row
             end = new.num_computed_tokens + scheduled[new.req_id]
-            attended += end
+            ends.append(end)
             names.append(new.req_id)
             sampled.append(_sample(row, end))
         cached = step.scheduled_cached_reqs
@@ -261,13 +289,14 @@ class VirtualExecutor(Executor):
             new_blocks = cached.new_block_ids[index]
             if name in cached.resumed_req_ids:
                 assert new_blocks is not None
-                row.blocks = list(new_blocks[0])
+                tables.clear(row.slot)
+                tables.append(row.slot, new_blocks[0])
                 # A token in flight at the preemption was dropped.
                 row.generated = cached.num_output_tokens[index]
             elif new_blocks is not None:
-                row.blocks.extend(new_blocks[0])
+                tables.append(row.slot, new_blocks[0])
             end = cached.num_computed_tokens[index] + scheduled[name]
-            attended += end
+            ends.append(end)
             names.append(name)
             sampled.append(_sample(row, end))
         self._output = ModelRunnerOutput(
@@ -275,19 +304,33 @@ class VirtualExecutor(Executor):
             req_id_to_index={name: index for index, name in enumerate(names)},
             sampled_token_ids=sampled,
         )
-        return attended
+        return names, ends
 
-    def _charge(self, step: SchedulerOutput, attended: int) -> None:
+    def _charge(self, step: SchedulerOutput, names: Sequence[str], ends: Sequence[int]) -> None:
         device = self.device
-        num_rows = len(step.num_scheduled_tokens)
-        copied = len(step.kv_cache_block_copies or ())
+        num_rows, attended = len(names), sum(ends)
         num_tokens = step.total_num_scheduled_tokens
+        block_size = self.cache_config.block_size
         blocks = distinct = repeated = 0
         if device.counts_blocks or device.costs.repeated_token_s is not None:
-            tables = [self._rows[name].blocks for name in step.num_scheduled_tokens]
-            blocks, distinct = count_blocks(tables)
-            repeated = (blocks - distinct) * self.cache_config.block_size
-        batch = StepBatch(num_rows, attended, num_tokens - num_rows, copied, repeated)
+            blocks, distinct = self._tables.count([self._rows[name].slot for name in names])
+            repeated = (blocks - distinct) * block_size
+        compared = self._shared(step, names, ends, device.compared)
+        shared = NOTHING_SHARED
+        if device.attention is not None:
+            shared = self._shared(step, names, ends, {"": device.attention})[""]
+        saved = shared.saved_blocks * block_size
+        batch = StepBatch(
+            num_rows,
+            attended,
+            num_tokens - num_rows,
+            len(step.kv_cache_block_copies or ()),
+            max(repeated - saved, 0),
+            saved,
+            shared.passes,
+            shared.groups,
+            shared.rows,
+        )
         host_s, device_s = device.costs.host_s(num_rows), device.costs.device_s(batch)
         device.clock.now_s += host_s
         begin_s = max(device.clock.now_s, device.free_at_s)
@@ -297,7 +340,8 @@ class VirtualExecutor(Executor):
         totals.rows += num_rows
         totals.computed_tokens += num_tokens
         totals.attended_tokens += attended
-        totals.copied_blocks += copied
+        totals.saved_tokens += saved
+        totals.copied_blocks += batch.copied_blocks
         totals.device_s += device_s
         totals.host_s += host_s
         totals.largest_rows = max(totals.largest_rows, num_rows)
@@ -312,7 +356,37 @@ class VirtualExecutor(Executor):
         totals.blocks += blocks
         totals.distinct_blocks += distinct
         if device.on_step is not None:
-            device.on_step(StepRecord(begin_s, self._end_s, batch, blocks, distinct))
+            device.on_step(StepRecord(begin_s, self._end_s, batch, blocks, distinct, compared))
+
+    def _shared(
+        self,
+        step: SchedulerOutput,
+        names: Sequence[str],
+        ends: Sequence[int],
+        groupings: Mapping[str, Grouping],
+    ) -> dict[str, SharedReads]:
+        """Count what decoding rows of a step read together with each grouping."""
+        if not groupings:
+            return {}
+        scheduled, block_size = step.num_scheduled_tokens, self.cache_config.block_size
+        numbers: dict[str, int] = {}
+        slots: list[int] = []
+        full_blocks: list[int] = []
+        families: list[int] = []
+        for name, end in zip(names, ends, strict=True):
+            # Rows with several tokens are prompts, which attention reads in another way.
+            if scheduled[name] == 1:
+                slots.append(self._rows[name].slot)
+                full_blocks.append((end - 1) // block_size)
+                families.append(numbers.setdefault(name.partition("~")[0], len(numbers)))
+        if not slots:
+            return dict.fromkeys(groupings, NOTHING_SHARED)
+        full, numbered = np.array(full_blocks, np.int64), np.array(families, np.int64)
+        tables = self._tables.ids[slots, : int(full.max())]
+        return {
+            name: shared_reads(tables, full, numbered, grouping)
+            for name, grouping in groupings.items()
+        }
 
     def _any_child_left_out(self, step: SchedulerOutput, requests: Iterable[Any]) -> bool:
         """Return whether one of these requests is a forked thread that is not in the step."""
@@ -337,11 +411,6 @@ class AsyncVirtualExecutor(VirtualExecutor):
         """
         super().attach(device, scheduler)
         scheduler.use_v2_model_runner = True
-
-
-def count_blocks(tables: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Return the KV blocks that rows read, summed over the rows, and each counted once."""
-    return sum(map(len, tables)), len(set().union(*tables))
 
 
 def _sample(row: _Row, end: int) -> list[int]:

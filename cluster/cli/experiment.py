@@ -329,6 +329,92 @@ def fork_cost(
         show_report(report_fork_cost(settings, out, progress.start), out)
 
 
+@experiment.command(no_args_is_help=True)
+def family_attention(
+    trace: Trace,
+    out: Annotated[Path, out_option("experiment-family-attention", help=RESUMABLE)],
+    mixed_trace: Annotated[
+        Path | None,
+        typer.Option(help="Recorded answers in their natural mix.", dir_okay=False),
+    ] = None,
+    model: Annotated[
+        CommaList[str] | None,
+        list_option(
+            help="Models, those on several GPUs as NAME:GPUS.",
+            default="llama-7b,llama-13b,llama-3-8b,llama-3-70b:4",
+        ),
+    ] = None,
+    gpu: Annotated[
+        CommaList[str] | None,
+        list_option(help="GPUs to predict for.", default="a100-80gb,h100,h200"),
+    ] = None,
+    answers: Answers = None,
+    max_requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Limit on concurrent requests.", show_default="350, and 180 for llama-13b"
+        ),
+    ] = None,
+    kv_shares: Annotated[
+        CommaList[float] | None,
+        list_option(
+            help="Shares of the KV cache to run with.", item=float, default="0.1,0.3,0.5,0.9"
+        ),
+    ] = None,
+    concurrency: Annotated[
+        CommaList[int] | None,
+        list_option(
+            help="Numbers of concurrent requests in closed loops.",
+            default="1,8,32,128",
+            item=int,
+            minimum=1,
+        ),
+    ] = None,
+    system_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Length of a system prompt that requests share (tokens).",
+            show_default="512",
+        ),
+    ] = None,
+    seed: Seed = 0,
+    workers: Workers = None,
+) -> None:
+    """Predict family attention: threads of a request read the KV blocks that they share once.
+
+    Compares it with forked and sequential decoding as they are. Example:
+    [bold]apar experiment family-attention --trace ANSWERS.jsonl --model llama-7b[/bold]
+    """
+    from cluster.experiments.family_attention import (
+        FamilyAttentionSettings,
+        report_family_attention,
+    )
+
+    values = {
+        "trace": trace,
+        "mixed_trace": mixed_trace,
+        "models": model,
+        "gpus": gpu,
+        "answers": answers,
+        "max_requests": max_requests,
+        "kv_shares": kv_shares,
+        "concurrencies": concurrency,
+        "system_tokens": system_tokens,
+        "seed": seed,
+    }
+    given = {name: value for name, value in values.items() if value is not None}
+    try:
+        settings = FamilyAttentionSettings.model_validate(given)
+    except ValidationError as error:
+        raise _bad_option(error) from error
+    with clear_errors(), stage_progress() as progress:
+        report = report_family_attention(
+            settings, out, progress.start, workers=workers or os.cpu_count() or 1
+        )
+        show_report(report, out, hidden=("costs", "thresholds"))
+
+
 @experiment.command()
 def joins(
     out: Annotated[Path, out_option("experiment-joins", help=RESUMABLE)],

@@ -162,24 +162,20 @@ class StepTimer:
 
 def batch_of(step: Any, scheduler: Any) -> StepBatch:
     """Return what a step of vLLM's scheduler computes, as virtual engines count it."""
-    # Imports vLLM, which takes seconds.
-    from apar_core.virtual.executor import count_blocks
-
     num_rows = len(step.num_scheduled_tokens)
     num_tokens = int(step.total_num_scheduled_tokens)
     computed = sum(new.num_computed_tokens for new in step.scheduled_new_reqs)
     computed += sum(step.scheduled_cached_reqs.num_computed_tokens)
     copied = len(step.kv_cache_block_copies or ())
     manager = scheduler.kv_cache_manager
-    blocks, distinct = count_blocks(
-        [manager.get_block_ids(name)[0] for name in step.num_scheduled_tokens]
-    )
+    tables = [manager.get_block_ids(name)[0] for name in step.num_scheduled_tokens]
+    repeated = sum(map(len, tables)) - len(set().union(*tables))
     return StepBatch(
         num_rows,
         int(computed) + num_tokens,
         num_tokens - num_rows,
         copied,
-        (blocks - distinct) * int(scheduler.block_size),
+        repeated * int(scheduler.block_size),
     )
 
 

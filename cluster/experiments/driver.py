@@ -47,6 +47,7 @@ class RunPlan:
 class Served:
     """One answered question of a run.
 
+    arrival_s: by the run's clock.
     latency_s: from its arrival, with its time in the queue. All questions arrive at the start of a
         run, but in a closed loop.
     statistics: of its tree, for a question that is one request.
@@ -55,6 +56,7 @@ class Served:
     answer_id: str
     category: str
     text_tokens: int
+    arrival_s: float
     latency_s: float
     statistics: TreeStatistics | None
 
@@ -231,6 +233,7 @@ class _Run:
                 answer_id=answer.answer_id,
                 category=answer.category,
                 text_tokens=answer.text_tokens,
+                arrival_s=client.arrival_s,
                 latency_s=self._clock() - client.arrival_s,
                 statistics=client.statistics,
             )

@@ -15,6 +15,8 @@ from cluster.experiments.tables import PAPER_LATENCY, PAPER_THROUGHPUT, Comparis
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from cluster.experiments.family_attention import Prediction
+
 METHOD_COLOURS = {
     "sequential": "#9aa5b1",
     "eager": "#2f6f9f",
@@ -53,6 +55,36 @@ def peers_figure(panels: Panels) -> Figure:
             throughput.set_title(f"Throughput x, {title}")
             _draw_bars(latency, found, lambda each: each.latency)
             latency.set_title("Mean latency x")
+    return figure
+
+
+def family_figure(panels: Mapping[str, Sequence[Prediction]]) -> Figure:
+    """Return throughput of whole runs over sequential decoding, by share of the KV cache."""
+    shown = (
+        ("today", "#9aa5b1", "o-"),
+        ("family", METHOD_COLOURS["eager"], "o-"),
+        ("family_80", METHOD_COLOURS["eager"], "o--"),
+        ("family_free", METHOD_COLOURS["eager"], "o:"),
+    )
+    labels = ("forked, today", "family attention", "80 % of its saving", "groups cost nothing")
+    with mpl.rc_context(PLOT_SETTINGS):
+        width, height = _PANEL_SIZE
+        figure = Figure(figsize=(width * len(panels), height), layout="constrained")
+        axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+        for panel, (title, found) in zip(axes, panels.items(), strict=True):
+            for (name, colour, style), label in zip(shown, labels, strict=True):
+                panel.plot(
+                    [each.share for each in found],
+                    [each.ratios[name].whole for each in found],
+                    style,
+                    color=colour,
+                    label=label,
+                )
+            panel.set_title(f"{title}, predicted")
+            panel.set_ylim(bottom=1)
+            _share_axis(panel)
+        axes[0].set_ylabel("throughput x sequential")
+        axes[-1].legend(frameon=False, fontsize=8)
     return figure
 
 

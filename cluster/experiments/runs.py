@@ -255,7 +255,7 @@ class Worker:
 
             self._engine = open_engine(self._settings, model)
             self._engine_model = model
-            _freeze_garbage()
+            freeze_garbage()
         return self._engine
 
     def _workload(self, trace: str, engine: ExperimentEngine) -> Workload:
@@ -266,7 +266,7 @@ class Worker:
             if not self._settings.is_virtual and not self._workloads:
                 _warm_up(engine, workload)
             self._workloads[trace] = workload
-            _freeze_garbage()
+            freeze_garbage()
         return self._workloads[trace]
 
 
@@ -285,8 +285,8 @@ def _warm_up(engine: ExperimentEngine, workload: Workload) -> None:
         drive(engine, plan, sample_s=1.0)
 
 
-def _freeze_garbage() -> None:
-    # Garbage collection would go through all of vLLM's objects again and again.
+def freeze_garbage() -> None:
+    """Exempt all present objects from garbage collection, which vLLM's many objects make slow."""
     gc.collect()
     gc.freeze()
 

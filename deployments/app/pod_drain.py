@@ -1,8 +1,9 @@
-"""Drain the Ray node of a pod: `python -m deployments.app.pod_drain --seconds 90`.
+"""Drain the Ray node of a pod: `python -m deployments.app.pod_drain --seconds 240`.
 
 Kubernetes runs this as the pod's preStop hook, before it stops Ray. Ray Serve starts the node's
-replicas on other nodes, if there is room, and lets the ones here finish their requests. A module of
-its own, so that the hook starts without importing the application.
+replicas on other nodes, if there is room, and lets the ones here finish their requests. It stops
+them `drain_s` before the end of the time, whether others have started or not. A module of its own,
+so that the hook starts without importing the application.
 """
 
 import argparse

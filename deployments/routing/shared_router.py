@@ -33,7 +33,7 @@ class SharedRouter:
         self._router = build_router(settings, self._seed)
         self._lock = threading.Lock()
         self._now = now
-        self._capacity = self._reported_capacity = 0
+        self._capacity = 0
         # Running replicas according to each of Ray's routers.
         self._caps: dict[object, Mapping[str, int]] = {}
         # Ray's routers that were garbage-collected and are still in `_caps`.
@@ -59,7 +59,6 @@ class SharedRouter:
                 return
             self._caps[source] = caps
             self._apply()
-        self._notify()
 
     def left(self, source: object) -> None:
         """Forget one of Ray's routers; called when it is garbage-collected.
@@ -72,7 +71,6 @@ class SharedRouter:
                 self._apply()
             finally:
                 self._lock.release()
-            self._notify()
 
     def died(self, replica_id: str) -> None:
         """Exclude a dead replica, which Ray's other routers may still list."""
@@ -81,7 +79,6 @@ class SharedRouter:
             if len(self._dead) > _MAX_DEAD:
                 self._dead.popitem(last=False)
             self._apply()
-        self._notify()
 
     def _apply(self) -> None:
         while self._gone:
@@ -91,15 +88,11 @@ class SharedRouter:
         latest = {name: cap for caps in self._caps.values() for name, cap in caps.items()}
         running = {name: latest[name] for name in latest if name in known - self._dead.keys()}
         self._router.replicas_changed(running)
-        self._capacity = len(running)
-
-    def _notify(self) -> None:
-        """Call the listeners if the number of running replicas has changed."""
-        capacity = self._capacity
-        if capacity != self._reported_capacity:
-            self._reported_capacity = capacity
-            for listener in list(self._listeners):
-                listener(capacity)
+        if len(running) != self._capacity:
+            self._capacity = len(running)
+            # Under the lock, so that listeners hear changes of several executors in their order.
+            for listener in self._listeners:
+                listener(self._capacity)
 
     def reported(self, replica_id: str, load: ReplicaLoad) -> None:
         """Take a replica's report."""
@@ -120,7 +113,6 @@ class SharedRouter:
             chosen = self._router.choose(hint, avoid)
             if chosen is not None:
                 self._router.sent(request_id, chosen, hint, now_s)
-        self._notify()
         return chosen
 
     def moved(self, request_id: str, replica_id: str, hint: RequestHint) -> None:
@@ -140,9 +132,13 @@ class SharedRouter:
             self._router.ended(request_id, end, self._now())
 
     def listen(self, listener: CapacityListener) -> None:
-        """Call with the number of running replicas, now and whenever it changes."""
-        self._listeners.append(listener)
-        listener(self._capacity)
+        """Call with the number of running replicas, now and whenever it changes.
+
+        The listener must not call this router.
+        """
+        with self._lock:
+            self._listeners.append(listener)
+            listener(self._capacity)
 
     @property
     def capacity(self) -> int:

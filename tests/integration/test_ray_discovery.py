@@ -134,6 +134,9 @@ def test_every_node_is_found_once_by_file_and_http(tmp_path: Path) -> None:
             while (targets := [each["labels"] for each in reader.targets()]) == []:
                 assert time.monotonic() < deadline
                 time.sleep(0.5)
-            assert {each["instance"] for each in targets} == {f"127.0.0.1:{DEFAULT_PORT}"}
+            hosts = {target.rpartition(":")[0] for target in cluster.targets()}
+            assert {each["instance"] for each in targets} == {
+                f"{host}:{DEFAULT_PORT}" for host in hosts
+            }
             assert {each["job"] for each in targets} == {"apar"}
             assert {each["cluster"] for each in targets} == {"default"}

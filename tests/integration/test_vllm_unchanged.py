@@ -25,6 +25,7 @@ from tests.integration.vllm_server import vllm_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(3600)]
 
+MOST_STREAMS = 30
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 QUESTION = [{"role": "user", "content": "Give me 4 tips for learning guitar."}]
 TURNS = [
@@ -156,23 +157,42 @@ DIFFERS: Iterable[tuple[bytes, bytes]] = [
 
 def answers(address: str) -> dict[str, bytes]:
     """Return status, headers and body of each answer; the body of a stream has all its chunks."""
-    found: dict[str, bytes] = {}
     with httpx.Client(base_url=address, timeout=300) as client:
-        for number, (name, request) in enumerate(REQUESTS.items()):
-            answer = client.request(
-                "GET" if request.body is None else "POST",
-                request.path,
-                content=request.content(),
-                headers={"X-Request-Id": f"request-{number}", "Content-Type": "application/json"},
-            )
-            headers = sorted(
-                f"{key}: {value}" for key, value in answer.headers.items() if key != "date"
-            )
-            body = answer.content
-            for pattern, constant in DIFFERS:
-                body = re.sub(pattern, constant, body)
-            found[name] = "\n".join([str(answer.status_code), *headers, "", ""]).encode() + body
-    return found
+        return {
+            name: all_chunks(client, request, f"request-{number}")
+            for number, (name, request) in enumerate(REQUESTS.items())
+        }
+
+
+def all_chunks(client: httpx.Client, request: Request, request_id: str) -> bytes:
+    """Return a whole answer, or a stream with a chunk for each step.
+
+    vLLM puts the tokens of several steps into one chunk when its API process is late. So a stream
+    is read until the one with the most chunks has come twice.
+    """
+    best = answer_of(client, request, request_id)
+    is_stream = b"content-type: text/event-stream" in best
+    for _ in range(MOST_STREAMS if is_stream else 0):
+        again = answer_of(client, request, request_id)
+        if again == best:
+            break
+        best = max(best, again, key=lambda answer: answer.count(b"\ndata: "))
+    return best
+
+
+def answer_of(client: httpx.Client, request: Request, request_id: str) -> bytes:
+    """Return status, headers and body of one answer, without times and random ids."""
+    answer = client.request(
+        "GET" if request.body is None else "POST",
+        request.path,
+        content=request.content(),
+        headers={"X-Request-Id": request_id, "Content-Type": "application/json"},
+    )
+    headers = sorted(f"{key}: {value}" for key, value in answer.headers.items() if key != "date")
+    body = answer.content
+    for pattern, constant in DIFFERS:
+        body = re.sub(pattern, constant, body)
+    return "\n".join([str(answer.status_code), *headers, "", ""]).encode() + body
 
 
 def equal(one: dict[str, bytes], other: dict[str, bytes], label: str) -> None:

@@ -2,7 +2,8 @@
  * What one request wrote, at any moment: its chunks with their times of arrival.
  *
  * A chunk's text was generated since the chunk before it, so it appears over that time, for at most
- * `SMOOTH_S`. A view that lags by `SMOOTH_S` therefore grows evenly while chunks arrive.
+ * `SMOOTH_S`. A view that lags by `SMOOTH_S` therefore grows evenly while chunks arrive. Each thread
+ * wrote for as many steps as it has tokens, a new one until the chunk, one that ended from its start.
  */
 
 export const SMOOTH_S = matchMedia("(prefers-reduced-motion: reduce)").matches ? 0 : 0.08;
@@ -23,6 +24,7 @@ export class Answer {
     this.usage = null;
     this.counts = null; // the `apar` object
     this.tagged = false;
+    this.#states = new Map();
     this.#reset();
   }
 
@@ -42,7 +44,28 @@ export class Answer {
     if (!this.tagged && (text || choice?.finish_reason)) {
       updates = [{ id: ROOT, text, tokens: 0, state: choice.finish_reason ? "ended" : "writing" }];
     }
-    if (text || updates.length) this.chunks.push({ at: this.now, text, updates });
+    if (!text && !updates.length) return;
+    const at = this.now;
+    const from = Math.max(this.chunks.at(-1)?.at ?? 0, at - SMOOTH_S);
+    this.chunks.push({ from, at, text, updates: this.#timed(updates, from, at) });
+  }
+
+  /** Return the updates of a chunk with the time in which each thread wrote. */
+  #timed(updates, from, at) {
+    const tokens = updates.map((update) => update.tokens);
+    const steps = this.isOneAtATime ? tokens.reduce((sum, each) => sum + each, 0) : Math.max(...tokens);
+    const begins = new Map();
+    return updates.map((update) => {
+      const before = this.#states.get(update.id);
+      const time = ((at - from) * update.tokens) / (steps || 1);
+      const isNew = before === undefined || before === "waiting";
+      // No thread begins before its parent.
+      const begin = isNew ? Math.max(at - time, begins.get(update.parent) ?? from) : from;
+      const end = isNew || update.state === "writing" ? at : from + time;
+      begins.set(update.id, begin);
+      this.#states.set(update.id, update.state);
+      return { ...update, from: begin, to: end };
+    });
   }
 
   /** End the answer: complete, or with an error. */
@@ -74,28 +97,16 @@ export class Answer {
     if (this.#index && this.chunks[this.#index - 1].at > time) this.#reset();
     while (this.#index < this.chunks.length && this.chunks[this.#index].at <= time) {
       this.#text += this.chunks[this.#index].text;
-      apply(this.#threads, this.chunks[this.#index]);
+      apply(this.#threads, this.chunks[this.#index].updates);
       this.#index += 1;
     }
     const next = this.chunks[this.#index];
     let text = this.#text;
     let threads = this.#threads;
-    if (next) {
-      const before = this.#index ? this.chunks[this.#index - 1].at : 0;
-      const from = Math.max(before, next.at - SMOOTH_S);
-      if (time > from) {
-        const share = (time - from) / (next.at - from);
-        text += beginning(next.text, share);
-        threads = new Map([...threads].map(([id, thread]) => [id, copied(thread)]));
-        const begun = next.updates.map((update) => ({
-          ...update,
-          text: beginning(update.text, share),
-          tokens: update.tokens * share,
-          state: update.state === "ended" ? "writing" : update.state,
-          edits: null,
-        }));
-        apply(threads, { at: time, updates: begun });
-      }
+    if (next && time > next.from) {
+      text += beginning(next.text, (time - next.from) / (next.at - next.from));
+      threads = new Map([...threads].map(([id, thread]) => [id, copied(thread)]));
+      apply(threads, next.updates.filter((update) => update.from <= time).map((update) => begun(update, time)));
     }
     const stopped = this.endedAt !== null && time >= this.endedAt;
     return { text, threads: named(threads), time, stopped };
@@ -104,6 +115,7 @@ export class Answer {
   #index;
   #text;
   #threads;
+  #states; // of the threads when the last chunk arrived
 
   #reset() {
     this.#index = 0;
@@ -121,8 +133,16 @@ function beginning(text, share) {
   return points.slice(0, Math.floor(points.length * share)).join("");
 }
 
-function apply(threads, { at, updates }) {
-  for (const { id, parent = null, position = 0, text, tokens, state, edits } of updates) {
+/** Return an update as far as it had come at a moment within its time. */
+function begun(update, time) {
+  if (time >= update.to) return { ...update, edits: null };
+  const share = (time - update.from) / (update.to - update.from);
+  const text = beginning(update.text, share);
+  return { ...update, text, tokens: update.tokens * share, state: "writing", edits: null };
+}
+
+function apply(threads, updates) {
+  for (const { id, parent = null, position = 0, text, tokens, state, edits, from, to } of updates) {
     let thread = threads.get(id);
     if (!thread) {
       thread = { id, parent, position, text: "", tokens: 0, state: null, edits: new Map(), spans: [] };
@@ -132,12 +152,19 @@ function apply(threads, { at, updates }) {
     thread.tokens += tokens;
     for (const edit of edits ?? []) thread.edits.set(edit.paragraph, edit);
     if (state === thread.state) continue;
-    const last = thread.spans.at(-1);
-    if (last) last.to = at;
-    if (state !== "ended") thread.spans.push({ state, from: at, to: null });
-    else if (!last) thread.spans.push({ state: "writing", from: at, to: at });
+    const hasWritten = state === "writing" || tokens > 0 || (state === "ended" && !thread.spans.length);
+    if (thread.state !== "writing" && hasWritten) extend(thread.spans, "writing", from);
+    if (state === "waiting") extend(thread.spans, "waiting", to);
+    if (state === "ended") extend(thread.spans, null, to);
     thread.state = state;
   }
+}
+
+/** End the last span, and begin another one unless its state is null. */
+function extend(spans, state, at) {
+  const last = spans.at(-1);
+  if (last) last.to = at;
+  if (state) spans.push({ state, from: at, to: null });
 }
 
 /** Return the threads as a tree: the root, with sorted children. Ids order siblings by number. */

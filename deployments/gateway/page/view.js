@@ -5,6 +5,7 @@ import { Markdown } from "./markdown.js";
 
 const STATES = { writing: "writing", waiting: "waiting", ended: "done", stopped: "stopped" };
 const NUM_HUES = 8;
+const isNarrow = matchMedia("(max-width: 42rem)");
 
 export function make(tag, className, ...children) {
   const made = document.createElement(tag);
@@ -335,7 +336,8 @@ class Row {
   }
 
   #ticks(until) {
-    const step = [0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300].find((each) => until / each <= 6) ?? 600;
+    const most = isNarrow.matches ? 4 : 6;
+    const step = [0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300].find((each) => until / each <= most) ?? 600;
     const marks = [];
     for (let at = 0; at <= until * 1.001; at += step) marks.push(at);
     while (this.track.children.length > marks.length) this.track.lastChild.remove();

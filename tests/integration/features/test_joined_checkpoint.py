@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from apar_core.engine.offline_engine import OfflineEngine
@@ -28,6 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.engine]
 NUM_PROMPTS = 24
 MAX_TOKENS = 1200
 BLOCK_SIZE = 16
+ADAPTER_SPREAD = 0.16
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 # Room for the longest answer and a few blocks more, so that growing threads preempt others.
 SHORT_MEMORY = {"spare_blocks": 8}
@@ -112,6 +115,76 @@ def test_texts_equal_those_of_the_client(way: str) -> None:
     assert max(joins) > 1
     assert run.events == events
     assert run.state["free_blocks"] == run.state["kv_blocks"]
+
+
+def answer_with_adapter(
+    engine: OfflineEngine, prompts: list[list[int]], adapter: str
+) -> tuple[list[str], dict[str, Any]]:
+    """Answer prompts with an adapter and without it, all at once. Runs in the engine's process."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    requests: list[Any] = [LoRARequest("adapter", 1, adapter), None]
+    tokens: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = engine.llm.generate(
+        tokens * 2,
+        SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, skip_special_tokens=False),
+        lora_request=[request for request in requests for _ in prompts],
+        use_tqdm=False,
+    )
+    return [output.outputs[0].text for output in outputs], core_state(engine.scheduler)
+
+
+def write_adapter(folder: Path, model: Any) -> None:
+    """Write a random adapter of the attention's projections, and add it to `model`."""
+    rank, names = 4, ("q_proj", "v_proj")
+    generator = torch.Generator().manual_seed(0)
+    factors: dict[str, torch.Tensor] = {}
+    for number, layer in enumerate(model.model.layers):
+        for name in names:
+            weight = getattr(layer.self_attn, name).weight.data
+            first, second = (
+                ADAPTER_SPREAD * torch.randn(shape, generator=generator)
+                for shape in ((rank, weight.shape[1]), (weight.shape[0], rank))
+            )
+            weight += second @ first
+            key = f"base_model.model.model.layers.{number}.self_attn.{name}"
+            factors |= {f"{key}.lora_A.weight": first, f"{key}.lora_B.weight": second}
+    folder.mkdir()
+    save_file(factors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(names)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def test_an_unmerged_adapter_joins_as_the_merged_model_beside_its_base(tmp_path: Path) -> None:
+    tokenizer, answers = client_answers()
+    answers = answers[:8]
+    merged = AutoModelForCausalLM.from_pretrained(checkpoint_path(), dtype=torch.float32).eval()
+    write_adapter(tmp_path / "adapter", merged)
+    prompts = [answer.prompt_ids for answer in answers]
+    adapted = ResubmittingClient(merged, tokenizer, batch_size=1)(prompts)
+    engine = EngineProcess(
+        model=str(checkpoint_path()),
+        max_model_len=2048,
+        enable_lora=True,
+        max_lora_rank=8,
+        # vLLM's kernels for CPUs give the last place to requests without an adapter.
+        max_loras=2,
+    )
+    try:
+        texts, state = engine.call(answer_with_adapter, prompts, str(tmp_path / "adapter"))
+    finally:
+        engine.close()
+
+    end = tokenizer.eos_token_id
+    expected = [
+        tokenizer.decode([i for i in each.text_ids if i != end]) for each in (*adapted, *answers)
+    ]
+    assert texts == expected
+    joins = [text.count("</Thread>\n") for text in expected]
+    assert sum(joins[: len(adapted)]) > 0
+    assert expected[: len(adapted)] != expected[len(adapted) :]
+    assert state["free_blocks"] == state["kv_blocks"]
 
 
 @pytest.mark.cluster

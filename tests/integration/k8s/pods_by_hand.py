@@ -209,8 +209,9 @@ class HandMadePods:
             if (log := self._folder / f"{pod.name}.log").exists():
                 shutil.copy(log, kept)
             if pod.process is not None and pod.process.poll() is None:
-                logs = Path(f"/proc/{pod.first}/root/tmp/ray/session_latest/logs")
-                subprocess.run(["cp", "-rL", str(logs), str(kept)], check=False)
+                # Not the link `session_latest`, which is absolute, so it leads out of the pod.
+                for logs in Path(f"/proc/{pod.first}/root/tmp/ray").glob("session_2*/logs"):
+                    subprocess.run(["cp", "-r", str(logs), str(kept)], check=False)
 
     def close(self) -> None:
         """End all pods, also those of a killed test, and remove their addresses."""

@@ -126,7 +126,7 @@ def test_a_pod_that_is_to_end_hands_over_and_no_request_fails(cluster: Cluster) 
     hook = cluster.engine.pod.container["lifecycle"]["preStop"]["exec"]["command"]
     with ThreadPoolExecutor(3) as executor:
         asking = executor.submit(ask)
-        draining = executor.submit(cluster.engine.run, hook, 120)
+        draining = executor.submit(cluster.engine.run, hook, 300)
         try:
             for _ in itertools.takewhile(lambda _: not second.passes("readinessProbe"), range(180)):
                 time.sleep(0.5)
@@ -138,9 +138,13 @@ def test_a_pod_that_is_to_end_hands_over_and_no_request_fails(cluster: Cluster) 
             while len(answers) < before + 2 and not asking.done():
                 assert time.monotonic() < deadline
                 time.sleep(0.2)
+            stop.set()
+            asking.result()
+        except BaseException:
+            cluster.pods.keep_logs(Path("out") / "pods")
+            raise
         finally:
             stop.set()
-        asking.result()
 
     assert drained.returncode == 0, drained.stderr
     assert drained.stdout.strip() == "0 replicas left"

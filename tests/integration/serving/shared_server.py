@@ -94,6 +94,6 @@ def configuration(logs: Path, collector: Collector) -> dict[str, Any]:
             "export_s": 0.2,
             "headers": {"authorization": {"env": "APAR_TEST_COLLECTOR"}},
         },
-        "retries": {"replica_wait_s": 110},  # a busy machine may need a minute to start a replica
+        "retries": {"replica_wait_s": 200},  # a busy machine may need minutes to start two replicas
         "drain_s": 60,
     }

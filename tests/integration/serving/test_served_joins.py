@@ -371,6 +371,17 @@ def _ends(chunk: dict[str, Any]) -> bool:
     return bool(chunk["choices"]) and chunk["choices"][0]["finish_reason"] is not None
 
 
+@pytest.mark.parametrize("max_threads", [1, 2])
+def test_a_limit_on_threads_changes_no_text(served: Server, max_threads: int) -> None:
+    for question in QUESTIONS[:3]:
+        body = {"messages": messages(question), "apar": {"max_threads": max_threads}}
+
+        whole = served.post(CHAT, json=GREEDY | body).json()
+
+        assert whole["choices"][0]["message"]["content"] == expected(question).text()
+        assert whole["apar"]["threads"] == expected(question).threads
+
+
 def test_a_request_that_may_not_fork_writes_its_threads_itself(served: Server) -> None:
     body = GREEDY | {"messages": messages(QUESTIONS[0]), "apar": {"enabled": False}}
 
@@ -417,14 +428,11 @@ def behind_block(answer: Answer) -> bool:
 def in_second_block(answer: Answer) -> bool:
     """Return whether a thread writes whose parent has joined once."""
     threads = answer.reader.threads.get(0, {})
-    return behind_first(threads) and in_block(answer)
-
-
-def behind_first(threads: dict[str, dict[str, Any]]) -> bool:
+    first = threads.get("root.0", {"position": 0})["position"]
     return any(
-        threads["root.0"]["state"] == "ended" and thread["state"] == "writing" and name > "root.1"
+        thread["state"] == "writing" and len(thread["text"]) > 10 and thread["position"] > first
         for name, thread in threads.items()
-        if "root.0" in threads
+        if name != "root"
     )
 
 

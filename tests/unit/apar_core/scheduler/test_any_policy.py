@@ -25,7 +25,7 @@ class MoodyPolicy:
         self._numbers = random.Random(seed)
         self._chance = chance
 
-    def admits(self, batch: StepBatch, *, extra_attended: int = 0) -> bool:
+    def admits(self, batch: StepBatch, *, extra_attended: int = 0, extra_saved: int = 0) -> bool:
         return self._numbers.random() < self._chance
 
     def observe(self, batch: StepBatch, seconds: float) -> None:

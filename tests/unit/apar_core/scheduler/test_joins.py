@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from apar_core.formats.shipped_formats import PARALLEL_R1, THREADWEAVER
+from apar_core.formats.shipped_formats import APR, PARALLEL_R1, THREADWEAVER
 from apar_core.scheduler.core_state import core_state
 from tests.fakes.block_scripts import NESTED, Client, Script, block_parameters, tokens
 from tests.fakes.scripted_engine import EngineShape, ScriptedEngine, merged
@@ -134,6 +134,49 @@ def test_paths_of_a_fixed_number_get_a_summary(model_dir: Path) -> None:
 
     text = "a<Parallel><Path>x</Path><Path>yz</Path></Parallel>\n<Summary>b</Summary>c"
     assert engine.texts["a"] == tokens(text)
+    engine.assert_nothing_is_left()
+
+
+WRITTEN = "Moving to Node #0\nCurrent State: 8:[5, 3], Operations: []\nThinking\n"
+CALL = (
+    "<Calling Sub Searches>\n<Start Sub Search 0 at level 1> Moving to Node #0\n"
+    "<Start Sub Search 1 at level 1> Moving to Node #0\n<End Calling Sub Searches>"
+)
+MESSAGE = "Moving to Node #0\nCurrent State: 8:[5, 3], Operations: []"
+SEARCHES = {
+    "": tokens(WRITTEN + CALL + "done", ends=True),
+    "0": tokens("\nGoal Reached\n5+3\nGoal Reached", ends=True),
+    "1": tokens("\nnothing", ends=True),
+}
+RESULTS = (
+    "<Sub Searches>\n<Goal Reached in Sub Search 0 at level 1 at Node #0>\n5+3\nGoal Reached\n"
+    "<No Solution in Sub Search 1 at level 1 at Node #0>\n<End Sub Searches>\n"
+)
+SHAPE = EngineShape(max_model_len=1000, num_blocks=600)
+
+
+@pytest.mark.parametrize("steps", [None, 50, 190, 215, 235, 245, 250])
+def test_results_replace_the_call_of_a_search(model_dir: Path, steps: int | None) -> None:
+    engine = ScriptedEngine(SHAPE, model_dir)
+    parameters = block_parameters(APR)
+    engine.add("a", PROMPT, SEARCHES, max_tokens=900, parameters=parameters)
+    if steps is not None:
+        # Another engine continues.
+        for _ in range(steps):
+            assert engine.step()
+        journal = merged(engine.followers["a"].take_journal())
+        engine = ScriptedEngine(SHAPE, model_dir)
+        engine.add("a", PROMPT, SEARCHES, max_tokens=900, parameters=parameters, journal=journal)
+
+    engine.run()
+
+    children = "\nGoal Reached\n5+3\nGoal Reached" + "\nnothing"
+    assert engine.texts["a"] == tokens(WRITTEN + CALL + children + RESULTS + "done")
+    assert engine.finish_reasons["a"] == "stop"
+    context = [*PROMPT, *tokens(WRITTEN + RESULTS)]
+    assert any(prompt[: len(context)] == context for prompt in engine.prompts.values())
+    if steps is None:
+        assert engine.prompts["a~0", 0] == engine.prompts["a~1", 0] == tokens(MESSAGE)
     engine.assert_nothing_is_left()
 
 

@@ -37,6 +37,19 @@ def test_a_step_of_more_tokens_than_the_largest_graph_launches_its_kernels() -> 
     assert above - below == pytest.approx(0.002 + 0.008 / 64)
 
 
+def test_groups_save_the_reading_of_tokens_and_cost_passes_groups_and_rows() -> None:
+    costs = replace(COSTS, group_pass_s=5e-4, group_s=7e-6, grouped_row_s=3e-7)
+    today = StepBatch(rows=10, attended_tokens=1000)
+    family = replace(today, saved_tokens=600, group_passes=2, groups=3, grouped_rows=8)
+
+    assert family.read_tokens == 400
+    change_s = -600e-6 + 2 * 5e-4 + 3 * 7e-6 + 8 * 3e-7
+    assert costs.device_s(family) == pytest.approx(costs.device_s(today) + change_s)
+    assert costs.slower(2.0).device_s(family) == pytest.approx(2 * costs.device_s(family))
+    grown = family.grown(rows=1, attended_tokens=100, saved_tokens=90)
+    assert grown == replace(family, rows=11, attended_tokens=1100, saved_tokens=690)
+
+
 def test_a_slow_host_takes_longer_than_the_device() -> None:
     slow = replace(COSTS, host_row_s=1.0)
 

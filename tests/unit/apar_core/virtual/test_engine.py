@@ -15,9 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from apar_core.attention.settings import FamilySettings
 from apar_core.step_costs.costs import StepCosts
 from apar_core.virtual.engine import VirtualEngine, VirtualSpec
 from apar_core.virtual.executor import VirtualClock
+from apar_core.virtual.shared_reads import Grouping, SharedReads
 from tests.fakes.step_traces import FORK, Asked, RunSeen, requests, run
 
 pytestmark = pytest.mark.engine
@@ -258,6 +260,67 @@ def test_arrival_times_increase_while_the_clock_stands_still() -> None:
 
     assert 5.0 == first < second < 5.001
     assert clock.arrival_s() == 9.0
+
+
+def common_blocks(tables: Sequence[Sequence[int]]) -> int:
+    """Return how many blocks all tables begin with."""
+    columns = list(zip(*tables, strict=False))
+    return next((n for n, each in enumerate(columns) if len(set(each)) > 1), len(columns))
+
+
+def test_requests_read_together_what_the_schedulers_block_tables_have_in_common(
+    engine: VirtualEngine,
+) -> None:
+    device, scheduler, found = engine.device, engine.scheduler, list[SharedReads]()
+    expected: list[SharedReads] = []
+    schedule = scheduler.schedule
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        step = schedule(*args, **kwargs)
+        cached = step.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed |= {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+        families: dict[str, list[list[int]]] = {}
+        for name, number in step.num_scheduled_tokens.items():
+            table = scheduler.kv_cache_manager.get_block_ids(name)[0][: computed[name] // 16]
+            if number == 1 and table:
+                families.setdefault(name.partition("~")[0], []).append(table)
+        groups = [(len(each), common_blocks(each)) for each in families.values() if len(each) > 1]
+        read = [(rows, blocks) for rows, blocks in groups if blocks]
+        saved = sum((rows - 1) * blocks for rows, blocks in read)
+        if step.num_scheduled_tokens:
+            each = (saved, int(bool(read)), len(read), sum(rows for rows, _ in read))
+            expected.append(SharedReads(*each))
+        return step
+
+    device.compared = {"families": Grouping("request", FamilySettings(min_prefix_blocks=1))}
+    device.on_step = lambda step: found.append(step.shared["families"])
+    scheduler.schedule = seen
+    try:
+        steps = run(engine, VARIED, kv_blocks=30).steps
+    finally:
+        device.compared, device.on_step, scheduler.schedule = {}, None, schedule
+
+    assert any(step.preempted for step in steps)
+    assert sum(each.saved_blocks for each in found) > 100
+    assert found == expected
+
+
+def test_family_attention_changes_the_time_of_steps_and_nothing_else(
+    engine: VirtualEngine,
+) -> None:
+    device = engine.device
+    found = []
+    for attention in (None, Grouping("request", FamilySettings(min_prefix_blocks=1))):
+        device.attention, device.totals = attention, type(device.totals)()
+        found.append((run(engine, VARIED, kv_blocks=30), device.totals))
+    device.attention = None
+    (today, before), (family, after) = found
+
+    assert (family.steps, family.answers) == (today.steps, today.answers)
+    assert before.saved_tokens == 0 < after.saved_tokens
+    saved_s = COSTS.attended_token_s * after.saved_tokens
+    assert after.device_s == pytest.approx(before.device_s - saved_s)
 
 
 def test_requests_at_one_instant_are_served_in_order(engine: VirtualEngine) -> None:

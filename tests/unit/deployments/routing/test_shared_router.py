@@ -1,6 +1,7 @@
 """One count for all of Ray's routers of a deployment, and its use by the gateway."""
 
 import threading
+import time
 
 import pytest
 
@@ -45,6 +46,27 @@ def test_a_replica_counts_while_all_of_rays_routers_know_it(shared: SharedRouter
 
     assert shared.capacity == 2
     assert heard == [0, 2, 1, 2]
+
+
+def test_the_last_change_that_a_listener_hears_is_the_last_one(shared: SharedRouter) -> None:
+    heard: list[int] = []
+    hears_none = threading.Event()
+
+    def listener(capacity: int) -> None:
+        if capacity == 0 and heard:
+            hears_none.set()
+            time.sleep(0.05)  # Another executor's change arrives meanwhile.
+        heard.append(capacity)
+
+    shared.replicas_changed(1, {"a": 4})
+    shared.listen(listener)
+    losing = threading.Thread(target=shared.replicas_changed, args=(1, {}))
+    losing.start()
+    hears_none.wait()
+    shared.replicas_changed(1, {"b": 4})
+    losing.join()
+
+    assert heard == [1, 0, 1]
 
 
 def test_a_dead_replica_gets_nothing_though_another_router_still_lists_it(
