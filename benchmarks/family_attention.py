@@ -561,29 +561,40 @@ def nothing_shared(step: Step, shape: Shape, setup: Setup, dtype: torch.dtype) -
 def step_costs_of(measured: Sequence[Found]) -> list[Found]:
     """Return the measured costs of attention as fields of `StepCosts`, by model.
 
-    Least squares over the steps of a model, with a constant that stands for launches:
-    plain_s = constant + attended_token_s * tokens, and family_s = that less
-    (attended_token_s - repeated_token_s) * tokens that families do not read again.
+    Least squares over the steps of a model: the time without families is a constant, which stands
+    for launches, and `attended_token_s` for each token. With families, a saved token saves that,
+    and the pass over them costs `group_pass_s`, and `grouped_row_s` for each of its rows.
     """
     found = []
     for model in dict.fromkeys(each["model"] for each in measured):
         steps = [each for each in measured if each["model"] == model]
+
+        def numbers(function: Callable[[Found], float], steps: list[Found] = steps) -> Tensor:
+            return torch.tensor([function(each) for each in steps], dtype=torch.float64)
+
         layers = SHAPES[model].layers
-        tokens = torch.tensor([each["tokens"]["by_row"] for each in steps]).double()
-        saved = tokens - torch.tensor([each["tokens"]["with_families"] for each in steps])
-        plain, family = (
-            layers * torch.tensor([each[name] for each in steps]).double()
-            for name in ("plain_s", "family_s")
+        tokens = numbers(lambda each: each["tokens"]["by_row"])
+        saved = tokens - numbers(lambda each: each["tokens"]["with_families"])
+        plain = layers * numbers(lambda each: each["plain_s"])
+        family = layers * numbers(lambda each: each["family_s"])
+        token_s, constant_s = _fitted(plain, tokens)
+        row_s, pass_s = _fitted(
+            family - plain + token_s * saved, numbers(lambda each: each["rows_in_families"])
         )
-        columns = [tokens] if len(steps) == 1 else [tokens, torch.ones_like(tokens)]
-        slope, *constant = torch.linalg.lstsq(torch.stack(columns, 1), plain).solution.tolist()
-        gain = float(saved @ (plain - family) / (saved @ saved).clamp_min(1))
         found.append({
-            "model": model, "steps": len(steps),
-            "attended_token_s": slope, "repeated_token_s": slope - gain,
-            "constant_s": constant[0] if constant else 0.0,
+            "model": model, "steps": len(steps), "attended_token_s": token_s,
+            "constant_s": constant_s, "group_pass_s": pass_s, "grouped_row_s": row_s,
         })  # fmt: skip
     return found
+
+
+def _fitted(seconds: Tensor, numbers: Tensor) -> tuple[float, float]:
+    """Return slope and constant; with fewer than three points, a slope through the origin."""
+    if len(numbers) < 3:
+        return float(seconds.sum() / numbers.sum()), 0.0
+    columns = torch.stack([numbers, torch.ones_like(numbers)], 1)
+    slope, constant = torch.linalg.lstsq(columns, seconds[:, None]).solution[:, 0].tolist()
+    return slope, constant
 
 
 def family_attention(setup: Setup) -> Found:
