@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from apar_core.attention.settings import FURTHER_THREAD_COST
 from apar_core.scheduler.fork_policy import AdaptivePolicy
 from apar_core.scheduler.thread_table import ThreadTable
 from apar_core.vllm_names import add_utility
 
 CORE_STATE_CALL = "apar_core_state"
-_OF_ONE_RANK = ("step_s", "num_steps", "busy_s")
+_OF_ONE_RANK = ("step_s", "num_steps", "busy_s", "thread_weight")
 
 
 def core_state(scheduler: Any) -> dict[str, Any]:
@@ -24,6 +25,8 @@ def core_state(scheduler: Any) -> dict[str, Any]:
     kv_blocks, free_blocks: blocks of the KV cache, and blocks that no thread holds.
     step_s: mean time of the last steps. steps: number, rows and seconds of all steps.
     generated_tokens: tokens sampled. step_costs: what the adaptive fork policy has learned.
+    thread_weight: what a thread beside others of its request costs over a request's first thread;
+    less than 1 with family attention.
     """
     pool = scheduler.kv_cache_manager.block_pool
     num_running, num_waiting = scheduler.get_request_counts()
@@ -48,6 +51,8 @@ def core_state(scheduler: Any) -> dict[str, Any]:
         state["fork_counters"] = asdict(scheduler.block_sharing.counters)
         state["join_counters"] = asdict(scheduler.block_sharing.join_counters)
         state["admission_counters"] = asdict(scheduler.admission.counters)
+        reads_families = scheduler.family_reads.settings is not None
+        state["thread_weight"] = FURTHER_THREAD_COST if reads_families else 1.0
         clock = scheduler.step_clock
         state["step_s"] = clock.mean_s
         state["steps"] = {

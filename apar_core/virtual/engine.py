@@ -18,12 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import copyfile
 from tempfile import TemporaryDirectory
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.step_costs.costs import StepCosts
-from apar_core.virtual.shared_reads import Grouping
+
+if TYPE_CHECKING:
+    from apar_core.virtual.shared_reads import Grouping
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

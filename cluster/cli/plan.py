@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from apar_core.attention.settings import FamilySettings
 from apar_core.step_costs.costs import StepCosts
 from apar_core.step_costs.files import read_costs
 from apar_core.step_costs.gpus import GPUS, find_gpu
@@ -190,6 +191,14 @@ def plan(
             min=1, help=f"{BLOCK_SIZE_HELP} Default: 16, with cpu 32.", rich_help_panel=_GPU
         ),
     ] = None,
+    attention: Annotated[
+        str,
+        typer.Option(
+            help="ordinary, or family: threads of a request read shared KV blocks once.",
+            metavar="ordinary|family",
+            rich_help_panel=_GPU,
+        ),
+    ] = "ordinary",
     caps: Annotated[
         CommaList[int] | None,
         list_option(
@@ -241,6 +250,8 @@ def plan(
             raise wrong_value(f"--{name.replace('_', '-')}", f"{value} is not a finite number.")
     if (rate is None) == (users is None):
         raise typer.BadParameter("give either --rate or --users")
+    if attention not in ("ordinary", "family"):
+        raise wrong_value("--attention", f"{attention!r} is not one of ordinary, family")
     if forks not in PROFILES:
         raise wrong_value("--forks", f"{forks!r} is not one of {', '.join(PROFILES)}")
     if costs is not None and len(gpu) != 1:
@@ -259,6 +270,7 @@ def plan(
             block_size,
             kv_tokens,
             None if costs is None else read_costs(costs),
+            reads_families=attention == "family",
         )
         question = Question(
             Load(rate, users, think_time, headroom, spare),
@@ -315,6 +327,7 @@ class EngineOptions:
     block_size: int | None = None
     kv_tokens: int | None = None
     costs: StepCosts | None = None
+    reads_families: bool = False
 
     def replica(self, name: str) -> Replica:
         """Return the engine on a GPU. Raises AparError if the model or a request does not fit."""
@@ -345,7 +358,13 @@ class EngineOptions:
             max_model_len=self.max_model_len,
             max_step_tokens=_LARGE_STEP_TOKENS if is_large else _STEP_TOKENS,
             block_size=block_size,
+            family=self._family(block_size) if self.reads_families else None,
         )
+
+    def _family(self, block_size: int) -> FamilySettings:
+        size = self.size
+        shards = size.layers * size.kv_shards(self.tensor_parallel)
+        return FamilySettings.for_blocks(round(block_size * size.kv_bytes_per_token / shards))
 
 
 def _show(made: Plan, size: ModelSize, served: Served, out: Path | None, *, as_json: bool) -> None:

@@ -271,7 +271,8 @@ class ModelConfig(BaseModel):
     )
     cpu_threads: PositiveInt | None = Field(
         None,
-        description="CPU threads per replica; by default an equal share of the cores.",
+        description="CPU threads per replica; by default 1 for apar-tiny and "
+        "apar-tiny-threadweaver, else an equal share of the cores.",
     )
     coalesce_s: NonNegativeFloat = Field(
         0.05,

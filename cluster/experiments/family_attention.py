@@ -767,5 +767,18 @@ def _figures(found: Sequence[Prediction]) -> dict[str, Figure]:
         is_plain = each.trace == STRUCTURED and not each.is_closed_loop and not each.system_tokens
         if is_plain:
             panels.setdefault(f"{each.model}, {each.gpu}", []).append(each)
-    shown = {title: group for title, group in panels.items() if len(group) > 1}
+    labels = {
+        "today": "forked, today",
+        "family": "family attention",
+        "family_80": "80 % of its saving",
+        "family_free": "groups cost nothing",
+    }
+    shown = {
+        title: {
+            label: [(each.share, each.ratios[name].whole) for each in group]
+            for name, label in labels.items()
+        }
+        for title, group in panels.items()
+        if len(group) > 1
+    }
     return {"family-attention": family_figure(shown)} if shown else {}

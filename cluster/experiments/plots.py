@@ -15,8 +15,6 @@ from cluster.experiments.tables import PAPER_LATENCY, PAPER_THROUGHPUT, Comparis
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from cluster.experiments.family_attention import Prediction
-
 METHOD_COLOURS = {
     "sequential": "#9aa5b1",
     "eager": "#2f6f9f",
@@ -58,28 +56,23 @@ def peers_figure(panels: Panels) -> Figure:
     return figure
 
 
-def family_figure(panels: Mapping[str, Sequence[Prediction]]) -> Figure:
-    """Return throughput of whole runs over sequential decoding, by share of the KV cache."""
-    shown = (
-        ("today", "#9aa5b1", "o-"),
-        ("family", METHOD_COLOURS["eager"], "o-"),
-        ("family_80", METHOD_COLOURS["eager"], "o--"),
-        ("family_free", METHOD_COLOURS["eager"], "o:"),
+Line = Sequence[tuple[float, float]]
+
+
+def family_figure(panels: Mapping[str, Mapping[str, Line]]) -> Figure:
+    """Return a panel per title with lines by label: (share of the KV cache, throughput)."""
+    styles = (
+        ("#9aa5b1", "o-"),
+        *((METHOD_COLOURS["eager"], style) for style in ("o-", "o--", "o:")),
     )
-    labels = ("forked, today", "family attention", "80 % of its saving", "groups cost nothing")
     with mpl.rc_context(PLOT_SETTINGS):
         width, height = _PANEL_SIZE
         figure = Figure(figsize=(width * len(panels), height), layout="constrained")
         axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
-        for panel, (title, found) in zip(axes, panels.items(), strict=True):
-            for (name, colour, style), label in zip(shown, labels, strict=True):
-                panel.plot(
-                    [each.share for each in found],
-                    [each.ratios[name].whole for each in found],
-                    style,
-                    color=colour,
-                    label=label,
-                )
+        for panel, (title, lines) in zip(axes, panels.items(), strict=True):
+            for (colour, style), (label, line) in zip(styles, lines.items(), strict=False):
+                shares, ratios = zip(*line, strict=True)
+                panel.plot(shares, ratios, style, color=colour, label=label)
             panel.set_title(f"{title}, predicted")
             panel.set_ylim(bottom=1)
             _share_axis(panel)

@@ -82,6 +82,9 @@ def _model(plan: Plan, served: Served) -> dict[str, Any]:
     peak_rows = max(run.peak_rows, plan.best.found.saturated.run.peak_rows)
     threads = min(MAX_THREADS, max(cap, peak_rows))
     model["threads_per_request"] = math.ceil(1000 * threads / cap) / 1000
+    if (family := plan.hardware.family) is not None:
+        model["attention"] = "family"
+        model["family"] = {"min_saved_blocks": family.min_saved_blocks}
     if served.max_model_len is not None:
         model["engine"] = {"max_model_len": served.max_model_len}
     return model

@@ -51,6 +51,15 @@ def recommendation(plan: Plan, model: str, kv_bytes_per_token: float) -> dict[st
         facts["rows"] += f"; `apar serve` captures CUDA graphs of up to {size}"
     if plan.sequential is not None:
         facts["forks"] = _forks(plan, plan.sequential)
+    if replica.family is not None:
+        facts["attention"] = (
+            "threads that begin with the same KV blocks read these once (attention: family); its "
+            + (
+                "saving and its cost are predicted, and no GPU has measured them"
+                if replica.costs.group_pass_s
+                else "cost is not in these step costs, so the plan is optimistic"
+            )
+        )
     facts["requests"] = plan.conditions.workload.describe() + (
         "" if plan.conditions.arrivals is None else f"; times of {plan.conditions.arrivals.name}"
     )

@@ -14,12 +14,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from apar_core.attention.settings import FamilySettings
 from apar_core.step_costs.costs import StepBatch, StepCosts
 from apar_core.tree import tree_statistics
 from apar_core.virtual.workers import worker_pool
@@ -53,6 +54,7 @@ class Replica:
     """An engine to be tried: the hardware's name, step costs, KV cache, and the model's shape.
 
     num_gpus: GPUs per replica, 0 on a CPU, whose engine does not schedule ahead.
+    family: settings of `attention: family`; None: each row reads its own KV blocks.
     """
 
     hardware: str
@@ -63,6 +65,7 @@ class Replica:
     max_model_len: int
     max_step_tokens: int
     block_size: int = 16
+    family: FamilySettings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +136,13 @@ class Shape:
 
     steps: of the critical path. tokens: generated, control and end tokens included, with those
         that are computed past the end of a thread because the next step is scheduled ahead.
-    context: tokens that a generated one attends to.
+    context: tokens that a generated one attends to, of which `prompt` are those of the client.
     """
 
     steps: float
     tokens: float
     context: float
+    prompt: float
 
 
 @cache
@@ -209,10 +213,19 @@ class Runner:
     def estimated_cap(self, replica: int, token_s: float, *, forked: bool) -> int:
         """Return about how many requests keep the time per token; where the search begins."""
         shape, costs = self.shape(forked=forked), self.replicas[replica].costs
+        reads_together = forked and self.replicas[replica].family is not None
 
         def step_s(requests: int) -> float:
             rows = max(1, round(requests * shape.tokens / shape.steps))
-            return costs.step_s(StepBatch(rows, round(rows * shape.context)), overlapped=True)
+            batch = StepBatch(rows, round(rows * shape.context))
+            further = rows - requests
+            if reads_together and further > 0:
+                # At least the prompt is read once for all threads of a request.
+                saved = round(further * shape.prompt)
+                batch = replace(
+                    batch, saved_tokens=saved, group_passes=1, groups=requests, grouped_rows=rows
+                )
+            return costs.step_s(batch, overlapped=True)
 
         cap = self.largest_cap(replica, forked=forked)
         while cap > 1 and step_s(cap) > token_s:
@@ -328,7 +341,8 @@ def _shape(requests: Sequence[ReplayAnswer], forked: bool) -> Shape:
         steps = sum(each.sequential_steps for each in every)
         attended = sum(each.sequential_attended_tokens for each in every)
     number = len(every)
-    return Shape(steps / number, tokens / number, attended / tokens)
+    prompt = sum(len(each.prompt_ids) for each in requests)
+    return Shape(steps / number, tokens / number, attended / tokens, prompt / number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,6 +389,7 @@ def _run(
 def _cores(replica: Replica) -> VirtualCores:
     from apar_core.virtual.core import VirtualCores
     from apar_core.virtual.engine import VirtualSpec
+    from apar_core.virtual.shared_reads import Grouping
 
     # Each engine would describe its configuration.
     logging.getLogger("vllm").setLevel(logging.ERROR)
@@ -383,6 +398,7 @@ def _cores(replica: Replica) -> VirtualCores:
             replica.config, replica.costs, replica.kv_tokens, replica.block_size,
             replica.max_model_len, MAX_THREADS, replica.max_step_tokens,
             is_async=replica.num_gpus > 0,
+            attention=None if replica.family is None else Grouping("family", replica.family),
         )
     )  # fmt: skip
 

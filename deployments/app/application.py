@@ -122,7 +122,10 @@ def replica_environment(
     }
     if on_gpu:
         return environment
-    threads = model.cpu_threads or max(1, (os.cpu_count() or 1) // num_replicas)
+    # A second thread gains a model this small nothing, and whenever another program takes its core,
+    # the first one waits for it (docs/raw/2026-11-23-cpu-threads.txt).
+    share = 1 if model.preset.is_embedded else max(1, (os.cpu_count() or 1) // num_replicas)
+    threads = model.cpu_threads or share
     if engine_arguments(model, on_gpu=False).get("enforce_eager"):
         # The sampler would still compile small functions, which takes half a minute in a process
         # that compiles nothing else, and saves nothing on a CPU.

@@ -212,6 +212,7 @@ class LoadReporter:
             tokens_per_s=(sample.num_rows - oldest.num_rows) / busy_s if busy_s > 0 else 0.0,
             step_s=busy_s / num_steps if num_steps else 0.0,
             taken_at_s=now_s,
+            thread_weight=state.get("thread_weight", 1.0),
         )
 
 

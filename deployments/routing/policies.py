@@ -228,8 +228,9 @@ class ThreadRouter(Router):
     """Take the replica where the request costs the least time, for itself and the others there.
 
     The request runs `steps` engine steps, whose length grows with the threads at the replica, its
-    own included. Its threads lengthen the steps of the other requests there. Its prompt, less the
-    cached prefix, is computed once and delays everyone. If its blocks do not fit, it waits.
+    own included. With family attention, further threads of a request count less. Its threads
+    lengthen the steps of the other requests there. Its prompt, less the cached prefix, is computed
+    once and delays everyone. If its blocks do not fit, it waits.
     """
 
     def __init__(self, settings: RoutingSettings, seed: int = 0) -> None:
@@ -272,8 +273,11 @@ class ThreadRouter(Router):
         """Seconds that a request costs in each slot, for itself and the requests there."""
         table, step = self.table, self.table.step_time
         threads = table.threads + forecast.threads
-        step_s = step.base_s + step.per_thread_s * threads
-        others_s = step.per_thread_s * forecast.threads * table.requests
+        own = table.weighted(min(1.0, forecast.threads), forecast.threads)
+        step_s = step.base_s + step.per_thread_s * (
+            table.weighted(table.requests, table.threads) + own
+        )
+        others_s = step.per_thread_s * own * table.requests
         cost = forecast.steps * (step_s + others_s)
         cost += _PREFILL_SHARE * step.per_thread_s * prompt_tokens * (1.0 + table.requests)
         wanted = forecast.kv_tokens / table.block_size

@@ -8,6 +8,7 @@ number of threads. No clock and no Ray in here: time comes in as an argument.
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from deployments.wire.answer import AnswerEnd
 from deployments.wire.load import ReplicaLoad
 from deployments.wire.request import RequestHint
+
+T = TypeVar("T", float, NDArray[np.float64])
 
 # Forecasts before any request has ended: a chat model, about half of whose answers fork.
 PRIOR_GENERATED_TOKENS = 256.0
@@ -265,6 +268,13 @@ class ReplicaTable:
         self.blocks: NDArray[np.float64] = np.full(_FIRST_SLOTS, np.inf)
         self.sent_tokens: NDArray[np.float64] = np.zeros(_FIRST_SLOTS)
         self.block_size = 16
+        self.thread_weight = 1.0
+
+    def weighted(self, requests: T, threads: T) -> T:
+        """Return threads as multiples of a request's first thread, by what they cost in a step."""
+        if self.thread_weight == 1.0:
+            return threads
+        return requests + self.thread_weight * (threads - requests)
 
     def replicas_changed(self, caps: Mapping[str, int]) -> None:
         """Take the running replicas, each with its cap in requests."""
@@ -320,6 +330,7 @@ class ReplicaTable:
         before, row.load = row.load, load
         self.silence.heard(slot, now_s)
         self.block_size = max(load.block_size, 1)
+        self.thread_weight = load.thread_weight
         row.taken_at_s = _by_own_clock(row, load, now_s)
         while row.since and row.since[0].at_s <= row.taken_at_s:
             change = row.since.popleft()
@@ -330,6 +341,8 @@ class ReplicaTable:
             row.since_threads = row.since_blocks = 0.0
         if load.step_s > 0 and load.tokens_per_s > 0:
             batch = load.tokens_per_s * load.step_s
+            if load.threads > load.requests > 0:
+                batch *= self.weighted(float(load.requests), float(load.threads)) / load.threads
             self.step_time.measured(slot, batch, load.step_s)
         elif before is not None:
             self.step_time.rested(slot, load.taken_at_s - before.taken_at_s)

@@ -14,7 +14,9 @@ class ReplicaLoad:
     held back by a cap or by the fork policy. `blocks` and `free_blocks` count KV cache blocks of
     `block_size` tokens. `tokens_per_s` is the decode rate of all threads together over the last
     seconds, idle time excluded. `step_s` is the mean time of an engine step, 0 while unknown. So
-    `tokens_per_s * step_s` is the mean number of threads in a step.
+    `tokens_per_s * step_s` is the mean number of threads in a step. `thread_weight` is what a
+    thread beside others of its request costs over a request's first thread: 1, or less with family
+    attention.
     """
 
     requests: int
@@ -26,6 +28,7 @@ class ReplicaLoad:
     tokens_per_s: float
     step_s: float
     taken_at_s: float
+    thread_weight: float = 1.0
 
     @classmethod
     def from_stats(cls, stats: Mapping[str, Any]) -> "ReplicaLoad | None":

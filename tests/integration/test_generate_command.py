@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,3 +52,18 @@ def test_a_model_that_is_not_there_is_an_error_without_a_traceback(tmp_path: Pat
     assert answer.exit_code == 1
     assert f"Error: {tmp_path}: " in answer.stderr
     assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.slow
+def test_threads_that_wait_are_shown_with_their_steps_and_joins() -> None:
+    answer = generate(LIST_PROMPT, "--model", "apar-tiny-threadweaver", "--show-threads")
+
+    assert answer.returncode == 0, answer.stderr
+    lines = answer.stdout.strip().splitlines()
+    root = next(line for line in lines if line.startswith("root  "))
+    assert re.search(r"steps 1-\d+, \d+-\d+$", root)
+    threads = [line for line in lines if line.startswith("├── root.")]
+    assert len(threads) == 5
+    # All of them begin in the same step and close themselves.
+    assert len({re.search(r"steps (\d+)-\d+$", line)[1] for line in threads}) == 1  # type: ignore[index]
+    assert lines[-1].startswith("6 threads, 1 joins, ")

@@ -337,6 +337,17 @@ def test_several_choices_join_each_for_itself(served: Server) -> None:
     assert first["apar"]["joins"] >= 2
 
 
+def test_the_prompts_of_a_completion_join_each_for_itself(served: Server) -> None:
+    answers = [expected(question) for question in QUESTIONS]
+    prompts = [answer.prompt_ids for answer in answers]
+
+    whole = served.post(COMPLETION, json=GREEDY | {"prompt": prompts}).json()
+
+    texts = {choice["index"]: choice["text"] for choice in whole["choices"]}
+    assert texts == {index: answer.text() for index, answer in enumerate(answers)}
+    assert whole["apar"]["threads"] == sum(answer.threads for answer in answers)
+
+
 def test_max_tokens_counts_what_the_threads_generate(served: Server) -> None:
     answer = expected(QUESTIONS[0])
     body = {"messages": messages(QUESTIONS[0]), "stream_options": {"include_usage": True}}

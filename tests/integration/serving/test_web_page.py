@@ -24,7 +24,7 @@ from tests.integration.serving.shared_server import MODEL, SharedServer
 pytestmark = [pytest.mark.cluster, needs("chromium")]
 
 GUITAR = "Give me 5 tips for learning guitar."
-GUIDE = "Give me a detailed guide to making coffee."
+GUIDES = "Give me a detailed guide to baking bread.", "Give me a detailed guide to making coffee."
 JOINING = "apar-tiny-threadweaver"
 SCRIPT = "<script>window.hacked = 1</script> <img src=x onerror='window.hacked = 2'>"
 LINK = f"[link](javascript:window.hacked=3) **bold** <b>not bold</b> {'wide' * 25}"
@@ -246,12 +246,12 @@ def test_it_is_accessible_and_fits(
 @pytest.mark.slow
 def test_sections_and_their_points_grow_at_once(page: WebPage, server: Server) -> None:
     page.open()
-    page.ask(GUIDE)
+    page.ask(GUIDES[0])
     page.wait()
 
     assert growing_at_once(page.page.evaluate("window.lengths")) >= 5
     assert page.page.locator(".card .card").count() == 8
-    assert letters(shown_text(page)) == letters(answer(server, GUIDE))
+    assert letters(shown_text(page)) == letters(answer(server, GUIDES[0]))
 
 
 # The tests below need other replicas; each change takes half a minute.
@@ -299,7 +299,7 @@ def test_threads_that_are_joined_stand_between_the_texts_of_their_parent(
         assert states == ["writing", "waiting", "writing"]
 
         # One block for each section, behind its heading.
-        page.ask(GUIDE)
+        page.ask(GUIDES[1])
         page.page.wait_for_selector('.lane[data-state="running"]')
         page.wait()
 
@@ -308,4 +308,4 @@ def test_threads_that_are_joined_stand_between_the_texts_of_their_parent(
             (kinds.nth(i).get_attribute("class"), kinds.nth(i).locator(".card").count())
             for i in range(kinds.count())
         ] == [("prose", 0), ("cards", 3), ("prose", 0), ("cards", 3), ("prose", 0), ("cards", 2)]
-        assert letters(shown_text(page)) == letters(answer(joining, GUIDE, JOINING))
+        assert letters(shown_text(page)) == letters(answer(joining, GUIDES[1], JOINING))

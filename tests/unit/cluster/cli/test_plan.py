@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import yaml
 
+from apar_core.attention.settings import FamilySettings
 from apar_core.step_costs.files import write_costs
+from apar_core.step_costs.models import find_model
+from cluster.cli.plan import EngineOptions
 from cluster.config import ClusterConfig, load_config
 from tests.fakes.apar_command import apar
 from tests.fakes.overlays import K8S
@@ -61,6 +65,17 @@ def test_the_yaml_configures_the_plan(planned: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+def test_a_plan_with_family_attention_turns_it_on() -> None:
+    size = find_model("llama-3-8b")
+    ordinary, family = (
+        EngineOptions(size, 2048, reads_families=reads).replica("h100") for reads in (False, True)
+    )
+
+    assert ordinary == replace(family, family=None)
+    # 64 MiB of blocks with 16 tokens, 8 KV heads of 128 elements, keys and values in 16 bits.
+    assert family.family == FamilySettings(min_saved_blocks=1024)
+
+
 def test_worker_processes_give_the_same_bytes(small: tuple[str, ...]) -> None:
     here = run(*small, "--rate", "20", "--json")
     workers = run(*small, "--rate", "20", "--json", "--processes", "2")
@@ -136,6 +151,10 @@ def test_impossible_plans_are_reported_in_one_line(arguments: tuple[str, ...], n
     [
         ((), "give either --rate or --users"),
         (("--rate", "1", "--users", "5"), "give either --rate or --users"),
+        (
+            ("--rate", "1", "--attention", "flash"),
+            "Invalid value for '--attention': 'flash' is not one of ordinary, family",
+        ),
         (
             ("--rate", "1", "--forks", "wild"),
             "Invalid value for '--forks': 'wild' is not one of none, mixed, structured",

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from apar_core.attention import families as grouping
+from apar_core.attention.settings import FamilySettings
 from cluster.sizing.errors import SizingError
 from cluster.sizing.plan import Load, make_plan
 from cluster.sizing.replica_run import Slos
@@ -74,6 +76,27 @@ def test_arrivals_have_the_mean_rate_and_equal_proportions_at_every_rate() -> No
     # Poisson: gaps vary as much as their mean.
     deviation = math.sqrt(sum((gap - 0.5) ** 2 for gap in gaps) / len(gaps))
     assert deviation == pytest.approx(0.5, rel=0.1)
+
+
+def test_threads_that_read_together_make_a_replica_of_forked_requests_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Compiling takes four seconds.
+    monkeypatch.setattr(grouping, "_compiled", lambda: grouping.partition)
+    costs = replace(REPLICA.costs, attended_token_s=1e-3)
+    ordinary = replace(REPLICA, costs=costs)
+    family = replace(ordinary, family=FamilySettings(min_prefix_blocks=1))
+    runs = Runner([ordinary, family], CONDITIONS, None)
+
+    found = [
+        runs.run(replace(CANDIDATE, replica=index), None, Slos(), measured=10) for index in (0, 1)
+    ]
+    caps = [runs.estimated_cap(index, 0.3, forked=True) for index in (0, 1)]
+    flat = [runs.estimated_cap(index, 0.3, forked=False) for index in (0, 1)]
+
+    assert found[1].rows_per_s > 1.05 * found[0].rows_per_s
+    assert caps[1] > caps[0]
+    assert flat[1] == flat[0]
 
 
 def test_the_rate_found_keeps_the_limits_and_the_next_one_does_not(runs: Runner) -> None:

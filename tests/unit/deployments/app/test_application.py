@@ -236,10 +236,13 @@ def test_a_chain_of_prompt_tokens_reaches_the_engine_beside_the_fork_limits() ->
 def test_replicas_on_cpu_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 12)
 
-    environment = replica_environment(ModelConfig(), on_gpu=False, num_replicas=3)
+    large = ModelConfig(checkpoint="org/model")
+    environment = replica_environment(large, on_gpu=False, num_replicas=3)
+    tiny = replica_environment(ModelConfig(), on_gpu=False, num_replicas=3)
     chosen = replica_environment(ModelConfig(cpu_threads=3), on_gpu=False, num_replicas=3)
 
     assert environment["OMP_NUM_THREADS"] == "4"
+    assert tiny["OMP_NUM_THREADS"] == "1"
     assert chosen["OMP_NUM_THREADS"] == "3"
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert "OMP_NUM_THREADS" not in replica_environment(ModelConfig(), on_gpu=True)

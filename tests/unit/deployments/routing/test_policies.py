@@ -413,3 +413,29 @@ def test_affinity_entries_bounds_the_prefixes_remembered(entries: int, remembere
 
     assert (choices == {"c"}) is remembered
     assert (router.decisions[Reason.AFFINITY] > 0) is remembered
+
+
+@pytest.mark.parametrize(("weight", "expected"), [(1.0, "few threads"), (0.6, "few requests")])
+def test_with_family_attention_further_threads_of_a_request_count_less(
+    weight: float, expected: str
+) -> None:
+    router = router_of("few threads", "few requests")
+    for name, load in (("few threads", busy(3, 6)), ("few requests", busy(2, 8))):
+        router.reported(name, replace(load, thread_weight=weight), 1.0)
+
+    # One thread in steps with 6 others, and slowing 3 requests, or with 8 and 2: in units of a
+    # first thread, 10 and 11, or 8.8 and 8.6.
+    assert router.choose(replace(HINT, may_fork=False)) == expected
+
+
+def test_a_fit_of_step_times_to_weighted_threads_predicts_them() -> None:
+    router = router_of("a")
+    for number in range(400):
+        requests = 1 + number % 7
+        load = busy(requests, 4 * requests, step_s=0.01 + 0.001 * requests * (1 + 0.6 * 3))
+        report = replace(load, thread_weight=0.6, taken_at_s=float(number))
+        router.reported("a", report, float(number))
+
+    # The prior makes the slope a tenth less. Per thread without weights it would be 0.0007.
+    assert router.table.step_time.per_thread_s == pytest.approx(0.001, rel=0.12)
+    assert router.table.step_time.base_s == pytest.approx(0.01, rel=0.12)
