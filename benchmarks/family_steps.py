@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    Ints = NDArray[np.int32]
 
 FILE = Path(__file__).with_name("family_steps.npz")
 BLOCK_SIZE = 16
@@ -52,8 +55,8 @@ class Step:
     name: str
     model: str
     source: str
-    table: NDArray[np.int32]
-    lengths: NDArray[np.int32]
+    table: Ints
+    lengths: Ints
 
 
 def read_steps(path: Path = FILE) -> list[Step]:
@@ -80,13 +83,14 @@ def write_steps(steps: list[Step], path: Path) -> None:
     np.savez_compressed(path, steps=np.array(json.dumps(heads)), **arrays)
 
 
-def numbered(tables: list[list[int]], lengths: list[int]) -> NDArray[np.int32]:
+def numbered(tables: list[Ints]) -> Ints:
     """Return the blocks of rows as a table, numbered in the order in which they appear."""
     numbers: dict[int, int] = {}
-    counts = [-(-length // BLOCK_SIZE) for length in lengths]
-    table = np.full((len(tables), max(counts)), -1, np.int32)
-    for row, (blocks, count) in enumerate(zip(tables, counts, strict=True)):
-        table[row, :count] = [numbers.setdefault(block, len(numbers)) for block in blocks[:count]]
+    table = np.full((len(tables), max(map(len, tables))), -1, np.int32)
+    for row, blocks in enumerate(tables):
+        table[row, : len(blocks)] = [
+            numbers.setdefault(block, len(numbers)) for block in blocks.tolist()
+        ]
     return table
 
 
@@ -96,20 +100,18 @@ def record(traces: dict[str, Path], runs: dict[str, dict[str, Any]]) -> list[Ste
     from cluster.experiments.runs import Worker
     from cluster.experiments.settings import ExperimentSettings, RunKey
 
-    seen: list[tuple[list[list[int]], list[int]]] = []
+    # Per step: the blocks and the tokens of each decoding row.
+    seen: list[list[tuple[Ints, int]]] = []
     charge = VirtualExecutor._charge
 
-    def noted(self: Any, step: Any, attended: int) -> None:
-        tables: list[list[int]] = []
-        lengths: list[int] = []
-        for name, num_tokens in step.num_scheduled_tokens.items():
-            row = self._rows[name]
-            if num_tokens == 1:
-                tables.append(list(row.blocks))
-                # This step has sampled a token already.
-                lengths.append(row.prompt_length + row.generated - 1)
-        seen.append((tables, lengths))
-        charge(self, step, attended)
+    def noted(self: Any, step: Any, names: Sequence[str], ends: Sequence[int]) -> None:
+        rows = [
+            (self._tables.ids[self._rows[name].slot, : -(-end // BLOCK_SIZE)].copy(), end)
+            for name, end in zip(names, ends, strict=True)
+            if step.num_scheduled_tokens[name] == 1
+        ]
+        seen.append(rows)
+        charge(self, step, names, ends)
 
     VirtualExecutor._charge = noted
     settings = ExperimentSettings(
@@ -122,8 +124,9 @@ def record(traces: dict[str, Path], runs: dict[str, dict[str, Any]]) -> list[Ste
         seen.clear()
         key = RunKey(device="a100-80gb", **fields)
         worker.run(key)
-        tables, lengths = _typical(seen)
-        table = numbered(tables, lengths)
+        typical = _typical(seen)
+        lengths = [length for _, length in typical]
+        table = numbered([blocks for blocks, _ in typical])
         steps.append(Step(name, key.model, key.title, table, np.array(lengths, np.int32)))
         print(f"{name}: {len(lengths)} rows, {sum(lengths)} tokens, {table.max() + 1} blocks of "
               f"{sum(-(-each // BLOCK_SIZE) for each in lengths)} read", flush=True)  # fmt: skip
@@ -133,17 +136,14 @@ def record(traces: dict[str, Path], runs: dict[str, dict[str, Any]]) -> list[Ste
     return sorted(steps, key=lambda step: order.index(step.name))
 
 
-def _typical(
-    steps: list[tuple[list[list[int]], list[int]]],
-) -> tuple[list[list[int]], list[int]]:
+def _typical(steps: list[list[tuple[Ints, int]]]) -> list[tuple[Ints, int]]:
     """Return the median step by rows, weighted by the tokens that a step attends to."""
-    ordered = sorted(steps, key=lambda step: len(step[1]))
-    half = sum(sum(lengths) for _, lengths in ordered) / 2
-    for step in ordered:
-        half -= sum(step[1])
-        if half <= 0:
-            break
-    return step
+    ordered = sorted(steps, key=len)
+    tokens = [sum(length for _, length in step) for step in ordered]
+    half, index = sum(tokens) / 2, 0
+    while (half := half - tokens[index]) > 0:
+        index += 1
+    return ordered[index]
 
 
 RUNS: dict[str, dict[str, Any]] = {

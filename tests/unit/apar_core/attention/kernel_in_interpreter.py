@@ -47,11 +47,10 @@ def merge_without_scale(seed: int) -> float:
 def few() -> dict[str, Any]:
     """Check small cases: one per data type, several chunks, no family, rows without tokens."""
     small = [
-        Case(dtype=dtype, heads=heads, ratio=heads, chunk=chunk, sharpness=sharpness)
-        for dtype, heads, chunk, sharpness in (
-            (torch.float32, 2, 32, 1.0), (torch.float16, 3, None, 6.0), (torch.bfloat16, 1, 64, 1.0)
-        )
-    ]  # fmt: skip
+        Case(heads=2, ratio=2, chunk=32),
+        Case(dtype=torch.float16, heads=3, ratio=3, head_size=80, sharpness=6.0),
+        Case(dtype=torch.bfloat16, heads=1, chunk=64),
+    ]
     return {
         "wrong": [
             str(case) for case in small if not error_of(case, "cpu") <= TOLERANCE[case.dtype]
@@ -69,7 +68,8 @@ def part(number: int, parts: int) -> dict[str, Any]:
     errors: dict[str, float] = {}
     checked = list(enumerate(cases()))[number::parts]
     for seed, case in checked:
-        if has_room_for_errors(case):
+        # With more KV heads, the planted errors alone take minutes.
+        if has_room_for_errors(case) and case.heads <= 8 * case.ratio:
             missed += [f"{name} in {case}" for name in unnoticed(case, "cpu", seed)]
         error = error_of(case, "cpu", seed)
         errors[str(case.dtype)] = max(error, errors.get(str(case.dtype), 0.0))
