@@ -20,14 +20,13 @@ from apar_core.virtual.shared_reads import Grouping
 from cluster.experiments.driver import Drive, RunPlan, drive
 from cluster.experiments.engine import Conditions
 from cluster.experiments.family_attention import (
-    EAGER,
     FAMILY,
     REQUEST,
     FamilyAttentionSettings,
     RunName,
     Worker,
 )
-from cluster.experiments.methods import METHODS
+from cluster.experiments.methods import EAGER, METHODS
 from cluster.experiments.recorded_steps import RecordedSteps, device_times, timed
 
 LIST = "Here are {0} tips:\n\n" + "\n".join(
@@ -116,7 +115,7 @@ def test_a_step_that_saves_too_little_is_not_grouped() -> None:
     )
 
     today, always, often, half = (
-        device_times(steps, COSTS, *arguments, **options)  # type: ignore[arg-type]
+        device_times(steps, COSTS, *arguments, **options)
         for arguments, options in (
             ((), {}),
             (("any",), {}),
