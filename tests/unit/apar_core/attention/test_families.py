@@ -195,7 +195,7 @@ def trees(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
     return tables, num_full
 
 
-@settings(max_examples=100)
+@settings(max_examples=200)
 @given(tree=trees(), tokens=st.integers(1, 4))
 def test_no_partition_saves_more(tree: tuple[list[list[int]], list[int]], tokens: int) -> None:
     tables, num_full = tree
@@ -331,7 +331,7 @@ schedules = given(
 function_fixtures = HealthCheck.function_scoped_fixture
 
 
-@settings(max_examples=5, suppress_health_check=[function_fixtures])
+@settings(max_examples=15, suppress_health_check=[function_fixtures])
 @schedules
 def test_families_of_scheduled_steps(model_dir: Path, **drawn: Any) -> None:
     run_any_schedule(**drawn, model_dir=model_dir)
