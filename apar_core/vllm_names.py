@@ -417,6 +417,12 @@ def metadata_builders(worker: Worker) -> Iterator[Any]:
             yield from group.metadata_builders
 
 
+def worker_in_this_process(engine_core: Any) -> Any:
+    """Return the worker that runs in an engine core's process; None if it has one of its own."""
+    wrapper = getattr(engine_core.model_executor, "driver_worker", None)
+    return getattr(wrapper, "worker", None)
+
+
 _HOST_TABLES: dict[int, tuple[NDArray[np.int32], int, bool]] = {}
 """Block tables on the host by the address of those on the GPU: table, block size, and whether its
 rows are the runner's slots instead of the rows of a step."""

@@ -159,6 +159,17 @@ def prompt_chain(
     _write(out, {"runs": runs})
 
 
+@app.command("family-grouping")
+def family_grouping(
+    out: Annotated[Path, out_option("family-grouping")],
+    repeats: Annotated[int, typer.Option(min=20, help="Steps of each kind and size.")] = 1000,
+) -> None:
+    """Time the search for families of threads in a decoding step."""
+    from benchmarks import family_grouping
+
+    _write(out, family_grouping.run(console, repeats=repeats))
+
+
 def _replaying_engine(model: str, eager: bool) -> OfflineEngine:
     """Build an engine whose requests specify the tokens to generate."""
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

@@ -101,12 +101,15 @@ def on_device(plan: StepPlan, block_table: Tensor, seq_lens: Tensor, block_size:
         plan.tokens.int(),
         plan.leaders.int(),
     )
-    packed = torch.cat(parts)
+    # Triton compiles a kernel again for addresses that are no multiples of 16 bytes.
+    padded = [torch.nn.functional.pad(part, (0, -len(part) % 4)) for part in parts]
+    packed = torch.cat(padded)
     if block_table.is_cuda:
         packed = packed.pin_memory()
     packed = packed.to(block_table.device, non_blocking=True)
-    rows, starts, prefix_blocks, row_prefix_blocks, tokens, leaders = packed.split(
-        [len(part) for part in parts]
+    rows, starts, prefix_blocks, row_prefix_blocks, tokens, leaders = (
+        copy[: len(part)]
+        for copy, part in zip(packed.split([len(each) for each in padded]), parts, strict=True)
     )
     num_rows = len(row_prefix_blocks)
     places = torch.arange(plan.max_suffix_blocks, device=block_table.device)
@@ -247,7 +250,7 @@ class FamilyFlashImpl(FlashAttentionImpl):
             causal=False,
             **shared,
         )
-        suffix, suffix_lse = attend(
+        _, suffix_lse = attend(
             q=query[:num_tokens],
             out=output[:num_tokens],
             cu_seqlens_q=metadata.query_start_loc,
@@ -263,7 +266,7 @@ class FamilyFlashImpl(FlashAttentionImpl):
             merged,
             prefix,
             prefix_lse,
-            suffix.index_select(0, plan.tokens),
+            output.index_select(0, plan.tokens),
             suffix_lse.index_select(1, plan.tokens),
         )
         output.index_copy_(0, plan.tokens, merged)

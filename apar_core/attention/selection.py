@@ -22,6 +22,7 @@ WORKERS = {
     "vllm.v1.worker.gpu_worker.Worker": "apar_core.attention.gpu_backends.FamilyGPUWorker",
 }
 """Our workers by vLLM's."""
+_CPU = ".CPUWorker"
 _PLAIN_KV_CACHES = ("auto", "float16", "bfloat16", "float32")
 _FALLBACK = "attention: family: KV blocks are read row by row, because of %s"
 
@@ -34,6 +35,8 @@ def use_family_attention(vllm_config: VllmConfig) -> None:
     if (problem := engine_problem(vllm_config)) is not None:
         logger.warning(_FALLBACK, problem)
         return
+    if vllm_config.speculative_config is not None:
+        logger.warning("attention: family: rows with drafts are read row by row")
     parallel.worker_cls = WORKERS[parallel.worker_cls]
 
 
@@ -54,7 +57,8 @@ def engine_problem(vllm_config: VllmConfig) -> str | None:
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         "microbatches": parallel.use_ubatching,
         "kv_sharing_fast_prefill": cache.kv_sharing_fast_prefill,
-        # The host then knows only an upper bound of a row's length.
+        # The host then knows only a bound of a row's length, also between the drafts of a step.
+        "speculative decoding on a GPU": speculates and not parallel.worker_cls.endswith(_CPU),
         "speculative decoding with asynchronous scheduling": speculates
         and bool(vllm_config.scheduler_config.async_scheduling),
         "VLLM_BATCH_INVARIANT": os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"),

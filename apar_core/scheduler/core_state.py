@@ -9,7 +9,7 @@ from typing import Any
 from apar_core.attention.settings import FURTHER_THREAD_COST
 from apar_core.scheduler.fork_policy import AdaptivePolicy
 from apar_core.scheduler.thread_table import ThreadTable
-from apar_core.vllm_names import add_utility
+from apar_core.vllm_names import add_utility, worker_in_this_process
 
 CORE_STATE_CALL = "apar_core_state"
 _OF_ONE_RANK = ("step_s", "num_steps", "busy_s", "thread_weight")
@@ -92,4 +92,11 @@ def _num_steps(state: tuple[dict[str, Any], Any]) -> int:
 
 def install_core_state() -> None:
     """Make `core_state` callable from the API process, as an engine-core utility."""
-    add_utility(CORE_STATE_CALL, lambda engine_core: core_state(engine_core.scheduler))
+    add_utility(CORE_STATE_CALL, _state_of_core)
+
+
+def _state_of_core(engine_core: Any) -> dict[str, Any]:
+    state = core_state(engine_core.scheduler)
+    # Of workers with family attention: see `apar_core/attention/plan.py`.
+    counts = getattr(worker_in_this_process(engine_core), "family_counts", None)
+    return state if counts is None else state | {"family_counts": counts()}

@@ -110,6 +110,19 @@ KV_RELEASED_EARLY_BLOCKS = _counter(
     _REPLICA,
     "KV blocks released by threads that ended before their request.",
 )
+FAMILY_ROWS = _counter(
+    "apar_family_rows_total",
+    "rows",
+    _REPLICA,
+    "Decoding rows read together with others of their family (`attention: family`). Counted where "
+    "the worker runs in the engine core's process, as on one GPU.",
+)
+FAMILY_SAVED_BLOCKS = _counter(
+    "apar_family_saved_blocks_total",
+    "blocks",
+    _REPLICA,
+    "KV block reads per layer that were not needed, because a family's blocks are read once.",
+)
 JOINS = _counter(
     "apar_joins_total",
     "joins",

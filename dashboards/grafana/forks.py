@@ -255,7 +255,9 @@ def shared_blocks(span: int = 8, height: int = 8) -> AnyPanel:
         Text(
             "Blocks shared, copied, released early",
             "KV blocks per second: shared by parents with children, copied because they were "
-            "half full, and released by threads that ended before their request.",
+            "half full, and released by threads that ended before their request. With `attention: "
+            "family`, also the block reads per layer that were not needed, and the rows that "
+            "shared them.",
             BLOCKS_PER_S,
             span,
             height,
@@ -263,6 +265,8 @@ def shared_blocks(span: int = 8, height: int = 8) -> AnyPanel:
         Query(rate(of.KV_SHARED_BLOCKS), "shared"),
         Query(rate(of.KV_COPIED_BLOCKS), "copied"),
         Query(rate(of.KV_RELEASED_EARLY_BLOCKS), "released early"),
+        Query(rate(of.FAMILY_SAVED_BLOCKS), "reads saved"),
+        Query(rate(of.FAMILY_ROWS), "rows in families"),
     )
 
 

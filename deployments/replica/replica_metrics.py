@@ -120,6 +120,9 @@ class ReplicaMetrics:
         record.set_total(catalogue.KV_SHARED_BLOCKS, sharing["shared_blocks"])
         record.set_total(catalogue.KV_COPIED_BLOCKS, sharing["copied_blocks"])
         record.set_total(catalogue.KV_RELEASED_EARLY_BLOCKS, sharing["released_early_blocks"])
+        families = state.get("family_counts", {})
+        record.set_total(catalogue.FAMILY_ROWS, families.get("shared_rows", 0))
+        record.set_total(catalogue.FAMILY_SAVED_BLOCKS, families.get("saved_blocks", 0))
         joins = state["join_counters"]
         record.set_total(catalogue.JOINS, joins["joins"])
         record.set_total(catalogue.JOIN_TOKENS, joins["shared_tokens"], outcome="reused")

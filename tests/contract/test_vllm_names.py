@@ -38,6 +38,22 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils import random_uuid
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.attention import selector
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.registry import register_backend
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionImpl,
+    TritonAttentionMetadataBuilder,
+)
+from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -73,6 +89,7 @@ from vllm.v1.engine.output_processor import (
 )
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics import loggers
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
@@ -80,10 +97,16 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+from vllm.v1.worker import block_table as v1_block_table
+from vllm.v1.worker.gpu import block_table as v2_block_table
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample import logits_processor as v2_processors
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
 
 from apar_core import vllm_names
 from apar_core.engine.plugin import install_processors
@@ -264,6 +287,55 @@ SIGNATURES = (
     Signature(Executor.initialize_from_config, "self, kv_cache_configs", "allocates nothing"),
     Signature(Executor.compile_or_warm_up_model, "self", "nothing to compile"),
     Signature(Executor.supports_async_scheduling, "", "outputs are futures"),
+    # Family attention: overridden or called by apar_core/attention.
+    *(
+        Signature(
+            builder.build,
+            "self, common_prefix_len, common_attn_metadata, fast_build=False",
+            "adds the families of a step",
+        )
+        for builder in (
+            CPUAttentionMetadataBuilder,
+            FlashAttentionMetadataBuilder,
+            TritonAttentionMetadataBuilder,
+        )
+    ),
+    *(
+        Signature(
+            implementation.forward,
+            "self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, "
+            "output_block_scale=None",
+            "reads families in two passes",
+        )
+        for implementation in (CPUAttentionBackendImpl, FlashAttentionImpl, TritonAttentionImpl)
+    ),
+    Signature(
+        FlashAttentionMetadataBuilder.update_block_table,
+        "self, metadata, blk_table, slot_mapping",
+        "another group's rows have other families",
+    ),
+    Signature(
+        FlashAttentionMetadataBuilder.get_cudagraph_support,
+        "vllm_config, kv_cache_spec",
+        "no full CUDA graphs",
+    ),
+    Signature(Worker.load_model, "self, ...", "builds the model with our backends"),
+    Signature(register_backend, "backend, class_path=None, ...", "puts ours in vLLM's place"),
+    Signature(
+        merge_attn_states,
+        "output, prefix_output, prefix_lse, suffix_output, suffix_lse, ...",
+        "merges the two passes",
+    ),
+    Signature(
+        flash_attn_varlen_func,
+        "q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None, ...",
+        "both passes; the other arguments are given by name",
+    ),
+    Signature(
+        v2_block_table.BlockTables.append_block_ids,
+        "self, req_index, new_block_ids, overwrite",
+        "the copy of the block tables on the host",
+    ),
 )
 
 
@@ -337,6 +409,31 @@ ATTRIBUTES = (
         "where a row stands, also after a preemption",
     ),
     Attributes(EngineCore, "model_executor batch_queue", "its executor, and steps in flight"),
+    # Family attention.
+    Attributes(
+        CommonAttentionMetadata,
+        "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len "
+        "max_seq_len block_table_tensor slot_mapping causal seq_lens_cpu_upper_bound req_idx "
+        "mm_req_doc_ranges",
+        "the rows of a step",
+    ),
+    *(
+        Attributes(
+            implementation,
+            "sliding_window alibi_slopes logits_soft_cap sinks attn_type kv_cache_dtype scale "
+            "head_size",
+            "which layers are read row by row",
+        )
+        for implementation in (CPUAttentionBackendImpl, FlashAttentionImpl, TritonAttentionImpl)
+    ),
+    Attributes(TritonAttentionImpl, "chunk_lookback", "as above"),
+    Attributes(FlashAttentionImpl, "vllm_flash_attn_version", "which FlashAttention"),
+    Attributes(FlashAttentionMetadataBuilder, "fa4_hd256 block_size", "as above"),
+    Attributes(CPUAttentionMetadataBuilder, "isa block_size", "layout of the KV cache"),
+    Attributes(v1_block_table.BlockTable, "block_table block_size", "on GPU and host"),
+    Attributes(
+        v2_block_table.BlockTables, "input_block_tables block_sizes num_blocks", "on the GPU"
+    ),
 )
 
 
@@ -393,6 +490,62 @@ NEW_FIELDS = {"error": "0.33"}
 
 
 PASSAGES = (
+    Passage(
+        CPUAttentionBackendImpl.do_kv_cache_update,
+        r"kv_cache = kv_cache\.view\(\(num_blocks, num_kv_heads, block_size \* 2, -1\)\) "
+        r"key_cache, value_cache = kv_cache\.chunk\(2, dim=2\)",
+        "family attention reads keys and values of a block one behind the other",
+    ),
+    *(
+        Passage(
+            implementation.forward,
+            pattern,
+            "family attention takes keys and values from the same views",
+        )
+        for implementation, pattern in (
+            (
+                FlashAttentionImpl,
+                r"kv_cache\.transpose\(1, 2\)\.split\(self\.head_size, dim=-1\)",
+            ),
+            (TritonAttentionImpl, r"kv_cache = kv_cache\.transpose\(1, 2\) .*kv_cache\.split\("),
+        )
+    ),
+    Passage(
+        selector._cached_get_attn_backend,
+        r"@cache def _cached_get_attn_backend\(",
+        "cleared, so that a model gets our backends",
+    ),
+    Passage(
+        WorkerWrapperBase.init_worker,
+        r"load_general_plugins\(\).*resolve_obj_by_qualname\( parallel_config\.worker_cls",
+        "the worker's class is a setting",
+    ),
+    Passage(
+        UniProcExecutor._init_executor,
+        r"self\.driver_worker = WorkerWrapperBase\(",
+        "the worker, which counts what families saved, is in the engine core's process",
+    ),
+    Passage(
+        v1_block_table.BlockTable.get_device_tensor,
+        r"return self\.block_table\.gpu\[:num_reqs\]",
+        "a step's table begins at the address of the runner's",
+    ),
+    Passage(
+        v2_block_table.BlockTables.gather_block_tables,
+        r"out = tuple\(self\.input_block_tables\).*return tuple\(bt\[:num_reqs_padded\] for bt",
+        "the same in the V2 runner",
+    ),
+    Passage(
+        v2_block_table.BlockTables.append_block_ids,
+        r"start = self\.num_blocks\.np\[i, req_index\] if not overwrite else 0 .*"
+        r"stage_write\(req_index, start, block_ids\)",
+        "repeated on the host",
+    ),
+    Passage(
+        DefaultModelState.prepare_attn,
+        r"num_reqs = input_batch\.num_reqs .*req_idx=input_batch\.idx_mapping_np",
+        "finds the rows of a step in the copy on the host",
+    ),
     Passage(
         prometheus_client.Counter.inc,
         r"if amount < 0: raise ValueError\(.* self\._value\.inc\(amount\) if exemplar:",

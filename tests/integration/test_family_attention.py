@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 # The embedded model's prompts are short, so that blocks of 32 tokens have short prefixes.
 FAMILY: dict[str, Any] = {"attention": "family", "family": {"min_prefix_blocks": 1}}
+DRAFTS = "attention: family: rows with drafts are read row by row"
 NAMES = (
     "large batch, blocks of 32",
     "large batch, blocks of 16",
@@ -72,15 +73,18 @@ def test_every_thread_equals_plain_decoding_of_its_prefix(way: str) -> None:
         counts,
         len(differing),
     )
-    assert engine.warnings == []
+    speculates = "speculated" in expected
+    assert engine.warnings == [DRAFTS] * speculates
     assert all(each.gap < FLOAT_NOISE for each in differing)
     assert (run.preemptions > 0) == ("preempted" in expected)
     assert (run.num_draft_tokens > 0) == ("speculated" in expected)
     assert run.state_after["free_blocks"] == run.state_after["kv_blocks"]
     assert run.state_after["threads"] == 0
-    assert 0 < counts["shared_steps"] <= counts["steps"]
+    # With a chain of prompt tokens, every row of every step has drafts.
+    assert (counts["shared_steps"] > 0) == (way != "prompt chain")
+    assert counts["shared_steps"] <= counts["steps"]
     assert counts["shared_rows"] >= 2 * counts["shared_steps"]
-    assert counts["saved_blocks"] > 0
+    assert counts["saved_blocks"] >= counts["shared_steps"]
 
 
 def test_an_engine_that_cannot_read_families_says_so_once_and_answers() -> None:

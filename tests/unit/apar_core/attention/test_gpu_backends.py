@@ -28,15 +28,19 @@ from vllm.v1.worker.gpu import block_table as v2_tables
 
 from apar_core import vllm_names
 from apar_core.attention import families as grouping
-from apar_core.attention import gpu_backends
-from apar_core.attention.families import partition
+from apar_core.attention import gpu_backends, triton_kernel
+from apar_core.attention.families import Families, partition
 from apar_core.attention.gpu_backends import (
     FamilyFlashBackend,
     FamilyFlashBuilder,
     FamilyFlashImpl,
     FamilyFlashMetadata,
     FamilyTritonBackend,
+    FamilyTritonBuilder,
+    FamilyTritonImpl,
+    FamilyTritonMetadata,
 )
+from apar_core.attention.plan import StepPlanner
 from apar_core.vllm_names import host_block_table, watch_block_tables
 from tests.fakes.scripted_engine import write_model_config
 
@@ -227,6 +231,75 @@ def test_the_metadata_of_another_group_has_no_families(model_dir: Path) -> None:
 
     assert isinstance(other, FamilyFlashMetadata)
     assert other.plan is None
+
+
+def test_our_triton_kernel_gets_the_families_of_decoding_steps(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run what is around the kernel; the kernel itself has its own tests."""
+    torch.manual_seed(0)
+    num_rows = 5
+    common = common_metadata()
+    common = common.replace(
+        query_start_loc=common.query_start_loc[: num_rows + 1],
+        query_start_loc_cpu=common.query_start_loc_cpu[: num_rows + 1],
+        seq_lens=common.seq_lens[:num_rows],
+        num_reqs=num_rows,
+        num_actual_tokens=num_rows,
+        max_query_len=1,
+        block_table_tensor=common.block_table_tensor[:num_rows],
+    )
+    config = configuration(model_dir)
+    # Their constructors ask the GPU.
+    builder_type: Any = FamilyTritonBuilder
+    builder = builder_type.__new__(builder_type)
+    builder.kv_cache_spec = SimpleNamespace(block_size=BLOCK_SIZE)
+    builder.planner = StepPlanner(config, [], BLOCK_SIZE, None)
+    for name in ("seq_threshold_3D", "num_par_softmax_segments", "max_seqs_64_segments"):
+        setattr(builder, name, 0)
+    for name in ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum", "rswa_window"):
+        setattr(builder, name, None)
+    kv_cache = torch.randn(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
+    query = torch.randn(num_rows + 3, NUM_HEADS, HEAD_SIZE)
+    output = torch.full_like(query, 7.0)
+    attention_type: Any = FamilyTritonImpl
+    attention = attention_type.__new__(attention_type)
+    attention.head_size, attention.scale = HEAD_SIZE, SCALE
+    given: list[Families] = []
+
+    def family_decode(
+        query: Tensor, keys: Tensor, values: Tensor, table: Tensor, seq_lens: Tensor,
+        families: Families, scale: float, *, max_seq_len: int, max_family_rows: int,
+        max_prefix_blocks: int, output: Tensor,
+    ) -> Tensor:  # fmt: skip
+        assert max_seq_len >= int(seq_lens.max())
+        assert max_family_rows == int(families.starts.diff().max())
+        assert max_prefix_blocks == int(families.prefix_blocks.max())
+        given.append(families)
+        for row, length in enumerate(seq_lens.tolist()):
+            blocks = table[row].long()
+            attended, _ = plain_attention(
+                query[row, None], keys[blocks].flatten(0, 1)[:length],
+                values[blocks].flatten(0, 1)[:length], scale, causal=False,
+            )  # fmt: skip
+            output[row] = attended[0]
+        return output
+
+    monkeypatch.setattr(triton_kernel, "family_decode", family_decode)
+    metadata = builder.build(0, common)
+    attention.forward(torch.nn.Module(), query, query, query, kv_cache, metadata, output)
+
+    assert given[0].row_prefix_blocks.tolist() == [2, 2, 2, 2, 2]
+    assert (output[num_rows:] == 7.0).all()
+    keys, values = kv_cache.transpose(1, 2).split(HEAD_SIZE, dim=-1)
+    expected, _ = flash_attn_varlen_func(
+        query[:num_rows], keys, values, 1, common.query_start_loc, max(SEQ_LENS),
+        seqused_k=common.seq_lens, softmax_scale=SCALE, causal=True,
+        block_table=common.block_table_tensor, return_softmax_lse=True, fa_version=2,
+    )  # fmt: skip
+    torch.testing.assert_close(output[:num_rows], expected)
+    # Steps with prefill are vLLM's.
+    assert not isinstance(builder.build(0, common_metadata()), FamilyTritonMetadata)
 
 
 @pytest.mark.parametrize("backend", [FamilyFlashBackend, FamilyTritonBackend])

@@ -70,7 +70,7 @@ def test_an_engine_that_fits_gets_our_worker(caplog: pytest.LogCaptureFixture) -
         ("parallel_config", {"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ("parallel_config", {"use_ubatching": True}, "microbatches"),
         ("parallel_config", {"worker_cls": "org.Worker"}, "org.Worker"),
-        ("speculative_config", {"method": "ngram"}, "asynchronous scheduling"),
+        ("speculative_config", {"method": "ngram"}, "speculative decoding on a GPU"),
     ],
 )
 def test_an_engine_that_does_not_fit_keeps_vllms_worker_and_says_why(
@@ -87,12 +87,17 @@ def test_an_engine_that_does_not_fit_keeps_vllms_worker_and_says_why(
     assert problem in message
 
 
-def test_speculation_in_steps_that_wait_for_each_other_fits() -> None:
+@pytest.mark.parametrize("ahead", [True, False])
+def test_speculation_on_a_cpu_fits_unless_steps_are_scheduled_ahead(ahead: bool) -> None:
     config = engine(
-        speculative_config={"method": "ngram"}, scheduler_config={"async_scheduling": False}
+        speculative_config={"method": "ngram"},
+        scheduler_config={"async_scheduling": ahead},
+        parallel_config={"worker_cls": CPU_WORKER},
     )
 
-    assert engine_problem(config) is None
+    problem = engine_problem(config)
+
+    assert problem == ("speculative decoding with asynchronous scheduling" if ahead else None)
 
 
 def test_batch_invariance_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ IDLE: dict[str, Any] = {
     "steps": {"num_steps": 57, "num_rows": 119, "busy_s": 0.5},
     "admission_counters": {"accepted": 3, "delayed": {"request": 2, "policy": 1}, "refused": 4},
     "fork_counters": {"shared_blocks": 7, "copied_blocks": 5, "released_early_blocks": 6},
+    "family_counts": {"steps": 9, "shared_steps": 8, "shared_rows": 40, "saved_blocks": 25},
     "join_counters": {"joins": 2, "shared_tokens": 90, "computed_tokens": 30},
 }
 TREE = TreeStatistics(
@@ -140,6 +141,8 @@ def test_the_engines_state_and_counters_are_exported() -> None:
     assert exported.value(catalogue.KV_SHARED_BLOCKS) == 7
     assert exported.value(catalogue.KV_COPIED_BLOCKS) == 5
     assert exported.value(catalogue.KV_RELEASED_EARLY_BLOCKS) == 6
+    assert exported.value(catalogue.FAMILY_ROWS) == 40
+    assert exported.value(catalogue.FAMILY_SAVED_BLOCKS) == 25
     assert exported.value(catalogue.JOINS) == 2
     assert exported.value(catalogue.JOIN_TOKENS, outcome="reused") == 90
     assert exported.value(catalogue.JOIN_TOKENS, outcome="computed") == 30
