@@ -90,7 +90,7 @@ class FamilyCPUBuilder(CPUAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         kernel = cpu_attention_kernel(self)
         problem = None if kernel in _PLAIN_KERNELS else f"the layout of the CPU kernel {kernel!r}"
-        self.planner = StepPlanner(vllm_config, layer_names, kv_cache_spec.block_size, problem)
+        self.planner = StepPlanner(vllm_config, layer_names, kv_cache_spec, problem)
 
     def build(
         self,

@@ -185,7 +185,7 @@ class FamilyFlashBuilder(FlashAttentionMetadataBuilder):
             problem = "FlashAttention without a version, as on ROCm"
         elif self.fa4_hd256:
             problem = "FlashAttention 4 with heads of size 256"
-        self.planner = StepPlanner(vllm_config, layer_names, kv_cache_spec.block_size, problem)
+        self.planner = StepPlanner(vllm_config, layer_names, kv_cache_spec, problem)
 
     def build(
         self,
@@ -310,7 +310,7 @@ class FamilyTritonBuilder(TritonAttentionMetadataBuilder):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.planner = StepPlanner(vllm_config, layer_names, kv_cache_spec.block_size, None)
+        self.planner = StepPlanner(vllm_config, layer_names, kv_cache_spec, None)
 
     def build(
         self,

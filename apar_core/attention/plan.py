@@ -14,7 +14,7 @@ from apar_core.attention.selection import family_settings, layer_problem, log_fa
 from apar_core.vllm_names import Attention, host_block_table
 
 if TYPE_CHECKING:
-    from apar_core.vllm_names import CommonAttentionMetadata
+    from apar_core.vllm_names import AttentionSpec, CommonAttentionMetadata
 
 
 @dataclass
@@ -54,7 +54,7 @@ class StepPlan:
 
 
 class StepPlanner:
-    """Groups the rows of each step for the layers of one metadata builder.
+    """Groups the rows of each step for the layers of one metadata builder, of one KV cache spec.
 
     `problem` is what else keeps these layers from being read in two passes.
     """
@@ -63,12 +63,12 @@ class StepPlanner:
         self,
         vllm_config: VllmConfig,
         layer_names: Sequence[str],
-        block_size: int,
+        kv_cache_spec: AttentionSpec,
         problem: str | None,
     ) -> None:
         self.counts = FamilyCounts()
-        self._block_size = block_size
-        self._settings = family_settings(vllm_config)
+        self._block_size = kv_cache_spec.block_size
+        self._settings = family_settings(vllm_config, kv_cache_spec.page_size_bytes)
         # mypy takes vLLM's class, a torch module, for an abstract one.
         layer_type: Any = Attention
         layers = get_layers_from_vllm_config(vllm_config, layer_type, list(layer_names))
@@ -80,7 +80,9 @@ class StepPlanner:
             return
         # Compiles the grouping before the first request.
         empty = torch.zeros(1, 1, dtype=torch.int32)
-        group_rows(empty, empty[0], empty[0], block_size=block_size, settings=self._settings)
+        group_rows(
+            empty, empty[0], empty[0], block_size=self._block_size, settings=self._settings
+        )
 
     def plan(self, common: CommonAttentionMetadata) -> StepPlan | None:
         """Return the families of a step; None if all its rows are read one by one."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from apar_core.attention.settings import FamilySettings
@@ -85,11 +86,19 @@ def layer_problem(impl: Any) -> str | None:
     return next((name for name, applies in problems.items() if applies), None)
 
 
-def family_settings(vllm_config: VllmConfig) -> FamilySettings:
-    """Return the thresholds in an engine's `additional_config`, which the plugin has checked."""
+def family_settings(vllm_config: VllmConfig, block_layer_bytes: int) -> FamilySettings:
+    """Return the thresholds in an engine's `additional_config`, which the plugin has checked.
+
+    Without `min_saved_blocks`, a GPU has the threshold for KV blocks of so many bytes in one layer.
+    A CPU reads every family, which is for tests.
+    """
     additional = vllm_config.additional_config
     values = additional.get("apar", {}) if isinstance(additional, dict) else {}
-    return FamilySettings(**values.get("family", {}))
+    settings = FamilySettings(**(limits := values.get("family", {})))
+    if "min_saved_blocks" in limits or vllm_config.device_config.device_type == "cpu":
+        return settings
+    derived = FamilySettings.for_blocks(block_layer_bytes)
+    return replace(settings, min_saved_blocks=derived.min_saved_blocks)
 
 
 def log_fallback(problem: str) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
+from apar_core.attention.selection import family_settings
 from apar_core.fork_parameters import ForkParameters
 from apar_core.formats.blocks import OpenBlock
 from apar_core.journal import Journal
@@ -89,11 +90,11 @@ class ForkMixin(Scheduler):
         self.admission: ForkAdmission[Request] = ForkAdmission(
             settings.max_replica_threads, policy, lambda child: child.num_prompt_tokens
         )
-        self.family_reads = FamilyReads(
-            self.threads,
-            self.block_size,
-            settings.family if settings.attention == "family" else None,
-        )
+        family = None
+        if settings.attention == "family":
+            spec = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec
+            family = family_settings(vllm_config, spec.page_size_bytes)
+        self.family_reads = FamilyReads(self.threads, self.block_size, family)
         self.growth_reserve_tokens = settings.growth_reserve_tokens
         self._least_watermark_blocks = self.kv_cache_manager.watermark_blocks
         self.step_clock = StepClock()

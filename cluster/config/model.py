@@ -150,7 +150,8 @@ class FamilyLimits(BaseModel):
     )
     min_saved_blocks: NonNegativeInt | None = Field(
         None,
-        description="Block reads that all families of a step save together; by default 0.",
+        description="Block reads that all families of a step save together; by default as many as have "
+        "64 MiB in one layer on one GPU, and 0 on CPUs.",
     )
 
 

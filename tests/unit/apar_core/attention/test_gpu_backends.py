@@ -164,16 +164,19 @@ def common_metadata() -> CommonAttentionMetadata:
     )
 
 
-def flash_builder(model_dir: Path) -> FamilyFlashBuilder:
-    spec = FullAttentionSpec(
+def kv_cache_spec() -> FullAttentionSpec:
+    return FullAttentionSpec(
         block_size=BLOCK_SIZE,
         num_kv_heads=NUM_KV_HEADS,
         head_size=HEAD_SIZE,
         dtype=torch.float32,
     )
+
+
+def flash_builder(model_dir: Path) -> FamilyFlashBuilder:
     config = configuration(model_dir)
     with set_current_vllm_config(config):
-        return FamilyFlashBuilder(spec, [], config, torch.device("cpu"))
+        return FamilyFlashBuilder(kv_cache_spec(), [], config, torch.device("cpu"))
 
 
 def test_two_passes_of_flash_attention_equal_one(model_dir: Path) -> None:
@@ -253,8 +256,8 @@ def test_our_triton_kernel_gets_the_families_of_decoding_steps(
     # Their constructors ask the GPU.
     builder_type: Any = FamilyTritonBuilder
     builder = builder_type.__new__(builder_type)
-    builder.kv_cache_spec = SimpleNamespace(block_size=BLOCK_SIZE)
-    builder.planner = StepPlanner(config, [], BLOCK_SIZE, None)
+    builder.kv_cache_spec = kv_cache_spec()
+    builder.planner = StepPlanner(config, [], builder.kv_cache_spec, None)
     for name in ("seq_threshold_3D", "num_par_softmax_segments", "max_seqs_64_segments"):
         setattr(builder, name, 0)
     for name in ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum", "rswa_window"):

@@ -129,7 +129,16 @@ def test_a_layer_that_does_not_fit(values: dict[str, Any], problem: str) -> None
 
 
 def test_thresholds_are_those_of_the_engine() -> None:
-    values = {"apar": {"attention": "family", "family": {"min_rows": 3}}}
+    def settings(device: str, **limits: int) -> FamilySettings:
+        config = SimpleNamespace(
+            additional_config={"apar": {"attention": "family", "family": limits}} if limits else {},
+            device_config=SimpleNamespace(device_type=device),
+        )
+        return family_settings(config, 262_144)  # type: ignore[arg-type]
 
-    assert family_settings(SimpleNamespace(additional_config=values)) == FamilySettings(min_rows=3)  # type: ignore[arg-type]
-    assert family_settings(SimpleNamespace(additional_config={})) == FamilySettings()  # type: ignore[arg-type]
+    assert settings("cpu", min_rows=3) == FamilySettings(min_rows=3)
+    assert settings("cpu") == FamilySettings()
+    # 16 tokens of Llama-7B.
+    assert settings("cuda", min_rows=3) == FamilySettings(min_rows=3, min_saved_blocks=256)
+    assert settings("cuda") == FamilySettings(min_saved_blocks=256)
+    assert settings("cuda", min_saved_blocks=0) == FamilySettings()
