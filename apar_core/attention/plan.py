@@ -80,9 +80,7 @@ class StepPlanner:
             return
         # Compiles the grouping before the first request.
         empty = torch.zeros(1, 1, dtype=torch.int32)
-        group_rows(
-            empty, empty[0], empty[0], block_size=self._block_size, settings=self._settings
-        )
+        group_rows(empty, empty[0], empty[0], block_size=self._block_size, settings=self._settings)
 
     def plan(self, common: CommonAttentionMetadata) -> StepPlan | None:
         """Return the families of a step; None if all its rows are read one by one."""

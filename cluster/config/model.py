@@ -150,8 +150,8 @@ class FamilyLimits(BaseModel):
     )
     min_saved_blocks: NonNegativeInt | None = Field(
         None,
-        description="Block reads that all families of a step save together; by default as many as have "
-        "64 MiB in one layer on one GPU, and 0 on CPUs.",
+        description="Block reads that all families of a step save together; by default as many "
+        "as have 64 MiB in one layer on one GPU, and 0 on CPUs.",
     )
 
 
@@ -327,7 +327,7 @@ class ModelConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_family(self) -> Self:
-        if "family" in self.model_fields_set and self.attention != "family":
+        if self.family != FamilyLimits() and self.attention != "family":
             raise ValueError("family: has no effect without `attention: family`")
         return self
 

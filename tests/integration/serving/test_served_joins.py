@@ -65,7 +65,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     checkpoint = write_checkpoint(folder / "random", tokens, {"<FORK>": 3.0, "<eos>": 2.5})
     documents = TINY | {"checkpoint": str(checkpoint), "name": DOCUMENTS, "replay": True}
     # A busy machine may need a minute to start a replica.
-    with serving(folder, JOINING, documents, retries={"replica_wait_s": 110}) as server:
+    with serving(folder, JOINING, documents, retries={"replica_wait_s": 200}) as server:
         yield server
 
 

@@ -6,7 +6,15 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 
-COMMANDS = {"decoding", "decoders", "training", "serving", "metrics", "prompt-chain"}
+COMMANDS = {
+    "decoding",
+    "decoders",
+    "family-grouping",
+    "metrics",
+    "prompt-chain",
+    "serving",
+    "training",
+}
 
 
 def test_every_benchmark_is_a_command() -> None:
