@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 
-from apar_core.attention.plan import StepPlan, StepPlanner, total
+from apar_core.attention.plan import StepPlan, StepPlanner, family_counts
 from apar_core.vllm_names import (
     AttentionSpec,
     CommonAttentionMetadata,
@@ -27,7 +27,6 @@ from apar_core.vllm_names import (
     attention_backend,
     cpu_attention_kernel,
     merge_attn_states,
-    metadata_builders,
     replaced_attention,
 )
 
@@ -46,7 +45,7 @@ class FamilyCPUWorker(CPUWorker):
 
     def family_counts(self) -> dict[str, int]:
         """Return the sums of `FamilyCounts`; call it with `collective_rpc`."""
-        return total(builder.planner.counts for builder in metadata_builders(self))
+        return family_counts(self)
 
 
 class FamilyCPUBackend(CPUAttentionBackend):

@@ -48,6 +48,15 @@ class Families:
     row_prefix_blocks: torch.Tensor
     """[R] the same for each row of the step; 0 for rows in no family."""
 
+    @classmethod
+    def smallest(cls, device: torch.device) -> Families:
+        """Return one family of two rows that share one block, to compile kernels with."""
+
+        def ints(*numbers: int) -> torch.Tensor:
+            return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+        return cls(ints(0, 1), ints(0, 2), ints(1), ints(1, 1))
+
     @property
     def num_rows(self) -> int:
         """Number of rows in families (M)."""

@@ -15,15 +15,15 @@ Letters: R rows, M rows in families, F families, H heads, D head size, B blocks.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 
 from apar_core.attention.families import Families
-from apar_core.attention.plan import StepPlan, StepPlanner, total
-from apar_core.attention.selection import log_fallback
+from apar_core.attention.plan import StepPlan, StepPlanner, family_counts
+from apar_core.attention.selection import layer_problem, log_fallback
 from apar_core.vllm_names import (
     Attention,
     AttentionCGSupport,
@@ -40,7 +40,6 @@ from apar_core.vllm_names import (
     Worker,
     flash_attention,
     merge_attn_states,
-    metadata_builders,
     replaced_attention,
     watch_block_tables,
     with_aligned_strides,
@@ -50,24 +49,56 @@ from apar_core.vllm_names import (
 class FamilyGPUWorker(Worker):
     """vLLM's worker on GPUs, whose model reads families."""
 
+    def init_device(self) -> None:
+        """Build the model runner, whose block tables have to be known on the host."""
+        watch_block_tables()
+        super().init_device()
+
     def load_model(self, **kwargs: Any) -> None:
         """Build the model with our backends in the place of vLLM's, if vLLM chooses one of them."""
-        watch_block_tables()
         ours = {"FLASH_ATTN": "FamilyFlashBackend", "TRITON_ATTN": "FamilyTritonBackend"}
         with replaced_attention({name: f"{__name__}.{path}" for name, path in ours.items()}):
             super().load_model(**kwargs)
-        layer_type: Any = Attention
-        for layer in get_layers_from_vllm_config(self.vllm_config, layer_type).values():
-            backend = layer.get_attn_backend()
-            if not issubclass(backend, (FamilyFlashBackend, FamilyTritonBackend)):
-                name = backend.get_name()
+        for layer in _attention_layers(self.vllm_config):
+            if not _is_ours(layer):
+                name = layer.get_attn_backend().get_name()
                 log_fallback(f"the attention backend {name}; try --attention-backend FLASH_ATTN")
                 return
 
+    def compile_or_warm_up_model(self) -> Any:
+        """Compile the kernels of families too, before vLLM does its own, rather than in a step."""
+        warm_up(self.vllm_config)
+        return super().compile_or_warm_up_model()
+
     def family_counts(self) -> dict[str, int]:
         """Return the sums of `FamilyCounts`; call it with `collective_rpc`."""
-        builders = metadata_builders(self)
-        return total(each.planner.counts for each in builders if hasattr(each, "planner"))
+        return family_counts(self)
+
+
+def _attention_layers(vllm_config: VllmConfig) -> list[Any]:
+    layer_type: Any = Attention
+    return list(get_layers_from_vllm_config(vllm_config, layer_type).values())
+
+
+def _is_ours(layer: Any) -> bool:
+    return issubclass(layer.get_attn_backend(), (FamilyFlashBackend, FamilyTritonBackend))
+
+
+def warm_up(vllm_config: VllmConfig) -> None:
+    """Read a family in each kind of layer, whose KV caches exist, so that its kernels are compiled.
+
+    What does not run on this GPU ends the engine here instead of in a step.
+    """
+    known = set()
+    for layer in _attention_layers(vllm_config):
+        impl, kv_cache = layer.impl, layer.kv_cache
+        # Layers that share another's cache may have none.
+        if not _is_ours(layer) or layer_problem(impl) is not None or not kv_cache.numel():
+            continue
+        kind = (impl.num_heads, kv_cache.shape[1:], kv_cache.stride(), kv_cache.dtype)
+        if kind not in known:
+            known.add(kind)
+            impl.warm_up(kv_cache)
 
 
 @dataclass(frozen=True)
@@ -128,17 +159,33 @@ def on_device(plan: StepPlan, block_table: Tensor, seq_lens: Tensor, block_size:
     )
 
 
-class _Builder(Protocol):
+class FamilyBuilder:
+    """What both builders add to vLLM's."""
+
     planner: StepPlanner
 
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: VllmConfig, kv_cache_spec: Any
+    ) -> AttentionCGSupport:
+        """Keep attention out of full CUDA graphs, unless no layer fits.
 
-def _device_plan(
-    builder: _Builder, common: CommonAttentionMetadata, block_size: int
-) -> DevicePlan | None:
-    plan = builder.planner.plan(common)
-    if plan is None:
-        return None
-    return on_device(plan, common.block_table_tensor, common.seq_lens, block_size)
+        vLLM then uses piecewise ones.
+        """
+        ours = [layer for layer in _attention_layers(vllm_config) if _is_ours(layer)]
+        if ours and all(layer_problem(layer.impl) for layer in ours):
+            # mypy does not know that vLLM's builder comes next.
+            vllms: Any = super()
+            support: AttentionCGSupport = vllms.get_cudagraph_support(vllm_config, kv_cache_spec)
+            return support
+        return AttentionCGSupport.NEVER
+
+    def device_plan(self, common: CommonAttentionMetadata, block_size: int) -> DevicePlan | None:
+        """Return the families of a step; None if all its rows are read one by one."""
+        plan = self.planner.plan(common)
+        if plan is None:
+            return None
+        return on_device(plan, common.block_table_tensor, common.seq_lens, block_size)
 
 
 class FamilyFlashBackend(FlashAttentionBackend):
@@ -160,15 +207,8 @@ class FamilyFlashMetadata(FlashAttentionMetadata):
     plan: DevicePlan | None = None
 
 
-class FamilyFlashBuilder(FlashAttentionMetadataBuilder):
+class FamilyFlashBuilder(FamilyBuilder, FlashAttentionMetadataBuilder):
     """vLLM's metadata with the families of the step."""
-
-    @classmethod
-    def get_cudagraph_support(
-        cls, vllm_config: VllmConfig, kv_cache_spec: Any
-    ) -> AttentionCGSupport:
-        """Keep attention out of full CUDA graphs; vLLM then uses piecewise ones."""
-        return AttentionCGSupport.NEVER
 
     def __init__(
         self,
@@ -195,7 +235,7 @@ class FamilyFlashBuilder(FlashAttentionMetadataBuilder):
     ) -> FlashAttentionMetadata:
         """As in vLLM; drafts (`fast_build`) have no families."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        plan = None if fast_build else _device_plan(self, common_attn_metadata, self.block_size)
+        plan = None if fast_build else self.device_plan(common_attn_metadata, self.block_size)
         return metadata if plan is None else FamilyFlashMetadata(**vars(metadata), plan=plan)
 
     def update_block_table(
@@ -228,8 +268,50 @@ class FamilyFlashImpl(FlashAttentionImpl):
                 layer, query, key, value, kv_cache, metadata, output, output_scale,
                 output_block_scale,
             )  # fmt: skip
-        plan = metadata.plan
         num_tokens = metadata.num_actual_tokens
+        self._attend_twice(
+            query[:num_tokens],
+            kv_cache,
+            metadata.plan,
+            metadata.query_start_loc,
+            metadata.max_query_len,
+            output[:num_tokens],
+        )
+        return output
+
+    def warm_up(self, kv_cache: Tensor) -> None:
+        """Read a family of two rows, whose blocks are all block 0."""
+        if self.vllm_flash_attn_version is None or self.fa4_hd256:
+            return
+        block_size = kv_cache.shape[2]
+
+        def ints(*numbers: int) -> Tensor:
+            return torch.tensor(numbers, dtype=torch.int32, device=kv_cache.device)
+
+        plan = DevicePlan(
+            families=Families.smallest(kv_cache.device),
+            tokens=ints(0, 1).long(),
+            prefix_lens=ints(block_size),
+            prefix_table=ints(0)[:, None],
+            suffix_lens=ints(1, 1),
+            suffix_table=ints(0, 0)[:, None],
+            max_family_rows=2,
+            max_prefix_blocks=1,
+            max_suffix_blocks=1,
+        )
+        query = kv_cache.new_zeros((2, self.num_heads, self.head_size))
+        self._attend_twice(query, kv_cache, plan, ints(0, 1, 2), 1, torch.empty_like(query))
+
+    def _attend_twice(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        plan: DevicePlan,
+        query_starts: Tensor,
+        max_query_len: int,
+        output: Tensor,
+    ) -> None:
+        """Write the attention of a step's queries [tokens, H, D] to `output`."""
         block_size = kv_cache.shape[2]
         key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         shared: dict[str, Any] = {
@@ -251,10 +333,10 @@ class FamilyFlashImpl(FlashAttentionImpl):
             **shared,
         )
         _, suffix_lse = attend(
-            q=query[:num_tokens],
-            out=output[:num_tokens],
-            cu_seqlens_q=metadata.query_start_loc,
-            max_seqlen_q=metadata.max_query_len,
+            q=query,
+            out=output,
+            cu_seqlens_q=query_starts,
+            max_seqlen_q=max_query_len,
             seqused_k=plan.suffix_lens,
             max_seqlen_k=plan.max_suffix_blocks * block_size,
             block_table=plan.suffix_table,
@@ -270,7 +352,6 @@ class FamilyFlashImpl(FlashAttentionImpl):
             suffix_lse.index_select(1, plan.tokens),
         )
         output.index_copy_(0, plan.tokens, merged)
-        return output
 
 
 class FamilyTritonBackend(TritonAttentionBackend):
@@ -292,15 +373,8 @@ class FamilyTritonMetadata(TritonAttentionMetadata):
     plan: DevicePlan | None = None
 
 
-class FamilyTritonBuilder(TritonAttentionMetadataBuilder):
+class FamilyTritonBuilder(FamilyBuilder, TritonAttentionMetadataBuilder):
     """vLLM's metadata with the families of the step."""
-
-    @classmethod
-    def get_cudagraph_support(
-        cls, vllm_config: VllmConfig, kv_cache_spec: Any
-    ) -> AttentionCGSupport:
-        """Keep attention out of full CUDA graphs; vLLM then uses piecewise ones."""
-        return AttentionCGSupport.NEVER
 
     def __init__(
         self,
@@ -323,7 +397,7 @@ class FamilyTritonBuilder(TritonAttentionMetadataBuilder):
         metadata = super().build(common_prefix_len, common, fast_build)
         if fast_build or common.max_query_len != 1 or common.num_actual_tokens != common.num_reqs:
             return metadata
-        plan = _device_plan(self, common, self.kv_cache_spec.block_size)
+        plan = self.device_plan(common, self.kv_cache_spec.block_size)
         return metadata if plan is None else FamilyTritonMetadata(**vars(metadata), plan=plan)
 
 
@@ -369,3 +443,10 @@ class FamilyTritonImpl(TritonAttentionImpl):
             output=output[:num_rows],
         )
         return output
+
+    def warm_up(self, kv_cache: Tensor) -> None:
+        """Compile our kernels for this layer."""
+        from apar_core.attention import triton_kernel
+
+        key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        triton_kernel.warm_up(key_cache, value_cache, self.num_heads)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,10 +11,10 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 
 from apar_core.attention.families import Families, group_rows
 from apar_core.attention.selection import family_settings, layer_problem, log_fallback
-from apar_core.vllm_names import Attention, host_block_table
+from apar_core.vllm_names import Attention, host_block_table, metadata_builders
 
 if TYPE_CHECKING:
-    from apar_core.vllm_names import AttentionSpec, CommonAttentionMetadata
+    from apar_core.vllm_names import AttentionSpec, CommonAttentionMetadata, Worker
 
 
 @dataclass
@@ -30,11 +30,12 @@ class FamilyCounts:
     saved_blocks: int = 0
 
 
-def total(counts: Iterable[FamilyCounts]) -> dict[str, int]:
-    """Return the sums over builders, by the names of the fields."""
+def family_counts(worker: Worker) -> dict[str, int]:
+    """Return the sums of a worker's `FamilyCounts`, by the names of the fields."""
     names = [field.name for field in fields(FamilyCounts)]
-    each = [asdict(count) for count in counts]
-    return {name: sum(values[name] for values in each) for name in names}
+    planners = [getattr(builder, "planner", None) for builder in metadata_builders(worker)]
+    counts = [planner.counts for planner in planners if isinstance(planner, StepPlanner)]
+    return {name: sum(getattr(each, name) for each in counts) for name in names}
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,13 @@ class StepPlanner:
             if common.seq_lens_cpu_upper_bound is None:
                 return None
             seq_lens = common.seq_lens_cpu_upper_bound
-        table = host_block_table(common, self._block_size)
+        seq_lens = seq_lens[:num_rows]
+        longest = int(seq_lens.max()) // self._block_size + 1
+        table = host_block_table(common, self._block_size, longest)
         if table is None:
             self._is_active = False
             log_fallback("block tables that are not known on the host")
             return None
-        seq_lens = seq_lens[:num_rows]
         query_starts = common.query_start_loc_cpu[: num_rows + 1]
         families = group_rows(
             torch.from_numpy(table),

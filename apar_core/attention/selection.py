@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from apar_core.attention.settings import FamilySettings
@@ -31,7 +32,7 @@ _FALLBACK = "attention: family: KV blocks are read row by row, because of %s"
 def use_family_attention(vllm_config: VllmConfig) -> None:
     """Let an engine's workers read families, or log why they cannot."""
     parallel = vllm_config.parallel_config
-    if parallel.worker_cls in WORKERS.values():
+    if reads_families(vllm_config):
         return
     if (problem := engine_problem(vllm_config)) is not None:
         logger.warning(_FALLBACK, problem)
@@ -39,6 +40,11 @@ def use_family_attention(vllm_config: VllmConfig) -> None:
     if vllm_config.speculative_config is not None:
         logger.warning("attention: family: rows with drafts are read row by row")
     parallel.worker_cls = WORKERS[parallel.worker_cls]
+
+
+def reads_families(vllm_config: VllmConfig) -> bool:
+    """Return whether an engine's workers can read families, before its model is built."""
+    return vllm_config.parallel_config.worker_cls in WORKERS.values()
 
 
 def engine_problem(vllm_config: VllmConfig) -> str | None:
@@ -53,7 +59,10 @@ def engine_problem(vllm_config: VllmConfig) -> str | None:
         f"the runner {model.runner_type!r}, which generates no text": model.runner_type
         != "generate",
         "multi-head latent attention": model.use_mla,
-        f"a KV cache of type {cache.cache_dtype}": cache.cache_dtype not in _PLAIN_KV_CACHES,
+        f"a KV cache of type {cache.cache_dtype}": cache.cache_dtype
+        not in ("auto", str(model.dtype).removeprefix("torch.")),
+        # The prompt, and a window behind it.
+        "reference sliding window attention": model.rswa_window is not None,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         "microbatches": parallel.use_ubatching,
@@ -101,6 +110,7 @@ def family_settings(vllm_config: VllmConfig, block_layer_bytes: int) -> FamilySe
     return replace(settings, min_saved_blocks=derived.min_saved_blocks)
 
 
+@lru_cache
 def log_fallback(problem: str) -> None:
-    """Log why some layers or all of them are read row by row."""
+    """Log why some layers or all of them are read row by row, each reason once in a process."""
     logger.warning(_FALLBACK, problem)

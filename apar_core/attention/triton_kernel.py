@@ -20,15 +20,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from apar_core.attention.families import Families
+from apar_core.attention.families import Families
 
 # Queries times heads that a program of the prefix kernel takes at most, at 16 and at 32 bits: more
 # need more registers than there are (counted for compute capability 8.0, 8.9 and 9.0).
@@ -38,6 +37,8 @@ _SMALLEST_DOT = 16
 _LOG2_E = 1.4426950408889634
 # These differ from step to step: compiling for special values of them would stop the engine.
 _PER_STEP = ("chunk", "prefix_chunk", "prefix_parts", "tiles_per_family", "num_items")
+# It depends on the longest possible row, and nothing is faster with special values of it.
+_NOT_SPECIAL = (*_PER_STEP, "table_stride")
 # Without a GPU, in Triton's interpreter, the number changes only how work is split.
 _INTERPRETED_PROCESSORS = 4
 
@@ -193,7 +194,7 @@ def _store_output(
     tl.store(output + places, found.to(output.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=_PER_STEP)
+@triton.jit(do_not_specialize=_NOT_SPECIAL)
 def _prefix_kernel(
     query: tl.tensor,
     key_cache: tl.tensor,
@@ -264,7 +265,7 @@ def _prefix_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=_PER_STEP)
+@triton.jit(do_not_specialize=_NOT_SPECIAL)
 def _suffix_kernel(
     query: tl.tensor,
     key_cache: tl.tensor,
@@ -442,8 +443,7 @@ def family_decode(
                 "max_family_rows must be at least 1 and max_prefix_blocks at least 0 with "
                 f"families, not {max_family_rows} and {max_prefix_blocks}"
             )
-        largest = _LARGEST_ROW_TILE[query.dtype.itemsize]
-        row_tile = _power_of_2(max_family_rows * ratio, _SMALLEST_DOT, largest)
+        row_tile = _row_tile(max_family_rows, ratio, query.dtype)
         tiles_per_family = _ceil_div(max_family_rows, row_tile // ratio)
         longest = max_prefix_blocks * block_size
         programs = num_families * tiles_per_family * num_kv_heads
@@ -492,6 +492,30 @@ def family_decode(
     return output
 
 
+def warm_up(key_cache: Tensor, value_cache: Tensor, num_heads: int) -> None:
+    """Compile the kernels that steps with families need, by reading block 0 of a KV cache.
+
+    One of each is enough: they do not depend on the numbers of rows, tokens and families, but for
+    the size of the prefix pass's tiles. Arguments as of `family_decode`.
+    """
+    block_size, num_kv_heads, head_size = key_cache.shape[1:]
+    query = key_cache.new_zeros((2, num_heads, head_size))
+    table = query.new_zeros((2, 2), dtype=torch.int32)
+    lengths = table[:, 0] + block_size + 1
+    families = Families.smallest(key_cache.device)
+    ratio, tiles = num_heads // num_kv_heads, default_tiles(query.dtype, head_size)
+    largest = _row_tile(1 << 20, ratio, query.dtype)
+    num_rows = 1
+    while num_rows == 1 or _row_tile(num_rows, ratio, query.dtype) < largest:
+        num_rows *= 2
+        family_decode(
+            query, key_cache, value_cache, table, lengths, families, 1.0,
+            # Several chunks, for the merge.
+            max_seq_len=2 * tiles.largest_chunk, max_family_rows=num_rows, max_prefix_blocks=1,
+            tiles=tiles,
+        )  # fmt: skip
+
+
 def default_tiles(dtype: torch.dtype, head_size: int) -> Tiles:
     """Return tiles with which the kernels fit into the registers and shared memory of all GPUs.
 
@@ -507,6 +531,12 @@ def _chunk(longest: int, programs: int, wanted: int, tiles: Tiles) -> int:
     parts = _ceil_div(wanted, programs)
     chunk = max(_ceil_div(longest, parts), tiles.smallest_chunk)
     return tiles.tokens * _ceil_div(min(chunk, tiles.largest_chunk), tiles.tokens)
+
+
+def _row_tile(max_family_rows: int, ratio: int, dtype: torch.dtype) -> int:
+    """Return the queries times heads of a program of the prefix kernel: a row at the least."""
+    largest = max(_LARGEST_ROW_TILE[dtype.itemsize], _power_of_2(ratio, _SMALLEST_DOT))
+    return _power_of_2(max_family_rows * ratio, _SMALLEST_DOT, largest)
 
 
 def _ceil_div(number: int, divisor: int) -> int:

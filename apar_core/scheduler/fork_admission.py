@@ -3,8 +3,8 @@
 `ForkMixin` (in `fork_scheduler.py`) decides whether a fork opens a thread at all, and queues the
 child here. At the end of each step it takes the children that may start:
 
-- Requests are considered in order of priority, then arrival; the children of one request, oldest
-  first.
+- Requests are considered in order of priority, then deadline (none is last), then arrival; the
+  children of one request, oldest first.
 - A request at its `max_threads`, or whose key is at its limit, does not block other requests.
 - The replica's limit and the policy (`fork_policy.py`) block all requests.
 """
@@ -24,7 +24,7 @@ from apar_core.step_costs.costs import StepBatch
 
 Child = TypeVar("Child")
 
-Order = tuple[int, float, str]
+Order = tuple[int, float, float, str]
 Key = str | None
 
 Reason = Literal["request", "key", "replica", "policy"]

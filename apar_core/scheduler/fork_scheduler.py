@@ -24,7 +24,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
-from apar_core.attention.selection import family_settings
+from apar_core.attention.selection import family_settings, reads_families
 from apar_core.fork_parameters import ForkParameters
 from apar_core.formats.blocks import OpenBlock
 from apar_core.journal import Journal
@@ -91,7 +91,7 @@ class ForkMixin(Scheduler):
             settings.max_replica_threads, policy, lambda child: child.num_prompt_tokens
         )
         family = None
-        if settings.attention == "family":
+        if settings.attention == "family" and reads_families(vllm_config):
             spec = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec
             family = family_settings(vllm_config, spec.page_size_bytes)
         self.family_reads = FamilyReads(self.threads, self.block_size, family)

@@ -5,6 +5,7 @@ Pure bookkeeping with request ids and token ids; nothing here knows vLLM.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
@@ -107,9 +108,16 @@ class ThreadGroup(Generic[Child]):
         return self.used_tokens >= self.token_budget
 
     @property
-    def order(self) -> tuple[int, float, str]:
-        """Sort key of the request among all: priority, then arrival."""
-        return (*self.arrival, self.root_id)
+    def order(self) -> tuple[int, float, float, str]:
+        """Sort key of the request among all: priority, then deadline, then arrival."""
+        priority, arrived_at_s = self.arrival
+        deadline_at_s = self.parameters.deadline_at_s
+        return (
+            priority,
+            math.inf if deadline_at_s is None else deadline_at_s,
+            arrived_at_s,
+            self.root_id,
+        )
 
     def may_fork(self) -> bool:
         """Return whether a fork may open a thread, now or later."""

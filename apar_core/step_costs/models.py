@@ -129,6 +129,11 @@ class ModelSize:
         """Return over how many GPUs a token's KV cache is split: no more than KV heads."""
         return min(tensor_parallel, self.kv_heads)
 
+    def block_layer_bytes(self, block_size: int, tensor_parallel: int) -> int:
+        """Return the bytes of a KV block of so many tokens in one layer and on one GPU."""
+        shards = self.layers * self.kv_shards(tensor_parallel)
+        return round(block_size * self.kv_bytes_per_token / shards)
+
 
 def find_model(name_or_path: str, dtype: str | None = None) -> ModelSize:
     """Return the dimensions of a known model, a checkpoint's folder, a config.json or a hub model.

@@ -362,9 +362,9 @@ class EngineOptions:
         )
 
     def _family(self, block_size: int) -> FamilySettings:
-        size = self.size
-        shards = size.layers * size.kv_shards(self.tensor_parallel)
-        return FamilySettings.for_blocks(round(block_size * size.kv_bytes_per_token / shards))
+        return FamilySettings.for_blocks(
+            self.size.block_layer_bytes(block_size, self.tensor_parallel)
+        )
 
 
 def _show(made: Plan, size: ModelSize, served: Served, out: Path | None, *, as_json: bool) -> None:

@@ -59,6 +59,14 @@ def simulate(
             rich_help_panel=_CLUSTER,
         ),
     ] = None,
+    attention: Annotated[
+        str,
+        typer.Option(
+            help="ordinary, or family: threads of a request read shared KV blocks once.",
+            metavar="ordinary|family",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = "ordinary",
     kv_tokens: Annotated[
         int | None,
         typer.Option(
@@ -188,21 +196,25 @@ def simulate(
     """
     if autoscale is None and (target_threads or catch_up):
         raise wrong_value("--autoscale", "--target-threads and --catch-up need --autoscale")
+    if attention not in ("ordinary", "family"):
+        raise wrong_value("--attention", f"{attention!r} is not one of ordinary, family")
     if slow > min(replicas):
         raise wrong_value("--slow", f"{slow} of {min(replicas)} replicas cannot be slow")
     kills, joins = _times("--kill", kill), _times("--join", join)
     bounds = None if autoscale is None else _bounds(autoscale)
     with clear_errors(), stage_progress() as progress:
         # These import vLLM, which takes seconds.
+        from apar_core.attention.settings import FamilySettings
         from apar_core.step_costs.files import read_costs
         from apar_core.step_costs.gpus import find_gpu
         from apar_core.step_costs.models import find_model
+        from apar_core.step_costs.predict import BLOCK_SIZE, step_costs
         from apar_core.step_costs.predict import kv_tokens as fitting_tokens
-        from apar_core.step_costs.predict import step_costs
         from cluster.simulation.report import simulation_report
         from cluster.simulation.runs import SimulationSettings, run_cases
 
         size, device = find_model(model), find_gpu(gpu)
+        block_bytes = size.block_layer_bytes(BLOCK_SIZE, tensor_parallel)
         settings = SimulationSettings(
             costs=step_costs(size, device, tensor_parallel) if costs is None else read_costs(costs),
             config=size.config,
@@ -228,6 +240,7 @@ def simulate(
             target_threads=target_threads or (None,),
             catch_up_s=catch_up or (None,),
             gateways=gateways,
+            family=FamilySettings.for_blocks(block_bytes) if attention == "family" else None,
         )
         try:
             results, capacity = run_cases(settings, jobs, progress.start)

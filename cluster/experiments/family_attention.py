@@ -1,7 +1,7 @@
 """What family attention would gain: rows of one request read the KV blocks that they share once.
 
 Recorded answers are replayed in virtual time, forked and sequentially, at several sizes of the KV
-cache and at several concurrencies. The steps of a run depend on its number of KV blocks only, so
+cache and at several concurrencies. The steps of a run depend on its number of KV blocks only. So
 each run is done once, and `recorded_steps.py` gives it the times of every GPU, with and without
 groups of rows. All times are predicted, and so is the cost of a group (`step_costs/predict.py`).
 """
@@ -46,7 +46,7 @@ from cluster.experiments.recorded_steps import (
     timed,
 )
 from cluster.experiments.runs import freeze_garbage
-from cluster.experiments.settings import MIXED, STRUCTURED, file_digest
+from cluster.experiments.settings import MIXED, STRUCTURED, GpuNames, KvShares, file_digest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,13 +79,13 @@ class FamilyAttentionSettings(BaseModel):
     models: tuple[str, ...] = Field(
         ("llama-7b", "llama-13b", "llama-3-8b", "llama-3-70b:4"), min_length=1
     )
-    gpus: tuple[str, ...] = Field(("a100-80gb", "h100", "h200"), min_length=1)
+    gpus: GpuNames = Field(("a100-80gb", "h100", "h200"), min_length=1)
     trace: Path
     mixed_trace: Path | None = None
     answers: PositiveInt = 1000
     max_tokens: PositiveInt = 2048
     max_requests: PositiveInt | None = None
-    kv_shares: tuple[PositiveFloat, ...] = Field((0.1, 0.3, 0.5, 0.9), min_length=1)
+    kv_shares: KvShares = Field((0.1, 0.3, 0.5, 0.9), min_length=1)
     concurrencies: tuple[PositiveInt, ...] = (1, 8, 32, 128)
     closed_kv_tokens: PositiveInt = Field(
         98_304, description="KV cache of closed loops, on every engine whose own is as large."
@@ -95,22 +95,6 @@ class FamilyAttentionSettings(BaseModel):
     sample_s: PositiveFloat = 3.0
     growth_reserve_tokens: NonNegativeInt = 8
     seed: int = 0
-
-    @field_validator("gpus")
-    @classmethod
-    def _check_gpus(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        try:
-            return tuple(dict.fromkeys(find_gpu(name).name for name in names))
-        except StepCostsError as error:
-            raise ValueError(str(error)) from error
-
-    @field_validator("kv_shares")
-    @classmethod
-    def _check_shares(cls, shares: tuple[float, ...]) -> tuple[float, ...]:
-        for share in shares:
-            if share > 1:
-                raise ValueError(f"a share of the KV cache is at most 1, not {share}")
-        return shares
 
     @field_validator("models")
     @classmethod
@@ -182,8 +166,7 @@ class Engine:
     @property
     def block_layer_bytes(self) -> int:
         """Bytes of a KV block in one layer and on one GPU."""
-        size, shards = self.size, self.size.kv_shards(self.tensor_parallel)
-        return round(BLOCK_SIZE * size.kv_bytes_per_token / size.layers / shards)
+        return self.size.block_layer_bytes(BLOCK_SIZE, self.tensor_parallel)
 
 
 class RunName(BaseModel):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -34,6 +35,26 @@ FIGURE_METHODS = (SEQUENTIAL, EAGER, ADAPTIVE)
 # The paper's limits on concurrent requests, for its 7B and 13B models (appendix C.2).
 _SMALL_MODEL_REQUESTS, _LARGE_MODEL_REQUESTS = 350, 180
 _LARGE_MODEL_PARAMETERS = 10e9
+
+
+def _known_gpus(names: tuple[str, ...]) -> tuple[str, ...]:
+    try:
+        return tuple(dict.fromkeys(find_gpu(name).name for name in names))
+    except StepCostsError as error:
+        raise ValueError(str(error)) from error
+
+
+def _check_shares(shares: tuple[float, ...]) -> tuple[float, ...]:
+    for share in shares:
+        if share > 1:
+            raise ValueError(f"a share of the KV cache is at most 1, not {share}")
+    return shares
+
+
+GpuNames = Annotated[tuple[str, ...], AfterValidator(_known_gpus)]
+"""Full names of GPUs, each once; short names are accepted."""
+KvShares = Annotated[tuple[PositiveFloat, ...], AfterValidator(_check_shares)]
+"""Shares of the KV cache, at most 1."""
 
 
 class RunKey(BaseModel):
@@ -74,7 +95,7 @@ class ExperimentSettings(BaseModel):
 
     engine: Engine = "virtual"
     models: tuple[str, ...] = Field(("llama-7b",), min_length=1)
-    gpus: tuple[str, ...] = Field(("a100-80gb",), min_length=1)
+    gpus: GpuNames = Field(("a100-80gb",), min_length=1)
     tensor_parallel: PositiveInt = 1
     costs: Path | None = Field(None, description="Step costs of a calibration.")
     trace: Path = Field(description="Answers that fork: figure 5 and the tables.")
@@ -91,11 +112,11 @@ class ExperimentSettings(BaseModel):
     max_requests: PositiveInt | None = Field(
         None, description="Requests that run at once at most; absent, the paper's 350 or 180."
     )
-    kv_shares: tuple[PositiveFloat, ...] = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
+    kv_shares: KvShares = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
     concurrencies: tuple[PositiveInt, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 180, 256, 350)
     methods: tuple[str, ...] = FIGURE_METHODS
     peer_methods: tuple[str, ...] = tuple(METHODS)
-    peer_shares: tuple[PositiveFloat, ...] = (0.3, 0.9)
+    peer_shares: KvShares = (0.3, 0.9)
     rounds: PositiveInt = Field(1, description="Runs at each point, for real engines.")
     sample_s: PositiveFloat = 3.0
     token_time_multiple: PositiveFloat = Field(
@@ -108,22 +129,6 @@ class ExperimentSettings(BaseModel):
     )
     is_async: bool = Field(True, description="Schedule ahead, as vLLM does on GPUs.")
     engine_args: Mapping[str, Any] = Field({}, description="Arguments of a real vLLM engine.")
-
-    @field_validator("gpus")
-    @classmethod
-    def _check_gpus(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        try:
-            return tuple(dict.fromkeys(find_gpu(name).name for name in names))
-        except StepCostsError as error:
-            raise ValueError(str(error)) from error
-
-    @field_validator("kv_shares", "peer_shares")
-    @classmethod
-    def _check_shares(cls, shares: tuple[float, ...]) -> tuple[float, ...]:
-        for share in shares:
-            if share > 1:
-                raise ValueError(f"a share of the KV cache is at most 1, not {share}")
-        return shares
 
     @field_validator("methods", "peer_methods")
     @classmethod

@@ -97,6 +97,8 @@ def _facts(settings: SimulationSettings, capacity: float | None) -> dict[str, st
         "Duration": f"{settings.duration_s:g} s of arrivals, {settings.seeds} seeds; ± is the "
         "95% confidence interval over seeds",
     }
+    if settings.family is not None:
+        facts["Attention"] = "family: rows that begin with the same KV blocks read them once"
     if capacity is not None:
         facts["Load 1"] = (
             f"{capacity:.2f} requests/s per replica, which one ends with {settings.concurrency} "

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from apar_core.attention.settings import FamilySettings
 from apar_core.errors import EvaluationError
 from apar_core.step_costs.costs import StepCosts
 from apar_core.virtual.engine import VirtualSpec
+from apar_core.virtual.shared_reads import Grouping
 from apar_core.virtual.workers import worker_pool
 from cluster.config.autoscaling import AutoscalingConfig
 from cluster.config.model import ForkLimits, ModelConfig
@@ -55,7 +57,8 @@ class SimulationSettings:
     """A grid of cases and what they share. Times in seconds; rates are of the whole cluster.
 
     slow, slowness: number of slow replicas and their factor. surge: in the middle third of the
-    duration, `surge` times as many requests arrive. autoscale: bounds on the replicas.
+    duration, `surge` times as many requests arrive. autoscale: bounds on the replicas. family:
+    settings of `attention: family`; None: each row reads its own KV blocks.
     """
 
     costs: StepCosts
@@ -83,6 +86,7 @@ class SimulationSettings:
     catch_up_s: tuple[float | None, ...] = (None,)
     report_period_s: float | None = None
     gateways: int = 1
+    family: FamilySettings | None = None
     slo: Slo = field(default_factory=Slo)
 
     def cluster(self, case: Case) -> ClusterSettings:
@@ -105,13 +109,18 @@ class SimulationSettings:
                 scaling["catch_up_s"] = case.catch_up_s
             fields["autoscaling"] = AutoscalingConfig(**scaling)
         model = ModelConfig(max_concurrency=self.concurrency, **fields)
+        forks: dict[str, Any] = model.forks.model_dump(exclude_none=True)
+        if self.family is not None:
+            # Fork policy and router have to know it too.
+            forks |= {"attention": "family", "family": asdict(self.family)}
         spec = VirtualSpec(
             self.config,
             self.costs,
             self.kv_tokens,
             max_model_len=CONTEXT_TOKENS,
             max_rows=model.threads_per_replica,
-            forks=model.forks.model_dump(exclude_none=True),
+            forks=forks,
+            attention=None if self.family is None else Grouping("family", self.family),
         )
         routing: dict[str, Any] = {"policy": RoutingPolicy(case.router)}
         if self.report_period_s is not None:

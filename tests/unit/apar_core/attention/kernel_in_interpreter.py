@@ -44,12 +44,23 @@ def merge_without_scale(seed: int) -> float:
         triton_kernel._merge = right
 
 
+def warmed_up() -> bool:
+    """Warm up, and return whether the KV cache is as it was."""
+    kv_cache = torch.randn(1, 1, 16, 128)
+    before = kv_cache.clone()
+    keys, values = kv_cache.transpose(1, 2).split(64, dim=-1)
+    triton_kernel.warm_up(keys, values, 8)
+    return bool((kv_cache == before).all())
+
+
 def few() -> dict[str, Any]:
-    """Check small cases: one per data type, several chunks, no family, rows without tokens."""
+    """Check small cases: each data type, several chunks, no family, no tokens, one KV head."""
     small = [
         Case(heads=2, ratio=2, chunk=32),
         Case(dtype=torch.float16, heads=3, ratio=3, head_size=80, sharpness=6.0),
         Case(dtype=torch.bfloat16, heads=1, chunk=64),
+        # More heads per KV head than a program takes queries.
+        Case(heads=20, ratio=20, rows=2),
     ]
     return {
         "wrong": [
@@ -58,6 +69,7 @@ def few() -> dict[str, Any]:
         "unnoticed": unnoticed(Case(heads=2, ratio=2), "cpu"),
         "planted": len(planted(make_problem(Case(heads=2, ratio=2), "cpu", 0))),
         "merge_without_scale": merge_without_scale(0),
+        "warmed_up": warmed_up(),
         "foreign": [name for name in ("vllm", "transformers", "pydantic") if name in sys.modules],
     }
 

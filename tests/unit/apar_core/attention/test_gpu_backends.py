@@ -314,6 +314,60 @@ def test_attention_stays_out_of_full_cuda_graphs(backend: Any, model_dir: Path) 
     assert support is AttentionCGSupport.NEVER
 
 
+@pytest.mark.parametrize("backend", [FamilyFlashBackend, FamilyTritonBackend])
+def test_full_cuda_graphs_stay_if_no_layer_fits(
+    backend: Any, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def support(*sinks: Any) -> Any:
+        monkeypatch.setattr(gpu_backends, "get_layers_from_vllm_config", lambda *_: layers(*sinks))
+        return backend.get_builder_cls().get_cudagraph_support(configuration(model_dir), None)
+
+    def layers(*sinks: Any) -> dict[str, Any]:
+        given = {
+            "attn_type": "decoder", "sliding_window": None, "alibi_slopes": None,
+            "logits_soft_cap": 0, "kv_cache_dtype": "auto",
+        }  # fmt: skip
+        return {
+            str(number): SimpleNamespace(
+                impl=SimpleNamespace(**given, sinks=each), get_attn_backend=lambda: backend
+            )
+            for number, each in enumerate(sinks)
+        }
+
+    assert support([0.0], [0.0]) is not AttentionCGSupport.NEVER
+    assert support([0.0], None) is AttentionCGSupport.NEVER
+
+
+def test_each_kind_of_layer_is_warmed_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def attend(**arguments: Any) -> tuple[Tensor, Tensor]:
+        calls.append(arguments["causal"])
+        return flash_attn_varlen_func(**arguments)
+
+    def layer(backend: Any, num_heads: int, size: int = 1, **changes: Any) -> Any:
+        impl = FamilyFlashImpl(num_heads, HEAD_SIZE, SCALE, NUM_KV_HEADS, None, None, "auto")
+        impl.vllm_flash_attn_version = 2
+        vars(impl).update(changes)
+        kv_cache = torch.zeros(size, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
+        return SimpleNamespace(impl=impl, kv_cache=kv_cache, get_attn_backend=lambda: backend)
+
+    ours, theirs = FamilyFlashBackend, FamilyFlashBackend.__base__
+    layers = {
+        "first": layer(ours, 4), "second": layer(ours, 4), "wider": layer(ours, 8),
+        "of another backend": layer(theirs, 2), "does not fit": layer(ours, 6, sinks=[0.0]),
+        "without a cache": layer(ours, 10, 0),
+        "on ROCm": layer(ours, 12, vllm_flash_attn_version=None),
+    }  # fmt: skip
+    monkeypatch.setattr(gpu_backends, "flash_attention", lambda: attend)
+    monkeypatch.setattr(gpu_backends, "get_layers_from_vllm_config", lambda *_: layers)
+
+    config: Any = None
+    gpu_backends.warm_up(config)
+
+    assert calls == [False, True, False, True]
+
+
 class GPUTable(SimpleNamespace):
     """A block table that says that it is on a GPU; its memory is here."""
 
@@ -327,8 +381,8 @@ def on_gpu(table: Tensor, num_rows: int, slots: list[int] | None = None) -> Any:
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Watch block tables whose own methods need a GPU; both classes are restored afterwards."""
+def watchable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace what needs a GPU in the classes of block tables; both are restored afterwards."""
 
     def init_v1(self: Any, block_size: int) -> None:
         memory = torch.zeros(4, 5, dtype=torch.int32)
@@ -349,7 +403,28 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(v2_tables.BlockTables, "append_block_ids", append)
     monkeypatch.setattr(v1_tables.BlockTable, vllm_names._WATCHED, True, raising=False)
     monkeypatch.delattr(v1_tables.BlockTable, vllm_names._WATCHED)
+
+
+@pytest.fixture
+def watched(watchable: None) -> None:
     watch_block_tables()
+
+
+@pytest.mark.usefixtures("watchable")
+def test_tables_that_the_v1_runner_builds_before_the_model_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table_type: Any = v1_tables.BlockTable
+
+    def init_device(self: Any) -> None:
+        # The runner's constructor does this; later it only replaces tables of another size.
+        self.table = table_type(BLOCK_SIZE)
+
+    monkeypatch.setattr(vllm_names.Worker, "init_device", init_device)
+    worker: Any = gpu_backends.FamilyGPUWorker.__new__(gpu_backends.FamilyGPUWorker)
+    worker.init_device()
+
+    assert host_block_table(on_gpu(worker.table.block_table.gpu, 1), BLOCK_SIZE, 1) is not None
 
 
 @pytest.mark.usefixtures("watched")
@@ -363,13 +438,16 @@ def test_the_v2_runners_writes_are_known_on_the_host() -> None:
     tables.append_block_ids(0, ([3],), overwrite=True)
     step = on_gpu(tables.input_block_tables[0], 2, [2, 0])
 
-    found = host_block_table(step, BLOCK_SIZE)
+    found = host_block_table(step, BLOCK_SIZE, 3)
 
+    # Copied as far as the step needs them: a table is as wide as the longest possible row.
     assert found is not None
-    assert found[0, :3].tolist() == [5, 6, 7]
+    assert found.flags.c_contiguous
+    assert found.shape == (2, 3)
+    assert found[0].tolist() == [5, 6, 7]
     assert found[1, :1].tolist() == [3]
-    assert host_block_table(step, 2 * BLOCK_SIZE) is None
-    assert host_block_table(on_gpu(tables.input_block_tables[0], 2), BLOCK_SIZE) is None
+    assert host_block_table(step, 2 * BLOCK_SIZE, 3) is None
+    assert host_block_table(on_gpu(tables.input_block_tables[0], 2), BLOCK_SIZE, 3) is None
 
 
 @pytest.mark.usefixtures("watched")
@@ -378,9 +456,9 @@ def test_the_v1_runners_table_is_on_the_host_already() -> None:
     table = table(BLOCK_SIZE)
     table.block_table.np[1, :2] = [3, 4]
 
-    found = host_block_table(on_gpu(table.block_table.gpu, 3), BLOCK_SIZE)
+    found = host_block_table(on_gpu(table.block_table.gpu, 3), BLOCK_SIZE, 2)
 
     assert found is not None
     assert found.shape == (3, 5)
     assert found[1].tolist() == [3, 4, 0, 0, 0]
-    assert host_block_table(on_gpu(torch.zeros(1), 3), BLOCK_SIZE) is None
+    assert host_block_table(on_gpu(torch.zeros(1), 3), BLOCK_SIZE, 2) is None

@@ -5,12 +5,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from apar_core.attention.selection import (
     WORKERS,
     engine_problem,
     family_settings,
     layer_problem,
+    reads_families,
     use_family_attention,
 )
 from apar_core.attention.settings import FamilySettings
@@ -21,7 +23,12 @@ CPU_WORKER, GPU_WORKER = WORKERS
 def engine(**sections: dict[str, Any]) -> Any:
     """Return a vLLM configuration that fits, but for the given values."""
     given: dict[str, dict[str, Any]] = {
-        "model_config": {"runner_type": "generate", "use_mla": False},
+        "model_config": {
+            "runner_type": "generate",
+            "use_mla": False,
+            "dtype": torch.float16,
+            "rswa_window": None,
+        },
         "cache_config": {"cache_dtype": "auto", "kv_sharing_fast_prefill": False},
         "parallel_config": {
             "worker_cls": GPU_WORKER,
@@ -48,14 +55,17 @@ def layer(**values: Any) -> Any:
 
 
 def test_an_engine_that_fits_gets_our_worker(caplog: pytest.LogCaptureFixture) -> None:
-    for theirs, ours in WORKERS.items():
-        config = engine(parallel_config={"worker_cls": theirs})
+    for (theirs, ours), cache_dtype in zip(WORKERS.items(), ("auto", "float16"), strict=True):
+        config = engine(
+            parallel_config={"worker_cls": theirs}, cache_config={"cache_dtype": cache_dtype}
+        )
 
         # A configuration may be completed twice.
         use_family_attention(config)
         use_family_attention(config)
 
         assert config.parallel_config.worker_cls == ours
+        assert reads_families(config)
     assert caplog.messages == []
 
 
@@ -64,7 +74,9 @@ def test_an_engine_that_fits_gets_our_worker(caplog: pytest.LogCaptureFixture) -
     [
         ("model_config", {"use_mla": True}, "latent"),
         ("model_config", {"runner_type": "pooling"}, "'pooling'"),
+        ("model_config", {"rswa_window": 128}, "sliding window"),
         ("cache_config", {"cache_dtype": "fp8_e4m3"}, "fp8_e4m3"),
+        ("cache_config", {"cache_dtype": "bfloat16"}, "bfloat16"),
         ("cache_config", {"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill"),
         ("parallel_config", {"decode_context_parallel_size": 2}, "decode context parallelism"),
         ("parallel_config", {"prefill_context_parallel_size": 2}, "prefill context parallelism"),
@@ -83,6 +95,8 @@ def test_an_engine_that_does_not_fit_keeps_vllms_worker_and_says_why(
         use_family_attention(config)
 
     assert config.parallel_config.worker_cls == before
+    # Fork policy and router then count each thread as without it.
+    assert not reads_families(config)
     (message,) = caplog.messages
     assert problem in message
 

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from apar_core.attention import triton_kernel
+from apar_core.attention.families import Families
 from apar_core.attention.triton_kernel import Tiles, family_decode
 from benchmarks.family_attention import Case, families_of, make_problem, pairwise, reads_of
 from benchmarks.family_steps import SHAPES, read_steps
@@ -44,6 +46,7 @@ def test_the_kernel_equals_the_reference_and_the_comparison_notices_errors() -> 
     assert found["wrong"] == []
     assert (found["planted"], found["unnoticed"]) == (7, [])
     assert found["merge_without_scale"] > 0.01
+    assert found["warmed_up"]
     # What a borrowed GPU machine has: torch, numpy and triton.
     assert found["foreign"] == []
 
@@ -55,6 +58,54 @@ def test_the_kernel_equals_the_reference_for_all_pairs_of_dimensions(part: int) 
 
     assert found["cases"] == 6
     assert (found["wrong"], found["unnoticed"]) == ([], [])
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 8), (12, 4), (32, 4), (71, 1)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_after_the_warm_up_no_step_with_families_compiles(
+    num_heads: int, num_kv_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block_size, head_size = 16, 64
+    launched: set[Any] = set()
+    for name in ("_prefix_kernel", "_suffix_kernel", "_merge_kernel"):
+        monkeypatch.setattr(triton_kernel, name, Recorded(getattr(triton_kernel, name), launched))
+    kv_cache = torch.zeros(2, num_kv_heads, block_size, 2 * head_size, dtype=dtype)
+    keys, values = kv_cache.transpose(1, 2).split(head_size, dim=-1)
+
+    triton_kernel.warm_up(keys, values, num_heads)
+    compiled = set(launched)
+    for rows, members, width, length in [(2, 2, 3, 20), (300, 40, 129, 2000), (17, 5, 64, 9000)]:
+        heads_of_all = num_heads + 2 * num_kv_heads
+        query = torch.zeros(rows, heads_of_all, head_size, dtype=dtype)[:, :num_heads]
+        ints = torch.zeros(rows, dtype=torch.int32)
+        families = Families(ints, torch.zeros(2, dtype=torch.int32), ints[:1], ints)
+        family_decode(
+            query, keys, values, torch.zeros(rows, width, dtype=torch.int32), ints, families, 0.1,
+            max_seq_len=length, max_family_rows=members, max_prefix_blocks=width - 1,
+            output=torch.zeros(rows, num_heads, head_size, dtype=dtype),
+        )  # fmt: skip
+
+    assert {name for name, *_ in compiled} == {"_prefix_kernel", "_suffix_kernel", "_merge_kernel"}
+    assert launched == compiled
+
+
+class Recorded:
+    """A kernel that is not launched, but whose variants are: what Triton compiles it for."""
+
+    def __init__(self, kernel: Any, launched: set[Any]) -> None:
+        self.kernel, self.launched = kernel, launched
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*args: Any, **constants: Any) -> None:
+            key: list[Any] = [self.kernel.__name__, *sorted(constants.items())]
+            for parameter, value in zip(self.kernel.params, args, strict=False):
+                if isinstance(value, torch.Tensor):
+                    key.append((parameter.name, value.dtype, value.data_ptr() % 16 == 0))
+                elif isinstance(value, int) and not parameter.do_not_specialize:
+                    key.append((parameter.name, value == 1, value % 16 == 0))
+            self.launched.add(tuple(key))
+
+        return launch
 
 
 def test_pairwise_meets_every_pair() -> None:
@@ -126,8 +177,6 @@ def compiled(
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
     from triton.compiler import ASTSource
-
-    from apar_core.attention import triton_kernel
 
     tiles: Tiles = triton_kernel.default_tiles(dtype, head_size)
     kernel = getattr(triton_kernel, f"_{name}_kernel")

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from apar_core.scheduler.fork_admission import ForkAdmission
@@ -39,6 +41,21 @@ def test_children_of_the_oldest_request_start_first_and_in_order() -> None:
     taken = [forks.next(4, BATCH) for _ in range(4)]
 
     assert taken == [(old, "b"), (old, "c"), (young, "a"), None]
+
+
+def test_children_of_a_request_with_a_deadline_start_before_those_of_older_ones() -> None:
+    forks = admission()
+    old, late, soon = group_of("old", 1.0), group_of("late", 2.0), group_of("soon", 3.0)
+    late.parameters = replace(late.parameters, deadline_at_s=200.0)
+    soon.parameters = replace(soon.parameters, deadline_at_s=100.0)
+    for group in (old, late, soon):
+        forks.wait(group, "child")
+
+    assert [forks.next(4, BATCH) for _ in range(3)] == [
+        (soon, "child"),
+        (late, "child"),
+        (old, "child"),
+    ]
 
 
 def test_a_fork_blocked_by_replica_or_policy_blocks_all_others() -> None:

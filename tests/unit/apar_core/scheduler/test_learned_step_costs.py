@@ -163,5 +163,6 @@ def test_no_coefficient_is_ever_negative(steps: list[tuple[int, int, int, float]
         assert min(found.launch_s, found.row_s, found.attended_token_s) >= 0
         times = [found.matrix_time_s(tokens) for tokens in (1, 8, 64, 512, 2048)]
         assert times[0] >= 0
-        assert times == sorted(times)
+        # Interpolated, so equal but for rounding where the curve is flat.
+        assert times == pytest.approx(sorted(times), rel=1e-12, abs=0)
         assert learned.predict_s(StepBatch(rows, attended, prefill)) >= 0

@@ -76,6 +76,7 @@ def test_a_plan_with_family_attention_turns_it_on() -> None:
     assert family.family == FamilySettings(min_saved_blocks=1024)
 
 
+@pytest.mark.slow
 def test_worker_processes_give_the_same_bytes(small: tuple[str, ...]) -> None:
     here = run(*small, "--rate", "20", "--json")
     workers = run(*small, "--rate", "20", "--json", "--processes", "2")

@@ -31,6 +31,7 @@ def simulate(tmp_path: Path, *options: str) -> Result:
         (("--autoscale", "many"), "'many' is not MIN-MAX, such as 2-16"),
         (("--slow", "3", "--replicas", "2"), "3 of 2 replicas cannot be slow"),
         (("--router", "nearest"), "'nearest' is not one of threads"),
+        (("--attention", "flash"), "'flash' is not one of ordinary, family"),
         (("--fork-policy", "never"), "'never' is not one of eager, adaptive, off"),
         (("--kill", "soon"), "soon"),
     ],

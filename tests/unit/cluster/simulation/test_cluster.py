@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 
+from apar_core.attention.settings import FamilySettings
 from apar_core.step_costs.costs import StepCosts
 from apar_core.virtual.text import checkpoint_tokens
 from cluster.config.model import ModelConfig
@@ -93,6 +94,21 @@ def test_all_policies_get_the_same_requests_and_forks_shorten_them() -> None:
     )
     slo = Slo()
     assert measure(forked, slo).mean_s < measure(plain, slo).mean_s
+
+
+@pytest.mark.slow
+def test_with_family_attention_threads_are_answered_in_shorter_steps() -> None:
+    costs = replace(COSTS, attended_token_s=2e-5)
+    ordinary, family = (
+        run(costs=costs, duration_s=2.0, replicas=(1,), family=settings)
+        for settings in (None, FamilySettings(min_prefix_blocks=1))
+    )
+
+    assert [each.generated_tokens for each in ordinary.outcomes] == [
+        each.generated_tokens for each in family.outcomes
+    ]
+    slo = Slo()
+    assert measure(family, slo).token_p50_s < measure(ordinary, slo).token_p50_s
 
 
 def test_the_requests_of_a_dead_replica_continue_on_another() -> None:
