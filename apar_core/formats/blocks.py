@@ -20,8 +20,8 @@ from apar_core.formats.parallel_format import (
     ParallelFormat,
     before_join,
     branches,
-    join_continues,
-    join_parts,
+    header_of,
+    joined_text,
 )
 from apar_core.formats.resolved_format import resolve
 
@@ -152,7 +152,8 @@ class BlockRules:
             for branch, header in zip(opened, headers, strict=True)
         )
         if definition.cut == "nothing":
-            return OpenBlock(opened, children, None)
+            # An engine request needs a token to begin with.
+            return OpenBlock(opened, children, None) if all(c.seed for c in children) else None
         return OpenBlock(opened, children, len(generated) - (definition.cut == "before"))
 
     def joined(
@@ -210,15 +211,27 @@ class BlockRules:
         self, block: OpenBlock, generated: Sequence[int], texts: Sequence[Sequence[int]]
     ) -> JoinedText:
         """Join results that are computed from the children's texts."""
-        decode, encode = self._resolved.decode, self._resolved.encode
-        written = decode(generated)
-        kept = before_join(self.definition, written)
-        decoded = [decode(text) for text in texts]
-        joined = "".join(part.text for part in join_parts(self.definition, block.branches, decoded))
+        resolved, join = self._resolved, self.definition.join
+        assert join is not None
+        kept = before_join(self.definition, resolved.decode(generated))
+        decoded = [resolved.decode(text) for text in texts]
         num_kept = self.num_kept(generated)
-        rest = kept[len(decode(generated[:num_kept])) :]
-        continues = join_continues(self.definition, decoded)
-        return JoinedText(num_kept, encode(rest + joined), continues)
+        rest = kept[len(resolved.decode(generated[:num_kept])) :]
+        pieces = [resolved.encode_written(rest), resolved.encode(join.prefix)]
+        for index, (branch, text) in enumerate(zip(block.branches, decoded, strict=True)):
+            header, result = header_of(join, index, branch, text)
+            pieces.append(resolved.fill(header, branch, result=result))
+            if join.without_result is None:
+                closing = () if self.is_closed(texts[index]) else resolved.encode(join.close)
+                pieces += [tuple(texts[index]), closing]
+        continues = self._continues(texts)
+        pieces.append(resolved.encode(join.suffix) if continues else ())
+        if join.without_result is None:
+            joined = tuple(token_id for piece in pieces for token_id in piece)
+        else:
+            text = rest + joined_text(self.definition, block.branches, decoded)
+            joined = resolved.as_one_text(pieces, text)
+        return JoinedText(num_kept, joined, continues)
 
 
 @lru_cache(maxsize=8)

@@ -25,7 +25,8 @@ from pydantic import (
 from apar_core.formats.sub_searches import search_result, sub_searches
 
 _FIELDS = ("number", "topic", "message", "node", "result")
-_MARKER = re.compile(r"</?[A-Za-z][A-Za-z ]*>|\[/?[A-Za-z]+\]")
+# What may be one token in a template: a tag, or a word in brackets, without a field.
+_MARKER = re.compile(r"<[^<>{}\n]+>|\[[^\[\]{}\n]+\]")
 
 
 class _Facts(BaseModel):
@@ -191,6 +192,8 @@ class ParallelFormat(_Facts):
                     raise ValueError(f"{name}: needed where the parent waits")
             if self.replacement:
                 raise ValueError("replacement: has no effect where the parent waits")
+        if self.cut == "nothing" and not self.child_seed:
+            raise ValueError("child_seed: needed where a child inherits nothing")
         if any(not text for text in self.child_end):
             raise ValueError("child_end: an empty text would end every child at once")
         self._check_templates()
@@ -206,7 +209,7 @@ class ParallelFormat(_Facts):
             templates["join.first_header"] = (self.join.first_header or "", with_result)
             templates["join.without_result"] = (self.join.without_result or "", known)
         for name, (template, fields) in templates.items():
-            for field in _template_fields(template):
+            for field in template_fields(template):
                 if field not in fields:
                     raise ValueError(
                         f"{name}: the field {{{field}}} is unknown; known: {sorted(fields)}"
@@ -221,11 +224,11 @@ class ParallelFormat(_Facts):
     def markers(self) -> frozenset[str]:
         """Texts that only the model or the engine may write as tokens, never a user."""
         join = self.join
-        templates = [self.trigger, self.child_seed, self.replacement, *self.child_end]
+        texts = [self.trigger, self.child_seed, self.replacement, *self.child_end]
         if join is not None:
-            templates += [join.header, join.first_header or "", join.prefix, join.suffix]
-            templates += [join.close, join.replaces or "", join.without_result or ""]
-        found = {marker for text in templates for marker in _MARKER.findall(text)}
+            texts += [join.header, join.first_header or "", join.prefix, join.suffix]
+            texts += [join.close, join.replaces or "", join.without_result or ""]
+        found = {marker for text in texts for marker in _MARKER.findall(text)}
         return frozenset({self.trigger, *self.tokens, *self.reserved, *self.child_end, *found})
 
 
@@ -289,6 +292,17 @@ class JoinPart:
     child: int | None = None
 
 
+def header_of(join: Join, index: int, branch: Branch, text: str) -> tuple[str, str]:
+    """Return the template before a child's text in the joined text, and the child's {result}."""
+    header = join.header
+    if index == 0 and join.first_header is not None:
+        header = join.first_header
+    if join.without_result is None:
+        return header, ""
+    result = search_result(branch.message + text)
+    return (join.without_result, "") if result is None else (header, result)
+
+
 def join_parts(
     definition: ParallelFormat,
     opened: Sequence[Branch],
@@ -306,18 +320,11 @@ def join_parts(
     if join.prefix:
         yield JoinPart(join.prefix)
     for index, (branch, text) in enumerate(zip(opened, texts, strict=True)):
-        header = join.header
-        if index == 0 and join.first_header is not None:
-            header = join.first_header
-        if join.without_result is not None:
-            result = search_result(branch.message + text)
-            if result is None:
-                yield JoinPart(branch.fill(join.without_result))
-            else:
-                yield JoinPart(branch.fill(header, result=result))
-            continue
-        if filled := branch.fill(header):
+        header, result = header_of(join, index, branch, text)
+        if filled := branch.fill(header, result=result):
             yield JoinPart(filled)
+        if join.without_result is not None:
+            continue
         if text:
             yield JoinPart(text, child=index)
         if not is_closed(definition, text) and join.close:
@@ -353,9 +360,17 @@ def before_join(definition: ParallelFormat, context: str) -> str:
     return context if start < 0 else context[:start]
 
 
-def _template_fields(template: str) -> list[str]:
+def template_fields(template: str) -> list[str]:
+    """Return the names of a template's fields. Raises ValueError if it is none."""
     try:
         parsed = list(Formatter().parse(template))
     except ValueError as error:
         raise ValueError(f"not a template: {error} in {template!r}") from error
-    return [field for _, field, _, _ in parsed if field is not None]
+    fields = [each for each in parsed if each[1] is not None]
+    for _, field, specification, conversion in fields:
+        # They would let what a model writes decide how it is formatted.
+        if specification or conversion:
+            raise ValueError(
+                f"not a template: the field {field!r} may have no format in {template!r}"
+            )
+    return [str(field) for _, field, _, _ in fields]

@@ -6,7 +6,7 @@ token ids without a message.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from string import Formatter
 from typing import Annotated, Any, Literal
@@ -21,7 +21,7 @@ from apar_core.formats.control_tokens import (
     neutralise,
     plain_spellings,
 )
-from apar_core.formats.parallel_format import Branch, ParallelFormat
+from apar_core.formats.parallel_format import Branch, ParallelFormat, template_fields
 from apar_core.formats.shipped_formats import REFUSED, REFUSED_TOKENS, SHIPPED
 
 SETTING = "parallel_format"
@@ -167,6 +167,23 @@ class ResolvedFormat:
         """Return the ids of a text of the format, markers as their tokens, behind other text."""
         return encode_behind(text, self._tokenizer)
 
+    def encode_written(self, text: str) -> tuple[int, ...]:
+        """Return the ids of a text that a model has written, behind other text.
+
+        Markers are spelled out. Never raises: a tokenizer may not spell every text, for example
+        one that composes accents.
+        """
+        return tuple(neutralise(_closest_ids(text, self._tokenizer), self.spellings))
+
+    def as_one_text(self, pieces: Sequence[Sequence[int]], text: str) -> tuple[int, ...]:
+        """Return the ids of a text tokenized as a whole, as the projects' clients do.
+
+        If it then has other markers than its pieces, return these.
+        """
+        joined = [token_id for piece in pieces for token_id in piece]
+        whole = _closest_ids(text, self._tokenizer)
+        return tuple(whole if self._markers(whole) == self._markers(joined) else joined)
+
     def seed_of(self, branch: Branch) -> tuple[int, ...]:
         """Return the tokens forced at the start of a waiting parent's child.
 
@@ -186,18 +203,11 @@ class ResolvedFormat:
         in an outline what its user has written.
         """
         pieces: list[tuple[int, ...]] = []
-        markers: list[int] = []
         for literal, name, _, _ in Formatter().parse(template):
-            pieces.append(self.encode(literal))
-            markers += self._markers(pieces[-1])
+            pieces.append(tuple(_closest_ids(literal, self._tokenizer)))
             if name is not None:
-                value = self.encode(branch.fill(f"{{{name}}}", result=result))
-                pieces.append(tuple(neutralise(value, self.spellings)))
-        # Tokenized as one text, as the projects' clients do, unless a value brings a marker.
-        whole = self.encode(branch.fill(template, result=result))
-        if self._markers(whole) == markers:
-            return whole
-        return tuple(token_id for piece in pieces for token_id in piece)
+                pieces.append(self.encode_written(branch.fill(f"{{{name}}}", result=result)))
+        return self.as_one_text(pieces, branch.fill(template, result=result))
 
     def outline_text(self, token_ids: Sequence[int]) -> str:
         """Return what a thread has generated, in which only marker tokens spell markers.
@@ -219,7 +229,7 @@ class ResolvedFormat:
             start = index + 1
         return "".join(text)
 
-    def _markers(self, token_ids: Sequence[int]) -> list[int]:
+    def _markers(self, token_ids: Iterable[int]) -> list[int]:
         return [token_id for token_id in token_ids if token_id in self.texts]
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -249,12 +259,12 @@ def resolve(definition: ParallelFormat, tokenizer: Tokenizer) -> ResolvedFormat:
                 f"{len(vocabulary)} does not have"
             )
     texts = {vocabulary[text]: text for text in definition.markers if text in vocabulary}
-    is_fixed = "{" not in definition.child_seed
+    is_fixed = not template_fields(definition.child_seed)
     marked = _Markers(texts)
     return ResolvedFormat(
         definition=definition,
         trigger_id=vocabulary.get(definition.trigger),
-        seed_ids=encode_behind(definition.child_seed, tokenizer) if is_fixed else None,
+        seed_ids=encode_behind(definition.child_seed.format(), tokenizer) if is_fixed else None,
         end_ids=tuple(vocabulary[text] for text in definition.child_end),
         replacement_ids=encode_behind(definition.replacement, tokenizer),
         texts=texts,
@@ -269,14 +279,25 @@ _CONTEXT = "a"
 
 def encode_behind(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids of a text that follows other text. Raises CheckpointError if none spell it."""
+    token_ids = _closest_ids(text, tokenizer)
+    if text and not _spell(token_ids, text, tokenizer):
+        raise CheckpointError(f"the tokenizer cannot spell {text!r} behind other text")
+    return tuple(token_ids)
+
+
+def _closest_ids(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids that spell a text behind other text, or come closest to it."""
     if not text:
-        return ()
+        return []
     context = tokenizer.encode(_CONTEXT, add_special_tokens=False)
     behind = tokenizer.encode(_CONTEXT + text, add_special_tokens=False)
-    for candidate in (
-        behind[len(context) :] if behind[: len(context)] == context else [],
-        tokenizer.encode(text, add_special_tokens=False),
-    ):
-        if candidate and str(tokenizer.decode([*context, *candidate])) == _CONTEXT + text:
-            return tuple(candidate)
-    raise CheckpointError(f"the tokenizer cannot spell {text!r} behind other text")
+    is_separate = behind[: len(context)] == context
+    if is_separate and _spell(behind[len(context) :], text, tokenizer):
+        return behind[len(context) :]
+    alone = tokenizer.encode(text, add_special_tokens=False)
+    return behind[len(context) :] if is_separate and not _spell(alone, text, tokenizer) else alone
+
+
+def _spell(token_ids: list[int], text: str, tokenizer: Tokenizer) -> bool:
+    context = tokenizer.encode(_CONTEXT, add_special_tokens=False)
+    return str(tokenizer.decode([*context, *token_ids])) == _CONTEXT + text

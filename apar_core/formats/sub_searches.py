@@ -8,7 +8,6 @@ it, and not the parent's text. A child's result is the solution that it states l
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 CALL = "<Calling Sub Searches>"
 END_CALL = "<End Calling Sub Searches>"
 _GOAL = "Goal Reached"
-_STARTED = re.compile(r"<Start Sub Search[^>]*> Moving to Node #(?P<node>[\d,]+)[ \t]*$", re.M)
+_STARTED = re.compile(r"<Start Sub Search[^>\n]*> Moving to Node #(?P<node>[\d,]+)[ \t]*$", re.M)
 _VISITED = re.compile(
     r"Moving to Node #(?P<node>[\d,]+)[ \t]*\n"
     r"Current State: ?(?P<target>-?\d+):(?P<numbers>\[[^\]\n]*\]), ?"
@@ -28,11 +27,15 @@ _CREATED = re.compile(
 )
 
 
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_STRING = re.compile(r"'[^'\\]*'|\"[^\"\\]*\"")
+
+
 @dataclass(frozen=True, slots=True)
 class _Node:
     target: str
-    numbers: list[object]
-    operations: list[object]
+    numbers: list[str]
+    operations: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ def sub_searches(generated: str, prompt: str) -> Iterator[SubSearch]:
         if node is None:
             continue
         name = f"#{match['node']}"
-        numbers = ", ".join(map(str, node.numbers))
+        numbers = ", ".join(node.numbers)
         message = (
             f"Moving to Node {name}\n"
             f"Current State: {node.target}:[{numbers}], Operations: {node.operations}"
@@ -79,12 +82,14 @@ def search_result(trace: str) -> str | None:
 def _described_nodes(text: str) -> dict[str, _Node]:
     nodes: dict[str, _Node] = {}
     for match in _VISITED.finditer(text):
-        numbers, operations = _list(match["numbers"]), _list(match["operations"])
+        numbers = _items(match["numbers"], _NUMBER)
+        operations = _items(match["operations"], _STRING)
         if numbers is not None and operations is not None:
+            operations = [operation[1:-1] for operation in operations]
             nodes[match["node"]] = _Node(match["target"], numbers, operations)
     for match in _CREATED.finditer(text):
         parent = nodes.get(match["node"].rpartition(",")[0])
-        numbers = _list(match["numbers"])
+        numbers = _items(match["numbers"], _NUMBER)
         if match["node"] in nodes or parent is None or numbers is None:
             continue
         operations = [*parent.operations, match["operation"].strip()]
@@ -92,9 +97,11 @@ def _described_nodes(text: str) -> dict[str, _Node]:
     return nodes
 
 
-def _list(text: str) -> list[object] | None:
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return None
-    return value if isinstance(value, list) else None
+def _items(text: str, kind: re.Pattern[str]) -> list[str] | None:
+    """Return the items of a list in brackets; None if one of them is of another kind.
+
+    The text may be a user's, and this runs in the engine: nothing in it is evaluated.
+    """
+    inner = text[1:-1].strip()
+    items = [item.strip() for item in inner.split(",")] if inner else []
+    return items if all(map(kind.fullmatch, items)) else None

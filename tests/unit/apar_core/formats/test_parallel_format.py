@@ -51,6 +51,9 @@ def test_shipped_format_is_what_its_own_fields_define(name: str) -> None:
         ({**CONTINUES, "trigger": ""}, "trigger"),
         ({**WAITS, "join": None}, "join: needed where the parent waits"),
         ({**WAITS, "replacement": "x"}, "replacement: has no effect"),
+        ({**WAITS, "child_seed": "{number:{number}}"}, "'number' may have no format"),
+        ({**WAITS, "child_seed": "{number!r}"}, "'number' may have no format"),
+        ({**WAITS, "cut": "nothing"}, "child_seed: needed where a child inherits nothing"),
         ({**WAITS, "child_end": [""]}, "child_end: an empty text"),
         ({**WAITS, "outlines": {}}, "exactly one of"),
         ({**WAITS, "outlines": {"count": 2, "pattern": "(?P<number>.)"}}, "exactly one of"),
@@ -186,3 +189,13 @@ def test_apr_reads_any_description_without_an_error(text: str) -> None:
     prompt = f"Moving to Node #1\nCurrent State: 39:[{text}], Operations: [{text}]\n"
 
     assert len(branches(APR, APR_CALL.replace("1,7", "1"), prompt)) <= 3
+
+
+@pytest.mark.parametrize(
+    "item", ["{{}}", "-" * 50_000 + "1", "0x" + "f" * 5000, "1+" * 20_000 + "1", "(" * 300]
+)
+def test_a_description_that_python_cannot_evaluate_opens_no_thread(item: str) -> None:
+    state = f"39:[{item}], Operations: ['51-49=2', {item}]"
+    prompt = f"Moving to Node #1\nCurrent State: {state}\n"
+
+    assert branches(APR, APR_CALL.replace("1,7", "1"), prompt) == ()

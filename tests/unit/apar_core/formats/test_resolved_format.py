@@ -101,3 +101,12 @@ def test_trigger_of_a_waiting_parent_may_be_ordinary_text() -> None:
 
     assert resolved.trigger_id is None
     assert resolved.texts == {}
+
+
+def test_doubled_braces_of_a_seed_are_text_where_the_parent_continues() -> None:
+    own = ParallelFormat(name="mine", trigger="[Fork]", child_seed="{{1}}", parent="continues")
+
+    resolved = resolve(own, tokenizer_with())
+
+    assert resolved.seed_ids is not None
+    assert resolved.decode(resolved.seed_ids) == "{1}"
