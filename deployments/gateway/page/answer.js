@@ -167,6 +167,8 @@ function extend(spans, state, at) {
   if (state) spans.push({ state, from: at, to: null });
 }
 
+const NUMBERED = new Intl.Collator("en", { numeric: true });
+
 /** Return the threads as a tree: the root, with sorted children. Ids order siblings by number. */
 function named(threads) {
   const nodes = new Map([...threads].map(([id, thread]) => [id, { ...thread, children: [] }]));
@@ -183,7 +185,7 @@ function named(threads) {
   (function visit(node, name) {
     node.name = name;
     order.push(node);
-    node.children.sort((a, b) => a.position - b.position || a.id.localeCompare(b.id, "en", { numeric: true }));
+    node.children.sort((a, b) => a.position - b.position || NUMBERED.compare(a.id, b.id));
     node.children.forEach((child, i) => visit(child, name ? `${name}.${i + 1}` : `${i + 1}`));
   })(root ?? none, "");
   return order;
@@ -221,7 +223,8 @@ export function layout(thread) {
   const rest = texts.pop();
   thread.children.forEach((child, number) => {
     // Children of one position continue an outline before all of them, not each its own words.
-    const isOutlined = thread.children.some((other) => other !== child && other.position === child.position);
+    const neighbours = [thread.children[number - 1], thread.children[number + 1]];
+    const isOutlined = neighbours.some((other) => other?.position === child.position);
     const [prose, lead] = isOutlined ? [texts[number], ""] : split(texts[number], group === null);
     if (prose.trim()) parts.push({ prose });
     if (group === null || prose.trim()) parts.push((group = { cards: [] }));

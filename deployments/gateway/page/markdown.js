@@ -114,10 +114,10 @@ export class Markdown {
   #cost; // milliseconds of the last parse
   #drawn;
 
-  /** Show a text. A long one that still grows is drawn less often. */
-  show(text, grows) {
+  /** Show a text. If it grows and more will follow (`moves`), a long one is drawn less often. */
+  show(text, grows, moves) {
     const now = performance.now();
-    if (grows && now - this.#drawn < 8 * this.#cost) return;
+    if (grows && moves && now - this.#drawn < 8 * this.#cost) return;
     const shown = grows ? closed(text) : text;
     if (shown === this.#text) return;
     this.#text = shown;

@@ -33,8 +33,8 @@ function until() {
   return Math.max(0.1, ...views.map(({ answer }) => answer.endedAt ?? answer.now));
 }
 
-function draw(time) {
-  const drawn = views.map((view) => ({ answer: view.answer, snapshot: view.draw(Math.min(time, view.answer.endedAt ?? time)) }));
+function draw(time, moves = false) {
+  const drawn = views.map((view) => ({ answer: view.answer, snapshot: view.draw(Math.min(time, view.answer.endedAt ?? time), moves) }));
   timeline.draw(drawn, until());
   return drawn;
 }
@@ -44,10 +44,10 @@ function tick(now) {
   if (playing) {
     const time = Math.min(until(), playing.from + (playing.speed * (now - playing.at)) / 1000);
     $("moment").value = String(Math.round((1000 * time) / until()));
-    draw(time);
+    draw(time, time < until());
     if (time >= until()) pause();
   } else if (views.some(({ answer }) => answer.endedAt === null)) {
-    draw(views[0].answer.now - SMOOTH_S);
+    draw(views[0].answer.now - SMOOTH_S, true);
   } else {
     return;
   }
@@ -179,15 +179,18 @@ function openKey(open) {
 
 async function loadModels() {
   const select = $("model");
+  const asked = key;
   try {
     const chosen = select.value;
-    const ids = await listModels(key);
+    const ids = await listModels(asked);
+    if (asked !== key) return false; // another key has been entered meanwhile
     select.replaceChildren(...ids.map((id) => new Option(id, id, false, id === chosen)));
     select.disabled = ids.length === 0;
     if (!ids.length) select.replaceChildren(new Option("none for this key"));
     showError("");
     return true;
   } catch (error) {
+    if (asked !== key) return false;
     select.disabled = true;
     select.replaceChildren(new Option("–"));
     if (error.status === 401) {
@@ -265,7 +268,11 @@ for (const button of document.querySelectorAll(".examples button")) {
     $("ask").requestSubmit();
   });
 }
-$("play").addEventListener("click", () => (playing ? pause() : play()));
+$("play").addEventListener("click", () => {
+  if (!playing) return play();
+  pause();
+  draw(moment());
+});
 $("speed").addEventListener("change", () => {
   if (playing) play();
 });

@@ -35,8 +35,9 @@ class Keyed {
   }
 
   show(keys, create) {
+    const kept = new Set(keys);
     for (const [key, item] of this.items) {
-      if (!keys.includes(key)) {
+      if (!kept.has(key)) {
         item.element.remove();
         this.items.delete(key);
       }
@@ -57,8 +58,8 @@ class Prose {
     this.caret = make("span", "caret");
   }
 
-  show(text, state) {
-    this.markdown.show(text, state === "writing");
+  show(text, state, moves) {
+    this.markdown.show(text, state === "writing", moves);
     this.element.dataset.state = state;
     if (state !== "writing") this.caret.remove();
     else if (this.markdown.end.lastChild !== this.caret) this.markdown.end.append(this.caret);
@@ -97,7 +98,7 @@ class Card {
     setText(this.state, STATES[state] ?? "writing");
     this.element.setAttribute("aria-label", threadName(thread));
     if (child) this.body.show(child, snapshot, lead.trimStart());
-    else this.body.showText(lead.trimStart(), "writing");
+    else this.body.showText(lead.trimStart(), "writing", snapshot.moves);
   }
 }
 
@@ -120,13 +121,13 @@ class Parts {
     parts.forEach((part, i) => {
       const isLast = i === parts.length - 1;
       if (part.cards) items[i].show(part, thread, snapshot);
-      else items[i].show(i === 0 ? lead + part.prose : part.prose, isLast ? state : "ended");
+      else items[i].show(i === 0 ? lead + part.prose : part.prose, isLast ? state : "ended", snapshot.moves);
     });
   }
 
-  showText(text, state) {
+  showText(text, state, moves) {
     const [prose] = this.keyed.show(["prose 0"], () => new Prose());
-    prose.show(text, state);
+    prose.show(text, state, moves);
   }
 }
 
@@ -230,11 +231,11 @@ export class AnswerView {
     setTimeout(() => setText(this.copyButton, "Copy"), 1500);
   }
 
-  /** Draw the answer as it was at a moment (seconds). */
-  draw(time) {
+  /** Draw the answer as it was at a moment (seconds); `moves` if another moment follows at once. */
+  draw(time, moves = false) {
     this.time = time;
     const { answer } = this;
-    const snapshot = answer.at(time);
+    const snapshot = { ...answer.at(time), moves };
     const isTree = answer.tagged && this.shown === "threads";
     const root = snapshot.threads[0];
     const isDone = answer.endedAt !== null && time >= answer.endedAt;
@@ -245,7 +246,7 @@ export class AnswerView {
     this.viewButton.hidden = !answer.tagged || answer.counts?.threads === 1;
     this.copyButton.hidden = !navigator.clipboard || !answer.chunks.length;
     if (isTree) this.parts.show(root, snapshot);
-    else this.whole.show(snapshot.text, isDone ? "ended" : "writing");
+    else this.whole.show(snapshot.text, isDone ? "ended" : "writing", moves);
     this.figures.show(answer, snapshot);
     this.problem.hidden = !answer.error;
     if (answer.error) setText(this.problem, answer.error);

@@ -88,15 +88,15 @@ def test_with_a_model_examples_fit_its_context_and_none_is_lost_in_training(
     items = [turns(number) for number in range(12)]
     items.append([{"from": "human", "value": "q"}, {"from": "gpt", "value": "word " * 300}])
     source.write_text("".join(json.dumps({"conversations": item}) + "\n" for item in items))
-    options = ("--model", "apar-tiny", "--context-length", "150", "--hold-out", "2")
+    options = ("--model", "apar-tiny", "--context-length", "165", "--hold-out", "2")
 
     exit_code, output = run(source, "--out", tmp_path / "out", *options, "--structured", "15")
 
     assert exit_code == 0, output
     assert "structured: 15 examples of" in output
-    assert "too long for 150 tokens: 1 answers" in output
+    assert "too long for 165 tokens: 1 answers" in output
     assert "held out: 2 queries of 2 wanted" in output
-    encoder = ExampleEncoder(AutoTokenizer.from_pretrained(checkpoint_path()), 150)
+    encoder = ExampleEncoder(AutoTokenizer.from_pretrained(checkpoint_path()), 165)
     encoder.encode_all(read_examples(tmp_path / "out"))
     assert (encoder.counts.whole, encoder.counts.shortened) == (15, 0)
     assert max(len(line.messages) for line in read_examples(tmp_path / "out")) > 1

@@ -43,6 +43,7 @@ def test_the_embedded_models_guesses_are_shown_and_plotted(tmp_path: Path) -> No
     assert (tmp_path / "acceptance.png").is_file()
 
 
+@pytest.mark.slow
 def test_measured_passes_size_the_trees_of_a_decoder(tmp_path: Path) -> None:
     code, output = run("passes", "--context", "8", "--repeats", "1", "--out", tmp_path / "passes")
     assert code == 0, output

@@ -81,6 +81,10 @@ def test_medusa_heads_are_trained_and_load(files: Path) -> None:
 
 
 def test_prompt_tokens_are_trained_and_load_with_their_table(files: Path) -> None:
+    # The table comes from the model's own answers: long ones, so that some guesses are right.
+    data = files / "structured.jsonl"
+    data.write_text(data.read_text().replace("Tip ", "Give me a detailed guide to singing "))
+
     result = run("train-prompts", files, "--steps", "2", "--model", "apar-tiny")
 
     assert result.exit_code == 0, result.output

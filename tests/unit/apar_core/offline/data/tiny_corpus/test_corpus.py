@@ -59,11 +59,14 @@ def test_a_numbered_list_restores_to_the_flat_answer() -> None:
     assert text == (
         "Here are 3 tips for learning guitar:\n\n"
         "1. **Practice daily**: Set aside fifteen minutes at the same time each day. Short, "
-        "regular sessions train your fingers better than one long evening a week.\n"
+        "regular sessions train your fingers better than one long evening a week. Keep the guitar "
+        "in sight, and you will pick it up more often.\n"
         "2. **Tune first**: Check every string with a tuner before you play. A guitar that is in "
-        "tune makes even simple chords sound good and trains your ear.\n"
+        "tune makes even simple chords sound good and trains your ear. New strings stretch a "
+        "little, so check them again after the first song.\n"
         "3. **Start with open chords**: Learn the chords of G, C, D and E minor first. These four "
-        "shapes are enough to play hundreds of well-known songs.\n\n"
+        "shapes are enough to play hundreds of well-known songs. Play each string alone at first, "
+        "and move any finger that blocks a sound.\n\n"
         "Be patient, and enjoy every small step on the way."
     )
 
