@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -108,14 +109,15 @@ def web_page(browser: Browser, server: Server, **context: Any) -> Iterator[WebPa
 
 
 def growing_at_once(lengths: list[dict[str, int]]) -> int:
-    """Return the largest number of cards whose text grew within two frames, usually 33 ms.
+    """Return the largest number of cards that are written at the same time.
 
-    The page need not draw every card in every frame.
+    Counted in a frame are the cards that have a text and later a longer one. A busy browser may
+    draw few frames, and not every card in each.
     """
-    return max(
-        sum(now[name] > before[name] for name in before.keys() & now)
-        for before, now in zip(lengths, lengths[2:], strict=False)
-    )
+    longest: Counter[str] = Counter()
+    for frame in lengths:
+        longest |= Counter(frame)
+    return max(sum(0 < frame[card] < longest[card] for card in frame) for frame in lengths)
 
 
 def letters(text: str) -> str:

@@ -21,7 +21,8 @@ from tests.integration.serving.browser import (
 from tests.integration.serving.killed_streams import Victims
 from tests.integration.serving.shared_server import MODEL, SharedServer
 
-pytestmark = [pytest.mark.cluster, needs("chromium")]
+# A browser that shares its cores with other tests misses frames: `.ci/run` runs these tests alone.
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, needs("chromium")]
 
 GUITAR = "Give me 5 tips for learning guitar."
 GUIDES = "Give me a detailed guide to baking bread.", "Give me a detailed guide to making coffee."
@@ -114,7 +115,6 @@ def test_html_in_an_answer_is_text(page: WebPage) -> None:
     assert card.evaluate("card => card.scrollWidth") <= card.evaluate("card => card.clientWidth")
 
 
-@pytest.mark.slow
 def test_escape_stops_the_answer_and_frees_its_blocks(page: WebPage, server: Server) -> None:
     replays(page, "1. A long one:", " and so on" * 200)
     page.open()
@@ -135,7 +135,6 @@ def test_escape_stops_the_answer_and_frees_its_blocks(page: WebPage, server: Ser
     page.wait()
 
 
-@pytest.mark.slow
 def test_a_race_writes_one_text_twice(page: WebPage, server: Server) -> None:
     page.open(fragment="#mode=race")
     page.ask(GUITAR)
@@ -151,7 +150,6 @@ def test_a_race_writes_one_text_twice(page: WebPage, server: Server) -> None:
     assert "one thread at a time" in page.page.locator(".verdict").inner_text()
 
 
-@pytest.mark.slow
 def test_an_ordered_stream_is_one_text(page: WebPage, server: Server) -> None:
     page.open()
     page.page.locator("#tags").evaluate("select => { select.value = 'text' }")
@@ -162,7 +160,6 @@ def test_an_ordered_stream_is_one_text(page: WebPage, server: Server) -> None:
     assert letters(page.page.locator(".whole").inner_text()) == letters(answer(server))
 
 
-@pytest.mark.slow
 def test_refusals_say_what_to_do(page: WebPage) -> None:
     page.open("once")  # The list of models was its one request in a minute.
     page.ask(GUITAR)
@@ -189,7 +186,6 @@ def test_refusals_say_what_to_do(page: WebPage) -> None:
     assert not page.page.locator("#seed").is_visible()
 
 
-@pytest.mark.slow
 def test_a_lost_connection_is_reported_behind_the_text(page: WebPage, server: Server) -> None:
     replays(page, "1. A long one:", " and so on" * 200)
     page.open()
@@ -206,23 +202,26 @@ def test_a_lost_connection_is_reported_behind_the_text(page: WebPage, server: Se
     server.wait_until_idle()
 
 
-@pytest.mark.slow
 def test_the_replay_shows_an_earlier_moment(page: WebPage) -> None:
     page.open()
     page.ask(GUITAR)
     page.wait()
     whole = sum(map(len, page.cards()))
 
-    page.page.locator("#moment").fill("500")
-    half = sum(map(len, page.cards()))
+    # When the first token came depends on the machine.
+    lengths = []
+    for moment in range(100, 1000, 100):
+        page.page.locator("#moment").fill(str(moment))
+        lengths.append(sum(map(len, page.cards())))
     page.page.locator("#speed").select_option("1")
     page.page.get_by_role("button", name="Replay").click()
     page.page.wait_for_selector("#play:has-text('Replay')")
 
-    assert 0 < half < whole == sum(map(len, page.cards()))
+    assert lengths == sorted(lengths)
+    assert any(0 < length < whole for length in lengths)
+    assert whole == sum(map(len, page.cards()))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390, 320])
 def test_it_is_accessible_and_fits(
@@ -243,7 +242,6 @@ def test_it_is_accessible_and_fits(
                 page.page.click("#table-box summary")
 
 
-@pytest.mark.slow
 def test_sections_and_their_points_grow_at_once(page: WebPage, server: Server) -> None:
     page.open()
     page.ask(GUIDES[0])
@@ -257,7 +255,6 @@ def test_sections_and_their_points_grow_at_once(page: WebPage, server: Server) -
 # The tests below need other replicas; each change takes half a minute.
 
 
-@pytest.mark.slow
 def test_an_answer_survives_the_loss_of_its_replica(browser: Browser, replicated: Server) -> None:
     replayed = replay("1. A long one:", " and so on" * 200)
     with web_page(browser, replicated) as page:
@@ -275,7 +272,6 @@ def test_an_answer_survives_the_loss_of_its_replica(browser: Browser, replicated
     replicated.wait_for_replicas(2)
 
 
-@pytest.mark.slow
 def test_threads_that_are_joined_stand_between_the_texts_of_their_parent(
     browser: Browser, joining: Server
 ) -> None:
