@@ -14,6 +14,7 @@ SERVE_ON := $(shell if nvidia-smi >/dev/null 2>&1 || [ -e /proc/driver/nvidia/ve
 endif
 $(if $(filter cpu gpu,$(DEVICE)),,$(error DEVICE is '$(DEVICE)': choose cpu or gpu))
 KILLS ?= 50
+REQUESTS ?= 5000
 SEED ?= 0
 SOAK_MINUTES ?= 30
 FUZZ_EXAMPLES ?= 150
@@ -46,8 +47,8 @@ test: $(INSTALLED) ## Run every test that needs no GPU and is not slow (10 minut
 test-slow: $(INSTALLED) ## Run the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu and not kills" tests
 
-test-kills: $(INSTALLED) ## Kill 50 replicas, engines and gateways of a loaded server (25 minutes; KILLS=, SEED=)
-	APAR_KILLS=$(KILLS) APAR_KILL_SEED=$(SEED) $(BIN)/python -m pytest -m kills tests/integration/serving/test_kills.py
+test-kills: $(INSTALLED) ## Kill 50 gateways, replicas, engines, HAProxies and controllers under load (25 minutes; KILLS=, REQUESTS=, SEED=)
+	APAR_KILLS=$(KILLS) APAR_KILL_REQUESTS=$(REQUESTS) APAR_KILL_SEED=$(SEED) $(BIN)/python -m pytest -m kills tests/integration/serving/test_kills.py
 
 soak: $(INSTALLED) ## Serve mixed load for SOAK_MINUTES=30 and watch every process's memory
 	$(BIN)/python -m tests.soak --minutes $(SOAK_MINUTES)

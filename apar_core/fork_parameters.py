@@ -43,6 +43,8 @@ class ForkParameters:
     num_generated: tokens that the thread has generated in earlier engine requests, before a join.
     key, key_max_threads: API key of the request, and how many threads all requests of that key may
         have alive in one engine before forks wait; None for no limit.
+    deadline_at_s: Unix time at which the answer must end; forks of requests with a deadline start
+        first, the earliest one first. None without one.
     cut_tokens: 1 if a child does not inherit the fork token, else 0.
     children_fork: whether a child may fork.
     replacement_ids: tokens that stand in the text in place of a fork token.
@@ -64,6 +66,7 @@ class ForkParameters:
     replacement_ids: tuple[int, ...] = ()
     blocks: str | None = None
     num_generated: int = 0
+    deadline_at_s: float | None = None
 
     def to_extra_arg(self) -> dict[str, Any]:
         """Return the parameters as plain values for msgpack."""
@@ -116,14 +119,16 @@ class ForkParameters:
 
 @dataclass(frozen=True, slots=True)
 class KeyTerms:
-    """Terms that the server grants to a request's API key; no client can set them.
+    """Terms that the server grants to a request; no client can set them past the gateway.
 
-    `key` and `key_max_threads` are as in `ForkParameters`. `priority` is vLLM's: lower goes first.
+    `key`, `key_max_threads` and `deadline_at_s` are as in `ForkParameters`. `priority` is vLLM's:
+    lower goes first; it counts only with a key.
     """
 
-    key: str
+    key: str | None
     key_max_threads: int | None = None
     priority: int = 0
+    deadline_at_s: float | None = None
 
 
 def child_seed(parent_seed: int | None, ordinal: int) -> int | None:

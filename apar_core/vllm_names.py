@@ -467,11 +467,12 @@ def watch_block_tables() -> None:
 
 
 def host_block_table(
-    metadata: CommonAttentionMetadata, block_size: int
+    metadata: CommonAttentionMetadata, block_size: int, num_blocks: int
 ) -> NDArray[np.int32] | None:
-    """Return a step's block table [rows, blocks] on the host without waiting for the GPU.
+    """Return a step's block table on the host without waiting for the GPU.
 
-    None if `watch_block_tables` has not seen it, or its blocks have another size.
+    It has a row per request, and at least `num_blocks` columns, as far as the table has them. None
+    if `watch_block_tables` has not seen it, or its blocks have another size.
     """
     table, num_rows = metadata.block_table_tensor, metadata.num_reqs
     if table.device.type == "cpu":
@@ -483,7 +484,10 @@ def host_block_table(
     if not known[2]:
         return known[0][:num_rows]
     slots = metadata.req_idx
-    return None if slots is None else known[0][slots[:num_rows]]
+    if slots is None:
+        return None
+    # A table is as wide as the longest possible request: megabytes, of which a step needs few.
+    return known[0][:, :num_blocks].take(slots[:num_rows], axis=0)
 
 
 @contextmanager

@@ -106,6 +106,12 @@ def serving(
         duration_option("--coalesce", help="Time to collect tokens for one chunk of a stream."),
     ] = Duration.of("50ms"),
     compiled: Annotated[bool, typer.Option("--compiled", help="Use torch.compile.")] = False,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Ask for whole answers instead of streams.")
+    ] = False,
+    handle: Annotated[
+        bool, typer.Option("--handle", help="Call replicas over Ray Serve's handle.")
+    ] = False,
 ) -> None:
     """Compare the Ray Serve path with vLLM's own HTTP server, on unforked requests."""
     from benchmarks import serve_overhead
@@ -119,6 +125,8 @@ def serving(
         repeats=repeats,
         coalesce_s=coalesce,
         compiled=compiled,
+        whole=whole,
+        direct=not handle,
         out=out,
     )
     _write(out, results)

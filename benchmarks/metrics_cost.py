@@ -29,6 +29,7 @@ from cluster.metrics.node import NodePage, open_process, write_changes
 from cluster.metrics.recorder import Recorder
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.request import RelayedRequest
+from deployments.wire.start import StartReport
 
 SCRAPE_S = 15.0
 STATE_CALLS = 100
@@ -64,7 +65,7 @@ class Clock:
 
 
 class InProcess:
-    """`ReplicaCalls` of a replica in this process."""
+    """`ModelReplicas` of a replica in this process."""
 
     num_running = 1
 
@@ -77,6 +78,14 @@ class InProcess:
         """Yield the answer piece by piece."""
         async for part in self._answering.stream(request):
             yield Piece.from_wire(part) if isinstance(part, tuple) else part
+
+    async def answering(self, wait_s: float) -> int:
+        """Return that it answers."""
+        return 1
+
+    async def starting(self) -> list[StartReport]:
+        """Return that nothing starts."""
+        return []
 
     async def whole(self, request: RelayedRequest, progress: Any = None) -> Any:
         """Return the whole answer."""
@@ -134,11 +143,7 @@ async def _measure(
         requests_per_replica=concurrency,
         max_queued=requests,
     )
-
-    async def is_healthy() -> bool:
-        return True
-
-    gateway = Gateway(GatewaySettings(models=(model,)), [InProcess(answering)], is_healthy)
+    gateway = Gateway(GatewaySettings(models=(model,)), [InProcess(answering)])
     gateway.take_metrics()
     clock = Clock()
     places = asyncio.Semaphore(concurrency)

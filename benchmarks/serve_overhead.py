@@ -7,6 +7,7 @@ a repeat, and their median over the repeats is reported.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import statistics
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
@@ -31,6 +32,7 @@ from apar_core.offline.data.records import ChatMessage
 from apar_core.workload.arrivals import ClosedLoop
 from cluster.config import ClusterConfig
 from cluster.config.model import ModelConfig
+from cluster.config.routing import RoutingSettings
 from cluster.loadtest.client import LoadClient
 from cluster.loadtest.jobs import Job, Target
 from cluster.loadtest.load_run import Drive, Stop
@@ -72,9 +74,14 @@ def run(
     repeats: int,
     coalesce_s: float,
     compiled: bool,
+    whole: bool,
+    direct: bool,
     out: Path,
 ) -> dict[str, Any]:
-    """Measure both servers and print the comparison; `requests` is the number per repeat."""
+    """Measure both servers and print the comparison; `requests` is the number per repeat.
+
+    Without `direct`, requests go over Ray Serve's handle.
+    """
     model = ModelConfig(
         checkpoint=checkpoint,
         max_concurrency=64,
@@ -84,8 +91,9 @@ def run(
         coalesce_s=coalesce_s,
         engine={"enforce_eager": False} if compiled else {},
     )
-    settings = ClusterConfig(port=free_port(), models=(model,))
-    jobs = [_job(model.public_name, number) for number in range(requests)]
+    routing = RoutingSettings(direct=direct)
+    settings = ClusterConfig(port=free_port(), models=(model,), routing=routing)
+    jobs = [_job(model.public_name, number, whole=whole) for number in range(requests)]
     with (
         local_ray(num_cpus=os.cpu_count() or 1),
         _serve_application(settings) as application,
@@ -99,10 +107,10 @@ def run(
             order = servers if index % 2 == 0 else servers[::-1]
             rows.append({server.name: _measure(server, jobs, concurrency) for server in order})
     console.print(_table(rows, concurrency))
-    return {"repeats": rows}
+    return {"whole": whole, "direct": direct, "repeats": rows}
 
 
-def _job(model: str, number: int) -> Job:
+def _job(model: str, number: int, *, whole: bool) -> Job:
     message = ChatMessage("user", f"What is the number {number}?")
     body = {
         "model": model,
@@ -110,9 +118,9 @@ def _job(model: str, number: int) -> Job:
         "max_tokens": NUM_TOKENS,
         "ignore_eos": True,
         "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
     }
+    if not whole:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
     return Job(str(number), "other", (message,), json.dumps(body).encode())
 
 
@@ -165,36 +173,70 @@ def _serve_application(settings: ClusterConfig) -> Iterator[Server]:
         yield Server(SERVE, settings.port, ray_processes)
 
 
+class _Answer(NamedTuple):
+    """Tokens, latency, time to the first chunk (s), and chunks of one answer."""
+
+    tokens: int
+    end_s: float
+    first_s: float
+    chunks: int
+
+
 def _measure(server: Server, jobs: list[Job], concurrency: int) -> dict[str, Any]:
     """Send all jobs; return throughput, latencies, and CPU seconds per 1,000 tokens."""
     before, client_before = _cpu_seconds(server.roots), time.process_time()
-    records, duration_s = uvloop.run(_send(server, jobs, concurrency))
-    if failed := [record for record in records if record.error is not None]:
-        raise RuntimeError(f"{server.name}: {failed[0].error}: {failed[0].message}")
+    send = _send if b'"stream"' in jobs[0].body else _send_whole
+    answers, duration_s = uvloop.run(send(server, jobs, concurrency))
     used = {
         purpose: seconds - before.get(purpose, 0.0)
         for purpose, seconds in _cpu_seconds(server.roots).items()
     }
     used["client"] = time.process_time() - client_before
-    tokens = sum(record.text_tokens for record in records)
+    tokens = sum(answer.tokens for answer in answers)
     return {
         "tokens_per_s": tokens / duration_s,
-        "latency_p50_s": statistics.median(record.end_s for record in records),
-        "first_token_p50_s": statistics.median(record.pieces[0][0] for record in records),
-        "chunks_per_answer": statistics.mean(len(record.pieces) for record in records),
+        "latency_p50_s": statistics.median(answer.end_s for answer in answers),
+        "first_token_p50_s": statistics.median(answer.first_s for answer in answers),
+        "chunks_per_answer": statistics.mean(answer.chunks for answer in answers),
         "cpu_s_per_1k_tokens": {name: 1000 * value / tokens for name, value in used.items()},
     }
 
 
-async def _send(
-    server: Server, jobs: list[Job], concurrency: int
-) -> tuple[list[RequestRecord], float]:
+async def _send(server: Server, jobs: list[Job], concurrency: int) -> tuple[list[_Answer], float]:
     records: list[RequestRecord] = []
     target = Target(url=f"http://127.0.0.1:{server.port}")
     async with LoadClient(target, timeout_s=TIMEOUT_S) as client:
         drive = Drive(client, 0, Stop(), lambda answered: records.append(answered.record))
         duration_s = await drive.run(jobs, ClosedLoop(concurrency), 0)
-    return records, duration_s
+    if failed := [record for record in records if record.error is not None]:
+        raise RuntimeError(f"{server.name}: {failed[0].error}: {failed[0].message}")
+    return [
+        _Answer(record.text_tokens, record.end_s, record.pieces[0][0], len(record.pieces))
+        for record in records
+    ], duration_s
+
+
+async def _send_whole(
+    server: Server, jobs: list[Job], concurrency: int
+) -> tuple[list[_Answer], float]:
+    answers: list[_Answer] = []
+    waiting = iter(jobs)
+    url = f"http://127.0.0.1:{server.port}/v1/chat/completions"
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        for job in waiting:
+            began_s = time.monotonic()
+            answer = await client.post(url, content=job.body)
+            end_s = time.monotonic() - began_s
+            tokens = answer.raise_for_status().json()["usage"]["completion_tokens"]
+            answers.append(_Answer(tokens, end_s, end_s, 1))
+
+    headers = {"Content-Type": "application/json"}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(timeout=TIMEOUT_S, headers=headers, limits=limits) as client:
+        began_s = time.monotonic()
+        await asyncio.gather(*(ask(client) for _ in range(concurrency)))
+        return answers, time.monotonic() - began_s
 
 
 def _cpu_seconds(roots: list[psutil.Process]) -> dict[str, float]:

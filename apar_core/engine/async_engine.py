@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 from vllm import SamplingParams, TokensPrompt
@@ -96,6 +97,25 @@ class AparAsyncLLM(AsyncLLM):
         """Stop reporting a request, and forget its terms."""
         self._output.unfollow(request_id)
         self._input.key_terms.pop(request_id, None)
+
+    def end(self, request_id: str) -> bool:
+        """End a client's request now, with what it has generated and finish reason "length".
+
+        Its KV blocks are freed as after an abort. Returns whether the engine has the request.
+        """
+        ended = self._output.end(request_id)
+        if ended:
+            aborting = asyncio.get_running_loop().create_task(
+                self.engine_core.abort_requests_async(ended)
+            )
+            self._aborting.add(aborting)
+            aborting.add_done_callback(self._aborting.discard)
+        return bool(ended)
+
+    @cached_property
+    def _aborting(self) -> set[asyncio.Task[None]]:
+        """Aborts on their way to the engine core."""
+        return set()
 
     def pace_streams(self, pause_s: float) -> None:
         """Merge the outputs of each new stream within `pause_s` seconds, or longer under load."""

@@ -147,7 +147,7 @@ class ForkInputProcessor(InputProcessor):
         """As in vLLM. Raises VLLMValidationError (HTTP 400) for what a client may not ask for."""
         request = super().process_inputs(request_id, prompt, params, *args, **kwargs)
         terms = find_client(self.key_terms, request_id)
-        if terms is not None:
+        if terms is not None and terms.key is not None:
             request.priority = terms.priority
         elif self._ignores_priority:
             request.priority = 0
@@ -245,6 +245,7 @@ class ForkInputProcessor(InputProcessor):
             self._parameters,
             key=None if terms is None else terms.key,
             key_max_threads=None if terms is None else terms.key_max_threads,
+            deadline_at_s=None if terms is None else terms.deadline_at_s,
             enabled=bool(wanted) and self._may_fork and _can_fork(request, params),
             max_threads=min(max_threads, self._settings.max_threads),
         )

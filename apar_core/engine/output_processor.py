@@ -30,6 +30,7 @@ from apar_core.tree.restore import Edge, Separator
 from apar_core.vllm_names import (
     EngineCoreOutput,
     EngineCoreRequest,
+    FinishReason,
     IncrementalDetokenizer,
     LogprobsLists,
     OutputProcessor,
@@ -170,6 +171,34 @@ class ForkOutputProcessor(OutputProcessor):
         if self._tagged:
             self._show_updates(engine_core_outputs)
         return processed
+
+    def end(self, request_id: str) -> list[str]:
+        """End a client's request with finish reason "length" and all that its threads have written.
+
+        Returns the engine's ids of its requests, which the engine core must still abort. An
+        embedding ends as after an abort.
+        """
+        follower = self._followers.get(request_id)
+        ended = [
+            state
+            for state in self.request_states.values()
+            if follower is not None
+            and find_client(self._followers, state.external_req_id) is follower
+        ]
+        for state in ended:
+            if state.detokenizer is None:  # An embedding has no part that could be kept.
+                self.abort_requests([state.request_id], internal=True)
+                continue
+            threads = self._threads.get(state.request_id)
+            thread_ids = [state.request_id] if threads is None else threads.unfinished
+            self.process_outputs(
+                [
+                    EngineCoreOutput(each, [], finish_reason=FinishReason.LENGTH)
+                    for each in thread_ids
+                ]
+            )
+            self.lora_states.request_finished(state.request_id, state.lora_name)
+        return [state.request_id for state in ended]
 
     def abort_requests(self, request_ids: Iterable[str], internal: bool) -> list[str]:
         """As in vLLM; the scheduler ends all threads of a request with its root."""

@@ -12,6 +12,7 @@ from functools import cache, wraps
 from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any
 
+from apar_core.engine.start_stages import watch_stages
 from apar_core.errors import EngineError
 from apar_core.vllm_names import SUPPORTED, is_supported, patch_processors, vllm_version
 
@@ -30,6 +31,7 @@ _COMPLETES = "_apar_completes"
 @cache
 def register() -> None:
     """Prepare for an engine that forks; may be called more than once, and never raises."""
+    watch_stages()
     version = vllm_version()
     # vLLM loads plugins in its workers, too, which would repeat the warning.
     is_main = parent_process() is None

@@ -248,6 +248,14 @@ class RequestThreads:
         """Engine request ids of all threads, root first."""
         return list(self._threads)
 
+    @property
+    def unfinished(self) -> list[str]:
+        """Engine request ids of the threads that have not ended, children before their parents."""
+        records = self.tree.threads
+        return [each for each, thread in self._threads.items() if not records[thread].finished][
+            ::-1
+        ]
+
     def _fork(self, request_id: str, thread: ThreadId) -> str:
         ordinal = len(self.tree.threads[thread].children)
         child_id = child_request_id(request_id, ordinal)

@@ -31,7 +31,13 @@ from cluster.cli.terminal import clear_errors, fail
 from cluster.config import ClusterConfig, ConfigError, StartError, load_config
 from cluster.config.model import DEFAULT_MODEL
 from cluster.durations import format_duration
-from cluster.local_ray import NAMESPACE, local_ray, reap_orphans
+from cluster.local_ray import (
+    NAMESPACE,
+    haproxy_folder,
+    local_ray,
+    reap_orphans,
+    replace_certificate,
+)
 from cluster.logs import shown_logs
 from cluster.metrics.targets import (
     check_targets_file,
@@ -230,7 +236,11 @@ def _roll_out(service: Any, load: Load, config: Path | None) -> tuple[bool, str]
     if config is None:
         return False, "No rollout: this server was started without --config."
     try:
-        changed: list[str] = service.rollout(load())
+        settings = load()
+        # Also if no setting has changed: the files may have been renewed.
+        if (pem := settings.tls.read_pem()) is not None:
+            replace_certificate(haproxy_folder(), pem)
+        changed: list[str] = service.rollout(settings)
     except AparError as error:
         return False, f"No rollout: {error}"
     return True, f"Rolled out {config}: {'; '.join(changed) or 'nothing has changed'}."
@@ -241,7 +251,7 @@ def _cluster(settings: ClusterConfig) -> Iterator[int | None]:
     """Connect to the Ray cluster, or run one; yields the port of the nodes' metrics."""
     if settings.ray_address is None:
         num_cpus = max(os.cpu_count() or 1, settings.num_replicas)
-        with local_ray(num_cpus=num_cpus, metrics=settings.metrics) as port:
+        with local_ray(num_cpus=num_cpus, metrics=settings.metrics, tls=settings.tls) as port:
             yield port
         return
     import ray
@@ -264,7 +274,8 @@ def _wait_until_healthy(url: str) -> None:
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
         with suppress(httpx.HTTPError):
-            if httpx.get(f"{url}/health", timeout=5).status_code == httpx.codes.OK:
+            # The certificate is for the name that clients use, not for this machine.
+            if httpx.get(f"{url}/health", timeout=5, verify=False).status_code == httpx.codes.OK:
                 return
         time.sleep(0.1)
     raise StartError(f"{url}/health did not answer within {READY_S:.0f} s")

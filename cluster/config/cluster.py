@@ -2,18 +2,21 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     NonNegativeFloat,
+    PositiveInt,
     ValidationError,
     model_validator,
 )
 
+from cluster.config.cors import CorsConfig
 from cluster.config.files import ConfigError, problems_of, read_yaml
+from cluster.config.key_store import KeyStoreConfig
 from cluster.config.keys import KeyConfig, check_keys, is_loopback, load_keys
 from cluster.config.limits import LimitsConfig
 from cluster.config.logging import LoggingConfig
@@ -21,6 +24,7 @@ from cluster.config.metrics import DEFAULT_PORT, MetricsConfig
 from cluster.config.model import ModelConfig
 from cluster.config.retries import RetryConfig
 from cluster.config.routing import RoutingSettings
+from cluster.config.tls import TlsConfig
 from cluster.config.tracing import TracingConfig
 
 
@@ -43,8 +47,27 @@ class ClusterConfig(BaseModel):
         "application stops. Streams that are still running continue on another replica if there "
         "is one, or end with an error.",
     )
+    gateways: PositiveInt | Literal["per-node"] = Field(
+        1,
+        description="Number of gateways, the processes that clients' requests pass through; "
+        "`per-node` for one on each node of the Ray cluster. Losing one of several ends only its "
+        "own connections.",
+    )
+    restart_id: str = Field(
+        "",
+        description="Any text. A rollout that changes it replaces all gateways and replicas, one "
+        "after the other, without losing a request.",
+    )
     models: tuple[ModelConfig, ...] = Field(
         (ModelConfig(),), min_length=1, description="Models to serve; by default apar-tiny."
+    )
+    aliases: dict[str, str] = Field(
+        {}, description="Further names of models and adapters: name -> model or adapter."
+    )
+    fallback: dict[str, str] = Field(
+        {},
+        description="Model or adapter that answers instead of another one that has lost all its "
+        "replicas, or whose queue is full: name -> name.",
     )
     routing: RoutingSettings = Field(
         RoutingSettings(), description="How a request's replica is chosen."
@@ -57,6 +80,9 @@ class ClusterConfig(BaseModel):
         description="YAML or JSON file with a list of further `keys`. It is read again when it "
         "changes.",
     )
+    key_store: KeyStoreConfig = Field(
+        KeyStoreConfig(), description="Where usage and the keys created at run time are stored."
+    )
     allow_anonymous: bool = Field(
         False,
         description="Whether requests need no API key. Must be set if no keys are configured and "
@@ -66,6 +92,12 @@ class ClusterConfig(BaseModel):
         None,
         description="Whether `GET /` shows a web page to ask the models. By default, only if no "
         "other machine can reach `host`. The page itself needs no API key; its requests do.",
+    )
+    tls: TlsConfig = Field(
+        TlsConfig(), description="HTTPS at `host` and `port`; only without `ray_address`."
+    )
+    cors: CorsConfig = Field(
+        CorsConfig(), description="Web pages of other origins that may call the server."
     )
     limits: LimitsConfig = Field(LimitsConfig(), description="Limits on every request.")
     logging: LoggingConfig = Field(LoggingConfig(), description="Content and place of the logs.")
@@ -93,6 +125,28 @@ class ClusterConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _check_other_names(self) -> Self:
+        served = {name for model in self.models for name in model.public_names}
+        for field, names in (("aliases", self.aliases), ("fallback", self.fallback)):
+            for name, target in names.items():
+                if target not in served:
+                    raise ValueError(f"{field}: {name!r} leads to {target!r}, which is not served")
+                if name == target:
+                    raise ValueError(f"{field}: {name!r} leads to itself")
+        for name in self.aliases:
+            if name in served:
+                raise ValueError(f"aliases: {name!r} is the name of a model")
+            if not name:
+                raise ValueError("aliases: a name is empty")
+        home = {name: model.public_name for model in self.models for name in model.public_names}
+        for name, target in self.fallback.items():
+            if name not in served:
+                raise ValueError(f"fallback: {name!r} is not served")
+            if home[name] == home[target]:
+                raise ValueError(f"fallback: {name!r} and {target!r} have the same replicas")
+        return self
+
+    @model_validator(mode="after")
     def _check_access(self) -> Self:
         check_keys(self.keys)
         if self.allow_anonymous and self.asks_for_keys:
@@ -106,6 +160,15 @@ class ClusterConfig(BaseModel):
         for key in self.keys:
             if unknown := sorted(set(key.models or ()) - served):
                 raise ValueError(f"keys: {key.name!r} names models that are not served: {unknown}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if self.tls.certificate is not None and self.ray_address is not None:
+            raise ValueError(
+                "tls: on a Ray cluster, the load balancer or the Kubernetes ingress in front of it "
+                "terminates TLS; `certificate` works without `ray_address` only"
+            )
         return self
 
     @property
@@ -136,6 +199,7 @@ class ClusterConfig(BaseModel):
         self.limits.read_storage_uri()
         self.limits.read_cache_secret()
         self.tracing.read_headers()
+        self.tls.read_pem()
 
     @property
     def asks_for_keys(self) -> bool:

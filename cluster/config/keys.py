@@ -7,8 +7,10 @@ import secrets
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Self
 
 from pydantic import (
+    AwareDatetime,
     BaseModel,
     ConfigDict,
     Field,
@@ -17,6 +19,7 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
     field_validator,
+    model_validator,
 )
 
 from cluster.config.files import ConfigError, problems_of, read_yaml
@@ -24,10 +27,12 @@ from cluster.config.files import ConfigError, problems_of, read_yaml
 ANONYMOUS = "anonymous"
 """Name in logs and limits for requests without a key."""
 
-_TOKEN_PREFIX = "apar-"
+TOKEN_PREFIX = "apar-"
+"""Begin of every key that we make; secret scanners can look for it."""
 _TOKEN_BYTES = 32
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
-_MAX_PRIORITY = 1000
+MAX_PRIORITY = 1000
+"""Bound of priorities, in both directions."""
 
 
 class KeyConfig(BaseModel):
@@ -47,11 +52,28 @@ class KeyConfig(BaseModel):
     models: tuple[str, ...] | None = Field(
         None, description="Names of the models that the key may use; by default all."
     )
+    admin: bool = Field(
+        False,
+        description="Whether the key may create and revoke keys and read everybody's usage, at "
+        "`/admin`.",
+    )
+    expires_at: AwareDatetime | None = Field(
+        None,
+        description="When the key stops working, with a time zone: `2027-01-31T00:00:00Z`. By "
+        "default never.",
+    )
     priority: int = Field(
         0,
-        ge=-_MAX_PRIORITY,
-        le=_MAX_PRIORITY,
+        ge=-MAX_PRIORITY,
+        le=MAX_PRIORITY,
         description="Priority class of the key's requests; lower numbers are served first.",
+    )
+    best_priority: int | None = Field(
+        None,
+        ge=-MAX_PRIORITY,
+        le=MAX_PRIORITY,
+        description="Lowest number that a request may ask for in its field `priority`. By default "
+        "`priority`, so that a request can only let others go first.",
     )
     weight: PositiveFloat = Field(
         1.0,
@@ -66,6 +88,22 @@ class KeyConfig(BaseModel):
         None,
         description="Limit on prompt tokens and generated tokens of all threads per minute; a "
         "request over it gets a 429. By default none.",
+    )
+    requests_per_day: PositiveInt | None = Field(
+        None,
+        description="Budget of requests per calendar day (UTC); a request over it gets a 429. By "
+        "default none.",
+    )
+    requests_per_month: PositiveInt | None = Field(
+        None, description="Budget of requests per calendar month (UTC). By default none."
+    )
+    tokens_per_day: PositiveInt | None = Field(
+        None,
+        description="Budget of prompt tokens and generated tokens of all threads per calendar day "
+        "(UTC). By default none.",
+    )
+    tokens_per_month: PositiveInt | None = Field(
+        None, description="Budget of tokens per calendar month (UTC). By default none."
     )
     max_threads: PositiveInt | None = Field(
         None,
@@ -84,6 +122,20 @@ class KeyConfig(BaseModel):
         "share a class: each one is a time series.",
     )
 
+    @property
+    def most_urgent(self) -> int:
+        """Lowest priority number that a request of the key may ask for."""
+        return self.priority if self.best_priority is None else self.best_priority
+
+    @model_validator(mode="after")
+    def _check_priorities(self) -> Self:
+        if self.best_priority is not None and self.best_priority > self.priority:
+            raise ValueError(
+                f"best_priority: {self.best_priority} is greater than `priority`, which is "
+                f"{self.priority}"
+            )
+        return self
+
     @field_validator("hash")
     @classmethod
     def _check_hash(cls, value: str) -> str:
@@ -95,8 +147,8 @@ class KeyConfig(BaseModel):
 
 
 def new_token() -> str:
-    """Return a new API key: 256 random bits after a prefix that secret scanners can look for."""
-    return _TOKEN_PREFIX + secrets.token_urlsafe(_TOKEN_BYTES)
+    """Return a new API key: 256 random bits after the prefix."""
+    return TOKEN_PREFIX + secrets.token_urlsafe(_TOKEN_BYTES)
 
 
 def hash_of(token: str) -> str:

@@ -22,7 +22,8 @@ from cluster.config.secret import SecretReference
 if TYPE_CHECKING:
     from limits.aio.storage import Storage
 
-_IN_MEMORY = "memory://"
+IN_MEMORY = "memory://"
+"""URI of counters in the memory of the gateway, or of an actor that several gateways share."""
 _ASYNC = "async+"
 _REDIS = "redis"
 MIN_SECRET_CHARS = 16
@@ -54,7 +55,7 @@ class LimitsConfig(BaseModel):
         "default none.",
     )
     rate_storage: str = Field(
-        _IN_MEMORY,
+        IN_MEMORY,
         description="Storage for rate-limit counters, as a URI for the library `limits`. With "
         "`redis://host:6379` several clusters share them (needs the extra `redis`).",
     )
@@ -89,7 +90,7 @@ class LimitsConfig(BaseModel):
         url = urlsplit(uri)
         if url.password is not None or "password" in parse_qs(url.query.lower()):
             raise ValueError("remove the password; set `rate_storage_password` instead")
-        if uri != _IN_MEMORY:
+        if uri != IN_MEMORY:
             from limits.errors import ConfigurationError
 
             try:
@@ -100,7 +101,7 @@ class LimitsConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_password(self) -> Self:
-        if self.rate_storage_password is not None and self.rate_storage == _IN_MEMORY:
+        if self.rate_storage_password is not None and self.rate_storage == IN_MEMORY:
             raise ValueError("rate_storage_password: has no effect without `rate_storage`")
         return self
 

@@ -35,6 +35,11 @@ class RoutingSettings(BaseModel):
     affinity_entries: PositiveInt = Field(
         4096, description="Number of prompt prefixes that a router remembers. Only for `threads`."
     )
+    direct: bool = Field(
+        True,
+        description="Call replicas over connections of our own, which cost less than Ray Serve's "
+        "handle. Where the network lets none through, the handle is used.",
+    )
     report_period_s: PositiveFloat = Field(
         0.2,
         ge=0.05,

@@ -164,7 +164,9 @@ def build_replicas(
         health_check_period_s=1.0,
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=surroundings.drain_s,
-        request_router_config=router_config(config.routing),
+        request_router_config=router_config(
+            config.routing, is_lone=autoscaling is None and model.replicas == 1
+        ),
         # A model that fails to load once will fail again. Dead replicas are replaced regardless.
         max_constructor_retry_count=1,
         max_surge_percent=_ONE_MORE_PERCENT if surroundings.has_room else 0,
@@ -177,7 +179,7 @@ def build_replicas(
             },
         },
     )(Replica)
-    version = surroundings.version(settings.model_dump(mode="json"))
+    version = surroundings.version(settings.model_dump(mode="json"), config.restart_id)
     # Without a version, Ray Serve replaces all replicas at each deployment.
     return deployment.options(version=version, _internal=True).bind(settings)
 
@@ -200,10 +202,6 @@ def build_application(
         gateway=settings,
         deployments=tuple(model.deployment_name for model in offered.models),
         routing=config.routing,
-        may_sleep=any(
-            model.autoscaling is not None and model.autoscaling.min_replicas == 0
-            for model in offered.models
-        ),
     )
     # The processes of a private cluster already have the flags; without a runtime environment they
     # start faster.
@@ -211,7 +209,9 @@ def build_application(
     deployment = serve.deployment(
         name=GATEWAY,
         max_ongoing_requests=_NO_CAP,
-        autoscaling_config=gateway_autoscaling(),
+        autoscaling_config=gateway_autoscaling(config.gateways, known.gateway_resource),
+        # The next gateway starts before the last one stops. Beside it there is no room per node.
+        max_surge_percent=0 if config.gateways == "per-node" else _ONE_MORE_PERCENT,
         ray_actor_options={
             "num_cpus": 0,
             "resources": {known.gateway_resource: 0.001} if known.gateway_resource else {},
@@ -221,5 +221,7 @@ def build_application(
         graceful_shutdown_timeout_s=known.drain_s,
         user_config=ingress.as_user_config(),
     )(GatewayIngress)
-    version = known.version()
+    if config.gateways == "per-node":
+        deployment = deployment.options(max_replicas_per_node=1)
+    version = known.version(config.restart_id)
     return deployment.options(version=version, _internal=True).bind(ingress, *replicas)

@@ -6,10 +6,11 @@ decision. Both policies run in the Serve controller.
 
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal
 
+import ray
 from ray.serve.config import AutoscalingConfig as ServeAutoscalingConfig
 from ray.serve.config import AutoscalingContext, AutoscalingPolicy
 
@@ -26,6 +27,9 @@ WAITING_PREFIX = "waiting:"
 
 _REPORT_PERIOD_S = 1.0
 _MEAN_OVER_S = 3.0
+# The number of nodes is asked for at most this often; the answer comes from Ray's global store.
+_NODES_AGE_S = 5.0
+_MAX_NODES = 1000
 _REPORT_FIELDS = tuple(field.name for field in fields(ReplicaReport))
 
 
@@ -35,18 +39,41 @@ def gateway_report(waiting: Mapping[str, int]) -> dict[str, float]:
 
 
 class GatewayPolicy:
-    """Copies the gateways' waiting requests to the board; never changes their own number."""
+    """Copies the gateways' waiting requests to the board.
+
+    The number of gateways stays as it is, or with `per_node` follows the number of nodes, of those
+    that have the Ray resource `resource`.
+    """
+
+    def __init__(self, *, per_node: bool = False, resource: str | None = None) -> None:
+        self._per_node = per_node
+        self._resource = resource
+        self._looked_s = float("-inf")
+        self._num_nodes = 0
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """Return the unchanged number of gateways."""
+        """Return the number of gateways to run."""
         metrics = context.aggregated_metrics or {}
         waiting = {
             name.removeprefix(WAITING_PREFIX): sum(by_replica.values())
             for name, by_replica in metrics.items()
             if name.startswith(WAITING_PREFIX)
         }
-        waiting_board.BOARD.write(waiting, time.monotonic())
-        return context.target_num_replicas, {}
+        now_s = time.monotonic()
+        waiting_board.BOARD.write(waiting, now_s)
+        if not self._per_node:
+            return context.target_num_replicas, {}
+        if now_s - self._looked_s >= _NODES_AGE_S:
+            self._looked_s, self._num_nodes = now_s, num_nodes(ray.nodes(), self._resource)
+        return self._num_nodes or context.target_num_replicas, {}
+
+
+def num_nodes(nodes: Iterable[Mapping[str, Any]], resource: str | None) -> int:
+    """Count the living nodes of `ray.nodes()` that have a resource, or all."""
+    return sum(
+        bool(node["Alive"]) and (resource is None or node["Resources"].get(resource, 0) > 0)
+        for node in nodes
+    )
 
 
 class ModelPolicy:
@@ -94,9 +121,19 @@ def model_autoscaling(model: ModelConfig) -> ServeAutoscalingConfig | None:
     return _serve_config(settings.min_replicas, settings.max_replicas, policy)
 
 
-def gateway_autoscaling() -> ServeAutoscalingConfig:
-    """Ray Serve's autoscaling configuration of the one gateway, so that it reports its queues."""
-    return _serve_config(1, 1, AutoscalingPolicy(policy_function=GatewayPolicy))
+def gateway_autoscaling(
+    gateways: int | Literal["per-node"] = 1, resource: str | None = None
+) -> ServeAutoscalingConfig:
+    """Ray Serve's autoscaling configuration of the gateways.
+
+    Also for a fixed number, so that they report their queues.
+    """
+    per_node = not isinstance(gateways, int)
+    arguments = {"per_node": per_node, "resource": resource}
+    policy = AutoscalingPolicy(policy_function=GatewayPolicy, policy_kwargs=arguments)
+    if isinstance(gateways, int):
+        return _serve_config(gateways, gateways, policy)
+    return _serve_config(1, _MAX_NODES, policy)
 
 
 def _serve_config(least: int, most: int, policy: AutoscalingPolicy) -> ServeAutoscalingConfig:

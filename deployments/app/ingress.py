@@ -20,15 +20,19 @@ from cluster.metrics.catalogue import LOG_LINES_DROPPED
 from cluster.metrics.node import ProcessMetrics
 from cluster.metrics.recorder import FlushTimer
 from deployments.app.autoscaling import gateway_report
+from deployments.app.gateway_group import GroupMember
+from deployments.gateway.cors import Cors
 from deployments.gateway.gateway import Gateway
 from deployments.gateway.gateway_metrics import GatewayMetrics, watch_lag
 from deployments.gateway.settings import GatewaySettings, in_place_settings
+from deployments.relay.direct_calls import DirectCalls
 from deployments.relay.relay import send_error, send_whole
 from deployments.relay.replica_calls import HandleCalls
 from deployments.routing.shared_router import ROUTERS
 from deployments.tracing.tracing import close_tracing
 from deployments.wire.answer import AnswerStart
 from deployments.wire.errors import JSON_TYPE, DrainingError, ErrorAnswer, answer_for
+from deployments.wire.routes import form_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,17 +45,13 @@ _WHOLE = "settings"
 
 
 class IngressSettings(BaseModel):
-    """The gateway's settings, and the deployments of its models in the same order.
-
-    `may_sleep` is set if a model may be scaled to zero replicas.
-    """
+    """The gateway's settings, and the deployments of its models in the same order."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     gateway: GatewaySettings
     deployments: tuple[str, ...]
     routing: RoutingSettings = RoutingSettings()
-    may_sleep: bool = False
 
     def as_user_config(self) -> dict[str, Any]:
         """Return a `user_config`, which Ray Serve passes to running replicas and shows publicly.
@@ -90,7 +90,7 @@ class GatewayIngress:
     def __init__(self, built: IngressSettings, *replicas: DeploymentHandle[Any]) -> None:
         settings = built.gateway
         self._logs = ProcessLogs(settings.logging, "gateway")
-        self._replicas = {handle.deployment_name: HandleCalls(handle) for handle in replicas}
+        self._replicas = {handle.deployment_name: _calls(handle) for handle in replicas}
         self._built = built
         # Routers start with the default routing; the first `reconfigure` changes it.
         self._settings = built.model_copy(update={"routing": RoutingSettings()})
@@ -103,15 +103,16 @@ class GatewayIngress:
             self._process = ProcessMetrics(f"{GATEWAY}-{unique_id}", {}, settings.metrics_port)
         metrics = GatewayMetrics()
         # Ray Serve's own middleware returns each request's id, and generates missing ones.
-        self._gateway = Gateway(
-            settings, calls, self._is_ready, sends_request_ids=False, metrics=metrics
-        )
+        self._gateway = Gateway(settings, calls, sends_request_ids=False, metrics=metrics)
         self._door = FrontDoor(self._gateway, partial(metrics.rejected, DrainingError.reason))
+        # Outside the door, so that a page can read why a draining server refuses its request.
+        self._cors = Cors(self._door, settings.cors)
         self._flush_timer: FlushTimer | None = None
         self._lag_watch: asyncio.Task[None] | None = None
+        self._group: GroupMember | None = None
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        return self._door
+        return self._cors
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Apply new settings; running requests keep the old ones.
@@ -143,7 +144,7 @@ class GatewayIngress:
             self._flush_timer = FlushTimer(self._take_metrics)
             self._lag_watch = asyncio.create_task(watch_lag(self._gateway.metrics))
         self._replicas = {
-            name: self._replicas.get(name) or HandleCalls(DeploymentHandle(name, APPLICATION))
+            name: self._replicas.get(name) or _calls(DeploymentHandle(name, APPLICATION))
             for name in settings.deployments
         }
         if not was_applied or settings.routing != before.routing:
@@ -153,11 +154,25 @@ class GatewayIngress:
             before.deployments,
         ):
             calls = [self._replicas[name] for name in settings.deployments]
+            self._cors.configure(settings.gateway.cors)
             await self._gateway.reconfigure(settings.gateway, calls)
+        await self._join_or_leave(settings.gateway)
         if not was_applied or settings.gateway.logging != before.gateway.logging:
             # Opening and closing files takes long if the disk hangs.
             await asyncio.to_thread(self._logs.configure, settings.gateway.logging)
         self._is_applied = True
+
+    async def _join_or_leave(self, settings: GatewaySettings) -> None:
+        """Share state with the other gateways, if there may be any."""
+        if self._group is not None and not settings.shares_state:
+            await self._group.leave()
+            self._group = None
+        elif self._group is not None:
+            self._group.places.num_configured = settings.num_gateways
+        elif settings.shares_state:
+            unique_id = serve.get_replica_context().replica_id.unique_id
+            self._group = GroupMember(self._gateway, unique_id, settings.num_gateways)
+            await self._group.join()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Report waiting requests by deployment; called by Ray Serve."""
@@ -181,16 +196,18 @@ class GatewayIngress:
         if self._flush_timer is not None and self._lag_watch is not None:
             self._lag_watch.cancel()
             await self._flush_timer.close()
+        if self._group is not None:
+            await self._group.leave()
+        await self._gateway.close()
         await close_tracing(self._gateway.tracing)
 
     async def _take_metrics(self) -> None:
         self._gateway.metrics.recorder.set_total(LOG_LINES_DROPPED, self._logs.num_dropped)
         self._gateway.take_metrics()
 
-    async def _is_ready(self) -> bool:
-        """Whether a request would find a replica, or start one."""
-        names = self._settings.deployments
-        return self._settings.may_sleep or any(self._replicas[name].num_running for name in names)
+
+def _calls(handle: DeploymentHandle[Any]) -> DirectCalls:
+    return DirectCalls(handle.deployment_name, HandleCalls(handle))
 
 
 class FrontDoor:
@@ -229,7 +246,7 @@ class FrontDoor:
             await send_whole(send, AnswerStart(HTTPStatus.OK, [JSON_TYPE], b'{"status":"ok"}'))
         elif self._closed:
             self._refused()
-            await send_error(send, answer_for(DrainingError()))
+            await send_error(send, answer_for(DrainingError()).in_form(form_of(scope["path"])))
         else:
             await self._serve(scope, receive, send)
 
@@ -244,7 +261,7 @@ class FrontDoor:
             if not self._tasks[task]:
                 raise
             task.uncancel()
-            await answer.end_with(answer_for(DrainingError()))
+            await answer.end_with(answer_for(DrainingError()).in_form(form_of(scope["path"])))
         finally:
             del self._tasks[task]
 
@@ -257,7 +274,7 @@ class _Answer:
         self._started = False
         self._ended = False
         self._is_stream = False
-        self._tail = b""
+        self._last = b""
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -266,7 +283,8 @@ class _Answer:
             self._is_stream = headers.get(b"content-type", b"").startswith(_EVENTS)
         elif message["type"] == "http.response.body":
             self._ended = not message.get("more_body", False)
-            self._tail = (self._tail + message.get("body", b""))[-2:]
+            if body := message.get("body", b""):
+                self._last = self._last[-1:] + body
         await self._send(message)
 
     async def end_with(self, error: ErrorAnswer) -> None:
@@ -275,6 +293,7 @@ class _Answer:
             await send_error(self._send, error)
         elif not self._ended:
             # The last event may be incomplete; a blank line ends it.
-            events = (b"" if self._tail in (b"", b"\n\n") else b"\n\n") + error.events
+            is_whole = not self._last or self._last.endswith(b"\n\n")
+            events = (b"" if is_whole else b"\n\n") + error.events(self._last)
             body = events if self._is_stream else b""
             await self._send({"type": "http.response.body", "body": body, "more_body": False})

@@ -20,6 +20,7 @@ from ray.serve.schema import LoggingConfig
 from cluster.config import ClusterConfig, ConfigError, StartError
 from cluster.config.model import ModelConfig
 from deployments.app.application import Surroundings, build_application
+from deployments.app.gateway_group import end_shared_state
 from deployments.app.ingress import APPLICATION, GATEWAY
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ _POLL_S = 0.1
 # Time for cut requests to send their errors.
 _LAST_WORDS_S = 0.5
 # Settings that only a restart can change.
-_FIXED = ("host", "port", "ray_address", "metrics")
+_FIXED = ("host", "port", "ray_address", "metrics", "tls")
 # Settings of a model that change without a restart of its processes.
 _WITHOUT_RESTART = {"replicas", "autoscaling", "max_queued_requests", "max_queue_s"}
 
@@ -53,7 +54,8 @@ class Service:
         host = self.config.host
         if host in ("0.0.0.0", "::"):
             host = "127.0.0.1"
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.config.port}"
+        scheme = "http" if self.config.tls.certificate is None else "https"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.config.port}"
 
     def start(self) -> None:
         """Start gateway and replicas; raises StartError if a replica cannot start."""
@@ -109,6 +111,7 @@ class Service:
                 serve.shutdown()
         else:
             serve.delete(APPLICATION)
+            end_shared_state()
 
     def _deploy(self, replicas: ClusterConfig, served: ClusterConfig) -> None:
         application = build_application(replicas, self._surroundings, served=served)
@@ -198,8 +201,11 @@ def changes(old: ClusterConfig, new: ClusterConfig) -> list[str]:
         for name, model in after.items()
         if name in before and before[name] != model
     ]
-    rest = [name for name in _changed_fields(old, new) if name != "models"]
-    return said + [f"{name} is changed" for name in rest]
+    rest = [name for name in _changed_fields(old, new) if name not in ("models", "restart_id")]
+    said += [f"{name} is changed" for name in rest]
+    if old.restart_id != new.restart_id:
+        said.append("all gateways and replicas are restarted")
+    return said
 
 
 def _changed_fields(old: BaseModel, new: BaseModel) -> list[str]:

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 from starlette.types import Receive
 
 from apar_core.errors import CapacityError, RequestError
+from deployments.gateway.request_options import NO_OPTIONS, RequestOptions
 from deployments.wire.errors import BodyTimeoutError, BodyTooLargeError, PromptTooLongError
 from deployments.wire.request import RequestHint
+from deployments.wire.routes import OPENAI_SHAPE, BodyShape
 
-COMPLETION_PATHS = ("/v1/chat/completions", "/v1/completions")
 # Parsing blocks every stream of the gateway, and later those of a replica. A body of 16 MiB may
 # hold millions of values, each of which is larger in memory than in JSON.
 MAX_VALUES = 2**18
@@ -34,12 +35,21 @@ _MAX_HASHED_IDS = 4096
 _MAX_CHOICES = 128
 _MAX_TOKENS = 2**31
 _SALT_CHARS = 32
-# Fields with text: of a message, besides its content, and of a part of its content.
-_MESSAGE_FIELDS = ("tool_calls", "reasoning", "reasoning_content")
+# Fields of a message, or of an item of the Responses API, that hold text at any depth.
+_MESSAGE_FIELDS = ("tool_calls", "reasoning", "reasoning_content", "name", "arguments", "input")
+# Fields of a message, besides its content, that hold a text or a list of parts.
+_CONTENT_FIELDS = ("content", "output", "summary")
+# Fields of a part: a text, text at any depth, further parts. Images and files are no text.
 _PART_FIELDS = ("text", "refusal", "thinking")
+_PART_VALUES = ("name", "input")
 # Fields that make an answer a single sequence of tokens.
 _UNFORKED_FIELDS = ("structured_outputs", "ignore_eos", "min_tokens")
-_UNCONTINUED_FIELDS = ("echo", "return_token_ids", "use_beam_search")
+_UNCONTINUED_FIELDS = (
+    "echo",
+    "return_token_ids",
+    "use_beam_search",
+    "enable_response_messages",
+)
 
 
 class BodyBudget:
@@ -127,7 +137,7 @@ async def _read(receive: Receive, max_bytes: int, held: HeldBody) -> bytes:
             return b"".join(pieces)
 
 
-def _parse_fields(raw: bytes) -> dict[str, Any]:
+def parse_fields(raw: bytes) -> dict[str, Any]:
     """Return the fields of a JSON object. Raises RequestError, also for too many values."""
     _check_num_values(raw)
     try:
@@ -196,15 +206,16 @@ class _Piece(NamedTuple):
 
 
 class RequestBody:
-    """A parsed request body; only this class interprets its fields.
+    """A parsed request body; only this class interprets its fields, by the shape of its route.
 
     Fields may have any type: vLLM validates them later, on the replica. A parsed body takes several
     times its size in bytes, so it is not kept while the request runs, unless its content is logged.
     """
 
-    def __init__(self, raw: bytes) -> None:
+    def __init__(self, raw: bytes, shape: BodyShape = OPENAI_SHAPE) -> None:
         """Parse a body. Raises RequestError, and BodyTooLargeError for too many values."""
-        self.fields = _parse_fields(raw)
+        self.fields = parse_fields(raw)
+        self._shape = shape
 
     @property
     def model(self) -> Any:
@@ -219,7 +230,7 @@ class RequestBody:
     @property
     def max_tokens(self) -> int | None:
         """The client's limit on generated tokens, None without a valid one."""
-        for name in ("max_completion_tokens", "max_tokens"):
+        for name in self._shape.limits:
             value = self.fields.get(name)
             if isinstance(value, int) and 0 < value < _MAX_TOKENS:
                 return value
@@ -236,20 +247,27 @@ class RequestBody:
     def may_fork(self) -> bool:
         """Whether the engine would let the request fork; see `ForkInputProcessor`."""
         fields = self.fields
-        options, form = fields.get("apar"), fields.get("response_format")
+        options = fields.get("apar")
         if isinstance(options, dict) and (
             options.get("enabled") is False or options.get("max_threads") == 1
         ):
             return False
+        form: Any = fields
+        for name in self._shape.answer_format:
+            form = form.get(name) if isinstance(form, dict) else None
         if isinstance(form, dict) and form.get("type") != "text":
             return False
         return not self._calls_tools and not any(fields.get(name) for name in _UNFORKED_FIELDS)
 
     @property
     def _calls_tools(self) -> bool:
-        return bool(self.fields.get("tools")) and self.fields.get("tool_choice") != "none"
+        choice = self.fields.get("tool_choice")
+        # Anthropic's form of it is an object.
+        choice = choice.get("type") if isinstance(choice, dict) else choice
+        return bool(self.fields.get("tools")) and choice != "none"
 
-    def can_continue(self, path: str) -> bool:
+    @property
+    def can_continue(self) -> bool:
         """Whether another replica can continue the request's stream, as far as HTTP is concerned.
 
         Continuing skips the characters that the client has, which works for one choice of text. It
@@ -258,8 +276,7 @@ class RequestBody:
         start of its answer: see `apar_core/engine/request_follower.py`.
         """
         return (
-            path in COMPLETION_PATHS
-            and not any(self.fields.get(name) for name in _UNCONTINUED_FIELDS)
+            not any(self.fields.get(name) for name in _UNCONTINUED_FIELDS)
             and not self._calls_tools
             and len(self._prompts) <= 1
         )
@@ -284,14 +301,15 @@ class RequestBody:
     def prompt_chars(self) -> dict[str, int]:
         """Characters of the prompt by field, of all messages and all prompts together.
 
-        A token id counts as four characters. Whether `messages` or `prompt` is read depends on the
-        route, so both count.
+        A token id counts as four characters.
         """
         chars: Counter[str] = Counter()
         for piece in self._pieces:
             chars[piece.field] += piece.num_chars
-        chars["prompt"] += sum(map(_num_chars, self._prompts[1:]))
-        names = ("messages", "prompt", "tools", "documents")
+        for name, prompt in self._prompts[1:]:
+            chars[name] += _num_chars(prompt)
+        shape = self._shape
+        names = (shape.turns or "", *shape.prompts, *shape.texts)
         return {name: chars[name] for name in names if chars[name]}
 
     def check_prompt(self, max_chars: int | None, name: str) -> None:
@@ -311,7 +329,12 @@ class RequestBody:
         """Estimated tokens of all prompts together."""
         return -(-sum(self.prompt_chars.values()) // _CHARS_PER_TOKEN)
 
-    def hint(self, cache_salt: str | None = None, adapter: str | None = None) -> RequestHint:
+    def hint(
+        self,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+        options: RequestOptions = NO_OPTIONS,
+    ) -> RequestHint:
         """Return what the router needs to know; of several prompts, it describes the first.
 
         `cache_salt` is what `self.cache_salt` returned. Prompts under different salts, or to
@@ -346,66 +369,92 @@ class RequestBody:
             may_fork=self.may_fork,
             prefix_tokens=_first_and_last(covered),
             num_choices=self.num_choices,
+            expected_tokens=options.expected_tokens,
+            # Under the key's salt: no key can shape the forecasts of another.
+            family=None
+            if options.parent_request_id is None
+            else hash((cache_salt, adapter, options.parent_request_id)),
         )
 
     @cached_property
-    def _prompts(self) -> list[Any]:
-        """The prompts of a completion or embedding, each a text or a list of token ids."""
-        prompts: list[Any] = []
-        # Which of them is read depends on the route, so both count.
-        for name in ("prompt", "input"):
+    def _prompts(self) -> list[tuple[str, Any]]:
+        """The prompts with their fields' names, each a text, token ids or an object with text."""
+        prompts: list[tuple[str, Any]] = []
+        for name in self._shape.prompts:
             given = self.fields.get(name)
             if isinstance(given, list) and given and isinstance(given[0], str | list):
-                prompts += given
-            elif isinstance(given, str) or (isinstance(given, list) and given):
-                prompts.append(given)
+                prompts += [(name, prompt) for prompt in given]
+            elif isinstance(given, str | dict) or (isinstance(given, list) and given):
+                prompts.append((name, given))
         return prompts
 
     @cached_property
     def _pieces(self) -> list[_Piece]:
         """Pieces of the first prompt, in the order of a chat template."""
         pieces = []
-        for name in ("tools", "documents"):
+        for name in self._shape.texts:
             if text := "".join(_texts_in(self.fields.get(name))):
                 pieces.append(_Piece(name, name, text, len(text)))
-        messages = self.fields.get("messages")
-        for message in messages if isinstance(messages, list) else ():
-            if isinstance(message, dict):
-                role, text = message.get("role"), _message_text(message)
-                role = role if isinstance(role, str) else ""
-                pieces.append(_Piece("messages", role, text, len(text)))
-        for prompt in self._prompts[:1]:
-            text = prompt
-            if isinstance(prompt, list):
+        if self._shape.turns is not None:
+            pieces += _turns(self._shape.turns, self.fields.get(self._shape.turns))
+        for name, prompt in self._prompts[:1]:
+            if _is_ids(prompt):
                 ids = [item for item in prompt[:_MAX_HASHED_IDS] if isinstance(item, int)]
                 text = repr(hash(tuple(ids)))
-            pieces.append(_Piece("prompt", "", text, _num_chars(prompt)))
+            else:
+                text = "".join(_texts_in(prompt))
+            pieces.append(_Piece(name, "", text, _num_chars(prompt)))
         return pieces
+
+
+def _turns(field: str, turns: Any) -> Iterator[_Piece]:
+    if isinstance(turns, str):
+        yield _Piece(field, "user", turns, len(turns))
+    for turn in turns if isinstance(turns, list) else ():
+        if isinstance(turn, dict):
+            # Items of the Responses API that are no messages have a type instead.
+            role, text = turn.get("role", turn.get("type")), _message_text(turn)
+            yield _Piece(field, role if isinstance(role, str) else "", text, len(text))
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and not any(isinstance(item, str | dict) for item in prompt[:1])
 
 
 def _num_chars(prompt: Any) -> int:
     if isinstance(prompt, str):
         return len(prompt)
-    return len(prompt) * _CHARS_PER_TOKEN if isinstance(prompt, list) else 0
+    return len(prompt) * _CHARS_PER_TOKEN if _is_ids(prompt) else sum(map(len, _texts_in(prompt)))
 
 
 def _message_text(message: dict[str, Any]) -> str:
-    content = message.get("content")
-    parts = content if isinstance(content, list) else [content]
-    text = "".join(chunk for part in parts for chunk in _part_texts(part))
+    text = ""
+    for name in _CONTENT_FIELDS:
+        if content := message.get(name):
+            text += content if isinstance(content, str) else "".join(_part_texts(content))
     for name in _MESSAGE_FIELDS:
         if value := message.get(name):
             text += "".join(_texts_in(value))
     return text
 
 
-def _part_texts(part: Any) -> Iterator[str]:
-    if isinstance(part, str):
-        yield part
-    elif isinstance(part, dict):
-        for name in _PART_FIELDS:
-            if isinstance(text := part.get(name), str):
-                yield text
+def _part_texts(content: Any) -> Iterator[str]:
+    # No recursion: a client's JSON may be nested deeper than Python's stack.
+    left = [content]
+    while left:
+        part = left.pop()
+        if isinstance(part, str):
+            yield part
+        elif isinstance(part, list):
+            left.extend(reversed(part))
+        elif isinstance(part, dict):
+            for name in _PART_FIELDS:
+                if isinstance(text := part.get(name), str):
+                    yield text
+            for name in _PART_VALUES:
+                if value := part.get(name):
+                    yield from _texts_in(value)
+            left.append(part.get("content"))
 
 
 def _texts_in(value: Any) -> Iterator[str]:

@@ -8,21 +8,29 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 
 from apar_core.errors import AparError
+from cluster.config.key_store import KeyStoreConfig
 from cluster.config.keys import ANONYMOUS, KeyConfig, check_keys, hash_of, load_keys
-from cluster.config.limits import LimitsConfig, open_storage
-from deployments.gateway.rate_limits import Admission, CounterStore, KeyRates
+from cluster.config.limits import IN_MEMORY, LimitsConfig, open_storage
+from deployments.gateway.key_store import KeyStore, StoredKey, open_store
+from deployments.gateway.ledger import Ledger, utc_now
+from deployments.gateway.rate_limits import Admission, CounterStore, KeyRates, WindowStorage
 from deployments.wire.answer import Headers
-from deployments.wire.errors import UnknownKeyError
+from deployments.wire.errors import ExpiredKeyError, StoreError, UnknownKeyError
 
 logger = logging.getLogger(__name__)
 
 _SCHEME = b"bearer "
+# Anthropic's clients send the key here.
+_KEY_HEADER = b"x-api-key"
 # A change of the file, for example a revoked key, takes effect after at most this time.
 _FILE_AGE_S = 1.0
+# The same for keys created or revoked at run time, by any gateway.
+STORE_AGE_S = 1.0
 _SALT_CHARS = 32
 
 _Version = tuple[int, int, int]
@@ -65,45 +73,109 @@ class Callers:
         keys: tuple[KeyConfig, ...],
         keys_file: Path | None,
         limits: LimitsConfig,
+        key_store: KeyStoreConfig | None = None,
     ) -> None:
         """Raise ConfigError if the keys' file cannot be read, SecretError if a secret cannot."""
-        self._ring = KeyRing(keys, keys_file)
+        self._shared_storage: WindowStorage | None = None
         self._storage_uri = limits.read_storage_uri()
-        self._store = CounterStore(open_storage(self._storage_uri))
+        self._store = self._open_store()
+        self._store_config = key_store
+        self.store = None if key_store is None else open_store(key_store, self._storage_uri)
+        self.ledger = Ledger(self.store, 1.0 if key_store is None else key_store.flush_s)
+        self.ring = KeyRing(keys, keys_file, store=self.store)
         self._given_secret = limits.read_cache_secret()
         self._secret = self._given_secret or secrets.token_bytes(_SALT_CHARS)
         self._callers: dict[str, Caller] = {}
+        self._closing: list[Ledger] = []
+
+    async def close(self) -> None:
+        """Write the usage that is not stored yet."""
+        for ledger in (*self._closing, self.ledger):
+            await ledger.close()
 
     @property
     def keys_are_outdated(self) -> bool:
         """Whether older keys stay in force because the configured ones are unusable."""
-        return self._ring.is_outdated
+        return self.ring.is_outdated
 
     @property
     def metrics_classes(self) -> set[str]:
         """The `metrics_class` of all keys in force."""
-        return self._ring.metrics_classes
+        return self.ring.metrics_classes
 
     async def reconfigure(
-        self, keys: tuple[KeyConfig, ...], keys_file: Path | None, limits: LimitsConfig
+        self,
+        keys: tuple[KeyConfig, ...],
+        keys_file: Path | None,
+        limits: LimitsConfig,
+        key_store: KeyStoreConfig | None = None,
     ) -> None:
         """Apply new keys and limits; if the keys are unusable, the old ones stay in force.
 
         Raises SecretError if a secret of the limits cannot be read. The old limits then stay.
         """
-        await self._ring.reconfigure(keys, keys_file)
+        await self.ring.reconfigure(keys, keys_file)
         storage_uri = await asyncio.to_thread(limits.read_storage_uri)
         secret = await asyncio.to_thread(limits.read_cache_secret)
+        if key_store != self._store_config or (
+            key_store is not None and key_store.path is None and storage_uri != self._storage_uri
+        ):
+            before = self.ledger
+            self._store_config = key_store
+            self.store = None if key_store is None else open_store(key_store, storage_uri)
+            self.ledger = Ledger(self.store, 1.0 if key_store is None else key_store.flush_s)
+            self.ring.use_store(self.store)
+            # Running requests still count in the old one, which writes until nothing is left.
+            self._closing.append(before)
         if storage_uri != self._storage_uri:
-            self._store = CounterStore(open_storage(storage_uri))
+            self._storage_uri = storage_uri
+            self._store = self._open_store()
+            self._callers = {}
         if (storage_uri, secret) != (self._storage_uri, self._given_secret):
             self._callers = {}
             self._secret = secret or self._secret
         self._storage_uri, self._given_secret = storage_uri, secret
 
+    def share(self, storage: WindowStorage | None) -> None:
+        """Count rates in this storage unless the configuration names one.
+
+        None if this is the only gateway. What was counted elsewhere is forgotten.
+        """
+        self._shared_storage = storage
+        self._store = self._open_store()
+        self._callers = {}
+
+    @property
+    def cache_secret(self) -> bytes:
+        """The secret that separates the keys in the prefix cache."""
+        return self._secret
+
+    def share_cache_secret(self, secret: bytes) -> None:
+        """Use the other gateways' secret unless the configuration names one.
+
+        Otherwise a prompt that one gateway has sent would miss the cache from another.
+        """
+        if self._given_secret is None and secret != self._secret:
+            self._secret = secret
+            self._callers = {
+                name: replace(caller, cache_salt=self._salt(name))
+                for name, caller in self._callers.items()
+            }
+
+    async def settle(self) -> None:
+        """Count all generated tokens where other gateways see them."""
+        for caller in list(self._callers.values()):
+            if caller.rates is not None:
+                await caller.rates.settle()
+
+    def _open_store(self) -> CounterStore:
+        if self._shared_storage is not None and self._storage_uri == IN_MEMORY:
+            return CounterStore(self._shared_storage)
+        return CounterStore(open_storage(self._storage_uri))
+
     async def identify(self, headers: Headers) -> Caller:
         """Return the caller of a request. Raises UnknownKeyError."""
-        key = await self._ring.find(headers)
+        key = await self.ring.find(headers)
         if key is None:
             return EVERYONE
         caller = self._callers.get(key.name)
@@ -129,10 +201,11 @@ def _limits_of(key: KeyConfig) -> KeyConfig:
 
 
 class KeyRing:
-    """The API keys of the configuration and of a mounted file, which is reread when it changes.
+    """The API keys of the configuration, of a mounted file, and those created at run time.
 
-    Without both, no key is required. After construction nothing fails: unusable keys are logged,
-    and those in force stay.
+    The file and the store of run-time keys are read again when they change. Without configured keys
+    and a file, no key is required. After construction nothing fails: unusable keys are logged, and
+    those in force stay. A run-time key that contradicts a configured one has no effect.
     """
 
     def __init__(
@@ -140,8 +213,19 @@ class KeyRing:
         keys: Sequence[KeyConfig] = (),
         file: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        store: KeyStore | None = None,
+        now: Callable[[], datetime] = utc_now,
     ) -> None:
         """Raise ConfigError if the file cannot be read: no caller would have access."""
+        self._store = store
+        self._now = now
+        self.stored: tuple[StoredKey, ...] = ()
+        self._stored_by_hash: dict[str, KeyConfig] = {}
+        self._stored_version: int | None = None
+        self._asked_store_s = clock() - STORE_AGE_S
+        self._asking = asyncio.Lock()
+        self._store_fails = False
         self._keys = tuple(keys)
         self._file = file
         self._clock = clock
@@ -160,7 +244,18 @@ class KeyRing:
     @property
     def metrics_classes(self) -> set[str]:
         """The `metrics_class` of all keys in force."""
-        return {key.metrics_class for key in self._by_hash.values()}
+        keys = (*self._by_hash.values(), *self._stored_by_hash.values())
+        return {key.metrics_class for key in keys}
+
+    @property
+    def configured(self) -> tuple[KeyConfig, ...]:
+        """The keys of the configuration and of the file."""
+        return tuple(self._by_hash.values())
+
+    def use_store(self, store: KeyStore | None) -> None:
+        """Take run-time keys from another store."""
+        self._store, self._stored_version = store, None
+        self._take_stored(())
 
     async def reconfigure(self, keys: Sequence[KeyConfig], file: Path | None) -> None:
         """Apply other keys or another file, which is parsed in a thread: it may be large.
@@ -179,16 +274,63 @@ class KeyRing:
         token = _token(headers)
         if token is None:
             raise UnknownKeyError(
-                "You didn't provide an API key. Send it as `Authorization: Bearer <key>`."
+                "You didn't provide an API key. Send it as `Authorization: Bearer <key>` or "
+                "`x-api-key: <key>`."
             )
         await self._look_at_file()
         digest = hash_of(token)
         key = self._by_hash.get(digest)
+        if key is None:
+            await self._ask_store()
+            key = self._stored_by_hash.get(digest)
         # No timing leak: a caller cannot choose the digest that is looked up, and the comparison
         # takes constant time.
         if key is None or not hmac.compare_digest(key.hash, digest):
             raise UnknownKeyError("Unknown API key.")
+        if key.expires_at is not None and key.expires_at <= self._now():
+            raise ExpiredKeyError(f"The API key expired at {key.expires_at:%Y-%m-%dT%H:%M:%S%z}.")
         return key
+
+    async def _ask_store(self) -> None:
+        """Take the run-time keys if they have changed; looks at most once in `STORE_AGE_S`."""
+        if self._clock() - self._asked_store_s < STORE_AGE_S:
+            return
+        # While another request asks, what is known is at most that answer's delay older.
+        if self._asking.locked() and self._stored_version is not None:
+            return
+        async with self._asking:
+            if self._clock() - self._asked_store_s >= STORE_AGE_S:
+                await self.refresh()
+
+    async def refresh(self) -> None:
+        """Take the run-time keys now if they have changed; a failing store is logged."""
+        store = self._store
+        if store is None:
+            return
+        try:
+            version = await store.keys_version()
+            if version != self._stored_version:
+                self._take_stored(await store.keys())
+                self._stored_version = version
+            self._store_fails = False
+        except StoreError as error:
+            if not self._store_fails:
+                logger.error("keys not read from the store", extra={"reason": str(error)})
+            self._store_fails = True
+        self._asked_store_s = self._clock()
+
+    def _take_stored(self, stored: Sequence[StoredKey]) -> None:
+        """Put run-time keys in force, except those that contradict configured ones."""
+        usable: list[StoredKey] = []
+        self.stored = tuple(stored)
+        for each in stored:
+            try:
+                check_keys([*self._by_hash.values(), *(other.key for other in usable), each.key])
+            except ValueError as error:
+                logger.error("key of the store not used", extra={"reason": str(error)})
+            else:
+                usable.append(each)
+        self._stored_by_hash = {each.key.hash: each.key for each in usable}
 
     async def _look_at_file(self) -> None:
         if self._file is None or self._clock() - self._looked_at_s < _FILE_AGE_S:
@@ -223,6 +365,7 @@ class KeyRing:
         try:
             self._by_hash = _by_hash(self._keys, from_file)
             self._from_file = from_file
+            self._take_stored(self.stored)
         except ValueError as error:
             problem = problem or error
         self._problem = None if problem is None else str(problem)
@@ -259,4 +402,7 @@ def _token(headers: Headers) -> str | None:
     for name, value in headers:
         if name == b"authorization" and value[: len(_SCHEME)].lower() == _SCHEME:
             return value[len(_SCHEME) :].strip().decode("latin-1") or None
+    for name, value in headers:
+        if name == _KEY_HEADER:
+            return value.strip().decode("latin-1") or None
     return None

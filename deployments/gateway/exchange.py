@@ -6,22 +6,31 @@ import uuid
 from collections.abc import Awaitable
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import quote
 
 from starlette.types import Message, Scope, Send
 
+from cluster.config.keys import TOKEN_PREFIX
 from deployments.gateway.body import RequestBody
 from deployments.gateway.callers import Caller
 from deployments.gateway.fair_queue import Ticket
 from deployments.gateway.gateway_trace import RequestTrace
+from deployments.gateway.ledger import Tally
 from deployments.gateway.rate_limits import Admission, KeyRates
 from deployments.gateway.request_log import RequestRecord, content_of
 from deployments.relay.relay import ReplicaCalls
 from deployments.wire.answer import AnswerEnd, Headers
-from deployments.wire.errors import ERROR_EVENT, error_code, event_error_code
+from deployments.wire.errors import ERROR_EVENTS, error_code, event_error_code
+from deployments.wire.routes import AnswerForm, form_of, generates
 
 REQUEST_ID = b"x-request-id"
+# Anthropic's clients look for this one.
+_ANTHROPIC_ID = b"request-id"
+_FALLBACK_OF = b"x-apar-fallback-of"
 # Fits into a log, a header and an engine's request id without escaping.
 _SANE_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+# An API key that somebody has put into a path or an id by mistake; both are logged.
+_TOKEN = re.compile(TOKEN_PREFIX + r"[\w-]{20,}")
 
 
 class Exchange:
@@ -39,12 +48,15 @@ class Exchange:
         unique = uuid.uuid4().hex
         given = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
         sane = _SANE_ID.fullmatch(given) is not None
-        self.request_id = given.decode() if sane else unique
+        kept = sane and _TOKEN.search(given.decode()) is None
+        self.request_id = given.decode() if kept else unique
         # A client may reuse an id while an earlier request with it still runs.
-        self.unique_id = f"{self.request_id}-{unique[:8]}" if sane else unique
+        self.unique_id = f"{self.request_id}-{unique[:8]}" if kept else unique
         # A server in front of the gateway may return a sane id itself.
         self._sends_id = sends_id or not sane
-        self.record = RequestRecord(self.request_id, scope["method"], scope["path"])
+        self.form = form_of(scope["path"])
+        path = _TOKEN.sub(f"{TOKEN_PREFIX}...", scope["path"])
+        self.record = RequestRecord(self.request_id, scope["method"], path)
         self._trace = trace
         self.record.trace_id = None if trace is None else trace.trace_id
         self.rate_headers: Headers = []
@@ -55,6 +67,7 @@ class Exchange:
         self._content: list[bytes] | None = [] if keeps_content else None
         self._send = send
         self._began_s = time.monotonic()
+        self.arrived_at_s = time.time()
 
     def called_by(self, caller: Caller) -> None:
         """Note the caller."""
@@ -66,11 +79,17 @@ class Exchange:
         self.record.model, self.record.adapter = model, adapter
         if body is None:
             return
-        self.record.stream = body.streams
+        self.record.stream = body.streams and generates(self.record.path)
         if self._content is not None:
             self._fields = body.fields
         if self._trace is not None:
             self._trace.asked(body.fields)
+
+    def fell_back(self, model: str, name: str) -> None:
+        """Note that another model answers, under its own name or one of its adapters'."""
+        record = self.record
+        record.fallback_of = record.adapter or record.model
+        record.model, record.adapter = model, None if name == model else name
 
     def queueing(self) -> None:
         """Note that the request now waits in the model's queue."""
@@ -98,7 +117,7 @@ class Exchange:
                 self._content.append(message.get("body", b""))
         if self._failed and "body" in message:
             self.record.error_code = error_code(message["body"]) or self.record.error_code
-        elif message.get("body", b"").startswith(ERROR_EVENT):
+        elif message.get("body", b"").startswith(ERROR_EVENTS):
             self.record.error_code = event_error_code(message["body"])
         return self._send(message)
 
@@ -116,6 +135,10 @@ class Exchange:
         headers = [item for item in message["headers"] if item[0].lower() != REQUEST_ID]
         if self._sends_id:
             headers.append((REQUEST_ID, self.request_id.encode()))
+        if self.record.fallback_of is not None:
+            headers.append((_FALLBACK_OF, quote(self.record.fallback_of, safe="/ ").encode()))
+        if self.form is AnswerForm.MESSAGES:
+            headers.append((_ANTHROPIC_ID, self.request_id.encode()))
         return {**message, "headers": [*headers, *self.rate_headers]}
 
     def close(self) -> None:
@@ -136,7 +159,7 @@ class Exchange:
 
 
 class Charge:
-    """Charges a request's tokens to its key's queue and rates; observes the answer.
+    """Charges a request's tokens to its key's queue, rates and usage; observes the answer.
 
     The rates were charged with an estimate of the prompt's length, which the end corrects.
     """
@@ -148,7 +171,9 @@ class Charge:
         admission: Admission,
         prompt_tokens: int,
         record: RequestRecord,
+        tally: Tally | None = None,
     ) -> None:
+        self._tally = tally
         self._ticket = ticket
         self._rates = rates
         self._admission = admission
@@ -160,6 +185,8 @@ class Charge:
         """Charge generated tokens."""
         self._ticket.charge(num_tokens)
         self._record.generated_tokens += num_tokens
+        if self._tally is not None:
+            self._tally.generated(num_tokens)
         self._use_tokens(num_tokens)
 
     def retried(self, *, continued: bool) -> None:
@@ -183,6 +210,8 @@ class Charge:
         # After the loss of a replica, the second answer may be shorter than the first.
         unpaid = max(0, end.generated_tokens - record.generated_tokens)
         self._ticket.charge(unpaid)
+        if self._tally is not None:
+            self._tally.generated(unpaid)
         self._use_tokens(unpaid + end.prompt_tokens - self._prompt_tokens)
         record.take_end(end)
 

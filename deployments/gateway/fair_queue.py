@@ -9,12 +9,13 @@ lengths: the cost is thread steps, and the key's mean answer is charged in advan
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from apar_core.errors import CapacityError
-from deployments.wire.errors import QueueTimeoutError, RateLimitError
+from deployments.wire.errors import DeadlineError, QueueTimeoutError, RateLimitError
 
 # Weight of the newest answer in a mean.
 _NEWEST = 0.1
@@ -22,6 +23,8 @@ _NEWEST = 0.1
 _MIN_TOKENS = 1
 # Requests over which the drain rate is measured.
 _NUM_ENDS = 64
+# Ends that a forecast of the wait needs.
+_MIN_ENDS = 8
 _MIN_RETRY_S = 1.0
 _MAX_RETRY_S = 60.0
 
@@ -30,32 +33,44 @@ _MAX_RETRY_S = 60.0
 class Account:
     """One key in one model's queue.
 
-    `virtual_time` counts tokens divided by `weight`. `max_running` caps the key's running requests.
+    `virtual_time` counts tokens divided by `weight`. `max_running` caps the key's running requests
+    here, and `cap` those in all gateways together.
     `held` is set if the key has been at its cap since `FairQueue._lift` last raised its virtual
-    time.
+    time. A key has an account for each priority that its requests ask for; `siblings` are all of
+    them, this one included, and share the cap.
     """
 
     name: str
     priority: int = 0
     weight: float = 1.0
     max_running: int | None = None
+    cap: int | None = None
     virtual_time: float = 0.0
     num_running: int = 0
     mean_tokens: float = 0.0
     held: bool = False
     waiting: "dict[Waiter, None]" = field(default_factory=dict)  # in order of arrival
+    siblings: "list[Account]" = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.siblings.append(self)
+
+    @property
+    def key_running(self) -> int:
+        """Running requests of the key, of all priorities."""
+        return sum(account.num_running for account in self.siblings)
 
     @property
     def may_run(self) -> bool:
         """Whether the key's own cap leaves room for one more request."""
-        return self.max_running is None or self.num_running < self.max_running
+        return self.max_running is None or self.key_running < self.max_running
 
     @property
     def num_startable(self) -> int:
         """Waiting requests that would run if the replicas had unlimited places."""
         if self.max_running is None:
             return len(self.waiting)
-        return min(len(self.waiting), max(0, self.max_running - self.num_running))
+        return min(len(self.waiting), max(0, self.max_running - self.key_running))
 
     @property
     def backlog(self) -> tuple[int, float]:
@@ -77,16 +92,25 @@ class Waiter:
     since_s: float
 
 
+class Due(NamedTuple):
+    """The deadline for leaving the queue: the option that sets it, and the seconds left."""
+
+    option: str
+    left_s: float
+
+
 class DrainRate:
     """Rate at which requests end, over the last ones."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._ends: deque[float] = deque(maxlen=_NUM_ENDS)
+        self._backlog_ends: deque[float] = deque(maxlen=_NUM_ENDS)
 
     def note(self) -> None:
         """Note the end of a request."""
         self._ends.append(self._clock())
+        self._backlog_ends.append(self._ends[-1])
 
     def time_for(self, num_requests: int) -> float:
         """Return the seconds in which requests will end, from 1 to 60; 1 if the rate is unknown."""
@@ -95,6 +119,20 @@ class DrainRate:
         # Until now, not until the last end: a stopped queue must not look fast.
         span_s = self._clock() - self._ends[0]
         return min(max(span_s / (len(self._ends) - 1) * num_requests, _MIN_RETRY_S), _MAX_RETRY_S)
+
+    def queue_is_empty(self) -> None:
+        """Forget how fast the queue moved: the next backlog may come after an idle time."""
+        self._backlog_ends.clear()
+
+    def wait_s(self, num_ahead: int) -> float:
+        """Return the seconds in which as many requests will end; 0 while that is unknown.
+
+        By those that have ended since requests wait.
+        """
+        ends = self._backlog_ends
+        if len(ends) < _MIN_ENDS:
+            return 0.0
+        return (self._clock() - ends[0]) / (len(ends) - 1) * num_ahead
 
 
 class Ticket:
@@ -117,6 +155,7 @@ class Ticket:
     def charge(self, num_tokens: int) -> None:
         """Advance the key's virtual time by newly generated tokens."""
         self.num_tokens += num_tokens
+        self._queue.heard_s = self._queue._clock()
         paid = min(self._prepaid, num_tokens)
         self._prepaid -= paid
         self._account.virtual_time += (num_tokens - paid) / self._weight
@@ -184,6 +223,8 @@ class FairQueue:
         # By class, because virtual times of different classes are unrelated.
         self._last_started: dict[int, Account] = {}
         self._mean_tokens = 0.0
+        self.heard_s = float("-inf")
+        """When the last tokens were charged, by the clock."""
         self._drain = DrainRate(clock)
 
     def configure(self, *, capacity: int, max_waiting: int, max_wait_s: float) -> None:
@@ -198,18 +239,31 @@ class FairQueue:
         self._grant()
 
     @property
+    def has_room(self) -> bool:
+        """Whether fewer requests run than may."""
+        return self._running < self._capacity
+
+    @property
     def state(self) -> QueueState:
         """The current state."""
-        waiting = {account.name: len(account.waiting) for account in self._backlogged}
+        waiting: Counter[str] = Counter()
+        for account in self._backlogged:
+            waiting[account.name] += len(account.waiting)
         num_startable = sum(account.num_startable for account in self._backlogged)
-        return QueueState(self._running, waiting, num_startable)
+        return QueueState(self._running, dict(waiting), num_startable)
 
-    async def enter(self, account: Account) -> Ticket:
-        """Return a place, at once or when the key's turn comes.
+    async def enter(
+        self, account: Account, due: Due | None = None, max_wait_s: float | None = None
+    ) -> Ticket:
+        """Return a place, at once or when the key's turn comes, within `max_wait_s` if given.
 
         Raises CapacityError if the queue is full, and QueueTimeoutError if the wait takes too long.
-        A key at its own cap gets RateLimitError instead of both. Cancelling leaves the queue.
+        A key at its own cap gets RateLimitError instead of both. Raises DeadlineError if the
+        request is not out of the queue when it is `due`, or will certainly not be. Cancelling
+        leaves the queue.
         """
+        if due is not None and due.left_s <= 0:
+            raise self._late(account, due.option, "it had passed when the request arrived here")
         if account in self._backlogged:
             self._grant()  # The key's cap may have been raised.
         if account not in self._backlogged:
@@ -217,8 +271,30 @@ class FairQueue:
             # This overtakes nobody: while there is room, all waiting keys are at their caps.
             if self._running < self._capacity and account.may_run:
                 return self._start(account, queued_s=0.0)
+        if due is not None:
+            self._check_wait(account, due)
         self._make_room(account)
-        return await self._wait(account)
+        return await self._wait(
+            account, due, self._max_wait_s if max_wait_s is None else max_wait_s
+        )
+
+    def _check_wait(self, account: Account, due: Due) -> None:
+        """Raise DeadlineError if requests that go first in any case take too long.
+
+        These are the key's own, and those of more urgent keys. Which others go first depends on
+        what the keys use meanwhile.
+        """
+        num_ahead = len(account.waiting) + sum(
+            len(other.waiting) for other in self._backlogged if other.priority < account.priority
+        )
+        wait_s = self._drain.wait_s(num_ahead + 1)
+        if wait_s > due.left_s:
+            raise self._late(
+                account,
+                due.option,
+                f"{num_ahead} requests go first, which takes about {wait_s:.1f} s, and "
+                f"{due.left_s:.1f} s are left",
+            )
 
     def _lift(self, account: Account, *, keeps_credit: bool) -> None:
         """Raise a key's virtual time to that of its rivals.
@@ -272,13 +348,16 @@ class FairQueue:
                 self._refusal(fullest, "and keys that hold less of the queue go first")
             )
 
-    async def _wait(self, account: Account) -> Ticket:
+    async def _wait(self, account: Account, due: Due | None, max_wait_s: float) -> Ticket:
         loop = asyncio.get_running_loop()
         waiter = Waiter(account, loop.create_future(), self._clock())
         account.waiting[waiter] = None
         self._backlogged[account] = None
         self._num_waiting += 1
-        timer = loop.call_later(self._max_wait_s, self._expire, waiter, self._max_wait_s)
+        if due is not None and due.left_s < max_wait_s:
+            timer = loop.call_later(due.left_s, self._pass_deadline, waiter, due)
+        else:
+            timer = loop.call_later(max_wait_s, self._expire, waiter, max_wait_s)
         try:
             return await waiter.granted
         except asyncio.CancelledError:
@@ -297,6 +376,20 @@ class FairQueue:
             reason = f"and there was no room for this request within {max_wait_s:g} s"
             refusal = self._refusal(waiter.account, reason, QueueTimeoutError)
             waiter.granted.set_exception(refusal)
+
+    def _pass_deadline(self, waiter: Waiter, due: Due) -> None:
+        if not waiter.granted.done():
+            self._forget(waiter)
+            reason = f"it passed after {due.left_s:.3g} s in the queue"
+            waiter.granted.set_exception(self._late(waiter.account, due.option, reason))
+
+    def _late(self, account: Account, option: str, reason: str) -> DeadlineError:
+        return DeadlineError(
+            option,
+            reason,
+            retry_after_s=self._drain.time_for(self._num_waiting + 1),
+            key_is_full=not account.may_run,
+        )
 
     def _forget(self, waiter: Waiter) -> None:
         account = waiter.account
@@ -322,6 +415,8 @@ class FairQueue:
         self._running -= 1
         account.num_running -= 1
         self._drain.note()
+        if not self._num_waiting:
+            self._drain.queue_is_empty()
         self._grant()
 
     def _grant(self) -> None:
@@ -345,9 +440,11 @@ class FairQueue:
     ) -> CapacityError | RateLimitError:
         retry_after_s = self._drain.time_for(self._num_waiting + 1)
         if not account.may_run:
+            cap = account.cap or account.max_running
+            here = "" if cap == account.max_running else ", together with those of other gateways"
             return RateLimitError(
-                f"Key {account.name} has {account.num_running} running requests, as many as its "
-                f"`max_threads` of {account.max_running} allows, {reason}; please try again.",
+                f"Key {account.name} has {account.key_running} running requests{here}, as many as "
+                f"its `max_threads` of {cap} allows, {reason}; please try again.",
                 kind="threads",
                 retry_after_s=retry_after_s,
             )

@@ -1,57 +1,73 @@
 """The HTTP gateway: identifies callers, limits and orders requests, relays replicas' answers.
 
-All errors have OpenAI's form, and all answers carry the id of their request.
+Errors have the form of their route's API, and all answers carry the id of their request.
 """
 
 import asyncio
 import logging
+import math
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from http import HTTPStatus
 
 from starlette.types import Receive, Scope, Send
 
 from apar_core.errors import CapacityError, RequestError
+from deployments.gateway.admin import ADMIN_PATH, Admin
 from deployments.gateway.body import BodyBudget, HeldBody, RequestBody, read_body
 from deployments.gateway.callers import Caller, Callers
 from deployments.gateway.exchange import REQUEST_ID, Charge, Exchange
-from deployments.gateway.fair_queue import QueueState
+from deployments.gateway.fair_queue import Due, QueueState, Ticket
 from deployments.gateway.gateway_metrics import GatewayMetrics
 from deployments.gateway.gateway_trace import start_trace
+from deployments.gateway.health import (
+    HEALTH_PATH,
+    READY_PATH,
+    HealthProbe,
+    health_answer,
+    model_answer,
+    not_ready,
+    ready_answer,
+)
+from deployments.gateway.ledger import Tally
 from deployments.gateway.models import Description, Model, by_name, find_model, list_models
 from deployments.gateway.rate_limits import Admission
+from deployments.gateway.request_options import priority_of, read_options
 from deployments.gateway.settings import GatewaySettings
+from deployments.gateway.shared_places import Need, SharedPlaces
 from deployments.gateway.web_page import PageFile, page_files
-from deployments.relay.relay import ReplicaCalls, Retries, relay_answer, send_error, send_whole
+from deployments.relay.relay import (
+    ModelReplicas,
+    Retries,
+    relay_answer,
+    send_as_is,
+    send_error,
+    send_whole,
+)
 from deployments.routing.shared_router import ROUTERS
 from deployments.tracing.tracing import GATEWAY, open_tracing, reopened
 from deployments.wire.answer import AnswerStart
 from deployments.wire.errors import (
     INTERNAL_ERROR,
-    JSON_TYPE,
     NotReadyError,
+    QueueTimeoutError,
+    UnknownKeyError,
     UnknownRouteError,
     WrongMethodError,
     answer_for,
 )
-from deployments.wire.request import RelayedRequest, RequestTerms
+from deployments.wire.request import Deadlines, RelayedRequest, RequestHint, RequestTerms
+from deployments.wire.routes import MODELS_PATH, ROUTES, STORED_RESPONSES
 
 logger = logging.getLogger(__name__)
 
-HEALTH_PATH = "/health"
-MODELS_PATH = "/v1/models"
-# Other routes of vLLM are not relayed: they take token ids or control the engine.
-ROUTES = {
-    "/v1/chat/completions": "POST",
-    "/v1/completions": "POST",
-    "/v1/embeddings": "POST",
-    MODELS_PATH: "GET",
-    "/tokenize": "POST",
-    "/detokenize": "POST",
-    "/version": "GET",
-    "/openapi.json": "GET",
-}
+WAIT_HEADER = b"x-apar-wait-s"
+"""Seconds that a client waits for a model without a running replica, instead of the default."""
+MAX_WAIT_S = 3600.0
+_ADMIN_BODY_BYTES = 2**16
 _PASSED_HEADERS = (b"content-type",)
 
 
@@ -61,8 +77,7 @@ class Gateway:
     def __init__(
         self,
         settings: GatewaySettings,
-        replicas: Sequence[ReplicaCalls],
-        is_healthy: Callable[[], Awaitable[bool]],
+        replicas: Sequence[ModelReplicas],
         *,
         sends_request_ids: bool = True,
         metrics: GatewayMetrics | None = None,
@@ -73,10 +88,15 @@ class Gateway:
         ConfigError if the keys' file cannot be read.
         """
         self._settings = settings
-        self._is_healthy = is_healthy
+        self._health = HealthProbe()
         self._sends_request_ids = sends_request_ids
         self.metrics = metrics or GatewayMetrics()
-        self._callers = Callers(settings.keys, settings.keys_file, settings.limits)
+        self.callers = Callers(
+            settings.keys, settings.keys_file, settings.limits, settings.key_store
+        )
+        self._admin = Admin(self.callers)
+        # Leases of places, if this is one of several gateways.
+        self._places: SharedPlaces | None = None
         self._models = {
             model.name: Model(model, calls)
             for model, calls in zip(settings.models, replicas, strict=True)
@@ -90,7 +110,7 @@ class Gateway:
         self._created_s = int(time.time())
 
     async def reconfigure(
-        self, settings: GatewaySettings, replicas: Sequence[ReplicaCalls]
+        self, settings: GatewaySettings, replicas: Sequence[ModelReplicas]
     ) -> None:
         """Apply new settings; running and waiting requests continue.
 
@@ -100,7 +120,7 @@ class Gateway:
         for model, calls in zip(settings.models, replicas, strict=True):
             known = self._models.get(model.name)
             if known is None or known.settings.deployment != model.deployment:
-                models[model.name] = Model(model, calls)
+                models[model.name] = Model(model, calls, self._places)
                 models[model.name].replicas_changed(ROUTERS.capacity(model.deployment))
             else:
                 known.reconfigure(model, calls)
@@ -110,8 +130,14 @@ class Gateway:
         self._by_name = by_name(models.values())
         self.retries.config = settings.retries
         self._settings = settings
-        await self._callers.reconfigure(settings.keys, settings.keys_file, settings.limits)
+        await self.callers.reconfigure(
+            settings.keys, settings.keys_file, settings.limits, settings.key_store
+        )
         self.tracing = reopened(self.tracing, settings.tracing, GATEWAY)
+
+    async def close(self) -> None:
+        """Write what is still in memory; requests must have ended."""
+        await self.callers.close()
 
     @property
     def _page(self) -> dict[str, PageFile]:
@@ -121,20 +147,34 @@ class Gateway:
         """Return the state of each model's queue, by the name of its deployment."""
         return {model.settings.deployment: model.state for model in self._models.values()}
 
+    def share(self, places: SharedPlaces | None) -> None:
+        """Use these leases of places; None if this is the only gateway."""
+        self._places = places
+        for model in self._models.values():
+            model.share(places)
+
+    def needs(self) -> dict[str, Need]:
+        """Return what this gateway needs of the places that all gateways share."""
+        return {
+            place: need for model in self._models.values() for place, need in model.needs().items()
+        }
+
+    def take_places(self) -> None:
+        """Start the waiting requests for which the present leases have room."""
+        for model in self._models.values():
+            model.take_places()
+
     def take_metrics(self) -> None:
         """Record the current state in the metrics, including whether the keys file is in force."""
-        self.metrics.settings_refused("keys_file", refused=self._callers.keys_are_outdated)
-        self.metrics.take(self._models.values(), self._callers.metrics_classes)
+        self.metrics.settings_refused("keys_file", refused=self.callers.keys_are_outdated)
+        self.metrics.take(self._models.values(), self.callers.metrics_classes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one HTTP request."""
         if scope["type"] != "http":
             await _answer_lifespan(receive, send)
-        elif scope["path"] == HEALTH_PATH and scope["method"] in ("GET", "HEAD"):
-            if await self._is_healthy():
-                await send_whole(send, AnswerStart(200, [JSON_TYPE], b'{"status":"ok"}'))
-            else:
-                await send_error(send, answer_for(NotReadyError()))
+        elif _is_about_health(scope["path"]) and scope["method"] in ("GET", "HEAD"):
+            await self._tell_health(scope, send)
         elif scope["path"] in self._page and scope["method"] in ("GET", "HEAD"):
             await self._page[scope["path"]].send(scope, send)
         else:
@@ -159,22 +199,39 @@ class Gateway:
                     exc_info=error,
                     extra={"path": scope["path"], "request_id": exchange.unique_id},
                 )
-                await send_error(exchange.send, INTERNAL_ERROR)
+                await send_error(exchange.send, INTERNAL_ERROR.in_form(exchange.form))
             finally:
                 exchange.close()
                 self.metrics.ended(exchange.record, exchange.caller)
+                self._count_refusal(exchange)
+
+    def _count_refusal(self, exchange: Exchange) -> None:
+        """Count a request of a key that no replica got."""
+        record, caller = exchange.record, exchange.caller
+        is_refused = record.sent_s is None and (record.status or 0) >= HTTPStatus.BAD_REQUEST
+        if is_refused and caller is not None and caller.key is not None:
+            self.callers.ledger.refused(caller.name, record)
 
     async def _serve(self, exchange: Exchange, scope: Scope, receive: Receive) -> None:
         method, path = scope["method"], scope["path"]
         caller: Caller | None = None
         try:
-            if ROUTES.get(path) != method:
-                if path in ROUTES or path == HEALTH_PATH or path in self._page:
+            if path.startswith(ADMIN_PATH):
+                await self._administer(exchange, scope, receive)
+                return
+            if path not in ROUTES or ROUTES[path].method != method:
+                if path.startswith(STORED_RESPONSES):
+                    raise UnknownRouteError(
+                        f"Responses are not stored here, so {path} does not exist"
+                    )
+                if path in ROUTES or _is_about_health(path) or path in self._page:
                     raise WrongMethodError(f"{path} does not accept {method}")
                 raise UnknownRouteError(f"Unknown route: {method} {path}")
-            caller = await self._callers.identify(scope["headers"])
+            caller = await self.callers.identify(scope["headers"])
             exchange.called_by(caller)
             # Before the body is read: reading and parsing cost more than refusing.
+            if method == "POST" and caller.key is not None:
+                await self.callers.ledger.check(caller.key)
             admission = () if caller.rates is None else await caller.rates.admit_request()
             if method == "POST":
                 with self._bodies.hold(None if caller.key is None else caller.name) as held:
@@ -185,7 +242,7 @@ class Gateway:
             self.metrics.rejected(error.reason, caller)
             if caller is not None:
                 exchange.rate_headers = await caller.rate_headers()
-            await send_error(exchange.send, answer_for(error))
+            await send_error(exchange.send, answer_for(error).in_form(exchange.form))
 
     async def _answer(
         self,
@@ -209,42 +266,102 @@ class Gateway:
         except CapacityError:
             caller.refund(admission)
             raise
+        wait_s = _asked_wait_s(scope)
         model, request, num_tokens = self._parsed(caller, scope, raw, exchange)
+        terms = request.terms
         if caller.rates is not None:
             admission = (*admission, *await caller.rates.admit_tokens(num_tokens))
         exchange.queueing()
+        starts = not model.replicas.num_running
+        tally: Tally | None = None
         try:
-            ticket = await model.enter(caller)
+            if caller.key is not None:
+                name = exchange.record.adapter or model.settings.name
+                tally = self.callers.ledger.begin(caller.key, name, num_tokens)
+            try:
+                model, request, ticket = await self._enter(
+                    caller, model, request, exchange, wait_s if starts else None
+                )
+            except QueueTimeoutError:
+                if model.replicas.num_running:
+                    raise
+                raise not_ready(await model.replicas.starting()) from None
         except BaseException:
             caller.refund(admission)
+            if tally is not None:
+                tally.close(exchange.record)
             raise
+        if wait_s is not None:
+            starts = starts and exchange.record.fallback_of is None
+            wait_s = max(wait_s - ticket.queued_s, 1.0) if starts else None
         exchange.record.queue_s = round(ticket.queued_s, 6)
-        charge = Charge(ticket, caller.rates, admission, num_tokens, exchange.record)
+        charge = Charge(ticket, caller.rates, admission, num_tokens, exchange.record, tally)
         try:
             exchange.rate_headers = await caller.rate_headers()
             exchange.sending()
+            if terms.deadlines is not None:
+                request = replace(request, hint=_hurried(request.hint, terms.deadlines))
             calls = exchange.calls(model.replicas, model.settings.deployment)
-            await relay_answer(calls, request, exchange.send, charge, self.retries)
+            await relay_answer(calls, request, exchange.send, charge, self.retries, wait_s)
         finally:
             charge.close()
+            if tally is not None:
+                tally.close(exchange.record)
             ROUTERS.ended(model.settings.deployment, exchange.unique_id, charge.end)
+
+    async def _enter(
+        self,
+        caller: Caller,
+        model: Model,
+        request: RelayedRequest,
+        exchange: Exchange,
+        max_wait_s: float | None,
+    ) -> tuple[Model, RelayedRequest, Ticket]:
+        """Wait for a place at a model's replicas, or at those of its fallback.
+
+        A client that waits for a model to start, at most `max_wait_s`, gets no other while it
+        starts. Returns the model that answers, and the request for it. Raises as `Model.enter`.
+        """
+        priority, due = request.terms.priority, _due(request.terms.deadlines)
+        name = self._settings.fallback.get(exchange.record.adapter or model.settings.name)
+        other = None if name is None or not caller.may_use(name) else self._by_name.get(name)
+        if name is None or other is None:
+            return model, request, await model.enter(caller, priority, due, max_wait_s)
+        if max_wait_s is not None or not model.has_lost_all or other.has_lost_all:
+            try:
+                return model, request, await model.enter(caller, priority, due, max_wait_s)
+            except CapacityError as error:
+                refusal = error
+            try:
+                ticket = await other.enter(caller, priority, due)
+            except CapacityError:
+                raise refusal from None
+        else:
+            ticket = await other.enter(caller, priority, due)
+        exchange.fell_back(other.settings.name, name)
+        terms = replace(request.terms, model=name, key_max_threads=other.max_threads_of(caller))
+        return other, replace(request, terms=terms), ticket
 
     def _parsed(
         self, caller: Caller, scope: Scope, raw: bytes, exchange: Exchange
     ) -> tuple[Model, RelayedRequest, int]:
         """Return a request's model, the request for its replicas, and its estimated prompt tokens.
 
-        The tokens count only for a caller with rates, 0 for others. The parsed body takes several
+        The tokens count only for a caller with a key, 0 for others. The parsed body takes several
         times its bytes and is released on return, unless its content is logged. Raises
         RequestError.
         """
-        body = RequestBody(raw)
-        model = find_model(self._by_name, body.model, caller, needed=True)
-        adapter = body.model if body.model in model.settings.adapters else None
+        route = ROUTES[scope["path"]]
+        body = RequestBody(raw, route.shape)
+        name = body.model
+        if isinstance(name, str):
+            name = self._settings.aliases.get(name, name)
+        model = find_model(self._by_name, name, caller, needed=True)
+        adapter = name if name in model.settings.adapters else None
         exchange.begin(model.settings.name, body, adapter)
         key = caller.key
-        if key is not None and body.fields.get("priority") is not None:
-            raise RequestError("`priority` is set by the API key", param="priority")
+        options = read_options(body.fields, scope["headers"])
+        priority = 0 if key is None else priority_of(key, body.fields)
         body.check_prompt(
             self._settings.limits.max_prompt_chars, "the limit `limits.max_prompt_chars`"
         )
@@ -259,19 +376,41 @@ class Gateway:
             raw,
             RequestTerms(
                 request_id=exchange.unique_id,
-                priority=0 if key is None else key.priority,
+                priority=priority,
                 key=None if key is None else key.name,
                 key_max_threads=model.max_threads_of(caller),
                 cache_salt=cache_salt,
+                model=None if name == body.model else name,
+                deadlines=options.deadlines(exchange.arrived_at_s),
             ),
-            body.hint(cache_salt, adapter),
-            streams=body.streams,
-            continuable=body.can_continue(scope["path"]),
+            body.hint(cache_salt, adapter, options),
+            streams=route.forks and body.streams,
+            continuable=route.forks and body.can_continue,
         )
-        if caller.rates is None:
+        if key is None:
             return model, request, 0
         # The hint describes the first of several prompts, but counts the chat template's tokens.
         return model, request, max(request.hint.prompt_tokens, body.prompt_tokens)
+
+    async def _administer(self, exchange: Exchange, scope: Scope, receive: Receive) -> None:
+        """Answer a request of an admin key."""
+        # The log has no name of a key: somebody may send the key itself by mistake.
+        if scope["path"].startswith(f"{ADMIN_PATH}keys/"):
+            exchange.record.path = f"{ADMIN_PATH}keys/NAME"
+        caller = await self.callers.identify(scope["headers"])
+        exchange.called_by(caller)
+        limits = self._settings.limits
+        with self._bodies.hold(caller.name) as held:
+            body = await read_body(
+                receive,
+                min(_ADMIN_BODY_BYTES, limits.max_body_bytes),
+                held,
+                timeout_s=limits.body_timeout_s,
+            )
+        answer = await self._admin.answer(
+            scope["method"], scope["path"], scope["query_string"], body, caller
+        )
+        await send_whole(exchange.send, answer)
 
     async def _describe(self, caller: Caller, scope: Scope, exchange: Exchange) -> None:
         """Answer a GET request about the server, which does not wait in a model's queue."""
@@ -280,7 +419,13 @@ class Gateway:
         request = RelayedRequest(method, path, query, _headers(scope, exchange), b"")
         if path == MODELS_PATH:
             models = {name: model for name, model in self._by_name.items() if caller.may_use(name)}
-            answer = await list_models(models, request, wait_s, created_s=self._created_s)
+            answer = await list_models(
+                models,
+                request,
+                wait_s,
+                created_s=self._created_s,
+                aliases=self._settings.aliases,
+            )
         else:
             # A call to a sleeping model would start a replica.
             awake = by_name(model for model in self._models.values() if model.replicas.num_running)
@@ -293,6 +438,35 @@ class Gateway:
                 answer = AnswerStart(not_ready.status, not_ready.headers, not_ready.body)
         exchange.rate_headers = await caller.rate_headers()
         await send_whole(exchange.send, answer)
+
+    async def _tell_health(self, scope: Scope, send: Send) -> None:
+        """Answer `/ready`, `/health` and `/health/MODEL`.
+
+        Probes have no key. Where callers need one, only those with a key learn of single models.
+        """
+        try:
+            caller: Caller | None = await self.callers.identify(scope["headers"])
+        except UnknownKeyError as error:
+            caller, refusal = None, error
+        path = scope["path"]
+        if path in (HEALTH_PATH, READY_PATH):
+            models = {model.settings.name: model for model in self._models.values()}
+            health = await self._health.all_of(models)
+            if path == READY_PATH:
+                await send_as_is(send, ready_answer(health))
+                return
+            shown = [name for name in models if caller is not None and caller.may_use(name)]
+            await send_as_is(send, health_answer(health, shown))
+        elif caller is None:
+            await send_error(send, answer_for(refusal))
+        else:
+            try:
+                name = path.removeprefix(f"{HEALTH_PATH}/")
+                model = find_model(self._by_name, name, caller, needed=True)
+            except RequestError as error:
+                await send_error(send, answer_for(error))
+                return
+            await send_as_is(send, model_answer(await self._health.of(model)))
 
     def _follow_replicas(self) -> None:
         """Keep the models' capacity in step with the running replicas that their routers see."""
@@ -318,6 +492,29 @@ def _call_in(
         loop.call_soon_threadsafe(function, name, count)
 
 
+def _is_about_health(path: str) -> bool:
+    return path in (HEALTH_PATH, READY_PATH) or path.startswith(f"{HEALTH_PATH}/")
+
+
+def _asked_wait_s(scope: Scope) -> float | None:
+    """Return the `x-apar-wait-s` of a request, None without one. Raises RequestError."""
+    given = next((value for name, value in scope["headers"] if name == WAIT_HEADER), None)
+    if given is None:
+        return None
+    try:
+        wait_s = float(given)
+    except ValueError:
+        wait_s = math.nan
+    if not 0.0 < wait_s <= MAX_WAIT_S:
+        name = WAIT_HEADER.decode()
+        raise RequestError(
+            f"`{name}` must be a number of seconds above 0 and at most {MAX_WAIT_S:g}, not "
+            f"{given.decode('latin-1')[:32]!r}",
+            param=name,
+        )
+    return wait_s
+
+
 async def _answer_lifespan(receive: Receive, send: Send) -> None:
     """Acknowledge the lifespan that Ray Serve runs for every ingress; nothing is set up here."""
     while True:
@@ -325,6 +522,24 @@ async def _answer_lifespan(receive: Receive, send: Send) -> None:
         await send({"type": f"{message['type']}.complete"})
         if message["type"] == "lifespan.shutdown":
             return
+
+
+def _due(deadlines: Deadlines | None) -> Due | None:
+    """Return when a request must have left the queue; None without a deadline."""
+    if deadlines is None:
+        return None
+    option, at_s = deadlines.first
+    return Due(option, at_s - time.time())
+
+
+def _hurried(hint: RequestHint, deadlines: Deadlines) -> RequestHint:
+    """Return the hint of a request that is sent now, with the seconds left."""
+    now_s = time.time()
+    first, answer = (
+        math.inf if at_s is None else at_s - now_s
+        for at_s in (deadlines.first_token_at_s, deadlines.answer_at_s)
+    )
+    return replace(hint, first_token_s=first, answer_s=answer)
 
 
 def _headers(scope: Scope, exchange: Exchange) -> list[tuple[bytes, bytes]]:

@@ -8,7 +8,6 @@ from http import HTTPStatus
 from cluster.config.keys import ANONYMOUS
 from cluster.metrics import catalogue
 from cluster.metrics.recorder import Recorder
-from deployments.gateway.body import COMPLETION_PATHS
 from deployments.gateway.callers import Caller
 from deployments.gateway.models import Model
 from deployments.gateway.request_log import RequestRecord
@@ -20,6 +19,7 @@ from deployments.wire.errors import (
     NoReplicaError,
     ReplicaLostError,
 )
+from deployments.wire.routes import generates
 
 UNKNOWN = "unknown"
 """Label for a request that named no model, or was refused before its model was read."""
@@ -94,7 +94,7 @@ class GatewayMetrics:
         found_none = _found_no_replica(record)
         if found_none:
             self.rejected(NoReplicaError.reason, caller)
-        if record.path not in COMPLETION_PATHS:
+        if not generates(record.path):
             return
         recorder, model, outcome = self.recorder, record.model or UNKNOWN, outcome_of(record)
         key_class = _class_of(caller)

@@ -39,7 +39,13 @@ from deployments.wire.request import RelayedRequest
 
 _CONTEXT_HEADERS = (b"traceparent", b"tracestate")
 _METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS")
-_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/v1/embeddings": "embeddings",
+}
 _UNKNOWN_ROUTE = (UnknownRouteError.code, WrongMethodError.code)
 # Outcomes of an attempt, besides LOST.
 _ANSWERED, _REFUSED, _LEFT = "answered", "refused", "left"

@@ -10,9 +10,10 @@ from typing import Any
 
 from apar_core.errors import RequestError
 from deployments.gateway.callers import Caller
-from deployments.gateway.fair_queue import Account, FairQueue, QueueState, Ticket
+from deployments.gateway.fair_queue import Account, Due, FairQueue, QueueState, Ticket
 from deployments.gateway.settings import ServedModel
-from deployments.relay.relay import ReplicaCalls, whole_answer
+from deployments.gateway.shared_places import Need, SharedPlaces
+from deployments.relay.relay import ModelReplicas, ReplicaCalls, whole_answer
 from deployments.wire.answer import AnswerStart
 from deployments.wire.errors import JSON_TYPE, UnknownModelError
 from deployments.wire.request import RelayedRequest
@@ -47,20 +48,28 @@ class Description:
 class Model:
     """A served model: its replicas, and the queue in front of them."""
 
-    def __init__(self, settings: ServedModel, replicas: ReplicaCalls) -> None:
+    def __init__(
+        self,
+        settings: ServedModel,
+        replicas: ModelReplicas,
+        places: SharedPlaces | None = None,
+    ) -> None:
+        """`places` are the leases of this gateway if it is one of several."""
+        self._places = places
         self.settings = settings
         self.replicas = replicas
         self.card = Description()
         # Unknown until the model's router has seen a request.
         self._num_running: int | None = None
-        self._accounts: dict[str, Account] = {}
+        # By name of the key and priority.
+        self._accounts: dict[str, dict[int, Account]] = {}
         self._queue = FairQueue(
             capacity=self._capacity,
             max_waiting=settings.max_queued,
             max_wait_s=settings.max_queue_s,
         )
 
-    def reconfigure(self, settings: ServedModel, replicas: ReplicaCalls) -> None:
+    def reconfigure(self, settings: ServedModel, replicas: ModelReplicas) -> None:
         """Apply new settings; running and waiting requests continue."""
         self.settings = settings
         self.replicas = replicas
@@ -84,17 +93,71 @@ class Model:
         """State of the model's queue."""
         return self._queue.state
 
-    async def enter(self, caller: Caller) -> Ticket:
+    @property
+    def has_lost_all(self) -> bool:
+        """Whether all replicas are lost; false for a model that may be scaled to zero."""
+        return self._num_running == 0 and self.settings.wanted > 0
+
+    @property
+    def heard_s(self) -> float:
+        """When the last tokens arrived, by `time.monotonic()`."""
+        return self._queue.heard_s
+
+    async def enter(
+        self,
+        caller: Caller,
+        priority: int = 0,
+        due: Due | None = None,
+        max_wait_s: float | None = None,
+    ) -> Ticket:
         """Wait for a place at the replicas. Raises as `FairQueue.enter` does."""
-        account = self._accounts.get(caller.name)
+        accounts = self._accounts.setdefault(caller.name, {})
+        account = accounts.get(priority)
         if account is None:
-            account = self._accounts[caller.name] = Account(caller.name)
+            siblings = next(iter(accounts.values())).siblings if accounts else []
+            account = Account(caller.name, priority, siblings=siblings)
+            accounts[priority] = account
         if caller.key is not None:
-            account.priority = caller.key.priority
             account.weight = caller.key.weight
             # Each request has at least one thread.
-            account.max_running = caller.key.max_threads
-        return await self._queue.enter(account)
+            for each in account.siblings:
+                each.cap = caller.key.max_threads
+                each.max_running = self._places_of(each)
+        if self._places is not None and not (account.may_run and self._queue.has_room):
+            # Renewed when this request waits, which it does before the event loop turns.
+            self._places.hurry()
+        return await self._queue.enter(account, due, max_wait_s)
+
+    def share(self, places: SharedPlaces | None) -> None:
+        """Use these leases from now on; None if this is the only gateway."""
+        self._places = places
+        self.take_places()
+
+    def needs(self) -> dict[str, Need]:
+        """Return what this gateway needs of the places that all gateways share."""
+        state, name = self._queue.state, self.settings.deployment
+        needs = {name: Need(self._all_places, state.running, state.num_startable)}
+        for accounts in self._accounts.values():
+            account = next(iter(accounts.values()))
+            num_waiting = sum(len(each.waiting) for each in accounts.values())
+            if account.cap is not None and (account.key_running or num_waiting):
+                needs[f"{name}/{account.name}"] = Need(
+                    account.cap, account.key_running, num_waiting
+                )
+        return needs
+
+    def take_places(self) -> None:
+        """Apply the present leases, and start what they have room for."""
+        for accounts in self._accounts.values():
+            for account in accounts.values():
+                if account.key_running or account.waiting:
+                    account.max_running = self._places_of(account)
+        self._queue.resize(self._capacity)
+
+    def _places_of(self, account: Account) -> int | None:
+        if self._places is None or account.cap is None:
+            return account.cap
+        return self._places.of(f"{self.settings.deployment}/{account.name}", account.cap)
 
     def max_threads_of(self, caller: Caller) -> int | None:
         """Return the caller's threads per replica, spread evenly; None without a cap."""
@@ -107,8 +170,15 @@ class Model:
         return self.settings.replicas if self._num_running is None else self._num_running
 
     @property
-    def _capacity(self) -> int:
+    def _all_places(self) -> int:
+        """Requests that all replicas together may run, of all gateways."""
         return self._replicas * self.settings.requests_per_replica
+
+    @property
+    def _capacity(self) -> int:
+        if self._places is None:
+            return self._all_places
+        return self._places.of(self.settings.deployment, self._all_places)
 
 
 def by_name(models: Iterable[Model]) -> dict[str, Model]:
@@ -140,11 +210,17 @@ def find_model(models: Mapping[str, Model], name: object, caller: Caller, *, nee
 
 
 async def list_models(
-    models: Mapping[str, Model], request: RelayedRequest, wait_s: float, *, created_s: int
+    models: Mapping[str, Model],
+    request: RelayedRequest,
+    wait_s: float,
+    *,
+    created_s: int,
+    aliases: Mapping[str, str] | None = None,
 ) -> AnswerStart:
     """Return the list of models, with the model cards that their replicas return.
 
-    `models` are those of `by_name` that the caller may use. If no replica answers within `wait_s`
+    `models` are those of `by_name` that the caller may use; `aliases` lead to them, or elsewhere.
+    If no replica answers within `wait_s`
     and no card is known, the model gets only the fields that OpenAI's API requires. Only running
     replicas are asked: a call to a sleeping model would start one.
     """
@@ -153,6 +229,12 @@ async def list_models(
     known = {card["id"]: card for each in cards for card in each}
     data = [
         known.get(name) or _plain_card(name, model, created_s) for name, model in models.items()
+    ]
+    by_id = {card["id"]: card for card in data}
+    data += [
+        by_id[name] | {"id": alias, "alias_of": name}
+        for alias, name in (aliases or {}).items()
+        if name in by_id
     ]
     body = json.dumps({"object": "list", "data": data}).encode()
     return AnswerStart(HTTPStatus.OK, [JSON_TYPE], body)

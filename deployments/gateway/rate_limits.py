@@ -5,10 +5,10 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
-from limits.aio.storage import SlidingWindowCounterSupport, Storage
 from limits.errors import StorageError
 
 from cluster.config.keys import KeyConfig
@@ -37,17 +37,32 @@ STORE_FAILURES = (StorageError, OSError)  # TimeoutError is an OSError.
 """Exceptions of a failing store."""
 
 
+class WindowStorage(Protocol):
+    """The part of `limits.aio.storage.SlidingWindowCounterSupport` that is used here."""
+
+    async def acquire_sliding_window_entry(
+        self, key: str, limit: int, expiry: int, amount: int = 1
+    ) -> bool:
+        """Count units if the limit has room for them; returns whether it had."""
+        ...
+
+    async def get_sliding_window(self, key: str, expiry: int) -> tuple[int, float, int, float]:
+        """Return units and seconds left of the previous window, then of the current one."""
+        ...
+
+
 class CounterStore:
     """One-minute sliding windows; all keys of a gateway share the knowledge of a failure."""
 
     def __init__(
         self,
-        storage: Storage,
+        storage: object,
         clock: Callable[[], float] = time.monotonic,
         *,
         answer_s: float = _ANSWER_S,
     ) -> None:
-        self._storage = cast("SlidingWindowCounterSupport", storage)
+        """`storage` is a WindowStorage, which limits' own types do not say."""
+        self._storage = cast("WindowStorage", storage)
         self._clock = clock
         self._answer_s = answer_s
         self._silent_until_s = clock()
@@ -160,6 +175,12 @@ class Window:
             retry_after_s=wait_s,
         )
 
+    async def settle(self) -> None:
+        """Pay what is owed and has room, so that other gateways see it before the next request."""
+        if self._debt > 0:
+            async with self._lock:
+                await self._pay()
+
     async def state(self) -> WindowState:
         """Return the window's state, without the debt."""
         previous, previous_s, current, current_s = await self._store.read(self._place)
@@ -241,6 +262,12 @@ class KeyRates:
         """Count generated tokens, or correct the estimate of a prompt."""
         if window := self._windows.get("tokens"):
             window.owe(num)
+
+    async def settle(self) -> None:
+        """Count the generated tokens of the last answers where other gateways see them."""
+        with suppress(*STORE_FAILURES):
+            for window in self._windows.values():
+                await window.settle()
 
     async def headers(self) -> Headers:
         """Return the `x-ratelimit-*` headers, tokens first; none while the store fails."""

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,14 +12,17 @@ from deployments.wire.errors import DONE_EVENT
 logger = logging.getLogger(__name__)
 
 _EVENT = b"data: "
+_NAMED_EVENT = b"event: "
+_PROMPTS = ("messages", "prompt", "input")
 
 
 @dataclass(slots=True)
 class RequestRecord:
     """The facts of one request; None for what never happened.
 
-    `adapter` is the LoRA adapter of `model` that the request names. `queue_s` is the wait in the
-    model's queue. `sent_s` (first sent to a replica), `first_byte_s`
+    `adapter` is the LoRA adapter of `model` that the request names. `fallback_of` is the model
+    or adapter that could not take the request, so that `model` answers. `queue_s` is the wait in
+    the model's queue. `sent_s` (first sent to a replica), `first_byte_s`
     and `total_s` count from the request's arrival. `longest_gap_s` is the longest time between two
     chunks of a stream. `replica_s` and, within it, `engine_s` are the
     seconds at the last replica and in its engine. `generated_tokens` counts the tokens of all
@@ -33,6 +37,7 @@ class RequestRecord:
     key: str | None = None
     model: str | None = None
     adapter: str | None = None
+    fallback_of: str | None = None
     status: int | None = None
     error_code: str | None = None
     stream: bool = False
@@ -75,18 +80,22 @@ _FACTS = tuple(fact.name for fact in fields(RequestRecord))
 
 def content_of(body: dict[str, Any], answer: bytes) -> dict[str, Any]:
     """Return the prompt and the answer of a request as the log holds them."""
-    prompt = body.get("messages", body.get("prompt"))
+    prompt = next((body[name] for name in _PROMPTS if name in body), None)
     return {"prompt": prompt, "answer": _texts(answer)}
 
 
 def _texts(answer: bytes) -> list[str]:
-    """Return the text of each choice of a whole or streamed answer; empty for an error."""
+    """Return the text of each choice of a whole or streamed answer; empty for an error.
+
+    A response of the Responses API and a message of Anthropic's have one choice.
+    """
     texts: dict[int, str] = {}
-    is_stream = answer.startswith(_EVENT)
+    is_stream = answer.startswith((_EVENT, _NAMED_EVENT))
     events = answer.removesuffix(DONE_EVENT).split(b"\n\n") if is_stream else [answer]
     for event in events:
+        data = event[event.find(_EVENT) + len(_EVENT) :] if is_stream else event
         try:
-            chunk = json.loads(event.removeprefix(_EVENT))
+            chunk = json.loads(data)
         except ValueError:
             continue  # The last event of a stream that was cut.
         for choice in chunk.get("choices") or ():
@@ -94,4 +103,20 @@ def _texts(answer: bytes) -> list[str]:
             index = choice.get("index", 0)
             text = part.get("content") or part.get("text") or ""
             texts[index] = texts.get(index, "") + text
+        for text in _texts_of_named(chunk):
+            texts[0] = texts.get(0, "") + text
     return [texts[index] for index in sorted(texts)]
+
+
+def _texts_of_named(chunk: dict[str, Any]) -> Iterator[str]:
+    """Yield the texts of a response, of a message, or of an event of their streams."""
+    kind = chunk.get("type")
+    if kind == "response.output_text.delta":
+        yield chunk["delta"]
+    elif kind == "content_block_delta":
+        yield chunk["delta"].get("text", "")
+    elif chunk.get("object") == "response":
+        for item in chunk.get("output", ()):
+            yield from (part.get("text", "") for part in item.get("content") or ())
+    elif kind == "message":
+        yield from (block.get("text", "") for block in chunk.get("content", ()))

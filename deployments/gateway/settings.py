@@ -1,7 +1,7 @@
 """The gateway's settings, and the part that can change while it runs."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -14,6 +14,8 @@ from pydantic import (
 )
 
 from cluster.config import ClusterConfig, ConfigError, problems_of
+from cluster.config.cors import CorsConfig
+from cluster.config.key_store import KeyStoreConfig
 from cluster.config.keys import KeyConfig, check_keys
 from cluster.config.limits import LimitsConfig
 from cluster.config.logging import LoggingConfig
@@ -62,8 +64,14 @@ class GatewaySettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     models: tuple[ServedModel, ...]
+    aliases: dict[str, str] = {}
+    fallback: dict[str, str] = {}
+    gateways: PositiveInt | Literal["per-node"] = 1
     keys: tuple[KeyConfig, ...] = ()
     keys_file: Path | None = None
+    # None: usage is not stored, and keys cannot be created at run time.
+    key_store: KeyStoreConfig | None = None
+    cors: CorsConfig = CorsConfig()
     limits: LimitsConfig = LimitsConfig()
     logging: LoggingConfig = LoggingConfig()
     retries: RetryConfig = RetryConfig()
@@ -75,6 +83,16 @@ class GatewaySettings(BaseModel):
     # Timeout of GET requests: a call to a model without replicas would wait until there is one.
     models_wait_s: PositiveFloat = 5.0
 
+    @property
+    def shares_state(self) -> bool:
+        """Whether other gateways may run beside this one."""
+        return self.gateways != 1
+
+    @property
+    def num_gateways(self) -> int:
+        """Number of configured gateways; 1 if it follows the number of nodes."""
+        return self.gateways if isinstance(self.gateways, int) else 1
+
 
 def gateway_settings(config: ClusterConfig) -> GatewaySettings:
     """Return the gateway's settings for a configuration."""
@@ -82,8 +100,15 @@ def gateway_settings(config: ClusterConfig) -> GatewaySettings:
     file = None if config.keys_file is None else config.keys_file.expanduser().absolute()
     return GatewaySettings(
         models=tuple(ServedModel.of(model) for model in config.models),
+        aliases=config.aliases,
+        fallback=config.fallback,
+        gateways=config.gateways,
         keys=config.keys,
         keys_file=file,
+        key_store=config.key_store.placed(config.limits.rate_storage, config.port)
+        if config.asks_for_keys
+        else None,
+        cors=config.cors,
         limits=config.limits,
         logging=config.logging,
         retries=config.retries,

@@ -4,26 +4,34 @@ A replica that continues a stream sends it from the start: first what is known, 
 The text that the client already has is skipped by counting characters, which works because the
 tokens are the same; a checksum verifies it. The same holds for the text of each thread in a
 thread-tagged stream.
+
+`ClientStream` is a stream of OpenAI's chunks, `NamedStream` one of named events: of the Responses
+API, or of Anthropic's Messages API.
 """
 
 import json
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from apar_core.errors import EngineError
-from deployments.wire.errors import DONE_EVENT
+from deployments.wire.errors import DONE_EVENT, ErrorAnswer, named_event
+from deployments.wire.routes import AnswerForm
 
 _EVENT_END = b"\n\n"
 _DATA = b"data: "
+_NAME = b"event: "
+_THREAD = "apar."
+# Texts in the delta of one of Anthropic's content blocks.
+_BLOCK_TEXTS = ("text", "thinking", "partial_json")
 # Events are parsed only if a replica is lost or this many bytes have accumulated. Most streams end
 # before that.
 _UNREAD_LIMIT_BYTES = 128 * 1024
 
 Key = tuple[int, str]
-"""A choice and one of its text fields."""
+"""A choice, or an item of the output, and one of its text fields."""
 
 
 class ContinuationError(EngineError):
@@ -118,6 +126,19 @@ class ClientStream:
         held, self._held = self._held, b""
         return held if self._is_first else b""
 
+    def ends_with(self, events: bytes) -> bool:
+        """Return whether these events end the stream."""
+        return events.endswith(DONE_EVENT)
+
+    @property
+    def may_end(self) -> bool:
+        """Whether a replica may end its stream here."""
+        return True
+
+    def failure(self, error: ErrorAnswer) -> bytes:
+        """Return the events that end the stream with an error."""
+        return error.events()
+
     def _read(self) -> None:
         """Parse the events that were forwarded unparsed."""
         body = b"".join(self._unread)
@@ -128,6 +149,7 @@ class ClientStream:
                 self._sent.done = True
             elif (chunk := _chunk(event)) is not None:
                 self._note(chunk)
+                self._note_updates(chunk)
 
     def _note(self, chunk: dict[str, Any]) -> None:
         sent = self._sent
@@ -142,6 +164,9 @@ class ClientStream:
                 sent.finished.add(choice.get("index", 0))
             for key, holder in _text_fields(choice):
                 self._texts.setdefault(key, _Text()).add(holder[key[1]])
+
+    def _note_updates(self, chunk: dict[str, Any]) -> None:
+        sent = self._sent
         apar = chunk.get("apar") or {}
         sent.time_ms = apar.get("time_ms", sent.time_ms)
         for update in apar.get("updates") or ():
@@ -172,6 +197,7 @@ class ClientStream:
             return b""
         chunk |= sent.identity
         self._note(chunk)
+        self._note_updates(chunk)
         text = json.dumps(chunk, separators=(",", ":"), ensure_ascii=False)
         return _DATA + text.encode() + _EVENT_END
 
@@ -189,7 +215,7 @@ class ClientStream:
         if choice.get("finish_reason") is not None:
             index = choice.get("index", 0)
             is_new |= index not in self._sent.finished
-            self._check_whole(index)
+            self._check_whole(key for key in self._texts if key[0] == index)
         return is_new
 
     def _cut_updates(self, chunk: dict[str, Any]) -> bool:
@@ -225,11 +251,11 @@ class ClientStream:
         changed = update["state"] != thread.state and after >= thread.num_tokens
         return bool(update["text"] or update["tokens"] or edits or changed)
 
-    def _check_whole(self, index: int) -> None:
-        """Raise ContinuationError if a choice ends before the client's text of it does."""
-        for key, sent in self._texts.items():
-            seen = self._seen.get(key, _Text())
-            if key[0] == index and seen.num_chars < sent.num_chars:
+    def _check_whole(self, keys: Iterable[Key]) -> None:
+        """Raise ContinuationError if one of these texts ends before the client's does."""
+        for key in keys:
+            sent, seen = self._texts[key], self._seen.get(key, _Text())
+            if seen.num_chars < sent.num_chars:
                 raise ContinuationError(
                     f"{key[1]!r} ends after {seen.num_chars} of {sent.num_chars} characters"
                 )
@@ -247,6 +273,160 @@ class ClientStream:
         return text[num_known:]
 
 
+class NamedStream(ClientStream):
+    """A stream of named events.
+
+    Deltas have text, which is cut. Every other event comes once for each item and part, and a later
+    replica's ids are replaced by those that the client knows.
+    """
+
+    def __init__(
+        self, form: AnswerForm, last: tuple[str, ...], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`last` are the types of the events that end a stream."""
+        super().__init__(clock)
+        self._form = form
+        self._last = last
+        self._last_starts = tuple(_NAME + name.encode() + b"\n" for name in last)
+        self._has_ended = False
+        self._once: set[tuple[Any, ...]] = set()
+        # Of the Responses API: the response at its start, and the ids of its items.
+        self._response: dict[str, Any] | None = None
+        self._item_ids: dict[int, str] = {}
+        self._num_events = 0
+
+    def ends_with(self, events: bytes) -> bool:
+        """As in a stream of chunks."""
+        begin = events.rfind(_EVENT_END, 0, -len(_EVENT_END))
+        begin = 0 if begin < 0 else begin + len(_EVENT_END)
+        is_end = events.startswith(self._last_starts, begin)
+        self._has_ended |= is_end
+        return is_end
+
+    @property
+    def may_end(self) -> bool:
+        """As in a stream of chunks."""
+        return self._has_ended or self.complete
+
+    def failure(self, error: ErrorAnswer) -> bytes:
+        """As in a stream of chunks."""
+        self._read()
+        if self._form is not AnswerForm.RESPONSES:
+            return error.events()
+        events = error.events(b'"sequence_number":%d' % (self._num_events - 1))
+        if self._response is None:
+            return events
+        reason = {"code": "server_error", "message": error.message}
+        failed = {
+            "type": "response.failed",
+            "sequence_number": self._num_events + 1,
+            "response": self._response | {"status": "failed", "error": reason},
+        }
+        return events + named_event(failed)
+
+    def _note(self, chunk: dict[str, Any]) -> None:
+        kind, index = chunk.get("type"), _item_of(chunk)
+        self._sent.done |= kind in self._last
+        self._num_events = chunk.get("sequence_number", self._num_events) + 1
+        response, item = chunk.get("response"), chunk.get("item")
+        if isinstance(response, dict) and self._response is None:
+            self._response = response
+        if isinstance(item, dict) and "id" in item:
+            self._item_ids.setdefault(index, item["id"])
+        text = _delta_of(chunk)
+        if text is None:
+            self._once.add(_place_of(chunk))
+        else:
+            key, holder, name = text
+            self._texts.setdefault(key, _Text()).add(holder[name])
+
+    def _new_part(self, event: bytes) -> bytes:
+        chunk = _chunk(event)
+        if chunk is None or chunk.get("type") == "error":
+            return event
+        is_new = self._cut_updates(chunk)
+        if (text := _delta_of(chunk)) is not None:
+            key, holder, name = text
+            holder[name] = self._cut_text(key, holder[name])
+            is_new |= bool(holder[name])
+        elif _place_of(chunk) not in self._once:
+            is_new = True
+            self._check_ended(chunk)
+        else:
+            is_new = False  # Only deltas and the last event carry updates of threads.
+        if not is_new:
+            return b""
+        self._rename(chunk)
+        self._note(chunk)
+        self._note_updates(chunk)
+        return named_event(chunk)
+
+    def _check_ended(self, chunk: dict[str, Any]) -> None:
+        """Raise ContinuationError if an item ends before the client's text of it does."""
+        kind = chunk.get("type", "")
+        if kind in self._last:
+            self._check_whole(self._texts)
+        elif kind.endswith((".done", "_stop")):
+            # Threads may still report what they wrote.
+            item = _item_of(chunk)
+            self._check_whole(
+                key for key in self._texts if key[0] == item and not key[1].startswith(_THREAD)
+            )
+
+    def _rename(self, chunk: dict[str, Any]) -> None:
+        """Replace the ids and numbers of a replica's event by the client's."""
+        if self._form is not AnswerForm.RESPONSES:
+            return
+        chunk["sequence_number"] = self._num_events
+        index = _item_of(chunk)
+        if "item_id" in chunk:
+            chunk["item_id"] = self._item_ids.get(index, chunk["item_id"])
+        if isinstance(item := chunk.get("item"), dict):
+            item["id"] = self._item_ids.get(index, item.get("id"))
+        if isinstance(response := chunk.get("response"), dict):
+            known = self._response or response
+            response |= {name: known[name] for name in ("id", "created_at")}
+            for number, item in enumerate(response.get("output") or ()):
+                item["id"] = self._item_ids.get(number, item.get("id"))
+
+
+def client_stream(form: AnswerForm) -> ClientStream:
+    """Return an empty stream of the given form."""
+    match form:
+        case AnswerForm.CHUNKS:
+            return ClientStream()
+        case AnswerForm.RESPONSES:
+            ends = ("completed", "incomplete", "failed")
+            return NamedStream(form, (*(f"response.{end}" for end in ends), "error"))
+        case AnswerForm.MESSAGES:
+            return NamedStream(form, ("message_stop", "error"))
+
+
+def _item_of(chunk: dict[str, Any]) -> int:
+    """Return the number of the item, or of Anthropic's content block, that an event is about."""
+    index = chunk.get("output_index", chunk.get("index"))
+    return index if isinstance(index, int) else -1
+
+
+def _place_of(chunk: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what only one event of a stream has."""
+    delta = chunk.get("delta")
+    kind = delta.get("type") if isinstance(delta, dict) else None
+    return chunk.get("type"), _item_of(chunk), chunk.get("content_index"), kind
+
+
+def _delta_of(chunk: dict[str, Any]) -> tuple[Key, dict[str, Any], str] | None:
+    """Return the key of an event's text, the object that holds it, and its name there."""
+    delta = chunk.get("delta")
+    if isinstance(delta, str):
+        return (_item_of(chunk), f"{chunk['type']}.{chunk.get('content_index')}"), chunk, "delta"
+    if isinstance(delta, dict):
+        for name in _BLOCK_TEXTS:
+            if isinstance(delta.get(name), str):
+                return (_item_of(chunk), name), delta, name
+    return None
+
+
 def _events(body: bytes) -> Iterator[bytes]:
     for event in body.split(_EVENT_END):
         if event:
@@ -255,6 +435,8 @@ def _events(body: bytes) -> Iterator[bytes]:
 
 def _chunk(event: bytes) -> dict[str, Any] | None:
     """Return the JSON object of an event, None for anything else."""
+    if event.startswith(_NAME):
+        event = event[event.find(b"\n") + 1 :]
     if not event.startswith(_DATA):
         return None
     try:
@@ -266,7 +448,7 @@ def _chunk(event: bytes) -> dict[str, Any] | None:
 
 def _thread_key(update: dict[str, Any]) -> Key:
     """Return the key of a thread's text; no field of a choice has such a name."""
-    return update["choice"], f"apar.{update['id']}"
+    return update["choice"], _THREAD + update["id"]
 
 
 def _text_fields(choice: dict[str, Any]) -> Iterator[tuple[Key, dict[str, Any]]]:

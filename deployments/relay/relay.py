@@ -2,12 +2,14 @@
 
 If a replica is lost before the client has received anything, the request is sent to another one
 from the start. A stream that has begun continues on another replica. If neither is possible, the
-client gets an error (in a stream: an error event and `[DONE]`), never a cut connection or a hang.
+client gets an error (in a stream: the error events of its grammar), never a cut connection or a
+hang.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Protocol
@@ -21,12 +23,12 @@ from cluster.config.retries import (
     RetryConfig,
     pause_before_retry_s,
 )
-from deployments.relay.continuation import ClientStream
+from deployments.relay.continuation import client_stream
 from deployments.wire.answer import AnswerEnd, AnswerStart, Headers, Piece
 from deployments.wire.errors import (
-    DONE_EVENT,
     INTERNAL_ERROR,
     BodyTooLargeError,
+    DeadlineError,
     EnginesDiedError,
     ErrorAnswer,
     NoReplicaError,
@@ -35,12 +37,16 @@ from deployments.wire.errors import (
     error_summary,
     normalised,
 )
-from deployments.wire.request import RelayedRequest
+from deployments.wire.request import Deadlines, RelayedRequest
+from deployments.wire.routes import AnswerForm, form_of
+from deployments.wire.start import StartReport
 
 logger = logging.getLogger(__name__)
 
 # A server in front of the gateway sets these for its own connection.
 _HOP_HEADERS = (b"content-length", b"connection", b"transfer-encoding", b"date", b"server")
+# A replica ends an answer at its deadline; its last piece may take this much longer to arrive.
+_DEADLINE_GRACE_S = 2.0
 
 AnswerStream = AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]
 Progress = Callable[[int], None]
@@ -67,6 +73,19 @@ class ReplicaCalls(Protocol):
 
         `progress` is called now and then; only the cost counts all tokens.
         """
+
+
+class ModelReplicas(ReplicaCalls, Protocol):
+    """The replicas of one model, and how they are."""
+
+    async def answering(self, wait_s: float) -> int:
+        """Ask all running replicas for a sign of life from their engine; returns how many gave one.
+
+        Unlike a request, it waits for no place at a replica.
+        """
+
+    async def starting(self) -> Sequence[StartReport]:
+        """Return the reports of the replicas that are starting."""
 
 
 class AnswerObserver(Protocol):
@@ -127,19 +146,29 @@ async def relay_answer(
     send: Send,
     observer: AnswerObserver,
     retries: Retries,
+    wait_s: float | None = None,
 ) -> None:
-    """Call a replica and send its answer to the client, or the reason why there is none."""
-    request = replace(request, replica_wait_s=retries.config.replica_wait_s)
+    """Call a replica and send its answer to the client, or the reason why there is none.
+
+    A replica must accept the request within `wait_s`, by default `retries.replica_wait_s`.
+    """
+    deadlines = request.terms.deadlines
+    wait_s = wait_s or retries.config.replica_wait_s
+    if deadlines is not None:
+        wait_s = min(wait_s, max(0.0, deadlines.first[1] - time.time()) + _DEADLINE_GRACE_S)
+    request = replace(request, replica_wait_s=wait_s)
     end: AnswerEnd | None = None
     stream = _StreamRelay(request, send, observer, retries) if request.streams else None
     try:
+        async with asyncio.timeout(_time_left_s(deadlines)):
+            if stream is None:
+                answer, end = await _whole(replicas, request, observer, retries)
+            else:
+                await stream.run(replicas)
         if stream is None:
-            answer, end = await _whole(replicas, request, observer, retries)
-            await send_whole(send, answer)
-        else:
-            await stream.run(replicas)
+            await send_whole(send, answer, form_of(request.path))
     except Exception as error:  # noqa: BLE001  # boundary: the error is logged and answered
-        failure = _logged_answer(error, request)
+        failure = _logged_answer(error, request).in_form(form_of(request.path))
         if stream is not None and stream.begun:
             await stream.end_with(failure)
         else:
@@ -157,8 +186,29 @@ async def whole_answer(replicas: ReplicaCalls, request: RelayedRequest) -> Answe
         return AnswerStart(answer.status, answer.headers, answer.body)
 
 
+def _time_left_s(deadlines: Deadlines | None) -> float | None:
+    """Return the seconds in which the answer must be complete; None without a deadline.
+
+    The replica ends an answer in time itself. This is for one that does not, or is unreachable.
+    """
+    if deadlines is None or deadlines.answer_at_s is None:
+        return None
+    return max(0.0, deadlines.answer_at_s - time.time()) + _DEADLINE_GRACE_S
+
+
 def _logged_answer(error: Exception, request: RelayedRequest) -> ErrorAnswer:
     facts = {"path": request.path, "request_id": request.terms.request_id}
+    deadlines = request.terms.deadlines
+    if (
+        deadlines is not None
+        and deadlines.first[1] <= time.time()
+        and isinstance(error, TimeoutError | NoReplicaError)
+    ):
+        reason = "no replica finished it in time"
+        if isinstance(error, NoReplicaError):
+            reason = "no replica accepted it in time"
+        logger.warning("deadline missed", extra=facts | {"reason": reason})
+        return answer_for(DeadlineError(deadlines.first[0], reason))
     if isinstance(error, BodyTooLargeError):
         return answer_for(error)
     if isinstance(error, ReplicaLostError):
@@ -205,7 +255,7 @@ class _StreamRelay:
         self._send = send
         self._observer = observer
         self._attempts = retries.attempts()
-        self._stream = ClientStream()
+        self._stream = client_stream(form_of(request.path))
         self._journal = JournalBook()
         self._continuable = False
         # The final event, held back until the cost is known: a client may leave once it has it.
@@ -239,7 +289,7 @@ class _StreamRelay:
     async def end_with(self, error: ErrorAnswer) -> None:
         """End a stream that has begun with an error event, unless it is complete."""
         if not self._stream.complete:
-            self._last = error.events
+            self._last = self._stream.failure(error)
         await self._finish()
 
     async def _relay(self, parts: AnswerStream) -> None:
@@ -263,6 +313,9 @@ class _StreamRelay:
             elif isinstance(part, AnswerEnd):
                 self.end = part
         self._last += self._stream.flush()
+        if not self._stream.may_end:
+            # vLLM ends a stream of named events like this if one of its coroutines raises.
+            self._last += self._stream.failure(INTERNAL_ERROR.in_form(form_of(self._request.path)))
         await self._finish()
 
     async def _relay_error(self, start: AnswerStart, parts: AnswerStream) -> None:
@@ -271,7 +324,8 @@ class _StreamRelay:
         if self.begun:
             summary = error_summary(start.status, body)
             raise ReplicaLostError(f"a replica refused to continue a stream: {summary}")
-        await send_whole(self._send, AnswerStart(start.status, start.headers, body))
+        form = form_of(self._request.path)
+        await send_whole(self._send, AnswerStart(start.status, start.headers, body), form)
 
     async def _forward(self, body: bytes, journal: Journal, num_tokens: int) -> None:
         # Before sending: the client must never have more text than the journal covers.
@@ -280,7 +334,7 @@ class _StreamRelay:
         if num_tokens:
             self._observer.progress(num_tokens)
         events = self._stream.forward(body)
-        if events.endswith(DONE_EVENT):
+        if self._stream.ends_with(events):
             self._last, events = events, b""
         await self._send_piece(events)
 
@@ -293,11 +347,16 @@ class _StreamRelay:
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-async def send_whole(send: Send, answer: AnswerStart) -> None:
-    """Send an answer in one piece, an error in OpenAI's form."""
-    body = normalised(answer.status, answer.body) if answer.status >= 400 else answer.body
-    length = (b"content-length", str(len(body)).encode())
-    await _send(send, answer.status, [*_end_to_end(answer.headers), length], body)
+async def send_whole(send: Send, answer: AnswerStart, form: AnswerForm = AnswerForm.CHUNKS) -> None:
+    """Send an answer in one piece, an error in the given form."""
+    body = normalised(answer.status, answer.body, form) if answer.status >= 400 else answer.body
+    await send_as_is(send, AnswerStart(answer.status, _end_to_end(answer.headers), body))
+
+
+async def send_as_is(send: Send, answer: AnswerStart) -> None:
+    """Send an answer in one piece, with its length; also an error whose body has further keys."""
+    length = (b"content-length", str(len(answer.body)).encode())
+    await _send(send, answer.status, [*answer.headers, length], answer.body)
 
 
 async def send_error(send: Send, answer: ErrorAnswer) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from deployments.wire.errors import (
     ReplicaLostError,
 )
 from deployments.wire.request import RelayedRequest
+from deployments.wire.start import StartBoard, StartReport, described
 
 _LOST = (RayActorError, DeploymentUnavailableError, ReplicaUnavailableError)
 # gRPC's error for a message over its receiver's limit.
@@ -29,9 +30,10 @@ TOO_LARGE = re.compile(r"Received message larger than max \((\d+) vs\. (\d+)\)")
 
 
 class HandleCalls:
-    """`ReplicaCalls` over a handle."""
+    """`ModelReplicas` over a handle."""
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._board = StartBoard(handle.deployment_name)
         self._stream = _for_method(handle, "stream")
         # `whole` is a generator, too, because over gRPC a unary call tells Ray Serve only with its
         # answer that the replica has accepted the request. It yields token counts meanwhile.
@@ -44,11 +46,34 @@ class HandleCalls:
         choice = None if router is None else router._asyncio_router.request_router
         return 0 if choice is None else len(choice.curr_replicas)
 
+    async def answering(self, wait_s: float) -> int:
+        """See `ModelReplicas`."""
+        if not self.num_running:
+            return 0
+        signs: list[asyncio.Task[Any]] = []
+        try:
+            async with asyncio.timeout(wait_s):
+                # The public `results_async` would lose all results with the slowest.
+                calls = await self._stream.broadcast("alive")._fetch_replica_results_async()
+                signs = [asyncio.ensure_future(call.get_async()) for call in calls]
+                await asyncio.wait(signs)
+        except (TimeoutError, *_LOST):
+            pass
+        finally:
+            for sign in signs:
+                sign.cancel()
+        ended = [sign for sign in signs if sign.done() and not sign.cancelled()]
+        return sum(sign.exception() is None and sign.result() is True for sign in ended)
+
+    async def starting(self) -> Sequence[StartReport]:
+        """See `ModelReplicas`."""
+        return await self._board.reports()
+
     async def stream(
         self, request: RelayedRequest
     ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:
         """Yield the answer piece by piece. Raises ReplicaLostError."""
-        async with aclosing(_parts(self._stream, request)) as parts:
+        async with aclosing(_parts(self._stream, request, self)) as parts:
             async for part in parts:
                 yield Piece.from_wire(part) if isinstance(part, tuple) else part
 
@@ -56,29 +81,46 @@ class HandleCalls:
         self, request: RelayedRequest, progress: Progress | None = None
     ) -> tuple[AnswerStart, AnswerEnd]:
         """Return the whole answer and its cost. Raises ReplicaLostError."""
-        answers: list[tuple[AnswerStart, AnswerEnd]] = []
-        async with aclosing(_parts(self._whole, request)) as parts:
-            async for part in parts:
-                if not isinstance(part, int):
-                    answers.append(part)
-                elif progress is not None:
-                    progress(part)
-        if len(answers) != 1:
-            raise TypeError("a whole answer must be one part")
-        return answers[0]
+        return await joined(_parts(self._whole, request, self), progress)
+
+
+async def joined(
+    parts: AsyncGenerator[Any, None], progress: Progress | None
+) -> tuple[AnswerStart, AnswerEnd]:
+    """Return the whole answer among the parts of a call of `whole`; close them at the end."""
+    answers: list[tuple[AnswerStart, AnswerEnd]] = []
+    async with aclosing(parts):
+        async for part in parts:
+            if not isinstance(part, int):
+                answers.append(part)
+            elif progress is not None:
+                progress(part)
+    if len(answers) != 1:
+        raise TypeError("a whole answer must be one part")
+    return answers[0]
+
+
+def unbroken(part: Any, replica: str | None) -> Any:
+    """Return a part of an answer. Raises ReplicaBrokenError if it says that there are no more."""
+    if isinstance(part, AnswerBroken):
+        raise ReplicaBrokenError(part.reason, engine_died=part.engine_died, replica=replica)
+    return part
 
 
 async def _parts(
-    method: DeploymentHandle[Any], request: RelayedRequest
+    method: DeploymentHandle[Any], request: RelayedRequest, replicas: HandleCalls
 ) -> AsyncGenerator[Any, None]:
     response = cast("DeploymentResponseGenerator[Any]", method.remote(request))
     try:
-        await _accepted(response, request.replica_wait_s)
+        try:
+            await _accepted(response, request.replica_wait_s)
+        except NoReplicaError as error:
+            if not replicas.num_running:
+                error.client_message, error.retry_after_s = described(await replicas.starting())
+            raise
         replica = ROUTERS.replica_of(method.deployment_name, request.terms.request_id or "")
         async for part in response:
-            if isinstance(part, AnswerBroken):
-                raise ReplicaBrokenError(part.reason, engine_died=part.engine_died, replica=replica)
-            yield part
+            yield unbroken(part, replica)
     except _LOST as error:
         # Not counted as a death of the engine: the loss of a node looks the same as a process that
         # this request has killed. `max_retries` bounds the attempts.

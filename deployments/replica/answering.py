@@ -32,6 +32,7 @@ from deployments.wire.answer import (
     Piece,
     WholeAnswer,
 )
+from deployments.wire.errors import DeadlineError, answer_for
 from deployments.wire.request import RelayedRequest, RequestTerms
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ DISCONNECT_GRACE_S = 10.0
 ENGINE_ANSWER_S = 25.0
 # Ray Serve would only give up after three failed health checks, and then wait for the requests.
 _MAX_UNANSWERED = 2
+# Period at which a request whose deadline has passed is ended again, until its answer has ended.
+_END_AGAIN_S = 0.05
 # Period of token counts while a whole answer is generated.
 PROGRESS_S = 0.5
 
@@ -66,6 +69,9 @@ class AnsweringEngine(Protocol):
     def unfollow(self, request_id: str) -> None:
         """Stop following a request."""
 
+    def end(self, request_id: str) -> bool:
+        """End a request with what it has generated; returns whether the engine has it."""
+
 
 class FollowedRequest:
     """One request inside a replica: its terms, and what the engine generates for it."""
@@ -81,14 +87,43 @@ class FollowedRequest:
         self._trace = trace
         self._engine_request_id: str | None = None
         self._arrived_s = time.monotonic()
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self.missed: str | None = None
+        """The deadline that passed before the first token; None if there is none."""
 
     def begin(self, engine_request_id: str) -> None:
         """Follow the request that the engine is about to receive under this id."""
         self._engine_request_id = engine_request_id
         self._engine.follow(engine_request_id, self.follower, self.terms.key_terms())
+        deadlines = self.terms.deadlines
+        if deadlines is None:
+            return
+        if deadlines.answer_at_s is not None:
+            self._end_at("deadline_ms", deadlines.answer_at_s)
+        # A stream that is continued has its first token.
+        if deadlines.first_token_at_s is not None and self.terms.resume is None:
+            self._end_at("first_token_deadline_ms", deadlines.first_token_at_s)
+
+    def _end_at(self, option: str, at_s: float) -> None:
+        delay_s = max(0.0, at_s - time.time())
+        self._timers[option] = asyncio.get_running_loop().call_later(delay_s, self._end, option)
+
+    def _end(self, option: str) -> None:
+        """End the request, because a deadline has passed."""
+        has_begun = self.follower.first_output_s > 0 or self.terms.resume is not None
+        if option == "first_token_deadline_ms" and has_begun and self.missed is None:
+            return
+        if not has_begun:
+            self.missed = self.missed or option
+        if self._engine_request_id is not None:
+            self._engine.end(self._engine_request_id)
+        # The engine may not have the request yet, and a beam search adds new ones.
+        self._end_at(option, time.time() + _END_AGAIN_S)
 
     def close(self, *, broken: bool = False) -> None:
         """Stop following; `broken` means that the request has not ended here."""
+        for timer in self._timers.values():
+            timer.cancel()
         if self._engine_request_id is not None:
             self._engine.unfollow(self._engine_request_id)
         if self._trace is not None:
@@ -269,6 +304,13 @@ class Answering:
             raise EngineError(f"the engine did not answer within {ENGINE_ANSWER_S} s") from error
         self._num_unanswered = 0
 
+    async def alive(self) -> bool:
+        """Return whether the engine answers now; called by gateways, which limit the time."""
+        if self.engine_lost:
+            return False
+        await self._engine.core_state()
+        return True
+
     async def stream(self, request: RelayedRequest) -> AsyncIterator[AnswerPart]:
         """Yield the answer piece by piece."""
         followed = self._follow(request)
@@ -339,6 +381,9 @@ class Answering:
                 async for part in parts:
                     if self._broken(followed):
                         return
+                    if followed.missed is not None and isinstance(part, AnswerStart):
+                        yield _missed(followed.missed)
+                        return
                     yield part
         except Exception:
             if not self._broken(followed):
@@ -358,3 +403,9 @@ class Answering:
         if self._engine.errored:
             return AnswerBroken("the engine has died", engine_died=True)
         return None
+
+
+def _missed(option: str) -> AnswerStart:
+    """Return the answer to a request without a token at its deadline."""
+    answer = answer_for(DeadlineError(option, "the engine had no token of it in time"))
+    return AnswerStart(answer.status, answer.headers, answer.body)

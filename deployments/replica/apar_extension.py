@@ -5,15 +5,20 @@ reaches the engine as `vllm_xargs`, which vLLM copies to `SamplingParams.extra_a
 gets an `apar` object with the request's thread statistics, next to `usage` or, in a stream, in the
 usage chunk. With `"stream": "threads"`, every chunk gets one that says what each thread wrote. Ids
 of control tokens are refused in all fields, because only the engine may place them.
+
+A response of the Responses API has the object in itself, also at the end of a stream; a stream of
+Anthropic's messages has it in `message_delta`, beside `usage`. What threads wrote travels with
+deltas and with that last event.
 """
 
 import asyncio
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,21 +27,27 @@ from apar_core.engine.replay import PARAM, REPLAY_REQUEST_ARG
 from apar_core.engine.thread_tags import StreamTags
 from apar_core.errors import RequestError
 from deployments.replica.answering import SCOPE_KEY, FollowedRequest
-from deployments.wire.errors import ERROR_EVENT, JSON_TYPE, answer_for
-from deployments.wire.request import write_terms
+from deployments.wire.errors import ERROR_EVENTS, JSON_TYPE, answer_for, named_event
+from deployments.wire.request import (
+    MAX_DEADLINE_MS,
+    MAX_EXPECTED_TOKENS,
+    PARENT_ID_PATTERN,
+    RequestTerms,
+    write_terms,
+)
+from deployments.wire.routes import OPENAI_SHAPE, ROUTES, AnswerForm, Route
 
 MAX_REPLAY_TOKENS = 2**17
 MAX_REPLAY_THREADS = 2**12
-_TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
-EXTENDED_PATHS = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
-FOLLOWED_PATHS = EXTENDED_PATHS | {"/v1/embeddings": "embd-"}
-"""Paths whose requests reach the engine, and how vLLM begins their ids there."""
 _INTERNAL_PREFIX = "apar"
-_TOKEN_ID_LISTS = ("stop_token_ids", "allowed_token_ids")
+_ID_FIELDS = ("stop_token_ids", "allowed_token_ids", "logit_bias", "prompt")
 # Disaggregated serving is not supported, and its parameters may contain a prompt's token ids.
 REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "prompt_embeds")
 _USAGE_CHUNK = b'"choices":[]'
 _CHUNK, _CHUNK_END = b"data: {", b"}\n\n"
+_NAMED = b"event: "
+# Deltas of Anthropic's content blocks; there are also signatures.
+_TEXTS = ("text_delta", "thinking_delta", "input_json_delta")
 _NUMBER_LIMIT = 2**63
 _PLAIN_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
@@ -64,6 +75,19 @@ class AparOptions(BaseModel):
     max_threads: PositiveInt | None = Field(None, description="Threads alive at once.")
     stream: Literal["threads"] | None = Field(
         None, description="`threads`: each chunk of the stream says what each thread wrote."
+    )
+    # The gateway has checked these and acts on them: see `deployments/gateway/request_options.py`.
+    deadline_ms: Annotated[int, Field(ge=1, le=MAX_DEADLINE_MS)] | None = Field(
+        None, description="Time until the answer must end (milliseconds from the arrival)."
+    )
+    first_token_deadline_ms: Annotated[int, Field(ge=1, le=MAX_DEADLINE_MS)] | None = Field(
+        None, description="Time until the first token must be there (milliseconds)."
+    )
+    expected_tokens: Annotated[int, Field(ge=1, le=MAX_EXPECTED_TOKENS)] | None = Field(
+        None, description="Length of the answer that the client expects, for the router."
+    )
+    parent_request_id: Annotated[str, Field(pattern=PARENT_ID_PATTERN)] | None = Field(
+        None, description="What the request is a part of, for the router."
     )
     replay: Annotated[dict[str, list[int]], AfterValidator(_bounded)] | None = Field(
         None,
@@ -105,14 +129,15 @@ def fit_replay(
     scripts: Mapping[str, list[int]],
     control_token_ids: frozenset[int],
     uncounted_token_ids: frozenset[int],
+    limits: Sequence[str] = OPENAI_SHAPE.limits,
 ) -> None:
-    """Set `max_tokens` to the length of the replay, unless the client has set a limit.
+    """Set the last of the `limits` to the length of the replay, unless the client has set one.
 
     Raises RequestError for a beam search, which needs a choice among several tokens.
     """
     if body.get("use_beam_search"):
         raise RequestError(f"`{PARAM}` is impossible in a beam search", param=PARAM)
-    if all(body.get(name) is None for name in _TOKEN_LIMITS):
+    if all(body.get(name) is None for name in limits):
         text_ids = [
             token_id
             for token_ids in scripts.values()
@@ -122,7 +147,7 @@ def fit_replay(
         # The model's end tokens do not count as text. One is added so that the last thread reaches
         # its own. A thread may also end with a marker of its format, which is text.
         num_ended = sum(not ids or ids[-1] not in control_token_ids for ids in scripts.values())
-        body["max_tokens"] = max(1, len(text_ids) - num_ended + 1)
+        body[limits[-1]] = max(1, len(text_ids) - num_ended + 1)
 
 
 def check_stream(body: Mapping[str, Any], options: AparOptions) -> None:
@@ -140,23 +165,32 @@ def _token_ids(value: object, *, texts: bool) -> Iterable[int]:
 
     With `texts`, strings are texts and not ids, as in a list of prompts.
     """
-    if isinstance(value, list):
-        for item in value:
-            yield from _token_ids(item, texts=texts)
-    elif isinstance(value, int | float) or (isinstance(value, str) and not texts):
-        with suppress(ValueError, OverflowError):
-            yield int(value)
+    # A list may be nested more deeply than Python's stack.
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, list):
+            pending += item
+        elif isinstance(item, int | float) or (isinstance(item, str) and not texts):
+            with suppress(ValueError, OverflowError):
+                yield int(item)
 
 
-def refuse_control_tokens(body: Mapping[str, Any], control_token_ids: frozenset[int]) -> None:
-    """Raise RequestError if the request names a control token by its id."""
+def refuse_control_tokens(
+    body: Mapping[str, Any],
+    control_token_ids: frozenset[int],
+    id_fields: Iterable[str] = _ID_FIELDS,
+) -> None:
+    """Raise RequestError if the request names a control token by its id in one of the fields."""
     for field in REFUSED_FIELDS:
         if body.get(field) is not None:
             raise RequestError(f"`{field}` is not supported", param=field)
-    named = {field: _token_ids(body.get(field), texts=False) for field in _TOKEN_ID_LISTS}
-    named["prompt"] = _token_ids(body.get("prompt"), texts=True)
-    bias = body.get("logit_bias")
-    named["logit_bias"] = _token_ids(list(bias) if isinstance(bias, dict) else None, texts=False)
+    named = {}
+    for field in id_fields:
+        value = body.get(field)
+        # A bias is an object of ids; strings among prompts are texts.
+        value = list(value) if isinstance(value, dict) else value
+        named[field] = _token_ids(value, texts=field == "prompt")
     for field, ids in named.items():
         if found := control_token_ids.intersection(ids):
             raise RequestError(
@@ -172,17 +206,35 @@ def refuse_huge_numbers(body: Mapping[str, Any]) -> None:
             raise RequestError(f"`{field}` is out of range: {value}", param=field)
 
 
+def join_parts(items: object) -> None:
+    """Join the parts of each assistant's message in the input of a response, in place.
+
+    vLLM 0.32 reads the first part only, and fails without any.
+    """
+    for item in items if isinstance(items, list) else ():
+        if isinstance(item, dict) and item.get("role") == "assistant":
+            parts = item.get("content")
+            if isinstance(parts, list) and all(isinstance(part, dict) for part in parts):
+                texts = [part.get("text", part.get("refusal", "")) for part in parts]
+                if all(isinstance(text, str) for text in texts):
+                    item["content"] = "".join(texts)
+
+
 def translate(
     body: dict[str, Any],
     control_token_ids: frozenset[int],
     uncounted_token_ids: frozenset[int] | None = None,
+    route: Route = ROUTES["/v1/completions"],
 ) -> bool:
     """Check the request and move its `apar` field to `vllm_xargs`, in place.
 
     `uncounted_token_ids` are the control tokens that are not text where a thread generates them; by
     default, all. Returns whether anything changed; raises RequestError.
     """
-    refuse_control_tokens(body, control_token_ids)
+    for field, reason in route.refused.items():
+        if body.get(field):
+            raise RequestError(f"`{field}` is not supported: {reason}", param=field)
+    refuse_control_tokens(body, control_token_ids, route.id_fields)
     refuse_huge_numbers(body)
     extra = body.get("vllm_xargs")
     if isinstance(extra, dict):
@@ -200,13 +252,13 @@ def translate(
     check_stream(body, options)
     if options.replay is not None:
         uncounted = control_token_ids if uncounted_token_ids is None else uncounted_token_ids
-        fit_replay(body, options.replay, control_token_ids, uncounted)
+        fit_replay(body, options.replay, control_token_ids, uncounted, route.shape.limits)
     body["vllm_xargs"] = {**(extra or {}), **options.engine_args()}
     return True
 
 
 class AparExtension:
-    """ASGI middleware for the `apar` field of chat completions and completions."""
+    """ASGI middleware for the `apar` field of all routes that generate text."""
 
     def __init__(
         self,
@@ -223,28 +275,31 @@ class AparExtension:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        prefix = FOLLOWED_PATHS.get(scope["path"]) if scope["type"] == "http" else None
-        if prefix is None:
+        route = ROUTES.get(scope["path"]) if scope["type"] == "http" else None
+        followed: FollowedRequest | None = scope.get(SCOPE_KEY)
+        if route is None or route.engine_id is None:
+            if followed is not None and followed.terms.model is not None:
+                receive = _replayed(_renamed(await _read_body(receive), followed.terms), receive)
             await self._app(scope, receive, send)
             return
-        followed: FollowedRequest | None = scope.get(SCOPE_KEY)
+        base_id = _request_id(scope["headers"])
+        engine_id = route.engine_id.format(base_id)
         raw = await _read_body(receive)
         try:
-            raw, tagged = self._translated(raw, followed, generates=scope["path"] in EXTENDED_PATHS)
+            raw, tagged = self._translated(raw, followed, route, engine_id)
         except RequestError as error:
-            answer = answer_for(error)
+            answer = answer_for(error).in_form(route.form)
             await send(
                 {"type": "http.response.start", "status": answer.status, "headers": answer.headers}
             )
             await send({"type": "http.response.body", "body": answer.body})
             return
-        base_id = _request_id(scope["headers"])
-        tags = StreamTags(prefix + base_id) if tagged else None
+        tags = StreamTags(engine_id) if tagged else None
         if followed is not None:
             if tags is not None:
                 followed.follower.tags = tags
-            followed.begin(prefix + base_id)
-        writer = _AparWriter(prefix + base_id, self._take_statistics, tags, send)
+            followed.begin(engine_id)
+        writer = _WRITERS[route.form](engine_id, self._take_statistics, tags, send)
         updates = asyncio.create_task(writer.send_updates()) if tagged else None
         try:
             await self._app(
@@ -255,10 +310,10 @@ class AparExtension:
         finally:
             if updates is not None:
                 updates.cancel()
-            self._take_statistics(prefix + base_id)
+            self._take_statistics(engine_id)
 
     def _translated(
-        self, raw: bytes, followed: FollowedRequest | None, *, generates: bool
+        self, raw: bytes, followed: FollowedRequest | None, route: Route, engine_id: str
     ) -> tuple[bytes, bool]:
         """Return the body for vLLM, and whether the client wants a thread-tagged stream."""
         try:
@@ -268,17 +323,24 @@ class AparExtension:
         if not isinstance(body, dict):
             return raw, False
         given = body.get("apar")
-        if given is not None and not generates:
-            raise RequestError("`apar` is a field of completions only", param="apar")
-        changed = generates and translate(body, self._control_token_ids, self._uncounted_token_ids)
+        if given is not None and not route.forks:
+            raise RequestError("`apar` is a field of requests for text only", param="apar")
+        changed = route.forks and translate(
+            body, self._control_token_ids, self._uncounted_token_ids, route
+        )
         tagged = changed and isinstance(given, dict) and given.get("stream") is not None
         if followed is not None:
             changed = write_terms(body, followed.terms) or changed
+        if route.form is AnswerForm.RESPONSES:
+            # vLLM reads this id from the body only, and numbers its requests to the engine.
+            body["request_id"] = engine_id.rpartition("_")[0]
+            join_parts(body.get("input"))
+            changed = True
         return json.dumps(body).encode() if changed else raw, tagged
 
 
 class _AparWriter:
-    """Adds the `apar` object to an answer on its way to the client."""
+    """Adds the `apar` object to an answer on its way to the client: OpenAI's chunks."""
 
     def __init__(
         self, request_id: str, take: TakeStatistics, tags: StreamTags | None, send: Send
@@ -318,13 +380,23 @@ class _AparWriter:
             return
         body: bytes = message.get("body", b"")
         if self._held_start is not None:
-            body = self._extended(body, b"}")
+            body = self._whole(body)
             start = {**self._held_start, "headers": _with_length(self._held_start, len(body))}
             self._held_start = None
             await self._send(start)
-        elif self._streaming and (self._tags is not None or _USAGE_CHUNK in body):
-            body = self._extended(body, _CHUNK_END)
+        elif self._streaming:
+            body = self._streamed(body)
         await self._send({**message, "body": body})
+
+    def _whole(self, body: bytes) -> bytes:
+        """Return a whole answer with statistics."""
+        return self._extended(body, b"}")
+
+    def _streamed(self, body: bytes) -> bytes:
+        """Return a piece of a stream with statistics and updates."""
+        if self._tags is not None or _USAGE_CHUNK in body:
+            return self._extended(body, _CHUNK_END)
+        return body
 
     def _extended(self, body: bytes, end: bytes) -> bytes:
         if not body.endswith(end):
@@ -332,7 +404,7 @@ class _AparWriter:
         values: dict[str, Any] = {}
         if not self._streaming or _USAGE_CHUNK in body:
             values |= self._take(self._request_id) or {}
-        if self._tags is not None and body.startswith(_CHUNK) and not body.startswith(ERROR_EVENT):
+        if self._tags is not None and body.startswith(_CHUNK) and not body.startswith(ERROR_EVENTS):
             if self._head is None:
                 self._read_head(json.loads(body.removeprefix(_CHUNK[:-1])))
             values |= self._tags.take()
@@ -342,6 +414,129 @@ class _AparWriter:
         self._head = {name: chunk[name] for name in ("id", "object", "created", "model")}
         is_chat = "delta" in chunk["choices"][0]
         self._text_field = {"delta": {"content": ""}} if is_chat else {"text": ""}
+
+
+class _EventWriter(_AparWriter):
+    """Adds the `apar` object to a stream of named events, which vLLM sends one by one."""
+
+    # Starts of the events that carry statistics.
+    _last_starts: ClassVar[tuple[bytes, ...]]
+
+    def __init__(
+        self, request_id: str, take: TakeStatistics, tags: StreamTags | None, send: Send
+    ) -> None:
+        super().__init__(request_id, take, tags, send)
+        # An event with the text "" for updates that come without text; None if no part is open.
+        self._empty_delta: dict[str, Any] | None = None
+
+    async def send_updates(self) -> None:
+        """Send updates for which vLLM sends no event, because no text became certain."""
+        while self._tags is not None:
+            await self._tags.due()
+            if self._empty_delta is None:
+                continue  # They travel with the next delta, or with the last event.
+            apar = self._tags.take()
+            if apar["updates"]:
+                body = self._event(self._empty_delta | {"apar": apar})
+                await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    def _streamed(self, body: bytes) -> bytes:
+        is_last = body.startswith(self._last_starts)
+        if not is_last and (self._tags is None or not body.startswith(_NAMED)):
+            return body
+        event: dict[str, Any] = json.loads(body.partition(b"\ndata: ")[2])
+        self._follow(event)
+        values: dict[str, Any] = {}
+        if is_last:
+            self._add_statistics(event, dict(self._take(self._request_id) or {}))
+        if self._tags is not None and (is_last or _adds_text(event)):
+            values |= self._tags.take()
+        if values:
+            event["apar"] = event.get("apar", {}) | values
+        return self._event(event)
+
+    def _event(self, event: dict[str, Any]) -> bytes:
+        return named_event(event)
+
+    def _follow(self, event: dict[str, Any]) -> None:
+        """Note whether a part with text is open."""
+        raise NotImplementedError
+
+    def _add_statistics(self, event: dict[str, Any], statistics: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class _ResponseWriter(_EventWriter):
+    """The Responses API."""
+
+    _last_starts = (b"event: response.completed\n",)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._num_events = 0
+
+    def _whole(self, body: bytes) -> bytes:
+        body = super()._whole(body)
+        return body.removesuffix(b"}") + b',"store":false}' if body.endswith(b"}") else body
+
+    def _event(self, event: dict[str, Any]) -> bytes:
+        if self._tags is not None:
+            event["sequence_number"] = self._num_events
+            self._num_events += 1
+        return super()._event(event)
+
+    def _follow(self, event: dict[str, Any]) -> None:
+        if event["type"] == "response.content_part.added":
+            places = ("item_id", "output_index", "content_index")
+            self._empty_delta = {
+                "type": "response.output_text.delta",
+                "sequence_number": 0,
+                **{name: event[name] for name in places},
+                "delta": "",
+                "logprobs": [],
+            }
+        elif event["type"] == "response.output_text.done":
+            self._empty_delta = None
+
+    def _add_statistics(self, event: dict[str, Any], statistics: dict[str, Any]) -> None:
+        response = event["response"]
+        if statistics:
+            response["apar"] = statistics
+        response["store"] = False
+        if response["status"] == "incomplete":
+            event["type"] = "response.incomplete"  # vLLM calls every last event `completed`.
+
+
+class _MessageWriter(_EventWriter):
+    """Anthropic's Messages API."""
+
+    _last_starts = (b"event: message_delta\n",)
+
+    def _follow(self, event: dict[str, Any]) -> None:
+        if event["type"] == "content_block_start" and event["content_block"]["type"] == "text":
+            self._empty_delta = {
+                "type": "content_block_delta",
+                "index": event["index"],
+                "delta": {"type": "text_delta", "text": ""},
+            }
+        elif event["type"] == "content_block_stop":
+            self._empty_delta = None
+
+    def _add_statistics(self, event: dict[str, Any], statistics: dict[str, Any]) -> None:
+        if statistics:
+            event["apar"] = statistics
+
+
+def _adds_text(event: Mapping[str, Any]) -> bool:
+    delta = event.get("delta")
+    return isinstance(delta, str) or (isinstance(delta, dict) and delta.get("type") in _TEXTS)
+
+
+_WRITERS: Mapping[AnswerForm, type[_AparWriter]] = {
+    AnswerForm.CHUNKS: _AparWriter,
+    AnswerForm.RESPONSES: _ResponseWriter,
+    AnswerForm.MESSAGES: _MessageWriter,
+}
 
 
 def _json(value: object) -> bytes:
@@ -355,6 +550,17 @@ async def _read_body(receive: Receive) -> bytes:
         pieces.append(message.get("body", b""))
         if message["type"] == "http.disconnect" or not message.get("more_body", False):
             return b"".join(pieces)
+
+
+def _renamed(raw: bytes, terms: RequestTerms) -> bytes:
+    """Return a body, of a request that does not reach the engine, with the name of its model."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError):
+        return raw  # vLLM refuses malformed JSON itself.
+    if isinstance(body, dict) and write_terms(body, replace(terms, cache_salt=None)):
+        return json.dumps(body).encode()
+    return raw
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -4,32 +4,38 @@ import functools
 import json
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.routing import Route
 from vllm import AsyncEngineArgs, envs
 
 from apar_core.engine.async_engine import SCHEDULER_CLS, AparAsyncLLM
 from apar_core.engine.input_processor import forks
 from apar_core.errors import CheckpointError
-from apar_core.scheduler.fork_settings import check_engine
+from apar_core.scheduler.fork_settings import check_engine, fork_settings
 from apar_core.vllm_names import (
-    EngineClient,
     FlexibleArgumentParser,
     LoRAModulePath,
     MaxLoRARanks,
     PrometheusStatLogger,
+    ResponsesRequest,
     UsageContext,
     build_app,
     init_app_state,
     make_arg_parser,
 )
 from cluster.metrics.counting import Counter, Histogram
-from deployments.replica.apar_extension import FOLLOWED_PATHS
 from deployments.replica.openapi import OFFERED, describe
-from deployments.replica.openapi import PATH as OPENAPI_PATH
 from deployments.wire.errors import UnknownRouteError, answer_for
+from deployments.wire.routes import MODELS_PATH, OPENAPI_PATH, ROUTES, form_of
+
+_AS_CHATS = "_apar_tokenizes_as_chats"
+
+_UNUSED_MIDDLEWARE = ("CORSMiddleware", "PrometheusInstrumentatorMiddleware")
 
 
 def server_arguments(model: str, served_name: str, engine: Mapping[str, Any]) -> Namespace:
@@ -111,17 +117,81 @@ def build_engine(args: Namespace) -> AparAsyncLLM:
     return cast(AparAsyncLLM, engine)
 
 
-async def build_http_application(engine: EngineClient, args: Namespace) -> FastAPI:
+async def build_http_application(engine: AparAsyncLLM, args: Namespace) -> FastAPI:
     """Build vLLM's OpenAI server on top of the engine, to be called in process."""
     tasks = await engine.get_supported_tasks()
+    tokenize_responses_as_chats()
     app = build_app(args, tasks, engine.model_config)
+    remove_unused_middleware(app)
     await init_app_state(engine, app.state, args, tasks)
     # As in the engine process: reading the environment at every step costs time.
     envs.enable_envs_cache()
     add_description(app)
+    add_cards(app, engine)
     refuse_missing_routes(app, args.served_model_name[0])
     app.state.server = Namespace()  # vLLM's error handler looks for its uvicorn server here.
     return app
+
+
+def tokenize_responses_as_chats() -> None:
+    """Tokenize the prompts of the Responses API without further special tokens.
+
+    The chat template has written them. vLLM 0.32 adds them once more, so that a prompt begins with
+    two tokens of the beginning, and the texts of both APIs differ.
+    """
+    original: Any = ResponsesRequest.build_tok_params
+    if hasattr(original, _AS_CHATS):
+        return
+
+    @functools.wraps(original)
+    def build_tok_params(self: Any, *args: Any) -> Any:
+        return replace(original(self, *args), add_special_tokens=False)
+
+    setattr(build_tok_params, _AS_CHATS, True)
+    setattr(ResponsesRequest, original.__name__, build_tok_params)
+
+
+def add_cards(app: FastAPI, engine: AparAsyncLLM) -> None:
+    """Add to each model of the list what forks mean for it, and the paths that it serves."""
+    served = {getattr(route, "path", None) for route in app.routes}
+    apis = [path for path, route in ROUTES.items() if route.method == "POST" and path in served]
+    marked, settings = engine.format, fork_settings(engine.vllm_config)
+
+    def card(name: str) -> dict[str, Any]:
+        if marked is None:
+            return {"forks": False, "format": None, "apis": apis}
+        return {
+            "forks": settings.adapters.get(name, settings.enabled),
+            "format": marked.definition.name,
+            "parent": marked.definition.parent,
+            "control_tokens": {text: token_id for token_id, text in sorted(marked.texts.items())},
+            "max_threads": settings.max_threads,
+            "max_forks": settings.max_forks,
+            "apis": apis,
+        }
+
+    async def show(request: Request) -> Response:
+        listed = await request.app.state.openai_serving_models.show_available_models()
+        cards = listed.model_dump(mode="json")
+        for each in cards["data"]:
+            each["apar"] = card(each["id"])
+        return JSONResponse(cards)
+
+    # Before vLLM's own route, which stays in the OpenAPI description.
+    app.router.routes.insert(0, Route(MODELS_PATH, show, methods=["GET"]))
+
+
+def remove_unused_middleware(app: FastAPI) -> None:
+    """Remove middleware that handles every piece of an answer for nothing.
+
+    The gateway decides about cross-origin requests. The counts of HTTP requests are not exported:
+    the gateway has its own, which include the requests that it refuses.
+    """
+    app.user_middleware = [
+        each
+        for each in app.user_middleware
+        if getattr(each.cls, "__name__", None) not in _UNUSED_MIDDLEWARE
+    ]
 
 
 def refuse_missing_routes(app: FastAPI, model: str) -> None:
@@ -129,11 +199,12 @@ def refuse_missing_routes(app: FastAPI, model: str) -> None:
 
     async def refuse(request: Request) -> Response:
         error = UnknownRouteError(f"The model {model!r} does not serve {request.url.path}")
-        answer = answer_for(error)
+        answer = answer_for(error).in_form(form_of(request.url.path))
         return Response(answer.body, answer.status, media_type="application/json")
 
     served = {getattr(route, "path", None) for route in app.routes}
-    for path in FOLLOWED_PATHS.keys() - served:
+    posted = {path for path, route in ROUTES.items() if route.method == "POST"}
+    for path in posted - served:
         app.add_route(path, refuse, methods=["POST"], include_in_schema=False)
 
 

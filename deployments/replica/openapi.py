@@ -6,23 +6,23 @@ from importlib.metadata import version
 from typing import Any
 
 from deployments.replica.apar_extension import REFUSED_FIELDS, AparOptions
+from deployments.wire.routes import OPENAPI_PATH, ROUTES, AnswerForm, form_of
 
-PATH = "/openapi.json"
-OFFERED = {
-    "/v1/chat/completions": "POST",
-    "/v1/completions": "POST",
-    "/v1/embeddings": "POST",
-    "/v1/models": "GET",
-    "/tokenize": "POST",
-    "/detokenize": "POST",
-    "/version": "GET",
+OFFERED: Mapping[str, str] = {
+    **{path: route.method for path, route in ROUTES.items() if path != OPENAPI_PATH},
     "/health": "GET",
+    "/ready": "GET",
     "/live": "GET",
 }
 """Paths and methods described; a test compares them with what the gateway serves."""
 
 _SCHEMAS = "#/components/schemas/"
-_EXTENDED = ("ChatCompletionRequest", "CompletionRequest")
+_EXTENDED = (
+    "ChatCompletionRequest",
+    "CompletionRequest",
+    "ResponsesRequest",
+    "AnthropicMessagesRequest",
+)
 _APAR = {
     "description": "Whether and how far this request may fork.",
     "anyOf": [AparOptions.model_json_schema(), {"type": "null"}],
@@ -30,8 +30,7 @@ _APAR = {
 _TEXT_OR_NONE = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 _ERROR = {
     "type": "object",
-    "required": ["error"],
-    "additionalProperties": False,
+    "required": ["error"],  # `/health` adds the state of the models.
     "properties": {
         "error": {
             "type": "object",
@@ -44,6 +43,22 @@ _ERROR = {
                 "code": _TEXT_OR_NONE,
             },
         }
+    },
+}
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "additionalProperties": False,
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "additionalProperties": False,
+            "properties": {
+                name: {"type": "string"} for name in ("type", "message", "param", "code")
+            },
+        },
     },
 }
 _ERRORS = {
@@ -64,16 +79,17 @@ _MAY_RETRY = ("429", "503")
 def describe(document: Mapping[str, Any], routes: Mapping[str, str]) -> dict[str, Any]:
     """Reduce vLLM's description to `routes` (path to method), with our fields and error bodies."""
     vllm_schemas = copy.deepcopy(dict(document["components"]["schemas"]))
-    for name in _EXTENDED:
+    for name in vllm_schemas.keys() & set(_EXTENDED):
         properties = vllm_schemas[name]["properties"]
         for field in REFUSED_FIELDS:
             properties.pop(field, None)
         properties["apar"] = _APAR
     paths = {
-        path: {method.lower(): _operation(document["paths"].get(path, {}), method)}
+        path: {method.lower(): _operation(path, document["paths"].get(path, {}), method)}
         for path, method in routes.items()
     }
-    schemas = {"Error": _ERROR} | _used(paths, vllm_schemas)
+    errors = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
+    schemas = _used(paths, vllm_schemas | errors)
     return {
         "openapi": document["openapi"],
         "info": {"title": "apar-serve", "version": version("apar-serve")},
@@ -87,14 +103,15 @@ def describe(document: Mapping[str, Any], routes: Mapping[str, str]) -> dict[str
     }
 
 
-def _operation(path: Mapping[str, Any], method: str) -> dict[str, Any]:
+def _operation(path: str, item: Mapping[str, Any], method: str) -> dict[str, Any]:
     """Describe one route, with vLLM's successful response and our errors."""
-    operation = copy.deepcopy(dict(path.get(method.lower(), {})))
+    operation = copy.deepcopy(dict(item.get(method.lower(), {})))
+    error = "AnthropicError" if form_of(path) is AnswerForm.MESSAGES else "Error"
     found = operation.get("responses", {}).get("200", {"description": "Successful response."})
     errors = {
         status: {
             "description": description,
-            "content": {"application/json": {"schema": {"$ref": f"{_SCHEMAS}Error"}}},
+            "content": {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{error}"}}},
         }
         for status, description in _ERRORS.items()
     }

@@ -13,6 +13,7 @@ from logging.handlers import MemoryHandler
 from typing import TYPE_CHECKING, Any
 
 import psutil
+import ray
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat
 from ray import serve
 from starlette.types import ASGIApp
@@ -24,9 +25,11 @@ from cluster.logs import ProcessLogs
 from cluster.metrics.node import ProcessMetrics
 from deployments.replica.answering import Answering
 from deployments.replica.apar_extension import AparExtension
+from deployments.replica.listener import Listener
 from deployments.replica.replica_metrics import ReplicaMetrics, ReplicaReporter
 from deployments.tracing.tracing import REPLICA, close_tracing, open_tracing
 from deployments.wire.load import ReplicaLoad
+from deployments.wire.start import STAGES_FILE, GcsStore, Stage, StartReporter
 
 if TYPE_CHECKING:
     from apar_core.engine.async_engine import AparAsyncLLM
@@ -66,11 +69,27 @@ class Replica(Answering):
 
     async def __init__(self, settings: ReplicaSettings) -> None:  # type: ignore[misc] # Ray Serve awaits it.
         settings.tracing.read_headers()  # Fail before the engine is built.
-        replica_id = serve.get_replica_context().replica_id.unique_id
-        with kept_serve_logs():
-            app = await self._build(settings, replica_id)
-        self._load_reporter = LoadReporter(self._engine.vllm_config.cache_config.block_size)
+        context = serve.get_replica_context()
+        replica_id, deployment = context.replica_id.unique_id, context.deployment
+        reporter = StartReporter(deployment, replica_id, GcsStore())
+        # Inherited by the engine's processes.
+        os.environ[STAGES_FILE] = str(reporter.file)
+        runs = False
+        try:
+            with kept_serve_logs():
+                app = await self._build(settings, replica_id, reporter)
+            runs = True
+        finally:
+            del os.environ[STAGES_FILE]
+            await asyncio.to_thread(reporter.close, runs=runs)
         super().__init__(self._engine, app, replica_id)
+        self._listener = Listener(
+            self, lambda: serve.get_replica_context()._deployment_config.max_ongoing_requests
+        )
+        address = await self._listener.start(ray.util.get_node_ip_address())
+        self._load_reporter = LoadReporter(
+            self._engine.vllm_config.cache_config.block_size, address.as_text()
+        )
         if self._metrics_reporter is not None:
             self.metrics = self._metrics_reporter.metrics
             self._metrics_reporter.start(
@@ -81,7 +100,9 @@ class Replica(Answering):
             watch(lambda: self.engine_lost, at_last=partial(close_tracing, self.tracing, 1.0))
         )
 
-    async def _build(self, settings: ReplicaSettings, replica_id: str) -> ASGIApp:
+    async def _build(
+        self, settings: ReplicaSettings, replica_id: str, reporter: StartReporter
+    ) -> ASGIApp:
         """Build the engine and the application on top of it."""
         name = settings.served_name
         if settings.metrics:
@@ -101,8 +122,10 @@ class Replica(Answering):
         if settings.metrics:
             metrics = ReplicaMetrics(model=name, replica=replica_id)
             self._metrics_reporter = ReplicaReporter(metrics)
+        reporter.reached(Stage.STARTING_ENGINE)
         self._engine = build_engine(args)
         self._engine.pace_streams(settings.coalesce_s)
+        reporter.reached(Stage.WARMING_UP)
         await self._engine.warm_up()
         marked = self._engine.format
         return AparExtension(
@@ -144,6 +167,8 @@ class Replica(Answering):
 
     # Ray Serve awaits this at shutdown.
     async def __del__(self) -> None:
+        # Ray Serve has waited for the calls that came through its handles.
+        await self._listener.close()
         self._watchdog.cancel()
         if self._metrics_reporter is not None:
             await self._metrics_reporter.close()
@@ -182,8 +207,9 @@ class _Sample:
 class LoadReporter:
     """Builds load reports from the engine core's counters; rates are over the last seconds."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, address: str | None = None) -> None:
         self._block_size = block_size
+        self._address = address
         self._samples: deque[_Sample] = deque()
 
     def report(self, state: Mapping[str, Any], requests: int, now_s: float) -> ReplicaLoad:
@@ -213,6 +239,7 @@ class LoadReporter:
             step_s=busy_s / num_steps if num_steps else 0.0,
             taken_at_s=now_s,
             thread_weight=state.get("thread_weight", 1.0),
+            address=self._address,
         )
 
 

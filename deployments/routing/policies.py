@@ -13,6 +13,7 @@ Policies use no Ray, no vLLM and no clock; time comes in as an argument, so the 
 drives the same code. They are not thread-safe: `shared_router.py` takes a lock around them.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping
@@ -240,7 +241,9 @@ class ThreadRouter(Router):
 
     def pick(self, hint: RequestHint, open_slots: NDArray[np.intp]) -> tuple[int, Reason]:
         """Pick the cheapest slot, ties at random."""
-        cost = self._cost(self.forecaster.forecast(hint), hint.prompt_tokens)[open_slots]
+        forecast = self.forecaster.forecast(hint)
+        open_slots = self._in_time(hint, forecast, open_slots)
+        cost = self._cost(forecast, hint.prompt_tokens)[open_slots]
         cost *= 1.0 + 1e-6 * self.random.random(len(cost))
         plain = int(cost.argmin())
         saved = self._saved(hint)
@@ -249,6 +252,41 @@ class ThreadRouter(Router):
         best = int((cost - saved[open_slots]).argmin())
         reason = Reason.LEAST_LOAD if best == plain else Reason.AFFINITY
         return int(open_slots[best]), reason
+
+    def _in_time(
+        self, hint: RequestHint, forecast: Forecast, open_slots: NDArray[np.intp]
+    ) -> NDArray[np.intp]:
+        """Return the slots where the request is predicted to meet its deadlines.
+
+        If there are none, only the slot where its answer ends first.
+        """
+        if math.isinf(hint.first_token_s) and math.isinf(hint.answer_s):
+            return open_slots
+        first_s, answer_s = (
+            times[open_slots] for times in self._durations(forecast, hint.prompt_tokens)
+        )
+        if (saved := self._saved(hint)) is not None:
+            cached_s = saved[open_slots] / (1.0 + self.table.requests[open_slots])
+            first_s, answer_s = first_s - cached_s, answer_s - cached_s
+        late_s = np.maximum(first_s - hint.first_token_s, answer_s - hint.answer_s)
+        in_time = open_slots[late_s <= 0.0]
+        return in_time if len(in_time) else open_slots[[int(late_s.argmin())]]
+
+    def _durations(
+        self, forecast: Forecast, prompt_tokens: int
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Seconds until the request's first token and the end of its answer, in each slot."""
+        table, step = self.table, self.table.step_time
+        own = table.weighted(min(1.0, forecast.threads), forecast.threads)
+        step_s = step.base_s + step.per_thread_s * (
+            table.weighted(table.requests, table.threads) + own
+        )
+        prefill_s = _PREFILL_SHARE * step.per_thread_s * prompt_tokens
+        short = table.used_blocks + forecast.kv_tokens / table.block_size - table.blocks
+        wait_s = np.maximum(short, 0.0) * table.block_size * step_s
+        wait_s /= table.threads + forecast.threads
+        first_s = (wait_s + prefill_s + step_s) * step.slowness
+        return first_s, first_s + forecast.steps * step_s * step.slowness
 
     def sent(self, request_id: str, replica_id: str, hint: RequestHint, now_s: float) -> None:
         """Also note that the replica's cache holds the prompt from now on."""

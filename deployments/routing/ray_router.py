@@ -29,13 +29,18 @@ _ASKED_WHEN_FULL = 2
 _MAX_BACKOFF_S = 0.1
 
 
-def router_config(settings: RoutingSettings) -> RequestRouterConfig:
-    """Ray Serve's routing configuration for the replicas of a model."""
+# Nothing is chosen by the load of an only replica; its report is one call into its engine.
+_LONE_REPORT_PERIOD_S = 2.0
+
+
+def router_config(settings: RoutingSettings, *, is_lone: bool = False) -> RequestRouterConfig:
+    """Ray Serve's routing configuration for the replicas of a model, or for its only one."""
+    least_s = _LONE_REPORT_PERIOD_S if is_lone else 0.0
     return RequestRouterConfig.model_validate(
         {
             "request_router_class": f"{__name__}.{ThreadRequestRouter.__name__}",
             "request_router_kwargs": settings.model_dump(mode="json"),
-            "request_routing_stats_period_s": settings.report_period_s,
+            "request_routing_stats_period_s": max(settings.report_period_s, least_s),
             "max_backoff_s": _MAX_BACKOFF_S,
         }
     )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from cluster.config.routing import RoutingSettings
 from deployments.routing.policies import Reason, build_router
 from deployments.wire.answer import AnswerEnd
+from deployments.wire.frames import Address
 from deployments.wire.load import ReplicaLoad
 from deployments.wire.request import RequestHint
 
@@ -40,6 +41,7 @@ class SharedRouter:
         self._gone: deque[object] = deque()
         self._dead: OrderedDict[str, None] = OrderedDict()
         self._listeners: list[CapacityListener] = []
+        self._addresses: dict[str, Address] = {}
 
     def configure(self, settings: RoutingSettings) -> None:
         """Change the settings; running requests stay counted."""
@@ -87,6 +89,7 @@ class SharedRouter:
         known = set.intersection(*each) if each else set()
         latest = {name: cap for caps in self._caps.values() for name, cap in caps.items()}
         running = {name: latest[name] for name in latest if name in known - self._dead.keys()}
+        self._addresses = {name: at for name, at in self._addresses.items() if name in latest}
         self._router.replicas_changed(running)
         if len(running) != self._capacity:
             self._capacity = len(running)
@@ -96,6 +99,8 @@ class SharedRouter:
 
     def reported(self, replica_id: str, load: ReplicaLoad) -> None:
         """Take a replica's report."""
+        if load.address is not None and replica_id not in self._addresses:
+            self._addresses[replica_id] = Address.from_text(load.address)
         with self._lock:
             self._router.reported(replica_id, load, self._now())
 
@@ -130,6 +135,10 @@ class SharedRouter:
         """Forget a finished request and learn its cost, if that is known."""
         with self._lock:
             self._router.ended(request_id, end, self._now())
+
+    def address_of(self, replica_id: str) -> Address | None:
+        """Return where to call a replica; None for Ray Serve's handle."""
+        return self._addresses.get(replica_id) if self._settings.direct else None
 
     def listen(self, listener: CapacityListener) -> None:
         """Call with the number of running replicas, now and whenever it changes.
@@ -180,6 +189,10 @@ class Routers:
         for listener in waiting:
             router.listen(listener)
         return router
+
+    def known(self, deployment: str) -> SharedRouter | None:
+        """Return the deployment's router, None before Ray Serve has asked for it."""
+        return self._routers.get(deployment)
 
     def configure(self, settings: RoutingSettings) -> None:
         """Change the settings of all routers; Ray Serve sets them only when it makes a router."""

@@ -5,7 +5,7 @@ the threads and tokens of a request from the last ones. `StepTime` fits engine s
 number of threads. No clock and no Ray in here: time comes in as an argument.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -29,6 +29,8 @@ PRIOR_WEIGHT = 8.0
 # Number of threads at which a step takes twice as long as with one thread, until measured.
 _PRIOR_DOUBLING_THREADS = 64.0
 _PRIOR_STEP_S = 0.02
+# Parents whose requests are forecast by their siblings.
+_MAX_FAMILIES = 1024
 _PRIOR_VARIANCE = 4.0
 _MEMORY = 0.998
 _SLOWNESS_SHARE = 0.2
@@ -82,6 +84,7 @@ class _Means:
 class Forecaster:
     """Predicts the cost of a request from finished ones, separately for those that may fork.
 
+    What the client says counts first: the expected length, then requests of the same parent.
     Further features, such as the system prompt or the prompt's length, did not help in the
     simulation: the error of a single request matters little beside what a replica already runs.
     """
@@ -89,12 +92,19 @@ class Forecaster:
     def __init__(self) -> None:
         unforked = _Means(path_tokens=PRIOR_GENERATED_TOKENS)
         self._means = {True: _Means(), False: unforked}
+        # By parent and whether the request may fork; the last one used is last.
+        self._families: OrderedDict[tuple[int, bool], _Means] = OrderedDict()
 
     def forecast(self, hint: RequestHint) -> Forecast:
         """Return the expected cost of a request."""
         means = self._means[hint.may_fork]
+        if hint.family is not None:
+            means = self._families.get((hint.family, hint.may_fork), means)
         generated, path = means.generated_tokens, means.path_tokens
         threads = max(1.0, generated / path)
+        if hint.expected_tokens is not None:
+            generated = float(hint.expected_tokens)
+            path = generated / threads
         if hint.max_tokens is not None and generated > hint.max_tokens:
             generated = float(max(hint.max_tokens, 1))
             path = min(path, generated)
@@ -107,6 +117,19 @@ class Forecaster:
         if end.generated_tokens > 0 and end.critical_path_tokens > 0:
             generated = end.generated_tokens / max(hint.num_choices, 1)
             self._means[hint.may_fork].add(generated, end.critical_path_tokens)
+            if hint.family is not None:
+                self._learn_family(hint.family, generated, end.critical_path_tokens, hint.may_fork)
+
+    def _learn_family(self, family: int, generated: float, path: float, may_fork: bool) -> None:
+        place = (family, may_fork)
+        means = self._families.pop(place, None)
+        if means is None:
+            if len(self._families) >= _MAX_FAMILIES:
+                self._families.popitem(last=False)
+            known = self._means[may_fork]
+            means = _Means(1.0, known.generated_tokens, known.path_tokens)
+        means.add(generated, path)
+        self._families[place] = means
 
 
 class StepTime:

@@ -39,6 +39,7 @@ FIRST_CHUNK_S = "gen_ai.response.time_to_first_chunk"
 NUMBER_FIELDS = {
     "max_tokens": "gen_ai.request.max_tokens",
     "max_completion_tokens": "gen_ai.request.max_tokens",
+    "max_output_tokens": "gen_ai.request.max_tokens",
     "temperature": "gen_ai.request.temperature",
     "top_p": "gen_ai.request.top_p",
     "n": "gen_ai.request.choice.count",

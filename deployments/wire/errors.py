@@ -1,8 +1,11 @@
-"""Errors that a client can get: HTTP status, OpenAI error body, and reason in the metrics.
+"""Errors that a client can get: HTTP status, error body, and reason in the metrics.
 
     AparError                        500 internal_error
       RequestError                   400
         UnknownKeyError              401 invalid_api_key
+          ExpiredKeyError            401 expired_api_key
+        AdminRequiredError           403 admin_required
+        ConflictError                409 conflict
         UnknownModelError            404 model_not_found
         UnknownRouteError            404 unknown_url
           WrongMethodError           405 method_not_allowed
@@ -10,8 +13,11 @@
         BodyTooLargeError            413 request_too_large
         PromptTooLongError           400 context_length_exceeded
         RateLimitError               429 rate_limit_exceeded
+          BudgetError                429 tokens_per_day_exceeded, and so on
       CapacityError                  503 overloaded
         QueueTimeoutError            503 overloaded
+        DeadlineError                503 or 429 deadline_exceeded, first_token_deadline_exceeded
+        StoreError                   503 store_unavailable
         NotReadyError                503 not_ready
         DrainingError                503 draining
       EngineError                    500 internal_error
@@ -26,21 +32,25 @@
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from apar_core.errors import AparError, CapacityError, EngineError, RequestError
 from deployments.wire.answer import Headers
+from deployments.wire.routes import AnswerForm
 
 JSON_TYPE = (b"content-type", b"application/json")
 DONE_EVENT = b"data: [DONE]\n\n"
-ERROR_EVENT = b'data: {"error"'
-"""Start of the event with which vLLM or the gateway ends a failed stream."""
+ERROR_EVENTS = (b'data: {"error"', b"event: error\n")
+"""Starts of the events with which vLLM or the gateway ends a failed stream."""
 REJECTION_REASONS = (
     "authentication",
     "key_limit",
+    "budget",
+    "forbidden",
     "overloaded",
     "queue_timeout",
+    "deadline",
     "body_timeout",
     "invalid",
     "too_large",
@@ -51,6 +61,15 @@ REJECTION_REASONS = (
 )
 """Values of the label `reason` of the metric `apar_requests_rejected_total`."""
 _RETRY_AFTER_S = 5.0
+_SEQUENCE_NUMBER = re.compile(rb'"sequence_number":(\d+)')
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 _WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -60,6 +79,27 @@ class UnknownKeyError(RequestError):
     status = 401
     code = "invalid_api_key"
     reason = "authentication"
+
+
+class ExpiredKeyError(UnknownKeyError):
+    """The API key has expired."""
+
+    code = "expired_api_key"
+
+
+class AdminRequiredError(RequestError):
+    """The API key is no admin's."""
+
+    status = 403
+    code = "admin_required"
+    reason = "forbidden"
+
+
+class ConflictError(RequestError):
+    """The request contradicts what exists, such as a key of the configuration."""
+
+    status = 409
+    code = "conflict"
 
 
 class UnknownModelError(RequestError):
@@ -129,10 +169,54 @@ class RateLimitError(RequestError):
         self.retry_after_s = retry_after_s
 
 
+class BudgetError(RateLimitError):
+    """The key has used up a budget; `kind` is its name, such as `tokens_per_day`."""
+
+    reason = "budget"
+
+    def __init__(self, message: str, *, kind: str, retry_after_s: float) -> None:
+        super().__init__(message, kind=kind, retry_after_s=retry_after_s)
+        self.code = f"{kind}_exceeded"
+
+
+class StoreError(CapacityError):
+    """The store of usage and run-time keys fails; the message is for the log.
+
+    No request for an answer depends on the store.
+    """
+
+    code = "store_unavailable"
+    client_message = "The store of keys and usage does not answer; please try again."
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retry_after_s=_RETRY_AFTER_S)
+
+
 class QueueTimeoutError(CapacityError):
     """The request has waited in the queue for the longest time allowed."""
 
     reason = "queue_timeout"
+
+
+class DeadlineError(CapacityError):
+    """A deadline of the request cannot be met; `option` is the field that sets it.
+
+    The status is 429 if the key's own `max_threads` held the request back.
+    """
+
+    reason = "deadline"
+
+    def __init__(
+        self, option: str, reason: str, *, retry_after_s: float = 1.0, key_is_full: bool = False
+    ) -> None:
+        super().__init__(
+            f"The deadline `apar.{option}` of this request could not be met: {reason}.",
+            retry_after_s=retry_after_s,
+        )
+        self.param = f"apar.{option}"
+        self.code = f"{option.removesuffix('_ms')}_exceeded"
+        if key_is_full:
+            self.status = 429
 
 
 class NotReadyError(CapacityError):
@@ -140,8 +224,10 @@ class NotReadyError(CapacityError):
 
     code = "not_ready"
 
-    def __init__(self) -> None:
-        super().__init__("No replica is ready.", retry_after_s=_RETRY_AFTER_S)
+    def __init__(
+        self, message: str = "No replica is ready.", *, retry_after_s: float = _RETRY_AFTER_S
+    ) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
 
 
 class DrainingError(CapacityError):
@@ -201,7 +287,10 @@ class NoReplicaError(ReplicaLostError):
 
 @dataclass(frozen=True, slots=True)
 class ErrorAnswer:
-    """An error as it is sent: as a whole answer, or as the last events of a stream."""
+    """An error as it is sent: as a whole answer, or as the last events of a stream.
+
+    In Anthropic's form the error also has `code`, and `param` if a field is wrong.
+    """
 
     status: int
     message: str
@@ -210,18 +299,34 @@ class ErrorAnswer:
     retry_after_s: float | None = None
     kind: str | None = None
     extra_headers: tuple[tuple[bytes, bytes], ...] = ()
+    form: AnswerForm = AnswerForm.CHUNKS
+
+    def in_form(self, form: AnswerForm) -> "ErrorAnswer":
+        """Return the error in another form."""
+        return self if form is self.form else replace(self, form=form)
 
     @property
     def body(self) -> bytes:
-        """The OpenAI error body."""
+        """The error body."""
+        return json.dumps(self._fields).encode()
+
+    @property
+    def _fields(self) -> dict[str, Any]:
+        if self.form is AnswerForm.MESSAGES:
+            usual = "api_error" if self.status >= 500 else "invalid_request_error"
+            error = {"type": _ANTHROPIC_TYPES.get(self.status, usual), "message": self.message}
+            named = {"param": self.param, "code": self.code}
+            error |= {name: value for name, value in named.items() if value is not None}
+            return {"type": "error", "error": error}
         usual = "server_error" if self.status >= 500 else "invalid_request_error"
-        error = {
-            "message": self.message,
-            "type": self.kind or usual,
-            "param": self.param,
-            "code": self.code,
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind or usual,
+                "param": self.param,
+                "code": self.code,
+            }
         }
-        return json.dumps({"error": error}).encode()
 
     @property
     def headers(self) -> Headers:
@@ -232,10 +337,26 @@ class ErrorAnswer:
             headers.append((b"retry-after", str(seconds).encode()))
         return [*headers, *self.extra_headers]
 
-    @property
-    def events(self) -> bytes:
-        """The error event and the end of a stream."""
-        return b"data: " + self.body + b"\n\n" + DONE_EVENT
+    def events(self, before: bytes = b"") -> bytes:
+        """The error event and the end of a stream; `before` is the last piece of the stream."""
+        match self.form:
+            case AnswerForm.CHUNKS:
+                return b"data: " + self.body + b"\n\n" + DONE_EVENT
+            case AnswerForm.MESSAGES:
+                return named_event(self._fields)
+            case AnswerForm.RESPONSES:
+                numbers = _SEQUENCE_NUMBER.findall(before)
+                event = {"type": "error", "code": self.code or self._fields["error"]["type"]}
+                event |= {"message": self.message, "param": self.param}
+                event["sequence_number"] = int(numbers[-1]) + 1 if numbers else 0
+                # OpenAI documents the fields above, and its client raises at `error`.
+                return named_event(event | self._fields)
+
+
+def named_event(fields: dict[str, Any]) -> bytes:
+    """Return a server-sent event that is named after its `type`."""
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False)
+    return b"event: " + str(fields["type"]).encode() + b"\ndata: " + text.encode() + b"\n\n"
 
 
 INTERNAL_ERROR = ErrorAnswer(
@@ -246,15 +367,17 @@ INTERNAL_ERROR = ErrorAnswer(
 
 def answer_for(error: RequestError | CapacityError | ReplicaLostError) -> ErrorAnswer:
     """Return the answer to a request that was refused, or whose replica was lost."""
-    message = error.client_message if isinstance(error, ReplicaLostError) else str(error)
+    message = str(error)
+    if isinstance(error, ReplicaLostError | StoreError):
+        message = error.client_message
     kind: str | None = None
     extra_headers: tuple[tuple[bytes, bytes], ...] = ()
-    if isinstance(error, EnginesDiedError):
+    if isinstance(error, EnginesDiedError | BudgetError):
         # Without this header, OpenAI's clients would retry by themselves.
         extra_headers = ((b"x-should-retry", b"false"),)
     elif isinstance(error, UnknownKeyError):
         extra_headers = ((b"www-authenticate", b'Bearer realm="apar"'),)
-    elif isinstance(error, RateLimitError):
+    if isinstance(error, RateLimitError):
         kind = error.kind
     return ErrorAnswer(
         error.status,
@@ -268,7 +391,7 @@ def answer_for(error: RequestError | CapacityError | ReplicaLostError) -> ErrorA
 
 
 def error_code(body: bytes) -> str | None:
-    """Return the code in an OpenAI error body, None if it has none."""
+    """Return the code in an error body, None if it has none."""
     try:
         code = json.loads(body)["error"]["code"]
     except (ValueError, LookupError, TypeError):
@@ -278,7 +401,7 @@ def error_code(body: bytes) -> str | None:
 
 def event_error_code(events: bytes) -> str:
     """Return the code in the error event that ends a stream, `error` if it has none."""
-    event = events.removeprefix(b"data: ").partition(b"\n\n")[0]
+    event = events.partition(b"\n\n")[0].rpartition(b"data: ")[2]
     return error_code(event) or "error"
 
 
@@ -297,8 +420,8 @@ def _word(value: object) -> str:
     return text if isinstance(value, str | int) and _WORD.fullmatch(text) else "unknown"
 
 
-def normalised(status: int, body: bytes) -> bytes:
-    """Rewrite vLLM's error body with OpenAI's four keys and types.
+def normalised(status: int, body: bytes, form: AnswerForm = AnswerForm.CHUNKS) -> bytes:
+    """Rewrite vLLM's error body in a form of ours.
 
     vLLM puts the status into `code` and the Python exception into `type`, and prefixes the name of
     a wrong field with `body.`.
@@ -311,7 +434,7 @@ def normalised(status: int, body: bytes) -> bytes:
     if not isinstance(error, dict):
         detail = answer.get("detail") if isinstance(answer, dict) else None
         text = detail if isinstance(detail, str) else body.decode(errors="replace")
-        return ErrorAnswer(status, text or f"HTTP {status}").body
+        return ErrorAnswer(status, text or f"HTTP {status}", form=form).body
     param = error.get("param")
     if isinstance(param, str):
         param = param.removeprefix("body.") or None
@@ -321,4 +444,5 @@ def normalised(status: int, body: bytes) -> bytes:
         str(error.get("message", f"HTTP {status}")),
         param=param if isinstance(param, str) else None,
         code=code if isinstance(code, str) else None,
+        form=form,
     ).body

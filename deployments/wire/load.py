@@ -16,7 +16,7 @@ class ReplicaLoad:
     seconds, idle time excluded. `step_s` is the mean time of an engine step, 0 while unknown. So
     `tokens_per_s * step_s` is the mean number of threads in a step. `thread_weight` is what a
     thread beside others of its request costs over a request's first thread: 1, or less with family
-    attention.
+    attention. `address` is where the replica takes calls of gateways (`wire/frames.py`).
     """
 
     requests: int
@@ -29,6 +29,7 @@ class ReplicaLoad:
     step_s: float
     taken_at_s: float
     thread_weight: float = 1.0
+    address: str | None = None
 
     @classmethod
     def from_stats(cls, stats: Mapping[str, Any]) -> "ReplicaLoad | None":

@@ -1,5 +1,6 @@
 """A request on its way from the gateway to a replica."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,34 @@ from starlette.types import Scope
 from apar_core.fork_parameters import KeyTerms
 from apar_core.journal import Journal
 from deployments.wire.answer import Headers
+
+MAX_DEADLINE_MS = 86_400_000
+MAX_EXPECTED_TOKENS = 2**24
+PARENT_ID_PATTERN = r"^[A-Za-z0-9._:-]{1,128}$"
+"""Bounds of a request's options; see `deployments/gateway/request_options.py`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """When a request's answer must end, and when its first token must be there (Unix times).
+
+    None where the client has set none. Gateways and replicas compare them with their own clocks.
+    """
+
+    answer_at_s: float | None = None
+    first_token_at_s: float | None = None
+
+    @property
+    def first(self) -> tuple[str, float]:
+        """The earlier deadline, by the name of its option, and its time."""
+        times = {
+            "deadline_ms": self.answer_at_s,
+            "first_token_deadline_ms": self.first_token_at_s,
+        }
+        return min(
+            ((name, at_s) for name, at_s in times.items() if at_s is not None),
+            key=lambda item: item[1],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +49,9 @@ class RequestTerms:
     all requests of the key may have alive on one replica, None for no cap. `cache_salt` separates
     the prefix cache of this request from others; None leaves the body's own salt. `keeps_journal`
     asks for `ThreadDelta`s with the pieces of a stream, so that another replica can continue it.
-    `resume` is the journal of the stream that this request continues. `trace_headers` are W3C's
-    `traceparent` and `tracestate` if the request is traced.
+    `model` names the model or adapter that answers; None leaves the body's own. `resume` is the
+    journal of the stream that this request continues. `trace_headers` are W3C's `traceparent` and
+    `tracestate` if the request is traced. `deadlines` are None if it has none.
     """
 
     request_id: str | None = None
@@ -29,26 +59,29 @@ class RequestTerms:
     key: str | None = None
     key_max_threads: int | None = None
     cache_salt: str | None = None
+    model: str | None = None
     keeps_journal: bool = False
     resume: Journal | None = None
     trace_headers: Mapping[str, str] | None = None
+    deadlines: Deadlines | None = None
 
     def key_terms(self) -> KeyTerms | None:
-        """Return the key's terms for the engine, None for a caller without a key."""
-        if self.key is None:
+        """Return the terms for the engine, None for a caller without a key and a deadline."""
+        deadline_at_s = None if self.deadlines is None else self.deadlines.answer_at_s
+        if self.key is None and deadline_at_s is None:
             return None
-        return KeyTerms(self.key, self.key_max_threads, self.priority)
+        return KeyTerms(self.key, self.key_max_threads, self.priority, deadline_at_s)
 
 
 def write_terms(body: dict[str, Any], terms: RequestTerms) -> bool:
-    """Write the cache salt into a body for vLLM, in place; returns whether the body changed.
+    """Write model and cache salt into a body for vLLM, in place; returns whether it changed.
 
     Priority, key and thread cap are not fields of the body: they reach the engine as `KeyTerms`.
     """
-    if terms.cache_salt is None:
-        return False
-    body["cache_salt"] = terms.cache_salt
-    return True
+    given = {"model": terms.model, "cache_salt": terms.cache_salt}
+    changes = {name: value for name, value in given.items() if value is not None}
+    body.update(changes)
+    return bool(changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +93,9 @@ class RequestHint:
     (system prompt, then each turn). Two prompts share as many leading hashes as leading pieces.
     `prefix_tokens[i]` estimates the tokens that hash i covers. `may_fork` is false if the request
     rules forks out. `num_choices` counts the requested answers, each with its own root thread.
+    `expected_tokens` is the client's own forecast of each answer, and `family` is equal for
+    requests of the same parent. `first_token_s` and `answer_s` are the seconds left until the
+    request's deadlines; infinite without any.
     """
 
     prompt_tokens: int = 0
@@ -68,6 +104,10 @@ class RequestHint:
     may_fork: bool = True
     prefix_tokens: tuple[int, ...] = ()
     num_choices: int = 1
+    expected_tokens: int | None = None
+    family: int | None = None
+    first_token_s: float = math.inf
+    answer_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

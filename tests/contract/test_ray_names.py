@@ -22,6 +22,7 @@ from ray.serve import _private as serve_private
 from ray.serve._private import http_util
 from ray.serve._private.autoscaling_state import DeploymentAutoscalingState
 from ray.serve._private.common import ReplicaID, RequestMetadata
+from ray.serve._private.config import DeploymentConfig
 from ray.serve._private.constants import (
     SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER,
     SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER,
@@ -31,6 +32,7 @@ from ray.serve._private.constants import (
 )
 from ray.serve._private.handle_options import InitHandleOptionsBase
 from ray.serve._private.logging_utils import get_serve_logs_dir
+from ray.serve._private.replica import Replica as ServeReplica
 from ray.serve._private.replica import UserCallableWrapper
 from ray.serve._private.request_router.common import PendingRequest, RequestRoutingContext
 from ray.serve._private.request_router.replica_wrapper import RunningReplica
@@ -39,6 +41,7 @@ from ray.serve._private.router import AsyncioRouter, CurrentLoopRouter
 from ray.serve._private.utils import call_function_from_import_path
 from ray.serve._private.version import DeploymentVersion
 from ray.serve.config import AutoscalingContext
+from ray.serve.context import ReplicaContext
 from ray.serve.deployment import Deployment
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from starlette.types import Message, Receive, Scope, Send
@@ -323,3 +326,11 @@ def test_rays_key_value_store_has_namespaces() -> None:
 
 def test_the_url_of_rays_dashboard_is_known() -> None:
     assert list(inspect.signature(worker.get_dashboard_url).parameters) == []
+
+
+def test_a_replica_knows_its_cap_and_ends_after_its_handles_calls() -> None:
+    assert "_deployment_config" in ReplicaContext.__dataclass_fields__
+    assert "max_ongoing_requests" in DeploymentConfig.model_fields
+    source = inspect.getsource(ServeReplica._perform_graceful_shutdown)
+    assert source.index("_drain_ongoing_requests(") < source.index("self.shutdown()")
+    assert "call_destructor()" in inspect.getsource(ServeReplica.shutdown)

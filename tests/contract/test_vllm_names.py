@@ -19,7 +19,7 @@ import prometheus_client
 import pytest
 from prometheus_client.multiprocess import MultiProcessCollector
 from vllm import envs
-from vllm.config import SchedulerConfig, VllmConfig
+from vllm.config import ModelConfig, SchedulerConfig, VllmConfig
 from vllm.config.aux_output import AuxOutputConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
@@ -34,6 +34,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.engine.serving import BaseServing
+from vllm.model_executor.layers.attention import Attention
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils import random_uuid
@@ -319,7 +320,9 @@ SIGNATURES = (
         "vllm_config, kv_cache_spec",
         "no full CUDA graphs",
     ),
+    Signature(Worker.init_device, "self", "builds the runner, whose block tables we watch"),
     Signature(Worker.load_model, "self, ...", "builds the model with our backends"),
+    Signature(Worker.compile_or_warm_up_model, "self", "compiles our kernels before"),
     Signature(register_backend, "backend, class_path=None, ...", "puts ours in vLLM's place"),
     Signature(
         merge_attn_states,
@@ -417,11 +420,13 @@ ATTRIBUTES = (
         "mm_req_doc_ranges",
         "the rows of a step",
     ),
+    Attributes(Attention, "impl kv_cache get_attn_backend", "the layers to warm up"),
+    Attributes(ModelConfig, "use_mla rswa_window dtype", "which models fit"),
     *(
         Attributes(
             implementation,
             "sliding_window alibi_slopes logits_soft_cap sinks attn_type kv_cache_dtype scale "
-            "head_size",
+            "head_size num_heads",
             "which layers are read row by row",
         )
         for implementation in (CPUAttentionBackendImpl, FlashAttentionImpl, TritonAttentionImpl)

@@ -13,6 +13,7 @@ from deployments.gateway.settings import GatewaySettings, ServedModel
 from deployments.relay.relay import Progress
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.request import RelayedRequest
+from deployments.wire.start import StartReport
 
 JSON = [(b"content-type", b"application/json"), (b"content-length", b"999")]
 EVENTS = [(b"content-type", b"text/event-stream")]
@@ -32,6 +33,14 @@ class FakeReplicas:
         self.gate.set()
         self.num_closed = 0
         self.num_running = 1
+        self.num_answering: int | None = None  # None for all that run
+        self.reports: list[StartReport] = []
+
+    async def answering(self, wait_s: float) -> int:
+        return self.num_running if self.num_answering is None else self.num_answering
+
+    async def starting(self) -> list[StartReport]:
+        return self.reports
 
     async def stream(
         self, request: RelayedRequest
@@ -75,16 +84,10 @@ def settings_of(num_models: int, *, max_queued: int = 0, **settings: Any) -> Gat
     return GatewaySettings(models=models, **settings)
 
 
-def gateway_of(
-    *replicas: FakeReplicas, healthy: bool = True, max_queued: int = 0, **settings: Any
-) -> Gateway:
+def gateway_of(*replicas: FakeReplicas, max_queued: int = 0, **settings: Any) -> Gateway:
     """A gateway with one model for each of the replicas."""
-
-    async def is_healthy() -> bool:
-        return healthy
-
     given = settings_of(len(replicas), max_queued=max_queued, **settings)
-    return Gateway(given, replicas, is_healthy)
+    return Gateway(given, replicas)
 
 
 def client_of(app: ASGIApp) -> httpx.AsyncClient:
@@ -93,11 +96,9 @@ def client_of(app: ASGIApp) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://gateway")
 
 
-def client(
-    *replicas: FakeReplicas, healthy: bool = True, max_queued: int = 0, **settings: Any
-) -> httpx.AsyncClient:
+def client(*replicas: FakeReplicas, max_queued: int = 0, **settings: Any) -> httpx.AsyncClient:
     """A client of a gateway in front of these replicas."""
-    return client_of(gateway_of(*replicas, healthy=healthy, max_queued=max_queued, **settings))
+    return client_of(gateway_of(*replicas, max_queued=max_queued, **settings))
 
 
 def key(name: str, token: str | None = None, **fields: Any) -> KeyConfig:

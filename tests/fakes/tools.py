@@ -10,6 +10,7 @@ PACKAGES = {
     "amtool": "prometheus-alertmanager",
     "chromium": "chromium",
     "kubectl": "kubectl",
+    "openssl": "openssl",
     "prometheus": "prometheus",
     "promtool": "prometheus",
     "redis-server": "redis-server",

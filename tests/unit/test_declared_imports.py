@@ -39,9 +39,10 @@ EXTRAS_OF = {
     "cluster/loadtest": ("loadtest",),
     "cluster/simulation": ("loadtest", "serve"),
     "deployments": ("serve",),
+    "deployments/gateway/key_store.py": ("redis", "serve"),
 }
 # Declared, but not imported by name: opened by another library.
-NOT_IMPORTED = {"redis": "limits", "tensorboard": "transformers' Trainer"}
+NOT_IMPORTED = {"tensorboard": "transformers' Trainer"}
 # What vLLM brings; the plugin's base dependencies leave them out.
 OF_VLLM = {"huggingface-hub", "numba", "safetensors", "torch", "transformers", "triton", "vllm"}
 

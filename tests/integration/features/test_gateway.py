@@ -225,3 +225,35 @@ def test_embeddings_are_charged_to_their_key(server: Server) -> None:
     long = client.embeddings.with_raw_response
     with pytest.raises(openai.RateLimitError):
         long.create(model="embedding", input="x" * 8000)
+
+
+def test_a_model_of_embeddings_scores_reranks_and_pools(server: Server) -> None:
+    def post(path: str, **fields: Any) -> Any:
+        answer = server.post(path, json={"model": "embedding"} | fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    scores = post("/v1/score", queries="hello", documents=["hello", "you"])["data"]
+    ranked = post("/v1/rerank", query="hello", documents=["you", "hello"])["results"]
+    pooled = post("/pooling", input="hello")["data"]
+    [embedded] = server.openai().embeddings.create(model="embedding", input="hello").data
+
+    assert scores[0]["score"] == pytest.approx(1.0, abs=1e-5) > scores[1]["score"]
+    assert [each["index"] for each in ranked] == [1, 0]
+    assert pooled[0]["data"] == pytest.approx(embedded.embedding, abs=1e-5)
+    refused = server.post("/v1/score", json={"model": "base", "queries": "a", "documents": "b"})
+    assert refused.status_code == 404
+    assert "'base' does not serve /v1/score" in refused.json()["error"]["message"]
+
+
+def test_cards_say_what_forks_mean(server: Server) -> None:
+    cards = {
+        each["id"]: each["apar"] for each in server.request("GET", "/v1/models").json()["data"]
+    }
+
+    assert (cards["base"]["forks"], cards["forking"]["forks"]) == (False, True)
+    assert cards["base"]["format"] == "apar"
+    assert set(cards["base"]["control_tokens"]) == {"[Fork]", "[Child]"}
+    assert "/v1/responses" in cards["forking"]["apis"]
+    assert cards["embedding"]["forks"] is False
+    assert {"/v1/embeddings", "/v1/score"} <= set(cards["embedding"]["apis"])

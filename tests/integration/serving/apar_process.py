@@ -59,6 +59,8 @@ def apar_serve(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            # Usage of keys goes there by default.
+            env=os.environ | {"XDG_STATE_HOME": str(log.parent / "state")},
         )
         try:
             yield process

@@ -9,11 +9,26 @@ from dataclasses import dataclass, field
 import httpx
 import psutil
 
-from tests.integration.serving.apar_process import ENGINE, GATEWAY, REPLICA, Server
+from tests.integration.serving.apar_process import (
+    CONTROLLER,
+    ENGINE,
+    GATEWAY,
+    HAPROXY,
+    REPLICA,
+    Server,
+)
 from tests.integration.serving.load_clients import Load, under_load
 
 RECOVERY_S = 180.0
-NAMES = {REPLICA: "replica", ENGINE: "engine", GATEWAY: "gateway"}
+NAMES = {
+    REPLICA: "replica",
+    ENGINE: "engine",
+    GATEWAY: "gateway",
+    HAPROXY: "haproxy",
+    CONTROLLER: "controller",
+}
+ALL = tuple(NAMES)
+"""All kinds of victims."""
 
 
 @dataclass(frozen=True)
@@ -85,29 +100,49 @@ async def kill_run(
     num_kills: int,
     *,
     num_replicas: int = 2,
+    num_gateways: int = 1,
     num_clients: int = 16,
+    num_requests: int = 0,
     seed: int = 0,
     titles: tuple[str, ...] = (REPLICA, ENGINE, GATEWAY),
 ) -> KillRun:
-    """Kill this many processes under load; every other one only once all replicas are back."""
+    """Kill this many processes under load; every other one only once everything is back.
+
+    The clients go on until they have sent `num_requests`, and the kills are spread over them.
+    """
     draw = random.Random(seed)
     started = time.monotonic()
     async with under_load(server.url, num_clients=num_clients, seed=seed) as load:
         run = KillRun(load)
         for number, title in enumerate(rounds(draw, titles, num_kills)):
             if number % 2 == 0:
-                await asyncio.to_thread(
-                    server.wait_for_replicas, num_replicas, timeout_s=RECOVERY_S
-                )
+                await until_back(server, num_replicas, num_gateways)
+            # The next kill waits for its part of the requests.
+            await until_sent(load, num_requests * number // num_kills)
             await asyncio.sleep(draw.uniform(0.0, 4.0))
             while not (victims := server.processes(title)):
                 await until_alive(server, title, set())
             draw.choice(victims).kill()
             run.kills.append(Kill(title, time.monotonic()))
-        await asyncio.to_thread(server.wait_for_replicas, num_replicas, timeout_s=RECOVERY_S)
+        await until_back(server, num_replicas, num_gateways)
+        await until_sent(load, num_requests)
         await asyncio.sleep(2)
     run.seconds = time.monotonic() - started
     return run
+
+
+async def until_back(server: Server, num_replicas: int, num_gateways: int) -> None:
+    """Wait until all replicas and gateways run, and the server is healthy."""
+    await asyncio.to_thread(server.wait_for_replicas, num_replicas, timeout_s=RECOVERY_S)
+    async with asyncio.timeout(RECOVERY_S):
+        while len(server.processes(GATEWAY)) < num_gateways:  # noqa: ASYNC110 - other processes
+            await asyncio.sleep(0.2)
+
+
+async def until_sent(load: Load, number: int) -> None:
+    """Wait until this many requests have ended."""
+    while len(load.outcomes) < number:  # noqa: ASYNC110 - the test has a time limit
+        await asyncio.sleep(0.2)
 
 
 async def kill_and_watch(server: Server, title: str, seconds: float) -> Load:

@@ -103,21 +103,26 @@ async def test_a_killed_gateway_ends_its_requests_and_its_successor_serves_the_n
         victim.kill()
         async with asyncio.timeout(CLOSED_WITHIN_S):
             texts = await asyncio.gather(*streams, return_exceptions=True)
-            answers = await asyncio.gather(*wholes, return_exceptions=True)
+        answers = await asyncio.gather(*wholes, return_exceptions=True)
         after = await asyncio.to_thread(server.wait_until_idle)
         await wait_until_served(client)
         text = await begun_stream(client, begun, BODY)
 
     assert [type(error) for error in texts] == [httpx.RemoteProtocolError] * len(streams)
     for answer in answers:
-        # HAProxy closes the client's connection where it had used the gateway's one before.
+        # HAProxy closes the client's connection where it had used the gateway's one before. Others
+        # it sends again, to the successor.
         if not isinstance(answer, httpx.RemoteProtocolError):
             assert isinstance(answer, httpx.Response)
+            if answer.status_code == 200:
+                assert answer.json()["usage"]["completion_tokens"] == body["max_tokens"]
+                continue
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
             assert answer.json()["error"]["code"] == "not_ready"
-    # The engine has stopped long before the requests were complete.
+    # The engine has stopped long before the requests were complete. Whole answers may have been
+    # generated again.
     generated = after["generated_tokens"] - idle["generated_tokens"]
-    assert 0 < generated < body["max_tokens"] * (len(streams) + len(wholes)) / 2
+    assert 0 < generated < body["max_tokens"] * (len(streams) / 2 + len(wholes) * 1.5)
     assert text.endswith("data: [DONE]\n\n")
     assert '"error"' not in text
     (successor,) = server.processes(GATEWAY)

@@ -172,7 +172,7 @@ def test_prompts_and_models_beyond_the_key_are_refused(server: Server) -> None:
         ask(server.openai("plain"), "x" * (MAX_PROMPT_CHARS + 1))
     with pytest.raises(openai.NotFoundError) as unknown:
         ask(server.openai("elsewhere"))
-    with pytest.raises(openai.BadRequestError, match="priority"):
+    with pytest.raises(openai.BadRequestError, match="`priority` is -5; this key allows 0"):
         ask(server.openai("plain"), extra_body={"priority": -5})
 
     assert too_long.value.code == "context_length_exceeded"

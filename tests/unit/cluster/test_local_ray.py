@@ -2,6 +2,7 @@
 
 import os
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -15,17 +16,22 @@ import httpx
 import psutil
 import pytest
 
-from cluster.config import StartError
+from cluster.config import ClusterConfig, StartError
+from cluster.config.files import SecretError
+from cluster.config.tls import TlsConfig
 from cluster.local_ray import (
+    HAPROXY_SETTINGS,
     SERVE_FLAGS,
     adopt_orphans,
     end_descendants,
     free_port,
     local_ray,
     reap_orphans,
+    replace_certificate,
     serve_environment,
     write_haproxy_wrapper,
 )
+from tests.fakes.tools import needs
 
 # A process that ignores SIGTERM, started by one that ends at once, so that it is an orphan.
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
@@ -115,6 +121,83 @@ def answer_through_haproxy(folder: Path, backend: str) -> httpx.Response:
         process.wait()
 
 
+def new_certificate(folder: Path, name: str) -> tuple[Path, Path]:
+    """Make a certificate for 127.0.0.1 and its key."""
+    certificate, key = folder / f"{name}.crt", folder / f"{name}.key"
+    subprocess.run(
+        [
+            "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
+            "-nodes", "-days", "1", "-subj", f"/CN={name}", "-addext",
+            "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate),
+        ],
+        check=True,
+        capture_output=True,
+    )  # fmt: skip
+    return certificate, key
+
+
+@needs("openssl")
+def test_haproxy_serves_https_with_a_certificate_that_can_be_renewed(tmp_path: Path) -> None:
+    first, second = new_certificate(tmp_path, "first"), new_certificate(tmp_path, "second")
+    folder, port = tmp_path / "haproxy", free_port()
+    folder.mkdir()
+    config, wrapper = folder / "c.cfg", folder / "haproxy"
+    config.write_text(
+        f"global\n    stats socket {folder}/a.sock mode 600 level admin\n"
+        "defaults\n    mode http\n    timeout connect 1s\n    timeout client 5s\n"
+        "    timeout server 5s\n"
+        f"frontend http_frontend\n    bind 127.0.0.1:{port}\n"
+        "    default_backend default_backend\nbackend default_backend\n"
+        '    http-request return status 200 content-type text/plain string "yes"\n'
+    )
+    pem = TlsConfig(certificate=first[0], key=first[1]).read_pem()
+    write_haproxy_wrapper(wrapper, pem)
+
+    def ask(trusted: Path) -> str:
+        context = ssl.create_default_context(cafile=str(trusted))
+        with httpx.Client(transport=httpx.HTTPTransport(retries=8, verify=context)) as http:
+            return http.get(f"https://127.0.0.1:{port}/").text
+
+    process = subprocess.Popen([str(wrapper), "-db", "-f", str(config)])
+    try:
+        assert ask(first[0]) == "yes"
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"http://127.0.0.1:{port}/").raise_for_status()
+        renewed = TlsConfig(certificate=second[0], key=second[1]).read_pem()
+        assert renewed is not None
+        replace_certificate(folder, renewed)
+        assert ask(second[0]) == "yes"
+        with pytest.raises(StartError, match="HAProxy"):
+            replace_certificate(folder, b"no certificate")
+        assert ask(second[0]) == "yes"
+    finally:
+        process.kill()
+        process.wait()
+    assert (folder / "tls.pem").stat().st_mode & 0o777 == 0o600
+
+
+@needs("openssl")
+def test_an_unusable_certificate_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    certificate, key = new_certificate(tmp_path, "a")
+    _, other = new_certificate(tmp_path, "b")
+    both = tmp_path / "both.pem"
+    both.write_bytes(certificate.read_bytes() + key.read_bytes())
+
+    assert TlsConfig().read_pem() is None
+    assert TlsConfig(certificate=both).read_pem() is not None
+    for wrong in (
+        TlsConfig(certificate=certificate),
+        TlsConfig(certificate=certificate, key=other),
+        TlsConfig(certificate=key, key=key),
+        TlsConfig(certificate=tmp_path / "missing.pem"),
+    ):
+        with pytest.raises(SecretError, match="tls: ") as refused:
+            wrong.read_pem()
+        assert "PRIVATE" not in str(refused.value)
+    with pytest.raises(ValueError, match="ingress"):
+        ClusterConfig.model_validate({"ray_address": "auto", "tls": {"certificate": str(both)}})
+
+
 def assert_not_ready(answer: httpx.Response) -> None:
     assert answer.status_code == 503
     assert answer.headers["content-type"] == "application/json"
@@ -180,7 +263,8 @@ def test_other_answers_pass_haproxy_unchanged(
 
 def test_haproxys_files_stay_in_the_private_folder(tmp_path: Path) -> None:
     values = [value for key, value in serve_environment(tmp_path).items() if "HAPROXY" in key]
-    paths = [value for value in values if not value.isdecimal()]
+    known = HAPROXY_SETTINGS.values()
+    paths = [value for value in values if not (value.isdecimal() or value in known)]
 
     assert len(paths) == 6
     assert all(Path(path).is_relative_to(tmp_path) for path in paths)

@@ -103,7 +103,7 @@ def test_the_cluster_serves_with_the_mounted_settings() -> None:
 
     assert f"127.0.0.1:{config.port}:{config.port}" in services["network"]["ports"]
     assert config.host == "0.0.0.0"
-    assert f":{config.port}/health'" in cluster["healthcheck"]["test"][-1]
+    assert f":{config.port}/ready'" in cluster["healthcheck"]["test"][-1]
     # Draining must be over before the container is killed.
     assert int(cluster["stop_grace_period"].removesuffix("s")) > config.drain_s
     dockerfile = (REPOSITORY / cluster["build"]["dockerfile"]).read_text()

@@ -18,7 +18,7 @@ from ray.serve.schema import (
 from apar_core.step_costs.gpus import find_gpu
 from cluster.config import ConfigError
 from cluster.config.model import ModelConfig
-from cluster.local_ray import SERVE_FLAGS
+from cluster.local_ray import HAPROXY_SETTINGS, SERVE_FLAGS
 from deployments.app.ingress import GATEWAY
 from deployments.app.kuberay import KubeRayArguments, application, arguments_of
 from deployments.app.weights import repositories
@@ -88,7 +88,8 @@ def test_pods_have_the_environment_that_ray_serve_needs(overlay: str) -> None:
     maps = {each["metadata"]["name"]: each["data"] for each in of_kind(objects, "ConfigMap")}
     for pod in ray_pods(objects):
         [source] = pod.container["envFrom"]
-        assert SERVE_FLAGS.items() <= maps[source["configMapRef"]["name"]].items()
+        given = maps[source["configMapRef"]["name"]].items()
+        assert (SERVE_FLAGS | HAPROXY_SETTINGS).items() <= given
         # The preStop hook reads it.
         assert "POD_IP" in {each["name"] for each in pod.container["env"]}
 

@@ -2,7 +2,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm import SamplingParams
+from vllm import PoolingParams, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -191,3 +191,76 @@ async def test_the_stream_of_a_session_is_paced_once() -> None:
     add_request(processor, "r", "client's", **session)
 
     assert processor.request_states["r"].queue is paced is not queue
+
+
+def followed(processor: Any) -> RequestFollower:
+    """Return a follower of the requests that are added next."""
+    follower = RequestFollower(keeps_journal=True)
+    processor.follow("client's", follower)
+    return follower
+
+
+@pytest.mark.parametrize("changes", [{}, {"enabled": False}, {"plain": True}])
+def test_a_request_that_is_ended_early_keeps_its_text(changes: dict[str, Any]) -> None:
+    processor: Any = ForkOutputProcessor(None, log_stats=False)
+    followed(processor)
+    queue = RequestOutputCollector(RequestOutputKind.DELTA, "r")
+    add_request(processor, "r", "client's", queue=queue, **changes)
+    processor.process_outputs([output("r", [10, 11])])
+
+    assert processor.end("someone else's") == []
+    assert processor.end("client's") == ["r"]
+
+    ended: Any = queue.get_nowait()
+    assert ended.finished
+    assert list(ended.outputs[0].token_ids) == [10, 11]
+    assert ended.outputs[0].finish_reason == "length"
+    assert processor.end("client's") == []
+    # What the engine core had already sent is ignored.
+    assert processor.process_outputs([output("r", [12])]).reqs_to_abort == []
+    assert not processor.request_states
+
+
+def test_an_embedding_that_is_ended_early_is_aborted() -> None:
+    processor: Any = ForkOutputProcessor(None, log_stats=False)
+    followed(processor)
+    queue = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, "r")
+    request = EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=[5, 6],
+        mm_features=None,
+        sampling_params=None,
+        pooling_params=PoolingParams(task="embed"),
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    request.external_req_id = "client's"
+    processor.add_request(request, None, queue=queue)
+
+    assert processor.end("client's") == ["r"]
+
+    ended: Any = queue.get_nowait()
+    assert ended.finished
+    assert not processor.request_states
+
+
+def test_a_forked_request_that_is_ended_early_keeps_the_text_of_all_threads() -> None:
+    processor: Any = ForkOutputProcessor(None, log_stats=False)
+    follower = followed(processor)
+    queue = RequestOutputCollector(RequestOutputKind.DELTA, "r")
+    add_request(processor, "r", "client's", queue=queue)
+    processor.process_outputs([output("r", [10, FORK])])
+    processor.process_outputs([output("r", [11, FORK]), output("r~0", [20])])
+    processor.process_outputs([output("r", [12]), output("r~0", [21])])
+
+    assert processor.end("client's") == ["r"]
+
+    ended: Any = queue.get_nowait()
+    assert list(ended.outputs[0].token_ids) == [10, 20, 21, 11, 12]
+    assert ended.outputs[0].finish_reason == "length"
+    statistics = processor.records.take("client's").statistics
+    assert (statistics.forks, statistics.threads) == (2, 3)
+    assert {each.finish_reason for each in follower.take_journal()} == {FinishReason.LENGTH}
+    assert not processor._threads

@@ -165,6 +165,7 @@ def test_loading_the_plugin_imports_only_itself() -> None:
         "apar_core",
         "apar_core.engine",
         "apar_core.engine.plugin",
+        "apar_core.engine.start_stages",
         "apar_core.errors",
         "apar_core.vllm_names",
     }

@@ -101,3 +101,31 @@ def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
 
     assert config == ClusterConfig()
     assert [model.public_name for model in config.models] == ["apar-tiny"]
+
+
+TWO = "models: [{checkpoint: apar-7b, adapters: [{name: tuned, path: /a}]}, {name: plain}]\n"
+
+
+def test_other_names_lead_to_models_and_adapters(tmp_path: Path) -> None:
+    text = TWO + "aliases: {gpt: apar-7b, mine: tuned}\nfallback: {tuned: plain, plain: apar-7b}"
+
+    config = load_config(written(tmp_path, text), {}, {})
+
+    assert config.aliases == {"gpt": "apar-7b", "mine": "tuned"}
+    assert config.fallback == {"tuned": "plain", "plain": "apar-7b"}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("aliases: {gpt: none}", "aliases: 'gpt' leads to 'none', which is not served"),
+        ("aliases: {plain: apar-7b}", "aliases: 'plain' is the name of a model"),
+        ("fallback: {none: plain}", "fallback: 'none' is not served"),
+        ("fallback: {plain: none}", "fallback: 'plain' leads to 'none', which is not served"),
+        ("fallback: {plain: plain}", "fallback: 'plain' leads to itself"),
+        ("fallback: {tuned: apar-7b}", "fallback: 'tuned' and 'apar-7b' have the same replicas"),
+    ],
+)
+def test_other_names_that_lead_nowhere_are_refused(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load_config(written(tmp_path, TWO + text), {}, {})

@@ -7,6 +7,13 @@ import pytest
 Advance = Callable[[float], None]
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for the store of usage longer than a request would: the machine may be busy."""
+    for module in ("key_store", "ledger"):
+        monkeypatch.setattr(f"deployments.gateway.{module}.ANSWER_S", 30.0)
+
+
 @pytest.fixture
 def advance(monkeypatch: pytest.MonkeyPatch) -> Advance:
     """Stop the clock of the rate windows at a full minute; call to move it on by seconds."""

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from deployments.gateway.body import RequestBody
 from deployments.wire.request import RequestHint
-
-CHAT = "/v1/chat/completions"
+from deployments.wire.routes import ROUTES, BodyShape
 
 
 def parsed(fields: dict[str, Any]) -> RequestBody:
@@ -175,7 +174,7 @@ def test_no_body_is_too_odd_to_read(fields: dict[str, Any]) -> None:
     assert len(hint.prefix_hashes) == len(hint.prefix_tokens)
     json.dumps(hint.prefix_tokens)
     assert body.prompt_tokens >= 0
-    assert body.can_continue(CHAT) in (True, False)
+    assert body.can_continue in (True, False)
 
 
 @pytest.mark.parametrize(
@@ -197,8 +196,7 @@ def test_no_body_is_too_odd_to_read(fields: dict[str, Any]) -> None:
 def test_only_streams_of_one_choice_of_text_can_continue(
     fields: dict[str, Any], expected: bool
 ) -> None:
-    assert parsed(fields).can_continue(CHAT) is expected
-    assert not parsed(fields).can_continue("/tokenize")
+    assert parsed(fields).can_continue is expected
 
 
 def test_a_clients_salt_cannot_reach_another_keys_cache() -> None:
@@ -224,3 +222,81 @@ def test_prompts_under_different_salts_of_the_client_share_nothing() -> None:
     hashes = {request_hint(chat("Hello", cache_salt=salt)).prefix_hashes for salt in ("a", "b")}
 
     assert len(hashes) == 2
+
+
+RESPONSES, MESSAGES = ROUTES["/v1/responses"].shape, ROUTES["/v1/messages"].shape
+
+
+@pytest.mark.parametrize(
+    ("shape", "fields", "chars"),
+    [
+        (RESPONSES, {"input": "x" * 9}, {"input": 9}),
+        (RESPONSES, {"input": "xx", "instructions": "abc"}, {"input": 2, "instructions": 3}),
+        (RESPONSES, {"input": [{"role": "user", "content": "xyz"}]}, {"input": 3}),
+        (
+            RESPONSES,
+            {
+                "input": [
+                    {"role": "user", "content": [{"type": "input_text", "text": "xyz"}]},
+                    {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "1"},
+                    {"type": "function_call_output", "call_id": "1", "output": "four"},
+                    {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+                    {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]},
+                ]
+            },
+            {"input": 3 + 1 + 2 + 4 + 2},
+        ),
+        (MESSAGES, {"messages": [{"role": "user", "content": "xyz"}], "system": "ab"}, None),
+        (
+            MESSAGES,
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "text", "text": "xyz"},
+                            {"type": "tool_use", "name": "f", "input": {"city": "Rome"}},
+                            {"type": "tool_result", "content": [{"type": "text", "text": "ok"}]},
+                            {"type": "image", "source": {"data": "AAAA"}},
+                        ],
+                    }
+                ]
+            },
+            {"messages": 3 + 1 + len("cityRome") + 2},
+        ),
+        (ROUTES["/score"].shape, {"queries": "ab", "documents": ["c", "de"]}, None),
+        (ROUTES["/v1/embeddings"].shape, {"input": [[1, 2], [3]]}, {"input": 12}),
+    ],
+)
+def test_prompts_of_every_shape_are_counted(
+    shape: BodyShape, fields: dict[str, Any], chars: dict[str, int] | None
+) -> None:
+    counted = RequestBody(json.dumps(fields).encode(), shape).prompt_chars
+
+    assert counted == chars if chars else sum(counted.values()) == 5
+
+
+@pytest.mark.parametrize(
+    ("shape", "fields", "expected"),
+    [
+        (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, False),
+        (RESPONSES, {"text": {"format": {"type": "text"}}}, True),
+        (RESPONSES, {"response_format": {"type": "json_object"}}, True),
+        (MESSAGES, {"output_config": {"format": {"type": "json_schema"}}}, False),
+        (MESSAGES, {"tools": [{"name": "f"}], "tool_choice": {"type": "none"}}, True),
+        (MESSAGES, {"tools": [{"name": "f"}], "tool_choice": {"type": "any"}}, False),
+        (MESSAGES, {"text": 5, "output_config": [1]}, True),
+    ],
+)
+def test_a_constrained_answer_of_any_api_does_not_fork(
+    shape: BodyShape, fields: dict[str, Any], expected: bool
+) -> None:
+    assert RequestBody(json.dumps(fields).encode(), shape).may_fork is expected
+
+
+def test_each_api_has_its_own_limit_on_tokens() -> None:
+    fields = {"max_output_tokens": 3, "max_tokens": 5}
+
+    limits = [RequestBody(json.dumps(fields).encode(), shape).max_tokens
+              for shape in (RESPONSES, MESSAGES)]  # fmt: skip
+    assert limits == [3, 5]

@@ -178,11 +178,6 @@ async def test_unknown_routes_and_methods(method: str, path: str, status: int) -
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize(("healthy", "status"), [(True, 200), (False, 503)])
-async def test_health_is_the_health_of_the_replicas(healthy: bool, status: int) -> None:
-    assert (await client(FakeReplicas(), healthy=healthy).get("/health")).status_code == status
-
-
 async def test_a_full_queue_refuses_requests_until_one_ends() -> None:
     replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
     replicas.gate.clear()

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster.config.keys import new_token
 from cluster.config.limits import LimitsConfig
 from cluster.config.secret import SecretReference
 from deployments.routing.shared_router import ROUTERS
@@ -174,16 +176,6 @@ async def test_a_deeply_nested_body_does_not_fail_the_gateway() -> None:
     assert (await http.post(CHAT, content=nested)).status_code == 200
 
 
-async def test_a_clients_priority_is_refused_if_there_are_keys() -> None:
-    http = client(answering(), keys=(key("a", priority=5),))
-
-    refused = await http.post(CHAT, json={"priority": -1}, headers=bearer("a"))
-
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "priority"
-    assert (await client(answering()).post(CHAT, json={"priority": 1})).status_code == 200
-
-
 async def test_a_key_sees_only_its_own_models() -> None:
     replicas = [
         FakeReplicas(AnswerStart(200, JSON, json.dumps({"data": [{"id": name}]}).encode()))
@@ -222,6 +214,20 @@ async def test_a_sane_request_id_is_kept_and_any_other_replaced(given: str, kept
         assert str(request.terms.request_id).startswith(own)
     assert replicas.requests[0].terms.request_id != replicas.requests[1].terms.request_id
     assert (lost.headers["x-request-id"] == given) is kept
+
+
+async def test_a_key_in_a_path_or_an_id_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    token = new_token()
+    http = client(answering(), keys=(key("a", token),))
+
+    with caplog.at_level(logging.INFO):
+        lost = await http.get(f"/v1/{token}", headers=bearer(token))
+        asked = await http.post(CHAT, json={}, headers=bearer(token) | {"x-request-id": token})
+
+    assert (lost.status_code, asked.status_code) == (404, 200)
+    logged = [vars(record) for record in caplog.records if record.msg == "request"]
+    assert [facts["path"] for facts in logged] == ["/v1/apar-...", CHAT]
+    assert token not in str(logged)
 
 
 async def test_waiting_requests_are_ordered_by_class_then_fairness() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import random
 from typing import Any
 
 import pytest
@@ -321,3 +322,44 @@ async def test_a_store_that_recovers_counts_again() -> None:
     clock.now_s = 5.1
 
     assert not await store.take("a", 1, 1)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+async def test_several_gateways_admit_one_answer_each_more_than_one_gateway(
+    advance: Advance, seed: int
+) -> None:
+    """Each owes the tokens of its own last answers; all pay from the same window."""
+    draw = random.Random(seed)
+    limit, longest, num_gateways, minutes = 100, 250, 3, 12
+    shared = CounterStore(open_storage("memory://"))
+    gateways = [rates(shared, tokens_per_minute=limit) for _ in range(num_gateways)]
+    used = refused = 0
+    for _ in range(minutes * 60):
+        for gateway in draw.sample(gateways, num_gateways):
+            try:
+                await gateway.admit_tokens(5)
+            except RateLimitError:
+                refused += 1
+                continue
+            generated = draw.randint(0, longest)
+            gateway.use_tokens(generated)
+            used += 5 + generated
+        advance(1.0)
+        for gateway in gateways:
+            await gateway.settle()
+
+    # The windows, and the answer that each gateway gave before it had to pay.
+    assert limit * (minutes - 1) <= used <= limit * (minutes + 1) + num_gateways * longest
+    assert refused > 0
+
+
+async def test_tokens_of_a_finished_answer_count_at_the_other_gateways(advance: Advance) -> None:
+    shared = CounterStore(open_storage("memory://"))
+    first, second = (rates(shared, tokens_per_minute=100) for _ in range(2))
+    await first.admit_tokens(10)
+    first.use_tokens(90)
+
+    await first.settle()
+
+    with pytest.raises(RateLimitError):
+        await second.admit_tokens(1)

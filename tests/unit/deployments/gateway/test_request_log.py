@@ -77,6 +77,7 @@ async def test_a_request_is_one_line_at_its_end(
         "key": "anonymous",
         "model": "m",
         "adapter": None,
+        "fallback_of": None,
         "status": 200,
         "error_code": None,
         "stream": streaming,

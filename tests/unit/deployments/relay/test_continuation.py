@@ -176,7 +176,7 @@ async def relay(
 ) -> None:
     retries = Retries(config or RetryConfig(max_retries=20), first_pause_s=0.0)
     raw = json.dumps(fields or {}).encode()
-    continuable = RequestBody(raw).can_continue(CHAT)
+    continuable = RequestBody(raw).can_continue
     request = RelayedRequest("POST", CHAT, b"", [], raw, streams=streaming, continuable=continuable)
     await relay_answer(replicas, request, client.send, client.observer, retries)
 

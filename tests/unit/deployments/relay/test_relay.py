@@ -47,12 +47,9 @@ async def test_a_timeout_without_a_replica_is_not_retried() -> None:
 
 
 async def test_the_gateway_takes_the_configured_retries_and_new_ones() -> None:
-    async def is_healthy() -> bool:
-        return True
-
     first = gateway_settings(ClusterConfig(retries=RetryConfig(max_retries=7)))
     second = gateway_settings(ClusterConfig(retries=RetryConfig(continue_streams=False)))
-    gateway = Gateway(first, [object()], is_healthy)  # type: ignore[list-item]
+    gateway = Gateway(first, [object()])  # type: ignore[list-item]
     assert gateway.retries.config.max_retries == 7
 
     await gateway.reconfigure(second, [object()])  # type: ignore[list-item]

@@ -49,6 +49,7 @@ class FakeHandle:
     """A handle whose calls all get the same answer."""
 
     deployment_name = "Replica-m"
+    _router = None
 
     def __init__(self, *parts: Any, taken: bool = True, refused: Exception | None = None) -> None:
         self.response = FakeResponse(list(parts), taken=taken, refused=refused)

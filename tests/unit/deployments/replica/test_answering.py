@@ -1,7 +1,10 @@
 """Answers of a replica while its engine lives, aborts requests, or dies."""
 
 import asyncio
+import json
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from apar_core.journal import ThreadDelta
 from deployments.replica import answering
 from deployments.replica.answering import SCOPE_KEY, Answering
 from deployments.wire.answer import AnswerBroken, AnswerEnd, AnswerStart, Piece
-from deployments.wire.request import RelayedRequest, RequestTerms
+from deployments.wire.request import Deadlines, RelayedRequest, RequestTerms
 
 REQUEST = RelayedRequest(
     "POST", "/v1/completions", b"", [], b"{}", RequestTerms(keeps_journal=True)
@@ -30,6 +33,7 @@ class FakeEngine:
         self.errored = False
         self.follower = RequestFollower(keeps_journal=False)
         self.hangs = False
+        self.ended = False
 
     async def core_state(self) -> dict[str, Any]:
         if self.hangs:
@@ -44,6 +48,12 @@ class FakeEngine:
 
     def unfollow(self, request_id: str) -> None:
         pass
+
+    def end(self, request_id: str) -> bool:
+        """End the request, as the output processor does."""
+        self.ended = True
+        self.put(finish=FinishReason.LENGTH)
+        return True
 
     def put(self, *token_ids: int, finish: FinishReason | None = None) -> None:
         self.follower.add(EngineCoreOutput("r", list(token_ids), finish_reason=finish))
@@ -229,3 +239,57 @@ async def test_an_engine_that_fails_to_answer_twice_in_a_row_is_lost(
 
     engine.hangs = False
     await look()
+
+
+def due(**seconds: float) -> RelayedRequest:
+    """A request whose deadlines are these many seconds away."""
+    now_s = time.time()
+    deadlines = Deadlines(**{name: now_s + left_s for name, left_s in seconds.items()})
+    return replace(REQUEST, terms=RequestTerms(deadlines=deadlines))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "code"),
+    [
+        ({"answer_at_s": 0.02}, "deadline_exceeded"),
+        ({"first_token_at_s": 0.02, "answer_at_s": 60.0}, "first_token_deadline_exceeded"),
+    ],
+)
+async def test_a_deadline_without_a_token_is_an_error_that_names_it(
+    seconds: dict[str, float], code: str
+) -> None:
+    engine = FakeEngine()
+    app = FakeApp((lambda: None, b""), (lambda: None, b"late"))
+    app.pause_s = 0.05
+    for method in ("stream", "whole"):
+        answering = Answering(engine, app, "replica")
+        parts = [part async for part in getattr(answering, method)(due(**seconds))]
+
+        start = parts[0] if method == "stream" else parts[-1][0]
+        assert start.status == 503
+        assert json.loads(start.body)["error"]["code"] == code
+        assert (b"retry-after", b"1") in start.headers
+        assert engine.ended
+
+
+async def test_an_answer_that_has_begun_ends_at_its_deadline_without_an_error() -> None:
+    engine = FakeEngine()
+    app = FakeApp((lambda: engine.put(1), b"a"), (lambda: None, b"b"))
+    app.pause_s = 0.05
+    answering = Answering(engine, app, "replica")
+
+    parts = [part async for part in answering.stream(due(answer_at_s=0.02, first_token_at_s=0.04))]
+
+    assert isinstance(parts[0], AnswerStart)
+    assert parts[0].status == 200
+    assert engine.ended
+
+
+async def test_a_deadline_after_the_end_has_no_effect() -> None:
+    engine = FakeEngine()
+    answering = Answering(engine, FakeApp((lambda: engine.put(1), b"a")), "replica")
+
+    [part async for part in answering.stream(due(answer_at_s=0.05, first_token_at_s=0.05))]
+    await asyncio.sleep(0.1)
+
+    assert not engine.ended

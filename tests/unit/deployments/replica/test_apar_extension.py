@@ -115,6 +115,15 @@ def test_a_prompt_that_reads_like_a_token_id_is_text() -> None:
     assert translate({"prompt": ["7", "8"]}, CONTROL) is False
 
 
+def test_a_prompt_nested_beyond_the_stack_is_searched_for_control_tokens() -> None:
+    nested: list[Any] = [min(CONTROL)]
+    for _ in range(20_000):
+        nested = [nested]
+
+    with pytest.raises(RequestError, match="only the model may fork"):
+        translate({"prompt": nested}, CONTROL)
+
+
 def test_the_options_are_added_to_the_clients_vllm_xargs() -> None:
     body: dict[str, Any] = {"apar": {"max_threads": 2}, "vllm_xargs": {"mine": 1}}
 
@@ -313,3 +322,138 @@ async def test_embeddings_have_no_field_apar() -> None:
 
     assert (answer.status, app.body) == (400, {})
     assert json.loads(answer.body)["error"]["param"] == "apar"
+
+
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+
+
+def event(kind: str, **fields: Any) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
+
+
+RESPONSE = {"id": "resp_1", "status": "incomplete", "output": []}
+PLACE = {"item_id": "i", "output_index": 0, "content_index": 0}
+RESPONSE_EVENTS = [
+    event("response.created", response={"id": "resp_1"}, sequence_number=0),
+    event("response.content_part.added", **PLACE, sequence_number=1),
+    event("response.output_text.delta", **PLACE, delta="a", sequence_number=2),
+    event("response.output_text.done", **PLACE, text="a", sequence_number=3),
+    event("response.completed", response=RESPONSE, sequence_number=4),
+]
+MESSAGE_EVENTS = [
+    event("message_start", message={"id": "m"}),
+    event("content_block_start", index=0, content_block={"type": "text", "text": ""}),
+    event("content_block_delta", index=0, delta={"type": "text_delta", "text": "a"}),
+    event("content_block_stop", index=0),
+    event("message_delta", delta={"stop_reason": "end_turn"}, usage={"output_tokens": 1}),
+    event("message_stop"),
+]
+STREAMS = {RESPONSES: RESPONSE_EVENTS, MESSAGES: MESSAGE_EVENTS}
+
+
+async def named_stream(path: str, **body: object) -> tuple[list[dict[str, Any]], Answering]:
+    """Return the events of a stream, whose request has two threads, and the application."""
+    app = Answering(b"text/event-stream", *STREAMS[path])
+    extension = AparExtension(app, CONTROL, lambda request_id: {"threads": 2})
+    request = RelayedRequest("POST", path, b"", [], json.dumps(body).encode())
+    parts = [part async for part in call_application(extension, request)]
+    sent = b"".join(part.body if isinstance(part, AnswerStart) else part for part in parts)
+    events = [each.partition(b"\ndata: ") for each in sent.split(b"\n\n")[:-1]]
+    found = [json.loads(data) for _, _, data in events]
+    assert [name for name, _, _ in events] == [b"event: " + each["type"].encode() for each in found]
+    return found, app
+
+
+async def test_a_stream_of_the_responses_api_has_statistics_in_its_last_response() -> None:
+    *first, last = (await named_stream(RESPONSES, input="x"))[0]
+
+    assert last["type"] == "response.incomplete"
+    assert last["response"] == RESPONSE | {"apar": {"threads": 2}, "store": False}
+    assert all("apar" not in each for each in first)
+
+
+async def test_the_engine_and_the_client_know_a_response_by_one_id() -> None:
+    _, app = await named_stream(RESPONSES, input="x")
+
+    assert app.body["request_id"] == f"resp_{app.request_id}"
+
+
+async def test_a_stream_of_messages_has_statistics_beside_its_usage() -> None:
+    events, _ = await named_stream(MESSAGES, messages=[])
+
+    assert [each["type"] for each in events if "apar" in each] == ["message_delta"]
+    assert events[-2]["apar"] == {"threads": 2}
+
+
+@pytest.mark.parametrize("path", STREAMS)
+async def test_tagged_streams_of_named_events_carry_updates_with_deltas_and_at_the_end(
+    path: str,
+) -> None:
+    events, _ = await named_stream(path, stream=True, apar={"stream": "threads"})
+
+    carrying = [each["type"] for each in events if "updates" in each.get("apar", {})]
+    assert (
+        carrying
+        == {
+            RESPONSES: ["response.output_text.delta", "response.incomplete"],
+            MESSAGES: ["content_block_delta", "message_delta"],
+        }[path]
+    )
+    if path == RESPONSES:
+        assert [each["sequence_number"] for each in events] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"store": True}, "store"),
+        ({"background": True}, "background"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": {"id": "c"}}, "conversation"),
+        ({"request_id": "mine"}, "request_id"),
+        ({"logit_bias": {"7": 1}}, "logit_bias"),
+        ({"stop_token_ids": [FORK]}, "stop_token_ids"),
+        ({"apar": {"x": 1}}, "apar.x"),
+    ],
+)
+async def test_a_response_that_would_be_stored_or_could_place_a_fork_is_refused(
+    fields: dict[str, Any], param: str
+) -> None:
+    app = Answering(b"application/json", b"{}")
+    request = RelayedRequest("POST", RESPONSES, b"", [], json.dumps(fields).encode())
+
+    answer = await whole_answer(AparExtension(app, CONTROL, lambda _: None), request)
+
+    assert (answer.status, json.loads(answer.body)["error"]["param"]) == (400, param)
+    assert not app.request_id
+
+
+async def test_an_error_of_messages_has_anthropics_form() -> None:
+    app = Answering(b"application/json", b"{}")
+    body = json.dumps({"apar": {"x": 1}}).encode()
+    request = RelayedRequest("POST", MESSAGES, b"", [], body)
+
+    answer = await whole_answer(AparExtension(app, CONTROL, lambda _: None), request)
+
+    error = json.loads(answer.body)
+    assert error["type"] == "error"
+    assert error["error"]["type"] == "invalid_request_error"
+    assert error["error"]["param"] == "apar.x"
+
+
+@pytest.mark.parametrize(
+    ("content", "joined"),
+    [
+        ([{"type": "output_text", "text": "a"}, {"type": "refusal", "refusal": "b"}], "ab"),
+        ([], ""),
+        ("c", "c"),
+        ([{"text": 5}], [{"text": 5}]),
+        ([1], [1]),
+    ],
+)
+async def test_all_parts_of_an_assistants_message_are_read(content: Any, joined: Any) -> None:
+    item = {"type": "message", "role": "assistant", "content": content}
+
+    _, app = await named_stream(RESPONSES, input=[item, 7, {"role": "user", "content": []}])
+
+    assert app.body["input"] == [item | {"content": joined}, 7, {"role": "user", "content": []}]

@@ -49,6 +49,9 @@ class FakeRequest:
     def unfollow(self, request_id: str) -> None:
         pass
 
+    def end(self, request_id: str) -> bool:
+        return False
+
     async def core_state(self) -> dict[str, Any]:
         return {}
 

@@ -35,6 +35,9 @@ class FakeEngine:
     def unfollow(self, request_id: str) -> None:
         del self.followers[request_id]
 
+    def end(self, request_id: str) -> bool:
+        return False
+
 
 def followed(terms: RequestTerms) -> tuple[FollowedRequest, RequestFollower]:
     engine = FakeEngine()

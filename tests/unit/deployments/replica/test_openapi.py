@@ -6,10 +6,11 @@ from typing import Any
 from jsonschema import Draft202012Validator
 
 from deployments.app.ingress import LIVE_PATH
-from deployments.gateway.gateway import HEALTH_PATH
-from deployments.gateway.gateway import ROUTES as ROUTES_SERVED
-from deployments.replica.openapi import OFFERED, PATH, describe
+from deployments.gateway.health import HEALTH_PATH, READY_PATH
+from deployments.replica.openapi import OFFERED, describe
 from deployments.wire.errors import ErrorAnswer
+from deployments.wire.routes import OPENAPI_PATH
+from deployments.wire.routes import ROUTES as ROUTES_SERVED
 
 
 def schema(*references: str, **properties: Any) -> dict[str, Any]:
@@ -91,5 +92,7 @@ def test_vllms_own_description_is_not_modified() -> None:
 
 
 def test_every_route_of_the_gateway_is_described() -> None:
-    assert {HEALTH_PATH, LIVE_PATH, PATH} | set(OFFERED) == {*ROUTES_SERVED, HEALTH_PATH, LIVE_PATH}
-    assert all(OFFERED[path] == method for path, method in ROUTES_SERVED.items() if path != PATH)
+    assert {*OFFERED, OPENAPI_PATH} == {*ROUTES_SERVED, HEALTH_PATH, READY_PATH, LIVE_PATH}
+    described = describe(DOCUMENT, OFFERED)["paths"]
+    for path, route in ROUTES_SERVED.items():
+        assert path == OPENAPI_PATH or set(described[path]) == {route.method.lower()}

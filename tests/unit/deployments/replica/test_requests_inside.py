@@ -37,6 +37,9 @@ class FakeEngine:
     def unfollow(self, request_id: str) -> None:
         raise AssertionError("nothing was followed")
 
+    def end(self, request_id: str) -> bool:
+        return False
+
 
 class FakeReplica(Replica):
     """A replica with a fake engine and application."""

@@ -1,4 +1,4 @@
-"""Engine arguments as vLLM's server takes them."""
+"""Engine arguments as vLLM's server takes them, and its application as a replica takes it."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from apar_core.errors import CheckpointError
-from deployments.replica.engine_factory import server_arguments
+from apar_core.vllm_names import build_app
+from deployments.replica.engine_factory import remove_unused_middleware, server_arguments
 
 
 def write_adapter(folder: Path, rank: int) -> dict[str, str]:
@@ -38,3 +39,15 @@ def test_a_mapping_becomes_what_vllms_command_line_makes_of_it() -> None:
     assert args.structured_outputs_config.backend == "xgrammar"
     with pytest.raises(CheckpointError, match="'structured_outputs_config'"):
         server_arguments("m", "n", {"structured_outputs_config": {"backend": "none"}})
+
+
+def test_pieces_of_an_answer_pass_no_middleware_that_does_nothing_for_the_gateway() -> None:
+    app = build_app(server_arguments("m", "n", {}), ("generate",), None)
+    names = [each.cls.__name__ for each in app.user_middleware]  # type: ignore[attr-defined]
+    unused = {"CORSMiddleware", "PrometheusInstrumentatorMiddleware"}
+    assert unused < set(names)
+
+    remove_unused_middleware(app)
+
+    left = [each.cls.__name__ for each in app.user_middleware]  # type: ignore[attr-defined]
+    assert left == [name for name in names if name not in unused]

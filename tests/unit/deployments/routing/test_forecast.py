@@ -79,3 +79,35 @@ def test_recent_requests_outweigh_old_ones() -> None:
         forecaster.learn(HINT, FORKED)
 
     assert forecaster.forecast(HINT).threads > 6
+
+
+def test_a_clients_expected_length_replaces_the_mean() -> None:
+    forecast = learnt(FORKED).forecast(replace(HINT, expected_tokens=1600))
+
+    assert forecast.generated_tokens == 1600
+    assert forecast.threads == pytest.approx(8.0, rel=0.1)
+    assert forecast.steps == pytest.approx(200, rel=0.1)
+    capped = learnt(FORKED).forecast(replace(HINT, expected_tokens=1600, max_tokens=40))
+    assert capped.generated_tokens == 40
+
+
+def test_requests_of_one_parent_are_forecast_by_each_other() -> None:
+    forecaster = learnt(FORKED)
+    family = replace(HINT, family=1)
+    assert forecaster.forecast(family) == forecaster.forecast(HINT)
+
+    for _ in range(9):
+        forecaster.learn(family, PLAIN)
+
+    assert forecaster.forecast(family).generated_tokens < 200
+    assert forecaster.forecast(replace(HINT, family=2)).generated_tokens > 600
+
+
+def test_only_the_last_parents_are_remembered() -> None:
+    forecaster = Forecaster()
+    for family in range(3000):
+        forecaster.learn(replace(HINT, family=family), FORKED)
+
+    assert len(forecaster._families) == 1024
+    mean = forecaster.forecast(HINT)
+    assert forecaster.forecast(replace(HINT, family=0)) == mean

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config.routing import RoutingPolicy, RoutingSettings
-from deployments.routing.policies import POLICIES, Reason, Router, build_router
+from deployments.routing.policies import POLICIES, Reason, Router, ThreadRouter, build_router
 from deployments.wire.request import RequestHint
 from tests.unit.deployments.routing.loads import FORKED, HINT, IDLE, PLAIN, busy
 
@@ -439,3 +439,26 @@ def test_a_fit_of_step_times_to_weighted_threads_predicts_them() -> None:
     # The prior makes the slope a tenth less. Per thread without weights it would be 0.0007.
     assert router.table.step_time.per_thread_s == pytest.approx(0.001, rel=0.12)
     assert router.table.step_time.base_s == pytest.approx(0.01, rel=0.12)
+
+
+def test_a_request_with_a_deadline_goes_where_it_meets_it() -> None:
+    """A few large requests make its steps long; many small ones would be delayed by it."""
+    router = router_of("few", "many")
+    for second in range(5):
+        router.reported("few", busy(1, 40, step_s=0.060, at_s=second), second)
+        router.reported("many", busy(20, 20, step_s=0.040, at_s=second), second)
+    for _ in range(300):
+        router.forecaster.learn(HINT, FORKED)
+    assert router.choose(HINT) == "few"
+    assert isinstance(router, ThreadRouter)
+    slots = [router.table.slots[name] for name in ("few", "many")]
+    durations = router._durations(router.forecaster.forecast(HINT), HINT.prompt_tokens)
+    first_s, answer_s = (times[slots] for times in durations)
+    assert answer_s[1] < answer_s[0]
+    between_s = float(answer_s.mean())
+
+    assert router.choose(replace(HINT, answer_s=between_s)) == "many"
+    assert router.choose(replace(HINT, answer_s=2 * float(answer_s[0]))) == "few"
+    # Neither is in time: the answer ends first at "many".
+    assert router.choose(replace(HINT, answer_s=0.001)) == "many"
+    assert router.choose(replace(HINT, first_token_s=float(first_s.mean()))) == "many"

@@ -139,7 +139,7 @@ def test_retry_after_is_in_whole_seconds() -> None:
 
 
 def test_an_error_ends_a_stream_with_done() -> None:
-    events = answer_for(ReplicaLostError("dead")).events.split(b"\n\n")
+    events = answer_for(ReplicaLostError("dead")).events().split(b"\n\n")
 
     assert error_in(events[0].removeprefix(b"data: "))["code"] == "engine_lost"
     assert events[1:] == [b"data: [DONE]", b""]

@@ -1,0 +1,71 @@
+"""What a starting engine does: loading weights, compiling, warming up.
+
+vLLM tells it only in its log, in several processes. A handler in each of them writes the stage to a
+file that `STAGES_FILE` names, and the process that waits for the engine reads it.
+"""
+
+import logging
+import os
+from enum import StrEnum
+from pathlib import Path
+
+STAGES_FILE = "APAR_STAGES_FILE"
+"""Environment variable with the path of the file; without it nothing is watched."""
+
+
+class Stage(StrEnum):
+    """Stages in their order, in words that fit behind "it is"."""
+
+    IMPORTING = "importing vLLM"
+    STARTING_ENGINE = "starting the engine's process"
+    LOADING_WEIGHTS = "loading weights"
+    COMPILING = "compiling and sizing the KV cache"
+    WARMING_UP = "answering its warm-up requests"
+
+
+_ORDER = list(Stage)
+_BEGINNINGS = {
+    "Starting to load model": Stage.LOADING_WEIGHTS,
+    "Loading weights took": Stage.COMPILING,
+    "Model loading took": Stage.COMPILING,
+    "Warming up model for the compilation": Stage.COMPILING,
+}
+
+
+class _StageHandler(logging.Handler):
+    def __init__(self, file: Path) -> None:
+        super().__init__(logging.INFO)
+        self._file = file
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # The template: formatting every line of vLLM's log would be wasted.
+        for beginning, stage in _BEGINNINGS.items():
+            if str(record.msg).startswith(beginning):
+                note(self._file, stage)
+
+
+def watch_stages() -> None:
+    """Write the stages that this process logs, if a file for them is named."""
+    path = os.environ.get(STAGES_FILE)
+    logger = logging.getLogger("vllm")
+    if path and not any(isinstance(handler, _StageHandler) for handler in logger.handlers):
+        logger.addHandler(_StageHandler(Path(path)))
+
+
+def note(file: Path, stage: Stage) -> None:
+    """Note that a stage has begun; a file that cannot be written is left alone."""
+    try:
+        with file.open("a") as lines:
+            lines.write(f"{stage.name}\n")
+    except OSError:
+        logging.getLogger(__name__).debug("stage not noted", exc_info=True)
+
+
+def latest_stage(file: Path) -> Stage | None:
+    """Return the last stage that has begun in any process, None before the first."""
+    try:
+        names = file.read_text().split()
+    except OSError:
+        return None
+    known = [Stage[name] for name in names if name in Stage.__members__]
+    return max(known, key=_ORDER.index, default=None)

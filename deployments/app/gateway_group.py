@@ -1,0 +1,196 @@
+"""State that the gateways of one application share: leases of places, rates, and a secret.
+
+It lives in one small Ray actor, `SharedState`. With a single gateway there is none. If the actor
+does not answer, requests pass unlimited by rates, and each gateway uses its part of the places.
+Ray restarts it, with empty counters.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import ray
+from limits.errors import StorageError
+from ray.exceptions import RayError
+
+from cluster.config.limits import IN_MEMORY, open_storage
+from cluster.local_ray import NAMESPACE
+from deployments.gateway.gateway import Gateway
+from deployments.gateway.shared_places import (
+    Demand,
+    LedgerSilentError,
+    PlaceLedger,
+    SharedPlaces,
+)
+
+logger = logging.getLogger(__name__)
+
+ACTOR = "SharedState"
+_ANSWER_S = 0.5
+# The first answer waits for the actor's process.
+_FIRST_ANSWER_S = 20.0
+_SETTLE_S = 1.0
+
+
+class SharedState:
+    """The actor: one ledger, the windows of all keys' rates, and the gateways' cache secret."""
+
+    def __init__(self) -> None:
+        self._ledger = PlaceLedger()
+        self._windows: Any = open_storage(IN_MEMORY)
+        self._secret: bytes | None = None
+
+    async def exchange(
+        self, gateway: str, secret: bytes, demands: Mapping[str, Demand], num_expected: int
+    ) -> tuple[dict[str, int], int, bytes]:
+        """Return the gateway's leases, the number of gateways, and the secret of the first one."""
+        self._secret = self._secret or secret
+        leases = self._ledger.exchange(gateway, demands, num_expected=num_expected)
+        return leases, self._ledger.num_gateways, self._secret
+
+    async def take(self, place: str, limit: int, window_s: int, num: int) -> bool:
+        """As `acquire_sliding_window_entry` of the library `limits`."""
+        taken: bool = await self._windows.acquire_sliding_window_entry(place, limit, window_s, num)
+        return taken
+
+    async def read(self, place: str, window_s: int) -> tuple[int, float, int, float]:
+        """As `get_sliding_window` of the library `limits`."""
+        state: tuple[int, float, int, float] = await self._windows.get_sliding_window(
+            place, window_s
+        )
+        return state
+
+
+class ActorCalls:
+    """Calls to the actor, which the first gateway starts. They raise RayError and TimeoutError."""
+
+    def __init__(self) -> None:
+        self._actor: Any = None
+
+    async def __call__(self, method: str, *arguments: object, timeout_s: float = _ANSWER_S) -> Any:
+        """Call a method of `SharedState`."""
+        try:
+            if self._actor is None:
+                # A first call waits for Ray's global store.
+                self._actor = await asyncio.to_thread(_started_actor)
+            async with asyncio.timeout(timeout_s):
+                return await getattr(self._actor, method).remote(*arguments)
+        except RayError:
+            self._actor = None
+            raise
+
+
+def _started_actor() -> Any:
+    kind: Any = ray.remote(SharedState)
+    return kind.options(
+        name=ACTOR,
+        namespace=NAMESPACE,
+        get_if_exists=True,
+        # Otherwise it would end with the gateway that started it.
+        lifetime="detached",
+        num_cpus=0,
+        max_restarts=-1,
+    ).remote()
+
+
+class ActorWindows:
+    """Rate counters in the actor; a WindowStorage. Raises StorageError if it does not answer."""
+
+    def __init__(self, calls: ActorCalls) -> None:
+        self._calls = calls
+
+    async def acquire_sliding_window_entry(
+        self, key: str, limit: int, expiry: int, amount: int = 1
+    ) -> bool:
+        """Count units if the limit has room for them; returns whether it had."""
+        taken: bool = await self._asked("take", key, limit, expiry, amount)
+        return taken
+
+    async def get_sliding_window(self, key: str, expiry: int) -> tuple[int, float, int, float]:
+        """Return units and seconds left of the previous window, then of the current one."""
+        state: tuple[int, float, int, float] = await self._asked("read", key, expiry)
+        return state
+
+    async def _asked(self, method: str, *arguments: object) -> Any:
+        try:
+            return await self._calls(method, *arguments)
+        except RayError as error:
+            raise StorageError(error) from error
+
+
+def end_shared_state() -> None:
+    """End the actor, if there is one."""
+    with suppress(ValueError):
+        ray.kill(ray.get_actor(ACTOR, namespace=NAMESPACE))
+
+
+class GroupMember:
+    """One of several gateways: renews its leases, and counts its keys' tokens where all see them.
+
+    A `Ledger` for its own `SharedPlaces`.
+    """
+
+    def __init__(self, gateway: Gateway, gateway_id: str, num_configured: int) -> None:
+        self._gateway = gateway
+        self._calls = ActorCalls()
+        self._id = gateway_id
+        self.num_gateways = 0
+        self.places = SharedPlaces(self, num_configured)
+        self._answer_s = _FIRST_ANSWER_S
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def join(self) -> None:
+        """Share the state from now on; the first leases are there on return."""
+        self._gateway.callers.share(ActorWindows(self._calls))
+        self._gateway.share(self.places)
+        await self._renew()
+        self._answer_s = _ANSWER_S
+        self._tasks = [
+            asyncio.create_task(self._renew_for_ever()),
+            asyncio.create_task(self._settle_for_ever()),
+        ]
+
+    async def leave(self) -> None:
+        """Be the only gateway from now on."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._gateway.callers.share(None)
+        self._gateway.share(None)
+
+    async def exchange(self, demands: Mapping[str, Demand], num_expected: int) -> dict[str, int]:
+        """As `PlaceLedger.exchange`. Raises LedgerSilentError."""
+        secret = self._gateway.callers.cache_secret
+        leases: dict[str, int]
+        try:
+            leases, self.num_gateways, secret = await self._calls(
+                "exchange",
+                self._id,
+                secret,
+                dict(demands),
+                num_expected,
+                timeout_s=self._answer_s,
+            )
+        except (RayError, TimeoutError) as error:
+            raise LedgerSilentError(str(error)) from error
+        self._gateway.callers.share_cache_secret(secret)
+        return leases
+
+    async def _renew(self) -> None:
+        await self.places.exchange(self._gateway.needs())
+        self._gateway.take_places()
+
+    async def _renew_for_ever(self) -> None:
+        while True:
+            await self.places.until_due(self._gateway.needs())
+            try:
+                await self._renew()
+            except Exception:  # A gateway without leases would serve nobody.
+                logger.exception("leases of places not renewed")
+
+    async def _settle_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(_SETTLE_S)
+            await self._gateway.callers.settle()

@@ -1,0 +1,452 @@
+"""What each key has used, and the keys created at run time: in SQLite or in Redis.
+
+A store is written in batches, off the event loop. Days and months are those of UTC. Every method
+raises StoreError while the store fails.
+"""
+
+import asyncio
+import json
+import os
+import sqlite3
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict
+
+from cluster.config.key_store import KeyStoreConfig
+from cluster.config.keys import KeyConfig
+from deployments.wire.errors import StoreError
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+Answer = TypeVar("Answer")
+
+ANSWER_S = 0.5
+"""A store that does not answer must not delay requests for longer (seconds)."""
+# Reports and admin calls may take longer than a request may wait.
+_REPORT_S = 10.0
+_SCHEMA_VERSION = 1
+_BATCH_MEMORY_S = 86_400
+_REDIS = "apar/"
+
+
+@dataclass(slots=True)
+class Usage:
+    """What a key has used of a model on a day.
+
+    `requests` were sent to a replica, and `errors` of them ended with one. `refused` requests were
+    not sent. Tokens, threads and forks are those of all choices.
+    """
+
+    requests: int = 0
+    errors: int = 0
+    refused: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    threads: int = 0
+    forks: int = 0
+
+    def add(self, other: "Usage") -> None:
+        """Add another usage to this one."""
+        for name in COUNTERS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that count towards budgets."""
+        return self.prompt_tokens + self.generated_tokens
+
+
+COUNTERS = tuple(item.name for item in fields(Usage))
+
+
+class Row(NamedTuple):
+    """What a `Usage` belongs to; `day` is written as 2026-11-23."""
+
+    day: str
+    key: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Usage to add to the store, exactly once even if it is sent again after a timeout."""
+
+    rows: Mapping[Row, Usage]
+    batch_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+class Used(NamedTuple):
+    """Requests and tokens of a key in the current day and month, as far as they are stored."""
+
+    day_requests: int = 0
+    day_tokens: int = 0
+    month_requests: int = 0
+    month_tokens: int = 0
+
+
+class StoredKey(BaseModel):
+    """A key created at run time; `id` names it among keys of the same name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+    created_at: AwareDatetime
+    created_by: str
+    key: KeyConfig
+
+
+class KeyStore(Protocol):
+    """Usage and run-time keys of all gateways that share the store."""
+
+    async def add(self, batch: Batch) -> None:
+        """Add usage."""
+
+    async def used(self, key: str, day: str) -> Used:
+        """Return what a key has used on a day and in its month."""
+
+    async def report(self, first: str, last: str) -> list[tuple[Row, Usage]]:
+        """Return the usage from one day to another, both included, ordered by day, key, model."""
+
+    async def keys_version(self) -> int:
+        """Return a number that changes with every change of the keys."""
+
+    async def keys(self) -> list[StoredKey]:
+        """Return the keys, oldest first."""
+
+    async def create(self, key: StoredKey) -> None:
+        """Add a key."""
+
+    async def revoke(self, ids: Sequence[str]) -> None:
+        """Remove keys."""
+
+    async def close(self) -> None:
+        """Release connections."""
+
+
+def open_store(config: KeyStoreConfig, storage_uri: str) -> KeyStore:
+    """Return the store of a configuration; it connects at the first use.
+
+    `storage_uri` is `limits.rate_storage` with its password, which is used if there is no path.
+    """
+    if config.path is not None:
+        return SqliteStore(config.path, config.keep_days)
+    return RedisStore(storage_uri, config.keep_days)
+
+
+class SqliteStore:
+    """One SQLite file in WAL mode, shared by the gateways of one machine."""
+
+    def __init__(self, path: Path, keep_days: int = 400) -> None:
+        self._path = path
+        self._keep_days = keep_days
+        self._connection: sqlite3.Connection | None = None
+        # One thread: SQLite serializes writers anyway.
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="key-store")
+
+    async def add(self, batch: Batch) -> None:
+        """Add usage in one transaction; a batch that was added before is ignored."""
+        columns = ", ".join(COUNTERS)
+        marks = ", ".join("?" * (3 + len(COUNTERS)))
+        sums = ", ".join(f"{name} = {name} + excluded.{name}" for name in COUNTERS)
+        values = [
+            (row.key, row.day, row.model, *(getattr(usage, name) for name in COUNTERS))
+            for row, usage in batch.rows.items()
+        ]
+
+        def write(connection: sqlite3.Connection) -> None:
+            now_s = int(time.time())
+            connection.execute("DELETE FROM batches WHERE at_s < ?", (now_s - _BATCH_MEMORY_S,))
+            mark = (batch.batch_id, now_s)
+            if not connection.execute("INSERT OR IGNORE INTO batches VALUES (?, ?)", mark).rowcount:
+                return
+            connection.executemany(
+                f"INSERT INTO usage (key, day, model, {columns}) VALUES ({marks}) "
+                f"ON CONFLICT (key, day, model) DO UPDATE SET {sums}",
+                values,
+            )
+
+        await self._run(write, _REPORT_S, writes=True)
+
+    async def used(self, key: str, day: str) -> Used:
+        """Return what a key has used on a day and in its month."""
+        tokens = "prompt_tokens + generated_tokens"
+
+        def read(connection: sqlite3.Connection) -> Used:
+            row = connection.execute(
+                f"SELECT TOTAL(requests * (day = ?)), TOTAL(({tokens}) * (day = ?)), "
+                f"TOTAL(requests), TOTAL({tokens}) FROM usage "
+                "WHERE key = ? AND day BETWEEN ? AND ?",
+                (day, day, key, f"{day[:7]}-01", f"{day[:7]}-31"),
+            ).fetchone()
+            return Used(*map(int, row))
+
+        return await self._run(read)
+
+    async def report(self, first: str, last: str) -> list[tuple[Row, Usage]]:
+        """Return the usage of a range of days."""
+
+        def read(connection: sqlite3.Connection) -> list[tuple[Row, Usage]]:
+            rows = connection.execute(
+                f"SELECT day, key, model, {', '.join(COUNTERS)} FROM usage "
+                "WHERE day BETWEEN ? AND ? ORDER BY day, key, model",
+                (first, last),
+            )
+            return [(Row(*row[:3]), Usage(*row[3:])) for row in rows]
+
+        return await self._run(read, _REPORT_S)
+
+    async def keys_version(self) -> int:
+        """Return a number that changes with every change of the keys."""
+        return await self._run(
+            lambda connection: int(
+                connection.execute("SELECT value FROM facts WHERE name = 'keys'").fetchone()[0]
+            )
+        )
+
+    async def keys(self) -> list[StoredKey]:
+        """Return the keys, oldest first."""
+
+        def read(connection: sqlite3.Connection) -> list[StoredKey]:
+            rows = connection.execute("SELECT record FROM keys ORDER BY rowid")
+            return [StoredKey.model_validate_json(record) for (record,) in rows]
+
+        return await self._run(read, _REPORT_S)
+
+    async def create(self, key: StoredKey) -> None:
+        """Add a key."""
+
+        def write(connection: sqlite3.Connection) -> None:
+            connection.execute(
+                "INSERT INTO keys (id, record) VALUES (?, ?)", (key.id, _record_of(key))
+            )
+            connection.execute("UPDATE facts SET value = value + 1 WHERE name = 'keys'")
+
+        await self._run(write, _REPORT_S, writes=True)
+
+    async def revoke(self, ids: Sequence[str]) -> None:
+        """Remove keys."""
+
+        def write(connection: sqlite3.Connection) -> None:
+            connection.executemany("DELETE FROM keys WHERE id = ?", [(each,) for each in ids])
+            connection.execute("UPDATE facts SET value = value + 1 WHERE name = 'keys'")
+
+        await self._run(write, _REPORT_S, writes=True)
+
+    async def close(self) -> None:
+        """Close the file after the work that is under way."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._executor, self._drop)
+        self._executor.shutdown(wait=False)
+
+    async def _run(
+        self,
+        work: Callable[[sqlite3.Connection], Answer],
+        answer_s: float | None = None,
+        *,
+        writes: bool = False,
+    ) -> Answer:
+        """Run one transaction in the store's thread."""
+
+        def run() -> Answer:
+            try:
+                connection = self._connection or self._open()
+                with connection:
+                    connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
+                    return work(connection)
+            except BaseException:
+                self._drop()
+                raise
+
+        loop = asyncio.get_running_loop()
+        try:
+            # A thread cannot be interrupted.
+            async with asyncio.timeout(ANSWER_S if answer_s is None else answer_s):
+                return await asyncio.shield(loop.run_in_executor(self._executor, run))
+        except (sqlite3.Error, OSError, RuntimeError, ValueError) as error:
+            raise StoreError(f"{self._path}: {error!r}") from error
+
+    def _open(self) -> sqlite3.Connection:
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Owner only: the file holds hashes of keys and who asked how much.
+        os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
+        connection = sqlite3.connect(
+            self._path, timeout=5.0, isolation_level=None, check_same_thread=False
+        )
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = FULL")
+            self._prepare(connection)
+        except BaseException:
+            connection.close()
+            raise
+        self._connection = connection
+        return connection
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version > _SCHEMA_VERSION:
+            raise ValueError(
+                f"the file has version {version}; this program knows {_SCHEMA_VERSION}"
+            )
+        counters = ", ".join(f"{name} INTEGER NOT NULL" for name in COUNTERS)
+        with connection:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute(
+                "CREATE TABLE IF NOT EXISTS usage (key TEXT NOT NULL, day TEXT NOT NULL, "
+                f"model TEXT NOT NULL, {counters}, PRIMARY KEY (key, day, model)) WITHOUT ROWID"
+            )
+            connection.execute(
+                "CREATE TABLE IF NOT EXISTS keys (id TEXT PRIMARY KEY, record TEXT NOT NULL)"
+            )
+            connection.execute(
+                "CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL)"
+            )
+            connection.execute(
+                "CREATE TABLE IF NOT EXISTS batches (id TEXT PRIMARY KEY, at_s INTEGER NOT NULL)"
+            )
+            connection.execute("INSERT OR IGNORE INTO facts VALUES ('keys', 0)")
+            connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+            oldest = (datetime.now(UTC).date() - timedelta(days=self._keep_days)).isoformat()
+            connection.execute("DELETE FROM usage WHERE day < ?", (oldest,))
+
+    def _drop(self) -> None:
+        """Close the connection; the next use opens another."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(sqlite3.Error):
+                connection.close()
+
+
+class RedisStore:
+    """Redis, shared by all gateways: one hash of counters per day, and one of all keys."""
+
+    # One call, so that a batch counts once and completely. ARGV: two lifetimes, then hash, field
+    # and number of each counter.
+    _ADD = """
+        if not redis.call('SET', KEYS[1], 1, 'NX', 'EX', ARGV[1]) then return 0 end
+        for i = 3, #ARGV, 3 do
+            redis.call('HINCRBY', ARGV[i], ARGV[i + 1], ARGV[i + 2])
+            redis.call('EXPIRE', ARGV[i], ARGV[2])
+        end
+        return 1
+    """
+
+    def __init__(self, uri: str, keep_days: int = 400) -> None:
+        self._uri = uri
+        self._keep_s = (keep_days + 31) * 86_400
+        self._connected: Redis | None = None
+
+    async def add(self, batch: Batch) -> None:
+        """Add usage; a batch that was added before is ignored."""
+        arguments: list[str | int] = [_BATCH_MEMORY_S, self._keep_s]
+        for row, usage in batch.rows.items():
+            for name in COUNTERS:
+                if number := getattr(usage, name):
+                    arguments += [f"{_REDIS}usage/{row.day}", _field(*row[1:], name), number]
+            for period in (row.day, row.day[:7]):
+                for name in ("requests", "tokens"):
+                    if number := getattr(usage, name):
+                        arguments += [f"{_REDIS}used/{period}", _field(row.key, name), number]
+        mark = f"{_REDIS}batch/{batch.batch_id}"
+        await self._run(lambda redis: redis.eval(self._ADD, 1, mark, *arguments))
+
+    async def used(self, key: str, day: str) -> Used:
+        """Return what a key has used on a day and in its month."""
+        names = [_field(key, "requests"), _field(key, "tokens")]
+
+        async def read(redis: "Redis") -> Used:
+            async with redis.pipeline(transaction=False) as pipeline:
+                for period in (day, day[:7]):
+                    pipeline.hmget(f"{_REDIS}used/{period}", names)
+                found = await pipeline.execute()
+            return Used(*(int(number or 0) for numbers in found for number in numbers))
+
+        used: Used = await self._run(read)
+        return used
+
+    async def report(self, first: str, last: str) -> list[tuple[Row, Usage]]:
+        """Return the usage of a range of days."""
+        begin, end = date.fromisoformat(first), date.fromisoformat(last)
+        days = [
+            (begin + timedelta(days=number)).isoformat() for number in range((end - begin).days + 1)
+        ]
+
+        async def read(redis: "Redis") -> list[Mapping[bytes, bytes]]:
+            async with redis.pipeline(transaction=False) as pipeline:
+                for day in days:
+                    pipeline.hgetall(f"{_REDIS}usage/{day}")
+                found: list[Mapping[bytes, bytes]] = await pipeline.execute()
+            return found
+
+        rows: dict[Row, Usage] = {}
+        for day, counters in zip(days, await self._run(read, _REPORT_S), strict=True):
+            for place, number in counters.items():
+                key, model, name = json.loads(place)
+                if name in COUNTERS:
+                    setattr(rows.setdefault(Row(day, key, model), Usage()), name, int(number))
+        return sorted(rows.items())
+
+    async def keys_version(self) -> int:
+        """Return a number that changes with every change of the keys."""
+        return int(await self._run(lambda redis: redis.get(f"{_REDIS}keys/version")) or 0)
+
+    async def keys(self) -> list[StoredKey]:
+        """Return the keys, oldest first."""
+        records = await self._run(lambda redis: redis.hvals(f"{_REDIS}keys"), _REPORT_S)
+        try:
+            keys = [StoredKey.model_validate_json(record) for record in records]
+        except ValueError as error:
+            raise StoreError(f"Redis: {error!r}") from error
+        return sorted(keys, key=lambda key: (key.created_at, key.id))
+
+    async def create(self, key: StoredKey) -> None:
+        """Add a key."""
+        await self._change(lambda pipeline: pipeline.hset(f"{_REDIS}keys", key.id, _record_of(key)))
+
+    async def revoke(self, ids: Sequence[str]) -> None:
+        """Remove keys."""
+        await self._change(lambda pipeline: pipeline.hdel(f"{_REDIS}keys", *ids))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._connected is not None:
+            await self._connected.aclose()
+
+    async def _change(self, work: Callable[[Any], Any]) -> None:
+        async def write(redis: "Redis") -> None:
+            async with redis.pipeline(transaction=True) as pipeline:
+                work(pipeline)
+                pipeline.incr(f"{_REDIS}keys/version")
+                await pipeline.execute()
+
+        await self._run(write, _REPORT_S)
+
+    async def _run(self, ask: Callable[["Redis"], Any], answer_s: float | None = None) -> Any:
+        from redis.asyncio import Redis
+        from redis.exceptions import RedisError
+
+        try:
+            if self._connected is None:
+                self._connected = Redis.from_url(self._uri)
+            async with asyncio.timeout(ANSWER_S if answer_s is None else answer_s):
+                return await ask(self._connected)
+        except (RedisError, OSError) as error:
+            # The message of an error may hold the address, but never the password.
+            raise StoreError(f"Redis: {type(error).__name__}") from error
+
+
+def _record_of(key: StoredKey) -> str:
+    return key.model_dump_json(exclude_unset=True)
+
+
+def _field(*parts: str) -> str:
+    return json.dumps(parts, separators=(",", ":"))

@@ -1,0 +1,240 @@
+"""Places at the replicas that several gateways share, as leases whose sum never exceeds the limit.
+
+Each gateway has its own queue. A place of a model or of a key's `max_threads` must still be used by
+one request only. So a gateway starts a request only on a place that it has leased from the
+`PlaceLedger`, which all gateways ask several times a second, and at once if a request waits.
+
+A lease grows only by places that no other gateway holds. When a lease shrinks, its places are free
+for others once the gateway has confirmed the lower number. So a lost, late or repeated message
+leaves places unused, but never exceeds the limit. Leases follow the demand by max-min fairness.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+Clock = Callable[[], float]
+
+EXPIRY_S = 3.0
+"""A gateway that the ledger has not heard of for this long is dead, and its leases are free."""
+TRUST_S = 1.0
+"""A gateway that has had no answer for this long falls back to an equal share of each limit.
+
+Less than `EXPIRY_S`, so that it gives its leases up before the ledger does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A gateway's requests on the places of one name, of which `limit` exist in all gateways."""
+
+    limit: int
+    running: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A gateway's message to the ledger: its need, and the lease that it obeys at this moment."""
+
+    limit: int
+    running: int
+    waiting: int
+    in_force: int
+
+
+@dataclass(slots=True)
+class _Lease:
+    demand: Demand
+    granted: int = 0
+    # When `granted` last rose from 0; the gateway that has waited longest gets a scarce place.
+    begun_s: float = float("-inf")
+
+    @property
+    def held(self) -> int:
+        """Places that the gateway may be using, whichever messages have been lost."""
+        return max(self.granted, self.demand.in_force, self.demand.running)
+
+
+def fair_shares(limit: int, wanted: Mapping[str, int]) -> dict[str, int]:
+    """Divide places by max-min fairness; where one place is left, the first names get it.
+
+    Returns at most what each wants. The sum is the limit or all that is wanted.
+    """
+    shares = dict.fromkeys(wanted, 0)
+    left = limit
+    hungry = [name for name, number in wanted.items() if number > 0]
+    while left > 0 and hungry:
+        each = left // len(hungry)
+        if each == 0:
+            for name in hungry[:left]:
+                shares[name] += 1
+            break
+        for name in hungry:
+            added = min(each, wanted[name] - shares[name])
+            shares[name] += added
+            left -= added
+        hungry = [name for name in hungry if shares[name] < wanted[name]]
+    return shares
+
+
+class PlaceLedger:
+    """Leases of all places; one for all gateways of an application."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._began_s = clock()
+        self._heard_s: dict[str, float] = {}
+        self._leases: dict[str, dict[str, _Lease]] = {}
+
+    @property
+    def num_gateways(self) -> int:
+        """Gateways that were heard of within `EXPIRY_S`."""
+        return len(self._heard_s)
+
+    def exchange(
+        self, gateway: str, demands: Mapping[str, Demand], *, num_expected: int = 1
+    ) -> dict[str, int]:
+        """Return a gateway's new lease of each place that it names; it holds no others.
+
+        `num_expected` gateways are configured. Those that a new ledger has not heard of yet may
+        still hold the leases of its predecessor.
+        """
+        now_s = self._clock()
+        self._heard_s[gateway] = now_s
+        self._forget([name for name, at_s in self._heard_s.items() if now_s - at_s > EXPIRY_S])
+        for place in [place for place, found in self._leases.items() if gateway in found]:
+            if place not in demands:
+                self._end(place, gateway)
+        unheard = 0
+        if now_s - self._began_s <= EXPIRY_S:
+            unheard = max(0, num_expected - len(self._heard_s))
+        num_gateways = max(num_expected, len(self._heard_s))
+        return {
+            place: self._grant(gateway, place, demand, num_gateways, unheard, now_s)
+            for place, demand in demands.items()
+        }
+
+    def _grant(
+        self,
+        gateway: str,
+        place: str,
+        demand: Demand,
+        num_gateways: int,
+        unheard: int,
+        now_s: float,
+    ) -> int:
+        leases = self._leases.setdefault(place, {})
+        own = leases.setdefault(gateway, _Lease(demand))
+        own.demand = demand
+        in_turn = sorted(leases.items(), key=lambda item: item[1].begun_s)
+        wanted = {name: each.demand.running + each.demand.waiting for name, each in in_turn}
+        shares = fair_shares(demand.limit, wanted)
+        # Idle places are spread, so that a request need not wait for a message. One part stays
+        # here, for the gateway whose requests grow first.
+        idle = demand.limit - sum(shares.values())
+        target = shares[gateway] + idle // (num_gateways + 1)
+        others = sum(lease.held for name, lease in leases.items() if name != gateway)
+        others += unheard * (demand.limit // num_gateways)
+        before, own.granted = own.granted, max(0, min(target, demand.limit - others))
+        if own.granted and not before:
+            own.begun_s = now_s
+        return own.granted
+
+    def _forget(self, gateways: Iterable[str]) -> None:
+        for gateway in gateways:
+            del self._heard_s[gateway]
+            for place in [place for place, found in self._leases.items() if gateway in found]:
+                self._end(place, gateway)
+
+    def _end(self, place: str, gateway: str) -> None:
+        del self._leases[place][gateway]
+        if not self._leases[place]:
+            del self._leases[place]
+
+
+class Ledger(Protocol):
+    """The shared ledger, as a gateway reaches it."""
+
+    async def exchange(self, demands: Mapping[str, Demand], num_expected: int) -> dict[str, int]:
+        """As `PlaceLedger.exchange`. Raises LedgerSilentError."""
+        ...
+
+    @property
+    def num_gateways(self) -> int:
+        """Gateways that run, itself included, as of the last answer; 0 before the first."""
+        ...
+
+
+# Time between two renewals: usually, while requests wait, and at least.
+_PERIOD_S = 0.2
+_WAITING_PERIOD_S = 0.05
+_LEAST_PERIOD_S = 0.01
+
+
+class LedgerSilentError(Exception):
+    """The ledger has not answered."""
+
+
+class SharedPlaces:
+    """The leases of one gateway.
+
+    After `TRUST_S` without an answer from the ledger, every limit is divided by the number of
+    gateways. A gateway always has at least one place.
+    """
+
+    def __init__(self, ledger: Ledger, num_configured: int, clock: Clock = time.monotonic) -> None:
+        self._ledger = ledger
+        self.num_configured = num_configured
+        self._clock = clock
+        self._in_force: dict[str, int] = {}
+        self._heard_s = clock()
+        self._is_alone = False
+        self._hurry = asyncio.Event()
+
+    @property
+    def num_gateways(self) -> int:
+        """Number of gateways, at least the configured one."""
+        return max(1, self.num_configured, self._ledger.num_gateways)
+
+    def of(self, place: str, limit: int) -> int:
+        """Return the places that this gateway may use."""
+        if self._is_alone:
+            return max(1, limit // self.num_gateways)
+        # The limit may have fallen since the lease.
+        return min(limit, self._in_force.get(place, 0))
+
+    def hurry(self) -> None:
+        """Renew the leases soon: a request is about to wait."""
+        self._hurry.set()
+
+    async def until_due(self, needs: Mapping[str, Need]) -> None:
+        """Wait until the leases should be renewed; `needs` are the present ones."""
+        await asyncio.sleep(_LEAST_PERIOD_S)
+        waits = any(need.waiting for need in needs.values())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_WAITING_PERIOD_S if waits else _PERIOD_S):
+                await self._hurry.wait()
+        self._hurry.clear()
+
+    async def exchange(self, needs: Mapping[str, Need]) -> None:
+        """Renew all leases; those of places without a need are given up.
+
+        One call at a time. A failure changes nothing for `TRUST_S`.
+        """
+        # Given up before the message says so.
+        self._in_force = {name: self._in_force.get(name, 0) for name in needs}
+        demands = {
+            name: Demand(need.limit, need.running, need.waiting, self.of(name, need.limit))
+            for name, need in needs.items()
+        }
+        try:
+            granted = await self._ledger.exchange(demands, self.num_configured)
+        except LedgerSilentError:
+            self._is_alone = self._is_alone or self._clock() - self._heard_s > TRUST_S
+            return
+        self._heard_s = self._clock()
+        self._in_force = granted
+        self._is_alone = False

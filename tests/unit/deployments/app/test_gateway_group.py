@@ -1,0 +1,104 @@
+"""The state that gateways share, without Ray around it."""
+
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from cluster.config.keys import KeyConfig, hash_of
+from cluster.config.limits import LimitsConfig
+from deployments.app import gateway_group
+from deployments.app.autoscaling import gateway_autoscaling, num_nodes
+from deployments.app.gateway_group import GroupMember, SharedState
+from deployments.gateway.callers import Caller
+from deployments.gateway.gateway import Gateway
+from deployments.wire.answer import AnswerStart
+from deployments.wire.errors import RateLimitError
+from tests.fakes.replicas import JSON, FakeReplicas, settings_of
+
+KEY = KeyConfig(name="a", hash=hash_of("a"), requests_per_minute=2, max_threads=2)
+
+
+class InProcess:
+    """Calls to a `SharedState` in this process, which may be gone."""
+
+    def __init__(self, state: SharedState | None) -> None:
+        self.state = state
+
+    async def __call__(self, method: str, *arguments: Any, timeout_s: float = 1.0) -> Any:
+        if self.state is None:
+            raise RayActorError
+        return await getattr(self.state, method)(*arguments)
+
+
+async def member(
+    monkeypatch: pytest.MonkeyPatch, state: SharedState | None, name: str, **limits: Any
+) -> tuple[Gateway, GroupMember]:
+    monkeypatch.setattr(gateway_group, "ActorCalls", lambda: InProcess(state))
+    settings = settings_of(1, keys=(KEY,), limits=LimitsConfig(**limits), gateways=2)
+    gateway = Gateway(settings, [FakeReplicas(AnswerStart(200, JSON, b"{}"))])
+    group = GroupMember(gateway, name, settings.num_gateways)
+    await group.join()
+    return gateway, group
+
+
+async def caller(gateway: Gateway) -> Caller:
+    return await gateway.callers.identify([(b"authorization", b"Bearer a")])
+
+
+async def test_a_key_has_one_rate_and_one_part_of_the_cache_at_all_gateways(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = SharedState()
+    members = [await member(monkeypatch, state, name) for name in ("first", "second")]
+    callers = [await caller(gateway) for gateway, _ in members]
+
+    for each in callers:
+        assert each.rates is not None
+        await each.rates.admit_request()
+    for each in callers:
+        assert each.rates is not None
+        with pytest.raises(RateLimitError):
+            await each.rates.admit_request()
+    assert callers[0].cache_salt == callers[1].cache_salt
+    for _, group in members:
+        await group.leave()
+
+
+async def test_without_the_actor_requests_pass_and_places_are_divided(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("deployments.gateway.shared_places.TRUST_S", -1.0)
+    gateway, group = await member(monkeypatch, None, "first")
+
+    limited = (await caller(gateway)).rates
+    assert limited is not None
+    for _ in range(5):
+        await limited.admit_request()
+    assert group.places.of("model", 9) == 4
+    await group.leave()
+
+
+async def test_a_gateway_that_is_alone_again_has_all_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gateway, group = await member(monkeypatch, SharedState(), "first")
+    (model,) = gateway._models.values()
+    assert model._capacity < model._all_places
+
+    await group.leave()
+
+    assert model._capacity == model._all_places
+
+
+def test_the_number_of_gateways_is_fixed_or_follows_the_nodes() -> None:
+    nodes = [
+        {"Alive": True, "Resources": {"gateway": 1.0}},
+        {"Alive": True, "Resources": {"CPU": 2.0}},
+        {"Alive": False, "Resources": {"gateway": 1.0}},
+    ]
+
+    assert (num_nodes(nodes, None), num_nodes(nodes, "gateway")) == (2, 1)
+    fixed, followed = gateway_autoscaling(3), gateway_autoscaling("per-node")
+    assert (fixed.min_replicas, fixed.max_replicas) == (3, 3)
+    assert followed.max_replicas > 100

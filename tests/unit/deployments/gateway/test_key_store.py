@@ -1,0 +1,191 @@
+"""The stores of usage and run-time keys: the same behaviour in SQLite and in Redis."""
+
+import asyncio
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from cluster.config.keys import KeyConfig, hash_of
+from cluster.local_ray import free_port
+from deployments.gateway.key_store import (
+    Batch,
+    KeyStore,
+    RedisStore,
+    Row,
+    SqliteStore,
+    StoredKey,
+    Usage,
+    Used,
+)
+from deployments.wire.errors import StoreError
+from tests.fakes.tools import needs
+from tests.unit.deployments.gateway.test_shared_rates import redis
+
+Open = Callable[[], KeyStore]
+
+
+@pytest.fixture(params=["sqlite", pytest.param("redis", marks=needs("redis-server"))])
+async def open_again(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Open]:
+    """Open the same store again and again, as several gateways do."""
+    opened: list[KeyStore] = []
+    port = free_port()
+
+    def open_store() -> KeyStore:
+        if request.param == "sqlite":
+            opened.append(SqliteStore(tmp_path / "folder" / "keys.db"))
+        else:
+            opened.append(RedisStore(f"redis://127.0.0.1:{port}"))
+        return opened[-1]
+
+    if request.param == "sqlite":
+        yield open_store
+    else:
+        with redis(port):
+            yield open_store
+    for store in opened:
+        await store.close()
+
+
+def stored(name: str, key_id: str = "1") -> StoredKey:
+    key = KeyConfig(name=name, hash=hash_of(name + key_id), tokens_per_day=5)
+    return StoredKey(id=key_id, created_at=datetime.now(UTC), created_by="admin", key=key)
+
+
+def today() -> str:
+    return datetime.now(UTC).date().isoformat()
+
+
+async def test_usage_of_several_gateways_adds_up(open_again: Open) -> None:
+    first, second = open_again(), open_again()
+    row, other = Row("2026-11-23", "a", "m"), Row("2026-11-02", "a", "m2")
+    batch = Batch({row: Usage(requests=1, prompt_tokens=5), other: Usage(generated_tokens=7)})
+
+    await first.add(batch)
+    await first.add(batch)  # Sent again after a timeout.
+    await second.add(Batch({row: Usage(requests=2, errors=1, threads=3, forks=2)}))
+
+    both = Usage(requests=3, errors=1, prompt_tokens=5, threads=3, forks=2)
+    assert await first.report("2026-11-01", "2026-11-30") == [
+        (other, Usage(generated_tokens=7)),
+        (row, both),
+    ]
+    assert await second.report("2026-11-23", "2026-11-23") == [(row, both)]
+    assert await second.used("a", "2026-11-23") == Used(3, 5, 3, 12)
+    assert await second.used("a", "2026-11-24") == Used(0, 0, 3, 12)
+    assert await second.used("a", "2026-12-01") == await first.used("b", "2026-11-23") == Used()
+
+
+async def test_keys_created_by_one_gateway_are_seen_and_revoked_by_another(
+    open_again: Open,
+) -> None:
+    first, second = open_again(), open_again()
+    assert await second.keys() == []
+    before = await second.keys_version()
+
+    await first.create(stored("a"))
+    await first.create(stored("b", "2"))
+    created = await second.keys_version()
+
+    assert [each.key.name for each in await second.keys()] == ["a", "b"]
+    assert (await second.keys())[0].key == stored("a").key
+    await second.revoke(["1"])
+    assert [each.id for each in await first.keys()] == ["2"]
+    assert len({before, created, await first.keys_version()}) == 3
+
+
+async def test_a_store_that_cannot_be_reached_raises_its_own_error(tmp_path: Path) -> None:
+    (tmp_path / "keys.db").mkdir()
+    for store in (
+        SqliteStore(tmp_path / "keys.db"),
+        RedisStore(f"redis://:secret@127.0.0.1:{free_port()}"),
+    ):
+        with pytest.raises(StoreError) as failed:
+            await store.used("a", today())
+
+        assert "secret" not in str(failed.value)
+        await store.close()
+
+
+async def test_a_file_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "keys.db"
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    store = SqliteStore(path)
+
+    with pytest.raises(StoreError, match="version 99"):
+        await store.keys()
+    await store.close()
+
+
+async def test_the_file_is_the_owners_only_and_forgets_old_usage(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "keys.db"
+    store = SqliteStore(path)
+    await store.add(Batch({Row("2020-01-01", "a", "m"): Usage(requests=1)}))
+    await store.close()
+    again = SqliteStore(path, keep_days=30)
+
+    assert await again.report("2020-01-01", "2030-01-01") == []
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    await again.close()
+
+
+async def test_a_write_of_two_processes_at_once_waits_its_turn(tmp_path: Path) -> None:
+    stores = [SqliteStore(tmp_path / "keys.db") for _ in range(4)]
+    row = Row(today(), "a", "m")
+
+    await asyncio.gather(
+        *(store.add(Batch({row: Usage(requests=1)})) for store in stores for _ in range(5))
+    )
+
+    assert await stores[0].report(today(), today()) == [(row, Usage(requests=20))]
+    for store in stores:
+        await store.close()
+
+
+_WRITER = """
+import asyncio, sys
+from pathlib import Path
+from cluster.config.keys import KeyConfig, hash_of
+from deployments.gateway.key_store import SqliteStore, Usage
+from deployments.gateway.ledger import Ledger
+
+async def main() -> None:
+    ledger = Ledger(SqliteStore(Path(sys.argv[1])), flush_s=0.05)
+    for number in range(1, 1_000_000):
+        ledger.add(ledger.row("a", "m"), Usage(requests=1))
+        print(number, flush=True)
+        await asyncio.sleep(0.001)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+async def test_a_killed_gateway_loses_at_most_what_it_had_not_flushed(tmp_path: Path) -> None:
+    path = tmp_path / "keys.db"
+    process = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-c", _WRITER, str(path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    counted = 0
+    while counted < 300:
+        counted = int(process.stdout.readline())
+    process.send_signal(signal.SIGKILL)
+    for line in process.stdout:
+        counted = int(line)
+    process.wait()
+    store = SqliteStore(path)
+
+    ((_, usage),) = await store.report(today(), today())
+
+    # 0.05 s are 50 requests; a busy machine writes late, but never twice.
+    assert counted - 250 <= usage.requests <= counted
+    await store.close()

@@ -1,0 +1,117 @@
+"""Aliases of models, and models that answer in the place of others."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from deployments.gateway.gateway import Gateway
+from deployments.wire.answer import AnswerStart
+from tests.fakes.replicas import (
+    CHAT,
+    JSON,
+    FakeReplicas,
+    answering,
+    bearer,
+    client,
+    client_of,
+    gateway_of,
+    key,
+)
+
+NAMES: dict[str, Any] = {"aliases": {"gpt": "m", "one": "m1"}, "fallback": {"m": "m1"}}
+
+
+async def test_an_alias_reaches_its_model_under_the_models_name() -> None:
+    first, second = answering(), answering()
+
+    await client(first, second, **NAMES).post(CHAT, json={"model": "gpt"})
+    await client(first, second, **NAMES).post("/tokenize", json={"model": "one", "prompt": "x"})
+    await client(first, second, **NAMES).post(CHAT, json={"model": "m"})
+
+    assert [request.terms.model for request in first.requests] == ["m", None]
+    assert [request.terms.model for request in second.requests] == ["m1"]
+
+
+async def test_an_alias_is_listed_beside_its_model() -> None:
+    cards = FakeReplicas(AnswerStart(200, JSON, b'{"data": [{"id": "m", "root": "/m"}]}'))
+
+    listed = (await client(cards, aliases={"gpt": "m"}).get("/v1/models")).json()["data"]
+
+    assert {"id": "gpt", "root": "/m", "alias_of": "m"} in listed
+
+
+async def test_a_key_reaches_an_alias_only_if_it_may_use_the_model() -> None:
+    http = client(answering(), answering(), keys=(key("a", models=["m1"]),), **NAMES)
+
+    refused = await http.post(CHAT, json={"model": "gpt"}, headers=bearer("a"))
+    allowed = await http.post(CHAT, json={"model": "one"}, headers=bearer("a"))
+
+    assert (refused.status_code, allowed.status_code) == (404, 200)
+
+
+async def full(gateway: Gateway, replicas: FakeReplicas) -> list[asyncio.Task[Any]]:
+    """Fill a model's places, whose queue takes no request."""
+    replicas.gate.clear()
+    http = client_of(gateway)
+    tasks = [asyncio.create_task(http.post(CHAT, json={"model": "m"})) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    assert len(replicas.requests) == 2
+    return tasks
+
+
+async def test_another_model_answers_when_the_queue_is_full() -> None:
+    first, second = answering(), answering()
+    gateway = gateway_of(first, second, **NAMES)
+    tasks = await full(gateway, first)
+
+    answer = await client_of(gateway).post(CHAT, json={"model": "gpt"})
+
+    assert answer.status_code == 200
+    assert answer.headers["x-apar-fallback-of"] == "m"
+    assert [request.terms.model for request in second.requests] == ["m1"]
+    first.gate.set()
+    for task in tasks:
+        assert "x-apar-fallback-of" not in (await task).headers
+    assert not any(state.running for state in gateway.waiting().values())
+
+
+async def test_if_both_are_full_the_first_ones_refusal_counts() -> None:
+    first, second = answering(), answering()
+    gateway = gateway_of(first, second, aliases={}, fallback={"m": "m1", "m1": "m"})
+    tasks = await full(gateway, first)
+    second.gate.clear()
+    http = client_of(gateway)
+    tasks += [asyncio.create_task(http.post(CHAT, json={"model": "m1"})) for _ in range(2)]
+    await asyncio.sleep(0.05)
+
+    answer = await http.post(CHAT, json={"model": "m"})
+
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "overloaded"
+    first.gate.set()
+    second.gate.set()
+    await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize(("running", "answered_by"), [(1, "first"), (0, "second")])
+async def test_another_model_answers_while_all_replicas_are_lost(
+    running: int, answered_by: str
+) -> None:
+    replicas = {"first": answering(), "second": answering()}
+    gateway = gateway_of(*replicas.values(), **NAMES)
+    for number in (1, running):
+        gateway._replicas_changed("Replica-m", number)
+
+    answer = await client_of(gateway).post(CHAT, json={"model": "m"})
+
+    assert answer.status_code == 200
+    assert len(replicas[answered_by].requests) == 1
+
+
+async def test_only_requests_for_text_stream() -> None:
+    replicas = answering()
+
+    await client(replicas).post("/v1/messages/count_tokens", json={"stream": True})
+
+    assert [request.streams for request in replicas.requests] == [False]
