@@ -15,6 +15,7 @@ import pytest
 import ray
 from ray import _raylet, serve
 from ray._private import ray_constants, services, worker
+from ray._private.node import Node
 from ray.core.generated import autoscaler_pb2, gcs_pb2
 from ray.dashboard.modules.reporter import reporter_agent
 from ray.experimental import internal_kv
@@ -69,6 +70,11 @@ def test_ray_serve_reads_every_setting_that_we_set() -> None:
 def test_ray_starts_its_processes_through_a_popen_that_we_replace() -> None:
     assert issubclass(services.ConsolePopen, subprocess.Popen)
     assert "ConsolePopen(" in inspect.getsource(services.start_ray_process)
+
+
+def test_ray_starts_its_log_monitor_through_a_method_that_we_replace() -> None:
+    assert "self.start_log_monitor()" in inspect.getsource(Node.start_ray_processes)
+    assert inspect.signature(Node.start_log_monitor).parameters.keys() == {"self"}
 
 
 @pytest.mark.parametrize(
