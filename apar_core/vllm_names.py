@@ -293,6 +293,30 @@ def add_utility(name: str, function: Callable[[Any], Any]) -> None:
     setattr(import_module("vllm.v1.engine.core").EngineCore, name, function)
 
 
+_CALLED_BEFORE = "_apar_called_before"
+
+
+def call_before_requests(function: Callable[[Any], None]) -> None:
+    """Call a function with an engine core of this process before it takes its first request.
+
+    vLLM builds the scheduler while it builds the engine core, and gives it no way to the workers.
+    May be called more than once with the same function.
+    """
+    core: Any = import_module("vllm.v1.engine.core").EngineCore
+    if hasattr(core, _CALLED_BEFORE):
+        return
+    add_request = core.add_request
+
+    def after_function(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not getattr(self, _CALLED_BEFORE):
+            setattr(self, _CALLED_BEFORE, True)
+            function(self)
+        return add_request(self, *args, **kwargs)
+
+    setattr(core, _CALLED_BEFORE, False)
+    core.add_request = after_function
+
+
 def block_hasher(request: Request) -> Callable[[Request], Any] | None:
     """Return the function that hashes a request's full blocks; None without prefix caching."""
     return request._block_hasher

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 
-from apar_core.attention.plan import StepPlan, StepPlanner, family_counts
+from apar_core.attention.plan import StepPlan, StepPlanner, family_counts, family_layers
 from apar_core.vllm_names import (
     AttentionSpec,
     CommonAttentionMetadata,
@@ -46,6 +46,10 @@ class FamilyCPUWorker(CPUWorker):
     def family_counts(self) -> dict[str, int]:
         """Return the sums of `FamilyCounts`; call it with `collective_rpc`."""
         return family_counts(self)
+
+    def family_layers(self) -> tuple[int, int]:
+        """Return the layers that read families and all layers; call it with `collective_rpc`."""
+        return family_layers(self)
 
 
 class FamilyCPUBackend(CPUAttentionBackend):

@@ -22,7 +22,7 @@ from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 
 from apar_core.attention.families import Families
-from apar_core.attention.plan import StepPlan, StepPlanner, family_counts
+from apar_core.attention.plan import StepPlan, StepPlanner, family_counts, family_layers
 from apar_core.attention.selection import layer_problem, log_fallback
 from apar_core.vllm_names import (
     Attention,
@@ -65,6 +65,17 @@ class FamilyGPUWorker(Worker):
                 log_fallback(f"the attention backend {name}; try --attention-backend FLASH_ATTN")
                 return
 
+    def determine_available_memory(self) -> int:
+        """Size the KV cache while the memory is taken that a step with families needs.
+
+        vLLM's profiling run computes no attention.
+        """
+        num_bytes = step_bytes(self.vllm_config)
+        taken = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        available: int = super().determine_available_memory()
+        del taken
+        return available
+
     def compile_or_warm_up_model(self) -> Any:
         """Compile the kernels of families too, before vLLM does its own, rather than in a step."""
         warm_up(self.vllm_config)
@@ -74,6 +85,10 @@ class FamilyGPUWorker(Worker):
         """Return the sums of `FamilyCounts`; call it with `collective_rpc`."""
         return family_counts(self)
 
+    def family_layers(self) -> tuple[int, int]:
+        """Return the layers that read families and all layers; call it with `collective_rpc`."""
+        return family_layers(self)
+
 
 def _attention_layers(vllm_config: VllmConfig) -> list[Any]:
     layer_type: Any = Attention
@@ -82,6 +97,31 @@ def _attention_layers(vllm_config: VllmConfig) -> list[Any]:
 
 def _is_ours(layer: Any) -> bool:
     return issubclass(layer.get_attn_backend(), (FamilyFlashBackend, FamilyTritonBackend))
+
+
+def step_bytes(vllm_config: VllmConfig) -> int:
+    """Return the most memory that a step with families needs beside what vLLM's own would.
+
+    Layers run one after another, and the tables of the step are shared by all of them. Accumulators
+    of FlashAttention's second pass are those of vLLM's only pass.
+    """
+    ours = [layer for layer in _attention_layers(vllm_config) if _is_ours(layer)]
+    needed = [layer.impl.step_bytes(vllm_config) for layer in ours if not layer_problem(layer.impl)]
+    if not needed:
+        return 0
+    # Suffixes with the places that they are gathered from, and prefixes of two rows each or more.
+    width = -(-vllm_config.model_config.max_model_len // vllm_config.cache_config.block_size) + 1
+    return max(needed) + _most_rows(vllm_config) * width * (4 + 8 + 4 // 2)
+
+
+def num_processors() -> int:
+    """Return the streaming multiprocessors of this worker's GPU."""
+    return int(torch.cuda.get_device_properties().multi_processor_count)
+
+
+def _most_rows(vllm_config: VllmConfig) -> int:
+    scheduler = vllm_config.scheduler_config
+    return min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
 
 
 def warm_up(vllm_config: VllmConfig) -> None:
@@ -111,11 +151,11 @@ class DevicePlan:
     prefix_lens: Tensor
     """int32 [F] tokens of each shared prefix."""
     prefix_table: Tensor
-    """int32 [F, longest prefix] blocks of each shared prefix."""
+    """int32 [F, longest prefix + 1] blocks of each shared prefix."""
     suffix_lens: Tensor
     """int32 [R] tokens of each row behind its shared prefix."""
     suffix_table: Tensor
-    """int32 [R, longest suffix] blocks of each row behind its shared prefix."""
+    """int32 [R, longest suffix + 1] blocks of each row behind its shared prefix."""
     max_family_rows: int
     max_prefix_blocks: int
     max_suffix_blocks: int
@@ -143,14 +183,15 @@ def on_device(plan: StepPlan, block_table: Tensor, seq_lens: Tensor, block_size:
         for copy, part in zip(packed.split([len(each) for each in padded]), parts, strict=True)
     )
     num_rows = len(row_prefix_blocks)
-    places = torch.arange(plan.max_suffix_blocks, device=block_table.device)
-    # Beyond a row's end any block will do, because `suffix_lens` ends before it.
+    # Beyond a row's end any block will do, because `suffix_lens` ends before it. FlashAttention 2
+    # reads, but does not use, a block behind the last one, so both tables have one more.
+    places = torch.arange(plan.max_suffix_blocks + 1, device=block_table.device)
     columns = (row_prefix_blocks[:, None] + places).clamp_(max=block_table.shape[1] - 1)
     return DevicePlan(
         families=Families(rows, starts, prefix_blocks, row_prefix_blocks),
         tokens=tokens.long(),
         prefix_lens=prefix_blocks * block_size,
-        prefix_table=block_table[leaders.long(), : plan.max_prefix_blocks],
+        prefix_table=block_table[leaders.long(), : plan.max_prefix_blocks + 1],
         suffix_lens=seq_lens[:num_rows] - row_prefix_blocks * block_size,
         suffix_table=block_table[:num_rows].gather(1, columns),
         max_family_rows=plan.max_family_rows,
@@ -279,6 +320,21 @@ class FamilyFlashImpl(FlashAttentionImpl):
         )
         return output
 
+    def step_bytes(self, vllm_config: VllmConfig) -> int:
+        """Return the memory of a layer's tensors between and behind the two passes."""
+        rows, tokens = _most_rows(vllm_config), vllm_config.scheduler_config.max_num_batched_tokens
+        # mypy does not know that vLLM has resolved its type.
+        dtype: Any = vllm_config.model_config.dtype
+        # Queries and prefixes of rows in families, their suffixes, and the merged rows.
+        values = 4 * rows * self.num_heads * self.head_size * dtype.itemsize
+        # The log-sum-exp of all suffixes, of those in families, and of prefixes.
+        sums = 4 * self.num_heads * (tokens + 2 * rows)
+        # FlashAttention 3 splits the prefixes where they are too few for the GPU.
+        splits = 0
+        if self.vllm_flash_attn_version != 2:
+            splits = min(-(-num_processors() // self.num_kv_heads), 128)
+        return values + sums + splits * 4 * rows * self.num_heads * (self.head_size + 1)
+
     def warm_up(self, kv_cache: Tensor) -> None:
         """Read a family of two rows, whose blocks are all block 0."""
         if self.vllm_flash_attn_version is None or self.fa4_hd256:
@@ -292,9 +348,9 @@ class FamilyFlashImpl(FlashAttentionImpl):
             families=Families.smallest(kv_cache.device),
             tokens=ints(0, 1).long(),
             prefix_lens=ints(block_size),
-            prefix_table=ints(0)[:, None],
+            prefix_table=ints(0, 0)[None],
             suffix_lens=ints(1, 1),
-            suffix_table=ints(0, 0)[:, None],
+            suffix_table=ints(0, 0, 0, 0).view(2, 2),
             max_family_rows=2,
             max_prefix_blocks=1,
             max_suffix_blocks=1,
@@ -443,6 +499,19 @@ class FamilyTritonImpl(TritonAttentionImpl):
             output=output[:num_rows],
         )
         return output
+
+    def step_bytes(self, vllm_config: VllmConfig) -> int:
+        """Return the memory of a layer's partial results."""
+        from apar_core.attention import triton_kernel
+
+        model: Any = vllm_config.model_config
+        return triton_kernel.scratch_bytes(
+            _most_rows(vllm_config),
+            self.num_heads,
+            self.head_size,
+            model.dtype,
+            max_seq_len=model.max_model_len,
+        )
 
     def warm_up(self, kv_cache: Tensor) -> None:
         """Compile our kernels for this layer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +33,22 @@ class FamilyCounts:
 def family_counts(worker: Worker) -> dict[str, int]:
     """Return the sums of a worker's `FamilyCounts`, by the names of the fields."""
     names = [field.name for field in fields(FamilyCounts)]
-    planners = [getattr(builder, "planner", None) for builder in metadata_builders(worker)]
-    counts = [planner.counts for planner in planners if isinstance(planner, StepPlanner)]
+    counts = [planner.counts for planner in _planners(worker)]
     return {name: sum(getattr(each, name) for each in counts) for name in names}
+
+
+def family_layers(worker: Worker) -> tuple[int, int]:
+    """Return how many of a worker's attention layers read families now, and how many it has."""
+    layer_type: Any = Attention
+    layers = get_layers_from_vllm_config(worker.vllm_config, layer_type)
+    return sum(planner.num_layers for planner in _planners(worker)), len(layers)
+
+
+def _planners(worker: Worker) -> Iterator[StepPlanner]:
+    for builder in metadata_builders(worker):
+        planner = getattr(builder, "planner", None)
+        if isinstance(planner, StepPlanner):
+            yield planner
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,7 @@ class StepPlanner:
         layers = get_layers_from_vllm_config(vllm_config, layer_type, list(layer_names))
         problems = [problem, *(layer_problem(layer.impl) for layer in layers.values())]
         found = next((each for each in problems if each is not None), None)
+        self._num_layers = len(layer_names)
         self._is_active = found is None
         if found is not None:
             log_fallback(found)
@@ -82,6 +96,11 @@ class StepPlanner:
         # Compiles the grouping before the first request.
         empty = torch.zeros(1, 1, dtype=torch.int32)
         group_rows(empty, empty[0], empty[0], block_size=self._block_size, settings=self._settings)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that are read in families: all of the builder's, or none."""
+        return self._num_layers if self._is_active else 0
 
     def plan(self, common: CommonAttentionMetadata) -> StepPlan | None:
         """Return the families of a step; None if all its rows are read one by one."""

@@ -42,6 +42,9 @@ _NOT_SPECIAL = (*_PER_STEP, "table_stride")
 # Without a GPU, in Triton's interpreter, the number changes only how work is split.
 _INTERPRETED_PROCESSORS = 4
 
+SCRATCH_BYTES = 256 * 2**20
+"""Most memory for partial results; longer chunks keep to it where rows and chunks are many."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
@@ -59,6 +62,27 @@ class Tiles:
     waves: int = 4
     smallest_chunk: int = 128
     largest_chunk: int = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a call splits prefixes and suffixes: tokens of a chunk, and chunks of the longest.
+
+    All are 0 for the prefixes of a call without families.
+    """
+
+    row_tile: int
+    tiles_per_family: int
+    prefix_chunk: int
+    prefix_parts: int
+    chunk: int
+    suffix_parts: int
+
+    @property
+    def scratch_parts(self) -> int:
+        """Partial results of each row and head."""
+        # A row that needs no merge writes no partial result, but the places are there.
+        return self.prefix_parts + (self.suffix_parts if self.suffix_parts > 1 else 0)
 
 
 @triton.jit
@@ -433,26 +457,21 @@ def family_decode(
     ratio = num_heads // num_kv_heads
     tiles = tiles or default_tiles(query.dtype, head_size)
     padded_size = _power_of_2(head_size, _SMALLEST_DOT)
-    wanted = tiles.waves * _processors(query.device)
     num_families = 0 if families is None else families.prefix_blocks.shape[0]
-    row_tile = prefix_chunk = prefix_parts = 0
-    tiles_per_family = 0
-    if families is not None and num_families:
-        if max_family_rows < 1 or max_prefix_blocks < 0:
-            raise ValueError(
-                "max_family_rows must be at least 1 and max_prefix_blocks at least 0 with "
-                f"families, not {max_family_rows} and {max_prefix_blocks}"
-            )
-        row_tile = _row_tile(max_family_rows, ratio, query.dtype)
-        tiles_per_family = _ceil_div(max_family_rows, row_tile // ratio)
-        longest = max_prefix_blocks * block_size
-        programs = num_families * tiles_per_family * num_kv_heads
-        prefix_chunk = _chunk(longest, programs, wanted, tiles)
-        prefix_parts = _ceil_div(longest, prefix_chunk)
-    chunk = _chunk(max_seq_len, num_rows * num_kv_heads, wanted, tiles)
-    suffix_parts = _ceil_div(max(max_seq_len, 1), chunk)
-    # A row that needs no merge writes no partial result, but the places are there.
-    parts = prefix_parts + (suffix_parts if suffix_parts > 1 else 0)
+    if num_families and (max_family_rows < 1 or max_prefix_blocks < 0):
+        raise ValueError(
+            "max_family_rows must be at least 1 and max_prefix_blocks at least 0 with "
+            f"families, not {max_family_rows} and {max_prefix_blocks}"
+        )
+    split = split_of(
+        num_rows, num_heads, num_kv_heads, head_size, query.dtype, max_seq_len=max_seq_len,
+        num_families=num_families, max_family_rows=max_family_rows,
+        max_prefix_tokens=max_prefix_blocks * block_size, tiles=tiles,
+        processors=_processors(query.device),
+    )  # fmt: skip
+    row_tile, tiles_per_family = split.row_tile, split.tiles_per_family
+    prefix_chunk, prefix_parts = split.prefix_chunk, split.prefix_parts
+    chunk, suffix_parts, parts = split.chunk, split.suffix_parts, split.scratch_parts
     values = query.new_empty((parts, num_rows, num_heads, head_size), dtype=torch.float32)
     stats = query.new_empty((parts, num_rows, num_heads, 2), dtype=torch.float32)
     strides = key_cache.stride()
@@ -526,11 +545,60 @@ def default_tiles(dtype: torch.dtype, head_size: int) -> Tiles:
     return Tiles(tokens=64 if head_size <= 128 else 32)
 
 
-def _chunk(longest: int, programs: int, wanted: int, tiles: Tiles) -> int:
-    """Return the tokens of a chunk with which there are at least `wanted` programs."""
+def split_of(
+    num_rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: torch.dtype,
+    *,
+    max_seq_len: int,
+    num_families: int,
+    max_family_rows: int,
+    max_prefix_tokens: int,
+    tiles: Tiles,
+    processors: int,
+) -> Split:
+    """Return how `family_decode` splits its work: into enough programs, within the scratch."""
+    wanted = tiles.waves * processors
+    # Half of the scratch for the prefixes, half for the suffixes.
+    most_parts = max(SCRATCH_BYTES // (2 * _partial_bytes(num_rows, num_heads, head_size)), 1)
+    row_tile = tiles_per_family = prefix_chunk = prefix_parts = 0
+    if num_families:
+        ratio = num_heads // num_kv_heads
+        row_tile = _row_tile(max_family_rows, ratio, dtype)
+        tiles_per_family = _ceil_div(max_family_rows, row_tile // ratio)
+        programs = num_families * tiles_per_family * num_kv_heads
+        prefix_chunk = _chunk(max_prefix_tokens, programs, wanted, most_parts, tiles)
+        prefix_parts = _ceil_div(max_prefix_tokens, prefix_chunk)
+    chunk = _chunk(max_seq_len, num_rows * num_kv_heads, wanted, most_parts, tiles)
+    suffix_parts = _ceil_div(max(max_seq_len, 1), chunk)
+    return Split(row_tile, tiles_per_family, prefix_chunk, prefix_parts, chunk, suffix_parts)
+
+
+def scratch_bytes(
+    max_rows: int, num_heads: int, head_size: int, dtype: torch.dtype, *, max_seq_len: int
+) -> int:
+    """Return the most memory that a call with up to so many rows and tokens a row allocates."""
+    row_bytes = _partial_bytes(max_rows, num_heads, head_size)
+    most_parts = _ceil_div(max_seq_len, default_tiles(dtype, head_size).smallest_chunk)
+    return max(min(SCRATCH_BYTES, 2 * most_parts * row_bytes), row_bytes)
+
+
+def _partial_bytes(num_rows: int, num_heads: int, head_size: int) -> int:
+    """Return the bytes of one partial result of each row: float32 values, maximum and sum."""
+    return 4 * num_rows * num_heads * (head_size + 2)
+
+
+def _chunk(longest: int, programs: int, wanted: int, most_parts: int, tiles: Tiles) -> int:
+    """Return the tokens of a chunk with which there are at least `wanted` programs.
+
+    There are at most `most_parts` chunks.
+    """
     parts = _ceil_div(wanted, programs)
     chunk = max(_ceil_div(longest, parts), tiles.smallest_chunk)
-    return tiles.tokens * _ceil_div(min(chunk, tiles.largest_chunk), tiles.tokens)
+    chunk = max(min(chunk, tiles.largest_chunk), _ceil_div(longest, most_parts))
+    return tiles.tokens * _ceil_div(chunk, tiles.tokens)
 
 
 def _row_tile(max_family_rows: int, ratio: int, dtype: torch.dtype) -> int:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from apar_core.attention.settings import FURTHER_THREAD_COST
+from apar_core.scheduler.family_reads import ask_workers
 from apar_core.scheduler.fork_policy import AdaptivePolicy
 from apar_core.scheduler.thread_table import ThreadTable
-from apar_core.vllm_names import add_utility, worker_in_this_process
+from apar_core.vllm_names import add_utility, call_before_requests, worker_in_this_process
 
 CORE_STATE_CALL = "apar_core_state"
 _OF_ONE_RANK = ("step_s", "num_steps", "busy_s", "thread_weight")
@@ -26,7 +26,7 @@ def core_state(scheduler: Any) -> dict[str, Any]:
     step_s: mean time of the last steps. steps: number, rows and seconds of all steps.
     generated_tokens: tokens sampled. step_costs: what the adaptive fork policy has learned.
     thread_weight: what a thread beside others of its request costs over a request's first thread;
-    less than 1 with family attention.
+    less than 1 where layers read families.
     """
     pool = scheduler.kv_cache_manager.block_pool
     num_running, num_waiting = scheduler.get_request_counts()
@@ -51,8 +51,7 @@ def core_state(scheduler: Any) -> dict[str, Any]:
         state["fork_counters"] = asdict(scheduler.block_sharing.counters)
         state["join_counters"] = asdict(scheduler.block_sharing.join_counters)
         state["admission_counters"] = asdict(scheduler.admission.counters)
-        reads_families = scheduler.family_reads.settings is not None
-        state["thread_weight"] = FURTHER_THREAD_COST if reads_families else 1.0
+        state["thread_weight"] = scheduler.family_reads.thread_weight
         clock = scheduler.step_clock
         state["step_s"] = clock.mean_s
         state["steps"] = {
@@ -91,11 +90,16 @@ def _num_steps(state: tuple[dict[str, Any], Any]) -> int:
 
 
 def install_core_state() -> None:
-    """Make `core_state` callable from the API process, as an engine-core utility."""
+    """Make `core_state` callable from the API process, as an engine-core utility.
+
+    Workers are asked before the first request, as an engine without a replica has no reports.
+    """
     add_utility(CORE_STATE_CALL, _state_of_core)
+    call_before_requests(ask_workers)
 
 
 def _state_of_core(engine_core: Any) -> dict[str, Any]:
+    ask_workers(engine_core)
     state = core_state(engine_core.scheduler)
     # Of workers with family attention: see `apar_core/attention/plan.py`.
     counts = getattr(worker_in_this_process(engine_core), "family_counts", None)

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from apar_core.attention.settings import FamilySettings
+from apar_core.attention.settings import FURTHER_THREAD_COST, FamilySettings
 from apar_core.scheduler.thread_table import ThreadGroup, ThreadTable
+from apar_core.vllm_names import worker_in_this_process
 
 Threads = Sequence[Any]
 """vLLM requests, one per thread."""
@@ -23,12 +24,16 @@ class FamilyReads:
     """Saved tokens of the running threads, by request.
 
     settings: None where each row reads its own blocks; then nothing is saved.
+    layer_share: share of the attention layers that read families. Only the workers know it, once
+        their model is built; until they have told (`ask_workers`), all layers count.
     """
 
     def __init__(
         self, threads: ThreadTable[Any], block_size: int, settings: FamilySettings | None
     ) -> None:
         self.settings = settings
+        self.layer_share = 1.0
+        self.has_asked = False
         self._threads = threads
         self._block_size = block_size
         # By root id: the live threads, and the blocks that they begin with. These change only with
@@ -46,7 +51,7 @@ class FamilyReads:
                 families.setdefault(group.root_id, []).append(thread)
         self._known = {root: self._known[root] for root in families if root in self._known}
         saved = sum(self._saved_blocks(root, each) for root, each in families.items())
-        return saved * self._block_size if saved >= self.settings.min_saved_blocks else 0
+        return self._tokens(saved) if saved >= self.settings.min_saved_blocks else 0
 
     def saved_by(self, group: ThreadGroup[Any], child: Any, running: Iterable[Any]) -> int:
         """Return the tokens that a child saves if it joins the running threads of its request.
@@ -63,7 +68,17 @@ class FamilyReads:
             self._common_blocks(group.root_id, siblings),
             _common(siblings[0], child) // self._block_size,
         )
-        return max(self._worth(len(siblings) + 1, shared) - before, 0) * self._block_size
+        return self._tokens(max(self._worth(len(siblings) + 1, shared) - before, 0))
+
+    @property
+    def thread_weight(self) -> float:
+        """What a thread beside others of its request costs over a request's first thread."""
+        if self.settings is None:
+            return 1.0
+        return 1 - self.layer_share * (1 - FURTHER_THREAD_COST)
+
+    def _tokens(self, saved_blocks: int) -> int:
+        return int(saved_blocks * self._block_size * self.layer_share)
 
     def _saved_blocks(self, root_id: str, threads: Threads) -> int:
         return self._worth(len(threads), self._common_blocks(root_id, threads))
@@ -86,6 +101,30 @@ class FamilyReads:
         blocks = num_tokens // self._block_size
         self._known[root_id] = names, blocks
         return blocks
+
+
+def ask_workers(engine_core: Any) -> None:
+    """Ask an engine core's workers which of their layers read families.
+
+    They are asked once, before the first request, and later only a worker in this process, as
+    workers elsewhere answer behind their steps. A layer may not fit for a reason that only the
+    worker knows, such as the attention backend.
+    """
+    reads: FamilyReads | None = getattr(engine_core.scheduler, "family_reads", None)
+    if reads is None or reads.settings is None:
+        return
+    worker = worker_in_this_process(engine_core)
+    if worker is not None:
+        answers = [worker.family_layers()]
+    elif not reads.has_asked:
+        answers = engine_core.collective_rpc("family_layers")
+    else:
+        return
+    reads.has_asked = True
+    # Virtual workers have no layers.
+    known = [answer for answer in answers if answer is not None]
+    if num_layers := sum(num for _, num in known):
+        reads.layer_share = sum(num_read for num_read, _ in known) / num_layers
 
 
 def _common(first: Any, second: Any) -> int:

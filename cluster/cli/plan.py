@@ -295,6 +295,7 @@ def plan(
             weight_bytes=size.weight_bytes,
             kv_bytes=made.hardware.kv_tokens * size.kv_bytes_per_token,
             max_model_len=max_model_len,
+            block_size=block_size,
             min_replicas=min_replicas,
         )
         _show(made, size, served, out, as_json=as_json)

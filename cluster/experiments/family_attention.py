@@ -182,6 +182,11 @@ class RunName(BaseModel):
     system_tokens: int = 0
     has_thresholds: bool = False
 
+    @property
+    def richer(self) -> RunName:
+        """The run with the same steps that also has thresholds."""
+        return self.model_copy(update={"has_thresholds": self.method == EAGER})
+
     def __str__(self) -> str:
         load = "closed" if self.is_closed_loop else "open"
         return (
@@ -395,7 +400,14 @@ def do_runs(
     names = dict.fromkeys(
         each.run(method) for each in points(settings) for method in (SEQUENTIAL, EAGER)
     )
-    missing = [name for name in names if not store.has(str(name))]
+    # Thresholds change no step.
+    missing = [
+        name
+        for name in names
+        if not store.has(str(name))
+        and not store.has(str(name.richer))
+        and (name == name.richer or name.richer not in names)
+    ]
     if not missing:
         return
     done = start_stage("runs", len(missing))
@@ -417,6 +429,12 @@ def do_runs(
         for name, task in tasks:
             task.result()
             finish(name)
+
+
+def load_run(folder: Path, settings: FamilyAttentionSettings, name: RunName) -> RecordedSteps:
+    """Return the steps of a run that has been done, perhaps with thresholds."""
+    has_own = PartStore(folder, settings.as_text()).has(str(name))
+    return RecordedSteps.load(_path(folder, name if has_own else name.richer))
 
 
 def _path(folder: Path, name: RunName) -> Path:
@@ -617,7 +635,7 @@ def report_family_attention(
     found: list[Prediction] = []
     for point in every:
         names = (point.run(method) for method in (SEQUENTIAL, EAGER))
-        runs = {name: RecordedSteps.load(_path(folder, name)) for name in names}
+        runs = {name: load_run(folder, settings, name) for name in names}
         found.append(predict(point, runs, settings.sample_s))
         done()
     lines = "".join(f"{each.model_dump_json()}\n" for each in found)

@@ -33,7 +33,8 @@ _CHECKPOINTS = {"llama-7b": "apar-7b", "llama-13b": "apar-13b"}
 class Served:
     """The model as the configuration names it, and its engines.
 
-    gpu_memory_share is None on a CPU. kv_bytes: of the KV cache of a replica.
+    gpu_memory_share is None on a CPU. kv_bytes: of the KV cache of a replica. block_size: tokens of
+    a KV block; None: the engine's default.
     """
 
     model: str
@@ -42,6 +43,7 @@ class Served:
     weight_bytes: float
     kv_bytes: float
     max_model_len: int | None = None
+    block_size: int | None = None
     min_replicas: int | None = None
 
 
@@ -85,8 +87,9 @@ def _model(plan: Plan, served: Served) -> dict[str, Any]:
     if (family := plan.hardware.family) is not None:
         model["attention"] = "family"
         model["family"] = {"min_saved_blocks": family.min_saved_blocks}
-    if served.max_model_len is not None:
-        model["engine"] = {"max_model_len": served.max_model_len}
+    engine = {"max_model_len": served.max_model_len, "block_size": served.block_size}
+    if engine := {name: value for name, value in engine.items() if value is not None}:
+        model["engine"] = engine
     return model
 
 

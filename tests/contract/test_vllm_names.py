@@ -321,6 +321,17 @@ SIGNATURES = (
         "no full CUDA graphs",
     ),
     Signature(Worker.init_device, "self", "builds the runner, whose block tables we watch"),
+    Signature(
+        Worker.determine_available_memory, "self", "sizes the KV cache beside a step's memory"
+    ),
+    Signature(
+        EngineCore.add_request, "self, request, request_wave=0", "wrapped to ask workers before it"
+    ),
+    Signature(
+        EngineCore.collective_rpc,
+        "self, method, timeout=None, args=(), kwargs=None",
+        "asks the workers which layers read families",
+    ),
     Signature(Worker.load_model, "self, ...", "builds the model with our backends"),
     Signature(Worker.compile_or_warm_up_model, "self", "compiles our kernels before"),
     Signature(register_backend, "backend, class_path=None, ...", "puts ours in vLLM's place"),
@@ -712,6 +723,16 @@ PASSAGES = (
         r"sampled_token_ids, self\.input_batch\.num_tokens_no_spec, "
         r"self\.input_batch\.token_ids_cpu, slot_mappings=slot_mappings,",
         "threads come in the order of the logits; the tokens have been waited for",
+    ),
+    Passage(
+        Worker.determine_available_memory,
+        r"memory_profiling\( self\.init_snapshot, .*self\.model_runner\.profile_run\(",
+        "what is taken meanwhile counts as used since the worker's start",
+    ),
+    Passage(
+        FlashAttentionImpl.forward,
+        r"if attn_metadata is None: # Profiling run\. return output\.fill_\(0\)",
+        "no attention is profiled, so family attention takes its memory itself",
     ),
     Passage(
         EngineCoreProc,

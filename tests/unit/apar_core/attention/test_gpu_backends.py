@@ -14,8 +14,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from vllm.config import (
     CacheConfig,
+    CompilationConfig,
+    CompilationMode,
+    CUDAGraphMode,
     ModelConfig,
     SchedulerConfig,
     VllmConfig,
@@ -28,7 +33,7 @@ from vllm.v1.worker.gpu import block_table as v2_tables
 
 from apar_core import vllm_names
 from apar_core.attention import families as grouping
-from apar_core.attention import gpu_backends, triton_kernel
+from apar_core.attention import gpu_backends, plan, triton_kernel
 from apar_core.attention.families import Families, partition
 from apar_core.attention.gpu_backends import (
     FamilyFlashBackend,
@@ -314,6 +319,39 @@ def test_attention_stays_out_of_full_cuda_graphs(backend: Any, model_dir: Path) 
     assert support is AttentionCGSupport.NEVER
 
 
+@pytest.mark.parametrize("is_v2", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "resolved"),
+    [
+        ("FULL_AND_PIECEWISE", "PIECEWISE"),
+        ("FULL_DECODE_ONLY", "PIECEWISE"),
+        ("PIECEWISE", "PIECEWISE"),
+        ("NONE", "NONE"),
+        ("FULL", None),
+    ],
+)
+def test_vllm_captures_no_attention_of_ours_in_any_mode(
+    asked: str, resolved: str | None, is_v2: bool
+) -> None:
+    """A graph that replays a step's tables would read another step's families."""
+    config = CompilationConfig(
+        mode=CompilationMode.VLLM_COMPILE, cudagraph_mode=CUDAGraphMode[asked]
+    )
+    config.set_splitting_ops_for_v1("naive")
+
+    def resolve() -> CUDAGraphMode:
+        return config.resolve_cudagraph_mode_and_sizes(
+            AttentionCGSupport.NEVER, "FamilyFlashBackend", use_v2_model_runner=is_v2
+        )
+
+    if resolved is None:
+        with pytest.raises(ValueError, match="FULL is not supported with FamilyFlashBackend"):
+            resolve()
+    else:
+        assert resolve() is CUDAGraphMode[resolved]
+        assert not config.cudagraph_mode.has_full_cudagraphs()
+
+
 @pytest.mark.parametrize("backend", [FamilyFlashBackend, FamilyTritonBackend])
 def test_full_cuda_graphs_stay_if_no_layer_fits(
     backend: Any, model_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -366,6 +404,169 @@ def test_each_kind_of_layer_is_warmed_up_once(monkeypatch: pytest.MonkeyPatch) -
     gpu_backends.warm_up(config)
 
     assert calls == [False, True, False, True]
+
+
+def test_a_worker_tells_which_of_its_layers_read_families(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fits = vars(flash_attention_impl())
+    layers = {
+        name: SimpleNamespace(impl=SimpleNamespace(**fits | {"sinks": sinks}))
+        for name, sinks in (("a", None), ("b", None), ("c", [0.0]), ("d", None), ("e", None))
+    }
+
+    def some(_: Any, __: Any, names: list[str] | None = None) -> dict[str, Any]:
+        return {name: layers[name] for name in (layers if names is None else names)}
+
+    monkeypatch.setattr(plan, "get_layers_from_vllm_config", some)
+    config = configuration(model_dir)
+    # Two KV cache groups of ours, of which one has sinks in a layer, and one of another backend.
+    planners = [StepPlanner(config, names, kv_cache_spec(), None) for names in (["a", "b"], ["c"])]
+    builders = [*(SimpleNamespace(planner=each) for each in planners), SimpleNamespace()]
+    groups = [[SimpleNamespace(metadata_builders=[each])] for each in builders]
+    runner = SimpleNamespace(attn_groups=groups)
+    worker: Any = SimpleNamespace(vllm_config=config, model_runner=runner)
+
+    assert plan.family_layers(worker) == (2, 5)
+    # A table on the GPU that was not watched: the layers fall back in a step.
+    unknown: Any = SimpleNamespace(
+        block_table_tensor=on_gpu(torch.zeros(1), 8).block_table_tensor, causal=True,
+        mm_req_doc_ranges=None, num_reqs=8, seq_lens=torch.tensor(SEQ_LENS, dtype=torch.int32),
+    )  # fmt: skip
+    assert planners[0].plan(unknown) is None
+    assert plan.family_layers(worker) == (0, 5)
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of all tensors that are built meanwhile, freed ones included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {
+            each.untyped_storage().data_ptr()
+            for each in tree_leaves((args, kwargs))
+            if isinstance(each, Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in before:
+                self.num_bytes += each.untyped_storage().nbytes()
+        return result
+
+
+def sized(rows: int, tokens: int, max_model_len: int, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a configuration with these limits."""
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=rows, max_num_batched_tokens=tokens),
+        model_config=SimpleNamespace(max_model_len=max_model_len, dtype=dtype),
+        cache_config=SimpleNamespace(block_size=BLOCK_SIZE),
+    )
+
+
+def flash_attention_impl(version: int | None = 2) -> FamilyFlashImpl:
+    impl = FamilyFlashImpl(
+        NUM_HEADS, HEAD_SIZE, SCALE, NUM_KV_HEADS, None, None, kv_cache_dtype="auto"
+    )
+    impl.vllm_flash_attn_version = version
+    return impl
+
+
+def test_the_largest_step_of_two_passes_allocates_no_more_than_is_reserved(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are as many and as long as the limits allow, and each is in a family of two."""
+    rows, blocks = 8, 4
+    tables = [
+        [1 + row // 2 * 4, 2 + row // 2 * 4, 3 + row // 2 * 4, 30 + row] for row in range(rows)
+    ]
+    starts = torch.arange(rows + 1, dtype=torch.int32)
+    lens = torch.full((rows,), blocks * BLOCK_SIZE, dtype=torch.int32)
+    common = common_metadata().replace(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lens, num_reqs=rows,
+        num_actual_tokens=rows, max_query_len=1, max_seq_len=blocks * BLOCK_SIZE,
+        block_table_tensor=torch.tensor(tables, dtype=torch.int32),
+        slot_mapping=torch.zeros(rows, dtype=torch.int64),
+    )  # fmt: skip
+    builder, impl = flash_builder(model_dir), flash_attention_impl()
+    step = builder.planner.plan(common)
+    assert step is not None
+    assert step.families.num_families == rows // 2
+    kv_cache = torch.zeros(40, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
+    query = torch.zeros(rows, NUM_HEADS, HEAD_SIZE)
+    limits = sized(rows, rows, blocks * BLOCK_SIZE)
+
+    def attend(*, q: Tensor, out: Tensor | None = None, **_: Any) -> tuple[Tensor, Tensor]:
+        # What FlashAttention returns; its own memory is not counted.
+        return torch.empty_like(q) if out is None else out, torch.empty(q.shape[1], len(q))
+
+    def merge(*_: Tensor) -> None:
+        pass
+
+    monkeypatch.setattr(gpu_backends, "flash_attention", lambda: attend)
+    monkeypatch.setattr(gpu_backends, "merge_attn_states", merge)
+    with Allocated() as tables_of_step:
+        on_device = gpu_backends.on_device(step, common.block_table_tensor, lens, BLOCK_SIZE)
+    with Allocated() as of_layer:
+        impl._attend_twice(query, kv_cache, on_device, starts, 1, torch.empty_like(query))
+
+    output_bytes = query.nbytes
+    assert of_layer.num_bytes - output_bytes == impl.step_bytes(limits)
+    layer = SimpleNamespace(impl=impl, get_attn_backend=lambda: FamilyFlashBackend)
+    monkeypatch.setattr(gpu_backends, "get_layers_from_vllm_config", lambda *_: {"a": layer})
+    for_tables = gpu_backends.step_bytes(limits) - impl.step_bytes(limits)
+    held = sum(each.nbytes for each in (on_device.prefix_table, on_device.suffix_table))
+    # A suffix has one block here, but the reservation is for one that is a row's whole length.
+    assert held <= for_tables
+    assert tables_of_step.num_bytes >= held
+
+
+def test_flash_attention_3_also_gets_room_for_the_splits_of_its_prefix_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu_backends, "num_processors", lambda: 132)
+    limits = sized(256, 8192, 4096, torch.bfloat16)
+
+    splits = 132 // NUM_KV_HEADS
+    extra = flash_attention_impl(3).step_bytes(limits) - flash_attention_impl().step_bytes(limits)
+
+    # Float32 outputs, and a sum for each.
+    assert extra == splits * 256 * NUM_HEADS * 4 * (HEAD_SIZE + 1)
+
+
+def test_the_kv_cache_is_sized_while_a_steps_memory_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = sized(256, 8192, 4096, torch.bfloat16)
+    impl_type: Any = FamilyTritonImpl
+    impl = impl_type.__new__(impl_type)
+    fits = {
+        "attn_type": "decoder", "sliding_window": None, "alibi_slopes": None, "logits_soft_cap": 0,
+        "sinks": None, "kv_cache_dtype": "auto", "num_heads": 32, "head_size": 128,
+    }  # fmt: skip
+    vars(impl).update(fits)
+    backends: list[Any] = [FamilyTritonBackend]
+    layer = SimpleNamespace(impl=impl, get_attn_backend=lambda: backends[0])
+    monkeypatch.setattr(gpu_backends, "get_layers_from_vllm_config", lambda *_: {"a": layer})
+    taken = Allocated()
+
+    def determine_available_memory(self: Any) -> int:
+        return 2**40 - taken.num_bytes
+
+    monkeypatch.setattr(vllm_names.Worker, "determine_available_memory", determine_available_memory)
+    worker: Any = gpu_backends.FamilyGPUWorker.__new__(gpu_backends.FamilyGPUWorker)
+    worker.vllm_config, worker.device = limits, torch.device("meta")
+    with taken:
+        assert worker.determine_available_memory() == 2**40 - gpu_backends.step_bytes(limits)
+        # 257 places, of 14 bytes a row.
+        assert gpu_backends.step_bytes(limits) == 256 * 2**20 + 256 * 257 * 14
+        # Layers of another backend, and those that are read row by row, need nothing.
+        backends[0] = FamilyTritonBackend.__base__
+        assert gpu_backends.step_bytes(limits) == 0
+        backends[0], impl.sinks = FamilyTritonBackend, [0.0]
+        assert gpu_backends.step_bytes(limits) == 0
 
 
 class GPUTable(SimpleNamespace):

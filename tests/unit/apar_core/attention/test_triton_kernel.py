@@ -16,10 +16,18 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis.strategies import floats, integers, sampled_from
 
 from apar_core.attention import triton_kernel
 from apar_core.attention.families import Families
-from apar_core.attention.triton_kernel import Tiles, family_decode
+from apar_core.attention.triton_kernel import (
+    Tiles,
+    default_tiles,
+    family_decode,
+    scratch_bytes,
+    split_of,
+)
 from benchmarks.family_attention import Case, families_of, make_problem, pairwise, reads_of
 from benchmarks.family_steps import SHAPES, read_steps
 
@@ -106,6 +114,102 @@ class Recorded:
             self.launched.add(tuple(key))
 
         return launch
+
+
+@given(
+    rows=integers(1, 2048),
+    kv_heads=sampled_from((1, 2, 8, 32)),
+    ratio=sampled_from((1, 4, 8)),
+    head_size=sampled_from((64, 128, 256)),
+    seq_len=integers(1, 1 << 18),
+    prefix=floats(0, 1),
+    members=floats(0, 1),
+    families=floats(0, 1),
+    processors=sampled_from((4, 108, 132)),
+    dtype=sampled_from((torch.bfloat16, torch.float32)),
+)
+def test_no_step_within_the_limits_needs_more_scratch_than_is_reserved(
+    rows: int,
+    kv_heads: int,
+    ratio: int,
+    head_size: int,
+    seq_len: int,
+    prefix: float,
+    members: float,
+    families: float,
+    processors: int,
+    dtype: torch.dtype,
+) -> None:
+    tiles = default_tiles(dtype, head_size)
+    num_members = max(2, int(members * rows))
+    prefix_tokens = int(prefix * (seq_len - 1)) // 16 * 16
+
+    split = split_of(
+        rows, kv_heads * ratio, kv_heads, head_size, dtype, max_seq_len=seq_len,
+        num_families=int(families * rows / 2), max_family_rows=num_members,
+        max_prefix_tokens=prefix_tokens, tiles=tiles, processors=processors,
+    )  # fmt: skip
+
+    num_bytes = split.scratch_parts * rows * kv_heads * ratio * (head_size + 2) * 4
+    for more_rows, more_tokens in ((0, 0), (1000, 0), (0, 50_000)):
+        assert num_bytes <= scratch_bytes(
+            rows + more_rows, kv_heads * ratio, head_size, dtype, max_seq_len=seq_len + more_tokens
+        )
+    # Every token is in a chunk, and chunks are whole tiles.
+    assert split.suffix_parts * split.chunk >= seq_len
+    assert split.chunk % tiles.tokens == 0
+    if split.tiles_per_family:
+        assert split.prefix_parts * split.prefix_chunk >= prefix_tokens
+        assert split.prefix_chunk % tiles.tokens == 0
+
+
+def test_chunks_are_longer_only_where_partial_results_would_not_fit() -> None:
+    def chunks(rows: int) -> tuple[int, int]:
+        split = split_of(
+            rows, 32, 32, 128, torch.bfloat16, max_seq_len=32_768, num_families=rows // 4,
+            max_family_rows=4, max_prefix_tokens=16_384, tiles=Tiles(), processors=108,
+        )  # fmt: skip
+        return split.prefix_chunk, split.chunk
+
+    # 16 chunks of a suffix, 8 of a prefix: 5 MiB each at 300 rows.
+    assert chunks(300) == (2048, 2048)
+    # 19 MiB each at 1,200 rows: 6 of them fit into the half of 256 MiB.
+    assert chunks(1200) == (2752, 5504)
+
+
+def test_a_call_allocates_the_scratch_that_it_is_split_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch: dict[int, int] = {}
+
+    class Launched:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*args: Any, **_: Any) -> None:
+                for parameter, value in zip(self.kernel.params, args, strict=False):
+                    if parameter.name in ("partial_values", "partial_stats"):
+                        scratch[id(value)] = value.nbytes
+
+            return launch
+
+    for name in ("_prefix_kernel", "_suffix_kernel", "_merge_kernel"):
+        monkeypatch.setattr(triton_kernel, name, Launched(getattr(triton_kernel, name)))
+    # Without memory, as nothing is computed.
+    rows, heads, head_size, length = 1000, 32, 128, 32_768
+    kv_cache = torch.zeros(2, heads, 16, 2 * head_size, dtype=torch.bfloat16, device="meta")
+    keys, values = kv_cache.transpose(1, 2).split(head_size, dim=-1)
+    query = torch.zeros(rows, heads, head_size, dtype=torch.bfloat16, device="meta")
+    ints = torch.zeros(rows, dtype=torch.int32, device="meta")
+    table = torch.zeros(rows, length // 16, dtype=torch.int32, device="meta")
+
+    family_decode(
+        query, keys, values, table, ints, Families(ints, ints[:251], ints[:250], ints), 0.1,
+        max_seq_len=length, max_family_rows=4, max_prefix_blocks=length // 16 - 1,
+    )  # fmt: skip
+
+    reserved = scratch_bytes(rows, heads, head_size, torch.bfloat16, max_seq_len=length)
+    assert reserved == triton_kernel.SCRATCH_BYTES
+    assert 0.8 * reserved < sum(scratch.values()) <= reserved
 
 
 def test_pairwise_meets_every_pair() -> None:

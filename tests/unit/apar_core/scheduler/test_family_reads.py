@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from apar_core.attention.settings import FamilySettings
 from apar_core.fork_parameters import ForkParameters
-from apar_core.scheduler.family_reads import FamilyReads
+from apar_core.scheduler.core_state import core_state
+from apar_core.scheduler.family_reads import FamilyReads, ask_workers
 from apar_core.scheduler.fork_policy import AdaptivePolicy
 from apar_core.scheduler.step_time import LearnedStepCosts
 from apar_core.scheduler.thread_table import ThreadGroup, ThreadTable
 from apar_core.step_costs.costs import StepBatch, StepCosts
 from apar_core.virtual.engine import VirtualEngine, VirtualSpec
+from apar_core.virtual.executor import VirtualExecutor
 from tests.fakes.step_traces import FORK, Asked, run
 
 BLOCK = 4
@@ -125,3 +128,84 @@ def test_forks_wait_less_where_their_request_reads_its_prompt_once(engine: Virtu
 
     assert delayed(None) == 2
     assert delayed(SETTINGS) == 0
+    # The worker has fallen back: forks wait as without family attention.
+    scheduler.family_reads.layer_share = 0.0
+    assert delayed(SETTINGS) == 2
+
+
+class Core:
+    """An engine core whose workers run in this process, or answer a call."""
+
+    def __init__(self, reads: FamilyReads | None, *answers: Any, is_here: bool = False) -> None:
+        self.scheduler = SimpleNamespace(family_reads=reads) if reads else SimpleNamespace()
+        self.answers = list(answers)
+        worker = SimpleNamespace(family_layers=lambda: self.answers.pop(0))
+        driver = SimpleNamespace(worker=worker)
+        self.model_executor = SimpleNamespace(**{"driver_worker": driver} if is_here else {})
+
+    def collective_rpc(self, method: str) -> list[Any]:
+        assert method == "family_layers"
+        return [self.answers.pop(0), self.answers.pop(0)]
+
+
+def test_layers_that_the_workers_read_row_by_row_save_nothing() -> None:
+    table: ThreadTable[Any] = ThreadTable()
+    group, threads = family(table, "a", [[*PROMPT, 60], [*PROMPT, 61]])
+    reads = FamilyReads(table, BLOCK, SETTINGS)
+    child = Thread("a~2", [*PROMPT, 62])
+
+    def saved() -> tuple[int, int, float]:
+        return (
+            reads.saved_tokens(threads),
+            reads.saved_by(group, child, threads),
+            reads.thread_weight,
+        )
+
+    assert saved() == (8, 8, 0.6)
+    # Two stages of a pipeline. Workers of their own are asked once.
+    ask_workers(core := Core(reads, (1, 6), (3, 10), "too late", "too late"))
+    assert saved() == (2, 2, 0.9)
+    ask_workers(core)
+    assert saved() == (2, 2, 0.9)
+    # A worker in this process may fall back later.
+    ask_workers(core := Core(reads, (2, 4), (0, 4), is_here=True))
+    assert saved() == (4, 4, 0.8)
+    ask_workers(core)
+    assert saved() == (0, 0, 1.0)
+
+
+def test_workers_are_not_asked_where_each_row_reads_its_own_blocks() -> None:
+    table: ThreadTable[Any] = ThreadTable()
+    reads = FamilyReads(table, BLOCK, None)
+
+    # Neither has an answer.
+    ask_workers(Core(reads))
+    ask_workers(Core(None))
+
+    assert reads.thread_weight == 1.0
+
+
+@pytest.mark.engine
+def test_an_engine_core_asks_its_workers_before_its_first_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    costs = StepCosts("any", "predicted", "made up", ((1, 1e-3), (64, 1e-3)), 1e-6)
+    asked = []
+
+    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        if method != "family_layers":
+            return answer(self, method, *args, **kwargs)
+        asked.append(method)
+        return [(0, 4)]
+
+    answer = VirtualExecutor.collective_rpc
+    monkeypatch.setattr(VirtualExecutor, "collective_rpc", collective_rpc)
+    spec = VirtualSpec(config, costs, 16 * 400, is_async=False, forks={"attention": "family"})
+    with VirtualEngine(spec) as engine:
+        assert engine.scheduler.family_reads.thread_weight == 0.6
+        for _ in range(2):
+            run(engine, [Asked(20, {"": [300, 301]})])
+
+        assert asked == ["family_layers"]
+        assert core_state(engine.scheduler)["thread_weight"] == 1.0

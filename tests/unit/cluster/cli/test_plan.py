@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
+import pickle
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from vllm.config import VllmConfig
 
+from apar_core.attention.plan import StepPlanner
 from apar_core.attention.settings import FamilySettings
+from apar_core.scheduler.fork_settings import fork_settings
 from apar_core.step_costs.files import write_costs
 from apar_core.step_costs.models import find_model
+from apar_core.vllm_names import FullAttentionSpec
 from cluster.cli.plan import EngineOptions
 from cluster.config import ClusterConfig, load_config
+from deployments.app.application import engine_arguments
 from tests.fakes.apar_command import apar
 from tests.fakes.overlays import K8S
 from tests.unit.cluster.sizing.small_replica import CONFIG, COSTS
@@ -74,6 +83,57 @@ def test_a_plan_with_family_attention_turns_it_on() -> None:
     assert ordinary == replace(family, family=None)
     # 64 MiB of blocks with 16 tokens, 8 KV heads of 128 elements, keys and values in 16 bits.
     assert family.family == FamilySettings(min_saved_blocks=1024)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "block_size", "least"), [((), 16, 16_384), (("--block-size", "32"), 32, 8_192)]
+)
+def test_the_threshold_of_a_plan_decides_in_the_worker(
+    options: tuple[str, ...],
+    block_size: int,
+    least: int,
+    small: tuple[str, ...],
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "serve.yaml"
+    exit_code, output = run(
+        *small, *options, "--rate", "20", "--attention", "family", "--out", str(file)
+    )
+    assert exit_code == 0, output
+
+    (model,) = load_config(file, {}, {}).models
+    arguments = engine_arguments(model, on_gpu=True)
+    assert arguments.get("block_size", 16) == block_size
+    # vLLM sends its workers a copy.
+    config = pickle.loads(
+        pickle.dumps(VllmConfig(additional_config=arguments["additional_config"]))
+    )
+    assert fork_settings(config).attention == "family"
+    # The plan's model has one layer with 2 heads of 32 elements: 64 MiB are `least` blocks. The
+    # worker's own default would be another, because this layer has one head.
+    spec = FullAttentionSpec(
+        block_size=block_size, num_kv_heads=1, head_size=32, dtype=torch.bfloat16
+    )
+    planner = StepPlanner(config, [], spec, None)
+    assert planned_families(planner, least, block_size) == 1
+    assert planned_families(planner, least - 1, block_size) == 0
+
+
+def planned_families(planner: StepPlanner, num_shared: int, block_size: int) -> int:
+    """Return the families of a step with two rows that share so many blocks."""
+    shared = torch.arange(1, num_shared + 1, dtype=torch.int32)
+    own = torch.tensor([[num_shared + 1], [num_shared + 2]], dtype=torch.int32)
+    common: Any = SimpleNamespace(
+        causal=True,
+        mm_req_doc_ranges=None,
+        num_reqs=2,
+        seq_lens=torch.full((2,), (num_shared + 1) * block_size, dtype=torch.int32),
+        query_start_loc_cpu=torch.arange(3, dtype=torch.int32),
+        block_table_tensor=torch.cat((shared.expand(2, -1), own), 1),
+    )
+    plan = planner.plan(common)
+    return 0 if plan is None else plan.families.num_families
 
 
 @pytest.mark.slow

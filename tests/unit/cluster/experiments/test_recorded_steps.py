@@ -17,6 +17,7 @@ from apar_core.step_costs.gpus import find_gpu
 from apar_core.step_costs.models import find_model
 from apar_core.step_costs.predict import step_costs
 from apar_core.virtual.shared_reads import Grouping
+from cluster.experiments import family_attention
 from cluster.experiments.driver import Drive, RunPlan, drive
 from cluster.experiments.engine import Conditions
 from cluster.experiments.family_attention import (
@@ -25,8 +26,11 @@ from cluster.experiments.family_attention import (
     FamilyAttentionSettings,
     RunName,
     Worker,
+    do_runs,
+    load_run,
+    points,
 )
-from cluster.experiments.methods import EAGER, METHODS
+from cluster.experiments.methods import EAGER, METHODS, SEQUENTIAL
 from cluster.experiments.recorded_steps import RecordedSteps, device_times, timed
 
 LIST = "Here are {0} tips:\n\n" + "\n".join(
@@ -103,6 +107,63 @@ def test_recorded_steps_take_as_long_as_the_run_itself(
         assert expected.whole_tokens_per_s == pytest.approx(found.whole.tokens_per_s, rel=1e-9)
         latency_s = statistics.fmean(each.latency_s for each in found.served)
         assert expected.mean_latency_s == pytest.approx(latency_s, rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_thresholds_change_nothing_else_in_a_run(worker: Worker) -> None:
+    plain, richer = worker.run(NAMES[0]), worker.run(NAMES[0].richer)
+
+    for found, expected in (
+        (richer.batches, plain.batches),
+        (richer.outputs, plain.outputs),
+        (richer.answers, plain.answers),
+        *((richer.shared[name], counts) for name, counts in plain.shared.items()),
+    ):
+        np.testing.assert_array_equal(found, expected)
+    assert len(richer.shared) > len(plain.shared)
+
+
+def test_a_run_that_was_done_with_thresholds_is_not_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[RunName] = []
+
+    class Recorded:
+        def __init__(self, settings: FamilyAttentionSettings) -> None:
+            pass
+
+        def run(self, name: RunName) -> RecordedSteps:
+            done.append(name)
+            nothing = np.zeros((1, 5), np.int64)
+            return RecordedSteps(16, nothing, {}, nothing[:, :3], nothing[:, :3])
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(family_attention, "Worker", Recorded)
+    trace = tmp_path / "answers.jsonl"
+    trace.write_text("{}\n", "utf-8")
+
+    def do(*shares: float) -> list[RunName]:
+        settings = FamilyAttentionSettings(
+            trace=trace, models=("llama-7b",), gpus=("a100-80gb", "h100"), kv_shares=shares,
+            concurrencies=(1,), system_tokens=0,
+        )  # fmt: skip
+        done.clear()
+        do_runs(settings, tmp_path, lambda *_: lambda: None, 1)
+        for point in points(settings):
+            for method in (SEQUENTIAL, EAGER):
+                load_run(tmp_path, settings, point.run(method))
+        return list(done)
+
+    # Both GPUs have the same KV cache: two methods at one share, and a closed loop.
+    assert len(do(0.5)) == 4
+    # Thresholds are now those of 0.9: 0.5 is known with them.
+    assert [name.has_thresholds for name in do(0.5, 0.9)] == [False, True]
+    # Of 0.5 and 0.9 nothing is missing, whichever has thresholds.
+    assert {name.num_blocks for name in do(0.3, 0.5, 0.9)} == {2031}
+    assert do(0.5, 0.9) == []
 
 
 def test_a_step_that_saves_too_little_is_not_grouped() -> None:
