@@ -294,6 +294,8 @@ class Gateway:
         if wait_s is not None:
             starts = starts and exchange.record.fallback_of is None
             wait_s = max(wait_s - ticket.queued_s, 1.0) if starts else None
+        if tally is not None and exchange.record.fallback_of is not None:
+            tally.answered_by(exchange.record.adapter or model.settings.name)
         exchange.record.queue_s = round(ticket.queued_s, 6)
         charge = Charge(ticket, caller.rates, admission, num_tokens, exchange.record, tally)
         try:
