@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from cluster import haproxy_standby
 from cluster.config import ConfigError, StartError
 from cluster.config.metrics import DEFAULT_PORT, MetricsConfig
 from cluster.config.tls import TlsConfig
@@ -59,9 +60,11 @@ _HAPROXY_WRAPPER = """#!/bin/sh
 # Correct the configuration that Ray wrote, and run HAProxy.
 config=
 previous=
+check=
 errors=$(dirname "$0")/unreachable.http
 for argument in "$@"; do
     [ "$previous" = "-f" ] && config=$argument
+    [ "$argument" = "-c" ] && check=1
     previous=$argument
 done
 [ -n "$config" ] && sed -i \\
@@ -70,6 +73,16 @@ done
     -e 's#^\\( *errorfile 50[234] \\).*#\\1'"$errors"'#' \\
     {tls}-e '/^backend default_backend/,$s#return status 404 content-type .*#{no_backend}#' \\
     -e '/^frontend http_frontend/a\\    {drop_odd_ids}\\n    {json_errors}' "$config"
+if [ -n "$config" ] && [ -z "$check" ] && [ -n "$APAR_HAPROXY_STANDBY" ]; then
+    folder=$(dirname "$config")
+    # Wakes up if this HAProxy is killed. Not its child, which it would not wait for.
+    ({python} -I -S {standby} $$ $PPID "$config" {binary} -db </dev/null >/dev/null 2>&1 &)
+    standby=$(cat "$folder/standby.pid" 2>/dev/null)
+    if [ -n "$standby" ] && [ "$(readlink "/proc/$standby/exe")" = "$(readlink -f {binary})" ]; then
+        set -- "$@" -sf "$standby"
+    fi
+    echo $$ >"$folder/haproxy.pid"
+fi
 exec {binary} "$@"
 """
 # Appended to the address that the frontend listens on.
@@ -153,8 +166,10 @@ HAPROXY_SETTINGS = {
     # continue in any case.
     "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
     "RAY_SERVE_HAPROXY_HEALTH_CHECK_FALL": "3",
+    # A killed HAProxy is replaced at once, see `cluster.haproxy_standby`.
+    "APAR_HAPROXY_STANDBY": "1",
 }
-"""Settings that keep requests alive when gateways come and go."""
+"""Settings that keep requests alive when gateways and HAProxy come and go."""
 
 
 def serve_environment(folder: Path) -> dict[str, str]:
@@ -232,6 +247,8 @@ def write_haproxy_wrapper(path: Path, pem: bytes | None = None) -> None:
     lines = (*_ERROR_HEADERS, "", json.dumps({"error": _UNREACHABLE}))
     errors.write_bytes("\r\n".join(lines).encode())
     wrapper = _HAPROXY_WRAPPER.replace("{binary}", get_haproxy_binary())
+    wrapper = wrapper.replace("{python}", sys.executable)
+    wrapper = wrapper.replace("{standby}", str(Path(haproxy_standby.__file__)))
     wrapper = wrapper.replace("{drop_odd_ids}", _DROP_ODD_IDS)
     wrapper = wrapper.replace("{json_errors}", _JSON_ERRORS)
     wrapper = wrapper.replace("{no_backend}", _NO_BACKEND)

@@ -33,6 +33,7 @@ ANSWER_S = 0.5
 """A store that does not answer must not delay requests for longer (seconds)."""
 # Reports and admin calls may take longer than a request may wait.
 _REPORT_S = 10.0
+_LOCK_S = 5.0
 _SCHEMA_VERSION = 1
 _BATCH_MEMORY_S = 86_400
 _REDIS = "apar/"
@@ -279,10 +280,10 @@ class SqliteStore:
         # Owner only: the file holds hashes of keys and who asked how much.
         os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
         connection = sqlite3.connect(
-            self._path, timeout=5.0, isolation_level=None, check_same_thread=False
+            self._path, timeout=_LOCK_S, isolation_level=None, check_same_thread=False
         )
         try:
-            connection.execute("PRAGMA journal_mode = WAL")
+            _set_wal(connection)
             connection.execute("PRAGMA synchronous = FULL")
             self._prepare(connection)
         except BaseException:
@@ -324,6 +325,22 @@ class SqliteStore:
         if connection is not None:
             with suppress(sqlite3.Error):
                 connection.close()
+
+
+def _set_wal(connection: sqlite3.Connection) -> None:
+    """Let readers and a writer use the file at once.
+
+    For this change SQLite does not wait for other connections that are opening the file.
+    """
+    until = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                raise
+            time.sleep(0.02)
 
 
 class RedisStore:

@@ -192,6 +192,7 @@ def remove_unused_middleware(app: FastAPI) -> None:
         for each in app.user_middleware
         if getattr(each.cls, "__name__", None) not in _UNUSED_MIDDLEWARE
     ]
+    app.middleware_stack = None  # vLLM has built it; the first request builds it again.
 
 
 def refuse_missing_routes(app: FastAPI, model: str) -> None:

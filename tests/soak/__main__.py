@@ -22,6 +22,7 @@ from tests.soak.samples import MIB, Growth, Sample, growths, plot, write_csv
 
 PERIOD_S = 5.0
 NUM_REPLICAS = 2
+NUM_GATEWAYS = 2
 MAX_GROWTH = 0.10
 MAX_GROWTH_MIB = 40.0
 WRONG: tuple[dict[str, Any], ...] = (
@@ -58,6 +59,32 @@ async def wrong_client(url: str, load: Load, counts: Counter[str]) -> None:
             await asyncio.sleep(0.2)
 
 
+async def other_apis_client(url: str, load: Load, counts: Counter[str]) -> None:
+    """Ask through the other APIs and for thread-tagged streams; their answers are read whole."""
+    draw = random.Random(3)
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        while not load.stopping:
+            prompt, stream = draw.choice(PROMPTS), draw.random() < 0.5
+            messages = [{"role": "user", "content": prompt}]
+            common: dict[str, Any] = {"model": "apar-tiny", "temperature": 0, "stream": stream}
+            path, body = draw.choice(
+                (
+                    ("/v1/completions", {"prompt": prompt, "max_tokens": 200}),
+                    ("/v1/responses", {"input": prompt, "max_output_tokens": 400, "store": False}),
+                    ("/v1/messages", {"messages": messages, "max_tokens": 400}),
+                    (
+                        "/v1/chat/completions",
+                        {"messages": messages, "apar": {"stream": "threads"} if stream else {}},
+                    ),
+                )
+            )
+            answer = await client.post(path, json=body | common)
+            counts[f"{path} {answer.status_code}"] += 1
+            if answer.status_code != 200:
+                counts["failed"] += 1
+            await asyncio.sleep(draw.uniform(0, 0.5))
+
+
 def sampled(server: Server, started: float) -> list[Sample]:
     """Return the current memory of all processes of the server."""
     now = time.monotonic() - started
@@ -88,6 +115,7 @@ async def soak(server: Server, minutes: float) -> tuple[list[Sample], Load, Coun
         others = [
             asyncio.create_task(leaving_client(server.url, load, counts)),
             asyncio.create_task(wrong_client(server.url, load, counts)),
+            asyncio.create_task(other_apis_client(server.url, load, counts)),
         ]
         while time.monotonic() - started < 60 * minutes:
             samples += sampled(server, started)
@@ -101,7 +129,7 @@ def report(found: list[Growth], load: Load, counts: Counter[str]) -> bool:
     """Print the results; return whether all are good."""
     print(load.table())
     print(dict(counts))
-    good = not load.failures
+    good = not load.failures and not counts["failed"]
     for growth in sorted(found, key=lambda each: each.before_mib, reverse=True):
         within = growth.is_within(MAX_GROWTH, MAX_GROWTH_MIB)
         good = good and within
@@ -123,7 +151,7 @@ def main() -> int:
     warm_up_s = 60 * arguments.minutes / 4
     with (
         tempfile.TemporaryDirectory() as folder,
-        serving(Path(folder), TINY | {"replicas": NUM_REPLICAS}) as server,
+        serving(Path(folder), TINY | {"replicas": NUM_REPLICAS}, gateways=NUM_GATEWAYS) as server,
     ):
         samples, load, counts = asyncio.run(soak(server, arguments.minutes))
         server.wait_until_idle(NUM_REPLICAS)

@@ -40,9 +40,8 @@ HANG_S = 80.0
 # Errors that a client may get while no replica or no gateway can serve it.
 CLEAN = {"engine_lost", "engine_lost_twice", "not_ready", "overloaded", "replica_unavailable"}
 # A killed gateway closes the connections of its streams; HAProxy passes that on at once. A killed
-# HAProxy closes all, and new ones are refused until Ray Serve has started another one: about 6 s on
-# an idle machine, half a minute on a very busy one.
-CLOSED_WITHIN_S = {GATEWAY: 10.0, HAPROXY: 60.0}
+# HAProxy closes all, and new ones are refused until another one stands in for it.
+CLOSED_WITHIN_S = {GATEWAY: 10.0, HAPROXY: 10.0}
 
 
 def check(

@@ -150,6 +150,15 @@ async def test_a_write_of_two_processes_at_once_waits_its_turn(tmp_path: Path) -
         await store.close()
 
 
+async def test_several_gateways_open_a_new_file_at_once(tmp_path: Path) -> None:
+    for number in range(20):
+        stores = [SqliteStore(tmp_path / f"{number}.db") for _ in range(8)]
+        reports = await asyncio.gather(*(store.report(today(), today()) for store in stores))
+        assert reports == [[]] * 8
+        for store in stores:
+            await store.close()
+
+
 _WRITER = """
 import asyncio, sys
 from pathlib import Path
