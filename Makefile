@@ -99,6 +99,7 @@ lock: ## Resolve requirements/*.txt again; needs uv. Kept versions stay as they 
 	$(COMPILE) requirements/gpu.in $(EXTRAS) --extra gpu --output-file requirements/gpu.txt
 	$(COMPILE) --extra dev --constraints requirements/cpu.txt --output-file requirements/dev.txt \
 		$$(sed -n 's/^\([a-z0-9-]*\)==.*/--no-emit-package \1/p' requirements/cpu.txt)
+	$(filter-out pyproject.toml,$(COMPILE)) requirements/clients.in --output-file requirements/clients.txt
 
 clean: ## Remove .venv, .venv-gpu and everything generated
 	rm -rf $(VENV_cpu) $(VENV_gpu) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -160,6 +160,12 @@ HAPROXY_SETTINGS = {
     # At each change of the gateways a new HAProxy takes over, and the old one finishes its streams.
     # With the default, it would cut those that last two minutes more.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
+    # A check is due each second and fails after another one. After three failed ones in a row, at
+    # most 4.5 s, a hung gateway gets no further requests; with the defaults (5s, 2), after 15 s. A
+    # gateway that merely is late must stand still for 3.5 s to be taken for hung. Its open answers
+    # continue in any case.
+    "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
+    "RAY_SERVE_HAPROXY_HEALTH_CHECK_FALL": "3",
     # A killed HAProxy is replaced at once, see `cluster.haproxy_standby`.
     "APAR_HAPROXY_STANDBY": "1",
 }

@@ -28,6 +28,7 @@ MAX_CHOICES = 128
 """Maximum of `n`, the choices of one request, as in OpenAI's API."""
 # The gateway limits its requests itself; Ray Serve's cap must never apply first.
 _NO_CAP = 1_000_000
+_HUNG_GATEWAY_S = 10.0
 # Sizes with which an engine core has several workers, each a process of its own.
 _SPLITTING = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
 # One additional replica during a rollout, for up to 100 replicas; Ray rounds up.
@@ -217,6 +218,8 @@ def build_application(
             "resources": {known.gateway_resource: 0.001} if known.gateway_resource else {},
             "runtime_env": runtime_env,
         },
+        # After three checks without an answer, a hung gateway is replaced.
+        health_check_timeout_s=_HUNG_GATEWAY_S,
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=known.drain_s,
         user_config=ingress.as_user_config(),

@@ -7,7 +7,6 @@ import asyncio
 import logging
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,7 +32,7 @@ from deployments.gateway.health import (
     ready_answer,
 )
 from deployments.gateway.ledger import Tally
-from deployments.gateway.models import Description, Model, by_name, find_model, list_models
+from deployments.gateway.models import Model, by_name, describe, find_model, list_models
 from deployments.gateway.rate_limits import Admission
 from deployments.gateway.request_options import priority_of, read_options
 from deployments.gateway.settings import GatewaySettings
@@ -60,7 +59,7 @@ from deployments.wire.errors import (
     answer_for,
 )
 from deployments.wire.request import Deadlines, RelayedRequest, RequestHint, RequestTerms
-from deployments.wire.routes import MODELS_PATH, ROUTES, STORED_RESPONSES
+from deployments.wire.routes import MODELS_PATH, OPENAPI_PATH, ROUTES, STORED_RESPONSES
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +103,6 @@ class Gateway:
         self._by_name = by_name(self._models.values())
         self.retries = Retries(settings.retries)
         self.tracing = open_tracing(settings.tracing, GATEWAY)
-        self._descriptions: defaultdict[str, Description] = defaultdict(Description)
         self._bodies = BodyBudget(settings.limits.held_body_bytes)
         self._followed: set[str] = set()
         self._created_s = int(time.time())
@@ -294,6 +292,8 @@ class Gateway:
         if wait_s is not None:
             starts = starts and exchange.record.fallback_of is None
             wait_s = max(wait_s - ticket.queued_s, 1.0) if starts else None
+        if tally is not None and exchange.record.fallback_of is not None:
+            tally.answered_by(exchange.record.adapter or model.settings.name)
         exchange.record.queue_s = round(ticket.queued_s, 6)
         charge = Charge(ticket, caller.rates, admission, num_tokens, exchange.record, tally)
         try:
@@ -429,13 +429,18 @@ class Gateway:
         else:
             # A call to a sleeping model would start a replica.
             awake = by_name(model for model in self._models.values() if model.replicas.num_running)
-            model = find_model(awake or self._by_name, None, caller, needed=False)
+            known = awake or self._by_name
+            model = find_model(known, None, caller, needed=False)
             exchange.begin(model.settings.name, None)
-            try:
-                answer = await self._descriptions[path].ask(model.replicas, request, wait_s)
-            except TimeoutError:
-                not_ready = answer_for(NotReadyError())
-                answer = AnswerStart(not_ready.status, not_ready.headers, not_ready.body)
+            asked = [model]
+            if path == OPENAPI_PATH:
+                usable = (each for name, each in known.items() if caller.may_use(name))
+                asked = list(dict.fromkeys(usable))
+            found = await describe(asked, request, wait_s)
+            if found is None:
+                refusal = answer_for(NotReadyError())
+                found = AnswerStart(refusal.status, refusal.headers, refusal.body)
+            answer = found
         exchange.rate_headers = await caller.rate_headers()
         await send_whole(exchange.send, answer)
 

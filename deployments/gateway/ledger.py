@@ -258,6 +258,12 @@ class Tally:
         ledger._reserve(key, prompt_tokens)
         ledger.add(self._begun_in, Usage(requests=1))
 
+    def answered_by(self, model: str) -> None:
+        """Count everything for another model, which answers; before anything is generated."""
+        self._ledger.add(self._begun_in, Usage(requests=-1))
+        self._model, self._begun_in = model, self._begun_in._replace(model=model)
+        self._ledger.add(self._begun_in, Usage(requests=1))
+
     def generated(self, num_tokens: int) -> None:
         """Count generated tokens."""
         ledger = self._ledger

@@ -3,7 +3,8 @@
 import asyncio
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
@@ -59,6 +60,7 @@ class Model:
         self.settings = settings
         self.replicas = replicas
         self.card = Description()
+        self.descriptions: defaultdict[str, Description] = defaultdict(Description)
         # Unknown until the model's router has seen a request.
         self._num_running: int | None = None
         # By name of the key and priority.
@@ -75,6 +77,7 @@ class Model:
         self.replicas = replicas
         # An answer still on its way to the old card describes the model before the change.
         self.card = Description(self.card.answer)
+        self.descriptions.clear()
         self._queue.configure(
             capacity=self._capacity,
             max_waiting=settings.max_queued,
@@ -238,6 +241,45 @@ async def list_models(
     ]
     body = json.dumps({"object": "list", "data": data}).encode()
     return AnswerStart(HTTPStatus.OK, [JSON_TYPE], body)
+
+
+async def describe(
+    models: Sequence[Model], request: RelayedRequest, wait_s: float
+) -> AnswerStart | None:
+    """Return what the models' replicas answer to a request about the server; None if none does.
+
+    OpenAPI descriptions are merged: each replica describes the routes that its model serves.
+    """
+    answers = await asyncio.gather(
+        *(
+            model.descriptions[request.path].ask(model.replicas, request, wait_s)
+            for model in models
+        ),
+        return_exceptions=True,
+    )
+    given = [answer for answer in answers if isinstance(answer, AnswerStart)]
+    for error in answers:
+        if not isinstance(error, AnswerStart | TimeoutError):
+            raise error
+    found = [answer for answer in given if answer.status == HTTPStatus.OK]
+    if len(found) > 1:
+        body = json.dumps(_merged([json.loads(answer.body) for answer in found])).encode()
+        return AnswerStart(HTTPStatus.OK, [JSON_TYPE], body)
+    return next(iter(found or given), None)
+
+
+def _merged(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return an OpenAPI description whose operations say most of what their body holds."""
+    whole, *others = documents
+    for other in others:
+        for path, operations in other["paths"].items():
+            known = whole["paths"].setdefault(path, {})
+            for method, operation in operations.items():
+                if "requestBody" in operation and "requestBody" not in known.get(method, {}):
+                    known[method] = operation
+        schemas = whole["components"]["schemas"]
+        whole["components"]["schemas"] = other["components"]["schemas"] | schemas
+    return whole
 
 
 def _plain_card(name: str, model: Model, created_s: int) -> dict[str, Any]:

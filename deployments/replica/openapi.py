@@ -6,13 +6,12 @@ from importlib.metadata import version
 from typing import Any
 
 from deployments.replica.apar_extension import REFUSED_FIELDS, AparOptions
+from deployments.wire.own_routes import OWN_OPERATIONS
 from deployments.wire.routes import OPENAPI_PATH, ROUTES, AnswerForm, form_of
 
-OFFERED: Mapping[str, str] = {
-    **{path: route.method for path, route in ROUTES.items() if path != OPENAPI_PATH},
-    "/health": "GET",
-    "/ready": "GET",
-    "/live": "GET",
+OFFERED: Mapping[str, tuple[str, ...]] = {
+    **{path: (route.method,) for path, route in ROUTES.items() if path != OPENAPI_PATH},
+    **{path: tuple(operations) for path, operations in OWN_OPERATIONS.items()},
 }
 """Paths and methods described; a test compares them with what the gateway serves."""
 
@@ -67,6 +66,8 @@ _ERRORS = {
     "403": "The API key may not use this.",
     "404": "The model or route does not exist.",
     "405": "The route does not accept this method.",
+    "408": "The body did not arrive in time.",
+    "409": "The request contradicts what exists.",
     "413": "The body is too large.",
     "422": "The request is well formed but cannot be served.",
     "429": "A limit of the API key is reached.",
@@ -76,8 +77,11 @@ _ERRORS = {
 _MAY_RETRY = ("429", "503")
 
 
-def describe(document: Mapping[str, Any], routes: Mapping[str, str]) -> dict[str, Any]:
-    """Reduce vLLM's description to `routes` (path to method), with our fields and error bodies."""
+def describe(document: Mapping[str, Any], routes: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    """Reduce vLLM's description to `routes` (path to methods), with our fields and error bodies.
+
+    The gateway's own routes are added.
+    """
     vllm_schemas = copy.deepcopy(dict(document["components"]["schemas"]))
     for name in vllm_schemas.keys() & set(_EXTENDED):
         properties = vllm_schemas[name]["properties"]
@@ -85,8 +89,11 @@ def describe(document: Mapping[str, Any], routes: Mapping[str, str]) -> dict[str
             properties.pop(field, None)
         properties["apar"] = _APAR
     paths = {
-        path: {method.lower(): _operation(path, document["paths"].get(path, {}), method)}
-        for path, method in routes.items()
+        path: {
+            method.lower(): _operation(path, document["paths"].get(path, {}), method)
+            for method in methods
+        }
+        for path, methods in routes.items()
     }
     errors = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
     schemas = _used(paths, vllm_schemas | errors)
@@ -105,9 +112,11 @@ def describe(document: Mapping[str, Any], routes: Mapping[str, str]) -> dict[str
 
 def _operation(path: str, item: Mapping[str, Any], method: str) -> dict[str, Any]:
     """Describe one route, with vLLM's successful response and our errors."""
-    operation = copy.deepcopy(dict(item.get(method.lower(), {})))
+    own = OWN_OPERATIONS.get(path, {}).get(method)
+    operation = copy.deepcopy(dict(own or item.get(method.lower(), {})))
     error = "AnthropicError" if form_of(path) is AnswerForm.MESSAGES else "Error"
-    found = operation.get("responses", {}).get("200", {"description": "Successful response."})
+    given = operation.get("responses", {})
+    found = {status: given[status] for status in ("200", "201") if status in given}
     errors = {
         status: {
             "description": description,
@@ -117,7 +126,8 @@ def _operation(path: str, item: Mapping[str, Any], method: str) -> dict[str, Any
     }
     for status in _MAY_RETRY:
         errors[status]["headers"] = {"Retry-After": {"schema": {"type": "string"}}}
-    return operation | {"responses": {"200": found} | errors}
+    found = found or {"200": {"description": "Successful response."}}
+    return operation | {"responses": found | errors}
 
 
 def _used(part: Any, schemas: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,27 @@ def write_checkpoint(
     return directory
 
 
+def write_encoder(directory: Path) -> Path:
+    """A small random encoder, which vLLM serves as an embedding model."""
+    from transformers import BertConfig, BertModel
+
+    tokenizer = _bytes_tokenizer(())
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=256,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    BertModel(config).save_pretrained(directory)
+    return directory
+
+
 def write_image_checkpoint(
     directory: Path, special_tokens: tuple[str, ...], boosted: Mapping[str, float]
 ) -> Path:

@@ -1,4 +1,4 @@
-"""Ask a server through LangChain and LiteLLM; run by `test_apis.py`, perhaps by another Python.
+"""Ask a server through other clients than ours; run by `test_apis.py`, with another Python.
 
 Usage: `python api_clients.py URL`. Prints what each client received as JSON, by its name.
 """
@@ -10,6 +10,46 @@ from typing import Any
 
 MODEL = "apar-tiny"
 PROMPT = "Give me 3 tips for sleeping well."
+
+
+def official(url: str) -> dict[str, Any]:
+    """Return the texts of OpenAI's and Anthropic's own clients, perhaps of older versions."""
+    openai = import_module("openai").OpenAI(base_url=f"{url}/v1", api_key="plain")
+    anthropic = import_module("anthropic").Anthropic(base_url=url, api_key="plain")
+    messages = [{"role": "user", "content": PROMPT}]
+    chat: dict[str, Any] = {"model": MODEL, "messages": messages, "temperature": 0}
+    asked: dict[str, Any] = {"model": MODEL, "input": PROMPT, "temperature": 0}
+    said: dict[str, Any] = {"model": MODEL, "messages": messages, "max_tokens": 400}
+    # Newer clients have no `temperature` for messages.
+    said["extra_body"] = {"temperature": 0}
+    chunks = list(openai.chat.completions.create(**chat, stream=True))
+    with openai.responses.stream(**asked) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+    with anthropic.messages.stream(**said) as stream:
+        texts = list(stream.text_stream)
+    whole_chat = openai.chat.completions.create(**chat)
+    whole_response = openai.responses.create(**asked)
+    whole_message = anthropic.messages.create(**said)
+    return {
+        "openai chat": {
+            "whole": whole_chat.choices[0].message.content,
+            "streamed": "".join(each.choices[0].delta.content or "" for each in chunks),
+            "tokens": whole_chat.usage.completion_tokens,
+            "pieces": len(chunks),
+        },
+        "openai responses": {
+            "whole": whole_response.output_text,
+            "streamed": "".join(deltas),
+            "tokens": whole_response.usage.output_tokens,
+            "pieces": len(deltas),
+        },
+        "anthropic messages": {
+            "whole": whole_message.content[0].text,
+            "streamed": "".join(texts),
+            "tokens": whole_message.usage.output_tokens,
+            "pieces": len(texts),
+        },
+    }
 
 
 def langchain(url: str) -> dict[str, Any]:
@@ -76,4 +116,5 @@ def litellm(url: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(langchain(sys.argv[1]) | litellm(sys.argv[1])))  # noqa: T201
+    found = official(sys.argv[1]) | langchain(sys.argv[1]) | litellm(sys.argv[1])
+    print(json.dumps(found))  # noqa: T201

@@ -1,97 +1,94 @@
-"""Requests generated from the OpenAPI description get valid answers or OpenAI errors.
+"""Requests generated from the OpenAPI description get valid answers or clean errors.
 
-`APAR_FUZZ_EXAMPLES` sets how many requests each route gets.
+`APAR_FUZZ_EXAMPLES` sets how many requests each operation gets, `APAR_FUZZ_CLIENTS` how many
+processes share them, and `APAR_FUZZ_SEED` the seed of the first one.
 """
 
+import json
 import os
-import random
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import schemathesis
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from schemathesis import Case
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-)
 
-from tests.integration.serving.apar_process import Server, authorization
+from deployments.replica.openapi import OFFERED
+from deployments.wire.routes import ROUTES
+from tests.integration.random_checkpoint import write_encoder
+from tests.integration.serving.apar_process import authorization
+from tests.integration.serving.fuzz_client import ADMIN, EMBEDDING, SERVABLE
+from tests.integration.serving.shared_server import KEYS, MODEL, SharedServer, key
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(0)]
 EXAMPLES = int(os.environ.get("APAR_FUZZ_EXAMPLES", "25"))
+CLIENTS = int(os.environ.get("APAR_FUZZ_CLIENTS", "2"))
 SEED = int(os.environ.get("APAR_FUZZ_SEED", "0"))
-CHECKS = (
-    not_a_server_error,
-    status_code_conformance,
-    response_schema_conformance,
-    content_type_conformance,
-)
-ANSWER_S = 60.0
-MAX_TOKENS = 16
-PROMPT = "Give me 3 tips for sleeping well."
-GENERATING: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}]},
-    "/v1/completions": {"prompt": PROMPT},
-}
+LEAST_REACHING = 0.1
+"""Least share of the requests of a servable path that must be answered by a replica."""
 
 
-def made_servable(case: Case[Any], model: str) -> None:
-    """Let most requests pass the gateway and half of them reach the engine, with short answers.
-
-    Few generated requests are valid, so every other one keeps only some of its fields beside a
-    valid prompt.
-    """
-    body: Any = case.body
-    if not isinstance(body, dict):
-        return
-    draw = random.Random(str(body))
-    if case.path in GENERATING and draw.random() < 0.5:
-        kept = draw.sample(sorted(body), min(len(body), draw.randrange(4)))
-        body = {name: body[name] for name in kept} | GENERATING[case.path]
-        case.body = body
-    if draw.random() < 0.9:
-        body["model"] = model
-    if case.path in GENERATING:
-        for name in ("max_tokens", "max_completion_tokens"):
-            if isinstance(body.get(name), int) and body[name] > MAX_TOKENS:
-                body[name] = MAX_TOKENS
-        if not any(body.get(name) for name in ("max_tokens", "max_completion_tokens")):
-            body["max_tokens"] = MAX_TOKENS
-
-
-def test_made_up_requests_get_answers_or_openais_errors(
-    server: Server, capsys: pytest.CaptureFixture[str]
+def test_made_up_requests_get_answers_or_clean_errors(
+    shared: SharedServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    api = schemathesis.openapi.from_url(f"{server.url}/openapi.json", headers=authorization())
-    statuses: Counter[tuple[str, int]] = Counter()
+    pooling: dict[str, Any] = {
+        "checkpoint": str(write_encoder(tmp_path / "encoder")),
+        "name": EMBEDDING,
+        "cpu_threads": 1,
+        "kv_cache_gib": 0.1,
+        "engine": {"enforce_eager": True, "dtype": "float32"},
+    }
+    said = shared.roll_out(MODEL, pooling, keys=(*KEYS, key(ADMIN, admin=True)))
+    assert "Rolled out" in said, said
+    server = shared.server
+    described = server.request("GET", "/openapi.json").json()
+    posted = {path for path, route in ROUTES.items() if route.method == "POST"}
+    assert posted == {*SERVABLE, "/classify"}  # needs a model with a head of classes
+    # Without the schema of a body, nothing would be generated for it.
+    for path in SERVABLE:
+        assert "requestBody" in described["paths"][path]["post"], path
+    assert described["paths"].keys() == OFFERED.keys()
 
-    for found in api.get_all_operations():
-        operation = found.ok()  # type: ignore[union-attr]  # an error raises
-
-        @seed(SEED)
-        @settings(
-            max_examples=EXAMPLES,
-            deadline=None,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-            phases=[Phase.generate],
+    clients = [
+        subprocess.Popen(
+            (
+                *(sys.executable, "-m", "tests.integration.serving.fuzz_client", server.url),
+                *(str(-(-EXAMPLES // CLIENTS)), str(SEED + number)),
+            ),
+            stdout=subprocess.PIPE,
+            text=True,
         )
-        @given(case=operation.as_strategy())
-        def answers(case: Case[Any]) -> None:
-            made_servable(case, "apar-tiny")
-            response = case.call(timeout=ANSWER_S, headers=authorization())
-            statuses[case.path, response.status_code] += 1
-            case.validate_response(response, checks=list(CHECKS))
+        for number in range(CLIENTS)
+    ]
+    said_by_clients = [client.communicate()[0] for client in clients]
+    assert [client.returncode for client in clients] == [0] * CLIENTS
+    found = [json.loads(said.splitlines()[-1]) for said in said_by_clients]
 
-        answers()
-
+    statuses = sum((Counter[str](each["statuses"]) for each in found), Counter[str]())
+    seconds = max(each["seconds"] for each in found)
     with capsys.disabled():
-        print(f"\n{len(statuses)} kinds of answers: {dict(statuses)}")  # noqa: T201
-    assert {path for path, status in statuses if status == 200} >= set(GENERATING)
+        print(f"\n{statuses.total()} requests in {seconds:.0f} s")  # noqa: T201
+        print(f"slowest: {max(each['slowest_s'] for each in found):.1f} s")  # noqa: T201
+        print(json.dumps(dict(sorted(statuses.items())), indent=1))  # noqa: T201
+    failures = {kind: text for each in found for kind, text in each["failures"].items()}
+    num_failures = sum(each["num_failures"] for each in found)
+    assert not failures, f"{num_failures} failures: {json.dumps(failures, indent=1)}"
+    for path in SERVABLE:
+        of_path = {name: number for name, number in statuses.items() if f" {path} " in name}
+        assert statuses[f"POST {path} 200"] >= LEAST_REACHING * sum(of_path.values()), of_path
+    assert statuses["POST /admin/keys 201"] > 0
+    assert statuses["DELETE /admin/keys/{name} 200"] > 0
+    assert statuses["GET /admin/usage 200"] > 0
+    _revoke_all(server.url)
     assert httpx.get(f"{server.url}/health").status_code == 200
     server.wait_until_idle()
+
+
+def _revoke_all(url: str) -> None:
+    """Revoke the keys that the fuzzing has created: other tests use the server, too."""
+    with httpx.Client(base_url=url, headers=authorization(ADMIN), timeout=60) as client:
+        keys = client.get("/admin/keys").json()["data"]
+        for name in {each["name"] for each in keys if each["source"] == "store"}:
+            assert client.delete(f"/admin/keys/{name}").status_code == 200

@@ -6,11 +6,18 @@ import time
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from cluster.config.keys import hash_of
 from tests.integration.serving.apar_process import GATEWAY, REPLICA, TINY, Server, serving
-from tests.integration.serving.load_clients import RIGHT, under_load
+from tests.integration.serving.load_clients import (
+    PROMPTS,
+    RIGHT,
+    outcome_of,
+    texts,
+    under_load,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 LONG: dict[str, Any] = {
@@ -26,6 +33,9 @@ NUM_STREAMS = 8
 PACED = TINY | {"coalesce_s": 0.1}
 # The engines notice a dead gateway by its closed connections.
 NOTICED_S = 3.0
+# HAProxy notices a hung one after three failed checks (HAPROXY_SETTINGS).
+HUNG_S = 5.0
+ANSWERED_S = 15.0
 
 
 class Reader:
@@ -89,6 +99,30 @@ async def test_a_killed_gateway_ends_only_its_own_streams_and_no_generation_goes
         server.wait_until_idle(2)
         assert survivor.is_running()
         await until(lambda: len(server.processes(GATEWAY)) == 2, 60)
+
+
+async def test_a_hung_gateway_gets_no_further_requests_and_is_replaced(tmp_path: Any) -> None:
+    with serving(tmp_path, PACED | {"replicas": 2}, gateways=2, drain_s=5) as server:
+        expected = await texts(server.url, "apar-tiny")
+        victim, _ = server.processes(GATEWAY)
+        victim.suspend()
+        began_s = time.monotonic()
+        tasks = []
+        while time.monotonic() < began_s + 3 * HUNG_S:
+            manner, prompt = ("httpx stream", "httpx whole")[len(tasks) % 2], PROMPTS[0]
+            sent_s = time.monotonic() - began_s
+            asked = outcome_of(server.url, manner, prompt, "apar-tiny", expected[prompt])
+            tasks.append((sent_s, asyncio.create_task(asked)))
+            await asyncio.sleep(0.4)
+        outcomes = [(sent_s, await task) for sent_s, task in tasks]
+
+        assert {outcome.kind for _, outcome in outcomes} == {RIGHT}, outcomes
+        late = [(sent_s, outcome.seconds) for sent_s, outcome in outcomes if sent_s > HUNG_S]
+        assert max(seconds for _, seconds in late) < ANSWERED_S, late
+        # Those that the hung gateway has taken wait for its end.
+        assert not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE
+        await until(lambda: len(server.processes(GATEWAY)) == 2, 60)
+        server.wait_until_idle(2)
 
 
 async def test_limits_hold_over_two_gateways(tmp_path: Any) -> None:

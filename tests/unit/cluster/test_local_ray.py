@@ -7,8 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -119,6 +119,74 @@ def answer_through_haproxy(folder: Path, backend: str) -> httpx.Response:
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.slow
+def test_haproxy_sends_a_hung_gateway_nothing_after_three_failed_checks(tmp_path: Path) -> None:
+    # Ray reads the settings when it is imported.
+    directive = (
+        "from ray.serve._private.haproxy import BackendConfig, HAProxyConfig\n"
+        "backend = BackendConfig(name='b', path_prefix='/', app_name='a', servers=[])\n"
+        "print(backend.build_health_check_config(HAProxyConfig())['default_server_directive'])"
+    )
+    checks = subprocess.run(
+        [sys.executable, "-c", directive],
+        env=os.environ | HAPROXY_SETTINGS,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    port, other = free_port(), free_port()
+    config, wrapper = tmp_path / "c.cfg", tmp_path / "haproxy"
+    write_haproxy_wrapper(wrapper)
+    with answering(200, "text/plain") as well, ExitStack() as stack:
+        config.write_text(
+            "defaults\n    mode http\n    timeout connect 5s\n    timeout client 60s\n"
+            "    timeout server 60s\n"
+            f"frontend http_frontend\n    bind 127.0.0.1:{port}\n"
+            "    default_backend default_backend\nbackend default_backend\n"
+            f"    balance roundrobin\n    option httpchk GET /\n    {checks}\n"
+            f"    server one 127.0.0.1:{other}\n    server two {well}\n"
+        )
+        page = (sys.executable, "-m", "http.server", str(other), "--bind", "127.0.0.1")
+        hung = stack.enter_context(ended(subprocess.Popen(page, cwd=tmp_path)))
+        stack.enter_context(ended(subprocess.Popen([str(wrapper), "-db", "-f", str(config)])))
+        client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=0.5))
+        # A server that has just been added falls at its first failed check.
+        until(lambda: answers_in_a_row(client, 8))
+        time.sleep(4.0)
+        hung.suspend()
+        stopped_s = time.monotonic()
+        # In turns, so that the hung server would be among them.
+        until(lambda: answers_in_a_row(client, 4))
+        noticed_s = time.monotonic() - stopped_s
+        hung.resume()
+    assert 2.0 < noticed_s < 7.0
+
+
+@contextmanager
+def ended(process: subprocess.Popen[bytes]) -> Iterator[psutil.Process]:
+    """Kill a process at the end."""
+    try:
+        yield psutil.Process(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def answers_in_a_row(client: httpx.Client, number: int) -> bool:
+    """Return whether so many requests after each other are answered in time."""
+    try:
+        return all(client.get("/").status_code == 200 for _ in range(number))
+    except httpx.TransportError:
+        return False
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def new_certificate(folder: Path, name: str) -> tuple[Path, Path]:

@@ -6,10 +6,12 @@ from typing import Any
 
 import httpx
 import pytest
+from jsonschema import Draft202012Validator
 
 from cluster.config.key_store import KeyStoreConfig
 from deployments.gateway.gateway import Gateway
 from deployments.wire.answer import AnswerEnd
+from deployments.wire.own_routes import OWN_OPERATIONS
 from tests.fakes.clock import Clock
 from tests.fakes.replicas import CHAT, answering, bearer, client_of, gateway_of, key
 
@@ -69,6 +71,38 @@ async def test_a_key_revoked_at_one_gateway_stops_at_the_others(
     assert (await there.post(CHAT, json=BODY, headers=token)).status_code == 401
     await first.close()
     await second.close()
+
+
+async def test_answers_are_as_the_openapi_description_says(tmp_path: Path) -> None:
+    served = gateway(tmp_path)
+    http = client_of(served)
+    body = {"name": "a", "models": ["m"], "expires_at": "2100-01-01T00:00:00Z", "weight": 2}
+    asked = [
+        ("POST", "/admin/keys", body),
+        ("GET", "/admin/keys", None),
+        ("GET", "/admin/usage", None),
+        ("DELETE", "/admin/keys/{name}", None),
+        ("GET", "/health", None),
+        ("GET", "/health/{model}", None),
+        ("GET", "/ready", None),
+    ]
+    await http.post(CHAT, json=BODY, headers=ADMIN)
+    for method, path, sent in asked:
+        url = path.format(name="a", model="m")
+        answer = await http.request(method, url, json=sent, headers=ADMIN)
+
+        operation = OWN_OPERATIONS[path][method]
+        described = operation.get("responses", {"200": {}})[str(answer.status_code)]
+        if described:
+            schema = described["content"]["application/json"]["schema"]
+            Draft202012Validator(schema).validate(answer.json())
+        if sent is not None:
+            taken = operation["requestBody"]["content"]["application/json"]["schema"]
+            Draft202012Validator(taken).validate(sent)
+            assert not Draft202012Validator(taken).is_valid(sent | {"hash": "md5:0"})
+    # A gateway's process answers `/live` itself.
+    assert {path for _, path, _ in asked} | {"/live"} == set(OWN_OPERATIONS)
+    await served.close()
 
 
 async def test_a_client_may_send_the_hash_of_a_key_that_it_made(tmp_path: Path) -> None:

@@ -215,6 +215,25 @@ async def test_a_description_takes_no_place_and_is_asked_for_once(
     await asyncio.gather(*inside)
 
 
+async def test_the_description_has_the_routes_of_all_models_that_the_key_may_use() -> None:
+    def described(path: str, schema: str) -> FakeReplicas:
+        operations = {"/a": {"post": {}}, "/b": {"post": {}}}
+        operations[path] = {"post": {"requestBody": {"$ref": f"#/components/schemas/{schema}"}}}
+        document = {"paths": operations, "components": {"schemas": {schema: {}, "Error": {}}}}
+        return FakeReplicas(AnswerStart(200, JSON, json.dumps(document).encode()))
+
+    keys = (key("both"), key("one", models=["m1"]))
+    http = client(described("/a", "A"), described("/b", "B"), keys=keys)
+
+    async def paths_with_bodies(name: str) -> tuple[list[str], set[str]]:
+        document = (await http.get("/openapi.json", headers=bearer(name))).json()
+        found = [path for path, item in document["paths"].items() if "requestBody" in item["post"]]
+        return found, set(document["components"]["schemas"])
+
+    assert await paths_with_bodies("both") == (["/a", "/b"], {"A", "B", "Error"})
+    assert await paths_with_bodies("one") == (["/b"], {"B", "Error"})
+
+
 async def test_at_most_one_request_for_a_description_is_at_a_replica() -> None:
     replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
     replicas.gate.clear()

@@ -96,6 +96,24 @@ async def test_a_request_that_was_never_sent_is_not_counted(tmp_path: Path) -> N
     await ledger.close()
 
 
+async def test_a_request_that_another_model_answers_counts_for_that_one(tmp_path: Path) -> None:
+    ledger = Ledger(store := SqliteStore(tmp_path / "a.db"), now=Calendar())
+    tally = ledger.begin(key("a"), "m", 10)
+    await ledger.flush()
+
+    tally.answered_by("other")
+    tally.generated(4)
+    tally.close(ended(prompt_tokens=8))
+    await ledger.flush()
+
+    counted = Usage(requests=1, prompt_tokens=8, generated_tokens=4)
+    assert await reported(store) == [
+        (Row("2026-11-30", "a", "m"), Usage()),
+        (Row("2026-11-30", "a", "other"), counted),
+    ]
+    await ledger.close()
+
+
 async def test_nothing_is_lost_at_a_clean_stop(tmp_path: Path) -> None:
     ledger = Ledger(SqliteStore(tmp_path / "a.db"), flush_s=60, now=Calendar())
     ledger.begin(key("a"), "m", 0).close(ended(prompt_tokens=3))

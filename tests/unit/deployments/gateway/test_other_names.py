@@ -1,14 +1,18 @@
 """Aliases of models, and models that answer in the place of others."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster.config.key_store import KeyStoreConfig
+from cluster.metrics import catalogue
 from deployments.gateway.gateway import Gateway
-from deployments.wire.answer import AnswerStart
+from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from tests.fakes.replicas import (
     CHAT,
+    EVENTS,
     JSON,
     FakeReplicas,
     answering,
@@ -74,6 +78,47 @@ async def test_another_model_answers_when_the_queue_is_full() -> None:
     for task in tasks:
         assert "x-apar-fallback-of" not in (await task).headers
     assert not any(state.running for state in gateway.waiting().values())
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_usage_and_metrics_count_for_the_model_that_answers(
+    tmp_path: Path, streams: bool
+) -> None:
+    end = AnswerEnd(prompt_tokens=30, generated_tokens=50, threads=4, forks=3)
+    chunk = Piece(b'data: {"model": "m1"}\n\ndata: [DONE]\n\n', num_tokens=20)
+    start = AnswerStart(200, EVENTS, b"") if streams else AnswerStart(200, JSON, b"{}")
+    first, second = answering(), FakeReplicas(start, chunk, end=end)
+    gateway = gateway_of(
+        first,
+        second,
+        keys=(key("root", admin=True), key("a", requests_per_day=2)),
+        key_store=KeyStoreConfig(path=tmp_path / "keys.db"),
+        fallback={"m": "m1"},
+    )
+    http = client_of(gateway)
+    first.gate.clear()
+    body = {"model": "m", "stream": streams}
+    filling = [
+        asyncio.create_task(http.post(CHAT, json={"model": "m"}, headers=bearer("root")))
+        for _ in range(2)
+    ]
+    await asyncio.sleep(0.05)
+
+    answers = [await http.post(CHAT, json=body, headers=bearer("a")) for _ in range(3)]
+    usage = await http.get("/admin/usage?key=a", headers=bearer("root"))
+
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    [row] = [each for each in usage.json()["data"] if each["model"] == "m1"]
+    assert (row["requests"], row["prompt_tokens"], row["generated_tokens"]) == (2, 60, 100)
+    assert (row["threads"], row["forks"], row["errors"]) == (8, 6, 0)
+    of_asked = [each for each in usage.json()["data"] if each["model"] == "m"]
+    assert not any(each["requests"] or each["generated_tokens"] for each in of_asked)
+    metrics, by = gateway.metrics.recorder, {"model": "m1", "key_class": key("a").metrics_class}
+    assert metrics.value(catalogue.CHARGED_TOKENS, **by, kind="generated") == 100
+    assert metrics.value(catalogue.REQUESTS, **by, outcome="ok") == 2
+    first.gate.set()
+    await asyncio.gather(*filling)
+    await gateway.close()
 
 
 async def test_if_both_are_full_the_first_ones_refusal_counts() -> None:

@@ -1,0 +1,207 @@
+"""Send requests generated from a server's OpenAPI description; run by `test_fuzz.py`.
+
+Usage: `python -m tests.integration.serving.fuzz_client URL EXAMPLES SEED`. Each operation gets
+EXAMPLES requests. Prints JSON: the number of answers by operation and status, and what was wrong.
+"""
+
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis import Case
+from schemathesis.checks import not_a_server_error
+from schemathesis.core.failures import Failure, FailureGroup
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from deployments.wire.routes import ROUTES, AnswerForm, form_of
+from tests.integration.serving.apar_process import TOKEN, authorization
+
+ADMIN = "administrator"
+MODEL, EMBEDDING = "apar-tiny", "embedding"
+ANSWER_S = 60.0
+MAX_TOKENS = 16
+MAX_FAILURES = 40
+CHECKS = (
+    not_a_server_error,
+    status_code_conformance,
+    response_schema_conformance,
+    content_type_conformance,
+)
+PROMPT = "Give me 3 tips for sleeping well."
+MESSAGES = [{"role": "user", "content": PROMPT}]
+_SCORED = {"queries": PROMPT, "documents": ["Sleep.", "Eat."]}
+_RANKED = {"query": PROMPT, "documents": ["Sleep.", "Eat."]}
+SERVABLE: Mapping[str, Mapping[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/completions": {"prompt": PROMPT},
+    "/v1/responses": {"input": PROMPT},
+    "/v1/messages": {"messages": MESSAGES},
+    "/v1/messages/count_tokens": {"messages": MESSAGES},
+    "/tokenize": {"prompt": PROMPT},
+    "/detokenize": {"tokens": [5, 6, 7]},
+    "/v1/embeddings": {"input": PROMPT},
+    "/pooling": {"input": PROMPT},
+    "/score": _SCORED,
+    "/v1/score": _SCORED,
+    "/rerank": _RANKED,
+    "/v1/rerank": _RANKED,
+    "/v2/rerank": _RANKED,
+}
+"""Fields that make a body servable, by path; a model for `/classify` would need a head."""
+POOLED = ("/v1/embeddings", "/pooling", "/classify", "/score", "rerank")
+DEADLINES_MS = (1, 5, 50, 60_000)
+
+
+def options(draw: random.Random) -> dict[str, Any]:
+    """Return some valid fields of `apar`."""
+    known: dict[str, Any] = {
+        "enabled": draw.random() < 0.8,
+        "max_threads": draw.choice([1, 2, 8]),
+        "stream": "threads",
+        "deadline_ms": draw.choice(DEADLINES_MS),
+        "first_token_deadline_ms": draw.choice(DEADLINES_MS),
+        "expected_tokens": draw.choice([1, 100, 2**20]),
+        "parent_request_id": draw.choice(["agent-1", "agent-2"]),
+        "replay": {"": [5, 6, 2]},
+    }
+    return {name: known[name] for name in draw.sample(sorted(known), draw.randrange(4))}
+
+
+def make_servable(case: Case[Any], draw: random.Random) -> None:
+    """Let most requests pass the gateway and half of them reach the engine, with short answers.
+
+    Few generated requests are valid, so every other one keeps only some of its fields beside a
+    valid prompt, and has valid options of ours.
+    """
+    path, body = case.path, case.body
+    if not isinstance(body, dict) or path not in ROUTES:
+        return
+    if draw.random() < 0.5 and path in SERVABLE:
+        kept = draw.sample(sorted(body), min(len(body), draw.randrange(4)))
+        body = {name: body[name] for name in kept} | SERVABLE[path]
+        if ROUTES[path].forks:
+            body["apar"] = options(draw)
+            if draw.random() < 0.3:
+                body["priority"] = draw.randrange(-1, 3)
+        if form_of(path) is AnswerForm.RESPONSES:
+            for name in ROUTES[path].refused:
+                body.pop(name, None)
+    if draw.random() < 0.9:
+        body["model"] = EMBEDDING if path.endswith(POOLED) else MODEL
+    limits = ROUTES[path].shape.limits if ROUTES[path].forks else ()
+    for name in limits:
+        if isinstance(body.get(name), int) and body[name] > MAX_TOKENS:
+            body[name] = MAX_TOKENS
+    if limits and not any(body.get(name) for name in limits):
+        body[limits[-1]] = MAX_TOKENS
+    case.body = body
+
+
+def headers_of(case: Case[Any], draw: random.Random) -> dict[str, str]:
+    """Return a key, mostly one that may do what the request asks for, and now and then hints."""
+    token = ADMIN if case.path.startswith("/admin") else TOKEN
+    found = authorization(token if draw.random() < 0.95 else draw.choice([TOKEN, "unknown"]))
+    if case.path in ROUTES and draw.random() < 0.2:
+        found["x-apar-deadline-ms"] = str(draw.choice([*DEADLINES_MS, "soon"]))
+        found["x-apar-expected-tokens"] = str(draw.choice([10, -1]))
+    return found
+
+
+class Findings:
+    """Answers by operation and status, and what was wrong with some."""
+
+    def __init__(self) -> None:
+        self.statuses: Counter[str] = Counter()
+        self.failures: dict[str, str] = {}
+        self.num_failures = 0
+        self.slowest_s = 0.0
+
+    def failed(self, case: Case[Any], kind: str, detail: str) -> None:
+        """Note a wrong answer; of equal kinds, the first."""
+        self.num_failures += 1
+        if len(self.failures) < MAX_FAILURES:
+            sent = json.dumps(case.body, default=repr)[:1500]
+            self.failures.setdefault(f"{case.method} {case.path}: {kind}", f"{detail}\n{sent}")
+
+
+def sender(http: requests.Session, findings: Findings, num_seed: int) -> Callable[[Any], None]:
+    """Return what sends a case and checks the answer."""
+    created: list[str] = []
+
+    def send(case: Case[Any]) -> None:
+        draw = random.Random(f"{num_seed} {case.method} {case.path} {case.body} {case.query}")
+        if case.path == "/admin/keys/{name}" and created and draw.random() < 0.5:
+            case.path_parameters["name"] = created.pop()
+        if case.path == "/health/{model}" and draw.random() < 0.5:
+            case.path_parameters["model"] = MODEL
+        make_servable(case, draw)
+        began_s = time.monotonic()
+        try:
+            answer = case.call(session=http, timeout=ANSWER_S, headers=headers_of(case, draw))
+        except requests.RequestException as error:
+            findings.failed(case, type(error).__name__, str(error))
+            return
+        findings.slowest_s = max(findings.slowest_s, time.monotonic() - began_s)
+        findings.statuses[f"{case.method} {case.path} {answer.status_code}"] += 1
+        if case.path == "/admin/keys" and answer.status_code == 201:
+            created.append(answer.json()["name"])
+        try:
+            case.validate_response(answer, checks=list(CHECKS))
+        except FailureGroup as group:
+            for failure in group.exceptions:
+                kind = f"{type(failure).__name__} {answer.status_code}"
+                findings.failed(case, kind, str(failure)[:1500])
+        except Failure as failure:
+            findings.failed(case, type(failure).__name__, str(failure)[:1500])
+
+    return send
+
+
+def main(url: str, num_examples: int, num_seed: int) -> None:
+    """Fuzz every operation."""
+    api = schemathesis.openapi.from_url(f"{url}/openapi.json", headers=authorization())
+    findings, began_s = Findings(), time.monotonic()
+    with requests.Session() as http:
+        send = sender(http, findings, num_seed)
+        for found in api.get_all_operations():
+            operation = found.ok()  # type: ignore[union-attr]  # an error raises
+
+            @seed(num_seed)
+            @settings(
+                max_examples=num_examples,
+                deadline=None,
+                database=None,
+                suppress_health_check=list(HealthCheck),
+                phases=[Phase.generate],
+            )
+            @given(case=operation.as_strategy())
+            def sends(case: Case[Any]) -> None:
+                send(case)
+
+            sends()
+    print(  # noqa: T201
+        json.dumps(
+            {
+                "statuses": findings.statuses,
+                "failures": findings.failures,
+                "num_failures": findings.num_failures,
+                "seconds": time.monotonic() - began_s,
+                "slowest_s": findings.slowest_s,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
