@@ -111,7 +111,8 @@ def step_bytes(vllm_config: VllmConfig) -> int:
         return 0
     # Suffixes with the places that they are gathered from, and prefixes of two rows each or more.
     width = -(-vllm_config.model_config.max_model_len // vllm_config.cache_config.block_size) + 1
-    return max(needed) + _most_rows(vllm_config) * width * (4 + 8 + 4 // 2)
+    tables = _most_rows(vllm_config) * width * (4 + 8 + 4 // 2)
+    return int(max(needed) + tables)
 
 
 def num_processors() -> int:
@@ -333,7 +334,8 @@ class FamilyFlashImpl(FlashAttentionImpl):
         splits = 0
         if self.vllm_flash_attn_version != 2:
             splits = min(-(-num_processors() // self.num_kv_heads), 128)
-        return values + sums + splits * 4 * rows * self.num_heads * (self.head_size + 1)
+        partial = splits * 4 * rows * self.num_heads * (self.head_size + 1)
+        return int(values + sums + partial)
 
     def warm_up(self, kv_cache: Tensor) -> None:
         """Read a family of two rows, whose blocks are all block 0."""

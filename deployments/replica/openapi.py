@@ -15,6 +15,9 @@ OFFERED: Mapping[str, tuple[str, ...]] = {
 }
 """Paths and methods described; a test compares them with what the gateway serves."""
 
+_BYTES = ("/v1/embeddings", "/pooling")
+"""Paths that answer with bytes if `encoding_format` says so."""
+
 _SCHEMAS = "#/components/schemas/"
 _EXTENDED = (
     "ChatCompletionRequest",
@@ -127,6 +130,8 @@ def _operation(path: str, item: Mapping[str, Any], method: str) -> dict[str, Any
     for status in _MAY_RETRY:
         errors[status]["headers"] = {"Retry-After": {"schema": {"type": "string"}}}
     found = found or {"200": {"description": "Successful response."}}
+    if path in _BYTES:
+        found["200"].setdefault("content", {})["application/octet-stream"] = {}
     return operation | {"responses": found | errors}
 
 

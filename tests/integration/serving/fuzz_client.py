@@ -32,12 +32,11 @@ MODEL, EMBEDDING = "apar-tiny", "embedding"
 ANSWER_S = 60.0
 MAX_TOKENS = 16
 MAX_FAILURES = 40
-CHECKS = (
-    not_a_server_error,
+CHECKS = [
     status_code_conformance,
     response_schema_conformance,
     content_type_conformance,
-)
+]
 PROMPT = "Give me 3 tips for sleeping well."
 MESSAGES = [{"role": "user", "content": PROMPT}]
 _SCORED = {"queries": PROMPT, "documents": ["Sleep.", "Eat."]}
@@ -84,12 +83,13 @@ def make_servable(case: Case[Any], draw: random.Random) -> None:
     Few generated requests are valid, so every other one keeps only some of its fields beside a
     valid prompt, and has valid options of ours.
     """
-    path, body = case.path, case.body
+    path = case.path
+    body: Any = case.body
     if not isinstance(body, dict) or path not in ROUTES:
         return
     if draw.random() < 0.5 and path in SERVABLE:
         kept = draw.sample(sorted(body), min(len(body), draw.randrange(4)))
-        body = {name: body[name] for name in kept} | SERVABLE[path]
+        body = {name: body[name] for name in kept} | dict(SERVABLE[path])
         if ROUTES[path].forks:
             body["apar"] = options(draw)
             if draw.random() < 0.3:
@@ -118,6 +118,14 @@ def headers_of(case: Case[Any], draw: random.Random) -> dict[str, str]:
     return found
 
 
+def missed_deadline(answer: Any) -> bool:
+    """Return whether a 503 says that a deadline of the request could not be met."""
+    if answer.status_code != 503:
+        return False
+    code = answer.json()["error"].get("code")
+    return code in ("deadline_exceeded", "first_token_deadline_exceeded")
+
+
 class Findings:
     """Answers by operation and status, and what was wrong with some."""
 
@@ -140,7 +148,7 @@ def sender(http: requests.Session, findings: Findings, num_seed: int) -> Callabl
     created: list[str] = []
 
     def send(case: Case[Any]) -> None:
-        draw = random.Random(f"{num_seed} {case.method} {case.path} {case.body} {case.query}")
+        draw = random.Random(f"{num_seed} {case.method} {case.path} {case.body!r} {case.query}")
         if case.path == "/admin/keys/{name}" and created and draw.random() < 0.5:
             case.path_parameters["name"] = created.pop()
         if case.path == "/health/{model}" and draw.random() < 0.5:
@@ -157,7 +165,8 @@ def sender(http: requests.Session, findings: Findings, num_seed: int) -> Callabl
         if case.path == "/admin/keys" and answer.status_code == 201:
             created.append(answer.json()["name"])
         try:
-            case.validate_response(answer, checks=list(CHECKS))
+            checks = CHECKS if missed_deadline(answer) else [not_a_server_error, *CHECKS]
+            case.validate_response(answer, checks=checks)
         except FailureGroup as group:
             for failure in group.exceptions:
                 kind = f"{type(failure).__name__} {answer.status_code}"

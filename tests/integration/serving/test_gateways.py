@@ -107,7 +107,7 @@ async def test_a_hung_gateway_gets_no_further_requests_and_is_replaced(tmp_path:
         victim, _ = server.processes(GATEWAY)
         victim.suspend()
         began_s = time.monotonic()
-        tasks = []
+        tasks: list[tuple[float, asyncio.Task[Any]]] = []
         while time.monotonic() < began_s + 3 * HUNG_S:
             manner, prompt = ("httpx stream", "httpx whole")[len(tasks) % 2], PROMPTS[0]
             sent_s = time.monotonic() - began_s

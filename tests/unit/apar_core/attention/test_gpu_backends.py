@@ -441,7 +441,7 @@ class Allocated(TorchDispatchMode):
     """Bytes of all tensors that are built meanwhile, freed ones included."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -191,11 +191,11 @@ def test_an_engine_core_asks_its_workers_before_its_first_request(
 ) -> None:
     config = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
     costs = StepCosts("any", "predicted", "made up", ((1, 1e-3), (64, 1e-3)), 1e-6)
-    asked = []
+    asked: list[Any] = []
 
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
         if method != "family_layers":
-            return answer(self, method, *args, **kwargs)
+            return list(answer(self, method, *args, **kwargs))
         asked.append(method)
         return [(0, 4)]
 

@@ -217,7 +217,7 @@ async def test_a_description_takes_no_place_and_is_asked_for_once(
 
 async def test_the_description_has_the_routes_of_all_models_that_the_key_may_use() -> None:
     def described(path: str, schema: str) -> FakeReplicas:
-        operations = {"/a": {"post": {}}, "/b": {"post": {}}}
+        operations: dict[str, Any] = {"/a": {"post": {}}, "/b": {"post": {}}}
         operations[path] = {"post": {"requestBody": {"$ref": f"#/components/schemas/{schema}"}}}
         document = {"paths": operations, "components": {"schemas": {schema: {}, "Error": {}}}}
         return FakeReplicas(AnswerStart(200, JSON, json.dumps(document).encode()))
