@@ -20,12 +20,14 @@ MODEL = "scripted"
 class Reply:
     """What one request gets. `pieces` are sent `gap_s` apart, the first after `first_s`.
 
+    Nothing is sent before as many requests as `together` have been under way at once.
     The connection is free again `linger_s` after the end.
     `ending`: a whole answer; a connection cut in the midst; a stream that ends without its end; an
     error within the stream; or nothing more for ever.
     """
 
     pieces: tuple[str, ...] = ("Hello", " there")
+    together: int = 0
     first_s: float = 0.0
     gap_s: float = 0.0
     linger_s: float = 0.0
@@ -74,7 +76,7 @@ def chat_server(script: Script, **fields: Any) -> Iterator[ChatServer]:
 
     executor = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
     executor.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     try:
         yield seen
     finally:
@@ -96,7 +98,10 @@ async def _counted(seen: ChatServer, script: Script, request: web.Request) -> we
     seen.under_way += 1
     seen.most_under_way = max(seen.most_under_way, seen.under_way)
     try:
-        return await _answer(script(body, len(seen.bodies) - 1), request)
+        reply = script(body, len(seen.bodies) - 1)
+        while seen.most_under_way < reply.together:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        return await _answer(reply, request)
     finally:
         seen.under_way -= 1
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Event, Thread
+from threading import Thread
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -84,13 +84,14 @@ def busy_page(replica: str = "r1", model: str = "apar-tiny", node: str = "node-1
 class PageServer:
     """Body that a port returns; tests may change it while the server runs.
 
-    `answered` is set after the first answer.
+    `before` is called before each answer, with its number.
     """
 
     url: str
     body: str
     status: int = 200
-    answered: Event = field(default_factory=Event)
+    num_asked: int = 0
+    before: Callable[[int], None] = lambda number: None
 
 
 @contextmanager
@@ -100,10 +101,11 @@ def served(body: str, port: int = 0) -> Iterator[PageServer]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            state.num_asked += 1
+            state.before(state.num_asked)
             self.send_response(state.status)
             self.end_headers()
             self.wfile.write(state.body.encode())
-            state.answered.set()
 
         def log_message(self, *_: object) -> None:
             """Log nothing."""

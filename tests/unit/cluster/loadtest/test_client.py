@@ -13,6 +13,7 @@ from cluster.loadtest.jobs import Job, Target
 from cluster.loadtest.run_file import Answered
 from cluster.local_ray import free_port
 from tests.fakes.chat_server import Reply, chat_server
+from tests.fakes.waiting import until
 
 BODY = b'{"model": "scripted", "messages": [], "stream": true}'
 
@@ -22,7 +23,7 @@ def job(text_tokens: int | None = None) -> Job:
 
 
 async def ask(
-    url: str, *, timeout_s: float = 5.0, key: str | None = None, text_tokens: int | None = None
+    url: str, *, timeout_s: float = 60.0, key: str | None = None, text_tokens: int | None = None
 ) -> Answered:
     async with LoadClient(Target(url=url, api_key=key), timeout_s=timeout_s) as client:
         return await client.send(
@@ -34,6 +35,7 @@ async def test_a_whole_answer_is_timed_and_counted() -> None:
     reply = Reply(
         ("One\n", "two", " three"), first_s=0.2, gap_s=0.1, tokens=9, apar={"decode_steps": 4}
     )
+    started_s = time.perf_counter()
     with chat_server(lambda body, number: reply) as server:
         answered = await ask(server.url, key="secret")
 
@@ -43,9 +45,9 @@ async def test_a_whole_answer_is_timed_and_counted() -> None:
     assert (record.prompt_tokens, record.text_tokens, record.counted) == (7, 9, True)
     assert record.apar == {"decode_steps": 4}
     assert [characters for _, characters in record.pieces] == [4, 3, 6]
-    assert record.pieces[0][0] == pytest.approx(0.2, abs=0.1)
     assert record.paragraph_s == record.pieces[0][0]
-    assert record.end_s == pytest.approx(0.4, abs=0.15)
+    assert 0.2 <= record.pieces[0][0] <= record.pieces[1][0] <= record.pieces[2][0]
+    assert max(0.4, record.pieces[2][0]) <= record.end_s <= time.perf_counter() - started_s
     assert server.keys == ["Bearer secret"]
     assert server.bodies == [{"model": "scripted", "messages": [], "stream": True}]
 
@@ -77,12 +79,14 @@ async def test_without_usage_chunks_are_counted_and_marked() -> None:
     ],
 )
 async def test_every_failure_has_its_kind(reply: Reply, error: str, message: str) -> None:
+    timeout_s = 0.5 if error == "timeout" else 60.0
+    started_s = time.perf_counter()
     with chat_server(lambda body, number: reply) as server:
-        record = (await ask(server.url, timeout_s=0.5)).record
+        record = (await ask(server.url, timeout_s=timeout_s)).record
 
     assert record.error == error
     assert message in (record.message or "")
-    assert record.end_s < 2
+    assert record.end_s <= time.perf_counter() - started_s < 60
 
 
 async def test_a_server_that_is_down_is_a_connection_error() -> None:
@@ -106,17 +110,19 @@ async def test_a_replay_of_other_tokens_is_an_error() -> None:
 
 async def test_a_cancelled_request_keeps_its_partial_answer() -> None:
     with chat_server(lambda body, number: Reply(("a", "b"), ending="hang")) as server:
-        asking = asyncio.create_task(ask(server.url, timeout_s=60))
-        await asyncio.sleep(0.4)
-        asking.cancel()
-        record = (await asking).record
+        async with LoadClient(Target(url=server.url), timeout_s=60) as client:
+            sending = client.send(job(), repeat=0, index=0, start_s=0.0, planned_s=None)
+            asking = asyncio.create_task(sending)
+            await until(lambda: [each.stream.text for each in client.under_way] == [["a", "b"]])
+            asking.cancel()
+            record = (await asking).record
 
     assert (record.error, len(record.pieces)) == ("cancelled", 2)
 
 
 async def test_connections_are_reused() -> None:
     with chat_server(lambda body, number: Reply(linger_s=0.1)) as server:
-        async with LoadClient(Target(url=server.url), timeout_s=5) as client:
+        async with LoadClient(Target(url=server.url), timeout_s=60) as client:
             for index in range(3):
                 await client.send(job(), repeat=0, index=index, start_s=0.0, planned_s=None)
 

@@ -1,8 +1,5 @@
 """Readings of metrics pages during a repeat."""
 
-import asyncio
-import time
-
 import pytest
 
 from cluster.loadtest.watches import ClusterWatch
@@ -10,7 +7,8 @@ from cluster.local_ray import free_port
 from cluster.metrics import catalogue
 from cluster.monitor.overview import MonitorError
 from cluster.monitor.sources import PagesSource
-from tests.fakes.metrics_page import busy_page, served
+from tests.fakes.metrics_page import PageServer, busy_page, served
+from tests.fakes.waiting import until
 
 
 async def test_increases_and_gauges_cover_the_repeat() -> None:
@@ -18,7 +16,7 @@ async def test_increases_and_gauges_cover_the_repeat() -> None:
     with served(page.text()) as server:
         watch = ClusterWatch(PagesSource([server.url]), every_s=0.1, settle_s=0.0)
         async with watch.watching():
-            await asyncio.sleep(0.25)
+            await until(lambda: watch.figures().moments)
             of = {"model": "apar-tiny", "replica": "r1"}
             page.add(catalogue.GENERATED_TOKENS, 600, **of)
             page.add(catalogue.FORKS, 5, **of, outcome="delayed")
@@ -26,7 +24,9 @@ async def test_increases_and_gauges_cover_the_repeat() -> None:
             page.add(catalogue.SEQUENTIAL_ATTENDED_TOKENS, 400, **of)
             page.set(catalogue.KV_CACHE_USAGE, 0.9, **of)
             server.body = page.text()
-            await asyncio.sleep(0.25)
+            # A reading may have begun before the change.
+            num_before = len(watch.figures().moments)
+            await until(lambda: len(watch.figures().moments) >= num_before + 2)
 
     figures = watch.figures()
     assert figures.generated_tokens == 600
@@ -38,43 +38,47 @@ async def test_increases_and_gauges_cover_the_repeat() -> None:
     assert figures.failures == 0
 
 
-async def test_late_reports_still_count_for_the_repeat() -> None:
+def a_reading_takes(seconds: float, server: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let time pass only by readings."""
+    monkeypatch.setattr("time.perf_counter", lambda: server.num_asked * seconds)
+
+
+async def test_late_reports_still_count_for_the_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     page = busy_page()
     with served(page.text()) as server:
+        a_reading_takes(1 / 16, server, monkeypatch)
 
-        async def tell_late() -> None:
-            for _ in range(2):
-                await asyncio.sleep(0.6)
+        def tell_late(number: int) -> None:
+            if number in (4, 7):
                 page.add(catalogue.GENERATED_TOKENS, 300, model="apar-tiny", replica="r1")
                 server.body = page.text()
 
-        watch = ClusterWatch(PagesSource([server.url]), every_s=0.1, settle_s=1.0)
+        server.before = tell_late
+        watch = ClusterWatch(PagesSource([server.url]), every_s=60, settle_s=1 / 4)
         async with watch.watching():
-            telling = asyncio.create_task(tell_late())
-        await telling
+            assert server.num_asked == 1
 
     assert watch.figures().generated_tokens == 600
+    # Without an increase for the time of four readings.
+    assert server.num_asked == 7 + 4
 
 
-async def test_waiting_for_busy_servers_is_bounded() -> None:
+async def test_waiting_for_busy_servers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     page = busy_page()
     with served(page.text()) as server:
+        a_reading_takes(1 / 16, server, monkeypatch)
 
-        async def keep_busy() -> None:
-            while True:
-                page.add(catalogue.GENERATED_TOKENS, 1, model="apar-tiny", replica="r1")
-                server.body = page.text()
-                await asyncio.sleep(0.01)
+        def keep_busy(number: int) -> None:
+            page.add(catalogue.GENERATED_TOKENS, 1, model="apar-tiny", replica="r1")
+            server.body = page.text()
 
-        watch = ClusterWatch(PagesSource([server.url]), every_s=0.1, settle_s=0.4)
-        busy = asyncio.create_task(keep_busy())
-        began_s = time.perf_counter()
-        async with asyncio.timeout(10):
-            await watch.settle()
-        busy.cancel()
+        server.before = keep_busy
+        watch = ClusterWatch(PagesSource([server.url]), every_s=60, settle_s=1 / 4)
+        await watch.settle()
 
-    assert time.perf_counter() - began_s >= 1.2
-    assert watch.figures().generated_tokens > 0
+    # Three times as long as without an increase.
+    assert server.num_asked == 1 + 3 * 4
+    assert watch.figures().generated_tokens == 3 * 4
 
 
 async def test_an_outage_of_a_page_loses_no_counts() -> None:
@@ -83,7 +87,7 @@ async def test_an_outage_of_a_page_loses_no_counts() -> None:
         watch = ClusterWatch(PagesSource([server.url]), every_s=0.05, settle_s=0.0)
         async with watch.watching():
             server.status = 503
-            await asyncio.sleep(0.3)
+            await until(lambda: watch.figures().failures > 0)
             page.add(catalogue.GENERATED_TOKENS, 40, model="apar-tiny", replica="r1")
             server.body, server.status = page.text(), 200
 

@@ -50,7 +50,7 @@ async def test_autoscaling_counts_only_requests_that_more_replicas_could_serve(
             )
             for name in ("bound", "free", "bound", "bound", "bound", "free", "free")
         ]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             waiting = {"bound": 3, "free": 2}
             while ingress._gateway.waiting()[model.deployment].waiting != waiting:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

@@ -11,7 +11,7 @@ from deployments.app.pod_drain import replicas_here
 
 
 def wait_for(number: int) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 50
     while replicas_here() != number:
         assert time.monotonic() < deadline
         time.sleep(0.05)

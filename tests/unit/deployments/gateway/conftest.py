@@ -11,7 +11,8 @@ Advance = Callable[[float], None]
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for the store of usage longer than a request would: the machine may be busy."""
     for module in ("key_store", "ledger"):
-        monkeypatch.setattr(f"deployments.gateway.{module}.ANSWER_S", 30.0)
+        monkeypatch.setattr(f"deployments.gateway.{module}.ANSWER_S", 60.0)
+    monkeypatch.setattr("deployments.gateway.key_store._REPORT_S", 60.0)
 
 
 @pytest.fixture

@@ -21,6 +21,8 @@ from tests.fakes.replicas import (
     settings_of,
 )
 
+pytestmark = pytest.mark.usefixtures("simulated_time")
+
 
 async def test_a_whole_answer_is_passed_on_with_its_own_length() -> None:
     replicas = FakeReplicas(AnswerStart(200, JSON, b'{"a":1}'))

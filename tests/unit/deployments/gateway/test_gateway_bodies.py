@@ -28,7 +28,7 @@ from tests.fakes.replicas import (
 )
 
 # Otherwise a minute may end between two requests, and the remaining units change.
-pytestmark = pytest.mark.usefixtures("advance")
+pytestmark = pytest.mark.usefixtures("advance", "simulated_time")
 
 REMAINING = "x-ratelimit-remaining-requests"
 

@@ -29,7 +29,7 @@ from tests.fakes.replicas import (
 )
 
 # Otherwise a minute may end between two requests, and the remaining units change.
-pytestmark = pytest.mark.usefixtures("advance")
+pytestmark = pytest.mark.usefixtures("advance", "simulated_time")
 
 
 async def test_a_request_without_a_known_key_reaches_no_replica() -> None:

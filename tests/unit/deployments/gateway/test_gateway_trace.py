@@ -212,9 +212,12 @@ async def test_a_full_queue_is_a_server_error(kept: KeptSpans) -> None:
 async def test_the_queue_span_lasts_as_long_as_the_wait(kept: KeptSpans) -> None:
     replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
     replicas.gate.clear()
-    http = client(kept, replicas, max_queued=1)
+    gateway = gateway_of(replicas, max_queued=1)
+    gateway.tracing = kept.tracing
+    http = client_of(gateway)
     tasks = [asyncio.create_task(http.post(CHAT, json=BODY)) for _ in range(3)]
-    while len(replicas.requests) < 2:  # noqa: ASYNC110
+    [model] = gateway.waiting()
+    while not gateway.waiting()[model].waiting:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     await asyncio.sleep(0.2)
     replicas.gate.set()

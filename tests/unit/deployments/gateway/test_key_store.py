@@ -139,13 +139,14 @@ async def test_the_file_is_the_owners_only_and_forgets_old_usage(tmp_path: Path)
 
 async def test_a_write_of_two_processes_at_once_waits_its_turn(tmp_path: Path) -> None:
     stores = [SqliteStore(tmp_path / "keys.db") for _ in range(4)]
-    row = Row(today(), "a", "m")
+    day = today()
+    row = Row(day, "a", "m")
 
     await asyncio.gather(
         *(store.add(Batch({row: Usage(requests=1)})) for store in stores for _ in range(5))
     )
 
-    assert await stores[0].report(today(), today()) == [(row, Usage(requests=20))]
+    assert await stores[0].report(day, day) == [(row, Usage(requests=20))]
     for store in stores:
         await store.close()
 

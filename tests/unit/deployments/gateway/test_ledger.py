@@ -138,7 +138,7 @@ async def test_usage_survives_an_outage_of_the_store_and_counts_once(tmp_path: P
         await ledger.check(limited)
 
     store.fails, store.num_written_unseen = False, 1
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while [each.requests for _, each in await reported(store)] != [2]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     # The second write of the batch, whose first answer was lost, adds nothing.

@@ -23,6 +23,7 @@ from tests.fakes.replicas import (
     key,
 )
 
+pytestmark = pytest.mark.usefixtures("simulated_time")
 NAMES: dict[str, Any] = {"aliases": {"gpt": "m", "one": "m1"}, "fallback": {"m": "m1"}}
 
 

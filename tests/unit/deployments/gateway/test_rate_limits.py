@@ -190,6 +190,7 @@ class FailingStorage(MemoryStorage):
         return True
 
 
+@pytest.mark.usefixtures("simulated_time")
 async def test_requests_pass_if_the_store_fails() -> None:
     store = CounterStore(FailingStorage(), answer_s=0.01)
     limited = rates(store, requests_per_minute=1)
@@ -295,6 +296,7 @@ class HangingStorage(MemoryStorage):
         return await super().acquire_sliding_window_entry(key, limit, expiry, amount)
 
 
+@pytest.mark.usefixtures("simulated_time")
 async def test_a_store_that_hangs_is_asked_once_for_all_waiting_requests() -> None:
     storage, clock = HangingStorage(), Clock()
     limited = rates(CounterStore(storage, clock, answer_s=0.01), requests_per_minute=1)
@@ -307,6 +309,7 @@ async def test_a_store_that_hangs_is_asked_once_for_all_waiting_requests() -> No
     assert storage.num_asked == 2
 
 
+@pytest.mark.usefixtures("simulated_time")
 async def test_a_store_that_recovers_counts_again() -> None:
     storage, clock = HangingStorage(), Clock()
     store = CounterStore(storage, clock, answer_s=0.01)

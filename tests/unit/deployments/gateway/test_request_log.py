@@ -112,6 +112,7 @@ async def test_a_request_that_was_refused_has_its_reason(logs: ProcessLogs, tmp_
     assert (second["status"], second["error_code"], second["threads"]) == (400, None, 0)
 
 
+@pytest.mark.usefixtures("simulated_time")
 async def test_a_request_whose_client_left_is_logged_as_such(
     logs: ProcessLogs, tmp_path: Path
 ) -> None:

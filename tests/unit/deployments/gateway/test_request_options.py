@@ -26,6 +26,8 @@ from tests.fakes.replicas import (
     settled,
 )
 
+pytestmark = pytest.mark.usefixtures("simulated_clocks")
+
 
 def test_options_come_from_the_body_headers_and_dynamos_hints() -> None:
     headers = [(b"x-apar-deadline-ms", b"900"), (b"x-apar-expected-tokens", b"7")]
@@ -79,9 +81,9 @@ async def test_deadlines_and_hints_go_with_the_request() -> None:
 
     first, second = replicas.requests
     assert first.terms.deadlines is not None
-    assert first.terms.deadlines.answer_at_s == pytest.approx(before_s + 20, abs=1)
-    assert first.hint.first_token_s == pytest.approx(5, abs=1)
-    assert first.hint.answer_s == pytest.approx(20, abs=1)
+    assert first.terms.deadlines.answer_at_s == pytest.approx(before_s + 20)
+    assert first.hint.first_token_s == pytest.approx(5)
+    assert first.hint.answer_s == pytest.approx(20)
     assert first.hint.expected_tokens == 9
     assert first.hint.family == second.hint.family is not None
     assert second.terms.deadlines is None

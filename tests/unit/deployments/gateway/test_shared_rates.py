@@ -19,7 +19,7 @@ from tests.fakes.tools import needs
 
 pytestmark = needs("redis-server")
 SECRET = "apar-one-of-the-keys"
-START_S = 20.0
+START_S = 120.0
 
 
 def gateway(port: int, password: SecretReference | None = None) -> Callers:

@@ -21,6 +21,8 @@ from deployments.replica.answering import SCOPE_KEY, Answering
 from deployments.wire.answer import AnswerBroken, AnswerEnd, AnswerStart, Piece
 from deployments.wire.request import Deadlines, RelayedRequest, RequestTerms
 
+pytestmark = pytest.mark.usefixtures("simulated_clocks")
+
 REQUEST = RelayedRequest(
     "POST", "/v1/completions", b"", [], b"{}", RequestTerms(keeps_journal=True)
 )

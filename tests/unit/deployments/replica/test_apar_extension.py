@@ -269,6 +269,7 @@ class Tags(StreamTags):
         return {"time_ms": 1, "updates": [{"choice": 2, "text": text} for text in texts]}
 
 
+@pytest.mark.usefixtures("simulated_time")
 @pytest.mark.parametrize("chat", [True, False])
 async def test_updates_without_certain_text_get_a_chunk_of_their_own(
     monkeypatch: pytest.MonkeyPatch, chat: bool

@@ -10,6 +10,7 @@ from deployments.wire.answer import AnswerStart
 from deployments.wire.request import RelayedRequest
 from tests.fakes.whole_answer import whole_answer
 
+pytestmark = pytest.mark.usefixtures("simulated_time")
 REQUEST = RelayedRequest("POST", "/v1/completions", b"a=b", [(b"x", b"y")], b"body")
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from deployments.replica.replica_metrics import LastState
 
+pytestmark = pytest.mark.usefixtures("simulated_clocks")
+
 
 class FakeCore:
     """An engine core that answers with numbers, while its gate is open."""

@@ -78,6 +78,7 @@ async def reported(replica: Replica) -> tuple[float, float]:
     return load["requests"], scaling["requests"]
 
 
+@pytest.mark.usefixtures("simulated_time")
 async def test_a_request_with_eight_choices_is_one() -> None:
     replica = FakeReplica()
     streams = [replica.stream(request()) for _ in range(2)]

@@ -21,6 +21,8 @@ from deployments.routing.shared_router import Routers, SharedRouter
 from deployments.wire.request import RelayedRequest, RequestTerms
 from tests.unit.deployments.routing.loads import FORKED
 
+pytestmark = pytest.mark.usefixtures("simulated_time")
+
 DEPLOYMENT = DeploymentID(name="Replica-x", app_name="apar")
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
+import threading
 
+import openai
 import pytest
 
 from apar_core.errors import EvaluationError
@@ -128,20 +129,28 @@ async def test_an_address_that_drops_connections_ends_the_run() -> None:
 
 
 async def test_a_slow_answer_fails_alone() -> None:
+    given_up = threading.Event()
+
     def slowly(_body: object, _number: int) -> Reply:
-        time.sleep(0.3)
+        given_up.wait()
         return Reply(text="ok")
 
     with judge_server(slowly) as server:
         settings = EndpointSettings(url=server.url, model="m", retries=0, timeout_s=0.1)
         async with ChatEndpoint(settings) as endpoint:
+            # A busy machine may not connect in so short a time.
+            limit = openai.Timeout(60, read=settings.timeout_s)
+            endpoint._client = endpoint._client.with_options(timeout=limit)
             with pytest.raises(RequestFailedError, match=r"did not answer within 0\.1 s"):
                 await endpoint.complete(QUESTION, max_tokens=5, temperature=0.0)
+        given_up.set()
 
 
 async def test_concurrent_requests_are_limited() -> None:
+    both = threading.Barrier(2)
+
     def slowly(_body: object, _number: int) -> Reply:
-        time.sleep(0.02)
+        both.wait(60)
         return Reply(text="ok")
 
     with judge_server(slowly) as server:
